@@ -13,11 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mlm.checkpoint.commands.export_hf import export_hf
+    from mlm.checkpoint.commands.import_hf import import_hf
     from mlm.config.imports import trust
-    from mlm.convert.export_hf import export_hf
-    from mlm.convert.import_hf import import_hf
+    from mlm.inference.api import Model, load
     from mlm.launch.join import build_mesh
-    from mlm.loaded import Model, load
     from mlm.models.bert.model import BERT
     from mlm.models.config import ModelConfig
     from mlm.models.family import ModelFamily
@@ -79,10 +79,10 @@ __all__ = [
 
 _MODULES = {
     "mlm.config.imports": ("trust",),
-    "mlm.convert.export_hf": ("export_hf",),
-    "mlm.convert.import_hf": ("import_hf",),
+    "mlm.checkpoint.commands.export_hf": ("export_hf",),
+    "mlm.checkpoint.commands.import_hf": ("import_hf",),
     "mlm.launch.join": ("build_mesh",),
-    "mlm.loaded": ("Model", "load"),
+    "mlm.inference.api": ("Model", "load"),
     "mlm.models": ("BERT", "GPT2", "ModelConfig", "ModelFamily"),
     "mlm.parallel.collectives": (
         *("all_reduce", "copy_to_tp", "gather_sequence", "reduce_from_tp", "scatter_sequence"),

@@ -29,15 +29,15 @@ from torch import Tensor
 
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
-from mlm.incidents.recent import LEAST_SPREAD, NORMAL, TINY, Recent, median
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.config import IncidentConfig, PretrainConfig, TrainConfig
-from mlm.train.trainer import Trainer
+from mlm.training.config import IncidentConfig, PretrainConfig, TrainConfig
+from mlm.training.incidents.recent import LEAST_SPREAD, NORMAL, TINY, Recent, median
+from mlm.training.trainer import Trainer
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 FAULTS = ("gradient x 10", "gradient x 100", "gradient x 10,000", "loss + 2", "NaN")
 BLOCK, TAIL = 16, 0.03

@@ -29,8 +29,8 @@ from bench.report import print_shape
 from bench.spec import Spec
 from rich.console import Console
 
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 TARGET = 1.6
 """Target speedup of mlm over `transformers`."""

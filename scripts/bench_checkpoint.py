@@ -28,15 +28,15 @@ from rich.console import Console
 from rich.table import Table
 
 import mlm
-from mlm.cli.compose import load_config
+from mlm.config.cli.compose import load_config
 from mlm.data.sampler import Batch, Loader
 from mlm.data.synthetic import SyntheticDataset
-from mlm.files.atomic import write_atomic
 from mlm.parallel.mesh import shape_context
-from mlm.train.config import PretrainConfig
-from mlm.train.memory import reuse_large_blocks
-from mlm.train.saver import Saver
-from mlm.train.trainer import Trainer
+from mlm.training.config import PretrainConfig
+from mlm.training.memory import reuse_large_blocks
+from mlm.training.saver import Saver
+from mlm.training.trainer import Trainer
+from mlm.util.atomic import write_atomic
 
 
 @dataclass

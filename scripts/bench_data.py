@@ -34,7 +34,7 @@ from bench.sample_rates import INDEX_TARGET, LOAD_TARGET, index, load
 from rich.console import Console
 from rich.table import Table
 
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
 
 RUNS = {"tokenise": tokenise, "memory": memory, "index": index, "load": load}
 

@@ -38,8 +38,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mlm.corpus.sections import DedupConfig
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 RECALL, PRECISION = 0.98, 0.99
 REPORTED = 0.3  # similarities below it are not kept

@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
 from mlm.evaluate.zero_shot import sources
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 TARGETS = {"lambada": 1.5, "wikitext": 1.2}
 """Target speedup of mlm."""

@@ -48,8 +48,8 @@ from bench.stats import Spread
 from rich.console import Console
 from rich.table import Table
 
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 TARGET = 1.4
 """Target speedup of mlm."""

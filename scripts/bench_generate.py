@@ -27,13 +27,13 @@ from bench.stats import Spread
 from rich.console import Console
 from rich.table import Table
 
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
 from mlm.inference.generation import Sampling, generate
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 TARGET = 1.2
 """Target speedup of mlm."""

@@ -1,4 +1,4 @@
-"""Cost of watching a run: steps with the checks of mlm/incidents at their defaults, and without.
+"""Cost of watching a run: steps with the checks of mlm/training/incidents at their defaults, and without.
 
     python scripts/bench_incidents.py --out scripts/results/bench_incidents-cpu.json
 
@@ -30,14 +30,14 @@ from rich.table import Table
 
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
-from mlm.incidents.replicas import digests, state_of
-from mlm.incidents.watcher import Incidents
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.config import PretrainConfig, TrainConfig
-from mlm.train.trainer import Trainer
+from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.training.incidents.replicas import digests, state_of
+from mlm.training.incidents.watcher import Incidents
+from mlm.training.trainer import Trainer
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 TARGET = 0.01
 """Share of a step that watching may cost."""

@@ -35,8 +35,8 @@ from bench.timing import take_rounds
 from rich.console import Console
 from rich.table import Table
 
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

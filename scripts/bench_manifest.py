@@ -31,7 +31,7 @@ from mlm.checkpoint.native.fit import plan_reading
 from mlm.checkpoint.native.folders import problem_of
 from mlm.checkpoint.native.format import CHUNKS, MANIFEST, FileEntry, Manifest, read_manifest, write_manifest
 from mlm.checkpoint.native.slices import Shard, Split
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
 
 LAYERS, HIDDEN, VOCABULARY, POSITIONS = 72, 3072, 51200, 1024
 DIGEST = "xxh3:" + "0" * 32

@@ -32,7 +32,6 @@ from bench.random_gpt2 import machine_facts
 from rich.console import Console
 from torch import Tensor
 
-from mlm.files.atomic import write_atomic
 from mlm.finetune.examples import Example, Text
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer
 from mlm.models.config import ModelConfig
@@ -41,7 +40,8 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.init import init_parameters
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.pipelined import PipelinedModel
+from mlm.training.pipelined import PipelinedModel
+from mlm.util.atomic import write_atomic
 
 VOCAB = 2048
 TOLERANCE = 1e-4

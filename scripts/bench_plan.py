@@ -39,8 +39,6 @@ from rich.table import Table
 
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, build_mesh
@@ -49,9 +47,11 @@ from mlm.plan.hardware import HardwareConfig, hardware_of
 from mlm.plan.memory import MemoryModel
 from mlm.plan.report import label
 from mlm.plan.shape import Layout, Shape
-from mlm.train.config import PretrainConfig, TrainConfig
-from mlm.train.memory import reuse_large_blocks
-from mlm.train.trainer import Trainer
+from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.training.memory import reuse_large_blocks
+from mlm.training.trainer import Trainer
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 RESULTS = Path(__file__).parent / "results/bench_plan.json"
 RANKS = 2

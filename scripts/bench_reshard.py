@@ -29,18 +29,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from mlm.checkpoint.commands.config import ReshardConfig
+from mlm.checkpoint.commands.reshard import run as reshard
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
 from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
-from mlm.convert.config import ReshardConfig
-from mlm.convert.reshard import run as reshard
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
 from mlm.models.config import ModelConfig
-from mlm.train.config import PretrainConfig
-from mlm.train.run_folder import check_space
-from mlm.train.state import CHECKPOINTS
+from mlm.training.config import PretrainConfig
+from mlm.training.run_folder import check_space
+from mlm.training.state import CHECKPOINTS
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 MODEL = ModelConfig(num_layers=1, hidden_size=1920, num_heads=20, max_positions=1024)
 KINDS = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")

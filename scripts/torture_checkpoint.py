@@ -30,7 +30,7 @@ from torture.kills import COMMAND, KILLS
 from torture.record import Record, Round
 from torture.runs import LAYOUTS, Reference, describe, make_reference
 
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
 
 AIMS = ("saving", "loading", "resharding")
 COMMAND_EVERY = 20  # rounds: starting Python and torch takes longer than all the rest

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torture.command_lines import Verdict, mutate, try_line
 from torture.flips import make_template
 
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

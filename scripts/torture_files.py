@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torture.flips import Flip, make_template, one_flip, references, targets
 
 import mlm
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

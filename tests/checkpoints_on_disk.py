@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.cli.commands import COMMANDS, resolve
-from mlm.cli.reporting import report
 from mlm.config.build import build, to_dict
+from mlm.config.cli.commands import COMMANDS, resolve
+from mlm.config.cli.reporting import report
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.train.config import PretrainConfig
+from mlm.training.config import PretrainConfig
 from tests.checkpoint.native.helpers import save
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_heads=2, vocab_size=32, max_positions=16)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlm.files.atomic import write_atomic
 from mlm.launch import process
-from mlm.report import curves
+from mlm.tracking import curves
+from mlm.util.atomic import write_atomic
 
 with warnings.catch_warnings():  # pytest has imported distutils
     warnings.simplefilter("ignore")

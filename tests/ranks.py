@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from mlm.parallel.mesh import ParallelContext, build_mesh
-from mlm.report import curves
+from mlm.tracking import curves
 from tests.conftest import blank
 
 TIMEOUT_S = 100.0
@@ -85,7 +85,7 @@ def _start(size: int) -> None:
 def _fork(pipes: Sequence[Connection]) -> None:
     """Import what most checks need, fork a rank per pipe and wait for all."""
     os.setpgrp()  # to be ended together
-    import_module("mlm.train.trainer")
+    import_module("mlm.training.trainer")
     import_module("torch.fx.experimental.symbolic_shapes")  # a first backward pass would
     pytest.MonkeyPatch().setattr(curves, "plot_losses", blank)
     for pipe in pipes:

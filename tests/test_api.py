@@ -22,12 +22,12 @@ from torch.distributed import ReduceOp
 from transformers import PreTrainedTokenizerFast
 
 import mlm
-from mlm.cli.entry import main
+from mlm.config.cli.entry import main
+from mlm.inference.api import SOURCES
 from mlm.inference.scoring import Request, score
-from mlm.loaded import SOURCES
 from mlm.parallel.mesh import ParallelContext
-from tests.convert.hf_berts import add_word_pieces, make_bert
-from tests.convert.hf_models import TEXT, add_tokenizer, make_model
+from tests.checkpoint.commands.hf_berts import add_word_pieces, make_bert
+from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, make_model
 from tests.data.chats import TALK
 from tests.finetune.chats import write_llama
 from tests.ranks import run_on_ranks
@@ -136,7 +136,7 @@ class TestSurface:
         files = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
         assert {"mlm/py.typed", "mlm/__init__.py"} <= files
         assert {
-            f"mlm/report/html/assets/uPlot.{end}" for end in ("iife.min.js", "min.css", "LICENSE")
+            f"mlm/tracking/html/assets/uPlot.{end}" for end in ("iife.min.js", "min.css", "LICENSE")
         } <= files
 
 

@@ -28,8 +28,8 @@ from mlm.config.tree import (
     out_of_range,
     sections,
 )
-from mlm.errors import Absent, ConfigError, Problem, show
-from mlm.files.atomic import digest_bytes
+from mlm.util.atomic import digest_bytes
+from mlm.util.errors import Absent, ConfigError, Problem, show
 
 T = TypeVar("T")
 Check = Callable[[T], Iterable[str]]  # a built run spec → its problems

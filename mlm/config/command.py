@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mlm.errors import Problem
+from mlm.util.errors import Problem
 
 
 def no_problems(config: Any) -> Sequence[str]:

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from mlm.config.suggest import nearest
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 TRUST = "MLM_TRUST"
 PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")

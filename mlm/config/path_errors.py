@@ -9,9 +9,9 @@ from typing import Any
 
 from mlm.config.fields import READ, Role, split_weight
 from mlm.config.tree import leaves, values_of
-from mlm.errors import Problem
-from mlm.files.ownership import STDOUT, described, kind_of_folder, rejected_place
-from mlm.files.results import result_problems, results_alone_on_stdout
+from mlm.util.errors import Problem
+from mlm.util.ownership import STDOUT, described, kind_of_folder, rejected_place
+from mlm.util.results import result_problems, results_alone_on_stdout
 
 
 def path_problems(config: Any) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from mlm.config.tree import MISSING_VALUE
-from mlm.errors import UserError, has_controls, visible
+from mlm.util.errors import UserError, has_controls, visible
 
 MAX_BYTES = 1 << 18  # 256 KiB: a run's config is 3 kB
 MAX_DEPTH = 12

@@ -7,7 +7,7 @@ from math import isqrt
 
 from mlm.config.elsewhere import Typed, elsewhere
 from mlm.config.tree import HOISTED, leaves, other_names, sections
-from mlm.errors import Problem
+from mlm.util.errors import Problem
 
 
 def nearest(

@@ -12,7 +12,7 @@ from functools import cache, reduce
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mlm.config.fields import Also, Bound, ImportPath, Options, Role, metadata
-from mlm.errors import Problem
+from mlm.util.errors import Problem
 
 HOISTED = "parallel"  # the section whose fields are top-level keys
 OPTIONS = "options"  # the field of settings whose names only the user's own code knows

@@ -2,7 +2,7 @@
 
 from mlm.corpus.config import DataBuildConfig
 from mlm.data.corpus_files import SPLITS
-from mlm.errors import Problem
+from mlm.util.errors import Problem
 
 MAX_BANDS = 1024  # a task and a column of keys each
 

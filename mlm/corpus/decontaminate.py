@@ -24,7 +24,7 @@ from mlm.corpus.benchmarks import EvaluationText, load_benchmarks, read_benchmar
 from mlm.corpus.ngrams import Hits, NGrams, spans, words
 from mlm.corpus.read.long_text import PIECE, Letters, StoredText, at_breaks
 from mlm.corpus.sections import DecontaminateConfig
-from mlm.files.atomic import digest_bytes
+from mlm.util.atomic import digest_bytes
 
 RULE = 3  # number of what counts as a match and what is cut; part of the digest
 TOP = 20  # evaluation texts named in a report

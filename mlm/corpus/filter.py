@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from mlm.config.suggest import nearest
 from mlm.corpus.read.long_text import Letters, at_breaks
 from mlm.corpus.sections import FilterConfig
-from mlm.errors import UserError
-from mlm.extras import load_extra
+from mlm.util.errors import UserError
+from mlm.util.extras import load_extra
 
 SAMPLE = 500  # letters looked at in each of three places
 

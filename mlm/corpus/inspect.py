@@ -16,9 +16,9 @@ from mlm.data.corpus_files import corpora_at, eod_of, origins_of, size_of, token
 from mlm.data.indexed import CHUNK, REBUILD, VERSION, Index, IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.results import named, write_result
-from mlm.terminal import add_row, byte_progress, console, plain, size, table
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.results import named, write_result
+from mlm.util.terminal import add_row, byte_progress, console, plain, size, table
 
 BITS = 16
 BINS = 1 << BITS

@@ -29,7 +29,7 @@ from rensa import RMinHash
 
 from mlm.corpus.read.long_text import at_breaks
 from mlm.corpus.sections import DedupConfig
-from mlm.splitmix import mix
+from mlm.util.splitmix import mix
 
 Hashes = NDArray[np.uint64]
 Numbers = NDArray[np.int64]

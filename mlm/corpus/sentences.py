@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
-from mlm.extras import load_extra
+from mlm.util.extras import load_extra
 
 PARAGRAPH_END = re.compile(r"\n\s*\n")
 WORD = re.compile(r"\w")

@@ -13,9 +13,9 @@ from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import Rejected
 from mlm.corpus.read.shards import split_inputs
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
-from mlm.errors import Problem, UserError
-from mlm.files.results import is_stream, result_problems, write_result
-from mlm.terminal import Screen, byte_progress
+from mlm.util.errors import Problem, UserError
+from mlm.util.results import is_stream, result_problems, write_result
+from mlm.util.terminal import Screen, byte_progress
 
 BYTES = 256
 LETTERS = 1000

@@ -24,10 +24,10 @@ from mlm.data.corpus_files import (
 )
 from mlm.data.indexed import CHUNK, REBUILD, Index, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
-from mlm.errors import CheckFailedError, CorruptFileError, UserError
-from mlm.files.atomic import digest_file, digest_name
-from mlm.files.results import named, write_result
-from mlm.terminal import Advance, add_row, byte_progress, console, plain, table
+from mlm.util.atomic import digest_file, digest_name
+from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
+from mlm.util.results import named, write_result
+from mlm.util.terminal import Advance, add_row, byte_progress, console, plain, table
 
 BLOCK = 1 << 22  # bytes read at a time: 4 MiB
 

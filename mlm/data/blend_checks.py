@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlm.data.config import DataConfig
 from mlm.data.files_present import WRITE_ONE, absent
-from mlm.errors import Absent, Problem
+from mlm.util.errors import Absent, Problem
 
 MAX_SOURCES = 1000
 MIN_SHARE = 1e-12

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from mlm.data.chat_sandbox import MEMORY, SECONDS
-from mlm.errors import Failed, UserError
+from mlm.util.errors import Failed, UserError
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Requests to stop, which terminals and schedulers send to all processes of a command."""

@@ -18,8 +18,8 @@ from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START
 from mlm.data.chat_renderer import RenderError, renderer
 from mlm.data.chat_sandbox import BEGIN, END, environment
 from mlm.data.tokenizer import Tokenizer, read_config
-from mlm.errors import CorruptFileError, UserError, half_pair
-from mlm.files.atomic import digest_bytes, write_atomic
+from mlm.util.atomic import digest_bytes, write_atomic
+from mlm.util.errors import CorruptFileError, UserError, half_pair
 
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 MAX_BYTES = 1 << 20

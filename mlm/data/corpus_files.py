@@ -11,7 +11,7 @@ import xxhash
 from mlm.data.indexed import bin_path, idx_path
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 SPLITS = ("train", "validation", "test")
 

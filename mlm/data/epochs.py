@@ -9,8 +9,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mlm.files.atomic import digest_bytes, write_atomic
-from mlm.files.lock import one_builder
+from mlm.util.atomic import digest_bytes, write_atomic
+from mlm.util.lock import one_builder
 
 CACHE_FROM = 1 << 20
 """Documents plus windows of an epoch from which its order is worth a file."""

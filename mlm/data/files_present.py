@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mlm.data.chat_builtin import BUILT_IN
 from mlm.data.config import DataConfig
-from mlm.errors import Absent, Problem
+from mlm.util.errors import Absent, Problem
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

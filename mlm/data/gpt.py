@@ -21,8 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from mlm.data.epochs import CACHE_FROM, EpochCache, Ids, permutation
 from mlm.data.indexed import IndexedDataset
-from mlm.errors import UserError
 from mlm.parallel.labels import IGNORE
+from mlm.util.errors import UserError
 
 BLOCK = 1 << 16  # tokens gathered at a time: intermediate arrays stay in a core's cache
 RULE = 1  # number of the sampling rule; part of the cache key

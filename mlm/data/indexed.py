@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import copy_bytes, digest_file, fsync_directory, sync
+from mlm.util.atomic import copy_bytes, digest_file, fsync_directory, sync
+from mlm.util.errors import CorruptFileError, UserError
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1

@@ -7,9 +7,9 @@ from typing import Any
 
 from mlm.data.gpt import too_short, windows_per_epoch
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import WHOLE, digest_file, sampled_digest, write_atomic
-from mlm.files.bounded import as_json, parse_json, read_bounded
+from mlm.util.atomic import WHOLE, digest_file, sampled_digest, write_atomic
+from mlm.util.bounded import as_json, parse_json, read_bounded
+from mlm.util.errors import CorruptFileError, UserError
 
 RECEIPT = "corpus.json"
 REJECTED = "rejected.jsonl"

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mlm.splitmix import GOLDEN, draw, mix, root
+from mlm.util.splitmix import GOLDEN, draw, mix, root
 
 
 class SyntheticDataset:

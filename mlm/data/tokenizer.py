@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import digest_bytes, write_atomic
-from mlm.files.bounded import parse_json
-from mlm.files.ownership import described
+from mlm.util.atomic import digest_bytes, write_atomic
+from mlm.util.bounded import parse_json
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.ownership import described
 
 if TYPE_CHECKING:
     from mlm.data.chat_template import ChatTemplate

@@ -4,10 +4,10 @@ from dataclasses import asdict
 from typing import Any
 
 from mlm.data import files_present as present
-from mlm.errors import Problem
 from mlm.evaluate.config import EvalLossConfig, LmEvalConfig, ZeroShotConfig
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, problems_of
 from mlm.parallel.layout_checks import RANK_RULES, READER_RULES, Launch
+from mlm.util.errors import Problem
 
 
 def check_eval_loss(

@@ -29,10 +29,7 @@ from mlm.data.files_present import absent
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset, MicroBatch, eval_batches
-from mlm.errors import CorruptFileError, UserError
 from mlm.evaluate.config import EvalLossConfig
-from mlm.files.atomic import digest_file
-from mlm.files.results import folder_problem, named, result_problems, write_result
 from mlm.inference.trained import (
     Trained,
     checkpoint_problems,
@@ -48,12 +45,15 @@ from mlm.models.bert.model import PARTS
 from mlm.parallel.layout_checks import CONTEXT_FITS, Launch
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.nearest_layout import layout_problems
-from mlm.terminal import Screen, count_progress
-from mlm.train.checks import context_problem
-from mlm.train.config import PretrainConfig
-from mlm.train.corpora import validation_prefixes
-from mlm.train.pipelined import evaluate
-from mlm.train.state import saved_history
+from mlm.training.checks import context_problem
+from mlm.training.config import PretrainConfig
+from mlm.training.corpora import validation_prefixes
+from mlm.training.pipelined import evaluate
+from mlm.training.state import saved_history
+from mlm.util.atomic import digest_file
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.results import folder_problem, named, result_problems, write_result
+from mlm.util.terminal import Screen, count_progress
 
 
 def preflight(config: EvalLossConfig) -> list[str]:

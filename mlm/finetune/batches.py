@@ -17,8 +17,8 @@ from torch import Tensor
 from mlm.data.epochs import stable_argsort
 from mlm.finetune.examples import Example
 from mlm.parallel.labels import IGNORE
-from mlm.splitmix import Bits, draw, root
-from mlm.train.pipelined import PipelinedModel
+from mlm.training.pipelined import PipelinedModel
+from mlm.util.splitmix import Bits, draw, root
 
 Ids = NDArray[np.int64]
 

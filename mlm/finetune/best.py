@@ -22,9 +22,9 @@ from mlm.checkpoint.native.folders import (
 from mlm.checkpoint.native.lineage import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.config.build import from_dict
-from mlm.errors import CorruptFileError, UserError, writing_to
-from mlm.train.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards
-from mlm.train.trainer import Trainer
+from mlm.training.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards
+from mlm.training.trainer import Trainer
+from mlm.util.errors import CorruptFileError, UserError, writing_to
 
 DATA_PATH = "data.path"
 """Key in the state of the absolute path of the rows; null if they are the Hub's."""

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from mlm.data import files_present as present
-from mlm.errors import Absent, Problem, UserError
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.finetune.task_checks import check_task
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
-from mlm.train.checks import optimizer_fits_layout, optimizer_works
+from mlm.training.checks import optimizer_fits_layout, optimizer_works
+from mlm.util.errors import Absent, Problem, UserError
 
 
 def check_finetune(

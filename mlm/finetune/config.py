@@ -20,8 +20,8 @@ from mlm.finetune.task_config import TaskConfig
 from mlm.launch.config import DistConfig
 from mlm.optim.config import DECAY_NAMES, WARMUP_NAMES, MinLearningRate, OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.report.config import LogConfig
-from mlm.train.config import CheckConfig, IncidentConfig
+from mlm.tracking.config import LogConfig
+from mlm.training.config import CheckConfig, IncidentConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

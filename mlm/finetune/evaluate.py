@@ -14,10 +14,6 @@ import mlm
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import to_dict
 from mlm.data.receipt import version_of
-from mlm.errors import UserError, show
-from mlm.files.atomic import digest_bytes
-from mlm.files.ownership import claim_problems
-from mlm.files.results import folder_problem, is_stream, named, result_problems, set_aside, write_result
 from mlm.finetune.batches import batcher_of
 from mlm.finetune.best import DATA_PATH, best_of
 from mlm.finetune.config import EvalTaskConfig
@@ -28,8 +24,12 @@ from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import check_installed, task_type
 from mlm.inference.trained import Trained, checkpoint_problems, is_model_folder, load_trained, result_file
 from mlm.parallel.mesh import ParallelContext
-from mlm.terminal import add_row, console, plain, table
-from mlm.train.state import FINETUNING
+from mlm.training.state import FINETUNING
+from mlm.util.atomic import digest_bytes
+from mlm.util.errors import UserError, show
+from mlm.util.ownership import claim_problems
+from mlm.util.results import folder_problem, is_stream, named, result_problems, set_aside, write_result
+from mlm.util.terminal import add_row, console, plain, table
 
 READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride", "answers")
 """Settings of a task that a checkpoint was finetuned with and must be scored with."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 Tokens = NDArray[np.int32]
 BATCH = 10_000  # texts tokenised at a time

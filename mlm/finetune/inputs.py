@@ -17,8 +17,6 @@ from mlm.config.build import to_dict
 from mlm.config.tree import flatten
 from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import ConfigError, UserError, attempt, show
-from mlm.files.atomic import digest_bytes
 from mlm.finetune.batches import chosen_rows
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
 from mlm.finetune.splits import Examples, Split, make_examples, read_part, read_split
@@ -38,7 +36,9 @@ from mlm.models.config import ModelConfig
 from mlm.models.huggingface import Note
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
-from mlm.train.state import CHECKPOINTS, FINETUNING, model_shards
+from mlm.training.state import CHECKPOINTS, FINETUNING, model_shards
+from mlm.util.atomic import digest_bytes
+from mlm.util.errors import ConfigError, UserError, attempt, show
 
 NOT_LOADED = ("model.mlm_head.", "model.sop_head.", "model.output.", "model.classifier.", "model.pooler.")
 """Prefixes of tensors that a checkpoint may hold and the model with its new head does not take from it."""

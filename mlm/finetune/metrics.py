@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.extras import load_extra
+from mlm.util.extras import load_extra
 
 Values = NDArray[Any]
 Metric = Callable[[Values, Values], float]

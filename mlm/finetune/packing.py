@@ -22,8 +22,8 @@ from mlm.models.gpt2.objective import NextToken
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.transfer import on_device
-from mlm.train.pipelined import PipelinedModel
-from mlm.train.pipelined import evaluate as mean_parts
+from mlm.training.pipelined import PipelinedModel
+from mlm.training.pipelined import evaluate as mean_parts
 
 
 @dataclass(frozen=True, eq=False)

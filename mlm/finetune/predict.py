@@ -9,7 +9,6 @@ from mlm.checkpoint.native.format import RESTORE
 from mlm.checkpoint.native.run_state import texts as strings
 from mlm.config.build import from_dict
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import ConfigError, CorruptFileError, UserError, type_of
 from mlm.finetune.batches import batcher_of
 from mlm.finetune.rows import Row, RowError
 from mlm.finetune.scoring import Finetuning, predictions_of, probabilities_of
@@ -20,7 +19,8 @@ from mlm.finetune.task_type import Prediction, task_type
 from mlm.inference.trained import Trained, is_model_folder
 from mlm.models.huggingface import label_entries
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.state import FINETUNING
+from mlm.training.state import FINETUNING
+from mlm.util.errors import ConfigError, CorruptFileError, UserError, type_of
 
 PREFIX = "task."
 TEXT, PAIR = ("text",), ("text", "pair")

@@ -10,19 +10,19 @@ import torch
 
 import mlm
 from mlm.config.build import config_digest, from_dict
-from mlm.errors import UserError, writing_to
-from mlm.files.atomic import write_atomic
-from mlm.files.bounded import as_json, parse_json
-from mlm.files.ownership import claim_folder
 from mlm.finetune.best import Progress, Scores, best_folder, best_of, merit
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Start
 from mlm.finetune.scoring import Scored
 from mlm.finetune.task_type import task_type
 from mlm.inference.trained import is_model_folder
-from mlm.terminal import add_row, console, plain, table
-from mlm.train.session import layout_row, model_row, run_row
-from mlm.train.trainer import Trainer
+from mlm.training.session import layout_row, model_row, run_row
+from mlm.training.trainer import Trainer
+from mlm.util.atomic import write_atomic
+from mlm.util.bounded import as_json, parse_json
+from mlm.util.errors import UserError, writing_to
+from mlm.util.ownership import claim_folder
+from mlm.util.terminal import add_row, console, plain, table
 
 RESULT = "result.json"
 MAX_BYTES = 1 << 20  # of a result.json

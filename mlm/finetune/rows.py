@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlm.errors import half_pair, type_of
 from mlm.finetune.task_config import TaskConfig
-from mlm.terminal import plain
+from mlm.util.errors import half_pair, type_of
+from mlm.util.terminal import plain
 
 MAX_TEXT = 1 << 24  # characters; an article of 10,000 words has 60,000
 NO_LABEL = -1

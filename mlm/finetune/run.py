@@ -6,8 +6,6 @@ from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import CheckpointError
-from mlm.errors import UserError, attempt
-from mlm.files.ownership import claim_problems
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import (
     Splits,
@@ -25,9 +23,11 @@ from mlm.finetune.task_type import check_installed
 from mlm.finetune.training import Material, finetune, spec_of
 from mlm.inference.trained import checkpoint_problems
 from mlm.parallel.mesh import ParallelContext
-from mlm.report.trackers import missing_extras
-from mlm.train.memory import reuse_large_blocks
-from mlm.train.resume import start_problems
+from mlm.tracking.trackers import missing_extras
+from mlm.training.memory import reuse_large_blocks
+from mlm.training.resume import start_problems
+from mlm.util.errors import UserError, attempt
+from mlm.util.ownership import claim_problems
 
 
 def preflight(config: FinetuneConfig) -> list[str]:

@@ -10,9 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlm.errors import UserError, writing_to
-from mlm.files.atomic import write_atomic
-from mlm.files.ownership import claim_folder
 from mlm.finetune.batches import Batcher, TaskBatch
 from mlm.finetune.examples import Example
 from mlm.finetune.inputs import Evaluation
@@ -28,8 +25,11 @@ from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.transfer import on_device
-from mlm.terminal import count_progress
-from mlm.train.pipelined import PipelinedModel
+from mlm.training.pipelined import PipelinedModel
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError, writing_to
+from mlm.util.ownership import claim_folder
+from mlm.util.terminal import count_progress
 
 NOT_FINITE = ": use another checkpoint, a lower optimizer.lr, or precision=fp32"
 

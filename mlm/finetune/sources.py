@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mlm.corpus.read.tables import FORMATS
-from mlm.errors import CorruptFileError, UserError
-from mlm.extras import load_extra
 from mlm.finetune.task_config import TaskConfig
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.extras import load_extra
 
 Record = dict[str, Any]
 Placed = tuple[str, Record]

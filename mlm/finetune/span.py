@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import Problem, type_of
-from mlm.extras import load_extra
 from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA, error_of_mean
 from mlm.finetune.rows import Row, RowError, encodable, sequence, shown, texts_of, whole_number
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import Candidate, Made, Output, Prediction, TaskType, as_json
 from mlm.parallel.labels import IGNORE
+from mlm.util.errors import Problem, type_of
+from mlm.util.extras import load_extra
 
 MODULE = "torchmetrics.functional.text"
 METRICS = ("f1", "exact_match", "has_answer_f1", "has_answer_exact_match", "no_answer_f1")

@@ -11,13 +11,13 @@ from typing import overload
 import xxhash
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import ConfigError, UserError
-from mlm.files.atomic import digest_name
 from mlm.finetune.examples import Example, frame
 from mlm.finetune.rows import ExampleError, MissingColumnError, Row, RowError, identity_of
 from mlm.finetune.sources import Placed, hub_records, local_records
 from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import task_type
+from mlm.util.atomic import digest_name
+from mlm.util.errors import ConfigError, UserError
 
 MAX_PROBLEMS = 10
 """Problems of a split that are listed; the others are counted."""

@@ -5,8 +5,8 @@ import re
 from typing import TYPE_CHECKING
 
 from mlm.config.suggest import nearest
-from mlm.errors import Problem, UserError, show
 from mlm.finetune.task_config import TaskConfig
+from mlm.util.errors import Problem, UserError, show
 
 if TYPE_CHECKING:
     from mlm.finetune.task_type import TaskType

@@ -16,9 +16,6 @@ from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
-from mlm.doctor.quick import check_start
-from mlm.errors import writing_to
-from mlm.files.atomic import write_atomic
 from mlm.finetune.batches import Batcher, Order, TaskBatch, batcher_of
 from mlm.finetune.best import (
     BASE,
@@ -36,21 +33,24 @@ from mlm.finetune.inputs import Evaluation, Settings, Start, load_body
 from mlm.finetune.results import Result, header, write_result
 from mlm.finetune.scoring import Objective, evaluate, objective_of, score_split
 from mlm.finetune.task_type import task_type
-from mlm.incidents.watcher import Incidents
+from mlm.launch.doctor.quick import check_start
 from mlm.optim.config import ScheduleConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
-from mlm.report.metrics import Parts, Rates
-from mlm.report.peak import peak_flops
-from mlm.train.config import CheckpointConfig, PretrainConfig, TrainConfig
-from mlm.train.kernels import missing_kernel_as_user_error
-from mlm.train.loop import Loop, is_due
-from mlm.train.memory import out_of_memory_as_user_error, trim_memory
-from mlm.train.resume import claim, resume
-from mlm.train.run_tokenizer import digest_of
-from mlm.train.session import CONFIG, composed_yaml, training_session
-from mlm.train.state import FINETUNING, load_weights
-from mlm.train.trainer import Trainer
+from mlm.tracking.metrics import Parts, Rates
+from mlm.tracking.peak import peak_flops
+from mlm.training.config import CheckpointConfig, PretrainConfig, TrainConfig
+from mlm.training.incidents.watcher import Incidents
+from mlm.training.kernels import missing_kernel_as_user_error
+from mlm.training.loop import Loop, is_due
+from mlm.training.memory import out_of_memory_as_user_error, trim_memory
+from mlm.training.resume import claim, resume
+from mlm.training.run_tokenizer import digest_of
+from mlm.training.session import CONFIG, composed_yaml, training_session
+from mlm.training.state import FINETUNING, load_weights
+from mlm.training.trainer import Trainer
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import writing_to
 
 TRIM_EVERY = 20
 """Steps between returns of freed memory to the system: sequences of other lengths need other blocks."""
@@ -368,7 +368,7 @@ def finish(run: Run, progress: Progress) -> Result:
     if trainer.ctx.is_main:
         with writing_to(config.out):
             write_result(out, result)
-            from mlm.report.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
+            from mlm.tracking.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
 
             plot_losses(out / "metrics.jsonl", out / "loss.png", task_type(config.task.kind).loss_unit)
     return result

@@ -8,8 +8,8 @@ from mlm.data.chat_builtin import BUILT_IN
 from mlm.data.chat_template import ChatError, ChatTemplate, find_template
 from mlm.data.conversation import ASSISTANT
 from mlm.data.tokenizer import GENERATION_CONFIG, Tokenizer, ids_of, read_config
-from mlm.errors import Absent, ConfigError, Problem
 from mlm.inference.trained import is_model_folder, run_directory
+from mlm.util.errors import Absent, ConfigError, Problem
 
 PROBE = "answer"
 

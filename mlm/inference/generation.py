@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
 from mlm.inference.sampling import NOT_FINITE, Sampling, ending, next_tokens
 from mlm.inference.trained import Trained
 from mlm.models.backbone import Transformer
@@ -23,6 +22,7 @@ from mlm.models.cache import Fill, KeyValueCache, Reading, Step
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
 
 __all__ = ["Sampling", "before_stop", "continuations", "ends_at", "generate"]
 

@@ -17,14 +17,14 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import JSON, CheckpointError, Manifest, canonical
 from mlm.checkpoint.native.slices import Region
 from mlm.data.files_present import hub_id
-from mlm.errors import UserError
-from mlm.files.atomic import digest_bytes
-from mlm.hub import expect_hub
 from mlm.parallel.init import init_shard
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
-from mlm.train.config import PretrainConfig
-from mlm.train.run_folder import imported_state, run_config
+from mlm.training.config import PretrainConfig
+from mlm.training.run_folder import imported_state, run_config
+from mlm.util.atomic import digest_bytes
+from mlm.util.errors import UserError
+from mlm.util.hub import expect_hub
 
 EXTRA = "pip install 'mlm[hf]'"
 COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mlm.errors import UserError
-from mlm.files.atomic import digest_name, write_atomic
+from mlm.util.atomic import digest_name, write_atomic
+from mlm.util.errors import UserError
 
 LONGEST_LINE = 160  # bytes: the keys, two numbers of at most 24 digits, a boolean
 Result = tuple[float, bool]

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.errors import Problem, type_of
-from mlm.splitmix import draw, root, uniform
+from mlm.util.errors import Problem, type_of
+from mlm.util.splitmix import draw, root, uniform
 
 NOT_FINITE = -1
 """In place of a token where the logits are no numbers."""

@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.errors import UserError
 from mlm.inference.kept_scores import KeptScores
 from mlm.inference.trained import Trained
 from mlm.models.backbone import Transformer
@@ -31,7 +30,8 @@ from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.transfer import on_device
-from mlm.train.pipelined import EVAL_ROUNDS, PipelinedModel
+from mlm.training.pipelined import EVAL_ROUNDS, PipelinedModel
+from mlm.util.errors import UserError
 
 CPU_TOKENS = 2048
 """Most tokens per micro-batch on a CPU, or one sequence: GPT-2 124M scores LAMBADA equally fast at 512 to

@@ -20,7 +20,6 @@ from mlm.config.fields import REMOTE
 from mlm.config.imports import OwnCodeError, is_path
 from mlm.data.files_present import hub_id
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import CorruptFileError, UserError
 from mlm.inference.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries
@@ -32,13 +31,14 @@ from mlm.parallel.layout_checks import SPLIT_RULES, Launch
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.nearest_layout import layout_problems
 from mlm.parallel.sharding import parameter_shards
-from mlm.train.checks import saved_problems
-from mlm.train.config import PretrainConfig
-from mlm.train.kernels import choose_products
-from mlm.train.memory import reuse_large_blocks
-from mlm.train.pipelined import PipelinedModel
-from mlm.train.run_tokenizer import digest_of, receipt_tokenizer, tokenizer_then
-from mlm.train.state import load_weights
+from mlm.training.checks import saved_problems
+from mlm.training.config import PretrainConfig
+from mlm.training.kernels import choose_products
+from mlm.training.memory import reuse_large_blocks
+from mlm.training.pipelined import PipelinedModel
+from mlm.training.run_tokenizer import digest_of, receipt_tokenizer, tokenizer_then
+from mlm.training.state import load_weights
+from mlm.util.errors import CorruptFileError, UserError
 
 LISTED = 3  # problems of a saved configuration that a message lists
 

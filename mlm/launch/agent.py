@@ -27,7 +27,6 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from mlm.config.build import from_dict, to_dict
-from mlm.errors import UserError
 from mlm.launch.environment import num_threads, read_place, worker_environment
 from mlm.launch.failure import (
     INTACT,
@@ -44,6 +43,7 @@ from mlm.launch.network import LOOPBACK, check_interface, check_loopback
 from mlm.launch.process import run_rank
 from mlm.launch.roll_call import rendezvous_store
 from mlm.launch.stop import STANDS_FOR, WORDS, Relay, handlers_restored, is_noting
+from mlm.util.errors import UserError
 
 POLL_S = 0.1
 

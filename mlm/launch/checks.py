@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mlm.config.tree import out_of_range, values_of
-from mlm.errors import Absent, Problem
 from mlm.launch.config import NO_GPU, NO_GPU_FIX
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import Launch, LayoutRule, num_replicas
 from mlm.parallel.nearest_layout import layout_problems
+from mlm.util.errors import Absent, Problem
 
 Rule = Callable[[Any, Launch], Problem | None]
 """A condition of a command's settings: it compares them, so that it can be asked of any numbers."""

@@ -1,4 +1,4 @@
-"""Commands in processes of their own that can be killed whole: for example by `mlm verify-resume`."""
+"""Commands in processes of their own that can be killed whole."""
 
 import os
 import signal
@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from mlm.errors import CheckFailedError, UserError
 from mlm.launch.environment import import_path
 from mlm.launch.stop import LAUNCHED
-from mlm.parent import die_with_parent
+from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.parent import die_with_parent
 
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -30,18 +30,9 @@ def child_run(words: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
 
     Its output goes to `log`. If this process dies, the kernel kills the command.
     """
-    process = started([sys.executable, "-P", "-m", "mlm", *words], log)
-    try:
-        yield process
-    finally:
-        kill(process)
-
-
-def started(arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
-    """Start a program, its output in `log`; it dies with this process. Raises OSError."""
     with open(log, "wb") as output:
-        return subprocess.Popen(
-            arguments,
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "mlm", *words],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -49,6 +40,10 @@ def started(arguments: list[str], log: Path) -> "subprocess.Popen[bytes]":
             start_new_session=True,  # Ctrl-C is for the command that started it
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
+    try:
+        yield process
+    finally:
+        kill(process)
 
 
 def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:

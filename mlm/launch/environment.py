@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.errors import UserError
 from mlm.launch.stop import LAUNCHED
+from mlm.util.errors import UserError
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, `salloc` shells and the like from here
 FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux assigns ports to any process

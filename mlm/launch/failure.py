@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from mlm.errors import UserError, visible
-from mlm.files.atomic import write_atomic
 from mlm.parallel.watch import LostPeer, Watch, is_transport_error, name_ranks
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError, visible
 
 INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT
 LAST_WORDS_S = 1.0  # a failing rank stays so long for its peers to notice and report

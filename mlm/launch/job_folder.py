@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mlm.files.lock import Lock
+from mlm.util.lock import Lock
 
 PREFIX = "mlm-job-"
 HELD = "held"

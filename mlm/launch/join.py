@@ -8,13 +8,13 @@ import torch
 import torch.distributed as distributed
 from torch.distributed import PrefixStore
 
-from mlm.errors import ConfigError, Problem, UserError, type_of
 from mlm.launch.config import DistConfig
 from mlm.launch.environment import Place, place_variables, read_place
 from mlm.launch.process import ALONE, rank_device
 from mlm.launch.roll_call import START_S, rendezvous_store
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.mesh import build_mesh as build_groups
+from mlm.util.errors import ConfigError, Problem, UserError, type_of
 
 DEVICES = ("auto", "cpu", "cuda")
 

@@ -6,8 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from mlm.errors import UserError
 from mlm.launch.environment import Place
+from mlm.util.errors import UserError
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -17,7 +17,6 @@ import torch.distributed as distributed
 from torch.distributed import PrefixStore, Store
 
 from mlm.config.path_errors import streams_for
-from mlm.errors import UserError
 from mlm.launch.config import NO_GPU, NO_GPU_FIX, DistConfig
 from mlm.launch.environment import Place, num_threads, place_variables
 from mlm.launch.failure import (
@@ -33,6 +32,7 @@ from mlm.launch.failure import (
 from mlm.launch.roll_call import START_S, MissingRanksError, rendezvous_store
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.watch import Watch
+from mlm.util.errors import UserError
 
 Target = Callable[[Any, ParallelContext], int | None]
 """Work of a job on each rank; returns the exit code of a command that a signal stopped after a save."""

@@ -13,10 +13,10 @@ from threading import Thread
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from mlm.errors import UserError
 from mlm.launch.environment import Place
 from mlm.launch.network import check_addresses, no_connection
 from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
+from mlm.util.errors import UserError
 
 START_S = 120.0  # ranks import torch and read the disk at different speeds, whatever dist.timeout_s is
 STORE_POLL_S, LONGEST_POLL_S = 0.02, 0.25

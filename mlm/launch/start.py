@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from mlm.errors import UserError
 from mlm.launch.agent import launch_ranks
 from mlm.launch.config import DistConfig
 from mlm.launch.environment import read_place
 from mlm.launch.failure import INTERRUPTED
 from mlm.launch.process import device_kind, run_joined, run_rank
 from mlm.parallel.config import ParallelConfig
+from mlm.util.errors import UserError
 
 
 @dataclass(frozen=True)

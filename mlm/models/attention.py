@@ -17,7 +17,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.models.packed import packed_attention
 from mlm.models.rotary import Rotary
-from mlm.parallel.context_attention import context_attention
+from mlm.parallel.context.attention import context_attention
 from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis

@@ -18,10 +18,10 @@ from mlm.models.layer_norm import LayerNorm
 from mlm.models.rotary import Rotary
 from mlm.models.stage import Stage, split_layers
 from mlm.models.transformer import TransformerLayer
+from mlm.parallel.context.zigzag import own_places, own_tokens
 from mlm.parallel.dropout import DropoutStream, keys_of_places
 from mlm.parallel.layers import VocabParallelEmbedding, lookup
 from mlm.parallel.mesh import Axis
-from mlm.parallel.zigzag import own_places, own_tokens
 
 
 @dataclass(frozen=True, eq=False)

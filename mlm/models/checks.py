@@ -6,8 +6,8 @@ A family that cannot be found is reported by `model_problem` alone.
 from typing import Any
 
 from mlm.config.imports import OwnCodeError
-from mlm.errors import Problem
 from mlm.models.config import ModelConfig
+from mlm.util.errors import Problem
 
 
 def model_problem(model: ModelConfig) -> Problem | None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from mlm.config.imports import imported
-from mlm.errors import Problem
 from mlm.models.sizes import Sizes, usual_sizes
+from mlm.util.errors import Problem
 
 if TYPE_CHECKING:  # settings know their family, so nothing here may need them, or torch, at run time
     import torch
@@ -100,7 +100,7 @@ class ModelFamily(Generic[C, B]):
     samples: SampleSource
     """Samples of pretraining."""
     splits_sequences: bool = False
-    """True if its models and objective take sequences that cp ranks split (mlm/parallel/zigzag.py)."""
+    """True if its models and objective take sequences that cp ranks split (parallel/context/zigzag.py)."""
     check_tokenizer: "Callable[[Tokenizer], object] | None" = None
     """Raises UserError if samples cannot be made with a tokenizer; None if they depend on none."""
     packs: bool = True

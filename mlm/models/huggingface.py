@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from mlm.errors import ConfigError, UserError
 from mlm.models.config import ModelConfig
 from mlm.models.probe import Outputs, Probe
+from mlm.util.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from mlm.data.tokenizer import Tokenizer

@@ -35,7 +35,7 @@ class Packing:
 
 
 def pack_sequences(on: bool) -> None:
-    """Let the spans of this process be packed, or not: a choice of kernels, as in mlm/train/kernels.py."""
+    """Let the spans of this process be packed, or not: a choice of kernels, as in mlm/training/kernels.py."""
     _switch[:] = [True] if on else []
 
 

@@ -12,9 +12,9 @@ from numbers import Real
 from typing import Any
 
 from mlm.config.imports import OwnCodeError, imported
-from mlm.errors import Problem, spelled
 from mlm.optim.config import DECAYS, OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
+from mlm.util.errors import Problem, spelled
 
 Groups = list[dict[str, Any]]
 """Parameters with their settings, as torch.optim takes them."""

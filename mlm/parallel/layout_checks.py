@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlm.config.suggest import divisors
-from mlm.errors import show
-from mlm.host import host_memory
+from mlm.util.errors import show
+from mlm.util.host import host_memory
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
 TRAINED_BYTES = 16  # a parameter with its gradient and two moments, in float32

@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 from mlm.config.suggest import around, divisors, multiples_around
-from mlm.errors import Problem, TooManyRanks, spelled
 from mlm.parallel.layout_checks import (
     Launch,
     LayoutRule,
@@ -20,6 +19,7 @@ from mlm.parallel.layout_checks import (
     replica_size,
     sequence_quantum,
 )
+from mlm.util.errors import Problem, TooManyRanks, spelled
 
 Change = dict[str, Any]
 """Keys to set, with their new values."""

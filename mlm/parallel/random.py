@@ -9,7 +9,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from mlm.splitmix import GOLDEN, MASK, mix_int
+from mlm.util.splitmix import GOLDEN, MASK, mix_int
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -11,10 +11,6 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import TypeAdapter
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
-from mlm.files.results import CALIBRATION_MARK, named, write_result
-from mlm.host import host_memory
 from mlm.launch.config import DistConfig
 from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
@@ -31,9 +27,13 @@ from mlm.plan.hardware import (
     cpu_name,
     preset_of_gpu,
 )
-from mlm.report.peak import memory_bytes, table_peak
-from mlm.terminal import add_row, console, count_progress, table
-from mlm.train.memory import reuse_large_blocks
+from mlm.tracking.peak import memory_bytes, table_peak
+from mlm.training.memory import reuse_large_blocks
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
+from mlm.util.host import host_memory
+from mlm.util.results import CALIBRATION_MARK, named, write_result
+from mlm.util.terminal import add_row, console, count_progress, table
 
 GIB = 2**30
 MOST_RANKS = 8

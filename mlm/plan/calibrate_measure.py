@@ -32,8 +32,8 @@ from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.plan.calibrate_config import Format
 from mlm.plan.calibrate_fit import Attention, Measured, Message, Product
 from mlm.plan.shape import Shape
-from mlm.train.config import PretrainConfig, TrainConfig
-from mlm.train.trainer import Trainer
+from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.training.trainer import Trainer
 
 T = TypeVar("T")
 OTHER_FORMATS: dict[str, tuple[Format, ...]] = {

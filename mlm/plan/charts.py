@@ -10,13 +10,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mlm.files.results import CREATOR
 from mlm.plan.memory import GIB
 from mlm.plan.memory import PARTS as MEMORY_PARTS
 from mlm.plan.report import TIME_COLUMNS, label
 from mlm.plan.search import Planned
-from mlm.report.html.elements import block, image, table
-from mlm.report.html.shell import page
+from mlm.tracking.html.elements import block, image, table
+from mlm.tracking.html.shell import page
+from mlm.util.results import CREATOR
 
 INK = "#333333"
 LOOKS = (

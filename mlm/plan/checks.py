@@ -6,8 +6,6 @@ from pathlib import Path
 from mlm.config.imports import is_path
 from mlm.config.suggest import around, divisors, either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
-from mlm.errors import Problem
-from mlm.files.results import folder_problem, is_stream, result_problems
 from mlm.models.checks import model_problem
 from mlm.models.family import SHIPPED
 from mlm.parallel.layout_checks import MAX_CPU_RANKS, TRAIN_RULES, Breach, Launch, LayoutRule, Settings
@@ -15,6 +13,8 @@ from mlm.parallel.nearest_layout import layout_problems
 from mlm.plan.calibrate_config import PlanCalibrateConfig
 from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
 from mlm.plan.search import Broken, Query, layouts, query_of, settings, splits
+from mlm.util.errors import Problem
+from mlm.util.results import folder_problem, is_stream, result_problems
 
 ENDINGS = (".svg", ".png", ".html", ".json")
 LAYOUT_ENDINGS = (".html", ".png", ".json", ".csv")

@@ -27,8 +27,8 @@ COMMANDS = (
             "Searches every layout that `mlm pretrain` takes (tp, sequence parallelism, pp, vp, schedule, "
             "dp, zero, recomputation, micro-batch) on a number of GPUs, and prints the fastest that fit: "
             "step time, tokens per second, model and hardware TFLOP/s, MFU, memory by part, bubble and "
-            "exposed communication. Nothing is run: time is a formula, checked against published runs in "
-            "mlm/plan/README.md. A key that is set (tp=8) is kept, the others are searched."
+            "exposed communication. Nothing is run: time is a formula, checked against published runs "
+            "(the guide Planning). A key that is set (tp=8) is kept, the others are searched."
         ),
         examples=(
             (

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mlm.errors import UserError
-from mlm.files.results import named, write_result
 from mlm.plan.dry_run_config import PlanDryRunConfig
 from mlm.plan.dry_run_rank import DryRun, dry_run
 from mlm.plan.dry_run_report import record, show
-from mlm.terminal import Screen
+from mlm.util.errors import UserError
+from mlm.util.results import named, write_result
+from mlm.util.terminal import Screen
 
 
 def run(config: PlanDryRunConfig, console: Console | None = None) -> DryRun:

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from mlm.data.blend_checks import blend_problems
-from mlm.errors import Problem
-from mlm.files.results import folder_problem, is_stream
 from mlm.launch.checks import problems_of
 from mlm.parallel.layout_checks import RANK_RULES, TRAIN_RULES, Launch
 from mlm.plan.checks import UNSPLIT_CONTEXT
 from mlm.plan.dry_run_config import PlanDryRunConfig
-from mlm.train.checks import SETTINGS_RULES
+from mlm.training.checks import SETTINGS_RULES
+from mlm.util.errors import Problem
+from mlm.util.results import folder_problem, is_stream
 
 LAYOUT_RULES = (
     *(rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.reads) == {"pp", "vp"}),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from mlm.config.fields import NOT_NEGATIVE, ResultFile
-from mlm.train.config import PretrainConfig
+from mlm.training.config import PretrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

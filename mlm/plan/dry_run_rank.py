@@ -31,9 +31,9 @@ from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.pipeline.engine import SENDS_KEPT
 from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Counts, Meter
-from mlm.train.config import AttentionKernel, PretrainConfig
-from mlm.train.corpora import train_dataset
-from mlm.train.trainer import StopVote, Trainer
+from mlm.training.config import AttentionKernel, PretrainConfig
+from mlm.training.corpora import train_dataset
+from mlm.training.trainer import StopVote, Trainer
 
 META = torch.device("meta")
 Kernel = Callable[..., Tensor]

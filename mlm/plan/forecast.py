@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mlm.errors import spelled
-from mlm.host import host_memory
 from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
 from mlm.launch.start import LaunchFacts, choose_world_size
@@ -22,8 +20,10 @@ from mlm.plan.memory import GIB, MemoryModel, gib
 from mlm.plan.report import seconds, spread
 from mlm.plan.search import Models, Query, layouts
 from mlm.plan.shape import Layout
-from mlm.report.summary import Predicted
-from mlm.train.config import PretrainConfig
+from mlm.tracking.summary import Predicted
+from mlm.training.config import PretrainConfig
+from mlm.util.errors import spelled
+from mlm.util.host import host_memory
 
 GPU_RESERVED, CPU_RESERVED = 1.5 * GIB, 0.3 * GIB
 """Bytes that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""

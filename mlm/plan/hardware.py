@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Forbid
 from mlm.config.paths import CONFIG_DIR
-from mlm.errors import Problem
+from mlm.util.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

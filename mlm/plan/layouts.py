@@ -8,8 +8,6 @@ from typing import Any
 from rich.console import Console
 
 from mlm.config.suggest import divisors
-from mlm.errors import UserError, spelled
-from mlm.files.results import named, write_result
 from mlm.plan.config import PlanLayoutsConfig
 from mlm.plan.memory import MemoryModel, gib
 from mlm.plan.report import (
@@ -30,7 +28,9 @@ from mlm.plan.report import (
 )
 from mlm.plan.search import Found, Models, Planned, Query, layouts, least_gpus, query_of, search
 from mlm.plan.shape import Layout, Shape
-from mlm.terminal import Screen
+from mlm.util.errors import UserError, spelled
+from mlm.util.results import named, write_result
+from mlm.util.terminal import Screen
 
 FORMAT = "mlm-plan-layouts-1"
 MOST_REASONS = 8

@@ -360,7 +360,7 @@ class Moving:
 
     @property
     def _adds_early(self) -> bool:
-        """True if the loss adds the table's gradient to the sum when it computes it (train/trainer.py)."""
+        """True if the loss adds the table's gradient to the sum when it computes it (training/trainer.py)."""
         model, layout = self.memory.model, self.layout
         has_both_terms = self.memory.device == "cpu" and layout.pp * layout.vp == 1 and model.is_tied
         return layout.zero == 0 and model.kind in SHIPPED and not has_both_terms

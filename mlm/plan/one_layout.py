@@ -4,12 +4,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mlm.files.results import named, write_result
 from mlm.plan.config import PlanMemoryConfig
 from mlm.plan.memory import GIB, MemoryModel, Peak, gib, in_flight
 from mlm.plan.report import amount, as_csv, label, layout_cautions, say, show_memory, wide
 from mlm.plan.shape import Layout
-from mlm.terminal import Screen
+from mlm.util.results import named, write_result
+from mlm.util.terminal import Screen
 
 FORMAT = "mlm-plan-memory-1"
 

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from mlm.files.results import CREATOR
 from mlm.parallel.pipeline.actions import Action, Op, Plan, Span
 from mlm.plan.terminal import INPUT_GRADIENT, NAMES, fill, ink
+from mlm.util.results import CREATOR
 
 IDLE, INK = "#e8e8e8", "#333333"
 CELL_INCHES = 0.24  # width of the shortest computation

@@ -16,7 +16,7 @@ from mlm.plan.memory import GIB, Peak
 from mlm.plan.memory import PARTS as MEMORY_PARTS
 from mlm.plan.search import Planned, Query
 from mlm.plan.shape import Layout, Shape
-from mlm.terminal import Screen
+from mlm.util.terminal import Screen
 
 HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table

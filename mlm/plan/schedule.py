@@ -8,16 +8,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mlm.errors import UserError
-from mlm.files.results import named, write_result
 from mlm.parallel.pipeline.actions import Plan
 from mlm.plan import picture, terminal
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, record, simulate, title
 from mlm.plan.timeline import timeline
-from mlm.report.html.elements import join, paragraph, table
-from mlm.report.html.shell import page
-from mlm.terminal import Screen
+from mlm.tracking.html.elements import join, paragraph, table
+from mlm.tracking.html.shell import page
+from mlm.util.errors import UserError
+from mlm.util.results import named, write_result
+from mlm.util.terminal import Screen
 
 MOST_DRAWN = 10_000
 """Computations on a page: some 2 MB."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mlm.parallel.pipeline.actions import Op, Plan, Span
 from mlm.plan.terminal import INPUT_GRADIENT, NAMES
-from mlm.report.html.elements import Html, text
+from mlm.tracking.html.elements import Html, text
 
 WIDTH, ROW = 1000, 24
 """Width of a drawing and height of a stage, in units of its own."""

@@ -15,11 +15,11 @@ from bench.bert_shapes import BertShape, bert_batches, bert_state
 from bench.contenders import MlmTrainee, Trainee, adamw, run_config
 from bench.shapes import OPTIMIZER
 from bench.spec import Spec
-from mlm.errors import UserError
 from mlm.models.bert.huggingface import MAPPING
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import load_whole
-from mlm.train.trainer import Trainer
+from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError
 
 
 def shape_of(spec: Spec) -> BertShape:

@@ -12,11 +12,11 @@ from bench.shapes import NUM_BATCHES, Shape
 from mlm.data.config import DataConfig
 from mlm.data.sampler import as_batch
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
 from mlm.models.bert.corpora import SentencePairs, bert_vocab
 from mlm.models.bert.samples import BERTBatch
 from mlm.models.bert.synthetic import SyntheticBERT
 from mlm.models.config import ModelConfig
+from mlm.util.errors import UserError
 
 WORDPIECES = 30522
 """Tokens of the vocabulary of bert-base-uncased. `mlm` pads its table to 30,592 rows, others do not."""

@@ -18,7 +18,7 @@ from bench.machine import REPOSITORY
 from bench.stats import Spread
 from bench.text_supply import read_passages, write_documents, write_evaluation
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 TOKENISE_TARGET = 0.9
 BATCH = 1024  # documents per call of the bare library: more makes it slower, for the memory they take

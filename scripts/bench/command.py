@@ -6,7 +6,7 @@ from collections.abc import Callable
 from rich.console import Console
 
 from bench.stats import MIN_PAIRS
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 
 def add_round_options(parser: argparse.ArgumentParser) -> None:

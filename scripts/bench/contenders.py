@@ -23,14 +23,14 @@ from bench.equality import Agreement, Reference, agreement
 from bench.shapes import OPTIMIZER, TRANSPOSED, Shape, gpt2_state, make_batches
 from bench.spec import Spec
 from mlm.data.sampler import Batch
-from mlm.errors import UserError
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.parallel import matmul
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import load_whole
-from mlm.train.config import PretrainConfig, TrainConfig
-from mlm.train.trainer import Trainer
+from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError
 
 
 class Trainee(ABC):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 """Largest ‖g - r‖ / ‖r‖ of any parameter's gradient g against the reference's r. float32: the order of sums.

@@ -16,7 +16,6 @@ import torch
 from omegaconf import OmegaConf
 
 from bench.machine import REPOSITORY
-from mlm.errors import UserError
 from mlm.finetune.examples import encode, frame
 from mlm.finetune.task_config import TaskConfig
 from mlm.inference.trained import load_tokenizer, load_trained
@@ -25,6 +24,7 @@ from mlm.models.documents import without_padding
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
 
 PEER = Path(__file__).with_name("finetune_peer.py")
 HIDDEN_TOLERANCE = 1e-4

@@ -11,12 +11,12 @@ from bench.shapes import make_batches
 from bench.spec import Spec
 from mlm.config.build import build
 from mlm.data.sampler import Batch
-from mlm.errors import UserError
 from mlm.parallel import linear
 from mlm.parallel.collectives import Pending
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.trainer import Trainer
+from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError
 
 
 @dataclass(frozen=True)

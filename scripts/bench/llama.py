@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from bench.contenders import TransformersTrainee, imported
 from bench.shapes import Shape
-from mlm.errors import UserError
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import TokenIds
 from mlm.models.llama.huggingface import write_config
+from mlm.util.errors import UserError
 
 
 @dataclass(frozen=True)

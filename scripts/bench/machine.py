@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from bench.spec import Spec
-from mlm.files.atomic import digest_file
 from mlm.parallel.matmul import product
+from mlm.util.atomic import digest_file
 
 PROBE_S = 0.005
 """Seconds one run of the bracketing product lasts, about."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from bench.contenders import TorchTrainee
 from bench.shapes import gpt2_state
 from bench.spec import Spec
-from mlm.errors import UserError
 from mlm.models.gpt2.huggingface import MAPPING
+from mlm.util.errors import UserError
 
 NAMES = (
     ("embedding.word_embeddings.", "token."),

@@ -23,7 +23,7 @@ from bench.contenders import Trainee, adamw
 from bench.equality import Agreement, Reference, agreement
 from bench.shapes import Shape, make_batches
 from bench.spec import Spec
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 ROPE_BASE, NORM_EPS = 10000.0, 1e-5
 SPLIT_BY_ROW = ("out_proj.weight", "down_proj.weight")

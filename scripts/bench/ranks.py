@@ -32,13 +32,13 @@ from bench.memory import measure_peak
 from bench.parts import measure_parts
 from bench.spec import Spec
 from bench.stats import Timing
-from mlm.errors import UserError
 from mlm.parallel.mesh import build_mesh
+from mlm.util.errors import UserError
 
 WARM_UP_STEPS = 2
 """Steps before anything is measured: optimizer state, caches, allocator."""
 CONTEXT = mp.get_context("forkserver")  # torch is imported once for all contenders
-CONTEXT.set_forkserver_preload(["mlm.train.trainer", "transformers.models.gpt2.modeling_gpt2"])
+CONTEXT.set_forkserver_preload(["mlm.training.trainer", "transformers.models.gpt2.modeling_gpt2"])
 TICK_S = 0.02
 """Error of `busy_s`."""
 CLOSE_S = 10.0

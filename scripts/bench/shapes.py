@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from mlm.errors import UserError
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig
+from mlm.util.errors import UserError
 
 GPT2_TOKENS = 50257
 PADDED_VOCAB = 50304

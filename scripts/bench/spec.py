@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from bench.shapes import Shape
-from mlm.train.memory import reuse_large_blocks
+from mlm.training.memory import reuse_large_blocks
 
 
 @dataclass(frozen=True)

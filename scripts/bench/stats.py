@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 Measure = Literal["wall", "cpu"]
 """Wall time, or processor time of all threads."""

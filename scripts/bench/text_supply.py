@@ -9,7 +9,7 @@ import numpy as np
 from demo_corpus import read_plays, scenes
 from numpy.typing import NDArray
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 MEAN_WORDS = 600  # of a document; web text has some hundred
 HELD_OUT = 50  # every so many passages one is an evaluation text, and in no document

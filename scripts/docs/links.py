@@ -14,22 +14,8 @@ OWN = "scripts/docs/pages/"
 """Pages in here have the same path on the site."""
 GATHERED = {
     "README.md": "index.md",
-    "scripts/docs/layouts.md": "guides/layouts.md",
-    "mlm/parallel/README.md": "guides/parallel-core.md",
-    "mlm/models/README.md": "guides/models.md",
-    "mlm/corpus/README.md": "guides/data.md",
-    "mlm/report/README.md": "guides/runs.md",
-    "mlm/page/README.md": "guides/reports.md",
     "scripts/reproduce/README.md": "guides/reproduce.md",
-    "mlm/checkpoint/README.md": "guides/checkpoints.md",
-    "mlm/evaluate/README.md": "guides/evaluation.md",
-    "mlm/finetune/README.md": "guides/finetuning.md",
-    "mlm/plan/README.md": "guides/planning.md",
-    "mlm/plan/dry_run.md": "guides/dry-run.md",
     "scripts/slurm/README.md": "guides/slurm.md",
-    "mlm/files/README.md": "guides/file-safety.md",
-    "mlm/incidents/README.md": "guides/incidents.md",
-    "mlm/doctor/README.md": "guides/doctor.md",
     "scripts/docs/design.md": "explanation/design.md",
     "scripts/docs/what-holds.md": "explanation/what-holds.md",
     "scripts/docs/measurements.md": "explanation/measurements.md",
@@ -49,12 +35,19 @@ RECORDS = {
     for path in (str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("scripts/results/**/*.md")))
     if path not in GATHERED and not path.startswith(REPRODUCED)
 }
-GATHERED |= REPORTS | RECORDS
+ROOMS = {
+    path: f"rooms/{Path(path).parent.name}.md"
+    for path in (str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("mlm/*/README.md")))
+    if path not in GATHERED
+}
+GATHERED |= REPORTS | RECORDS | ROOMS
 PAPERS = [
     {"As they came out": GATHERED[f"{REPRODUCED}README.md"]},
     *({Path(page).stem: page} for page in REPORTS.values()),
 ]
 """Navigation: the index of the papers' reports, then each."""
+NAV_ROOMS = [{Path(page).stem: page} for page in ROOMS.values()]
+"""Navigation: the rooms of the package."""
 NAV_RECORDS = list(RECORDS.values())
 """Navigation: pages that scripts keep in folders of scripts/results, each under its own title."""
 MODULES = {

@@ -9,16 +9,16 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from mlm.cli.choices import effect_of
-from mlm.cli.command_help import composed_leaves
-from mlm.cli.commands import COMMANDS, Command
-from mlm.cli.help import EXIT_CODES, FLAGS, SPELLINGS
-from mlm.cli.overrides import command_groups
-from mlm.cli.tasks import takes_task
+from mlm.config.cli.choices import effect_of
+from mlm.config.cli.command_help import composed_leaves
+from mlm.config.cli.commands import COMMANDS, Command
+from mlm.config.cli.help import EXIT_CODES, FLAGS, SPELLINGS
+from mlm.config.cli.overrides import command_groups
+from mlm.config.cli.tasks import takes_task
 from mlm.config.fields import Role
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import MISSING_VALUE, Leaf, choices, describe_values
-from mlm.errors import show
+from mlm.util.errors import show
 
 GROUPS = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir())
 

@@ -14,19 +14,19 @@ from torch import Tensor
 from gpu.child import Case
 from gpu.facts import compiler_problem
 from gpu.shapes import Change
-from mlm.check.parity.compare import Difference
-from mlm.check.parity.verdict import FLOOR, TOLERANCES
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Loader, MicroBatch
-from mlm.errors import UserError
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.config import PretrainConfig, TrainConfig
-from mlm.train.corpora import train_dataset
-from mlm.train.trainer import Trainer
+from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.training.corpora import train_dataset
+from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError
+from mlm.verify.parity.compare import Difference
+from mlm.verify.parity.verdict import FLOOR, TOLERANCES
 
 STEPS = 4
 DROPOUT = 0.1

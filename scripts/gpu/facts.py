@@ -15,7 +15,7 @@ from bench.machine import cpu_model, package_version, timed
 from torch import Tensor
 
 from gpu.child import Case
-from mlm.report.peak import table_peak
+from mlm.tracking.peak import table_peak
 
 QUERY = (
     "name,driver_version,pstate,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,"

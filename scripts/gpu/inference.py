@@ -19,8 +19,8 @@ from mlm.inference.trained import Trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.config import PretrainConfig
-from mlm.train.pipelined import PipelinedModel
+from mlm.training.config import PretrainConfig
+from mlm.training.pipelined import PipelinedModel
 
 MODELS = ("124m", "1.2b")
 PROMPT, NEW = 128, 128

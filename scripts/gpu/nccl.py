@@ -19,12 +19,12 @@ from torch import Tensor
 from gpu.agree import batches_of, config_of, differences_of
 from gpu.child import Case
 from gpu.waits import device_of
-from mlm.check.parity.verdict import TOLERANCES
 from mlm.data.sampler import MicroBatch
 from mlm.parallel import collectives, mesh, sharded
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.train.trainer import Trainer
+from mlm.training.trainer import Trainer
+from mlm.verify.parity.verdict import TOLERANCES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 TIMEOUT_S = 60.0

@@ -12,7 +12,7 @@ from bench.spec import Spec
 from gpu.child import Case
 from gpu.facts import compiler_problem
 from gpu.shapes import gpt2, spec_of
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 PAIRS, ATTEMPTS, SECONDS = 4, 8, 4.0
 SIZES = (("124m", 16), ("355m", 8))

@@ -15,8 +15,8 @@ from bench.spec import Spec
 from torch import Tensor, nn
 
 from mlm.data.sampler import Batch
-from mlm.train import trainer
-from mlm.train.config import PretrainConfig
+from mlm.training import trainer
+from mlm.training.config import PretrainConfig
 
 SIZES = {
     "124m": (12, 768, 12),

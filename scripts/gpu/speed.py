@@ -15,7 +15,7 @@ from gpu.child import Case
 from gpu.facts import compiler_problem, measured_peak, sheet_peak
 from gpu.shapes import BertTrainee, Change, SpeedTrainee, freed, gpt2, spec_of
 from gpu.waits import device_of
-from mlm.report.peak import memory_bytes
+from mlm.tracking.peak import memory_bytes
 
 SAMPLES, SAMPLE_S = 3, 0.4
 FIRST = {"124m": 16, "355m": 8, "774m": 4, "1.2b": 4, "2.5b": 2}

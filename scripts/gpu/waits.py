@@ -16,9 +16,9 @@ from gpu.agree import batches_of, config_of
 from gpu.child import Case
 from gpu.shapes import SpeedTrainee, gpt2, spec_of
 from mlm.data.sampler import MicroBatch
-from mlm.incidents.watcher import Incidents
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.trainer import Trainer
+from mlm.training.incidents.watcher import Incidents
+from mlm.training.trainer import Trainer
 
 WARM_UP = 3
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 PACKAGES = {
     "apache2-doc": ("doc/apache2-doc/manual/en/**/*.html", "Apache-2.0"),

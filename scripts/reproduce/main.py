@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from mlm.errors import CheckFailedError, UserError
+from mlm.util.errors import CheckFailedError, UserError
 from reproduce.catalogue import EXPERIMENTS
 from reproduce.experiment import Experiment, Settings
 from reproduce.report import keep, write_report

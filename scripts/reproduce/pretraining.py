@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 from reproduce.corpus import CORPUS, VOCAB_SIZE, corpus_stages
 from reproduce.experiment import Cell, Conclusion, Curves, Experiment, Settings, Step, Table, Verdict
 from reproduce.results import Results, is_lower, spread

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mlm.errors import CheckFailedError, UserError
-from mlm.files.atomic import write_atomic
 from mlm.launch.versions import versions
 from mlm.plan.hardware import cpu_name
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import CheckFailedError, UserError
 from reproduce.experiment import SCRIPTS, Stages, Step
 from reproduce.results import Record, read_metrics
 

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 from reproduce.experiment import Conclusion, Curves, Experiment, Settings, Step, Table, Verdict
 from reproduce.nanogpt import CHARACTERS, INPUT
 from reproduce.results import MIN_ROUNDS, WARM_UP, Results, above, ratios, spread

@@ -30,7 +30,7 @@ from rehearsal.network import find_network, sh
 from rehearsal.record import Finding, Row, write
 from rehearsal.training import train_alone
 
-from mlm.files.lock import Lock
+from mlm.util.lock import Lock
 
 LOCK = Path("/run/mlm-rehearsal.lock")
 CASES: dict[str, Case] = {**cases.CASES, **agents.CASES}

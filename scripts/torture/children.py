@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlm.report.curves  # noqa: F401  # a child that gives up its rights cannot import what it needs later
-from mlm.files import lock
-from mlm.parent import die_with_parent
-from mlm.pretrain import run as pretrain
-from mlm.train import resume, saver
+import mlm.tracking.curves  # noqa: F401  # a child that gives up its rights cannot import what it needs later
+from mlm.training import resume, saver
+from mlm.training.pretrain import run as pretrain
+from mlm.util import lock
+from mlm.util.parent import die_with_parent
 
 HUNG_S = 120.0
 HUNG = 124  # exit code of what took longer, as timeout(1) has it

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.cli import main
+from mlm.config.cli import main
 from torture.children import HUNG, start
 from torture.flips import CORPUS, RUN, TRAIN
 

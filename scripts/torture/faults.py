@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlm.checkpoint.native.folders import LATEST, step_name
 from mlm.checkpoint.native.format import MANIFEST
-from mlm.train.state import CHECKPOINTS
+from mlm.training.state import CHECKPOINTS
 from torture.children import SAVE, Job, Manner
 from torture.inspection import Trial, last_line, run_folder_writable_by_all
 from torture.runs import HALF, STEPS, start_reshard

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlm.checkpoint.native.folders import checkpoints
-from mlm.cli import main
+from mlm.config.cli import main
 from torture.children import start
 from torture.runs import content
 
@@ -196,7 +196,7 @@ def told(file: str, said: str, usual: str) -> bool:
 def setting_names() -> list[str]:
     """Keys of a saved run that a changed digit or letter may concern."""
     from mlm.config.tree import leaves
-    from mlm.train.config import PretrainConfig
+    from mlm.training.config import PretrainConfig
 
     return [key for key in leaves(PretrainConfig) if "." in key]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from mlm.checkpoint.native.folders import checkpoints, latest_checkpoint, named_latest
 from mlm.checkpoint.native.verify import verify_checkpoint
-from mlm.errors import UserError
-from mlm.train.state import CHECKPOINTS
+from mlm.training.state import CHECKPOINTS
+from mlm.util.errors import UserError
 from torture.runs import HALF, KEEP, STEPS, Reference, content
 
 LEFTOVER = (".saving-", ".replaced-", ".latest-")

@@ -15,18 +15,18 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
+from mlm.checkpoint.commands import reshard
+from mlm.checkpoint.commands.config import ReshardConfig
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.format import read_manifest
-from mlm.cli.arguments import find_command
-from mlm.cli.compose import load_config
-from mlm.cli.reporting import report
-from mlm.convert import reshard
-from mlm.convert.config import ReshardConfig
-from mlm.errors import ConfigError
+from mlm.config.cli.arguments import find_command
+from mlm.config.cli.compose import load_config
+from mlm.config.cli.reporting import report
 from mlm.launch.start import run_job
-from mlm.pretrain import run as pretrain
-from mlm.train.config import PretrainConfig
-from mlm.train.state import CHECKPOINTS
+from mlm.training.config import PretrainConfig
+from mlm.training.pretrain import run as pretrain
+from mlm.training.state import CHECKPOINTS
+from mlm.util.errors import ConfigError
 from torture.children import LOAD, PLAIN, RESHARD, SAVE, Job, Manner, announced, start
 
 STEPS, HALF, KEEP = 6, 3, 2
@@ -112,7 +112,7 @@ def as_command(name: str, work: Callable[[], int]) -> int:
 def _pretrain(config: PretrainConfig) -> int:
     if problems := pretrain.preflight(config):
         raise ConfigError(problems)
-    return run_job("mlm.pretrain.run:run", config, out=Path(config.out))
+    return run_job("mlm.training.pretrain.run:run", config, out=Path(config.out))
 
 
 def start_reshard(source: Path, out: Path, *, tp: int, manner: Manner = PLAIN) -> Job:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from mlm.cli.commands import SPECS
-from mlm.cli.compose import load_config
 from mlm.config.build import build, config_digest, from_dict, to_dict
+from mlm.config.cli.commands import SPECS
+from mlm.config.cli.compose import load_config
 from mlm.config.tree import defaults, out_of_range
-from mlm.errors import ConfigError, Problem
-from mlm.generate.config import GenerateConfig
-from mlm.train.config import PretrainConfig
+from mlm.inference.generate.config import GenerateConfig
+from mlm.training.config import PretrainConfig
+from mlm.util.errors import ConfigError, Problem
 
 
 def composed(**changes: Any) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli.arguments import parse
-from mlm.cli.commands import COMMANDS
-from mlm.cli.overrides import prepare
+from mlm.config.cli.arguments import parse
+from mlm.config.cli.commands import COMMANDS
+from mlm.config.cli.overrides import prepare
 from mlm.config.elsewhere import TABLE, keys_meant, plain
 from mlm.config.tree import leaves
 from mlm.plan.config import PlanLayoutsConfig
-from mlm.train.config import PretrainConfig
+from mlm.training.config import PretrainConfig
 
 PRETRAIN = COMMANDS[0]
 PAGE = Path(__file__).parents[2] / "scripts/docs/pages/tutorials/from-megatron.md"

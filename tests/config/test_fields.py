@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import pytest
 
-from mlm.cli.commands import SPECS
 from mlm.config.build import build
+from mlm.config.cli.commands import SPECS
 from mlm.config.command import no_problems
 from mlm.config.fields import FRACTION, POSITIVE, Also, InputPath, Role, path_problem
 from mlm.config.suggest import nearest_key
 from mlm.config.tree import Leaf, choices, defaults, leaves
-from mlm.errors import ConfigError
+from mlm.util.errors import ConfigError
 
 A_PATH = re.compile(r"(?i)(\w+ )?(file|folder|path|run directory|prefix|tokenizer|checkpoint|corpus)\b")
 """Beginning of the docstring of a key that is a path."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlm.cli import main
+from mlm.config.cli import main
 from mlm.corpus.build import run_build
 from mlm.corpus.config import DataInspectConfig, DataVerifyConfig
 from mlm.corpus.inspect import run_inspect
@@ -22,7 +22,7 @@ from mlm.data.corpus_files import corpora_at
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import Receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 from tests.corpus.texts import (
     documents,
     plain,

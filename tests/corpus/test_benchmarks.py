@@ -14,7 +14,7 @@ from mlm.corpus.benchmarks import (
     read_benchmarks,
     save_benchmarks,
 )
-from mlm.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 
 WIKI = "\n = Lobster = \n \n Red @-@ tipped claws . \n = = Life = = \n Long . \n \n = Crab = \n \n Short . \n"
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from mlm.corpus.build import run_build
 from mlm.corpus.stages.publish import reject_empty_parts
 from mlm.data.indexed import IndexedDataset
-from mlm.errors import UserError
-from mlm.files.atomic import digest_file
+from mlm.util.atomic import digest_file
+from mlm.util.errors import UserError
 from tests.corpus.texts import documents, plain, quiet, write_jsonl
 
 TEXTS = ["the cat sat", "é on the mat", "a hat", "the rat", "sat in the hat", "that cat"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mlm.cli import main
+from mlm.config.cli import main
 from mlm.corpus.build import preflight, run_build, sole_build
-from mlm.errors import UserError
-from mlm.files.ownership import MARKER
+from mlm.util.errors import UserError
+from mlm.util.ownership import MARKER
 from tests.corpus.texts import plain, quiet, write_jsonl
 
 TEXTS = ["the cat sat", "é on the mat", "a hat", "the rat", "sat in the hat", "that cat"]

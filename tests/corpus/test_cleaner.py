@@ -7,7 +7,7 @@ import pytest
 from mlm.corpus.filter import SAMPLE, LanguageFilter, sample
 from mlm.corpus.fix_text import Cleaner
 from mlm.corpus.sections import FilterConfig, NormaliseConfig
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 ENGLISH = (
     "The council voted last night to spend more on schools, although many had asked for new roads instead."

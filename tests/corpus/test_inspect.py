@@ -11,7 +11,7 @@ from mlm.corpus.config import DataInspectConfig
 from mlm.corpus.inspect import run_inspect
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.indexed import IndexedWriter, token_dtype
-from mlm.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 from tests.data.corpora import write_corpus
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlm.corpus.sentences import BLOCK, split_sentences
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 PIECES = ["a", "B", " ", ".", "\n", "\n\n", "!", '"', "(", ")", "1.", "é", "😀", "。", "Mr. ", "\u3000", "«"]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from mlm.corpus.config import DataTokenizerConfig
 from mlm.corpus.train_tokenizer import run_tokenizer, train_bpe
 from mlm.data.tokenizer import BERT_SPECIAL, Tokenizer
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 LEARN = """
 import sys

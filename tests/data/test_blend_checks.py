@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli.compose import load_config
+from mlm.config.cli.compose import load_config
 from mlm.data.blend_checks import entry, names
-from mlm.train.checks import check_pretrain
+from mlm.training.checks import check_pretrain
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from mlm.data.chat_renderer import STOPS, Renderer, RendererError, RenderError
 from mlm.data.chat_template import ChatError, ChatTemplate
 from mlm.data.conversation import encode
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import ConfigError, UserError
+from mlm.util.errors import ConfigError, UserError
 from tests.data.chats import TALK, write_tokenizer
 
 SECONDS, MEMORY = 0.5, 400 << 20

@@ -17,8 +17,8 @@ from mlm.data.chat_template import (
 )
 from mlm.data.conversation import Tokens, check_messages, encode, encode_prompt
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import CorruptFileError, UserError
 from mlm.inference.chat import turn_ends
+from mlm.util.errors import CorruptFileError, UserError
 from tests.data.chats import CHATML, INST, MARKED, SPECIAL, TALK, TEMPLATES, theirs, write_tokenizer
 
 STYLES = tuple(TEMPLATES)

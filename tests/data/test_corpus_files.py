@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from mlm.data.corpus_files import parse_split, part_of
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 
 @pytest.mark.parametrize("text", ["0.9,0.1,0", "0.9/0.1/0"])

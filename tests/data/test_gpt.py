@@ -9,8 +9,8 @@ import pytest
 from mlm.data.epochs import permutation
 from mlm.data.gpt import EvalWindows, GPTDataset, windows_per_epoch
 from mlm.data.indexed import IndexedDataset
-from mlm.errors import UserError
 from mlm.parallel.labels import IGNORE
+from mlm.util.errors import UserError
 from tests.data.corpora import counting_corpus
 
 LENGTHS = [5, 0, 1, 17, 3, 0, 0, 9, 2]  # 37 tokens

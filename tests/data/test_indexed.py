@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
-from mlm.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 from tests.data.corpora import write_corpus
 
 DOCUMENTS = [[1, 2, 3], [], [7], [500, 600]]

@@ -15,8 +15,8 @@ from mlm.data.own_dataset import CheckedDataset
 from mlm.data.sampler import Loader, eval_batches
 from mlm.models.bert.samples import BERTSamples
 from mlm.parallel.labels import IGNORE
-from mlm.train.corpora import dataset_without_corpus, train_dataset, validation_sets
-from tests.train.test_trainer import config
+from mlm.training.corpora import dataset_without_corpus, train_dataset, validation_sets
+from tests.training.test_trainer import config
 
 VOCAB, SEQ = 64, 4
 

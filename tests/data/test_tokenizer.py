@@ -8,7 +8,7 @@ from transformers import BertTokenizerFast, GPT2TokenizerFast
 
 from mlm.corpus.train_tokenizer import train_bpe, train_wordpiece
 from mlm.data.tokenizer import BERT_SPECIAL, EOD, Tokenizer
-from mlm.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 
 TEXTS = ["the cat sat on the mat, the cat sat", "a cat and a hat on a mat"] * 4
 

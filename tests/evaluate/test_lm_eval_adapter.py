@@ -11,12 +11,12 @@ import pytest
 
 import mlm
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.errors import CheckFailedError, UserError
 from mlm.evaluate import lm_eval as lm_eval_command
 from mlm.evaluate.lm_eval import ranks as lm_eval_ranks
 from mlm.evaluate.zero_shot.sources import Texts
 from mlm.evaluate.zero_shot.wikitext103 import per_article
-from tests.convert.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
+from mlm.util.errors import CheckFailedError, UserError
+from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install 'mlm[lm-eval]'")
 

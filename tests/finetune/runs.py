@@ -34,8 +34,8 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import parameter_shards
-from mlm.report.config import LogConfig
-from mlm.train.config import PretrainConfig
+from mlm.tracking.config import LogConfig
+from mlm.training.config import PretrainConfig
 from tests.checkpoint.native.helpers import save
 from tests.finetune.material import WORDS, bert, gpt2, pairs, shipped, write_rows
 

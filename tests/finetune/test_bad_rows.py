@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mlm.errors import CorruptFileError, UserError
 from mlm.finetune.sources import MAX_LINE
 from mlm.finetune.splits import read_split
+from mlm.util.errors import CorruptFileError, UserError
 from tests.finetune.material import (
     PAIR,
     RACE,

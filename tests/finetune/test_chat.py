@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from mlm.cli import main
-from mlm.errors import UserError
+from mlm.config.cli import main
 from mlm.finetune import run
 from mlm.finetune.batches import Order
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, FinetuneScheduleConfig
@@ -23,7 +22,8 @@ from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import parameter_shards
-from mlm.train.pipelined import PipelinedModel
+from mlm.training.pipelined import PipelinedModel
+from mlm.util.errors import UserError
 from tests.data.chats import CHATML, theirs
 from tests.finetune.chats import POSITIONS, chat_task, chatting, write_chats, write_llama
 from tests.finetune.material import write_rows

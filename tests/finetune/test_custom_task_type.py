@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli import main
+from mlm.config.cli import main
 from mlm.config.imports import TRUST
-from mlm.errors import UserError
 from mlm.finetune.task_type import task_type
+from mlm.util.errors import UserError
 from tests.finetune.material import write_rows
 from tests.finetune.runs import read, words, write_model
 from tests.pages import blocks
 
-GUIDE = Path(__file__).parents[2] / "mlm/finetune/README.md"
+GUIDE = Path(__file__).parents[2] / "scripts/docs/pages/guides/finetuning.md"
 (MODULE,) = (block.code for block in blocks(GUIDE.read_text(), GUIDE.name) if "TaskType" in block.code)
 """The example of the guide."""
 YAML = """

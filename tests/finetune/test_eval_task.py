@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from mlm.checkpoint.commands import export_hf
+from mlm.checkpoint.commands.config import ExportHFConfig
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.convert import export_hf
-from mlm.convert.config import ExportHFConfig
 from mlm.finetune import evaluate
 from mlm.finetune.config import EvalTaskConfig
 from mlm.finetune.splits import read_split

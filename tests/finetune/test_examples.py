@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.errors import UserError
 from mlm.finetune.examples import Text
 from mlm.finetune.splits import Examples, make_examples
+from mlm.util.errors import UserError
 from tests.finetune.material import bert, gpt2, pairs, sentence, shipped, split_of, their_bert
 
 ARTICLE = "The cat sat near the river . It was old . Who saw it ? The dog ran on ."

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.errors import CorruptFileError, UserError
 from mlm.finetune import run
 from mlm.finetune.checks import check_finetune
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig, FinetuneScheduleConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import CorruptFileError, UserError
 from tests.finetune.material import VOCABULARY, gpt2
 from tests.finetune.runs import (
     BERT,

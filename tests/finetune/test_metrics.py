@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from sklearn.metrics import mean_absolute_error, mean_squared_error, root_mean_squared_error
 
-from mlm.errors import UserError
 from mlm.finetune.best import Progress
 from mlm.finetune.classification import REGRESSION
 from mlm.finetune.metrics import OF_LABELS, jackknife
 from mlm.finetune.span import SPAN, excess, score_span
 from mlm.finetune.task_type import Candidate, Prediction, check_installed, task_type
+from mlm.util.errors import UserError
 from tests.finetune.material import SQUAD, pairs, sentence, shipped, split_of
 
 LABELS = [1, 1, 1, 1, 0, 0, 0, 1]

@@ -12,10 +12,10 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 import mlm
-from mlm.cli.entry import main
+from mlm.config.cli.entry import main
 from mlm.inference.trained import named_checkpoint
 from mlm.parallel.mesh import ParallelContext
-from tests.convert.hf_berts import make_bert
+from tests.checkpoint.commands.hf_berts import make_bert
 from tests.finetune.material import bert
 from tests.finetune.runs import (
     GPT2,

@@ -11,8 +11,8 @@ from mlm.finetune import run, training
 from mlm.finetune.best import best_of
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.state import FINETUNING
-from mlm.train.trainer import Trainer
+from mlm.training.state import FINETUNING
+from mlm.training.trainer import Trainer
 from tests.finetune.runs import (
     finetune,
     finetuning,

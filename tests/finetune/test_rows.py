@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mlm.errors import UserError
 from mlm.finetune.splits import read_split
+from mlm.util.errors import UserError
 from tests.finetune.material import (
     PAIR,
     RACE,

@@ -8,10 +8,10 @@ import yaml
 from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import leaves, out_of_range
-from mlm.errors import ConfigError
 from mlm.finetune.task_checks import check_task
 from mlm.finetune.task_config import SHIPPED, TaskConfig
 from mlm.finetune.task_type import task_type
+from mlm.util.errors import ConfigError
 
 TASKS = groups(CONFIG_DIR)["task"]
 MINE = {"name": "mine", "columns": ["text"], "labels": ["no", "yes"]}

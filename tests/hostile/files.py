@@ -24,9 +24,9 @@ from mlm.data.epochs import load_checked
 from mlm.data.indexed import HEADER, MAGIC, IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
-from mlm.files.atomic import digest_bytes
-from mlm.report.history import read_records, rewind
+from mlm.tracking.history import read_records, rewind
+from mlm.util.atomic import digest_bytes
+from mlm.util.errors import UserError
 
 MEMORY = 1 << 30  # bytes a reader may add to what the process has: 1 GiB
 SECONDS = 20  # of processor time; the slowest takes about 5

@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import MANIFEST, decode_manifest, read_manifest
 from mlm.checkpoint.native.shard_file import read_header
-from mlm.cli import main
+from mlm.config.cli import main
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.epochs import load_checked
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.lock import LOCK, sole_writer
-from mlm.report.history import read_records
+from mlm.tracking.history import read_records
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.lock import LOCK, sole_writer
 from tests.checkpoint.native.helpers import edit_manifest, save, weights
 from tests.data.corpora import write_corpus
 from tests.hostile.files import CASES, DIGEST, manifest_of, payloads, read_shard, signed

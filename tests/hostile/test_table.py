@@ -16,16 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from mlm.checkpoint.commands import inspect as ckpt_inspect
+from mlm.checkpoint.commands import verify as ckpt_verify
+from mlm.checkpoint.commands.config import CkptInspectConfig, CkptVerifyConfig
 from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.shard_file import write_shard_file
 from mlm.checkpoint.parameters import parameters
-from mlm.checkpoints import inspect as ckpt_inspect
-from mlm.checkpoints import verify as ckpt_verify
-from mlm.checkpoints.config import CkptInspectConfig, CkptVerifyConfig
-from mlm.cli.saved import read_values
 from mlm.config.build import to_dict
+from mlm.config.cli.saved import read_values
 from mlm.data.config import DataConfig
-from mlm.errors import UserError, visible
 from mlm.inference.trained import checkpoint_problems, load_trained
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.huggingface import locations
@@ -33,11 +32,12 @@ from mlm.optim.adamw import MOMENTS
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
-from mlm.train.config import PretrainConfig
-from mlm.train.state import load
-from mlm.train.trainer import Trainer
+from mlm.training.config import PretrainConfig
+from mlm.training.state import load
+from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError, visible
 from tests.checkpoint.native.helpers import edit_manifest, save
-from tests.cli.test_saved import BUILT, HEAD, HOSTILE, WHOLE
+from tests.config.cli.test_saved import BUILT, HEAD, HOSTILE, WHOLE
 from tests.hostile.table import COUNTERS, FOLDERS, MANIFESTS, SETTINGS
 
 MODEL = ModelConfig(

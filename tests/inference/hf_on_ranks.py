@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlm.convert.hf_verify import inputs_of, our_outputs
+from mlm.checkpoint.commands.hf_verify import inputs_of, our_outputs
 from mlm.inference.trained import load_trained
 from mlm.models.probe import Outputs, Probe
 from mlm.optim.config import PrecisionConfig

@@ -8,14 +8,14 @@ import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
-from mlm.errors import UserError
 from mlm.inference.generation import Sampling, continuations, generate
 from mlm.inference.sampling import choose, uniforms
 from mlm.inference.trained import Trained, load_trained
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
-from tests.convert.hf_models import SHAPE, make_model
+from mlm.util.errors import UserError
+from tests.checkpoint.commands.hf_models import SHAPE, make_model
 from tests.ranks import run_on_ranks
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)

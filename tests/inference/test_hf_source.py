@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlm.checkpoint.commands.hf_verify import our_outputs, reference_outputs
 from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.native.format import canonical
-from mlm.cli.entry import main
-from mlm.convert.hf_verify import our_outputs, reference_outputs
+from mlm.config.cli.entry import main
 from mlm.data.files_present import hub_id
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import digest_bytes, digest_file
 from mlm.inference.hf_source import model_name
 from mlm.inference.trained import (
     checkpoint_problems,
@@ -27,8 +25,17 @@ from mlm.inference.trained import (
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.util.atomic import digest_bytes, digest_file
+from mlm.util.errors import CorruptFileError, UserError
+from tests.checkpoint.commands.hf_models import (
+    MODEL,
+    add_tokenizer,
+    edit_config,
+    edit_tensors,
+    hub_cache,
+    make_model,
+)
 from tests.checkpoints_on_disk import write_run
-from tests.convert.hf_models import MODEL, add_tokenizer, edit_config, edit_tensors, hub_cache, make_model
 from tests.data.corpora import write_corpus
 from tests.ranks import run_on_ranks
 

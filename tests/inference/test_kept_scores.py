@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.errors import UserError
 from mlm.inference import scoring
 from mlm.inference.scoring import Request, Score, score
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
 from tests.inference.scored_texts import (
     ALONE,
     Reference,

@@ -11,9 +11,9 @@ from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import EOD, Tokenizer
 from mlm.inference.trained import load_tokenizer
-from mlm.train.run_folder import write_imported
-from mlm.train.run_tokenizer import digest_of, tokenizer_now
-from tests.convert.hf_models import MODEL, TEXT
+from mlm.training.run_folder import write_imported
+from mlm.training.run_tokenizer import digest_of, tokenizer_now
+from tests.checkpoint.commands.hf_models import MODEL, TEXT
 
 NAME = "[DOC]"
 

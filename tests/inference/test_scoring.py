@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from mlm.errors import UserError
 from mlm.inference.scoring import Request, Score, distinct, in_groups, pack, score
 from mlm.models.documents import Boundaries
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
 from tests.inference.scored_texts import (
     ALONE,
     Reference,

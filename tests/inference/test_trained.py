@@ -12,11 +12,11 @@ from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import CorruptFileError, UserError
 from mlm.inference import trained
 from mlm.inference.trained import continuation_problem, load_tokenizer, split_problems, trained_config
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
+from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoints_on_disk import CONFIG
 
 MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=60)

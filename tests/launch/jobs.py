@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mlm.errors import UserError
-from mlm.generate.config import GenerateConfig
+from mlm.inference.generate.config import GenerateConfig
 from mlm.launch.config import DistConfig
 from mlm.launch.start import run_job
 from mlm.launch.stop import StopRequest
 from mlm.parallel.collectives import all_reduce, start_receive, start_send
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
 
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_PORT")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlm.errors import CheckFailedError, UserError
 from mlm.launch import child_run
+from mlm.util.errors import CheckFailedError, UserError
 
 
 def test_killing_takes_what_a_command_started_in_sessions_of_their_own() -> None:

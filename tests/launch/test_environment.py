@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from mlm.errors import UserError
 from mlm.launch.environment import Place, first_host, num_threads, read_place, worker_environment
+from mlm.util.errors import UserError
 
 ALLOCATION = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[01-64]", "SLURM_NTASKS": "512"}
 STEP = {

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistBackendError
 
-from mlm.errors import ConfigError, UserError
 from mlm.launch.failure import Death, describe, is_lost_peer, load_failures, report, save_failure
 from mlm.parallel.watch import LostPeer
+from mlm.util.errors import ConfigError, UserError
 
 CRASH = replace(describe(KeyError("bug"), 1), time=2.0)
 LOST = replace(describe(RuntimeError("[gloo/pair.cc:537] Connection reset by peer"), 0), time=1.0)

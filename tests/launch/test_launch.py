@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from mlm.errors import UserError
 from mlm.launch.agent import listen
 from mlm.launch.config import DistConfig
 from mlm.launch.start import LaunchFacts, choose_world_size, launch_facts
 from mlm.parallel.config import ParallelConfig
+from mlm.util.errors import UserError
 from tests.launch import jobs as launch_jobs
 from tests.launch.ranks_of_jobs import told, wait_gone
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mlm.errors import UserError
 from mlm.launch import network
 from mlm.launch.environment import Place
 from mlm.launch.network import check_addresses, check_interface, check_loopback
+from mlm.util.errors import UserError
 from tests.launch import jobs
 from tests.launch.conftest import ROOT
 

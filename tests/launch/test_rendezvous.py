@@ -9,11 +9,11 @@ from threading import Event
 import pytest
 from torch.distributed import HashStore, Store
 
-from mlm.errors import UserError
 from mlm.launch import network, roll_call
 from mlm.launch.environment import Place
 from mlm.launch.roll_call import MissingRanksError, call_roll, rendezvous_store
 from mlm.parallel.watch import LostPeer
+from mlm.util.errors import UserError
 
 
 def place(rank: int, world_size: int, port: int = 1) -> Place:

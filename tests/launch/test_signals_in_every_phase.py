@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli import main
+from mlm.config.cli import main
 
 RUN = [
     *("pretrain", "model=gpt2_tiny", "model.vocab_size=64", "model.num_layers=1", "data=synthetic"),
@@ -29,7 +29,7 @@ import os, runpy, signal, sys
 
 class Signals:  # an import hook: repeats the signal whenever one of these modules is about to be imported
     def find_spec(self, name, path=None, target=None):
-        if name in ("mlm.launch.stop", "hydra", "torch", "mlm.pretrain.run", "mlm.report.curves"):
+        if name in ("mlm.launch.stop", "hydra", "torch", "mlm.training.pretrain.run", "mlm.tracking.curves"):
             print("at", name, flush=True)
             os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -49,7 +49,7 @@ def test_signals_from_the_first_import_to_the_summary_are_one_request(tmp_path: 
     assert done.returncode == 0, done.stderr.decode()
     assert [line for line in said.splitlines() if line.startswith("at ")] == [
         f"at {name}"
-        for name in ("mlm.launch.stop", "hydra", "torch", "mlm.pretrain.run", "mlm.report.curves")
+        for name in ("mlm.launch.stop", "hydra", "torch", "mlm.training.pretrain.run", "mlm.tracking.curves")
     ]
     assert saved(tmp_path / "run") == ["step-00000001"]
 
@@ -93,11 +93,11 @@ def wait_for_server(port: int, process: "subprocess.Popen[str]") -> None:
 
 
 PHASES = {
-    "loading": "mlm.pretrain.run.resume",
-    "compiling": "mlm.train.trainer.compile_layers",
-    "validating": "mlm.train.trainer.Trainer.validate",
-    "saving": "mlm.train.loop.Loop.save",
-    "finishing": "mlm.pretrain.run.finish_directory",
+    "loading": "mlm.training.pretrain.run.resume",
+    "compiling": "mlm.training.trainer.compile_layers",
+    "validating": "mlm.training.trainer.Trainer.validate",
+    "saving": "mlm.training.loop.Loop.save",
+    "finishing": "mlm.training.pretrain.run.finish_directory",
 }
 
 

@@ -15,7 +15,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
-from mlm.train.pipelined import PipelinedModel
+from mlm.training.pipelined import PipelinedModel
 from tests.ranks import run_on_ranks
 
 MODEL = ModelConfig(

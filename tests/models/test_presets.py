@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mlm
-from mlm.cli.compose import load_config
+from mlm.config.cli.compose import load_config
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, SIZES, family_of
 from mlm.models.llama.settings import LlamaSettings

@@ -71,7 +71,7 @@ def test_set_lr_reaches_every_group() -> None:
 
 TRAIN_STEP = """
 import sys
-import mlm.pretrain.run
+import mlm.training.pretrain.run
 from tests.optim.test_adamw import CONFIG, model_with_gradients, build_optimizer, parameter_shards, Axis
 build_optimizer(list(parameter_shards(model_with_gradients(), Axis("tp"))), CONFIG).step()
 print(*sorted({"torch._dynamo", "torch.distributed.fsdp", "matplotlib"} & set(sys.modules)))

@@ -10,7 +10,6 @@ import torch
 from mlm.config.imports import TRUST, OwnCodeError, trusting
 from mlm.data.sampler import as_batch
 from mlm.data.synthetic import SyntheticDataset
-from mlm.errors import spelled
 from mlm.optim.config import OptimizerConfig
 from mlm.optim.own import (
     TORCH_ELEMENTWISE,
@@ -22,9 +21,10 @@ from mlm.optim.own import (
 )
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.train.trainer import Trainer
+from mlm.training.trainer import Trainer
+from mlm.util.errors import spelled
 from tests.ranks import run_on_ranks
-from tests.train.test_trainer import SEQ, VOCAB, config, steps_of
+from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 
 IN_TORCH = sorted(
     name

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.parallel import context_attention as module
-from mlm.parallel.context_attention import Unfused, blocks, context_attention
+from mlm.parallel.context.attention import Unfused, blocks, context_attention
+from mlm.parallel.context.zigzag import own_tokens
 from mlm.parallel.mesh import Axis
-from mlm.parallel.zigzag import own_tokens
 
 HALF = [torch.bfloat16, torch.float16]
 LENGTH = 512

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mlm.parallel import context_attention as module
-from mlm.parallel.context_attention import Block, Kernel, OnCPU, OnGPU, Unfused, context_attention
+from mlm.parallel.context.attention import Block, Kernel, OnCPU, OnGPU, Unfused, context_attention
 from mlm.parallel.mesh import Axis
 
 BF16, META = torch.bfloat16, "meta"

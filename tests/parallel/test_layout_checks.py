@@ -2,9 +2,9 @@
 
 import pytest
 
-from mlm.cli.compose import load_config
+from mlm.config.cli.compose import load_config
 from mlm.parallel import layout_checks
-from mlm.train.checks import check_pretrain
+from mlm.training.checks import check_pretrain
 
 SOUND = ["model=gpt2_tiny", "model.num_layers=12", "data=synthetic"]  # 4 heads, 128 positions
 

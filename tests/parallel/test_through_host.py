@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.check.parity.verdict import Verdict
 from mlm.parallel import collectives, mesh
 from mlm.parallel.mesh import Axis, ParallelContext
-from tests.check.parity_layouts import Layout, verdict_of
+from mlm.verify.parity.verdict import Verdict
 from tests.ranks import run_on_ranks
+from tests.verify.parity_layouts import Layout, verdict_of
 
 OPERATIONS = ("dist.all_reduce", "dist.broadcast", "dist.isend", "dist.irecv", "gather_flat", "scatter_flat")
 

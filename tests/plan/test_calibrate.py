@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli import main
-from mlm.errors import UserError
+from mlm.config.cli import main
 from mlm.launch.config import DistConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -21,6 +20,7 @@ from mlm.plan.checks import check_plan_calibrate
 from mlm.plan.cost import FLASH_BACKWARD, UNFUSED_BACKWARD, CostModel
 from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig, calibration_file
 from mlm.plan.shape import Layout, Shape
+from mlm.util.errors import UserError
 from tests.ranks import run_on_ranks
 
 TRUE = HardwareConfig(

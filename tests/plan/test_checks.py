@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli.compose import load_config
-from mlm.errors import Problem
+from mlm.config.cli.compose import load_config
 from mlm.plan.checks import (
     MAX_COMPUTATIONS,
     check_plan_layouts,
     check_plan_memory,
     check_plan_schedule,
 )
+from mlm.util.errors import Problem
 
 
 def problems_of(*overrides: str) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from mlm.cli.compose import load_config
+from mlm.config.cli.compose import load_config
 from mlm.parallel.mesh import shape_context
 from mlm.plan.dry_run import run
 from mlm.plan.dry_run_checks import check_plan_dry_run
@@ -26,7 +26,7 @@ from mlm.plan.dry_run_rank import DryRun, dry_run
 from mlm.plan.dry_run_report import flops_of
 from mlm.plan.memory import MemoryModel
 from mlm.plan.shape import Layout
-from mlm.train.trainer import Trainer
+from mlm.training.trainer import Trainer
 
 S, B, H, A, L, V, BATCH = 128, 2, 64, 4, 2, 512, 8
 TINY = (

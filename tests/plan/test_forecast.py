@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.cli import main
+from mlm.config.cli import main
 from mlm.launch.start import LaunchFacts
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.plan import forecast as module
@@ -15,9 +15,9 @@ from mlm.plan.hardware import preset
 from mlm.plan.memory import GIB, MemoryModel
 from mlm.plan.report import spread, time_caution
 from mlm.plan.search import settings
-from mlm.report.summary import Predicted, comparison
-from mlm.train.config import PretrainConfig
-from tests.cli.test_presets import load_config
+from mlm.tracking.summary import Predicted, comparison
+from mlm.training.config import PretrainConfig
+from tests.config.cli.test_presets import load_config
 
 A100 = preset("dgx_a100_80g")
 FACTS = LaunchFacts(joined=False, world_size=None, local_devices=None)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mlm.cli import main
+from mlm.config.cli import main
 from mlm.config.paths import CONFIG_DIR
 from mlm.plan.hardware import PeakConfig, preset, preset_of_gpu
-from mlm.report.peak import table_peak
+from mlm.tracking.peak import table_peak
 
 LAYOUTS = ["plan", "layouts", "model=gpt2_355m", "gpus=8"]
 MEMORY = ["plan", "memory", "model=gpt2_355m"]
@@ -185,7 +185,7 @@ def test_half_a_hardware_file_names_what_is_missing(
 
 def test_no_torch_is_imported() -> None:
     code = (
-        "import sys; from mlm.cli import main; "
+        "import sys; from mlm.config.cli import main; "
         f"main({[*LAYOUTS, 'why=true']!r}); main({MEMORY!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

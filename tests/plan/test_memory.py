@@ -21,7 +21,7 @@ from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import parameter_shards
 from mlm.plan.memory import MemoryModel, Moving, in_flight
 from mlm.plan.shape import Layout
-from mlm.train.pipelined import PipelinedModel
+from mlm.training.pipelined import PipelinedModel
 from tests.ranks import run_on_ranks
 
 GPT2 = ModelConfig(num_layers=7, hidden_size=48, num_heads=4, max_positions=32, vocab_size=1000)

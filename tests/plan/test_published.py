@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from plan_published import TABLES, Table, errors, markdown, mean_absolute, saved
 
-GUIDE = Path(__file__).resolve().parents[2] / "mlm/plan/README.md"
+GUIDE = Path(__file__).resolve().parents[2] / "scripts/docs/pages/guides/planning.md"
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)

@@ -12,11 +12,11 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from mlm.errors import UserError
 from mlm.parallel.pipeline.actions import Plan, Send
 from mlm.plan import picture
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.schedule import run, simulate
+from mlm.util.errors import UserError
 
 
 def ran(**settings: Any) -> tuple[Plan, str]:
@@ -111,7 +111,7 @@ def test_costs_reach_the_simulation() -> None:
 
 def test_command_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys, mlm.cli; code = mlm.cli.main(['plan', 'schedule', 'pp=2', 'out=a.svg']); "
+        "import sys, mlm.config.cli; code = mlm.config.cli.main(['plan', 'schedule', 'pp=2', 'out=a.svg']); "
         "sys.exit(code or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)

@@ -13,8 +13,8 @@ from mlm.parallel.config import ParallelConfig
 from mlm.plan.hardware import preset
 from mlm.plan.memory import GIB
 from mlm.plan.search import Models, Query, layouts, least_gpus, search
-from mlm.train.checks import check_pretrain
-from mlm.train.config import PretrainConfig, TrainConfig
+from mlm.training.checks import check_pretrain
+from mlm.training.config import PretrainConfig, TrainConfig
 
 SMALL = ModelConfig(num_layers=12, hidden_size=768, num_heads=12)
 LARGE = ModelConfig(num_layers=72, hidden_size=3072, num_heads=32)

@@ -16,7 +16,7 @@ from bench.equality import Reference
 from bench.ranks import build_trainee
 from bench.spec import Spec
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 CPU = torch.device("cpu")
 SHAPE = BertShape("test", 2, 32, 2, 16, 211, 3, norm="post", dropout=0.1)

@@ -13,7 +13,7 @@ from bench.text_supply import document_lengths, read_passages, write_documents, 
 
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.indexed import IndexedDataset
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ pytest.importorskip("lm_eval", reason="pip install 'mlm[lm-eval]'")
 
 import bench_eval
 
-from tests.convert.hf_models import TEXT, add_tokenizer
+from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer
 
 
 def test_it_ends_with_a_ratio_and_answers_that_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from bench.finetune_runs import (
 from omegaconf import OmegaConf
 from transformers import AutoModel, BertTokenizerFast
 
-from mlm.cli import main
-from mlm.errors import UserError
-from tests.convert.hf_berts import make_bert
+from mlm.config.cli import main
+from mlm.util.errors import UserError
+from tests.checkpoint.commands.hf_berts import make_bert
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film", "a", "very", "##ly", "."]
 TEXTS = ["a good film .", "bad", "very very bad film", "good good"]

@@ -7,8 +7,8 @@ import bench_layouts
 import pytest
 from bench.layouts import Layout, parse_layout
 
-from mlm.errors import UserError
 from mlm.parallel.config import ParallelConfig
+from mlm.util.errors import UserError
 
 
 def test_words_make_a_layout() -> None:

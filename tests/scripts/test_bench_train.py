@@ -21,7 +21,7 @@ from bench.spec import Spec
 from bench.stats import Pair, Ratio, Spread, Timing, Turn, quantile, reject_above_peak
 from bench.timing import take_rounds
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 from tests.megatron_core import megatron_core
 
 TINY = NAMED["cpu"]["tiny"][0]

@@ -7,13 +7,14 @@ from inspect import cleandoc, getsourcefile
 from pathlib import Path
 from pkgutil import resolve_name
 
+import diagrams
 import pytest
 import yaml
 from links import GATHERED, OWN, ROOT, references, rewrite, sources
 from reference import command_uri, group_uri, pages
 
 import mlm
-from mlm.cli.commands import COMMANDS, Command
+from mlm.config.cli.commands import COMMANDS, Command
 from mlm.config.tree import choices, leaves
 
 GROUPS = sorted(path for path in (ROOT / "configs").iterdir() if path.is_dir())
@@ -51,20 +52,30 @@ def test_every_guide_is_a_page_of_the_site() -> None:
     assert not [path for path in paths if path not in GATHERED and not path.startswith(OWN)]
 
 
+def test_the_picture_of_the_rooms_is_drawn_from_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagrams, "FOLDER", tmp_path)
+    diagrams.folders()
+    kept = ROOT / "scripts/docs/diagrams/folders.svg"
+    assert (tmp_path / "folders.svg").read_bytes() == kept.read_bytes()
+
+
 def test_pages_of_the_site_have_paths_of_their_own() -> None:
     assert len(set(GATHERED.values())) == len(GATHERED)
 
 
 def test_links_are_rewritten_to_pages_paths_or_the_code_host() -> None:
     text = (
-        "[data](../corpus/README.md#input) [layers](../../mlm/parallel/layers.py) [one](loop.py) [x.py](x.py)"
+        "[data](pages/guides/data.md#input) [layers](../../mlm/parallel/layers.py) [one](one.py) [x.py](x.py)"
     )
-    plain = rewrite(text, "mlm/finetune/README.md")
+    plain = rewrite(text, "scripts/docs/design.md")
     assert plain == (
-        "[data](data.md#input) [layers](../api/layers.md) one (`mlm/finetune/loop.py`) `mlm/finetune/x.py`"
+        "[data](../guides/data.md#input) [layers](../api/layers.md) "
+        "one (`scripts/docs/one.py`) `scripts/docs/x.py`"
     )
-    hosted = rewrite(text, "mlm/finetune/README.md", "https://host/mlm/")
-    assert "[one](https://host/mlm/blob/main/mlm/finetune/loop.py)" in hosted
+    hosted = rewrite(text, "scripts/docs/design.md", "https://host/mlm/")
+    assert "[one](https://host/mlm/blob/main/scripts/docs/one.py)" in hosted
 
 
 def test_code_blocks_keep_what_looks_like_a_link() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import mlm
-from mlm.cli import main
+from mlm.config.cli import main
 from mlm.parallel.mesh import ParallelContext
-from tests.convert.hf_models import TEXT, add_tokenizer, import_model, make_model
+from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, import_model, make_model
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -33,9 +33,9 @@ from reproduce.results import (
 )
 from reproduce.runner import Runner
 
-from mlm.cli.commands import COMMANDS
-from mlm.cli.compose import load_config
-from mlm.errors import CheckFailedError, UserError
+from mlm.config.cli.commands import COMMANDS
+from mlm.config.cli.compose import load_config
+from mlm.util.errors import CheckFailedError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.bounded import parse_json, read_bounded
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
 from mlm.models.huggingface import FolderContent, HuggingFaceMapping, Note, TokenIds, kept_ids, show
+from mlm.util.bounded import parse_json, read_bounded
+from mlm.util.errors import CorruptFileError, UserError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = (

@@ -18,9 +18,9 @@ from mlm.checkpoint.native.format import DTYPE_NAMES
 from mlm.checkpoint.native.shard_file import copy_region
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import digest_file
 from mlm.models.huggingface import Location, show
+from mlm.util.atomic import digest_file
+from mlm.util.errors import CorruptFileError, UserError
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ROWS = 4096  # compared at a time

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.megatron.files import shown
-from mlm.errors import CorruptFileError, UserError
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
 from mlm.models.megatron import MegatronMapping
+from mlm.util.errors import CorruptFileError, UserError
 
 
 def mappings() -> dict[str, MegatronMapping]:

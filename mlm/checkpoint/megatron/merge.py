@@ -37,9 +37,9 @@ from mlm.checkpoint.megatron.tensors import (
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import parameters
-from mlm.errors import CorruptFileError, UserError
 from mlm.models.config import ModelConfig
 from mlm.models.megatron import HEAD, MegatronMapping
+from mlm.util.errors import CorruptFileError, UserError
 
 _VERSIONS = (0, 1.0, 2.0, 3.0)
 Parts = dict[str, tuple[Tensor, ...]]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mlm.checkpoint.megatron.args import Settings, family_names, mappings, unsupported
 from mlm.checkpoint.megatron.files import RankFiles, shown
-from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.models.megatron import HEAD, MegatronMapping
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_DEPTH, _MAX_NODES = 8, 1 << 17  # of the dictionaries in a file; they may hold themselves

@@ -15,8 +15,8 @@ import xxhash
 
 from mlm.checkpoint.native import format as layout
 from mlm.checkpoint.native.format import RESTORE, FileEntry
-from mlm.errors import CorruptFileError
-from mlm.files.atomic import digest_name
+from mlm.util.atomic import digest_name
+from mlm.util.errors import CorruptFileError
 
 Signature: TypeAlias = tuple[int, int, int, int, int]
 """Device, inode, size, time of the last change of content and of the inode: equal for an untouched file."""

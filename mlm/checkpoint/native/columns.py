@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlm.checkpoint.native.slices import MAX_CUT_DIMS, Region, describe, tiling_problem
-from mlm.splitmix import mix
+from mlm.util.splitmix import mix
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Hashes: TypeAlias = npt.NDArray[np.uint64]

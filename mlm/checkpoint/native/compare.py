@@ -21,7 +21,7 @@ from mlm.checkpoint.native.format import (
 )
 from mlm.checkpoint.native.shard_file import Stored, copy_region, read_header
 from mlm.checkpoint.native.slices import Region
-from mlm.errors import CorruptFileError
+from mlm.util.errors import CorruptFileError
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype to compare an element's bits in, by its bytes."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mlm.checkpoint.native.format import JSON, CheckpointError, NotFiniteError
-from mlm.errors import CorruptFileError, UserError
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.watch import Wait, Watch
+from mlm.util.errors import CorruptFileError, UserError
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlm.checkpoint.native.format import JSON, Manifest
 from mlm.checkpoint.native.slices import Region, Shard
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 LISTED = 3  # problems that a message lists
 

@@ -28,9 +28,9 @@ from mlm.checkpoint.native.columns import (
     row_bytes,
 )
 from mlm.checkpoint.native.slices import Region, Split, tiling_problem
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import digest_bytes, write_atomic
-from mlm.files.bounded import parse_json, read_bounded
+from mlm.util.atomic import digest_bytes, write_atomic
+from mlm.util.bounded import parse_json, read_bounded
+from mlm.util.errors import CorruptFileError, UserError
 
 JSON: TypeAlias = Any
 """A JSON value: null, boolean, finite number, string, list, or object with string keys."""

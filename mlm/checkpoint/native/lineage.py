@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlm.files.atomic import digest_bytes
+from mlm.util.atomic import digest_bytes
 
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 SAVE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")

@@ -18,7 +18,7 @@ from mlm.checkpoint.native.folders import (
 from mlm.checkpoint.native.format import CheckpointError, read_summary
 from mlm.checkpoint.native.norms import largest_jump
 from mlm.checkpoint.native.run_state import not_finite_since
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from mlm.checkpoint.native.folders import (
     point_latest,
     step_name,
 )
-from mlm.files.atomic import fsync_directory
+from mlm.util.atomic import fsync_directory
 
 ASIDE = re.compile(r"aside-step-(\d{8,18})(-\d+)?")
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest
-from mlm.errors import CorruptFileError
+from mlm.util.errors import CorruptFileError
 
 FINETUNING = "finetuning"
 """Key of the state of a finetuning run."""

@@ -53,9 +53,9 @@ from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.shard_file import copy_region, header_of, write_shard_file
 from mlm.checkpoint.native.slices import Shard
 from mlm.checkpoint.native.staging import StagedFile
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import digest_file
 from mlm.parallel.watch import Watch
+from mlm.util.atomic import digest_file
+from mlm.util.errors import CorruptFileError, UserError
 
 log = logging.getLogger(__name__)
 

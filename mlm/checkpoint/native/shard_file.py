@@ -28,9 +28,9 @@ from mlm.checkpoint.native.format import (
     FileEntry,
 )
 from mlm.checkpoint.native.slices import Region
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import CHUNK
-from mlm.files.bounded import parse_json
+from mlm.util.atomic import CHUNK
+from mlm.util.bounded import parse_json
+from mlm.util.errors import CorruptFileError, UserError
 
 MAX_HEADER_BYTES = 1 << 26  # 64 MiB; parsed JSON takes many times its size (safetensors allows 100 MB)
 BLOCK = 1 << 24  # bytes of rows read at a time: 16 MiB

@@ -42,9 +42,9 @@ from mlm.checkpoint.native.format import (
 from mlm.checkpoint.native.save_load import REMEDIES
 from mlm.checkpoint.native.shard_file import Form, read_header, write_stream
 from mlm.checkpoint.native.slices import Region, Split, tiling_problem
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import digest_bytes, digest_file, write_atomic
-from mlm.files.bounded import parse_json, read_bounded
+from mlm.util.atomic import digest_bytes, digest_file, write_atomic
+from mlm.util.bounded import parse_json, read_bounded
+from mlm.util.errors import CorruptFileError, UserError
 
 DONE = ".done"
 MAX_NOTE = 1 << 24  # bytes of a note: digests of the blocks of 6 TB

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.format import RESTORE
-from mlm.errors import CorruptFileError
-from mlm.files.atomic import digest_file
-from mlm.files.ownership import described
+from mlm.util.atomic import digest_file
+from mlm.util.errors import CorruptFileError
+from mlm.util.ownership import described
 
 TOKENIZER = "tokenizer.json"
 KEY = "tokenizer"

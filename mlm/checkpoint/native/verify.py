@@ -13,8 +13,8 @@ from mlm.checkpoint.native.lineage import STEP_NAME
 from mlm.checkpoint.native.norms import NormSums, describe_not_finite, first_not_finite, with_norms
 from mlm.checkpoint.native.shard_file import read_header
 from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_beside, file_beside
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import digest_file
+from mlm.util.atomic import digest_file
+from mlm.util.errors import CorruptFileError, UserError
 
 Forms: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of each tensor in a file."""

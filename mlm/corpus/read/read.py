@@ -32,7 +32,7 @@ from mlm.corpus.read.records import (
 from mlm.corpus.read.shards import TEXT_END
 from mlm.corpus.read.streams import DamagedError, blocks, first_line, lines
 from mlm.corpus.read.tables import read_hub, read_parquet
-from mlm.errors import type_of
+from mlm.util.errors import type_of
 
 INSIDE = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 HELD = 1 << 12

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from mlm.corpus.read.long_text import LONG, LongText, StringText
-from mlm.errors import UserError, type_of
+from mlm.util.errors import UserError, type_of
 
 ID = "id"
 LONGEST_ID = 1000  # letters of an id that is kept

@@ -29,8 +29,8 @@ from mlm.corpus.read.streams import DamagedError, blocks, lines
 from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
 from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import INPUTS
-from mlm.errors import UserError
-from mlm.files.atomic import digest_bytes, digest_file, write_atomic
+from mlm.util.atomic import digest_bytes, digest_file, write_atomic
+from mlm.util.errors import UserError
 
 OPENING = 1 << 12
 """Bytes of text that take about as long to read as a file takes to open."""

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from mlm.corpus.read.records import readable
-from mlm.extras import load_extra
+from mlm.util.extras import load_extra
 
 BLOCK = 1 << 18  # bytes yielded at a time: 256 KiB
 ZSTD_BLOCK = 1 << 14  # 16 KiB: sound bytes lost with an error

@@ -17,8 +17,8 @@ from urllib.parse import parse_qs, urlencode
 from mlm.corpus.read.long_text import LONG, Utf8Text
 from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard, readable
 from mlm.corpus.read.streams import DamagedError, explain_damage
-from mlm.errors import UserError
-from mlm.extras import load_extra
+from mlm.util.errors import UserError
+from mlm.util.extras import load_extra
 
 BATCH_ROWS = 256
 BUFFER = 1 << 20  # bytes read ahead per column

@@ -26,8 +26,8 @@ from mlm.corpus.sections import ExecutorConfig
 from mlm.corpus.stages.markers import is_done
 from mlm.corpus.stages.plan import Plan, Stage
 from mlm.corpus.stages.run import first_error, run_task
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 JOBS = "jobs.json"
 

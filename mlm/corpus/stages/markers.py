@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlm.files.atomic import digest_file, write_atomic
+from mlm.util.atomic import digest_file, write_atomic
 
 MAX_MARKER_BYTES = 1 << 26
 INTERVAL_S = 0.3  # between two writes of a task's progress

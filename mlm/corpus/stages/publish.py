@@ -19,8 +19,8 @@ from mlm.corpus.stages.tokenise import load_contaminants
 from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.receipt import REJECTED
-from mlm.errors import UserError
-from mlm.files.atomic import fsync_directory, write_atomic
+from mlm.util.atomic import fsync_directory, write_atomic
+from mlm.util.errors import UserError
 
 
 def merge(plan: Plan, task: int) -> None:

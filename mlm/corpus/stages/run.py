@@ -32,8 +32,8 @@ from mlm.corpus.stages import tokenise as tokenise_stage
 from mlm.corpus.stages.markers import UnitsDone, counts_of, is_done, withdraw_if_damaged
 from mlm.corpus.stages.plan import Plan, Stage
 from mlm.corpus.stages.publish import merge
-from mlm.errors import UserError
-from mlm.files.atomic import write_atomic
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
 
 
 def units_of(plan: Plan, stage: str) -> list[int]:

@@ -3,7 +3,7 @@
 import sys
 from importlib import import_module
 
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 EXTRA = "pip install 'mlm[lm-eval]'"
 

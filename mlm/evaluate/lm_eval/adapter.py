@@ -24,7 +24,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from mlm.config.build import build
-from mlm.errors import ConfigError, UserError
 from mlm.evaluate.checks import check_lm_eval
 from mlm.evaluate.config import LmEvalConfig
 from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
@@ -39,6 +38,7 @@ from mlm.inference.trained import (
 )
 from mlm.launch.environment import read_place
 from mlm.launch.start import choose_world_size, launch_facts
+from mlm.util.errors import ConfigError, UserError
 
 KEYS = {"precision": "precision.dtype", "device": "dist.device"}
 """Short names of model_args, and the fields they set."""

@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 
 from mlm.config.build import from_dict, to_dict
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import CheckFailedError, UserError
 from mlm.evaluate.config import LmEvalConfig
 from mlm.inference.generation import Sampling, continuations, ends_at
 from mlm.inference.scoring import Request, Score, score
@@ -40,7 +39,8 @@ from mlm.launch.process import ALONE, rank_device
 from mlm.launch.start import run_job
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
-from mlm.parent import die_with_parent
+from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.parent import die_with_parent
 
 Advance = Callable[[int], None]
 POLL_S = 0.2

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
 from mlm.evaluate.zero_shot import sources
 from mlm.evaluate.zero_shot.protocol import (
     LM_EVAL,
@@ -25,6 +24,7 @@ from mlm.evaluate.zero_shot.protocol import (
 )
 from mlm.evaluate.zero_shot.sources import Texts
 from mlm.inference.scoring import Request, Score, rolling_request
+from mlm.util.errors import UserError
 
 TASK = "lambada"
 Split = tuple[list[int], list[int]]

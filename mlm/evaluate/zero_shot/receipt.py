@@ -15,12 +15,12 @@ from mlm.data.receipt import version_of
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.config import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
 from mlm.evaluate.zero_shot.protocol import Outcome, Protocol
-from mlm.files.atomic import digest_bytes
-from mlm.files.results import named, read_evaluation, short_digest
 from mlm.inference.kept_scores import digest_requests
 from mlm.inference.scoring import Request
 from mlm.inference.trained import Trained, result_file
-from mlm.terminal import add_row, console, plain, table
+from mlm.util.atomic import digest_bytes
+from mlm.util.results import named, read_evaluation, short_digest
+from mlm.util.terminal import add_row, console, plain, table
 
 TASKS: dict[type[ZeroShotConfig], str] = {
     EvalWikitext103Config: "wikitext103",

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import mlm
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
 from mlm.evaluate.config import (
     EvalAllConfig,
     EvalLambadaConfig,
@@ -26,7 +25,6 @@ from mlm.evaluate.zero_shot.receipt import (
     result_path,
     show,
 )
-from mlm.files.results import folder_problem, is_stream, result_problems, set_aside, write_result
 from mlm.inference.scoring import score
 from mlm.inference.trained import (
     checkpoint_problems,
@@ -39,7 +37,9 @@ from mlm.inference.trained import (
 )
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.terminal import count_progress, plain
+from mlm.util.errors import UserError
+from mlm.util.results import folder_problem, is_stream, result_problems, set_aside, write_result
+from mlm.util.terminal import count_progress, plain
 
 
 def preflight(config: ZeroShotConfig) -> list[str]:

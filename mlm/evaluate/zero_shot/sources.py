@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mlm.corpus.benchmarks import is_title
-from mlm.errors import CorruptFileError, UserError, half_pair
-from mlm.extras import load_extra
-from mlm.files.atomic import digest_bytes
+from mlm.util.atomic import digest_bytes
+from mlm.util.errors import CorruptFileError, UserError, half_pair
+from mlm.util.extras import load_extra
 
 MAX_BYTES = 1 << 28  # of one file: WikiText-103's test split has 1.3 MB
 BLANK_LINE = " \n"

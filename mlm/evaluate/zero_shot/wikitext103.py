@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
 from mlm.evaluate.zero_shot import sources
 from mlm.evaluate.zero_shot.protocol import (
     LM_EVAL,
@@ -24,6 +23,7 @@ from mlm.evaluate.zero_shot.protocol import (
 )
 from mlm.evaluate.zero_shot.sources import Texts, articles
 from mlm.inference.scoring import Request, Score, rolling_windows
+from mlm.util.errors import UserError
 
 TASK, LM_EVAL_TASK = "wikitext103", "wikitext"
 

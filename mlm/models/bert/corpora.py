@@ -8,11 +8,11 @@ from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import Problem, UserError
 from mlm.models.bert.masking import BERTVocab
 from mlm.models.bert.samples import BERTDataset
 from mlm.models.bert.synthetic import SyntheticBERT
 from mlm.models.config import ModelConfig
+from mlm.util.errors import Problem, UserError
 
 VALIDATION_SEED = 0
 """Of the masks of samples that are scored."""

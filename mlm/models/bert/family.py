@@ -1,7 +1,6 @@
 """BERT as a model family."""
 
 from mlm.data.config import MASKED, DataConfig
-from mlm.errors import Problem
 from mlm.models.bert import huggingface, megatron
 from mlm.models.bert.corpora import SentencePairs, corpus_problems
 from mlm.models.bert.masking import BERTVocab
@@ -10,6 +9,7 @@ from mlm.models.bert.objective import MaskedTokens
 from mlm.models.bert.samples import BERTBatch
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
+from mlm.util.errors import Problem
 
 SHORTEST = 8
 """Tokens of a BERT sample at the least: [CLS], two [SEP] and some text."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mlm.data.tokenizer import UNK, Tokenizer
-from mlm.errors import UserError
 from mlm.models.backbone import Transformer
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
@@ -38,6 +37,7 @@ from mlm.models.huggingface import (
     weight_and_bias,
 )
 from mlm.models.probe import Outputs, Probe
+from mlm.util.errors import UserError
 
 PREFIX = "bert."
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.data.tokenizer import CLS, MASK, PAD, SEP, Tokenizer
-from mlm.errors import UserError
 from mlm.parallel.labels import IGNORE
-from mlm.splitmix import Bits, below, draw, uniform
+from mlm.util.errors import UserError
+from mlm.util.splitmix import Bits, below, draw, uniform
 
 COLUMN_BITS = np.uint64(20)
 """Bits of a sort key that hold a place in the sample: sequences are shorter than 2**20 tokens."""

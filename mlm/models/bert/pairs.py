@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.data.indexed import IndexedDataset
-from mlm.splitmix import Bits, below, draw, uniform
+from mlm.util.splitmix import Bits, below, draw, uniform
 
 CHUNK = 1 << 22
 """Sentences whose places are held at a time, while documents are shorter."""

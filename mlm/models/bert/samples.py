@@ -1,7 +1,7 @@
 """BERT samples: [CLS] A [SEP] B [SEP], for sentence-order prediction and masked-word prediction.
 
-Sources: arXiv:1909.08053 (v1) and Megatron-LM's BERT dataset; mlm/corpus/README.md lists what differs. The
-corpus holds one sequence per sentence.
+Sources: arXiv:1909.08053 (v1) and Megatron-LM's BERT dataset; the guide Data lists what differs. The corpus
+holds a sequence for each sentence.
 
 One pass over the corpus is an epoch: every sentence of every document of two sentences or more lies in
 exactly one of its samples (pairs.py), which are served in an order shuffled within the epoch. Sample i
@@ -18,11 +18,11 @@ from torch import Tensor
 
 from mlm.data.epochs import CACHE_FROM, EpochCache, permutation
 from mlm.data.indexed import IndexedDataset
-from mlm.errors import UserError
 from mlm.models.bert.masking import BERTVocab, mask_tokens
 from mlm.models.bert.pairs import Pairs, Targets, find_spans, make_pairs
 from mlm.parallel.labels import IGNORE
-from mlm.splitmix import draw, root
+from mlm.util.errors import UserError
+from mlm.util.splitmix import draw, root
 
 SPECIAL = 3
 """Tokens of a sample that are no text: [CLS] and two [SEP]."""

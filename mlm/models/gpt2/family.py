@@ -8,12 +8,12 @@ from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import Batch, Dataset
 from mlm.data.synthetic import SyntheticDataset
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import Problem
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2 import huggingface, megatron
 from mlm.models.gpt2.model import GPT2
 from mlm.models.gpt2.objective import NextToken
+from mlm.util.errors import Problem
 
 
 class Windows:

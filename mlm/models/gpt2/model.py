@@ -12,11 +12,11 @@ from mlm.models.backbone import Transformer
 from mlm.models.cache import Reading
 from mlm.models.documents import Documents
 from mlm.parallel.collectives import all_reduce, gather_rows
+from mlm.parallel.context.zigzag import own_places, own_tokens
 from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores, wide
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.layers import VocabParallelEmbedding
-from mlm.parallel.zigzag import own_places, own_tokens
 
 
 class GPT2(Transformer):

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import ConfigError, UserError
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import (
@@ -37,6 +36,7 @@ from mlm.models.llama.model import Llama
 from mlm.models.llama.settings import DEFAULTS, LlamaSettings, model_problem, num_blocks
 from mlm.models.probe import Outputs, Probe
 from mlm.parallel.cross_entropy import full_logits
+from mlm.util.errors import ConfigError, UserError
 
 PREFIX = "model."
 NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass, fields
 
-from mlm.errors import Problem, show
 from mlm.models.config import ModelConfig
 from mlm.models.sizes import Sizes
+from mlm.util.errors import Problem, show
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Values of rope_scaling."""

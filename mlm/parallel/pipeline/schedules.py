@@ -6,8 +6,8 @@ micro-batch on one rank. Figures for bubbles and memory are those lower() comput
 
 from difflib import get_close_matches
 
-from mlm.errors import UserError
 from mlm.parallel.pipeline.actions import Action, Op, Schedule
+from mlm.util.errors import UserError
 
 NAMES = ("1f1b", "gpipe", "zb_h1")
 

@@ -17,10 +17,10 @@ from mlm.checkpoint.huggingface.folder import read_model, weight_files
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
-from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.models.gpt2.huggingface import locations, read_config, write_config
 from mlm.models.huggingface import Location, TokenIds
-from tests.convert.hf_models import MODEL, SHAPE, edit_config, edit_tensors, hub_cache, make_model
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from tests.checkpoint.commands.hf_models import MODEL, SHAPE, edit_config, edit_tensors, hub_cache, make_model
 
 
 @pytest.fixture

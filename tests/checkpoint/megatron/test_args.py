@@ -7,7 +7,7 @@ import pytest
 
 from mlm.checkpoint.megatron.files import find_files
 from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
-from mlm.errors import ConfigError, UserError
+from mlm.util.errors import ConfigError, UserError
 from tests.checkpoint.megatron.written import (
     HIDDEN,
     LAYERS,

@@ -18,7 +18,7 @@ import torch
 
 from mlm.checkpoint.megatron import files as megatron_files
 from mlm.checkpoint.megatron.files import find_files, is_zip, read_file
-from mlm.errors import CorruptFileError
+from mlm.util.errors import CorruptFileError
 from tests.checkpoint.megatron.written import (
     FILE,
     Change,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mlm.checkpoint.megatron.files import find_files
-from mlm.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.megatron.written import (
     FILE,
     written,

@@ -10,7 +10,7 @@ import torch
 from mlm.checkpoint.megatron.files import find_files
 from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
 from mlm.checkpoint.native.slices import Region
-from mlm.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.megatron.written import (
     FILE,
     HIDDEN,

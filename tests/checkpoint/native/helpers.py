@@ -15,7 +15,7 @@ from mlm.checkpoint.native import declaration, save_load
 from mlm.checkpoint.native.folders import open_staging, step_name
 from mlm.checkpoint.native.format import MANIFEST, Manifest, canonical
 from mlm.checkpoint.native.save_load import Shard, load_checkpoint, save_checkpoint
-from mlm.files.atomic import digest_bytes
+from mlm.util.atomic import digest_bytes
 
 ALONE: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None}
 

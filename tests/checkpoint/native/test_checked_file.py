@@ -11,7 +11,7 @@ from mlm.checkpoint.native import save_load
 from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.slices import Region
-from mlm.errors import CorruptFileError
+from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import edit_manifest, load, save, without_blocks
 
 FILE = "rank-00000.safetensors"

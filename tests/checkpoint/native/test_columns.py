@@ -25,8 +25,8 @@ from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.save_load import load_checkpoint
 from mlm.checkpoint.native.slices import Region, Shard, tiling_problem
 from mlm.checkpoint.native.verify import verify_checkpoint
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.atomic import digest_bytes
+from mlm.util.atomic import digest_bytes
+from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import ALONE, edit_manifest, load, pieces, save, save_pieces, weights
 from tests.checkpoint.native.test_stream import write
 

@@ -23,7 +23,7 @@ from mlm.checkpoint.native.compare import (
 from mlm.checkpoint.native.format import DTYPES
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.checkpoint.native.slices import Region, tiling_problem
-from mlm.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import edit_manifest, pieces, save, save_as_older, save_pieces, weights
 
 SHARD = "rank-00000.safetensors"

@@ -22,8 +22,8 @@ from mlm.checkpoint.native.save_load import (
     load_checkpoint,
     save_checkpoint,
 )
-from mlm.errors import CorruptFileError, UserError
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import edit_manifest, load, save, weights, without_blocks
 from tests.ranks import run_on_ranks
 

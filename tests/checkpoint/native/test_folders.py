@@ -14,10 +14,10 @@ from mlm.checkpoint.native.format import MANIFEST
 from mlm.checkpoint.native.retention import outdated, prune
 from mlm.checkpoint.native.save_load import latest_checkpoint, resolve
 from mlm.checkpoint.native.staging import StagedFile
-from mlm.errors import CorruptFileError, UserError
-from mlm.files.lock import sole_writer
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.lock import sole_writer
 from tests.checkpoint.native.helpers import load, save, weights
-from tests.files.as_nobody import NOBODY, as_nobody, open_folder
+from tests.util.as_nobody import NOBODY, as_nobody, open_folder
 
 
 def steps(root: Path) -> list[int]:

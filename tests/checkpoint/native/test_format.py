@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from mlm.checkpoint.native import format as format_module
 from mlm.checkpoint.native.format import MANIFEST, read_manifest
 from mlm.checkpoint.native.save_load import CheckpointError
-from mlm.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import edit_manifest, load, pieces, save, save_pieces, weights
 
 SHARD = "rank-00000.safetensors"

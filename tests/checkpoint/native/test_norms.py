@@ -18,7 +18,7 @@ from mlm.checkpoint.native.run_state import INCIDENTS, NOT_FINITE_SINCE
 from mlm.checkpoint.native.save_load import load_checkpoint
 from mlm.checkpoint.native.slices import Shard
 from mlm.checkpoint.native.staging import StagedFile
-from mlm.errors import CorruptFileError
+from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import load, save
 from tests.ranks import run_on_ranks
 

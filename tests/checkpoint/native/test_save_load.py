@@ -12,7 +12,7 @@ from torch import Tensor
 from mlm.checkpoint.native import shard_file
 from mlm.checkpoint.native.format import DTYPES, MANIFEST
 from mlm.checkpoint.native.save_load import CheckpointError, Shard, load_checkpoint
-from mlm.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import ALONE, load, pieces, save, save_pieces, weights
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlm.checkpoint.native.save_load import load_checkpoint, read_manifest, save_checkpoint
 from mlm.parallel.mesh import ParallelContext
-from mlm.train.state import is_stored, parameter_name, training_shards
+from mlm.training.state import is_stored, parameter_name, training_shards
 from tests.parallel.sharded_rank import Rank, samples_of
 from tests.ranks import run_on_ranks
 

@@ -16,7 +16,7 @@ from mlm.checkpoint.native.folders import latest_checkpoint, named_latest, stagi
 from mlm.checkpoint.native.format import CheckpointError, read_manifest
 from mlm.checkpoint.native.slices import Region, Split
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
-from mlm.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import load, save, weights
 from tests.checkpoint.native.kill_saves import kill_at_operation
 

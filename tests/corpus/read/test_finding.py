@@ -13,7 +13,7 @@ import pytest
 from mlm.corpus import build as build_module
 from mlm.corpus.build import run_build
 from mlm.corpus.read.finding import Found, search
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 from tests.corpus.read.test_shards import names, put
 from tests.corpus.texts import documents, output, plain, quiet, write_jsonl
 

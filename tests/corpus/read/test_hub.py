@@ -13,7 +13,7 @@ from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.shards import split_inputs
 from mlm.corpus.read.tables import HubSource, open_hub
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 from tests.corpus.reading import Outcome, read_shards, write
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

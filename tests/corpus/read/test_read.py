@@ -12,7 +12,7 @@ from mlm.corpus.read.finding import search
 from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import RULES, Rejected
 from mlm.corpus.read.shards import split_inputs
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 from tests.corpus.reading import Outcome, read, write
 
 GOOD = b'{"text": "x"}\n'

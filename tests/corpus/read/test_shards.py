@@ -7,7 +7,7 @@ import pytest
 
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.finding import find_inputs, search
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 
 def put(root: Path, *names: str) -> Path:

@@ -12,7 +12,7 @@ import zstandard
 
 from mlm.corpus.read import streams
 from mlm.corpus.read.streams import DamagedError, blocks, lines
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 from tests.corpus.reading import write
 
 PACKED = [".gz", ".zst", ".bz2", ".xz"]

@@ -16,7 +16,7 @@ from mlm.corpus.build import run_build
 from mlm.corpus.sections import DedupConfig, ExecutorConfig, FilterConfig
 from mlm.corpus.stages import match as match_stage
 from mlm.data.indexed import IndexedDataset
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 from tests.corpus.texts import (
     documents,
     output,

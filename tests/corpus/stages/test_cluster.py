@@ -13,7 +13,7 @@ from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.sections import ExecutorConfig
 from mlm.corpus.stages import cluster
 from mlm.corpus.stages.plan import PLAN
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 from tests.corpus.texts import output, plain, quiet, write_jsonl
 
 pytest.importorskip("datatrove")

@@ -16,7 +16,7 @@ from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, split_inputs
 from mlm.corpus.stages import markers, plan
 from mlm.data.receipt import read_receipt
-from mlm.errors import CorruptFileError
+from mlm.util.errors import CorruptFileError
 from tests.corpus.texts import documents, output, plain, quiet, thorough, words, write_jsonl
 
 

@@ -12,7 +12,7 @@ import pytest
 from mlm.corpus.stages import run
 from mlm.corpus.stages.plan import Stage
 from mlm.corpus.stages.run import Workers
-from mlm.errors import UserError
+from mlm.util.errors import UserError
 
 
 def note_pid(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlm.cli.compose import load_config
+from mlm.config.cli.compose import load_config
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate import loss
@@ -24,11 +24,11 @@ from mlm.evaluate.config import (
     WikitextDataConfig,
 )
 from mlm.evaluate.zero_shot import run as evaluate
-from mlm.files.atomic import digest_file
 from mlm.inference.trained import named_checkpoint
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from tests.convert.hf_models import import_model
+from mlm.util.atomic import digest_file
+from tests.checkpoint.commands.hf_models import import_model
 from tests.evaluate.zero_shot.texts import (
     PASSAGES,
     SEQ_LENGTH,

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlm.errors import UserError
 from mlm.evaluate.zero_shot import lambada, sources
 from mlm.evaluate.zero_shot.protocol import Protocol, distinct
 from mlm.inference.scoring import Request, Score, score
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
 from tests.evaluate.zero_shot import reference
 from tests.evaluate.zero_shot.texts import PASSAGES, load, tokenizer, write_lambada, write_trained_model
 

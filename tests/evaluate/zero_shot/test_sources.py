@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlm.errors import CorruptFileError, UserError
 from mlm.evaluate.zero_shot import sources
+from mlm.util.errors import CorruptFileError, UserError
 from tests.evaluate.zero_shot.texts import PASSAGES, WIKITEXT, write_lambada, write_wikitext
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mlm.errors import UserError
 from mlm.evaluate.zero_shot import sources, wikitext103
 from mlm.evaluate.zero_shot.protocol import Protocol
 from mlm.evaluate.zero_shot.wikitext103 import detokenise
 from mlm.inference.scoring import Score, rolling_windows, score
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
 from tests.evaluate.zero_shot import reference
 from tests.evaluate.zero_shot.texts import SEQ_LENGTH, WIKITEXT, load, tokenizer, write_model, write_wikitext
 

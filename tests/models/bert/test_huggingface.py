@@ -13,11 +13,11 @@ from mlm.checkpoint.huggingface.folder import HFModel, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
-from mlm.errors import ConfigError, CorruptFileError, UserError
 from mlm.models.bert.huggingface import MAPPING, locations, read_config, write_config
 from mlm.models.huggingface import Location, TokenIds
-from tests.convert.hf_berts import FAMILIES, MODEL, make_bert
-from tests.convert.hf_models import edit_config, edit_tensors
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from tests.checkpoint.commands.hf_berts import FAMILIES, MODEL, make_bert
+from tests.checkpoint.commands.hf_models import edit_config, edit_tensors
 
 Tensors = dict[str, Tensor]
 POOLER = {"pooler.weight", "pooler.bias"}

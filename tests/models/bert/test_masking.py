@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.errors import UserError
 from mlm.models.bert.masking import BERTVocab, choose_grams, cut_grams, draw_sizes, fill, mask_tokens
 from mlm.parallel.labels import IGNORE
-from mlm.splitmix import draw, root
+from mlm.util.errors import UserError
+from mlm.util.splitmix import draw, root
 
 CLS, SEP, MASK, PAD = 0, 1, 2, 3
 VOCAB_SIZE, WIDTH = 1000, 128

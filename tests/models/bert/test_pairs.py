@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlm.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from mlm.models.bert import pairs as bert_pairs
 from mlm.models.bert.pairs import Targets, find_spans, make_pairs, shorten
-from mlm.splitmix import draw, root
+from mlm.util.splitmix import draw, root
 
 Documents = Sequence[Sequence[int]]
 """Tokens of each sentence of each document."""

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mlm.data.indexed import IndexedDataset
-from mlm.errors import UserError
 from mlm.models.bert import samples as bert
 from mlm.models.bert.masking import BERTVocab
 from mlm.models.bert.samples import BERTDataset, BERTSamples
 from mlm.parallel.labels import IGNORE
+from mlm.util.errors import UserError
 
 from .test_pairs import sentence_corpus
 

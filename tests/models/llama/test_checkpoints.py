@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.convert import reshard
-from mlm.convert.config import ReshardConfig
+from mlm.checkpoint.commands import reshard
+from mlm.checkpoint.commands.config import ReshardConfig
 from mlm.optim.adamw import MOMENTS, ensure_state, moment
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed
 from mlm.parallel.sharding import ParameterShard
-from mlm.train.config import PretrainConfig
-from mlm.train.state import load, save
-from mlm.train.trainer import Trainer
-from tests.check.parity_layouts import Layout
+from mlm.training.config import PretrainConfig
+from mlm.training.state import load, save
+from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
+from tests.verify.parity_layouts import Layout
 
 SHARED = Layout(tp=4, sequence_parallel=True, dp=2, zero=2, llama="llama")
 STAGES = Layout(tp=2, pp=2, llama="llama")

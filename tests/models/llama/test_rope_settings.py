@@ -10,10 +10,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mlm.errors import ConfigError
 from mlm.models.llama.huggingface import MAPPING
 from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings
+from mlm.util.errors import ConfigError
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 
-from mlm.errors import UserError
 from mlm.parallel.pipeline.actions import Action, Cost, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import NAMES, build_schedule, forward_only
+from mlm.util.errors import UserError
 
 SIZES = [(p, m) for p in range(1, 8) for m in (*range(1, 10), 16, 21)]
 

@@ -18,10 +18,10 @@ from typing import Any
 
 PLACES = {
     "rendezvous": ("mlm.launch.process", "rendezvous_store"),
-    "loading": ("mlm.pretrain.run", "resume"),
-    "training": ("mlm.train.trainer", "Trainer.forward_backward"),
-    "saving": ("mlm.train.saver", "Saver._write"),
-    "validating": ("mlm.train.trainer", "Trainer.validate"),
+    "loading": ("mlm.training.pretrain.run", "resume"),
+    "training": ("mlm.training.trainer", "Trainer.forward_backward"),
+    "saving": ("mlm.training.saver", "Saver._write"),
+    "validating": ("mlm.training.trainer", "Trainer.validate"),
 }
 LONGEST_S = 120.0
 FOLDER = os.environ.get("REHEARSAL_FOLDER")

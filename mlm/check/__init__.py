@@ -1,1 +1,0 @@
-"""Checks of a layout and of resuming, by comparing runs."""

@@ -1,0 +1,194 @@
+"""The commands `mlm ckpt …`, `mlm reshard`, `mlm import` and `mlm export`: in this process, on files."""
+
+from typing import Any
+
+from mlm.checkpoint.commands.config import (
+    CkptDiffConfig,
+    CkptInspectConfig,
+    CkptPruneConfig,
+    CkptRollbackConfig,
+    CkptVerifyConfig,
+    ExportHFConfig,
+    ImportHFConfig,
+    ImportMegatronConfig,
+    ReshardConfig,
+)
+from mlm.config.command import Command
+from mlm.util.errors import Problem
+from mlm.util.results import folder_problem
+
+
+def check_out_file(config: Any) -> list[Problem]:
+    """Return the problem of an `out` that cannot become a file, before anything is read."""
+    problem = folder_problem(config.out)
+    return [] if problem is None else [problem]
+
+
+MAINTENANCE = (
+    Command(
+        words=("ckpt", "inspect"),
+        also=("checkpoint",),
+        config="ckpt_inspect",
+        spec=CkptInspectConfig,
+        target="mlm.checkpoint.commands.inspect:run",
+        local_check=check_out_file,
+        positional=("ckpt",),
+        summary="show a checkpoint: step, tokens, model, layout, tensors, files, configuration",
+        about="Reads the manifest of a checkpoint, no tensor.",
+        examples=(
+            ("Describe the latest checkpoint of a run", "mlm ckpt inspect runs/shakespeare"),
+            ("Every tensor of one", "mlm ckpt inspect runs/shakespeare/checkpoints/step-00000900 --tensors"),
+        ),
+    ),
+    Command(
+        words=("ckpt", "verify"),
+        config="ckpt_verify",
+        spec=CkptVerifyConfig,
+        target="mlm.checkpoint.commands.verify:run",
+        local_check=check_out_file,
+        positional=("ckpt",),
+        summary="check that checkpoints are whole: every byte is read and compared with its digest",
+        about="Reads every file of one checkpoint, or of all in a run. Ends with 0 if all are whole, else 1.",
+        examples=(("Check every checkpoint of a run", "mlm ckpt verify runs/shakespeare"),),
+    ),
+    Command(
+        words=("ckpt", "diff"),
+        config="ckpt_diff",
+        spec=CkptDiffConfig,
+        target="mlm.checkpoint.commands.diff:run",
+        local_check=check_out_file,
+        positional=("first", "second"),
+        summary="compare two checkpoints: settings, counters, tensors",
+        about=(
+            "Compares two checkpoints tensor by tensor, whatever layouts wrote them. Ends with 0 if all "
+            "tensors are equal bit for bit, 1 if not."
+        ),
+        examples=(
+            ("Compare the latest checkpoints of two runs", "mlm ckpt diff runs/shakespeare runs/longer"),
+        ),
+    ),
+    Command(
+        words=("ckpt", "prune"),
+        config="ckpt_prune",
+        spec=CkptPruneConfig,
+        target="mlm.checkpoint.commands.prune:run",
+        positional=("ckpt",),
+        summary="delete old checkpoints of a run",
+        about=(
+            "Keeps the newest whole checkpoints, multiples of keep_every, and the one `latest` names, and "
+            "clears up after killed saves. A damaged checkpoint never counts as kept: it is deleted when "
+            "keep_last whole ones are newer. Rejected while a run uses the folder."
+        ),
+        examples=(
+            (
+                "List the checkpoints that pruning would delete",
+                "mlm ckpt prune runs/shakespeare keep_last=1 --dry-run",
+            ),
+            ("Every ten thousandth, and the last", "mlm ckpt prune runs/longer keep_last=1 keep_every=10000"),
+            ("Every byte of the two it keeps is read first", "mlm ckpt prune runs/shakespeare --verify"),
+        ),
+    ),
+    Command(
+        words=("ckpt", "rollback"),
+        config="ckpt_rollback",
+        spec=CkptRollbackConfig,
+        target="mlm.checkpoint.commands.rollback:run",
+        positional=("ckpt", "step"),
+        summary="continue a run from an earlier checkpoint; newer ones are set aside",
+        about=(
+            "Points `latest` at a checkpoint, by default the newest good one: whole, finite, and older than "
+            "the steps that were not finite. Newer ones are renamed aside-step-…, not deleted; until "
+            "training continues, the same command with a newer step goes forward again. Rejected while a "
+            "run uses the folder."
+        ),
+        examples=(
+            ("Back to the newest good checkpoint", "mlm ckpt rollback runs/shakespeare"),
+            ("Back to that of step 900", "mlm ckpt rollback runs/shakespeare 900"),
+        ),
+    ),
+)
+
+CONVERSION = (
+    Command(
+        words=("reshard",),
+        config="reshard",
+        spec=ReshardConfig,
+        target="mlm.checkpoint.commands.reshard:run",
+        preflight="mlm.checkpoint.commands.reshard:preflight",
+        positional=("ckpt",),
+        summary="rewrite a checkpoint for another layout, weights and optimizer state",
+        about=(
+            "Reshards a checkpoint for tp, pp and vp, in one process and a memory that its largest tensor "
+            "bounds: each rank of that layout then reads one file. Training needs no such step: any layout "
+            "loads any checkpoint. The source is verified on the way; killed, the same command continues."
+        ),
+        examples=(
+            (
+                "Split a checkpoint for tp=4 pp=2",
+                "mlm reshard --tp 4 --pp 2 ckpt=runs/shakespeare out=runs/resharded",
+            ),
+            (
+                "Weights alone, in one file, to give away",
+                "mlm reshard runs/shakespeare out=runs/weights --weights-only",
+            ),
+        ),
+    ),
+    Command(
+        words=("import", "hf"),
+        also=("convert",),
+        config="import_hf",
+        spec=ImportHFConfig,
+        target="mlm.checkpoint.commands.import_hf:run",
+        preflight="mlm.checkpoint.commands.import_hf:preflight",
+        positional=("source",),
+        summary="import a Hugging Face GPT-2, BERT, Llama, Mistral or Qwen as a checkpoint",
+        about=(
+            "Reads config.json, safetensors and the tokenizer of a folder or a Hub id, and writes a "
+            "checkpoint of weights: any layout trains, scores or samples it. The logits of `transformers` "
+            "and ours are compared on the same tokens (needs the extra mlm[hf])."
+        ),
+        examples=(
+            ("Import a GPT-2 of the Hub", "mlm import hf openai-community/gpt2 out=runs/gpt2"),
+            ("From a folder", "mlm import hf models/gpt2 out=runs/gpt2"),
+        ),
+    ),
+    Command(
+        words=("import", "megatron"),
+        config="import_megatron",
+        spec=ImportMegatronConfig,
+        target="mlm.checkpoint.commands.import_megatron:run",
+        preflight="mlm.checkpoint.commands.import_megatron:preflight",
+        positional=("source",),
+        summary="import a Megatron-LM GPT-2 or BERT (mp_rank_XX/model_optim_rng.pt) as a checkpoint",
+        about=(
+            "Merges the tensor and pipeline parts of a classic Megatron-LM checkpoint into one of weights: "
+            "any layout trains, scores or samples it. The optimizer's state is left out. Its files are "
+            "pickles: torch's weights-only reader reads them, and what is not data in them is never run."
+        ),
+        examples=(
+            (
+                "Import the newest iteration of a Megatron-LM run",
+                "mlm import megatron checkpoints/gpt2_345m out=runs/gpt2_345m tokenizer=gpt2",
+            ),
+        ),
+    ),
+    Command(
+        words=("export", "hf"),
+        config="export_hf",
+        spec=ExportHFConfig,
+        target="mlm.checkpoint.commands.export_hf:run",
+        preflight="mlm.checkpoint.commands.export_hf:preflight",
+        positional=("ckpt",),
+        summary="export a checkpoint as a folder that transformers loads",
+        about=(
+            "Writes config.json, safetensors (several with an index where one would be too large) and the "
+            "tokenizer, loads them with `transformers` and compares logits (needs the extra mlm[hf])."
+        ),
+        examples=(
+            (
+                "Export a run's latest checkpoint for `transformers`",
+                "mlm export hf ckpt=runs/shakespeare out=exported",
+            ),
+        ),
+    ),
+)

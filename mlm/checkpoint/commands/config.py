@@ -1,0 +1,157 @@
+"""Settings of `mlm ckpt …`, `mlm reshard`, `mlm import` and `mlm export`."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from mlm.config.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    CheckpointPath,
+    Forbid,
+    InputPath,
+    OutFolder,
+    ResultFile,
+)
+from mlm.parallel.config import PipelineSize, TensorSize, VirtualSize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptInspectConfig:
+    """The run spec of `mlm ckpt inspect`: what is in a checkpoint, from its manifest alone."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    tensors: bool = False
+    """List every tensor with its shape, dtype and pieces, optimizer state too."""
+    out: ResultFile | None = None
+    """JSON file for all of it; null writes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptVerifyConfig:
+    """The run spec of `mlm ckpt verify`: whether checkpoints are whole, every byte read."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…), or run directory: then every checkpoint in it."""
+    out: ResultFile | None = None
+    """JSON file for the result; null writes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptDiffConfig:
+    """The run spec of `mlm ckpt diff`: how two checkpoints differ, whatever their layouts."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    first: InputPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    second: InputPath
+    """The one to compare it with."""
+    out: ResultFile | None = None
+    """JSON file for every tensor's difference; null writes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptPruneConfig:
+    """The run spec of `mlm ckpt prune`: delete old checkpoints of a run."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Run directory, or folder of checkpoints."""
+    keep_last: Annotated[int, POSITIVE] = 2
+    """Newest whole checkpoints kept; the one to continue from always is."""
+    keep_every: Annotated[int, NOT_NEGATIVE] = 0
+    """Checkpoints at multiples of this step are kept too; 0 keeps none for that."""
+    verify: bool = False
+    """Read every byte of the newest until keep_last are found whole; false checks names and sizes only."""
+    dry_run: bool = False
+    """Only list what would be deleted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CkptRollbackConfig:
+    """The run spec of `mlm ckpt rollback`: continue a run from an earlier checkpoint."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Run directory, or folder of checkpoints."""
+    step: Annotated[int, NOT_NEGATIVE] | None = None
+    """Step of the checkpoint to continue from; null takes the newest good one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportHFConfig:
+    """The run spec of `mlm import hf`: a Hugging Face model as a checkpoint to train, score or sample."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    source: InputPath
+    """Folder with config.json and model.safetensors, or the id of a model on the Hugging Face Hub."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; null takes the default branch."""
+    verify: bool = True
+    """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportHFConfig:
+    """The run spec of `mlm export hf`: a checkpoint as a folder that `transformers` loads."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: OutFolder
+    """Folder to write: config.json, model.safetensors (or several and their index), the tokenizer."""
+    max_file_gb: Annotated[float, POSITIVE] = 5.0
+    """Largest .safetensors file, in 10^9 bytes; a larger model is split into several."""
+    verify: bool = True
+    """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportMegatronConfig:
+    """The run spec of `mlm import megatron`: a Megatron-LM checkpoint (mp_rank_XX[_YYY]) as one of ours."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    source: InputPath
+    """Its folder (its newest iteration is taken), or an iter_… or release folder in it."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
+    vocab_size: int | None = None
+    """Tokens of its tokenizer, without padding; null takes the tokenizer's, else GPT-2's or BERT's
+    (50257; 30522 or 28996) where it fits."""
+    num_heads: int | None = None
+    """Attention heads, for checkpoints of 2019, which do not record it; null takes theirs."""
+    tokenizer: InputPath | None = None
+    """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the
+    checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardConfig:
+    """The run spec of `mlm reshard`: write a checkpoint again as another layout would."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best) to read."""
+    out: OutFolder
+    """Run directory to write: out/checkpoints/step-… and the tokenizer."""
+    tp: TensorSize = 1
+    """Tensor-parallel size, t: every stage becomes t files."""
+    pp: PipelineSize = 1
+    """Pipeline-parallel size, p."""
+    vp: VirtualSize = 1
+    """Virtual stages (chunks) per pipeline rank, v."""
+    weights_only: bool = False
+    """Leave the optimizer's moments out: a third of the size, to start runs from or to give away."""

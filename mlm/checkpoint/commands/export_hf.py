@@ -1,0 +1,320 @@
+"""`mlm export hf`: a checkpoint as a folder that `transformers` loads, tokenizer included.
+
+Tensors are read and written one at a time, whatever layout wrote the checkpoint; the vocabulary is not
+padded. The folder is loaded by `transformers` and its logits are compared before it gets its name.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from mlm.checkpoint.commands.config import ExportHFConfig
+from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
+from mlm.checkpoint.commands.model_card import CARD, model_card
+from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
+from mlm.checkpoint.native.compare import Reader
+from mlm.checkpoint.native.folders import best_note
+from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.native.run_state import FINETUNING, label_names, texts
+from mlm.checkpoint.native.save_load import resolve
+from mlm.checkpoint.native.shard_file import Form, write_stream
+from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.verify import check_whole, shard_bytes
+from mlm.data.chat_template import FILE as CHAT_TEMPLATE
+from mlm.data.chat_template import ChatTemplate
+from mlm.data.tokenizer import Tokenizer
+from mlm.inference.chat import turn_ends
+from mlm.inference.trained import check_stored, load_tokenizer, run_directory, trained_config
+from mlm.models.config import ModelConfig
+from mlm.models.family import family_of
+from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
+from mlm.training.run_folder import GB, new_folder, out_problems
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from mlm.util.terminal import Advance, Screen, byte_progress
+
+SAFETENSORS_FOR = {"format": "pt"}
+"""`__metadata__` that transformers requires."""
+
+HEADER = 256  # bytes that a tensor needs in the header of its file, at most
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A tensor to write, and the parameter it is made of."""
+
+    ours: str
+    location: Location
+    part: int
+    """Number among the location's tensors."""
+    theirs: str
+    form: Form
+
+
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint to export."""
+
+    path: Path
+    manifest: Manifest
+    model: ModelConfig
+    mapping: HuggingFaceMapping
+    tokenizer: Tokenizer | None
+
+    @property
+    def architecture(self) -> str:
+        """Class of `transformers` that holds the model."""
+        return self.mapping.architecture(self.model)
+
+
+def preflight(config: ExportHFConfig) -> list[str]:
+    """Return what is wrong with the checkpoint and `out`; no tensor is read."""
+    problems = [*out_problems(config.out), *extra_problems(config.verify)]
+    if not config.max_file_gb > 0:
+        problems.append(f"max_file_gb={config.max_file_gb} must be greater than 0")
+    try:
+        plan_tensors(open_source(config.ckpt))
+    except UserError as error:
+        problems += error.problems
+    return problems
+
+
+def export_hf(
+    ckpt: str | Path,
+    out: str | Path,
+    *,
+    max_file_gb: float = 5.0,
+    verify: bool = True,
+) -> Path:
+    """Write a checkpoint as a folder that `transformers` loads, as `mlm export hf` does; return the folder.
+
+    Args:
+        ckpt: Run directory (its latest checkpoint; of a finetuned run the best) or checkpoint (step-…).
+        out: Folder to write, a new one.
+        max_file_gb: Largest .safetensors file, in 10^9 bytes.
+        verify: Compare logits with those of `transformers`, and write nothing where they differ.
+
+    Raises:
+        UserError: The model is not supported, `out` is not free, or the logits differ.
+    """
+    config = ExportHFConfig(ckpt=str(ckpt), out=str(out), max_file_gb=max_file_gb, verify=verify)
+    if problems := preflight(config):
+        raise ConfigError(problems)
+    convert(config)
+    return Path(out)
+
+
+def run(config: ExportHFConfig) -> None:
+    """Export the checkpoint and print a table. Raises UserError."""
+    show(config, *convert(config))
+
+
+def convert(config: ExportHFConfig) -> tuple[Source, Mapping[str, list[Exported]], Agreement | None, bool]:
+    """Verify the digests, write, compare logits and publish; return what `show` prints."""
+    source = open_source(config.ckpt)
+    tensors = plan_tensors(source)
+    count = sum(tensor.form.num_bytes for tensor in tensors)
+    files = into_files(tensors, int(config.max_file_gb * GB))
+    with new_folder(Path(config.out), count, "exported-model") as folder:
+        with byte_progress("exporting", shard_bytes(source.path) + count) as advance:
+            check_whole(source.path, advance)
+            shift = folded_bias(source)
+            write_weights(source, files, folder, advance, shift)
+        write_settings(source, folder)
+        agreement = compare_logits(folder, source.path) if config.verify else None
+    return source, files, agreement, shift is not None
+
+
+def open_source(ckpt: str) -> Source:
+    """Read the manifest and the tokenizer. Raises UserError."""
+    path = resolve(ckpt)
+    manifest = read_manifest(path)
+    model = trained_config(manifest, path).model
+    mapping = family_of(model.kind).huggingface
+    if mapping is None:
+        raise UserError(f"{path}: its model.kind={model.kind} has no counterpart in transformers")
+    if problem := mapping.problem(model):
+        raise UserError(f"{path}: {problem}")
+    check_stored(manifest, model, path)
+    saved = run_directory(path) / "tokenizer.json"
+    tokenizer = load_tokenizer(None, path) if os.path.lexists(saved) else None
+    if tokenizer is not None:
+        tokenizer.chat_template = ChatTemplate.find(run_directory(path), tokenizer)
+    return Source(path, manifest, model, mapping, tokenizer)
+
+
+def plan_tensors(source: Source) -> list[Exported]:
+    """Return every parameter in the order of the model. Raises CorruptFileError if one is missing."""
+    out = []
+    for name, location in source.mapping.locations(source.model):
+        entry = source.manifest.tensors.get(f"model.{name}")
+        if entry is None:
+            raise CorruptFileError(f"{source.path}: holds no model.{name}, its config has one. {RESTORE}")
+        form = Form(torch.float32, location.shape(entry.shape))
+        for part, theirs in enumerate(location.names):
+            full = source.mapping.stored_name(theirs, source.model.head)
+            out.append(Exported(f"model.{name}", location, part, full, form))
+    return out
+
+
+def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
+    """Distribute tensors over files of at most `most` bytes, in order; a larger tensor has its own."""
+    groups: list[list[Exported]] = [[]]
+    size = 0
+    for tensor in tensors:
+        needed = tensor.form.num_bytes + HEADER
+        if groups[-1] and size + needed > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += needed
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def write_weights(
+    source: Source,
+    files: Mapping[str, list[Exported]],
+    folder: Path,
+    progress: Advance,
+    shift: Tensor | None = None,
+) -> None:
+    """Write the safetensors files and, of several, their index; `shift` [H] is added to final_norm's bias."""
+
+    def read(tensor: Exported) -> Tensor:
+        value = load(reader, tensor)
+        return value if shift is None or tensor.ours != "model.final_norm.bias" else value + shift
+
+    with Reader(source.path, source.manifest) as reader:
+        for name, tensors in files.items():
+            by_name = {tensor.theirs: tensor for tensor in tensors}
+            write_stream(
+                folder / name,
+                {theirs: tensor.form for theirs, tensor in by_name.items()},
+                lambda theirs, by_name=by_name: read(by_name[theirs]),  # type: ignore[misc]
+                SAFETENSORS_FOR,
+                progress,
+            )
+    if len(files) > 1:
+        size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
+        listed = {tensor.theirs: name for name, tensors in files.items() for tensor in tensors}
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": listed})
+
+
+def load(reader: Reader, tensor: Exported) -> Tensor:
+    """Return a tensor as transformers stores it, float32. Raises CorruptFileError."""
+    return tensor.location.to_theirs(read_whole(reader, tensor.ours))[tensor.part]
+
+
+def read_whole(reader: Reader, name: str) -> Tensor:
+    """Return a parameter of ours, float32. Raises CorruptFileError."""
+    shape = reader.manifest.tensors[name].shape
+    try:
+        return reader.read(name, Region((0,) * len(shape), shape)).float()
+    except OSError as error:
+        raise CorruptFileError(f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}") from error
+
+
+def folded_bias(source: Source) -> Tensor | None:
+    """Return the term [H] to add to final_norm's bias if the class has no classifier bias, else None.
+
+    It is the smallest d with W d = b. Only the classifier W reads that norm's output, so its logits stay the
+    same up to rounding. Raises UserError if there is no such d.
+    """
+    if source.model.head not in source.mapping.heads_without_bias:
+        return None
+    with Reader(source.path, source.manifest) as reader:
+        weight, bias = (
+            read_whole(reader, f"model.classifier.{part}").double() for part in ("weight", "bias")
+        )
+    if not bias.any():
+        return None
+    shift: Tensor = torch.linalg.pinv(weight) @ bias
+    if not torch.allclose(weight @ shift, bias, rtol=1e-6, atol=1e-9):
+        raise UserError(
+            f"{source.path}: {source.architecture} has no bias in its classifier, "
+            f"and ours cannot be moved into the norm before it, as the labels' weights depend on each other. "
+            f"Finetune once more, with another seed"
+        )
+    return shift.float()
+
+
+def write_settings(source: Source, folder: Path) -> None:
+    """Write config.json, the model card, and the tokenizer with settings of AutoTokenizer and generate()."""
+    tokenizer, model = source.tokenizer, source.model
+    ids = token_ids(source)
+    config = source.mapping.write(model, ids)
+    write_json(folder / CONFIG, config)
+    write_atomic(folder / CARD, model_card(source.manifest, model, source.architecture).encode())
+    if tokenizer is None:
+        return
+    content = tokenizer.content_ending_texts() if ids.ends_texts else tokenizer.content
+    write_atomic(folder / "tokenizer.json", content)
+    template = tokenizer.chat_template
+    if template is not None:
+        write_atomic(folder / CHAT_TEMPLATE, template.source.encode())
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.max_positions,
+        "clean_up_tokenization_spaces": False,
+        **source.mapping.special_tokens(tokenizer, model, ids),
+        **({} if template is None else template.tokens),
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+    if family_of(model.kind).causal and model.head == "language_model":
+        named = {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}
+        if template is not None:
+            named["eos_token_id"] = sorted(turn_ends(template, tokenizer, source.path))
+        write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
+
+
+def token_ids(source: Source) -> TokenIds:
+    """Return ids and labels for config.json: those of the imported folder, else of tokenizer and task."""
+    tokenizer, origin = source.tokenizer, source.manifest.state.get("source")
+    imported = origin if isinstance(origin, dict) else {}
+    eod, bos, pad = (getattr(tokenizer, f"{name}_id", None) for name in ("eod", "bos", "pad"))
+    kept = imported.get("pad_token_id")
+    names = label_names(source.manifest.state) or texts(imported.get("labels"))
+    on_texts = FINETUNING in source.manifest.state and source.model.head != "language_model"
+    ends = on_texts and family_of(source.model.kind).causal
+    return TokenIds(eod, bos, kept if isinstance(kept, int) else pad, names, ends_texts=ends)
+
+
+def write_json(path: Path, value: JSON) -> None:
+    """Write JSON as transformers formats it."""
+    write_atomic(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+
+
+def show(
+    config: ExportHFConfig,
+    source: Source,
+    files: Mapping[str, list[Exported]],
+    agreement: Agreement | None,
+    is_folded: bool,
+) -> None:
+    """Print the table and notes."""
+    table = Table(title=f"export hf · {source.path}", title_justify="left")
+    for name in ("class", "parameters", "step", "files", "GB"):
+        table.add_column(name, justify="right")
+    size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
+    numbers = (f"{source.model.num_parameters():,}", str(source.manifest.step), str(len(files)))
+    table.add_row(source.architecture, *numbers, f"{size / GB:.3g}")
+    console = Screen(highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
+    if note := best_note(config.ckpt, source.path):
+        console.print(f"note: {note}")
+    if source.tokenizer is None:
+        console.print(f"note: no tokenizer: {run_directory(source.path)} holds no tokenizer.json")
+    if is_folded:
+        console.print(
+            "note: the classifier's bias, which the class has no parameter for, is in the norm before it"
+        )
+    console.print(str(agreement or NOT_COMPARED))
+    console.print(f"written to {config.out}")

@@ -1,0 +1,111 @@
+"""`mlm ckpt verify`: whether checkpoints are whole, every byte read and compared with its digest."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlm.checkpoint.commands.config import CkptVerifyConfig
+from mlm.checkpoint.commands.result import versions, write_result
+from mlm.checkpoint.native.folders import (
+    BEST,
+    CHECKPOINTS,
+    LATEST,
+    candidates,
+    checkpoints,
+    locate,
+    read_pointer,
+)
+from mlm.checkpoint.native.verify import FileProblem, NotFinite, Verified, shard_bytes, verify_checkpoint
+from mlm.util.errors import CorruptFileError
+from mlm.util.terminal import add_row, byte_progress, console, plain, size, table
+
+
+def run(config: CkptVerifyConfig) -> None:
+    """Verify, print a table, write out. Raises CorruptFileError for one damaged or not finite."""
+    place, alone = locate(config.ckpt)
+    paths = [place] if alone else [*checkpoints(place).values(), *best_of(place)]
+    with byte_progress("verifying", sum(map(shard_bytes, paths))) as advance:
+        found = [verify_checkpoint(path, advance) for path in paths]
+    start = None if alone else continued_from(place, found)
+    if config.out is not None:
+        write_result(config.out, result_of(config.ckpt, found, start))
+    show(config.ckpt, found, start, in_run=not alone)
+    bad = [each for each in found if not each.whole]
+    if bad:
+        first, verb = bad[0].problems[0], "is" if len(bad) == 1 else "are"
+        remedy = "Restore it from a copy, or delete it"
+        if isinstance(first, NotFinite):
+            remedy = "Go back to one that is whole with mlm ckpt rollback, or delete it"
+        raise CorruptFileError(
+            f"{len(bad)} of {len(found)} checkpoints {verb} {word_of(first)}: "
+            f"{bad[0].path / plain(first.file)}: {plain(first.why)}. {remedy}"
+        )
+    problem = None if alone else read_pointer(place).problem
+    if problem:
+        raise CorruptFileError(f"{place / LATEST}: {problem}. Write the name of a step-… there, or delete it")
+
+
+def word_of(problem: FileProblem) -> str:
+    """Return what a checkpoint with a problem is."""
+    return "not usable" if isinstance(problem, NotFinite) else "damaged"
+
+
+def best_of(place: Path) -> list[Path]:
+    """The best checkpoints that a finetuned run keeps beside those it continues from."""
+    best = place.parent / BEST / CHECKPOINTS
+    return list(checkpoints(best).values()) if place.name == CHECKPOINTS and best.is_dir() else []
+
+
+def continued_from(root: Path, found: list[Verified]) -> Path | None:
+    """The checkpoint a run there would continue from: the one `latest` names, else its nearest ancestor."""
+    sound = {each.path for each in found if each.loads}
+    return next((path for path in candidates(root) if path in sound), None)
+
+
+def result_of(ckpt: str, found: list[Verified], start: Path | None) -> dict[str, Any]:
+    """All that was found, for machines."""
+    return {
+        "task": "ckpt verify",
+        "ckpt": ckpt,
+        "whole": all(each.whole for each in found),
+        "continues_from": None if start is None else str(start),
+        "checkpoints": [
+            {
+                "path": str(each.path),
+                "whole": each.whole,
+                "step": each.manifest and each.manifest.step,
+                "files": each.manifest and len(each.manifest.files),
+                "bytes": each.manifest and sum(file.bytes for file in each.manifest.files.values()),
+                "digest": each.manifest and each.manifest.digest,
+                "faults": [asdict(problem) for problem in each.problems],
+                "warnings": list(each.warnings),
+            }
+            for each in found
+        ],
+        "versions": versions(),
+    }
+
+
+def show(ckpt: str, found: list[Verified], start: Path | None, *, in_run: bool) -> None:
+    """Print a line per checkpoint, and one per further problem."""
+    made = table(f"ckpt verify · {ckpt}", "checkpoint", "step#", "files#", "size#", "")
+    for each in found:
+        manifest = each.manifest
+        cells: tuple[object, ...] = ("", "", "")
+        if manifest is not None:
+            total = sum(file.bytes for file in manifest.files.values())
+            cells = (manifest.step, len(manifest.files), size(total))
+        first, *others = [f"{word_of(f)}: {f.file}: {f.why}" for f in each.problems] or ["whole"]
+        is_best = each.path.parent.parent.name == BEST
+        add_row(made, f"{BEST}: {each.path.name}" if is_best else each.path.name, *cells, first)
+        for line in others:
+            add_row(made, "", "", "", "", line)
+    out = console()
+    out.print(made)
+    for each in found:
+        for line in each.warnings:
+            out.print(f"note: {plain(line)}")
+    if in_run:
+        out.print(
+            f"a run continues from {start}" if start else "a run would not start: none of them can be loaded"
+        )

@@ -1,0 +1,42 @@
+"""Errors and exit codes of a command line."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from mlm.config.command import Command
+from mlm.util.errors import UserError
+
+OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
+HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
+
+
+def report(command: Command | None, work: Callable[[], int]) -> int:
+    """The exit code of `work`, a user's mistake printed as one line per error and no traceback.
+
+    2 for a mistake the user can fix, 1 for a damaged file or a failed check, 130 when interrupted. Other
+    exceptions pass.
+    """
+    try:
+        return work()
+    except UserError as error:
+        name = "mlm" if command is None else f"mlm {command.name}"
+        if speaks_for_host(os.environ):
+            for line in error.lines():
+                print(f"{name}: {line}", file=sys.stderr)
+        else:
+            time.sleep(HEAD_START_S)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def speaks_for_host(environ: Mapping[str, str]) -> bool:
+    """True if this process reports mistakes: alone, or as the first rank that torchrun or srun started here.
+
+    All ranks of a host see the same settings and the same files, so they find the same mistakes.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return environ.get("LOCAL_RANK", "0") == "0"
+    return environ.get("SLURM_LOCALID", "0") == "0"

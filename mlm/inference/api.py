@@ -1,0 +1,429 @@
+"""A trained model in Python: load it, compute logits, generate, score, predict. Public as `mlm.load`.
+
+Shapes: B sequences, S tokens, V vocabulary.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from mlm.data.chat_template import ChatError
+from mlm.data.conversation import check_messages, encode_prompt
+from mlm.data.sampler import Batch
+from mlm.data.tokenizer import Tokenizer
+from mlm.finetune.predict import predict
+from mlm.inference.chat import load_chat_template, turn_ends
+from mlm.inference.generation import Sampling, before_stop, ends_at, generate
+from mlm.inference.scoring import rolling_windows, score
+from mlm.inference.trained import (
+    NoTokenizerError,
+    Trained,
+    checkpoint_problems,
+    load_tokenizer,
+    load_trained,
+    unnamed_problem,
+    vocabulary_problem,
+)
+from mlm.launch.join import build_mesh
+from mlm.models.backbone import Transformer
+from mlm.models.config import ModelConfig
+from mlm.models.gpt2.model import GPT2
+from mlm.optim.config import PrecisionConfig
+from mlm.optim.precision import DTYPES
+from mlm.parallel.collectives import broadcast
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.cross_entropy import wide
+from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import ConfigError, Problem, UserError, half_pair, type_of
+
+log = logging.getLogger(__name__)
+
+Text = TypeVar("Text", str, list[str])
+USUAL = Sampling()
+"""Defaults of `Model.generate`, those of `mlm generate`."""
+SOURCES = (
+    "a run or checkpoint folder of mlm, a Hugging Face folder with config.json, or a model's id on the Hub, "
+    "OWNER/NAME"
+)
+"""Sources that `load` takes."""
+FORMATS = ("fp32", "bf16", "fp16", "fp64")
+"""Number formats of a loaded model; tf32 is for training."""
+NAMES = {
+    name: short
+    for short, dtype in ((short, DTYPES[short]) for short in FORMATS)
+    for name in (short, dtype, str(dtype), str(dtype).removeprefix("torch."))
+}
+"""Names of number formats, and torch's objects, by the name in settings."""
+
+
+def load(
+    ckpt: str | Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    precision: str | torch.dtype = "fp32",
+    device: str | torch.device = "auto",
+    tokenizer: str | Path | None = None,
+    ctx: ParallelContext | None = None,
+) -> "Model":
+    """Load a trained model, at any layout whatever layout it was trained at. Collective over all ranks.
+
+    Args:
+        ckpt: Run directory (its latest checkpoint; of a finetuned run the best), checkpoint (step-…), or
+            Hugging Face folder or id.
+        tp: Tensor-parallel size; more than 1 under torchrun or SLURM.
+        pp: Pipeline-parallel size.
+        precision: Number format of weights and activations: fp32, bf16, fp16, fp64, or torch's names.
+        device: auto, cpu or cuda.
+        tokenizer: tokenizer.json, or a folder with a tokenizer; None takes the one saved with the model.
+        ctx: Process groups of `build_mesh` with cp=1, in place of tp, pp and device.
+
+    Raises:
+        UserError: There is no such checkpoint, it is damaged, or it cannot be split so.
+        TypeError: An argument is no path, name or number.
+    """
+    name = _path("ckpt", ckpt)
+    own_tokenizer = None if tokenizer is None else _path("tokenizer", tokenizer)
+    dtype = _precision(precision)
+    if problem := unnamed_problem(name):
+        raise UserError(f"{name!r}: {problem}; give {SOURCES}")
+    if ctx is None:
+        ctx = build_mesh(tp=tp, pp=pp, device=device)
+    if ctx.cp.size > 1:
+        raise UserError(f"ctx: cp={ctx.cp.size}: loaded models read whole sequences; build a mesh with cp=1")
+    layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
+    if problems := checkpoint_problems(name, layout):
+        raise ConfigError(line.removeprefix("ckpt=") for line in problems)
+    trained = load_trained(name, layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]
+    for chunk in trained.model.chunks:
+        chunk.to(trained.model.dtype)  # half precision: no float32 copy, no cast at each use
+        chunk.eval()
+    model = Model(trained, ctx, own_tokenizer)
+    if tokenizer is not None:
+        assert model.tokenizer, "read now, so that its problems show here"
+    return model
+
+
+def _path(key: str, value: object) -> str:
+    """Return a path as text. Raises TypeError for another object, which may be a model or a tokenizer."""
+    if isinstance(value, str | os.PathLike):
+        return str(value)
+    fix = "save it with save_pretrained(FOLDER) and pass FOLDER" if hasattr(value, "save_pretrained") else ""
+    wanted = f"pass {SOURCES}" if key == "ckpt" else "pass the path of a tokenizer.json, or of its folder"
+    raise TypeError(f"{key}: {type_of(value)}, not a path; {fix or wanted}")
+
+
+def _precision(value: object) -> str:
+    """Return the name of a number format in settings. Raises UserError."""
+    try:
+        return NAMES[value]  # type: ignore[index]
+    except (KeyError, TypeError):
+        known = f"use {', '.join(FORMATS)}"
+        raise UserError(f"precision={value}: no such number format", keys=("precision",), fix=known) from None
+
+
+def _stops(options: Sampling, stop: str | Sequence[str]) -> list[str]:
+    """Return the strings that end a continuation. Raises ConfigError for them or for the options."""
+    problems, stops = options.problems(), _listed("stop", stop)
+    if "" in stops:
+        problems.append(Problem.at("stop", '""', "would end every continuation at once", "omit it"))
+    if problems:
+        raise ConfigError(problems)
+    return stops
+
+
+def _listed(key: str, value: object) -> list[str]:
+    """Return a text, or several, as a list. Raises TypeError; UserError for what is no Unicode."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        raise TypeError(f"{key}: {type_of(value)}, not a str or a list of str")
+    for number, text in enumerate(texts):
+        place = key if isinstance(value, str) else f"{key}[{number}]"
+        if not isinstance(text, str):
+            raise TypeError(f"{place}: {type_of(text)}, not a str")
+        if (half := half_pair(text)) is not None:
+            raise UserError(f"{place}: holds {half}; delete it")
+    return list(texts)
+
+
+class Model:
+    """A trained model, or this rank's part of one: `load` returns it.
+
+    Under torchrun every rank calls a method with the same arguments, and gets the same result.
+
+    Attributes:
+        path: Its checkpoint (step-…), or the Hugging Face folder.
+        config: Shape of the model, a `ModelConfig`: num_layers, hidden_size, vocab_size, head, …
+        device: `torch.device` of this rank's weights.
+        dtype: `torch.dtype` of weights and activations.
+        ctx: Process groups.
+        chunks: This rank's modules, in eval mode: the whole model if tp = pp = 1.
+        trained: The model as commands hold it, with the settings and the manifest it was saved with.
+        tokenizer: `encode` and `decode`; read when first used.
+    """
+
+    def __init__(self, trained: Trained, ctx: ParallelContext, tokenizer: str | None = None) -> None:
+        self.trained, self.ctx, self._named_tokenizer = trained, ctx, tokenizer
+        self.path: Path = trained.path
+        self.config: ModelConfig = trained.config.model
+        self.device: torch.device = ctx.device
+        self.dtype: torch.dtype = trained.model.dtype
+        self.chunks: list[nn.Module] = list(trained.model.chunks)
+
+    def __repr__(self) -> str:
+        layout = f"tp={self.ctx.tp.size}, pp={self.ctx.pp.size}"
+        return (
+            f"Model({self.path}, {self.config.kind}, {self.config.num_parameters():,} parameters, {layout})"
+        )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: `encode` and `decode`. Raises UserError if there is none."""
+        try:
+            tokenizer = load_tokenizer(self._named_tokenizer, self.path)
+        except NoTokenizerError as error:
+            raise UserError(
+                f"{self.path}: no tokenizer is saved with it; pass tokenizer=FILE or FOLDER of the tokenizer "
+                "it was trained with to mlm.load"
+            ) from error
+        if problem := vocabulary_problem(self._named_tokenizer, tokenizer, self.config):
+            raise UserError(problem)
+        return tokenizer
+
+    def generate(
+        self,
+        prompt: Text,
+        *,
+        max_new_tokens: int = USUAL.max_new_tokens,
+        min_new_tokens: int = USUAL.min_new_tokens,
+        temperature: float = USUAL.temperature,
+        top_k: int = USUAL.top_k,
+        top_p: float = USUAL.top_p,
+        repetition_penalty: float = USUAL.repetition_penalty,
+        stop: str | Sequence[str] = (),
+        special_tokens: bool = False,
+        seed: int = USUAL.seed,
+        batch_size: int = USUAL.batch_size,
+    ) -> Text:
+        """Return the continuation of a prompt, or of each of several, without the prompt.
+
+        Of a list, prompt i draws what line i of a file draws in `mlm generate`: repeat a prompt to get
+        several samples.
+
+        Args:
+            prompt: Text, or texts; an empty one begins a document.
+            max_new_tokens: Most tokens to add; the end-of-document token ends a continuation earlier.
+            min_new_tokens: Tokens before which it may not.
+            temperature: Divides the logits; 0 takes the most probable token.
+            top_k: Sample among this many most probable tokens; 0 means all.
+            top_p: Sample among the fewest most probable tokens whose probabilities reach this sum.
+            repetition_penalty: Divides the positive logits of tokens present already (arXiv:1909.05858).
+            stop: Strings that end a continuation, which is truncated before the first of them.
+            special_tokens: Read names of special tokens in a prompt, such as <|endoftext|>, as those tokens.
+            seed: Seed of the draws. What is drawn depends on neither the layout nor batch_size.
+            batch_size: Prompts continued at a time.
+        """
+        prompts = _listed("prompt", prompt)
+        self._check_causal()
+        options = Sampling(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            batch_size=batch_size,
+        )
+        stops = _stops(options, stop)
+        tokenizer = self.tokenizer
+        encode = tokenizer.encode_special if special_tokens else tokenizer.encode
+        ids = [encode(text) or [tokenizer.eod_id] for text in prompts]
+        texts = self._continue(ids, options, stops, frozenset({tokenizer.eod_id}))
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def chat(
+        self,
+        messages: Any,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | Path | None = None,
+        max_new_tokens: int = USUAL.max_new_tokens,
+        min_new_tokens: int = USUAL.min_new_tokens,
+        temperature: float = USUAL.temperature,
+        top_k: int = USUAL.top_k,
+        top_p: float = USUAL.top_p,
+        repetition_penalty: float = USUAL.repetition_penalty,
+        stop: str | Sequence[str] = (),
+        seed: int = USUAL.seed,
+        batch_size: int = USUAL.batch_size,
+    ) -> Any:
+        """Return the answer to a conversation, or to each of several, as `mlm generate chat=true` does.
+
+        `messages` is the text of one message of the user, or a list of messages such as {"role": "user",
+        "content": "…"}; of several conversations a list of those. The tokenizer's chat template, or the Jinja
+        file `chat_template`, makes text of them and of `tools`, descriptions of functions; the token that
+        ends an answer in it, or in a model folder's generation_config.json, ends this one. Names of special
+        tokens in messages are letters. The other options are those of `generate`.
+
+        Raises:
+            UserError: There is no template, or it cannot render the messages.
+        """
+        self._check_causal()
+        options = Sampling(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            batch_size=batch_size,
+        )
+        stops, tokenizer = _stops(options, stop), self.tokenizer
+        file = None if chat_template is None else _path("chat_template", chat_template)
+        template = load_chat_template(file, self._named_tokenizer, self.path, tokenizer, key="chat_template")
+        several = isinstance(messages, list) and bool(messages) and not isinstance(messages[0], Mapping)
+        said = messages if several else [messages]
+        try:
+            asked = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in said]
+            ids = [encode_prompt(check_messages(one), tokenizer, template, tools) for one in asked]
+        except ChatError as error:
+            raise UserError(f"messages: {error}") from error
+        answers = self._continue(ids, options, stops, turn_ends(template, tokenizer, self.path))
+        return answers if several else answers[0]
+
+    def _continue(
+        self, ids: Sequence[list[int]], options: Sampling, stops: Sequence[str], ends: Collection[int]
+    ) -> list[str]:
+        """Return the text after each sequence of tokens, up to one of `ends` or before one of `stops`."""
+        tokenizer, most = self.tokenizer, self.config.max_positions
+        for number, tokens in enumerate(ids):
+            if len(tokens) > most:
+                log.warning("prompt %d: of its %d tokens the last %d are read", number, len(tokens), most)
+        new = generate(self.trained, ids, options, ctx=self.ctx, eod_id=ends, until=ends_at(tokenizer, stops))
+        return [before_stop(tokenizer.decode(tokens), stops) for tokens in new]
+
+    def logits(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
+        """Return the logits at each token: int64 [B, S] -> [B, S, V], on every rank.
+
+        Of a GPT-2 those of the token after it; of a BERT those of its masked-LM head for the token itself,
+        in sequences of one segment that begin and end with the special tokens it was trained with. All
+        sequences have S tokens. float32 (float64 for precision=fp64), on the model's device, without
+        gradients. V is the vocabulary without padding.
+        """
+        self._check_predicts_tokens()
+        batch = self._batch(tokens)
+
+        def forward(chunk: Transformer, batch: Batch, x: Tensor | None) -> Tensor:
+            return cast(GPT2, chunk).logits(batch.tokens, x)
+
+        model, pp, size = self.trained.model, self.ctx.pp, self.config.vocab_size
+        found_here = [y.contiguous() for _, y in model.evaluate([Batch(batch, batch, 0)], forward)]
+        y = found_here[0] if found_here else batch.new_empty(*batch.shape, size, dtype=wide(model.dtype))
+        return broadcast(y, pp, pp.size - 1)
+
+    def _batch(self, tokens: object) -> Tensor:
+        """Return tokens [B, S] on the model's device. Raises UserError unless the model can read them."""
+        longest, size = self.config.max_positions, self.config.vocab_size
+        if not isinstance(tokens, Tensor):
+            try:
+                tokens = torch.tensor(tokens)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise TypeError(
+                    "tokens: neither a tensor nor lists of equally many token ids; give one list per sequence"
+                ) from error
+        found = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+        if not tokens.numel():
+            raise UserError(f"tokens: an empty batch, {found}; give a sequence of one token or more")
+        if tokens.dtype != torch.int64 or tokens.dim() != 2:
+            raise UserError(f"tokens: {found}, not int64 [B, S]; use torch.tensor([ids])")
+        if tokens.shape[1] > longest:
+            raise UserError(
+                f"tokens: S={tokens.shape[1]} is more than max_positions={longest}; truncate them"
+            )
+        if int(tokens.min()) < 0 or int(tokens.max()) >= size:
+            raise UserError(f"tokens: ids must be 0 to {size - 1}; encode with the model's tokenizer")
+        return tokens.to(self.device)
+
+    @overload
+    def score(self, texts: str, *, batch_size: int = ...) -> float: ...
+
+    @overload
+    def score(self, texts: list[str], *, batch_size: int = ...) -> list[float]: ...
+
+    def score(self, texts: str | list[str], *, batch_size: int = 8) -> float | list[float]:
+        """Return the log-likelihood in nats of a document, or of each of several.
+
+        It is the sum over the document's tokens of log p(token | tokens before it). The first is predicted
+        after the tokenizer's `prefix_id`, which is not scored. A document of more than max_positions tokens
+        is scored in windows of that many, each token once: a window begins after the last token of the one
+        before, which is its context, and the last is moved back to be full. Equal to lm-eval's
+        `loglikelihood_rolling`. An empty document has 0.
+
+        Args:
+            texts: Document, or documents.
+            batch_size: Documents of max_positions tokens per micro-batch; scores do not depend on it.
+        """
+        documents = _listed("texts", texts)
+        self._check_causal()
+        if batch_size < 1:
+            raise ConfigError([Problem.at("batch_size", batch_size, "must be at least 1")])
+        tokenizer, longest = self.tokenizer, self.config.max_positions
+        windows = [
+            list(rolling_windows(tokenizer.encode(d), tokenizer.prefix_id, longest)) for d in documents
+        ]
+        requests = [request for some in windows for request in some]
+        scores = iter(score(self.trained, requests, batch_size=batch_size, ctx=self.ctx))
+        sums = [0.0 - math.fsum(next(scores).loss for _ in some) for some in windows]  # 0.0, never -0.0
+        return sums[0] if isinstance(texts, str) else sums
+
+    def predict(self, texts: Any, *, batch_size: int = 8) -> Any:
+        """Return a finetuned model's answer to a text, or to each of several.
+
+        A text is a str; for a task of several columns a tuple in the order of its `columns`, or a dict by
+        column: of kind choice {"article": …, "question": …, "options": […]}. A tuple or a dict is one, a list
+        is several. An answer is
+
+        - of kinds classification and choice {"label": name, "probabilities": {name: share}},
+        - of kind regression a float,
+        - of kind span the words, "" for no answer,
+        - of a custom kind the value of its prediction.
+
+        They are those of `mlm eval TASK`. A text that is too long is truncated as in training.
+
+        Args:
+            texts: Text, or a list of them.
+            batch_size: Texts of task.max_length tokens per micro-batch; no answer depends on it.
+        """
+        if not isinstance(texts, str | tuple | list | Mapping):
+            raise TypeError(f"texts: {type_of(texts)}, not a text, a tuple, a dict or a list of them")
+        if batch_size < 1:
+            raise ConfigError([Problem.at("batch_size", batch_size, "must be at least 1")])
+        rows = texts if isinstance(texts, list) else [texts]
+        found = predict(self.trained, self.tokenizer, rows, batch_size=batch_size, ctx=self.ctx)
+        return found if isinstance(texts, list) else found[0]
+
+    def _check_predicts_tokens(self) -> None:
+        """Raise UserError unless the model has a head that predicts tokens."""
+        kind, head = self.config.kind, self.config.head
+        if head == "none":
+            raise UserError(f"{self.path}: a {kind} without a head predicts no tokens; load one with it")
+        if head != "language_model":
+            raise UserError(f"{self.path}: a finetuned {kind} predicts no tokens; use predict(texts)")
+
+    def _check_causal(self) -> None:
+        """Raise UserError unless the model predicts the next token."""
+        self._check_predicts_tokens()
+        if not self.config.family.causal:
+            raise UserError(
+                f"{self.path}: a {self.config.kind} does not read from left to right; use logits(tokens), or "
+                "load a gpt2"
+            )

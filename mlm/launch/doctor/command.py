@@ -1,0 +1,38 @@
+"""The command `mlm doctor`."""
+
+from mlm.config.command import Command
+from mlm.launch.doctor.checks import check_doctor
+from mlm.launch.doctor.config import DoctorConfig
+
+COMMANDS = (
+    Command(
+        words=("doctor",),
+        config="doctor",
+        spec=DoctorConfig,
+        target="mlm.launch.doctor.run:run",
+        check=check_doctor,
+        forecast="mlm.launch.doctor.run:lines",
+        tidy="mlm.launch.doctor.trial:tidy",
+        summary="check hosts, disks, GPUs and the network of a layout before a run",
+        about=(
+            "Looks on every rank at versions, device and driver, memory, disk, limits, /dev/shm, clocks, "
+            "host names and variables; tries whether the folder is shared, renames, locks and is fast; and "
+            "compares collectives over each axis with exact numbers and times them. Prints a table with a "
+            "remedy for each problem. Ends with 0, or 1 if a check failed. Starts its ranks as "
+            "`mlm pretrain` does: plainly, under torchrun or under srun."
+        ),
+        examples=(
+            ("This host", "mlm doctor"),
+            (
+                "The layout of a run, and the disk that it will write to",
+                "mlm doctor tp=2 out=runs/doctor.json",
+            ),
+            (
+                "Two hosts of 8 GPUs (on each of them)",
+                "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 "
+                "--no-python mlm doctor tp=8",
+            ),
+        ),
+        keys=("out", "timeout_s", "tp", "cp", "pp", "dp", "dist.device", "dist.backend", "dist.timeout_s"),
+    ),
+)

@@ -1,0 +1,114 @@
+"""Exchange between ranks, apart from what is being checked; it names ranks that do not answer."""
+
+import json
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.launch.network import LOOPBACK, no_connection
+from mlm.launch.versions import named
+from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import CheckFailedError
+
+POLL_S = 0.005
+GRACE_S = 5.0
+"""Seconds that other ranks wait longer than rank 0, which names those that do not answer."""
+CONNECT_S = 10.0
+
+
+class Control:
+    """The ranks of one examination, over a key-value store that rank 0 serves on a free port.
+
+    Args:
+        store: reached by all ranks; None for one rank.
+        timeout_s: seconds that all ranks get to come to an exchange.
+    """
+
+    def __init__(self, store: Store | None, rank: int, world_size: int, timeout_s: float) -> None:
+        self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
+        self.hosts = [socket.gethostname()] * world_size
+        self.clock = time.time
+        self.published = (0.0, 0.0, 0.0)
+        """Clock of this rank before the last exchange, of rank 0 at it, and of this rank after it."""
+        self._count = 0
+
+    @classmethod
+    def of(cls, ctx: ParallelContext, address: str, timeout_s: float) -> "Control":
+        """Open the store. Collective. Raises CheckFailedError if a rank cannot reach it."""
+        if ctx.world_size == 1:
+            return cls(None, 0, 1, timeout_s)
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if ctx.is_main else None
+        port = int(Ranks.of(ctx).broadcast(store.port if store is not None else 0))
+        if store is None:
+            wait_s = min(timeout_s, CONNECT_S)
+            if reason := no_connection(address, port, wait_s):
+                raise CheckFailedError(
+                    f"rank {ctx.rank} (host {socket.gethostname()}) cannot connect to rank 0 at {address} "
+                    f"port {port} within {wait_s:g} s ({reason}): open all ports between the hosts"
+                )
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False)
+        control = cls(store, ctx.rank, ctx.world_size, timeout_s)
+        control.hosts = control.all_gather("the first exchange", socket.gethostname())
+        return control
+
+    def all_gather(self, check: str, value: Any) -> list[Any]:
+        """Return every rank's JSON value, on every rank. Collective.
+
+        Raises CheckFailedError, on all ranks that answer, with those that do not within `timeout_s`.
+        """
+        if self.store is None:
+            return [value]
+        self._count += 1
+        before, key = self.clock(), str(self._count)
+        self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        if self.rank == 0:
+            answer = self._collect(key)
+            self.store.set(f"{key}/all", json.dumps(answer))
+            # the store ends with this process, which may be done
+            self._wait_for(f"{key}/read", set(range(1, self.world_size)) - set(answer["lost"]), GRACE_S)
+        try:
+            self.store.wait([f"{key}/all"], timedelta(seconds=self.timeout_s + GRACE_S))
+            answer = json.loads(self.store.get(f"{key}/all"))
+        except RuntimeError:  # the store went down with its process, or the process hangs
+            raise self._lost([0], check) from None
+        with suppress(RuntimeError):  # rank 0 waited for this long enough, and ended
+            self.store.set(f"{key}/read/{self.rank}", "")
+        self.published = (before, answer["at"], self.clock())
+        if answer["lost"]:
+            raise self._lost(answer["lost"], check)
+        found: list[Any] = answer["values"]
+        return found
+
+    def _collect(self, key: str) -> dict[str, Any]:
+        assert self.store is not None
+        absent = self._wait_for(key, set(range(self.world_size)), self.timeout_s)
+        values = [] if absent else [json.loads(self.store.get(f"{key}/{r}")) for r in range(self.world_size)]
+        return {"values": values, "lost": absent, "at": self.clock()}
+
+    def _wait_for(self, key: str, ranks: set[int], timeout_s: float) -> list[int]:
+        """Wait until these ranks have written under a key; return those that have not after `timeout_s`."""
+        assert self.store is not None
+        end, absent = time.monotonic() + timeout_s, sorted(ranks)
+        while absent and time.monotonic() < end:
+            time.sleep(POLL_S)
+            absent = [rank for rank in absent if not self.store.check([f"{key}/{rank}"])]
+        return absent
+
+    def _lost(self, ranks: list[int], check: str) -> CheckFailedError:
+        return CheckFailedError(
+            f"{named(ranks, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at {check}: hung or "
+            "dead; look there (dmesg, nvidia-smi, the disk of out), or start without that host"
+        )
+
+    def skew(self) -> float:
+        """Seconds that the clock of this rank is certainly off rank 0's: ahead is positive.
+
+        Rank 0 published the last exchange after this rank came to it and before this rank read it.
+        """
+        before, at, after = self.published
+        return max(0.0, before - at) - max(0.0, at - after)

@@ -1,0 +1,185 @@
+"""Checks of a rank's host that need no other rank: memory, disk, limits, names and variables."""
+
+import os
+import resource
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from mlm.launch.doctor.finding import Finding
+from mlm.launch.environment import Place
+from mlm.launch.network import check_addresses
+from mlm.util.errors import UserError
+from mlm.util.terminal import size
+
+MIB, GIB = 1 << 20, 1 << 30
+LEAST_MEMORY, LITTLE_MEMORY = 256 * MIB, 2 * GIB
+"""Memory of a rank: below the first it does not train, below the second only small models."""
+LEAST_DISK, LITTLE_DISK = GIB, 20 * GIB
+FILES, FILES_PER_RANK = 256, 4
+"""Open files that a rank needs, and those for each other rank: a socket per group and store."""
+LEAST_SHARED, LITTLE_SHARED = 32 * MIB, GIB
+"""Bytes of /dev/shm: those below which NCCL fails, and those that containers should have."""
+SHARED_MEMORY = Path("/dev/shm")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
+    """Return the bytes of memory that this host's programs can still have, or less in a container."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) << 10
+    try:
+        most, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return free
+    return min(free, max(0, int(most) - int(used))) if most.isdecimal() else free
+
+
+def memory(available: int, ranks_here: int) -> Finding:
+    """Judge the free memory of the host, which its ranks share."""
+    each = available // max(1, ranks_here)
+    found = f"{size(available)} free for {ranks_here} rank{'s' * (ranks_here > 1)}"
+    remedy = "end other programs on this host, or start fewer ranks on it"
+    if each < LEAST_MEMORY:
+        return Finding("memory", "fail", found, remedy)
+    return Finding("memory", "warn" if each < LITTLE_MEMORY else "ok", found, remedy)
+
+
+def disk(folder: Path) -> Finding:
+    """Judge the free space of a folder's file system."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        remedy = "name an out on a disk that all hosts have"
+        return Finding("disk", "fail", f"{folder}: {error.strerror}", remedy)
+    free = found.f_bavail * found.f_frsize
+    said = f"{size(free)} free in {folder}"
+    if found.f_files and found.f_favail == 0:
+        remedy = "delete files there, or name an out on another disk"
+        return Finding("disk", "fail", f"no inodes left in {folder}", remedy)
+    if free < LEAST_DISK:
+        return Finding("disk", "fail", said, "free some space, or name an out on another disk")
+    return Finding(
+        "disk",
+        "warn" if free < LITTLE_DISK else "ok",
+        said,
+        "a checkpoint takes 12 bytes a parameter in float32 (`mlm plan memory`): free some space",
+    )
+
+
+def open_files(world_size: int) -> Finding:
+    """Judge the limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = FILES + FILES_PER_RANK * world_size
+    found = f"{_limit(soft)} (hard limit {_limit(hard)})"
+    if resource.RLIM_INFINITY in (soft, least) or soft >= least:
+        return Finding("ulimit -n", "ok", found)
+    remedy = f"run `ulimit -n {least}` before the start, or raise nofile in limits.conf or the service"
+    return Finding("ulimit -n", "fail", f"{found}, and {world_size} ranks need {least}", remedy)
+
+
+def locked_memory(on_gpu: bool) -> Finding:
+    """Judge the limit of locked memory, which InfiniBand and pinned buffers take."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if not on_gpu or soft == resource.RLIM_INFINITY:
+        return Finding("ulimit -l", "ok", _limit(soft, 1024))
+    remedy = "set `ulimit -l unlimited` (LimitMEMLOCK=infinity of slurmd or the container)"
+    return Finding("ulimit -l", "warn", f"{_limit(soft, 1024)} KiB, too little for InfiniBand", remedy)
+
+
+def _limit(value: int, unit: int = 1) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
+
+
+def shared_memory(on_gpu: bool, folder: Path = SHARED_MEMORY) -> Finding:
+    """Judge the size of /dev/shm, through which NCCL connects the ranks of a host."""
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        return Finding("/dev/shm", "fail" if on_gpu else "warn", str(error.strerror), "mount a tmpfs there")
+    whole, free = (count * found.f_frsize for count in (found.f_blocks, found.f_bavail))
+    said = f"{size(free)} free of {size(whole)}"
+    remedy = "give the container more (docker run --shm-size=8g, an emptyDir with medium: Memory)"
+    if free < LEAST_SHARED:
+        return Finding("/dev/shm", "fail", said, remedy)
+    return Finding("/dev/shm", "warn" if on_gpu and free < LITTLE_SHARED else "ok", said, remedy)
+
+
+def names(place: Place | None, environ: Mapping[str, str]) -> Finding:
+    """Judge whether this host finds rank 0 and others find this one; `place` is None for one rank."""
+    own = socket.gethostname()
+    try:
+        if place is not None:
+            check_addresses(place, environ, wait_s=0.0)
+        address = socket.getaddrinfo(own, None, type=socket.SOCK_STREAM)[0][4][0]
+    except UserError as error:
+        problem, _, remedy = str(error).partition("; ")
+        return Finding("host names", "fail", problem, remedy)
+    except OSError:
+        remedy = f"add {own} to /etc/hosts or DNS"
+        return Finding("host names", "warn", f"the name of this host, {own}, does not resolve", remedy)
+    return Finding("host names", "ok", f"{own} is {address}")
+
+
+def clock(skew: float) -> Finding:
+    """Judge how far the clock is off rank 0's, at least."""
+    remedy = "start chronyd or ntpd: locks, logs and records of the run compare times"
+    if abs(skew) < 1.0:
+        return Finding("clock", "ok", "within 1 s of rank 0")
+    said = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} rank 0"
+    return Finding("clock", "fail" if abs(skew) >= 60.0 else "warn", said, remedy)
+
+
+Test = Callable[[str], bool]
+
+
+def _is(*values: str) -> Test:
+    return lambda value: value.upper() in values
+
+
+HURTS: tuple[tuple[str, Test, str], ...] = (
+    ("NCCL_DEBUG", _is("INFO", "TRACE"), "writes at every communication; unset it, or set WARN"),
+    ("NCCL_P2P_DISABLE", _is("1"), "GPUs of a host do not reach each other directly; unset it"),
+    ("NCCL_SHM_DISABLE", _is("1"), "ranks of a host communicate over the network; unset it"),
+    ("NCCL_IB_DISABLE", _is("1"), "hosts communicate over TCP in place of InfiniBand; unset it"),
+    ("NCCL_LAUNCH_MODE", _is("GROUP"), "launches wait for each other; unset it"),
+    ("TORCH_NCCL_BLOCKING_WAIT", _is("1"), "the host waits for each communication; unset it"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _is("0"), "a hang is never noticed; unset it"),
+    ("TORCH_DISTRIBUTED_DEBUG", _is("DETAIL"), "every communication is checked by another; unset it"),
+    ("CUDA_LAUNCH_BLOCKING", _is("1"), "the host waits for every kernel; unset it"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", _is("1"), "every tensor is allocated by the driver; unset it"),
+    ("TORCH_SHOW_CPP_STACKTRACES", _is("1"), "errors take seconds; unset it"),
+)
+"""Variables with the values that slow or break a run, and why."""
+
+
+def environment(environ: Mapping[str, str], interfaces: Sequence[str], ranks_here: int) -> list[Finding]:
+    """Judge variables of NCCL, gloo and torch."""
+    found = list[Finding]()
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if problem := _no_interface(environ.get(name, ""), interfaces, exact=name.startswith("GLOO")):
+            remedy = f"set {name} to one of {', '.join(interfaces)}"
+            found.append(Finding(name, "fail", f"{environ[name]}: {problem}", remedy))
+    for name, hurts, why in HURTS:
+        if name in environ and hurts(environ[name]):
+            what, _, remedy = why.partition("; ")
+            found.append(Finding(name, "warn", f"{environ[name]}: {what}", remedy))
+    threads, cores = environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
+    if threads.isdecimal() and int(threads) * ranks_here > cores:
+        said = f"{threads} for each of {ranks_here} ranks on {cores} cores"
+        found.append(Finding("OMP_NUM_THREADS", "warn", said, f"set it to {max(1, cores // ranks_here)}"))
+    return found or [Finding("variables", "ok", "none that hurts")]
+
+
+def _no_interface(value: str, here: Sequence[str], *, exact: bool) -> str:
+    """Return the problem of a list of interfaces; NCCL takes prefixes, `=name` and `^without`."""
+    if value.startswith("^"):
+        return ""
+    for name in filter(None, value.removeprefix("=").split(",")):
+        whole = exact or value.startswith("=")
+        name = name.partition(":")[0]
+        if not any(each == name if whole else each.startswith(name) for each in here):
+            return f"no network interface {name} on this host"
+    return ""

@@ -1,0 +1,149 @@
+"""`mlm doctor`: every check on every rank, one table."""
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlm.config.build import to_dict
+from mlm.launch.doctor.config import DoctorConfig
+from mlm.launch.doctor.control import Control
+from mlm.launch.doctor.device import check_device, device_name
+from mlm.launch.doctor.finding import Finding, Row, rows_of
+from mlm.launch.doctor.folder import check_folder
+from mlm.launch.doctor.host import (
+    available_memory,
+    clock,
+    disk,
+    environment,
+    locked_memory,
+    memory,
+    names,
+    open_files,
+    shared_memory,
+)
+from mlm.launch.doctor.traffic import check_traffic, judged
+from mlm.launch.doctor.trial import folder_of
+from mlm.launch.environment import Place, read_place
+from mlm.launch.network import LOOPBACK, interfaces
+from mlm.launch.start import LaunchFacts, choose_world_size
+from mlm.launch.versions import SAME_VERSIONS, different_versions, versions
+from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.results import named, write_result
+from mlm.util.terminal import add_row, console, table
+
+START_S = 1.4
+"""Seconds of a core that the start of a rank takes: imports, most of all."""
+
+
+def lines(config: DoctorConfig, facts: LaunchFacts) -> list[str]:
+    """Line to print before this host's ranks are started; none for one rank, or for a launcher's."""
+    ranks, cores = choose_world_size(config.parallel, facts), len(os.sched_getaffinity(0))
+    if facts.joined or ranks == 1:
+        return []
+    took = f", more than its {cores} cores: about {START_S * ranks / cores:.0f} s if idle"
+    return [f"starting {ranks} ranks on this host{took if ranks > cores else ''}"]
+
+
+def note(ctx: ParallelContext, text: str) -> None:
+    """Say on rank 0 what is examined next, where others are waited for."""
+    if ctx.is_main and ctx.world_size > 1:
+        print(f"mlm doctor: {text}", file=sys.stderr, flush=True)
+
+
+def run(config: DoctorConfig, ctx: ParallelContext) -> None:
+    """Check; rank 0 prints the table and writes `out`. Raises CheckFailedError if a check failed.
+
+    Every rank calls this.
+    """
+    place = read_place(os.environ) if ctx.world_size > 1 else None
+    control = Control.of(ctx, place.master_addr if place is not None else LOOPBACK, config.timeout_s)
+    folder = folder_of(config)
+    note(ctx, f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
+    found = [*check_host(ctx, place, folder), *check_folder(folder, control)]
+    facts = {"versions": versions(), "device": device_name(ctx.device)}
+    each = control.all_gather("the host", [facts, [asdict(finding) for finding in found]])
+    skews = control.all_gather("the clock", control.skew())
+    note(ctx, "comparing and timing collectives over each axis")
+    traffic = check_traffic(ctx, control, config.timeout_s)
+    findings = [
+        [*(Finding(**one) for one in mine), clock(skew), *communication]
+        for (_, mine), skew, communication in zip(each, skews, judged(traffic), strict=True)
+    ]
+    all_facts = [fact for fact, _ in each]
+    findings[0] = [*check_equal(all_facts, control.hosts), *findings[0]]
+    rows = rows_of(findings, control.hosts)
+    problem = ""
+    if ctx.is_main:
+        problem = report(config, control.hosts, all_facts, rows, traffic)
+    if problem := control.all_gather("the report", problem)[0]:
+        raise CheckFailedError(problem)
+
+
+def check_host(ctx: ParallelContext, place: Place | None, folder: Path) -> list[Finding]:
+    """Return this rank's findings that need no other rank."""
+    ranks_here = 1 if place is None else place.local_world_size
+    on_gpu = ctx.device.type == "cuda"
+    return [
+        *check_device(ctx.device),
+        memory(available_memory(), ranks_here),
+        disk(folder),
+        open_files(ctx.world_size),
+        locked_memory(on_gpu),
+        shared_memory(on_gpu),
+        names(place, os.environ),
+        *environment(os.environ, interfaces(), ranks_here),
+    ]
+
+
+def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[Finding]:
+    """Judge what must be the same on all ranks."""
+    found = [fact["versions"] for fact in facts]
+    said = ", ".join(f"{name} {version}" for name, version in found[0].items())
+    differ = different_versions(hosts, found)
+    devices = list(dict.fromkeys(fact["device"] for fact in facts))
+    return [
+        Finding("versions", "fail", differ, SAME_VERSIONS) if differ else Finding("versions", "ok", said),
+        Finding("devices", "warn", "; ".join(devices[:3]), "the slowest sets the pace: start equal hosts")
+        if devices[1:]
+        else Finding("devices", "ok", devices[0]),
+    ]
+
+
+def report(
+    config: DoctorConfig,
+    hosts: list[str],
+    facts: list[dict[str, Any]],
+    rows: list[Row],
+    traffic: list[dict[str, Any]],
+) -> str:
+    """Print the table and write the result; return what failed, empty if nothing did."""
+    failed = [row.check for row in rows if row.status == "fail"]
+    names = ", ".join(failed)
+    problem = f"{len(failed)} of {len(rows)} checks failed: {names} (see the table)" if failed else ""
+    warned = [row.check for row in rows if row.status == "warn"]
+    ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))}"
+    made, out = table(ranks, "", "check", "found"), console()
+    for row in rows:
+        add_row(made, row.status, row.check, row.found)
+    out.print(made)
+    for row in rows:
+        if row.remedy:
+            out.print(f"{row.status}: {row.check}: {row.remedy}")
+    if config.out is not None:
+        ranks_facts = [{"rank": n, "host": host, **facts[n]} for n, host in enumerate(hosts)]
+        result = {"task": "doctor", "ok": not failed, "checks": [asdict(row) for row in rows]}
+        own = {"versions": facts[0]["versions"], "config": to_dict(config)}
+        try:
+            write_result(config.out, {**result, "ranks": ranks_facts, "communication": traffic, **own})
+        except UserError as error:  # other ranks wait for what is returned here
+            return "; ".join(filter(None, (problem, str(error))))
+        out.print(f"written to {named(config.out)}")
+    if problem:
+        return problem
+    out.print(
+        f"{len(rows)} checks without a failure" + (f"; warnings: {', '.join(warned)}" if warned else "")
+    )
+    return ""

@@ -1,0 +1,146 @@
+"""Checks of communication: correct numbers over each axis of the layout, and bandwidth."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as WaitTimeoutError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlm.launch.doctor.control import Control
+from mlm.launch.doctor.finding import Finding
+from mlm.parallel.collectives import all_gather, all_reduce, reduce_scatter, start_receive, start_send
+from mlm.parallel.mesh import CPU, Axis, ParallelContext
+
+ROWS = 64
+"""Numbers of each rank in a trial."""
+BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Size of the all-reduce that is timed."""
+REPEATS = 3
+SLOW = 3.0
+"""Times slower than the median of its axis from which a group of ranks is slow."""
+REMEDY = (
+    "look at the network or GPU of these hosts: NCCL_DEBUG=INFO, nvidia-smi topo -m, the link's error counts"
+)
+
+
+def axes(ctx: ParallelContext) -> list[tuple[Axis, torch.device]]:
+    """Return the axes of several ranks, each with the device whose memory it communicates."""
+    found = [(axis, ctx.device) for axis in (ctx.tp, ctx.cp, ctx.dp, ctx.pp)]
+    return [(axis, device) for axis, device in (*found, (ctx.world, CPU)) if axis.size > 1]
+
+
+def numbers(axis: Axis, rank: int, device: torch.device) -> Tensor:
+    """Return what a rank of the axis gives: [size * ROWS], small whole numbers, which add up exactly."""
+    count = torch.arange(axis.size * ROWS, device=device, dtype=torch.float32)
+    return (count + 1) * (rank + 1) % 251
+
+
+def wrong(axis: Axis, device: torch.device) -> list[str]:
+    """Return the operations over an axis that give other numbers than they must. Collective over it."""
+    each = [numbers(axis, rank, device) for rank in range(axis.size)]
+    mine, total = each[axis.rank], torch.stack(each).sum(0)
+    shard = slice(axis.rank * ROWS, (axis.rank + 1) * ROWS)
+    trials: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
+        "all-reduce": (lambda: all_reduce(mine.clone(), axis), total),
+        "all-gather": (lambda: all_gather(mine, axis), torch.stack(each)),
+        "reduce-scatter": (lambda: reduce_scatter(mine.clone(), axis), total[shard]),
+        "send and receive": (lambda: around(mine, axis), each[axis.rank - 1]),
+    }
+    return [name for name, (run, right) in trials.items() if not torch.equal(run(), right)]
+
+
+def around(x: Tensor, axis: Axis) -> Tensor:
+    """Send to the next rank of the axis, and return what the one before sends."""
+    out, after, before = torch.empty_like(x), (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    if axis.rank % 2 or axis.rank == axis.size - 1:  # someone receives first
+        found = start_receive(out, axis, before).wait()
+        start_send(x, axis, after).wait()
+        return found
+    start_send(x, axis, after).wait()
+    return start_receive(out, axis, before).wait()
+
+
+def bandwidth(axis: Axis, device: torch.device, count: int | None = None) -> float:
+    """Return the bytes a second over each rank's link in an all-reduce (2 (n - 1) / n passes). Collective."""
+    count = BYTES[device.type] if count is None else count
+    x, best = torch.zeros(count // 4, device=device), math.inf
+    for _ in range(1 + REPEATS):  # the first connects
+        all_reduce(x[:1], axis)
+        _synchronise(device)
+        begin = time.perf_counter()
+        all_reduce(x, axis)
+        _synchronise(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * (axis.size - 1) / axis.size * count / best
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def examined(ctx: ParallelContext) -> dict[str, Any]:
+    """Return for each axis its size, wrong operations and bytes a second, as JSON values. Collective."""
+    if ctx.device.type == "cuda":
+        torch.cuda.set_device(ctx.device)  # of this thread
+    found = dict[str, Any]()
+    for axis, device in axes(ctx):
+        torn = wrong(axis, device)
+        found[axis.name] = {"ranks": list(axis.ranks), "wrong": torn, "rate": bandwidth(axis, device)}
+    return found
+
+
+def check_traffic(ctx: ParallelContext, control: Control, timeout_s: float) -> list[dict[str, Any]]:
+    """Return what every rank found, in rank order. Collective; raises CheckFailedError.
+
+    A thread communicates, so that this one can still report when a communication hangs.
+    """
+    if ctx.world_size == 1:
+        return [{}]
+    pool = ThreadPoolExecutor(1)
+    work = pool.submit(examined, ctx)
+    try:
+        mine: dict[str, Any] = work.result(timeout_s)
+    except WaitTimeoutError:
+        mine = {"stuck": _where(ctx)}
+    except RuntimeError as error:  # a lost peer
+        mine = {"stuck": str(error).splitlines()[0]}
+    pool.shutdown(wait=False)
+    return control.all_gather("communication", mine)
+
+
+def _where(ctx: ParallelContext) -> str:
+    waits = list(ctx.watch.waits.values())
+    return f"{waits[-1].op} over {waits[-1].axis}" if waits else "a communication of the device"
+
+
+def judged(each: Sequence[dict[str, Any]]) -> list[list[Finding]]:
+    """Return each rank's findings, from what all found."""
+    return [_of_rank(mine, each) for mine in each]
+
+
+def _of_rank(mine: dict[str, Any], each: Sequence[dict[str, Any]]) -> list[Finding]:
+    if "stuck" in mine:
+        said = f"stuck in {mine['stuck']}"
+        return [Finding("communication", "fail", said, REMEDY)]
+    found = list[Finding]()
+    for axis, seen in mine.items():
+        found.append(
+            Finding(f"numbers over {axis}", "fail", f"wrong: {', '.join(seen['wrong'])}", REMEDY)
+            if seen["wrong"]
+            else Finding(f"numbers over {axis}", "ok", f"exact over {len(seen['ranks'])} ranks")
+        )
+        rates = [other[axis]["rate"] for other in each if axis in other]
+        usual, rate = statistics.median(rates), seen["rate"]
+        said = f"{rate / 1e9:.3g} GB/s"
+        if rate * SLOW < usual:
+            said = f"{said}, the median is {usual / 1e9:.3g}"
+            found.append(Finding(f"bandwidth over {axis}", "warn", said, REMEDY))
+        else:
+            found.append(Finding(f"bandwidth over {axis}", "ok", f"{usual / 1e9:.3g} GB/s"))
+    return found

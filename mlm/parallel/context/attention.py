@@ -1,0 +1,266 @@
+"""Causal attention over sequences that context-parallel ranks split (zigzag.py).
+
+Each rank attends with its own queries. Keys and values of the others are gathered while it attends to its own
+(arXiv:2407.21783, section 3.3.2); the results of the ranks' blocks are merged by their log-sum-exps, as in
+ring attention (arXiv:2310.01889). Nothing of other ranks is kept: backward gathers keys and values again, and
+reduce-scatters their gradients. Heads of keys and values are sent as they are, not repeated for the queries
+that share them. A rank sends 3 (c - 1) / c of all keys and values in a forward and a backward pass.
+
+Of the blocks of rank r only its own is causal. The first of a rank's two pieces of a sequence is before the
+second, so all queries attend to the first piece of ranks before r and to nothing of the second; of the ranks
+after r both pieces are before the second piece of queries and after the first. Each of these blocks costs the
+same.
+
+Shapes: B micro-batch, n heads of queries, k heads of keys and values, S sequence, c = context-parallel size,
+L = S/c tokens of a rank, P = L/2, D head_dim.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mlm.parallel.collectives import reduce_scatter, start_all_gather
+from mlm.parallel.context.zigzag import places_of
+from mlm.parallel.mesh import Axis
+
+MOST_SCORES = 1 << 24
+"""Scores that `Unfused` makes at a time."""
+
+Drop = Callable[[Tensor, range, Tensor, Tensor], Tensor]
+"""drop(probabilities [B, heads, rows, columns], heads, rows, columns): their dropout, by this rank's numbers
+of heads and the places of queries and keys in the sequence."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries of this rank, and keys of one rank that some of them attend to."""
+
+    source: int
+    """Rank of the keys."""
+    rows: slice
+    """Of this rank's tokens."""
+    columns: slice
+    """Of the source's tokens."""
+    causal: bool
+    """True for a rank's own; in others each query attends to each key."""
+
+
+class Kernel(Protocol):
+    """Attention of a block."""
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return results [B, n, rows, D] and the log-sum-exps of scores [B, n, rows]."""
+        ...
+
+    def backward(
+        self, block: Block, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the block's part of the gradients of q, k and v.
+
+        `y` and `log_sum` are those of all keys that the queries attend to.
+        """
+        ...
+
+
+class OnCPU:
+    """PyTorch's fused kernel for a CPU."""
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of a block."""
+        y, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, block.causal)
+        return y, log_sum
+
+    def backward(
+        self, block: Block, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of a block."""
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(dy, q, k, v, y, log_sum, 0.0, block.causal)
+        return dq, dk, dv
+
+
+class OnGPU:
+    """FlashAttention (arXiv:2307.08691), for half precision on a GPU."""
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of a block."""
+        y, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal)
+        return y, log_sum
+
+    def backward(
+        self, block: Block, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of a block."""
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # state of dropout
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(dy, q, k, v, y, log_sum.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.causal),
+            *(unused, unused[:0]),
+        )
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class Unfused:
+    """Attention by its formula: with a window, dropout, or where no kernel serves."""
+
+    cp: Axis
+    length: int
+    """S."""
+    window: int = 0
+    """Tokens that each attends to, itself included; 0 for all before it."""
+    drop: Drop | None = None
+
+    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of a block."""
+        y, log_sum = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+        for heads, shared in self._heads(q, k):
+            scores = self._scores(block, q[:, heads], k[:, shared])
+            sums = torch.logsumexp(scores, -1)
+            p = torch.exp(scores - sums.masked_fill(sums == -math.inf, 0)[..., None])  # of no keys: zeros
+            p = self._dropped(block, p, heads)
+            y[:, heads] = (p.to(v.dtype) @ v[:, shared].unsqueeze(2)).flatten(1, 2)
+            log_sum[:, heads] = sums.flatten(1, 2)
+        return y, log_sum
+
+    def backward(
+        self, block: Block, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of a block."""
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        share, scale = q.shape[1] // k.shape[1], 1 / math.sqrt(q.shape[-1])
+        for heads, shared in self._heads(q, k):
+            dy_, q_, y_ = (x[:, heads].unflatten(1, (-1, share)) for x in (dy, q, y))  # [B, k, n/k, rows, D]
+            sums = log_sum[:, heads].unflatten(1, (-1, share))[..., None]
+            p = torch.exp(self._scores(block, q[:, heads], k[:, shared]) - sums)
+            dp = (dy_ @ v[:, shared].unsqueeze(2).mT).to(p.dtype)
+            dp = self._dropped(block, dp, heads) - (dy_ * y_).sum(-1, keepdim=True, dtype=p.dtype)
+            ds = (p * dp * scale).to(q.dtype)
+            dropped = self._dropped(block, p, heads).to(q.dtype)
+            dq[:, heads] = (ds @ k[:, shared].unsqueeze(2)).flatten(1, 2)
+            dk[:, shared] = (ds.mT @ q_).sum(2)
+            dv[:, shared] = (dropped.mT @ dy_).sum(2)
+        return dq, dk, dv
+
+    def _heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Some heads of queries, and those of keys that they share."""
+        b, n, rows, _ = q.shape
+        share = n // k.shape[1]
+        size = max(1, MOST_SCORES // (b * share * rows * k.shape[2]))
+        for first in range(0, k.shape[1], size):
+            last = min(first + size, k.shape[1])
+            yield slice(first * share, last * share), slice(first, last)
+
+    def _scores(self, block: Block, q: Tensor, k: Tensor) -> Tensor:
+        """[B, k, n/k, rows, columns], -inf where a query does not attend."""
+        scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT
+        scores = scores.to(_wide(q.dtype)) / math.sqrt(q.shape[-1])
+        rows, columns = self._places(block, q.device)
+        distance = rows[:, None] - columns
+        hidden = distance < 0
+        if self.window:
+            hidden |= distance >= self.window
+        masked: Tensor = scores.masked_fill_(hidden, -math.inf)
+        return masked
+
+    def _dropped(self, block: Block, p: Tensor, heads: slice) -> Tensor:
+        if self.drop is None:
+            return p
+        flat: Tensor = self.drop(
+            p.flatten(1, 2), range(heads.start, heads.stop), *self._places(block, p.device)
+        )
+        return flat.view(p.shape)
+
+    def _places(self, block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Places in the sequence of a block's queries and keys."""
+        rows = places_of(self.cp.rank, self.length, self.cp.size, device)[block.rows]
+        return rows, places_of(block.source, self.length, self.cp.size, device)[block.columns]
+
+
+def context_attention(
+    q: Tensor, k: Tensor, v: Tensor, cp: Axis, *, window: int = 0, drop: Drop | None = None
+) -> Tensor:
+    """Attention of this rank's tokens to those before them: q [B, n, L, D], k and v [B, k, L, D].
+
+    With a `window` a token attends to that many, itself included. `drop` is the dropout of probabilities.
+    """
+    kernel: Kernel
+    if window or drop is not None:
+        kernel = Unfused(cp, q.shape[2] * cp.size, window, drop)
+    elif q.device.type == "cpu":
+        kernel = OnCPU()
+    elif q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        kernel = OnGPU()
+    else:
+        kernel = Unfused(cp, q.shape[2] * cp.size)
+    y: Tensor = _ContextAttention.apply(q, k, v, kernel, cp, window)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, cp: Axis, window: int) -> Tensor:
+        own, others = blocks(cp, q.shape[2], window)
+        gathering = start_all_gather(torch.stack([k, v]), cp)
+        y, log_sum = kernel.forward(own, q, k, v)
+        y, log_sum = y.to(_wide(q.dtype)), log_sum.contiguous()
+        gathered = gathering.wait()  # [c, 2, B, k, L, D]
+        for block in others:
+            keys, values = gathered[block.source][..., block.columns, :]
+            part = kernel.forward(block, q[:, :, block.rows], keys, values)
+            _merge(y[:, :, block.rows], log_sum[:, :, block.rows], *part)
+        y = y.to(q.dtype)
+        ctx.save_for_backward(q, k, v, y, log_sum)
+        ctx.kernel, ctx.cp, ctx.window = kernel, cp, window
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, log_sum = ctx.saved_tensors
+        kernel, cp = ctx.kernel, ctx.cp
+        own, others = blocks(cp, q.shape[2], ctx.window)
+        gathering = start_all_gather(torch.stack([k, v]), cp)
+        dq, dk, dv = kernel.backward(own, dy, q, k, v, y, log_sum)
+        dq = dq.to(log_sum.dtype)
+        gathered = gathering.wait()
+        partial = torch.zeros_like(gathered)
+        partial[cp.rank, 0], partial[cp.rank, 1] = dk, dv
+        for block in others:
+            keys, values = gathered[block.source][..., block.columns, :]
+            mine = (x[:, :, block.rows] for x in (y, log_sum))
+            rows = dy[:, :, block.rows], q[:, :, block.rows]
+            d, *shared = kernel.backward(block, *rows, keys, values, *mine)
+            dq[:, :, block.rows] += d
+            for target, part in zip(partial[block.source], shared, strict=True):
+                target[..., block.columns, :] = part
+        dk, dv = reduce_scatter(partial, cp)[0]
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def blocks(cp: Axis, tokens: int, window: int = 0) -> tuple[Block, list[Block]]:
+    """This rank's own block, and those of other ranks of which its `tokens` see something."""
+    half, everything = tokens // 2, slice(None)
+    others = []
+    for source in range(cp.size):
+        away = abs(source - cp.rank)
+        if away == 0 or 0 < window <= (away - 1) * half + 1:
+            continue
+        if source < cp.rank:
+            others.append(Block(source, everything, slice(half), causal=False))
+        else:
+            others.append(Block(source, slice(half, None), everything, causal=False))
+    return Block(cp.rank, everything, everything, causal=True), others
+
+
+def _merge(y: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
+    """Add the results of further keys, in place."""
+    total = torch.logaddexp(log_sum, other_sum)
+    y.mul_((log_sum - total).exp()[..., None]).add_(other * (other_sum - total).exp()[..., None])
+    log_sum.copy_(total)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

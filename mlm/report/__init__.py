@@ -1,1 +1,0 @@
-"""Reports of a training run: metrics.jsonl, terminal, trackers, curves, summary."""

@@ -1,0 +1,200 @@
+"""metrics.jsonl: one history of a run over all its attempts.
+
+One JSON object per line, each with `kind` (run, step, validation, sample, scores, saved, save_failed,
+failed, incident, rewound, diverged, ranks, timeline) and `time` (Unix seconds). Numbers that are not
+finite are null: JSON has no NaN.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
+from mlm.util.atomic import open_regular, write_atomic
+from mlm.util.bounded import open_bounded, read_bounded
+from mlm.util.errors import UserError
+
+FILE_NAME = "metrics.jsonl"
+MAX_BYTES = 1 << 30  # a million steps take 300 MB
+MAX_LINE = 1 << 24  # of 3,072 ranks' times a megabyte
+MOVE = "move it out of the run folder"
+KEPT = ("run", "incident", "rewound")
+"""Records that a rewind keeps: they tell of the steps that it takes back."""
+
+
+class History(Sink):
+    """Appends each report to `path`, a line at a time: a kill loses at most the line being written.
+
+    Lines of an earlier attempt beyond `start_step` are deleted first: those steps are trained again.
+    A full disk does not stop the training: lines wait in memory, and `warn` is called once.
+    """
+
+    def __init__(self, path: Path, start_step: int, warn: Callable[[str], None]) -> None:
+        self.path = path
+        self.start_step = start_step
+        self.warn = warn
+        self.file: BinaryIO | None = None
+        self.pending = b""
+
+    def start(self, run: dict[str, object]) -> None:
+        """Truncate the file to `start_step` and write the run's record.
+
+        Raises UserError if `path` cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            rewind(self.path, self.start_step)
+            # Unbuffered: a write returns how much reached the file, so that a full disk tears no line.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self.file = open(open_regular(self.path, flags), "ab", buffering=0)  # noqa: SIM115 (see close())
+        except OSError as error:
+            raise UserError(
+                f"out={self.path.parent}: cannot write {self.path.name}: {error.strerror}. "
+                "Free space or permit writing there, or set another out"
+            ) from error
+        self.append("run", run)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Take a logged step."""
+        self.append("step", flat(metrics))
+
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        """Take a validation."""
+        self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity, **of_parts(parts)})
+
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        """Take the metrics of a split."""
+        self.append("scores", {"step": step, "split": split, **metrics, "is_best": is_best})
+
+    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        """Take a saved checkpoint."""
+        times = {"seconds": round(seconds, 3), "waited": round(waited, 3)}
+        self.append("saved", {"step": step, "path": str(path), **times})
+
+    def save_failed(self, step: int, error: str) -> None:
+        """Take the error of a failed save."""
+        self.append("save_failed", {"step": step, "error": error})
+
+    def event(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Take what else happened."""
+        self.append(kind, fields)
+
+    def rewound(self, step: int) -> None:
+        """Delete the lines of steps after `step`. A full disk keeps them."""
+        self.flush()
+        try:
+            rewind(self.path, step, keep=KEPT)  # replaces the file: the old one is still open
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            after = open(open_regular(self.path, flags), "ab", buffering=0)  # noqa: SIM115 (see close())
+        except OSError as error:
+            self.warn(f"{self.path}: {error.strerror}; it keeps steps that are trained again")
+            return
+        assert self.file is not None, "History.start() comes first"
+        self.file.close()
+        self.file = after
+
+    def append(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Write one record, and any that wait."""
+        record = {"kind": kind, "time": round(time.time(), 3), **fields}
+        self.flush(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
+
+    def flush(self, line: bytes = b"") -> None:
+        """Write waiting lines and `line`; keep those that cannot be written."""
+        assert self.file is not None, "History.start() comes first"
+        waited = bool(self.pending)
+        self.pending += line
+        try:
+            while self.pending:
+                self.pending = self.pending[self.file.write(self.pending) :]
+        except OSError as error:
+            if not waited:
+                self.warn(f"{self.path}: {error.strerror}; its lines wait in memory. Free some space.")
+
+    def close(self) -> None:
+        """End."""
+        if self.file is None:
+            return
+        self.flush()
+        if self.pending:
+            lines = self.pending.count(b"\n")
+            self.warn(f"{self.path}: the last {lines} lines could not be written")
+        self.file.close()
+        self.file = None
+
+
+def rewind(path: Path, start_step: int, keep: Container[str] = ()) -> None:
+    """Drop from a metrics file the steps after `start_step`, and lines a kill left half written.
+
+    Records of the types in `keep` stay. Without any, a start from step 0 begins a new history. The file is
+    replaced atomically, and only if it changes.
+    """
+    if not path.exists():
+        return
+    old = read_bounded(path, MAX_BYTES, MOVE)
+    is_new = start_step == 0 and not keep
+    kept = b"".join(
+        line + b"\n" for line in old.split(b"\n") if not is_new and stays(parse(line), start_step, keep)
+    )
+    if kept != old:
+        write_atomic(path, kept)
+
+
+def stays(record: Mapping[str, Any], start_step: int, keep: Container[str]) -> bool:
+    """True for a record that a return to `start_step` keeps."""
+    step = step_of(record)
+    return 0 <= step <= start_step or (step >= 0 and record.get("kind") in keep)
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the readable records of a metrics file, in order. Raises OSError."""
+    for line in read_lines(path):
+        record = parse(line)
+        if step_of(record) >= 0:
+            yield record
+
+
+def diverged_since(path: Path) -> int | None:
+    """Return the first step that was not finite of a run that ended for it; None of any other.
+
+    Raises OSError.
+    """
+    since = [r.get("since") for r in read_records(path) if r["kind"] == "diverged"] if path.is_file() else []
+    return since[-1] if since and type(since[-1]) is int else None
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a metrics file, which may be long. Raises OSError, CorruptFileError."""
+    with open_bounded(path, MAX_BYTES, MOVE) as f:
+        while line := f.readline(MAX_LINE):
+            yield line
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """Return a line's record; empty if it is no JSON object."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # half a line, or bytes that are no text
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def step_of(record: Mapping[str, Any]) -> int:
+    """Return the steps done when `record` was written; -1 if unknown, and for a record without a type."""
+    kind = record.get("kind")
+    step = record.get("start_step" if kind == "run" else "step")
+    return step if isinstance(kind, str) and type(step) is int else -1
+
+
+def finite(value: object) -> object:
+    """Return `value` with every float that is not finite replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value

@@ -1,0 +1,220 @@
+"""Table of a sweep's runs: printed at its end, and kept beside the runs as sweep.md and sweep.json."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mlm.tracking.history import FILE_NAME, read_records
+from mlm.tracking.panel import human
+from mlm.tracking.summary import escaped
+from mlm.util.atomic import write_atomic
+from mlm.util.bounded import read_bounded
+from mlm.util.errors import UserError, show
+from mlm.util.ownership import SUMMARY_MARK, is_summary
+from mlm.util.results import is_result, write_result
+from mlm.util.terminal import add_row, console, table
+
+FORMAT = "mlm-sweep-1"
+JSON, MARKDOWN = "sweep.json", "sweep.md"
+MAX_BYTES = 1 << 26
+LINE = 1000  # columns of the widest table
+KILLED = 128
+"""Exit codes from here on are those of a run that a signal ended."""
+FINISHED, STOPPED, INTERRUPTED, FAILED = "finished", "stopped", "interrupted", "failed"
+NOT_STARTED = "not started"
+
+Run = dict[str, Any]
+"""One run of a sweep, as in sweep.json."""
+
+
+def run_of(settings: Mapping[str, str], out: str | None, exit_code: int | None) -> Run:
+    """Return the row of a run from the metrics in its folder; exit_code None: the run was not started.
+
+    Keys: settings (what the sweep varies), out, exit_code, state, and numbers where some were logged: step,
+    total_steps, tokens, tokens_per_s (median), loss (last), loss_unit, validation_loss (last),
+    best_validation_loss, best_step, and of a run on a task score (the best of its first metric) and metric.
+    """
+    row: Run = {"settings": dict(settings), "out": out, "exit_code": exit_code}
+    if out is None or exit_code is None:
+        return {**row, "state": NOT_STARTED if exit_code is None else _state(exit_code, {})}
+    seeds = sorted(Path(out).glob(f"seed-*/{FILE_NAME}"))
+    files = [file for file in (Path(out, FILE_NAME), *seeds) if file.is_file()]
+    parts = [numbers_of(list(read_records(file))) for file in files]
+    numbers = {key: _middle([part[key] for part in parts if key in part]) for part in parts for key in part}
+    if (Path(out) / "result.json").is_file():  # patience may end a run on a task before its last step
+        numbers.pop("total_steps", None)
+    return {**row, "state": _state(exit_code, numbers), **numbers}
+
+
+def _state(exit_code: int, numbers: Mapping[str, Any]) -> str:
+    if exit_code:
+        return INTERRUPTED if exit_code >= KILLED else FAILED
+    return STOPPED if numbers.get("step", 0) < numbers.get("total_steps", 0) else FINISHED
+
+
+def _middle(found: Sequence[Any]) -> Any:
+    """Return the median over seeds of a number, the first of what is none."""
+    return median(found) if all(isinstance(each, int | float) for each in found) else found[0]
+
+
+def numbers_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of a run's records, without those that are null or were not logged."""
+    last = {r["kind"]: r for r in records}
+    steps = [r for r in records if r["kind"] == "step"]
+    rates = [r["tokens_per_s"] for r in steps if r.get("tokens_per_s") is not None]
+    scored = [r for r in records if r["kind"] == "validation" and r.get("loss") is not None]
+    best = min(scored, key=lambda r: r["loss"], default={})
+    chosen: dict[str, Any] = next((r for r in reversed(records) if r.get("is_best")), {})
+    metric = next((key for key in chosen if key not in ("kind", "time", "step", "split")), None)
+    run, step = last.get("run", {}), last.get("step", {})
+    found = {
+        "step": max((r["step"] for r in records if r["kind"] != "run"), default=0),
+        "total_steps": run.get("total_steps"),
+        "tokens": step.get("tokens"),
+        "tokens_per_s": median(rates) if rates else None,
+        "loss": step.get("loss"),
+        "loss_unit": run.get("loss_unit"),
+        "validation_loss": last.get("validation", {}).get("loss"),
+        "best_validation_loss": best.get("loss"),
+        "best_step": (chosen or best).get("step"),
+        "metric": metric and f"{chosen['split']} {metric}",
+        "score": chosen.get(metric) if metric else None,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def best_of(runs: Sequence[Run]) -> Run | None:
+    """Return the run with the highest score, or else the lowest validation loss; None if there is none.
+
+    Runs that failed count too if they have one: their best checkpoint may be kept.
+    """
+    if scored := [run for run in runs if "score" in run]:
+        return max(scored, key=lambda run: float(run["score"]))
+    validated = [run for run in runs if "best_validation_loss" in run]
+    return min(validated, key=lambda run: float(run["best_validation_loss"]), default=None)
+
+
+def cells(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows, without empty columns; a heading that ends in "#" is of numbers."""
+    best, keys = best_of(runs), list(dict.fromkeys(key for run in runs for key in run["settings"]))
+    has_validation = any("validation_loss" in run for run in runs)
+    metric = next((run["metric"] for run in runs if "metric" in run), None)
+    columns = [
+        ("loss", "loss#", "{:.4f}".format),
+        ("validation_loss", "loss#", "{:.4f}".format),
+        ("best_validation_loss", "best#", "{:.4f}".format),
+        ("score", f"best {metric}#", "{:.4f}".format),
+        ("best_step", "at step#", "{:,.0f}".format),
+        ("tokens_per_s", "tokens/s#", human),
+    ]
+    shown = [
+        (key, heading, form)
+        for key, heading, form in columns
+        if any(key in run for run in runs) and not (key == "loss" and has_validation)
+    ]
+    headings = ["", *keys, *(heading for _, heading, _ in shown), "state", "folder"]
+    rows = [
+        [
+            "best" if run is best else "",
+            *(run["settings"].get(key, "") for key in keys),
+            *(form(run[key]) if key in run else "" for key, _, form in shown),
+            state_in_words(run),
+            run["out"] or "",
+        ]
+        for run in runs
+    ]
+    return headings, rows
+
+
+def title(runs: Sequence[Run]) -> str:
+    """Return the number of runs and the unit of their losses."""
+    kind = "validation" if any("validation_loss" in run for run in runs) else "training"
+    unit = next((f" · {kind} loss in {run['loss_unit']}" for run in runs if "loss_unit" in run), "")
+    return f"sweep of {len(runs)} runs{unit.replace('in per', 'per')}"
+
+
+def state_in_words(run: Run) -> str:
+    """Return the state of a run with its step or exit code."""
+    if run["state"] == STOPPED:
+        return f"{STOPPED} after step {run['step']:,.0f} of {run['total_steps']:,.0f}"
+    return f"{run['state']} (exit code {run['exit_code']})" if run["exit_code"] else str(run["state"])
+
+
+def report_sweep(runs: Sequence[Run], command: Sequence[str]) -> None:
+    """Print the table and write it beside the runs, with those of earlier sweeps there."""
+    headings, rows = cells(runs)
+    made = table(title(runs), *headings)
+    for row in rows:
+        add_row(made, *row)
+    screen = console()
+    screen.width = max(
+        screen.width, screen.measure(made, options=screen.options.update(max_width=LINE)).maximum
+    )  # a row is a line
+    screen.print(made)
+    try:
+        for path in write_sweep(runs, command):
+            screen.print(f"written to {path}")
+    except (OSError, UserError) as error:
+        screen.print(f"the table could not be written: {error}")
+
+
+def write_sweep(runs: Sequence[Run], command: Sequence[str]) -> list[Path]:
+    """Write sweep.md and sweep.json in the folder that holds the runs; return them, none without a folder.
+
+    A file of the user's own of that name stays, and sweep.mlm.md or sweep.mlm.json is written. Raises
+    OSError, UserError.
+    """
+    folder = folder_of([Path(run["out"]) for run in runs if run["out"]])
+    if folder is None:
+        return []
+    data, text = own_name(folder / JSON, is_result), own_name(folder / MARKDOWN, is_summary)
+    everything = merged(data, runs)
+    headings, rows = cells(everything)
+    best = best_of(everything)
+    write_result(
+        data,
+        {"format": FORMAT, "command": list(command), "best": best and best["out"], "runs": everything},
+    )
+    lines = [[heading.removesuffix("#") for heading in headings], ["---"] * len(headings), *rows]
+    body = "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
+    write_atomic(text, f"{SUMMARY_MARK}\n\n# Sweep\n\n{title(everything).capitalize()}.\n\n{body}\n".encode())
+    return [text, data]
+
+
+def folder_of(outs: Sequence[Path]) -> Path | None:
+    """Return the folder that holds the runs, or their folders if each job has one; None if there is none."""
+    if not outs:
+        return None
+    try:
+        folder = Path(os.path.commonpath([out.parent for out in outs]))
+    except ValueError:  # absolute and relative paths
+        return None
+    is_near = all(folder in (out.parent, out.parent.parent) for out in outs)
+    return folder if is_near and folder.is_dir() else None
+
+
+def own_name(path: Path, is_ours: Any) -> Path:
+    """Return a path that is free or ours, or else its name with .mlm before the ending."""
+    if not os.path.lexists(path) or (path.is_file() and not path.is_symlink() and is_ours(path)):
+        return path
+    return path.with_name(f"{path.stem}.mlm{path.suffix}")
+
+
+def merged(data: Path, runs: Sequence[Run]) -> list[Run]:
+    """Return the runs of an earlier table whose folders are still there, and `runs` in place of the same."""
+    earlier, mine = list[Run](), {run["out"] for run in runs}
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError):
+        found = json.loads(read_bounded(data, MAX_BYTES, "move it"))
+        known = [run for run in found["runs"] if run["out"] and run["out"] not in mine]
+        earlier = [run for run in known if Path(run["out"]).is_dir() and cells([run])]
+    return [*earlier, *runs]
+
+
+def settings_of(overrides: Sequence[str]) -> dict[str, str]:
+    """Return overrides as settings: optimizer.lr=1e-3 → {"optimizer.lr": "1e-3"}."""
+    pairs = (text.partition("=") for text in overrides)
+    return {key.lstrip("+"): show(value) for key, _, value in pairs}

@@ -1,0 +1,278 @@
+"""Checks of the settings of a training run."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlm.config.imports import OwnCodeError, imported, is_path
+from mlm.config.tree import MISSING_VALUE, leaves, out_of_range, values_of
+from mlm.data import files_present as present
+from mlm.data.blend_checks import blend_problems
+from mlm.data.config import SOURCES, DataConfig
+from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
+from mlm.models.checks import data_problem, model_problem, pretraining_problem
+from mlm.models.config import ModelConfig
+from mlm.optim.own import check_decay, check_optimizer, layout_problem
+from mlm.parallel.layout_checks import TRAIN_RULES, Launch
+from mlm.training.config import PretrainConfig
+from mlm.util.errors import Problem, has_controls, show, visible
+
+MOST_PROMPTS = 64
+MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
+
+
+def check_pretrain(
+    config: PretrainConfig, *, world_size: int | None, local_devices: int | None
+) -> list[Problem]:
+    """Problems of a pretraining run.
+
+    `world_size` is None when started plainly, `local_devices` None on CPU.
+    """
+    return pretraining_problems(config, Launch(world_size, local_devices))
+
+
+def pretraining_problems(
+    config: PretrainConfig,
+    launch: Launch,
+    *,
+    names: Mapping[str, str] | None = None,
+    fix_names: Mapping[str, str] | None = None,
+) -> list[Problem]:
+    """Problems of a pretraining run; the layout's under other names (see `layout_problems`)."""
+    found = problems_of(config, launch, TRAIN_RULES, PRETRAIN_RULES, names=names, fix_names=fix_names)
+    return [*found, *blend_problems(config.data)]
+
+
+def saved_problems(config: PretrainConfig) -> list[Problem]:
+    """Problems of the configuration in a checkpoint, which is untrusted, in itself."""
+    problems, model = list(out_of_range(config).values()), config.model
+    for key, value in values_of(config).items():
+        each = (
+            value
+            if isinstance(value, tuple)
+            else [*value, *value.values()]
+            if isinstance(value, dict)
+            else [value]
+        )
+        texts = [one for one in each if isinstance(one, str)]
+        problems += [Problem((key,), f"{text[:40]!r} is no value") for text in texts if _is_no_value(text)]
+    values = values_of(config)
+    problems += [
+        Problem((key,), f"{key}={values[key][:40]!r} is neither shipped nor an import path")
+        for key, leaf in leaves(PretrainConfig).items()
+        if leaf.shipped and values[key] not in leaf.shipped and not is_path(values[key])
+    ]
+    if model.vocab_multiple > MOST_PADDING:
+        problem = f"model.vocab_multiple={model.vocab_multiple} must be {MOST_PADDING} at most"
+        problems.append(Problem(("model.vocab_multiple",), problem))
+    if not problems and model.hidden_size % model.num_heads:
+        problem = f"model.num_heads={model.num_heads} does not divide model.hidden_size={model.hidden_size}"
+        problems.append(Problem(("model.num_heads", "model.hidden_size"), problem))
+    return [*problems, *filter(None, [model_problem(model)])]
+
+
+def _is_no_value(text: str) -> bool:
+    return "${" in text or text == MISSING_VALUE or has_controls(text)
+
+
+def optimizer_works(config: Any, _: Launch) -> Problem | None:
+    """The problem of an optimizer that cannot be built."""
+    return _own_code_problem(check_optimizer, config.optimizer)
+
+
+def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
+    """The problem of a layout at which the user's own optimizer would train otherwise."""
+    try:
+        return layout_problem(config.optimizer, config.parallel)
+    except OwnCodeError:
+        return None  # reported by `optimizer_works`
+
+
+def _decay_works(config: PretrainConfig, _: Launch) -> Problem | None:
+    return _own_code_problem(check_decay, config.schedule)
+
+
+def _dataset_exists(config: PretrainConfig, _: Launch) -> Problem | None:
+    return _own_code_problem(imported, "data.kind", config.data.kind, SOURCES.shipped, Callable)
+
+
+def _own_code_problem(check: Callable[..., object], *arguments: object) -> Problem | None:
+    try:
+        check(*arguments)
+    except OwnCodeError as error:
+        return error.problems[0]
+    return None
+
+
+def _warmup_ends(config: PretrainConfig, _: Launch) -> Problem | None:
+    schedule = config.schedule
+    end, key = schedule.decay_steps, "schedule.decay_steps"
+    if end is None:
+        end, key = config.train.steps, "train.steps"
+    warmup = schedule.warmup_end(config.train.steps)
+    if schedule.decay == "constant" or warmup < end:
+        return None
+    return Problem(
+        ("schedule.warmup_steps", "schedule.decay_steps", "train.steps"),
+        f"schedule.warmup_steps={warmup} must be below {key}={end}, where the decay ends",
+        f"use schedule.warmup_steps={end - 1} or fewer",
+    )
+
+
+def _model_is_sound(config: PretrainConfig, _: Launch) -> Problem | None:
+    return model_problem(config.model)
+
+
+def _head_is_pretrained(config: PretrainConfig, _: Launch) -> Problem | None:
+    return pretraining_problem(config)
+
+
+def _data_fits_model(config: PretrainConfig, _: Launch) -> Problem | None:
+    return data_problem(config)
+
+
+def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
+    kind, dtype = config.attention, config.precision.dtype
+    if kind not in ("flash", "cudnn"):
+        return None
+    if dtype in ("fp32", "fp64", "tf32"):
+        return Problem(
+            ("attention", "precision.dtype"),
+            f"attention={kind} needs half precision, not precision.dtype={dtype}",
+            "use attention=auto or precision=bf16",
+        )
+    model, resets = config.model, config.data.reset_attention
+    if kind == "flash" and (resets or not model.family.causal):
+        why = "data.reset_attention=true" if resets else "the padding of this model"
+        if not model.family.packs:
+            return Problem(
+                ("attention", "data.reset_attention"),
+                f"attention=flash takes no mask, which {why} needs in a model.kind={model.kind}",
+                "use attention=auto",
+            )
+        if model.attention_dropout > 0:
+            return Problem(
+                ("attention", "model.attention_dropout"),
+                f"attention=flash has no dropout (model.attention_dropout={model.attention_dropout:g}) for "
+                f"sequences of several lengths, which {why} makes",
+                "use attention=auto or model.attention_dropout=0",
+            )
+    return None
+
+
+def _accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
+    parallel, dtype = config.parallel, config.precision.dtype
+    reasons = {
+        "zero": (parallel.zero > 0, "keeps gradients elsewhere", "zero=0"),
+        "recompute": (parallel.recompute == "full", "computes layers anew", "recompute=selective"),
+        "precision.dtype": (dtype == "fp8", "has no product that adds", "precision=bf16"),
+    }
+    if not config.fuse_accumulation:
+        return None
+    for key, (applies, why, fix) in reasons.items():
+        if applies:
+            said = f"fuse_accumulation=true does not go with {key}={values_of(config)[key]}, which {why}"
+            return Problem(("fuse_accumulation", key), said, f"use fuse_accumulation=false or {fix}")
+    return None
+
+
+def _graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
+    parallel = config.parallel
+    allowed: dict[str, tuple[bool, str]] = {
+        "compile": (config.compile is not False, "compile=true"),
+        "tp": (parallel.tp == 1, "tp=1"),
+        "cp": (parallel.cp == 1, "cp=1"),
+        "pp": (parallel.pp == 1, "pp=1"),
+        "vp": (parallel.vp == 1, "vp=1"),
+        "pipeline": (parallel.pipeline == "1f1b", "pipeline=1f1b"),
+        "zero": (parallel.zero == 0, "zero=0"),
+        "recompute": (parallel.recompute != "full", "recompute=selective"),
+        "fuse_accumulation": (not config.fuse_accumulation, "fuse_accumulation=false"),
+        "deterministic": (not config.deterministic, "deterministic=false"),
+    }
+    if not config.cuda_graphs:
+        return None
+    for key, (sound, fix) in allowed.items():
+        if not sound:
+            said = f"cuda_graphs=true does not go with {key}={show(values_of(config)[key])}"
+            return Problem(("cuda_graphs", key), said, f"use cuda_graphs=false or {fix}")
+    return None
+
+
+def _context_can_be_split(config: PretrainConfig, _: Launch) -> Problem | None:
+    return context_problem(config.parallel.cp, config.model, config.data)
+
+
+def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | None:
+    """Return the problem of a model or its documents that cp ranks cannot split; None if they can."""
+    if cp == 1:
+        return None
+    if not model.family.splits_sequences:
+        why = f"model.kind={model.kind} has no attention over sequences that ranks split"
+        return Problem(("cp", "model.kind"), f"cp={cp}: {why}", "use cp=1")
+    if data.reset_attention:
+        why = "data.reset_attention=true keeps documents apart, which attention over cp ranks does not"
+        return Problem(("cp", "data.reset_attention"), f"cp={cp}: {why}", "use cp=1")
+    return None
+
+
+def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | None:
+    prompts, key, every = config.train.sample_prompts, "train.sample_prompts", "train.validate_every"
+    if not prompts:
+        return None
+    if not config.model.family.causal:
+        why = f"model.kind={config.model.kind} does not read from left to right"
+        return Problem((key, "model.kind"), f"{key}: {why}", f"remove {key}")
+    if not config.train.validate_every:
+        why = f"{every}=0 validates never, and samples are drawn at validations"
+        return Problem((key, every), f"{key}: {why}", f"set {every}=1000, or remove {key}")
+    if len(prompts) > MOST_PROMPTS:
+        return Problem((key,), f"{key}: {len(prompts)} prompts; {MOST_PROMPTS} is the limit", "choose some")
+    for number, prompt in enumerate(prompts, start=1):
+        named = f"{key}: prompt {number}"
+        if not prompt:
+            return Problem((key,), f"{named} is empty", 'name a text, such as "The"')
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            return Problem((key,), f"{named} ({visible(prompt[:40])}) is no UTF-8", "convert it")
+        if _is_no_value(prompt):
+            why = "has control characters, or is no value of a configuration"
+            return Problem((key,), f"{named} ({visible(prompt[:40])}) {why}", "use text without them or ${")
+    return None
+
+
+def _corpus_exists(config: PretrainConfig, _: Launch) -> Problem | None:
+    return present.corpus(config.data)
+
+
+def _corpus_extras_exist(config: PretrainConfig, _: Launch) -> Problem | None:
+    return present.corpus_extras(config.data)
+
+
+def _checkpoint_exists(config: PretrainConfig, _: Launch) -> Problem | None:
+    return present.checkpoint(config.ckpt)
+
+
+OWN_CODE_RULES = (optimizer_works, optimizer_fits_layout, _decay_works, _dataset_exists)
+"""Conditions of the user's own code beside the model's family."""
+SETTINGS_RULES = (
+    _warmup_ends,
+    lr_falls,
+    loss_scale_can_fall,
+    _model_is_sound,
+    *OWN_CODE_RULES,
+    _head_is_pretrained,
+    _data_fits_model,
+    _attention_serves,
+    _accumulation_fuses,
+    _graphs_replay,
+    _context_can_be_split,
+    _prompts_can_be_continued,
+)
+"""Conditions of the settings alone."""
+PRETRAIN_RULES = (
+    devices_exist,
+    stages_exist,
+    *SETTINGS_RULES,
+    _corpus_exists,
+    _corpus_extras_exist,
+    _checkpoint_exists,
+)

@@ -1,0 +1,159 @@
+"""Settings of a training run: every section that a rank needs."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, SEED, Also, Bound, CheckpointPath, Forbid, OutFolder
+from mlm.data.config import DataConfig, MicroBatchSize
+from mlm.launch.config import DistConfig
+from mlm.models.config import ModelConfig
+from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.tracking.config import LogConfig
+
+SAMPLE_TOKENS = Bound(lambda x: 0 < x <= 4096, "1 to 4096")
+TEMPERATURE = Bound(lambda x: 0 <= x <= 100, "0 to 100")
+AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
+
+
+FALSE_ALARM = Bound(
+    lambda x: 0 <= x < 1 or x >= 1000, "1000 or more clean steps for a false alarm, or 0 for no outliers"
+)
+"""A number such as 10 is one of deviations, as other programs count: it would be an alarm every ten steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Length of training, batch sizes and validation."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    steps: Annotated[
+        int,
+        POSITIVE,
+        Also("max_iters", "max_steps", "train_iters", "num_steps", "iterations", "num_train_steps"),
+    ] = 300_000
+    """Optimizer steps."""
+    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size", "gradient_accumulation_steps")] = 512
+    """Samples per step over all data-parallel ranks. A multiple of dp * micro_batch_size."""
+    micro_batch_size: MicroBatchSize = 8
+    """Samples one rank runs through the model at once, B; the rest are accumulated."""
+    validate_every: Annotated[
+        int, NOT_NEGATIVE, Also("eval_interval", "eval_steps", "val_interval", "val_every")
+    ] = 1000
+    """Steps between validations; 0 turns them off. The last step is validated too."""
+    validate_batches: Annotated[int, POSITIVE, Also("eval_iters")] = 10
+    """Global batches of validation samples per validation."""
+    sample_prompts: tuple[str, ...] = ()
+    """Texts that the model continues at each validation, at most 64: sample_prompts=["The","ROMEO:"]. What it
+    writes is in metrics.jsonl and in `mlm report`. Of models that read from left to right."""
+    sample_tokens: Annotated[int, SAMPLE_TOKENS] = 40
+    """New tokens of each prompt, at most 4096. A pass each, as of a validation's micro-batch."""
+    sample_temperature: Annotated[float, TEMPERATURE] = 0.0
+    """Draws below 1 prefer the probable tokens, above 1 the improbable; 0 takes the most probable one. Draws
+    are a function of `seed`, and do not change the training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to save and what to keep."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    save_every: Annotated[int, NOT_NEGATIVE, Also("save_interval", "save_steps")] = 1000
+    """Steps between checkpoints; 0 saves only the last."""
+    keep_last: Annotated[int, POSITIVE] = 2
+    """Newest checkpoints kept."""
+    keep_every: Annotated[int, NOT_NEGATIVE] = 0
+    """Checkpoints at multiples of this step are never deleted; 0 keeps none for ever."""
+    resume: bool = True
+    """Continue from the newest whole checkpoint in `out`; false rejects an `out` that already holds one."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it while training continues; false waits for the disk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IncidentConfig:
+    """Steps that go wrong, which leave a folder in out/incidents that `mlm replay` reads."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    action: Literal["log", "skip", "rewind", "stop"] = "log"
+    """Action after an incident: log only reports it; skip leaves out the update; rewind returns to the last
+    good checkpoint, from the same incident to the one before, and leaves out the samples of the step; stop
+    ends the run. Updates by gradients that are not finite are always left out."""
+    threshold: Annotated[float, FALSE_ALARM] = 1e6
+    """Steps in which a clean run reaches a loss or gradient norm once, by the tail of recent steps: such a
+    number is an incident. 0 looks for numbers that are not finite only; between 0 and 1 each high number is
+    one, for trials."""
+    window: Annotated[int, POSITIVE] = 512
+    """Recent steps from which that tail is estimated; the first 32 are not judged."""
+    patience: Annotated[int, NOT_NEGATIVE] = 8
+    """Steps in a row without finite gradients after which the run has diverged and ends; 0 never ends it."""
+    keep: Annotated[int, NOT_NEGATIVE] = 16
+    """Most incidents recorded in a run folder; later ones are a line in the log. Outliers and slow ranks may
+    take half of the places: the others are left to numbers that are not finite and bits that differ."""
+    rewinds: Annotated[int, NOT_NEGATIVE] = 8
+    """Most returns to a checkpoint; further incidents end the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckConfig:
+    """Comparisons that find silent corruption and slow ranks during training."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    every: Annotated[int, NOT_NEGATIVE] = 500
+    """Steps between comparisons of what must be equal bit for bit on several ranks; 0 never compares."""
+    repeat: bool | None = None
+    """Compute the step twice then, and compare; null does where kernels repeat every bit: on a CPU, and on a
+    GPU with deterministic=true."""
+    ranks_every: Annotated[int, NOT_NEGATIVE] = 100
+    """Steps between lines that name the slowest rank and what it spends time on; 0 for none."""
+    slow_factor: Annotated[float, POSITIVE] = 2.0
+    """A rank that is busy this many times as long as the median of the others is an incident."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainConfig:
+    """The run spec of `mlm pretrain`: everything a rank needs to know."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    name: str
+    """Name of the run; the default of `out` is runs/{name}."""
+    out: OutFolder
+    """Run directory: config, checkpoints, metrics.jsonl, curves."""
+    seed: Annotated[int, SEED] = 1234
+    """Weights, dropout and sample order are functions of it."""
+    ckpt: CheckpointPath | None = None
+    """Checkpoint or run directory to take initial weights and optimizer state from, or a model folder of
+    transformers, for its weights."""
+    compile: Annotated[bool | None, Also("torch_compile")] = None
+    """torch.compile each transformer layer; null does on a GPU that has a compiler."""
+    attention: Annotated[AttentionKernel, Also("attn_implementation", "use_flash_attn", "flash")] = "auto"
+    """Kernel of attention on a GPU; auto takes the first that can: cudnn (first on H100 and later; only where
+    all micro-batches have one shape), flash, efficient, math. With flash, padding and data.reset_attention
+    cost no bias: sequences are packed."""
+    deterministic: Annotated[bool, Also("deterministic_mode")] = False
+    """Kernels that repeat every bit, where a GPU's fastest (attention's backward pass) do not; an operation
+    without one is an error. CPUs repeat theirs anyway."""
+    fuse_accumulation: Annotated[bool, Also("gradient_accumulation_fusion")] = False
+    """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it."""
+    cuda_graphs: bool = False
+    """Replay each compiled layer's launches as a CUDA graph: the host launches a layer at once, not some 100
+    kernels. Of one rank's layers (tp=1, pp=1); off until a GPU has shown what it gains."""
+    profile: bool = False
+    """Write a trace of a few steps with named phases to out/profile, for Perfetto or chrome://tracing."""
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    incident: IncidentConfig = field(default_factory=IncidentConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
+    dist: DistConfig = field(default_factory=DistConfig)

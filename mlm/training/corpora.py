@@ -1,0 +1,288 @@
+"""The corpora a run spec names: one, or several that are blended."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlm.config.imports import OwnCodeError, imported
+from mlm.data.blend import BlendedDataset
+from mlm.data.blend_checks import entry, names, shares
+from mlm.data.blend_history import History, Segment, Source, continue_history, known_digest, needed, seed_of
+from mlm.data.config import SOURCES, DataConfig
+from mlm.data.files_present import training_prefix
+from mlm.data.indexed import IndexedDataset, bin_path, idx_path
+from mlm.data.own_dataset import CheckedDataset
+from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
+from mlm.data.sampler import Dataset
+from mlm.data.tokenizer import Tokenizer
+from mlm.training.config import PretrainConfig
+from mlm.training.documents import document_problems
+from mlm.util.atomic import digest_bytes, digest_file, sampled_digest
+
+SYNTHETIC_VALIDATION_SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus to train on."""
+
+    name: str
+    """Name in logs."""
+    train: Path
+    """Prefix of its training .bin/.idx."""
+    validation: Path | None
+    """Prefix of its validation set, None where there is none."""
+    weight: float | None
+    """As it was given; None means by its tokens."""
+    tokenizer: Path | None
+    """Its tokenizer.json, None where there is none."""
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Validation samples of one corpus."""
+
+    name: str
+    """Of the corpus; empty for the only one."""
+    windows: Dataset
+    weight: float
+    """Its part in the loss of the blend."""
+
+
+def train_prefix(data: DataConfig) -> Path:
+    """Prefix of the training .bin/.idx of a run on one corpus."""
+    assert data.train is not None or data.path is not None, "checked with the configuration"
+    return Path(data.train) if data.train is not None else training_prefix(str(data.path))
+
+
+def corpora(data: DataConfig) -> list[Corpus]:
+    """Corpora of data.blend in its order, or the one corpus there is; none for synthetic data."""
+    if data.kind != "indexed":
+        return []
+    if not data.blend:
+        prefix = train_prefix(data)
+        return [Corpus(names([prefix])[0], prefix, validation_prefix(data), None, tokenizer_path(data))]
+    entries = [entry(text) for text in data.blend]
+    return [
+        Corpus(name, e.prefix, _beside(e.prefix, "validation"), e.weight, _tokenizer_of(e.prefix))
+        for name, e in zip(names([e.prefix for e in entries]), entries, strict=True)
+    ]
+
+
+def validation_prefix(data: DataConfig) -> Path | None:
+    """Prefix of the validation .bin/.idx of a run on one corpus, or of the one it names; None without."""
+    if data.validation is not None:
+        return Path(data.validation)
+    return _beside(training_prefix(data.path), "validation") if data.path is not None else None
+
+
+def tokenizer_path(data: DataConfig) -> Path | None:
+    """tokenizer.json of the corpus, of a blend that of its first which has one; None where there is none."""
+    if data.tokenizer is not None:
+        return Path(data.tokenizer)
+    if data.blend and data.kind == "indexed":
+        return next((corpus.tokenizer for corpus in corpora(data) if corpus.tokenizer is not None), None)
+    return _tokenizer_of(training_prefix(data.path)) if data.path is not None else None
+
+
+def _beside(train: Path, part: str) -> Path | None:
+    """Another part of the folder of a training part."""
+    prefix = train.with_name(part)
+    return prefix if train.name == "train" and idx_path(prefix).exists() else None
+
+
+def _tokenizer_of(train: Path) -> Path | None:
+    path = train.with_name("tokenizer.json")
+    return path if path.exists() else None
+
+
+def corpus_problems(config: PretrainConfig) -> list[str]:
+    """Problems of a run's corpora, a line each; read before any rank starts."""
+    problems, found = [], corpora(config.data)
+    vocab_size, seq_length = config.model.vocab_size, config.data.seq_length
+    family, tokenizer = config.model.family, tokenizer_path(config.data)
+    for corpus in found:
+        problems += check_corpus(
+            corpus.train,
+            vocab_size=vocab_size,
+            seq_length=seq_length,
+            # a small corpus of a blend may go through several epochs in a step
+            min_samples=1 if config.data.blend else config.train.global_batch_size,
+        )
+    if config.train.validate_every:
+        for prefix in validation_prefixes(config.data).values():
+            problems += check_corpus(prefix, vocab_size=vocab_size, seq_length=1, min_samples=1)
+    return [
+        *(problems or problems_between(found)),
+        *document_problems(config),
+        *(family.corpus_problems(config.model, [c.train for c in found], tokenizer) if found else []),
+    ]
+
+
+def problems_between(found: Sequence[Corpus]) -> list[str]:
+    """Corpora that cannot be blended: copies of one, or made with different tokenizers."""
+    problems, seen = list[str](), dict[str, Corpus]()
+    sizes = [idx_path(corpus.train).stat().st_size for corpus in found]
+    for corpus, size in zip(found, sizes, strict=True):
+        if sizes.count(size) == 1:
+            continue  # copies have indices of one size; only those are read
+        source = source_of(corpus)
+        first = seen.setdefault(f"{source.digest} {source.tokens}", corpus)
+        if first is not corpus:
+            problems.append(
+                f"data.blend: {first.train} and {corpus.train} are copies of one corpus; name one of them, "
+                "with the sum of the weights"
+            )
+    made_with = [(corpus, digest) for corpus in found if (digest := source_facts(corpus)["tokenizer"])]
+    for corpus, digest in made_with[1:]:
+        first, known = made_with[0]
+        if digest != known:
+            problems.append(
+                f"data.blend: {corpus.train} was written with the tokenizer {digest}, {first.train} with "
+                f"{known}; build both with one tokenizer, or leave one out"
+            )
+    return problems
+
+
+def source_of(corpus: Corpus, weight: float = 1.0) -> Source:
+    """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
+    digest = digest_file(idx_path(corpus.train))
+    source = Source(
+        name=corpus.name,
+        path=str(corpus.train),
+        digest=digest,
+        sampled=sampled_digest(bin_path(corpus.train)),
+        weight=weight,
+    )
+    return replace(source, **source_facts(corpus))
+
+
+def source_facts(corpus: Corpus) -> dict[str, Any]:
+    """Digests a corpus's receipt gives: of the .bin, of the receipt, of the recipe and of the tokenizer."""
+    receipt = read_receipt(corpus.train.parent) or {}
+    entry_of_bin = receipt.get("files", {}).get(bin_path(corpus.train).name)
+    if entry_of_bin is None:  # no receipt, or one of other files
+        return {"tokens": "", "receipt": "", "recipe": "", "tokenizer": ""}
+    recipe = receipt.get("recipe")
+    return {
+        "tokens": known_digest(entry_of_bin.get("digest")),
+        "receipt": digest_file(corpus.train.with_name(RECEIPT)),
+        "recipe": digest_bytes(json.dumps(recipe, sort_keys=True).encode()) if recipe else "",
+        "tokenizer": known_digest(receipt.get("tokenizer")),
+    }
+
+
+def sources(data: DataConfig) -> tuple[Source, ...]:
+    """The corpora of a run with their shares. Reads the indices whole. Raises UserError, OSError."""
+    found = corpora(data)
+    if len(found) < 2:
+        return tuple(source_of(corpus) for corpus in found)
+    weights = [
+        float(IndexedDataset(corpus.train).num_tokens) if corpus.weight is None else corpus.weight
+        for corpus in found
+    ]
+    return tuple(
+        replace(source_of(corpus, share), order=1)
+        for corpus, share in zip(found, shares(weights), strict=True)
+    )
+
+
+def train_dataset(config: PretrainConfig, num_samples: int, history: History = ()) -> Dataset:
+    """The training samples of the run up to number `num_samples`.
+
+    They follow the newest segment of `history`; without one the run begins.
+    """
+    data = config.data
+    if data.kind != "indexed":
+        return dataset_without_corpus(config, num_samples, config.seed)
+    segment = (history or continue_history((), sources(data), 0))[-1]
+    datasets = [
+        corpus_samples(config, corpus.train, count, seed_of(source, config.seed))
+        for corpus, source, count in zip(
+            corpora(data), segment.sources, needed(segment, num_samples), strict=True
+        )
+    ]
+    if is_plain(segment):
+        return datasets[0]
+    return BlendedDataset(
+        datasets,
+        [source.weight for source in segment.sources],
+        num_samples=num_samples,
+        from_sample=segment.from_sample,
+        first=[source.first for source in segment.sources],
+    )
+
+
+def dataset_without_corpus(
+    config: PretrainConfig, num_samples: int, seed: int, *, validation: bool = False
+) -> Dataset:
+    """Return samples that are random, or of the user's own dataset. Raises OwnCodeError (a UserError)."""
+    data, vocab_size = config.data, config.model.vocab_size
+    if data.kind == "synthetic":
+        return config.model.family.samples.synthetic(data, vocab_size, num_samples, seed)
+    dataset = own_dataset(data)(
+        data, vocab_size=vocab_size, num_samples=num_samples, seed=seed, validation=validation
+    )
+    if not (hasattr(dataset, "gather") and hasattr(dataset, "__len__")):
+        returned = "returned " + ("None" if dataset is None else f"a {type(dataset).__name__}")
+        raise OwnCodeError(f"data.kind={data.kind}: {returned}; return a Dataset (mlm/data/sampler.py)")
+    noun = "validation sample" if validation else "sample"
+    return CheckedDataset(dataset, data.kind, vocab_size, data.seq_length, noun)
+
+
+def own_dataset(data: DataConfig) -> Callable[..., Dataset]:
+    """Return the function that data.kind names. Raises OwnCodeError (a UserError) if there is none."""
+    function: Callable[..., Dataset] = imported("data.kind", data.kind, SOURCES.shipped, Callable)
+    return function
+
+
+def is_plain(segment: Segment) -> bool:
+    """True if the samples of the run are those of one corpus, index for index."""
+    return len(segment.sources) == 1 and segment.sources[0].first == segment.from_sample
+
+
+def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int, seed: int) -> Dataset:
+    """Return the training samples of one corpus."""
+    data = config.data
+    return config.model.family.samples.train(
+        data,
+        prefix,
+        samples_tokenizer(config),
+        num_samples,
+        seed=seed,
+        cache=Path(data.cache) if data.cache is not None else prefix.parent / "index-cache",
+    )
+
+
+def samples_tokenizer(config: PretrainConfig) -> Tokenizer | None:
+    """Return the tokenizer that samples depend on; None if they depend on none, or there is none."""
+    path = tokenizer_path(config.data)
+    return Tokenizer.load(path) if path is not None and config.model.family.check_tokenizer else None
+
+
+def validation_prefixes(data: DataConfig) -> dict[str, Path]:
+    """Prefix of each corpus's validation set under its name; of the only one, or a given one, under ""."""
+    if data.kind != "indexed":
+        return {}
+    if data.validation is not None or not data.blend:
+        prefix = validation_prefix(data)
+        return {} if prefix is None else {"": prefix}
+    return {c.name: c.validation for c in corpora(data) if c.validation is not None}
+
+
+def validation_sets(config: PretrainConfig, history: History = ()) -> list[ValidationSet]:
+    """Validation sets; empty where there is none. Weights are those of the newest blend."""
+    data, samples = config.data, config.model.family.samples
+    if data.kind != "indexed":
+        windows = dataset_without_corpus(
+            config, SYNTHETIC_VALIDATION_SAMPLES, config.seed + 1, validation=True
+        )
+        return [ValidationSet("", windows, 1.0)]
+    weights = {source.name: source.weight for source in history[-1].sources} if history else {}
+    tokenizer = samples_tokenizer(config)
+    return [
+        ValidationSet(name, samples.validation(data, prefix, tokenizer), weights.get(name, 1.0))
+        for name, prefix in validation_prefixes(data).items()
+    ]

@@ -1,0 +1,181 @@
+"""The identity of a run: what may not change between its first step and its last, and a record of what did.
+
+Every key of the run spec has one kind (KINDS). A resumed run is compared with its checkpoint's record: all
+differences of its identity are errors, allowed changes are recorded in the checkpoint. Data is compared by
+content, in resume.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any
+
+from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
+from mlm.config.build import to_dict
+from mlm.config.tree import HOISTED, flatten
+from mlm.models.config import ModelConfig
+from mlm.training.config import PretrainConfig
+from mlm.training.documents import SWITCHES, with_eod
+from mlm.util.errors import Problem, show, spelled
+
+MAX_CHANGES = 1000
+"""Changes that a checkpoint records, the newest ones."""
+
+
+class Kind(Enum):
+    """Treatment of a key whose value differs from the checkpoint's."""
+
+    IDENTITY = "error: the run would be another one"
+    DATA = "compared by content; data.change=true allows another"
+    RECORDED = "allowed, logged and recorded in the checkpoint"
+    FREE = "allowed: no number of the run depends on it"
+
+
+def _keys(kind: Kind, keys: str, section: str = "") -> dict[str, Kind]:
+    return {f"{section}{key}": kind for key in keys.split()}
+
+
+KINDS: dict[str, Kind] = {
+    **_keys(Kind.IDENTITY, "seed"),
+    **_keys(
+        Kind.IDENTITY,
+        "kind num_layers hidden_size num_heads ffn_hidden_size max_positions vocab_size hidden_dropout "
+        "attention_dropout init_std layer_norm_eps norm activation token_types head num_labels options",
+        "model.",
+    ),
+    **_keys(
+        Kind.IDENTITY,
+        "kind seq_length reset_positions reset_attention mask_eod_loss masked_lm_prob short_seq_prob "
+        "max_ngram eod_id",
+        "data.",
+    ),
+    **_keys(Kind.DATA, "path train blend tokenizer", "data."),
+    **_keys(
+        Kind.RECORDED, "compile attention deterministic fuse_accumulation cuda_graphs model.vocab_multiple"
+    ),
+    **_keys(Kind.RECORDED, "tp cp pp vp dp sequence_parallel tp_overlap pipeline zero zero_reduce recompute"),
+    **_keys(Kind.IDENTITY, "kind", "optimizer."),
+    **_keys(Kind.RECORDED, "lr betas eps weight_decay clip_grad_norm options", "optimizer."),
+    **_keys(Kind.RECORDED, "decay warmup_steps warmup decay_steps min_lr options", "schedule."),
+    **_keys(Kind.RECORDED, "dtype cast initial_loss_scale min_loss_scale loss_scale_window", "precision."),
+    **_keys(Kind.RECORDED, "steps global_batch_size micro_batch_size", "train."),
+    **_keys(Kind.RECORDED, "action threshold window patience rewinds", "incident."),
+    **_keys(Kind.FREE, "incident.keep profile"),
+    **_keys(Kind.FREE, "every repeat ranks_every slow_factor", "check."),
+    **_keys(Kind.FREE, "name out ckpt data.validation data.cache data.change"),
+    **_keys(Kind.FREE, "validate_every validate_batches", "train."),
+    **_keys(Kind.FREE, "sample_prompts sample_tokens sample_temperature", "train."),
+    **_keys(Kind.FREE, "save_every keep_last keep_every resume asynchronous", "checkpoint."),
+    **_keys(Kind.FREE, "every live timeline_every tensorboard wandb_project", "log."),
+    **_keys(
+        Kind.FREE,
+        "device backend timeout_s checkpoint_timeout_s threads_per_rank master_port peak_tflops",
+        "dist.",
+    ),
+}
+"""The kind of every key of PretrainConfig, as typed."""
+
+FUNCTION_KEYS = tuple(
+    f"model.{each.name}"
+    for each in fields(ModelConfig)
+    if each.name not in ("hidden_dropout", "attention_dropout", "init_std", "vocab_multiple")
+)
+"""Keys that the function a model computes depends on: those of weights that a fresh run begins with."""
+SAMPLE_KEYS = ("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram")
+"""Keys that count only for families whose samples they shape."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """Past that a run continues; checkpoints carry it."""
+
+    lineage: Lineage = field(default_factory=Lineage)
+    changes: tuple[dict[str, Any], ...] = ()
+    """Allowed changes so far: step, key, from, to."""
+
+    def encode(self, saved_at: float) -> dict[str, Any]:
+        """As JSON values, for a checkpoint saved now."""
+        lineage = replace(self.lineage, saved_at=saved_at)
+        return {**lineage.encode(), "changes": list(self.changes)}
+
+    def after(self, save: Save) -> "Past":
+        """The past of the next checkpoint."""
+        return replace(self, lineage=replace(self.lineage, ancestors=self.lineage.after(save)))
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A run spec as saved, by keys as they are typed; a width that is the default is null."""
+    found = {key.removeprefix(f"{HOISTED}."): value for key, value in flatten(dict(config)).items()}
+    width = found.get("model.hidden_size")
+    if isinstance(width, int) and found.get("model.ffn_hidden_size") == 4 * width:
+        found["model.ffn_hidden_size"] = None
+    return found
+
+
+def now_of(config: PretrainConfig) -> dict[str, Any]:
+    """This run's spec, by keys as they are typed. Raises UserError as `with_eod` does."""
+    return flat(to_dict(replace(config, data=with_eod(config.data))))
+
+
+def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) -> list[str]:
+    """Every key of the identity in which a spec differs from the saved one of `run`, a line each.
+
+    Keys that an older version did not save are not compared.
+    """
+    now, then = now_of(config), flat(saved)
+    return [
+        f"{key}={show(now[key])}: {run} was trained with {show(then[key])}; "
+        f"set {key}={show(then[key])}, or another out=…"
+        for key, kind in KINDS.items()
+        if kind is Kind.IDENTITY and key in then and now[key] != then[key] and _counts(key, config)
+    ]
+
+
+def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str) -> list[str]:
+    """The problem of a model that is another function than that of the weights it would begin with."""
+    now, then = now_of(config), flat(saved)
+    other = {key: then[key] for key in FUNCTION_KEYS if key in then and now[key] != then[key]}
+    if len(other) < 2:
+        return [
+            f"{key}={show(now[key])}: the weights in {path} are of a model with {show(value)}; "
+            f"set {key}={show(value)}, or another ckpt=…"
+            for key, value in other.items()
+        ]
+    typed = spelled({key: now[key] for key in other})
+    problem = f"{typed}: the weights in {path} are of another model"
+    fix = f"choose no model=…, which takes the checkpoint's, or set {spelled(other)}"
+    return [Problem(other, problem, fix)]
+
+
+def _counts(key: str, config: PretrainConfig) -> bool:
+    """True if the run depends on the key at all: masking is BERT's, an end of documents that of switches."""
+    if key in SAMPLE_KEYS:
+        return key in config.model.family.data_keys
+    if key == "data.eod_id":
+        return any(getattr(config.data, switch) for switch in SWITCHES)
+    return True
+
+
+def changes_since(config: PretrainConfig, saved: Mapping[str, Any], step: int) -> tuple[dict[str, Any], ...]:
+    """Allowed changes that numbers depend on, as a checkpoint records them."""
+    now, then = now_of(config), flat(saved)
+    return tuple(
+        {"step": step, "key": key, "from": then[key], "to": now[key]}
+        for key, kind in KINDS.items()
+        if kind is Kind.RECORDED and key in then and now[key] != then[key]
+    )
+
+
+def changes_line(changes: tuple[dict[str, Any], ...]) -> str:
+    """Changes as one line."""
+    each = ", ".join(f"{c['key']} {show(c['from'])} → {show(c['to'])}" for c in changes)
+    return f"changed at step {changes[0]['step']:,}: {each}"
+
+
+def recorded_changes(state: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The changes that a checkpoint records; none of an older version."""
+    said = state.get(LINEAGE)
+    found = said.get("changes") if isinstance(said, dict) else None
+    if not isinstance(found, list) or len(found) > MAX_CHANGES:
+        return ()
+    return tuple(change for change in found if isinstance(change, dict))

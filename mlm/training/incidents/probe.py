@@ -1,0 +1,218 @@
+"""Statistics of a step's tensors, by hooks while the step is repeated; other steps cost nothing.
+
+Shapes: S sequence, B micro-batch, H features. With sequence parallelism S is S/t.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlm.parallel.context.zigzag import own_places
+from mlm.parallel.mesh import CPU
+from mlm.training.incidents.recent import deviations
+from mlm.training.kernels import compiles
+from mlm.training.trainer import Trainer
+
+WEIGHT, INPUT, OUTPUT, GRADIENT, WEIGHT_GRADIENT = "weight", "input", "output", "gradient", "weight gradient"
+FEWEST_SAMPLES = 4
+"""Samples of a rank from which one of them can be an outlier."""
+FAR = 10.0
+"""Robust standard deviations from the others that make a sample an outlier of its step."""
+
+
+@dataclass
+class Row:
+    """One tensor in all micro-batches of the step, on this rank."""
+
+    what: str
+    """Its kind: weight, input or output of a module, gradient of the output, weight gradient."""
+    name: str
+    """Module, or parameter."""
+    order: tuple[int, int, int]
+    """Its place in the order of computation: weights, forward, backward."""
+    elements: int = 0
+    bad: int = 0
+    """Elements that are not finite."""
+    square: float = 0.0
+    """Sum of squares of the finite elements."""
+    largest: float = 0.0
+    """Largest magnitude of a finite element."""
+    micro_batch: int | None = None
+    """First sample of the first micro-batch with an element that is not finite; so are the next two."""
+    sample: int | None = None
+    position: int | None = None
+    norms: dict[int, float] = field(default_factory=dict)
+    """Norm of each sample's part."""
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON values."""
+        norm = math.sqrt(self.square)
+        return {
+            "tensor": self.what,
+            "name": self.name,
+            "norm": norm if math.isfinite(norm) else None,
+            "largest": self.largest,
+            "not_finite": self.bad / max(1, self.elements),
+            **({"sample": self.sample, "position": self.position} if self.sample is not None else {}),
+        }
+
+    def place(self) -> dict[str, Any]:
+        """Its tensor with the first sample and position that are not finite."""
+        found = {"tensor": self.what, "name": self.name, "order": list(self.order)}
+        return {**found, "sample": self.sample, "position": self.position, "share": self.bad / self.elements}
+
+
+def sample_of(batch: Any, row: int, position: int | None = None) -> int:
+    """Return the number of the sample in a row of a micro-batch: its own, where it has more than a count."""
+    if own := getattr(batch, "sample", None):
+        return int(own(row, position))
+    return int(batch.first_sample) + row
+
+
+class _Noted:
+    """An objective that reports which micro-batch is in its forward pass."""
+
+    def __init__(self, inner: Any, probe: "Probe") -> None:
+        self.inner, self.probe = inner, probe
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def output(self, chunk: Any, batch: Any, *rest: Any) -> Tensor:
+        self.probe.batch = batch
+        y: Tensor = self.inner.output(chunk, batch, *rest)
+        if chunk.stage.is_last:
+            self.probe.look(OUTPUT, "loss", (1, len(self.probe.modules), 0), y, batch)
+        self.probe.batch = None  # backward may run layers again: those are not seen
+        return y
+
+
+class Probe:
+    """Repeats a step's forward and backward passes and looks at every tensor between its modules.
+
+    Gradients hold the same numbers afterwards. Collective over all ranks.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.batch: Any = None
+        self.rows: dict[tuple[str, str], Row] = {}
+        with torch.device("meta"):  # names of all stages in their order, on every rank
+            whole = trainer.config.model.family.model(trainer.config.model, tp=trainer.ctx.tp)
+        leaves = [name for name, module in whole.named_modules() if name and not list(module.children())]
+        self.modules = {name: number for number, name in enumerate(leaves)}
+        self.parameters = {name: number for number, (name, _) in enumerate(whole.named_parameters())}
+
+    def run(self, batches: Sequence[Any]) -> Tensor:
+        """Repeat the step and return this rank's share of its parts."""
+        trainer = self.trainer
+        for shard in trainer.shards:
+            self.look(WEIGHT, shard.name, (0, self._number(shard.name), 0), shard.parameter)
+        with self._watching():
+            parts = trainer.forward_backward(batches)
+        for shard in trainer.shards:
+            if shard.parameter.grad is not None:
+                order = (3, -self._number(shard.name), 0)
+                self.look(WEIGHT_GRADIENT, shard.name, order, shard.parameter.grad)
+        return parts
+
+    def _number(self, name: str) -> int:
+        return self.parameters.get(name, len(self.parameters))
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        trainer = self.trainer
+        before, report = trainer.objective, trainer.on_micro_batch
+        trainer.objective = _Noted(before, self)
+        trainer.on_micro_batch = lambda number, count: None
+        handles = []
+        for chunk in trainer.model.chunks:
+            for name, module in chunk.named_modules():
+                if name in self.modules:
+                    handles.append(module.register_forward_hook(self._hook(name)))
+        compiled = compiles(trainer.config.compile, trainer.ctx.device)
+        try:
+            with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+                yield
+        finally:
+            trainer.objective, trainer.on_micro_batch = before, report
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        number = self.modules[name]
+
+        def seen(_module: nn.Module, inputs: Any, output: Any) -> None:
+            batch = self.batch
+            if batch is None:
+                return
+            if inputs and isinstance(inputs[0], Tensor):
+                self.look(INPUT, name, (1, number, 0), inputs[0], batch)
+            if isinstance(output, Tensor):
+                self.look(OUTPUT, name, (1, number, 1), output, batch)
+                if output.requires_grad:
+                    order = (2, -number, 0)
+                    output.register_hook(lambda grad: self.look(GRADIENT, name, order, grad, batch))
+
+        return seen
+
+    @torch.no_grad()
+    def look(self, what: str, name: str, order: tuple[int, int, int], x: Tensor, batch: Any = None) -> None:
+        """Add a tensor to the statistics."""
+        if not x.is_floating_point() or not x.numel():
+            return
+        row = self.rows.setdefault((what, name), Row(what, name, order))
+        finite = x.isfinite()
+        clean = torch.where(finite, x, 0).to(torch.float64 if x.device.type == "cpu" else torch.float32)
+        bad = int((~finite).sum())
+        row.elements += x.numel()
+        row.square += float(clean.square().sum())
+        row.largest = max(row.largest, float(clean.abs().max()))
+        by_sample = batch is not None and x.dim() == 3 and x.shape[1] == len(batch.tokens)
+        if by_sample:
+            for number, norm in enumerate(clean.square().sum((0, 2)).sqrt().tolist()):
+                row.norms[sample_of(batch, number)] = norm
+        if bad and not row.bad and batch is not None:
+            row.micro_batch = batch.first_sample
+            if by_sample:
+                where = (~finite).any(2).nonzero()[0].tolist()  # [position, sample in the micro-batch]
+                ctx, rows, length = self.trainer.ctx, x.shape[0], batch.tokens.shape[1]
+                first = ctx.tp.rank * rows if rows < length // ctx.cp.size else 0
+                row.position = int(own_places(length, ctx.cp, CPU)[first + where[0]])
+                row.sample = sample_of(batch, where[1], row.position)
+        row.bad += bad
+
+    def ordered(self) -> list[Row]:
+        """Return all rows in the order of computation."""
+        return sorted(self.rows.values(), key=lambda row: row.order)
+
+    def first_bad(self) -> dict[str, Any] | None:
+        """Return the first place with a number that is not finite on this rank."""
+        return next((row.place() for row in self.ordered() if row.bad), None)
+
+    def first_outlier(self) -> dict[str, Any] | None:
+        """Return the first activation or gradient in which one sample is far from this rank's others."""
+        for row in self.ordered():
+            if len(row.norms) < FEWEST_SAMPLES:
+                continue
+            sample, norm = max(row.norms.items(), key=lambda item: item[1])
+            others = [other for number, other in row.norms.items() if number != sample]
+            if (far := deviations(norm, others)) >= FAR:
+                return {**row.place(), "sample": sample, "deviations": round(far, 1)}
+        return None
+
+    def heaviest_sample(self) -> dict[str, Any] | None:
+        """Return the sample with the largest gradient, where backward leaves the layers of this rank.
+
+        None if that gradient is zero or not finite: then it says nothing about samples.
+        """
+        rows = [row for row in self.ordered() if row.what == GRADIENT and row.norms]
+        if not rows or rows[-1].bad:
+            return None
+        sample, norm = max(rows[-1].norms.items(), key=lambda item: item[1])
+        return {"name": rows[-1].name, "sample": sample, "norm": norm} if norm else None

@@ -1,0 +1,115 @@
+"""The folder of an incident: out/incidents/step-00001234. JSON and .npz arrays; nothing is ever unpickled.
+
+incident.json     settings, versions, numbers, samples, the first place, the last checkpoint
+README.md         the same in a few lines
+rank-00000.json   statistics of every tensor on a rank
+samples-00000.npz tokens of a data-parallel rank's micro-batches
+"""
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from torch import Tensor
+
+from mlm.checkpoint.native.folders import step_name
+from mlm.parallel.mesh import ParallelContext
+from mlm.tracking.history import finite
+from mlm.training.incidents.probe import Probe
+from mlm.util.atomic import write_atomic
+from mlm.util.bounded import as_json, parse_json, read_bounded
+from mlm.util.errors import CorruptFileError, UserError
+
+FOLDER, FILE, REPORT = "incidents", "incident.json", "README.md"
+FORMAT = 1
+MAX_ROWS = 4096
+"""Tensors of a rank that are listed, those with numbers that are not finite first."""
+MAX_ELEMENTS = 1 << 22
+"""Tokens of a rank that are kept: 32 MiB of int64."""
+MAX_BYTES = 1 << 22
+REMEDY = "name a folder of out/incidents"
+
+
+def free_name(root: Path, step: int) -> str:
+    """Return the name of a new folder for an incident at a step."""
+    name, number = step_name(step), 1
+    while (root / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return name if number == 1 else f"{name}-{number}"
+
+
+def write_rank(folder: Path, ctx: ParallelContext, probe: Probe) -> None:
+    """Write the statistics of this rank. Raises OSError."""
+    rows = sorted(probe.ordered(), key=lambda row: not row.bad)[:MAX_ROWS]
+    place = {axis.name: axis.rank for axis in (ctx.tp, ctx.cp, ctx.pp, ctx.dp)}
+    content = {"rank": ctx.rank, **place, "host": socket.gethostname()}
+    tensors = [row.encode() for row in sorted(rows, key=lambda row: row.order)]
+    write_atomic(folder / f"rank-{ctx.rank:05d}.json", as_json(_finite({**content, "tensors": tensors})))
+
+
+def rows_of(batch: Any) -> tuple[int, ...]:
+    """Return the numbers of a micro-batch's rows in a training split; none where samples are counted."""
+    return getattr(batch, "examples", ())
+
+
+def write_samples(folder: Path, ctx: ParallelContext, batches: Sequence[Any]) -> None:
+    """Write the micro-batches, from one rank of each replica. Raises OSError."""
+    if ctx.tp.rank or ctx.cp.rank or ctx.pp.rank:
+        return
+    arrays: dict[str, Any] = {"first_samples": np.array([batch.first_sample for batch in batches])}
+    held = 0
+    for number, batch in enumerate(batches):
+        tensors = _tensors(batch)
+        held += sum(tensor.numel() for tensor in tensors.values())
+        if held > MAX_ELEMENTS:
+            break
+        arrays |= {f"{number}.{name}": tensor.cpu().numpy() for name, tensor in tensors.items()}
+        if rows := rows_of(batch):
+            arrays[f"{number}.rows"] = np.array(rows)
+
+    def save(f: BinaryIO) -> None:
+        np.savez(f, **arrays)
+
+    write_atomic(folder / f"samples-{ctx.dp.rank:05d}.npz", save)
+
+
+def write_record(folder: Path, record: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """Write incident.json and the report. Raises OSError."""
+    write_atomic(folder / FILE, as_json(_finite({"format": FORMAT, **record})))
+    title = f"# Incident at step {record['step']}: {', '.join(record['kinds'])}\n\n"
+    write_atomic(folder / REPORT, (title + "".join(f"- {line}\n" for line in lines)).encode())
+
+
+def read_incident(path: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of an incident and its record. Raises UserError, CorruptFileError."""
+    folder = Path(path)
+    if folder.is_file():
+        folder = folder.parent
+    file = folder / FILE
+    try:
+        found = parse_json(read_bounded(file, MAX_BYTES, REMEDY))
+    except FileNotFoundError:
+        raise UserError(f"incident={path}: holds no {FILE}; {REMEDY}") from None
+    except OSError as error:
+        raise UserError(f"incident={path}: {error.strerror} ({error.filename}); {REMEDY}") from None
+    except ValueError as error:
+        raise CorruptFileError(f"{file}: is damaged ({error}); take another incident") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise CorruptFileError(f"{file}: is no incident of this version; take another")
+    return folder, found
+
+
+def _tensors(batch: Any) -> dict[str, Tensor]:
+    if not is_dataclass(batch):
+        return {"tokens": batch.tokens}
+    found = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _finite(content: Mapping[str, Any]) -> dict[str, Any]:
+    made = finite(dict(content))
+    assert isinstance(made, dict)
+    return made

@@ -1,0 +1,244 @@
+"""`mlm replay`: the step of an incident once more, on any layout."""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import CHECKPOINTS, checkpoints
+from mlm.checkpoint.native.save_load import read_manifest
+from mlm.config.build import from_dict
+from mlm.data.sampler import Batch, Loader, MicroBatch
+from mlm.launch.checks import problems_of
+from mlm.launch.start import run_job
+from mlm.optim.clip import clip_factor, gradient_norm
+from mlm.parallel.layout_checks import TRAIN_RULES, Launch
+from mlm.parallel.mesh import ParallelContext
+from mlm.training.checks import OWN_CODE_RULES, saved_problems
+from mlm.training.config import PretrainConfig
+from mlm.training.corpora import train_dataset
+from mlm.training.incidents.bisect import bisect, with_only
+from mlm.training.incidents.config import ReplayConfig, ReplayRun
+from mlm.training.incidents.findings import Findings, gather, shared_numbers
+from mlm.training.incidents.memory import Memory, decode
+from mlm.training.incidents.probe import Probe
+from mlm.training.incidents.record import read_incident
+from mlm.training.memory import reuse_large_blocks
+from mlm.training.state import is_weights_only, load
+from mlm.training.trainer import Trainer
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
+
+SAME = 0.1
+"""Share by which numbers of another layout or precision may differ from those of the incident."""
+
+
+def run(config: ReplayConfig) -> None:
+    """Replay an incident on its ranks. Raises UserError."""
+    folder, record = read_incident(config.incident)
+    spec = replayed(config, folder, record)
+    if problems := problems_of(spec, Launch(None, None), TRAIN_RULES, OWN_CODE_RULES):
+        raise ConfigError(problems)
+    code = run_job("mlm.training.incidents.replay:replay", spec, out=None)
+    if code:
+        sys.exit(code)
+
+
+def replayed(config: ReplayConfig, folder: Path, record: dict[str, Any]) -> ReplayRun:
+    """Return the settings of a replay. Raises UserError for a record that has no step to replay."""
+    if record.get("exact") is None:
+        raise UserError(
+            f"incident={config.incident}: {', '.join(record.get('kinds', ()))} is no incident of one step; "
+            "read its README.md"
+        )
+    if record.get("finetuning"):
+        raise UserError(
+            f"incident={config.incident}: is of finetuning, whose rows `mlm replay` does not read; its "
+            "README.md names the row, and samples-00000.npz holds what the step read"
+        )
+    try:
+        saved = from_dict(PretrainConfig, dict(record["config"]))
+        layout: dict[str, Any] = {key: int(record["layout"][key]) for key in ("tp", "pp", "dp")}
+        if problems := saved_problems(saved):
+            raise ValueError(problems[0])
+        int(record["step"]), decode(record["memory"], saved.incident.window), recorded(record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFileError(f"{folder}: its record is damaged ({error}); take another incident") from error
+    parallel = replace(saved.parallel, **{**layout, **config.layout()})
+    kept: dict[str, Any] = {each.name: getattr(saved, each.name) for each in fields(PretrainConfig)}
+    return ReplayRun(
+        **kept
+        | {
+            "out": str(folder.parent.parent),
+            "parallel": parallel,
+            "dist": config.dist,
+            "compile": saved.compile if parallel == replace(saved.parallel, **layout) else False,
+            "folder": str(folder),
+            "beside": config.precision,
+            "bisect": config.bisect,
+            "profile": False,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A computed step."""
+
+    loss: float
+    norm: float
+    findings: Findings | None = None
+
+
+def replay(config: ReplayRun, ctx: ParallelContext) -> None:
+    """Compute the step on every rank; rank 0 prints what is found. Raises UserError."""
+    if ctx.device.type == "cpu":
+        reuse_large_blocks()
+    _, record = read_incident(config.folder)
+    step = int(record["step"])
+    trainer: Trainer[MicroBatch] = Trainer(config, ctx)
+    memory = decode(record["memory"], config.incident.window)
+    start = begin(trainer, step)
+    say = print if ctx.is_main else lambda *words: None
+    say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout_of(ctx)}")
+    with steps_of(trainer, memory, step) as batches_of_steps:
+        trainer.judge = lambda parts, norm: trainer.step + 1 in memory.steps
+        while trainer.step < step - 1:
+            trainer.train_step(next(batches_of_steps))
+        batches = next(batches_of_steps)
+    outcome = compute(trainer, batches, probing=True)
+    is_again = comes_back(record, outcome)
+    for line in compared(record, outcome, is_again):
+        say(line)
+    clip = trainer.config.optimizer.clip_grad_norm
+    if clip and math.isfinite(outcome.norm):
+        factor = float(clip_factor(torch.tensor(outcome.norm), clip))
+        say(f"clipping: optimizer.clip_grad_norm={clip:g} scales the gradient by {factor:.3g}")
+    if config.bisect and is_again and all(isinstance(batch, Batch) for batch in batches):
+        say(bisected(trainer, batches))  # type: ignore[arg-type]  # all are
+    if config.beside.dtype != config.precision.dtype:
+        other = compute(at_precision(trainer, config), batches, probing=True)
+        say(f"precision={config.beside.dtype}: {numbers(other)}")
+        for line in other.findings.lines() if other.findings else ():
+            say(f"  {line}")
+
+
+def begin(trainer: Trainer, step: int) -> Path | None:
+    """Load the newest checkpoint before the step; return None where there is none to load. Collective."""
+    ranks, root = Ranks.of(trainer.ctx), Path(trainer.config.out, CHECKPOINTS)
+    found = [str(path) for saved, path in checkpoints(root).items() if saved < step] if ranks.is_main else []
+    found = ranks.broadcast(found)
+    if found:
+        path = Path(found[-1])
+        load(trainer, path, weights_only=is_weights_only(read_manifest(path)))
+        return path
+    if trainer.config.ckpt is not None or (trainer.config.data.kind == "indexed" and step > 1):
+        raise UserError(
+            f"incident at step {step}: no checkpoint before it is left in {root}; keep some with "
+            "checkpoint.keep_every"
+        )
+    return None
+
+
+@contextmanager
+def steps_of(trainer: Trainer, memory: Memory, step: int) -> Iterator[Iterator[list[MicroBatch]]]:
+    """Micro-batches of this rank from the trainer's state on."""
+    config, ctx = trainer.config, trainer.ctx
+    trainer.left_out = memory.ranges
+    size = config.train.global_batch_size
+    left = sum(count + size for _, count in memory.ranges)
+    number = trainer.consumed_samples + (step - trainer.step) * size + left
+    loader = Loader(
+        train_dataset(config, number, trainer.history),
+        consumed_samples=trainer.consumed_samples,
+        global_batch_size=size,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=ctx.dp.rank,
+        size=ctx.dp.size,
+        left_out=memory.ranges,
+    )
+    with loader as steps:
+        yield steps
+
+
+def compute(trainer: Trainer, batches: Sequence[Any], *, probing: bool = False) -> Outcome:
+    """Compute loss and gradient norm of a step, with statistics if asked. Collective."""
+    ctx, probe = trainer.ctx, Probe(trainer) if probing else None
+    parts = trainer.forward_backward(batches) if probe is None else probe.run(batches)
+    norm = gradient_norm(trainer.shards, ctx) / trainer.scaler.scale
+    found = shared_numbers(trainer, parts, norm)
+    findings = gather(probe, ctx) if probe is not None else None
+    return Outcome(found.loss, found.norm, findings)
+
+
+def comes_back(record: dict[str, Any], outcome: Outcome) -> bool:
+    """Return True if the replay has the numbers of the incident, to rounding, or has none either."""
+    pairs = zip(recorded(record), (outcome.loss, outcome.norm), strict=True)
+    return all(
+        math.isclose(then, now, rel_tol=SAME) if math.isfinite(then) else not math.isfinite(now)
+        for then, now in pairs
+    )
+
+
+def compared(record: dict[str, Any], outcome: Outcome, is_again: bool) -> list[str]:
+    """Return the replayed numbers beside the recorded ones, and the places that were found."""
+    then = recorded(record)
+    now = (outcome.loss, outcome.norm)
+    same = [a.hex() == b.hex() for a, b in zip(then, now, strict=True)]
+    verdict = "equal bit for bit" if all(same) else "not equal bit for bit"
+    lines = [
+        f"then: loss {then[0]:.8g}, gradient norm {then[1]:.8g}",
+        f"now:  {numbers(outcome)} ({verdict})",
+    ]
+    if is_again:
+        return [*lines, *(outcome.findings.lines() if outcome.findings else ())]
+    second = record.get("second_pass")
+    advice = second["advice"] if second else "suspect the hardware, or versions that changed"
+    return [*lines, f"the data do not reproduce it: no sample is to blame; {advice}"]
+
+
+def recorded(record: dict[str, Any]) -> tuple[float, float]:
+    """Return loss and gradient norm of the incident. Raises KeyError, TypeError, ValueError."""
+    loss, norm = (float.fromhex(record["exact"][key]) for key in ("loss", "grad_norm"))
+    return loss, norm
+
+
+def numbers(outcome: Outcome) -> str:
+    """Return loss and gradient norm as words."""
+    return f"loss {outcome.loss:.8g}, gradient norm {outcome.norm:.8g}"
+
+
+def bisected(trainer: Trainer, batches: Sequence[Batch]) -> str:
+    """Search for the sample that causes the incident; return a sentence. Collective."""
+    ctx = trainer.ctx
+    mine = [batch.first_sample + row for batch in batches for row in range(len(batch.tokens))]
+    every = sorted({number for found in Ranks.of(ctx).all_gather(mine) for number in found})
+
+    def score(kept: Sequence[int]) -> float:
+        outcome = compute(trainer, with_only(batches, kept))
+        return outcome.norm if math.isfinite(outcome.norm) and math.isfinite(outcome.loss) else math.inf
+
+    kept, computed = bisect(every, score)
+    if len(kept) == 1:
+        return f"bisect: sample {kept[0]} alone is the worst of {len(every)} ({computed} steps computed)"
+    return f"bisect: only together are samples {kept[0]} to {kept[-1]} not finite ({computed} steps computed)"
+
+
+def at_precision(trainer: Trainer, config: ReplayRun) -> Trainer:
+    """Return a trainer with the same weights that computes in the second precision."""
+    other: Trainer = Trainer(replace(config, precision=config.beside, compile=False), trainer.ctx)
+    with torch.no_grad():
+        for target, source in zip(other.shards, trainer.shards, strict=True):
+            target.parameter.copy_(source.parameter)
+    return other
+
+
+def layout_of(ctx: ParallelContext) -> str:
+    """Return the layout in words."""
+    over_context = f" cp={ctx.cp.size}" if ctx.cp.size > 1 else ""
+    return f"tp={ctx.tp.size}{over_context} pp={ctx.pp.size} dp={ctx.dp.size}"

@@ -1,0 +1,177 @@
+"""Choice of kernels, before a model is built: attention, compiled layers, TensorFloat32, reproducible ones.
+
+These are switches of PyTorch for the whole process. A rank trains one model.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from mlm.models.packed import pack_sequences
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.fused_loss import use_compiler
+from mlm.parallel.matmul import prepare_products
+from mlm.parallel.uncompiled import prepare_to_compile
+from mlm.training.config import AttentionKernel, PretrainConfig
+from mlm.util.errors import UserError
+
+ADA, HOPPER = (8, 9), (9, 0)
+"""Compute capabilities from which 8-bit floats are multiplied, and cuDNN's attention comes first."""
+MISSING = {
+    "No available kernel": "attention={attention} serves no such attention on this GPU; use attention=auto",
+    "FlashAttention only supports": (
+        "attention={attention}: this GPU has no flash kernel for packed sequences; use attention=auto"
+    ),
+    "does not have a deterministic implementation": (
+        "deterministic={deterministic}: PyTorch has no kernel that repeats every bit for this run; use "
+        "deterministic=false"
+    ),
+}
+"""Words of PyTorch's errors for a kernel that it lacks, and what to say instead."""
+
+
+def choose_kernels(config: PretrainConfig, device: torch.device, *, one_shape: bool = True) -> None:
+    """Set PyTorch's switches for a run. On a CPU only `deterministic` has an effect. Raises UserError.
+
+    `one_shape` is True if all micro-batches have one shape.
+    """
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU's first product runs
+        torch.use_deterministic_algorithms(True)
+        # else a pass over each new tensor
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if device.type != "cuda":
+        return
+    choose_products(config.precision, device)
+    choose_attention(config.attention, torch.cuda.get_device_capability(device), one_shape=one_shape)
+    pack_sequences(config.attention == "flash" and config.model.family.packs)
+    prepare_products(device)
+
+
+def choose_products(precision: PrecisionConfig, device: torch.device) -> None:
+    """Set PyTorch's switch for products of float32 on a GPU: TensorFloat32 or all bits. Raises UserError."""
+    if device.type != "cuda":
+        return
+    if precision.dtype == "fp8" and torch.cuda.get_device_capability(device) < ADA:
+        raise UserError(
+            f"precision.dtype=fp8: {torch.cuda.get_device_name(device)} multiplies no 8-bit floats; use "
+            "precision=bf16"
+        )
+    torch.set_float32_matmul_precision("high" if precision.dtype == "tf32" else "highest")
+
+
+def choose_attention(kind: AttentionKernel, capability: tuple[int, int], *, one_shape: bool = True) -> None:
+    """Let scaled_dot_product_attention use one kernel, or with auto each that can, the fastest first.
+
+    cuDNN plans for each shape that it has not seen, tenths of a second forward and again backward: unless
+    there is `one_shape`, auto leaves it out. What is compiled keeps the kernel that was chosen then, and no
+    guard of PyTorch's sees another choice: it is forgotten.
+    """
+    cuda, before = torch.backends.cuda, _attention_chosen()
+    switches: dict[str, Callable[[bool], None]] = {
+        "cudnn": cuda.enable_cudnn_sdp,
+        "flash": cuda.enable_flash_sdp,
+        "efficient": cuda.enable_mem_efficient_sdp,
+        "math": cuda.enable_math_sdp,
+    }
+    for name, switch in switches.items():
+        switch(kind == name or (kind == "auto" and (one_shape or name != "cudnn")))
+    set_order = getattr(torch._C, "_set_sdp_priority_order", None)
+    if kind == "auto" and one_shape and capability >= HOPPER and set_order is not None:
+        backends = torch.nn.attention.SDPBackend
+        order = (
+            backends.CUDNN_ATTENTION,
+            backends.FLASH_ATTENTION,
+            backends.EFFICIENT_ATTENTION,
+            backends.MATH,
+        )
+        set_order([backend.value for backend in order])
+    if _attention_chosen() != before and "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    _key_compiled_code()
+
+
+def _key_compiled_code() -> None:
+    """Keep code compiled for other kernels of attention apart in PyTorch's caches, which lie on disk, too."""
+    torch.compiler.config.cache_key_tag = repr(_attention_chosen())
+
+
+def _attention_chosen() -> tuple[object, ...]:
+    """The kernels of attention that PyTorch may use, and their order."""
+    cuda, order = torch.backends.cuda, getattr(torch._C, "_get_sdp_priority_order", list)
+    enabled = (
+        cuda.cudnn_sdp_enabled,
+        cuda.flash_sdp_enabled,
+        cuda.mem_efficient_sdp_enabled,
+        cuda.math_sdp_enabled,
+    )
+    return (*(is_enabled() for is_enabled in enabled), *order())
+
+
+@contextmanager
+def attention_of_any_shape(device: torch.device) -> Iterator[None]:
+    """Keep cuDNN, which plans for each shape anew, out of attention inside the block; unless it was chosen.
+
+    Of what is evaluated or generated, lengths differ from pass to pass.
+    """
+    cuda = torch.backends.cuda
+    if device.type != "cuda" or not (cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled()):
+        yield
+        return
+    cuda.enable_cudnn_sdp(False)
+    _key_compiled_code()
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(True)
+        _key_compiled_code()
+
+
+@contextmanager
+def missing_kernel_as_user_error(config: PretrainConfig) -> Iterator[None]:
+    """Turn PyTorch's errors for a kernel that it lacks into a UserError with a fix."""
+    try:
+        yield
+    except RuntimeError as error:
+        for words, problem in MISSING.items():
+            if words in str(error):
+                said = problem.format(
+                    attention=config.attention, deterministic=str(config.deterministic).lower()
+                )
+                raise UserError(f"{said} ({str(error).splitlines()[0]})") from error
+        raise
+
+
+def compiles(choice: bool | None, device: torch.device) -> bool:
+    """`compile` of the configuration, decided: by default on a GPU that has a compiler."""
+    if choice is not None:
+        return choice
+    if device.type != "cuda":
+        return False
+    from torch.utils._triton import has_triton  # loads the compiler
+
+    return bool(has_triton())
+
+
+def compile_layers(
+    layers: Iterable[nn.Module], choice: bool | None, device: torch.device, *, graphs: bool = False
+) -> None:
+    """torch.compile each layer: one graph serves all, where compiling whole models took minutes.
+
+    Where the compiler was not asked for and fails, the layer runs as it is, with a warning. With `graphs` the
+    launches of each are replayed. Raises UserError.
+    """
+    if not compiles(choice, device):
+        if graphs and device.type == "cuda":
+            raise UserError("cuda_graphs=true: this host has no compiler for its GPU; use cuda_graphs=false")
+        return
+    prepare_to_compile()
+    use_compiler()
+    if choice is None:
+        torch._dynamo.config.suppress_errors = True
+    for layer in layers:
+        layer.compile(mode="reduce-overhead" if graphs else "default")

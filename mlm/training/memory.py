@@ -1,0 +1,76 @@
+"""Memory of a process: reuse of large blocks, and the error for a lack of memory."""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mlm.parallel.config import ParallelConfig
+from mlm.util.errors import UserError
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+def reuse_large_blocks() -> bool:
+    """Let glibc's malloc keep freed blocks of any size for the next allocation; return True if it could.
+
+    By default a tensor above a threshold is mapped on allocation and unmapped when freed, and every page of
+    it is faulted in and zeroed again by the system at each step: 1.1 to 1.25 times the step time. Peak memory
+    is the same; freed memory stays with the process.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    largest = 2**31 - 1
+    mapped = mallopt(M_MMAP_THRESHOLD, largest) or mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    return bool(mapped and mallopt(M_TRIM_THRESHOLD, largest))
+
+
+def trim_memory() -> bool:
+    """Return freed memory that `reuse_large_blocks` keeps to the system; return True if it could.
+
+    Needed where sizes change from step to step: blocks for texts of any length fragment memory. Finetuning on
+    RTE grew from 1 to 6 GB in 600 steps.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (OSError, AttributeError):  # another C library
+        return False
+
+
+def memory_remedies(micro_batch_size: int, parallel: ParallelConfig, length: str) -> str:
+    """Return what still saves memory beside these settings; `length` is the setting of a sample's length."""
+    remedies = {
+        "lower it": micro_batch_size > 1,
+        "set recompute=full": parallel.recompute != "full",
+        "set sequence_parallel=true": parallel.tp > 1 and not parallel.sequence_parallel,
+        "set zero=3 and raise dp": parallel.zero < 3,
+    }
+    helping = [remedy for remedy, helps in remedies.items() if helps]
+    return ", ".join([*helping, "raise tp or pp", f"or lower {length}"])
+
+
+@contextmanager
+def out_of_memory_as_user_error(
+    micro_batch_size: int, parallel: ParallelConfig, length: str
+) -> Iterator[None]:
+    """Turn the errors that PyTorch and Python raise for lack of memory into a UserError with a fix."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        reason = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise UserError(
+            f"train.micro_batch_size={micro_batch_size} is too much for the memory of "
+            f"{'the GPU' if on_gpu else 'this host'}: "
+            f"{memory_remedies(micro_batch_size, parallel, length)}{reason}"
+        ) from error

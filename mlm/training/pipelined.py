@@ -1,0 +1,212 @@
+"""The part of a model that this rank holds, and passes of micro-batches through all of its stages."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from mlm.data.sampler import MicroBatch
+from mlm.models.backbone import Transformer
+from mlm.models.config import ModelConfig
+from mlm.models.objective import Objective
+from mlm.models.stage import split_layers
+from mlm.optim.config import PrecisionConfig
+from mlm.optim.precision import DTYPES, parameter_dtype
+from mlm.parallel.casts import Casts
+from mlm.parallel.collectives import all_reduce
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.linear import Postponed
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.pipeline.actions import Instruction
+from mlm.parallel.pipeline.engine import NO_HOOKS, Hooks, Phase, Stages, run_plan, unnamed, unnoted
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import build_schedule, forward_only
+from mlm.parallel.transfer import on_device
+from mlm.training.kernels import attention_of_any_shape
+
+
+class Texts(Protocol):
+    """Part of what any pass reads."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, S] int64."""
+        ...
+
+
+T = TypeVar("T", bound=Texts)
+B = TypeVar("B", bound=MicroBatch)
+
+EVAL_ROUNDS = 4
+"""Micro-batches per pipeline rank that a pass without gradients takes through the stages at a time."""
+
+
+class PipelinedModel:
+    """This rank's chunks of a model, in the order a micro-batch passes them.
+
+    Attributes:
+        chunks: one module per virtual stage; the whole model when pp = vp = 1.
+        phase: names the actions of a step, in a profile.
+        on_input: called in an action when its input from another rank has arrived.
+    """
+
+    phase: Phase = staticmethod(unnamed)
+    on_input: Callable[[], None] = staticmethod(unnoted)
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        precision: PrecisionConfig,
+        ctx: ParallelContext,
+    ) -> None:
+        self.ctx, self.pipeline, self.num_chunks = ctx, parallel.pipeline, parallel.vp
+        self.dtype, self.vocab_size = DTYPES[precision.dtype], model.vocab_size
+        stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)
+        with torch.device(ctx.device):
+            self.chunks = [
+                model.family.model(
+                    model,
+                    tp=ctx.tp,
+                    dtype=self.dtype,
+                    recompute=parallel.recompute,
+                    sequence_parallel=parallel.sequence_parallel,
+                    stage=stage,
+                    cp=ctx.cp,
+                ).to(parameter_dtype(precision))
+                for stage in stages[ctx.pp.rank :: ctx.pp.size]
+            ]
+        self.postponed = [Postponed() for _ in self.chunks]
+        if self.puts_off:
+            for chunk, postponed in zip(self.chunks, self.postponed, strict=True):
+                for module in chunk.modules():
+                    if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                        module.postponed = postponed
+        for module in chain(*(chunk.modules() for chunk in self.chunks)):
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                module.parts = parallel.tp_overlap
+        if precision.dtype == "fp8":
+            for layer in chain(*(chunk.layers.modules() for chunk in self.chunks)):
+                if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                    layer.fp8 = True
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        casts = half and precision.cast == "step" and not (parallel.zero and ctx.replicas.group is not None)
+        self.casts = Casts(chain(*(chunk.modules() for chunk in self.chunks)) if casts else (), self.dtype)
+        self.replays = False
+        self._plans: dict[tuple[bool, int], tuple[Sequence[Instruction], float]] = {}
+
+    def replay_graphs(self) -> None:
+        """Tell CUDA graphs where a micro-batch begins, and which tensors stay where they are."""
+        self.replays = self.casts.stay = True
+
+    @property
+    def puts_off(self) -> bool:
+        """True if weight gradients arrive after the backward pass they belong to."""
+        return self.pipeline == "zb_h1"
+
+    @property
+    def is_last(self) -> bool:
+        """True if this rank holds the last stage, which computes losses and logits."""
+        return self.ctx.pp.rank == self.ctx.pp.size - 1
+
+    def instructions(self, micro_batches: int, *, train: bool) -> Sequence[Instruction]:
+        """Actions this rank executes for that many micro-batches."""
+        return self._plan(micro_batches, train)[0]
+
+    def bubble(self, micro_batches: int) -> float:
+        """Idle over ideal time of a training step, if a backward pass takes two forward passes."""
+        return self._plan(micro_batches, True)[1]
+
+    def _plan(self, micro_batches: int, train: bool) -> tuple[Sequence[Instruction], float]:
+        """This rank's part of a plan, and the bubble; simulating all ranks takes seconds at p = 64."""
+        key = (train, micro_batches)
+        if key not in self._plans:
+            p, v = self.ctx.pp.size, self.num_chunks
+            schedule = (
+                build_schedule(self.pipeline, stages=p, chunks=v, micro_batches=micro_batches)
+                if train
+                else forward_only(p, v, micro_batches)
+            )
+            plan = lower(schedule)
+            self._plans[key] = plan.instructions[self.ctx.pp.rank], plan.bubble
+        return self._plans[key]
+
+    def train(
+        self,
+        batches: Sequence[B],
+        objective: Objective[Transformer, B],
+        scale: Tensor,
+        stream: Callable[[B], DropoutStream | None],
+        hooks: Hooks,
+    ) -> list[Tensor]:
+        """Run forward and backward of a step's micro-batches.
+
+        Returns the last stage's outputs, `scale` times each part of the objective; nothing on other ranks.
+        `stream` gives a micro-batch's dropout.
+        """
+        stages: Stages[B] = self._stages(
+            lambda chunk, batch, x: objective.output(chunk, batch, scale, stream(batch), x),
+            hooks,
+        )
+        with self.casts.held(trains=True):
+            return run_plan(stages, self.instructions(len(batches), train=True), batches)
+
+    def evaluate(
+        self, batches: Iterable[T], forward: Callable[[Transformer, T, Tensor | None], Tensor]
+    ) -> Iterator[tuple[T, Tensor]]:
+        """Each micro-batch with the last stage's output for it; nothing on other ranks. No gradients.
+
+        forward(chunk, micro-batch, hidden states of the stage before or None) gives a chunk's output.
+        """
+        some = 1 if self.ctx.pp.size == 1 else EVAL_ROUNDS * self.ctx.pp.size
+        remaining, stages = iter(batches), self._stages(forward)
+        while group := list(islice(remaining, some)):
+            with self.casts.held(trains=False), attention_of_any_shape(self.ctx.device):
+                results = run_plan(stages, self.instructions(len(group), train=False), group)
+            if self.is_last:
+                yield from zip(group, results, strict=True)
+
+    def _stages(
+        self,
+        forward: Callable[[Transformer, T, Tensor | None], Tensor],
+        hooks: Hooks = NO_HOOKS,
+    ) -> Stages[T]:
+        def run(chunk: int, batch: T, x: Tensor | None) -> Tensor:
+            if self.replays:  # what earlier micro-batches left in the graphs' memory may be overwritten
+                torch.compiler.cudagraph_mark_step_begin()
+            return forward(self.chunks[chunk], batch, x)
+
+        return Stages(
+            pp=self.ctx.pp,
+            num_stages=self.ctx.pp.size * self.num_chunks,
+            forward=run,
+            boundary_shape=lambda batch: self.chunks[0].boundary_shape(batch.tokens),
+            dtype=self.dtype,
+            device=self.ctx.device,
+            hooks=hooks,
+            postponed=self.postponed,
+            phase=self.phase,
+            on_input=self.on_input,
+        )
+
+
+def evaluate(
+    model: PipelinedModel, objective: Objective[Transformer, B], batches: Iterable[B]
+) -> tuple[list[float], list[int]]:
+    """(mean of each part of the objective, what it is a mean over) of all data-parallel ranks' batches.
+
+    Summed in float64, so that the score does not depend on how samples are assigned. Collective over all
+    ranks, and the same on each.
+    """
+    ctx = model.ctx
+    sums = torch.zeros(2, len(objective.parts), dtype=torch.float64, device=ctx.device)
+    for batch, result in model.evaluate(batches, objective.sums):
+        sums[0] += result
+        if ctx.cp.rank == 0:  # counts are of whole sequences, sums of this rank's tokens
+            sums[1] += on_device(torch.tensor(objective.counts(batch), dtype=torch.float64), ctx.device)
+    totals, counts = all_reduce(all_reduce(sums, ctx.replicas), ctx.pp).tolist()
+    return [total / max(1, n) for total, n in zip(totals, counts, strict=True)], [int(n) for n in counts]

@@ -1,0 +1,305 @@
+"""`mlm pretrain`: train a model from its initial weights, or resume a run."""
+
+import logging
+import operator
+import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.text import Text
+
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import named_latest, plain_name
+from mlm.checkpoint.native.retention import newest_good
+from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.config.build import config_digest
+from mlm.config.imports import is_path
+from mlm.data.blend import BlendedDataset
+from mlm.data.blend_history import trained_on
+from mlm.data.own_dataset import CheckedDataset
+from mlm.data.sampler import Dataset, FromCorpus, MicroBatch
+from mlm.inference.hf_source import load_model_folder
+from mlm.launch.doctor.quick import check_start
+from mlm.launch.typed import program
+from mlm.optim.schedule import warmup_warning
+from mlm.parallel.mesh import ParallelContext
+from mlm.plan.forecast import predicted
+from mlm.tracking.history import FILE_NAME, diverged_since
+from mlm.tracking.peak import Peak, peak_flops
+from mlm.tracking.reporter import Reporter, training_console
+from mlm.tracking.summary import write_summary
+from mlm.tracking.trackers import missing_extras
+from mlm.training.config import PretrainConfig
+from mlm.training.corpora import (
+    corpus_problems,
+    train_dataset,
+    validation_prefixes,
+    validation_sets,
+)
+from mlm.training.diagnose import DivergedError
+from mlm.training.identity import changes_line
+from mlm.training.incidents.memory import spare_samples
+from mlm.training.incidents.watcher import IncidentError, Incidents
+from mlm.training.kernels import missing_kernel_as_user_error
+from mlm.training.memory import out_of_memory_as_user_error, reuse_large_blocks
+from mlm.training.pretrain.loop import PretrainLoop
+from mlm.training.pretrain.samples import PromptSampler, prompt_problems
+from mlm.training.resume import claim, continue_data, model_folder, resume, start_problems
+from mlm.training.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
+from mlm.training.saver import SaveFailedError
+from mlm.training.session import (
+    CONFIG,
+    composed_yaml,
+    layout_row,
+    model_row,
+    resume_command,
+    resume_with,
+    run_row,
+    training_session,
+)
+from mlm.training.state import CHECKPOINTS
+from mlm.training.trainer import Trainer
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError, show, writing_to
+
+SUMMARY, CURVES = "README.md", "loss.png"
+MOST_EPOCHS, FEW_EPOCHS = 20, 4  # above the first a run is warned, the second is advised
+
+log = logging.getLogger(__name__)
+
+
+def preflight(config: PretrainConfig) -> list[str]:
+    """Return the problems that reading the named files shows; called before any rank starts."""
+    problems = [*missing_extras(config.log), *corpus_problems(config)]
+    problems = problems or corpus_tokenizer_errors(config.data) or prompt_problems(config)
+    return problems or start_problems(config)
+
+
+def run(config: PretrainConfig, ctx: ParallelContext) -> int:
+    """Train; every rank calls this. Return the command's exit code. Raises UserError."""
+    if ctx.device.type == "cpu":
+        reuse_large_blocks()
+    out = Path(config.out)
+    size, length = config.train.micro_batch_size, "data.seq_length"
+    with out_of_memory_as_user_error(size, config.parallel, length), ExitStack() as stack:
+        stack.enter_context(missing_kernel_as_user_error(config))
+        claim(config, ctx, stack)
+        check_start(config.out, ctx)
+        trainer: Trainer[MicroBatch] = Trainer(config, ctx)
+        return train(trainer, out, resume(trainer) or begin(trainer))
+
+
+def begin(trainer: Trainer) -> Path | None:
+    """Load the weights of the model folder that `ckpt` names, and return it; None if it names none.
+
+    Collective over all ranks. Raises UserError, CorruptFileError.
+    """
+    folder = model_folder(trainer.config)
+    if folder is not None:
+        load_model_folder(trainer.shards, folder, trainer.ctx, fill=False)
+    return folder
+
+
+def train(trainer: Trainer, out: Path, start: Path | None) -> int:
+    """Run the loop from the trainer's state and finish the run directory. Return the exit code."""
+    config, ctx = trainer.config, trainer.ctx
+    changed = continue_data(trainer)
+    left = config.train.steps - trainer.step
+    num_samples = (
+        trainer.consumed_samples + max(0, left) * config.train.global_batch_size + spare_samples(trainer)
+    )
+    samples = train_dataset(config, num_samples, trainer.history)
+    peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
+    rows = header(trainer, out, peak, samples)
+    warnings = [
+        warmup_warning(config.optimizer, config.schedule, config.train.steps),
+        epochs_warning(samples, config.train.steps) if left > 0 else None,
+    ]
+    if ctx.is_main:
+        note_tokenizer(trainer)
+        if left > 0:  # last, when all is checked and loaded: what is rejected, or has nothing to do, stays
+            prepare_directory(config, out)
+    with (
+        failure_summarised(trainer, out, rows),
+        training_session(
+            trainer,
+            out,
+            header=rows,
+            record={
+                "config_digest": config_digest(config),
+                "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
+                "resumed_from": start and str(start),
+                "corpora": trained_on(trainer.history),
+            },
+            notes=notes(trainer, start, changed),
+            warnings=[warning for warning in warnings if warning is not None],
+            peak=peak,
+            tokens_per_step=config.train.global_batch_size * config.data.seq_length,
+            seq_length=config.data.seq_length,
+            loss_unit=config.model.family.loss_unit,
+        ) as session,
+    ):
+        validation = validation_sets(config, trainer.history)
+        loop, code = PretrainLoop(*session, samples, validation, sampler_of(trainer, session.reporter)), 0
+        loop.hooks = Incidents(trainer, out, session.reporter, session.saver)
+        if not loop.run():
+            code = session.note_stopped(resume_with("pretrain", out, config))
+    if ctx.is_main and (left > 0 or not (out / SUMMARY).exists()):
+        finish_directory(trainer, out, rows)
+    return code
+
+
+def sampler_of(trainer: Trainer, reporter: Reporter) -> PromptSampler | None:
+    """Return what continues the run's prompts; None without any. Raises UserError."""
+    tokenizer = tokenizer_of(trainer.config.data) if trainer.config.train.sample_prompts else None
+    return None if tokenizer is None else PromptSampler(trainer, reporter, tokenizer)
+
+
+def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:
+    """Lines shown before training: its start, changes of settings and data."""
+    config, found = trainer.config, list[str]()
+    left = config.train.steps - trainer.step
+    if start is not None:
+        begins = "resuming from" if trainer.step else "weights from"
+        found.append(f"{begins} {start} (step {trainer.step})")
+    since = tuple(c for c in trainer.past.changes if c["step"] == trainer.step)
+    if since and left > 0:
+        found.append(f"{changes_line(since)}; for a new run instead, set another out=…")
+    if changed is not None:
+        found.append(changed)
+    if left <= 0:
+        unused = "".join(f", {change['key']}={show(change['to'])} has no effect" for change in since)
+        found.append(
+            f"step {trainer.step} of train.steps={config.train.steps} is done{unused}: raise train.steps to "
+            "continue, or set another out=… for a new run"
+        )
+    if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):
+        key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
+        found.append(f"no validation: data.{key} names no validation part; set data.validation=PREFIX")
+    return found
+
+
+def prepare_directory(config: PretrainConfig, out: Path) -> None:
+    """Write the composed configuration and the tokenizer beside what will come. Raises UserError."""
+    saved = replace(config, data=replace(config.data, change=False))  # allowed once
+    with writing_to(config.out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(out / CONFIG, composed_yaml(saved, "pretrain").encode())
+        tokenizer = tokenizer_of(config.data)
+        if tokenizer is not None:
+            tokenizer.save(out / "tokenizer.json")
+
+
+def note_tokenizer(trainer: Trainer) -> None:
+    """Record the run's tokenizer in its checkpoints. For one rank; raises UserError."""
+    found = tokenizer_now(trainer.config.data)
+    if found is not None:
+        trainer.extra_state[TOKENIZER] = found.encode()
+
+
+def data_line(trainer: Trainer, samples: Dataset) -> str:
+    """Name of each corpus, its share of a blend, and the passes over it in train.steps."""
+    sources = trainer.history[-1].sources
+    shares = [f"{source.name} {source.weight:.2%}" if sources[1:] else source.name for source in sources]
+    passes = [f" ({number:,.1f} epochs)" for number in epochs_of(samples)] or [""] * len(sources)
+    return ", ".join(map(operator.add, shares, passes))
+
+
+def epochs_of(samples: Dataset) -> list[float]:
+    """Passes over each corpus in a run; empty for samples of no corpus."""
+    parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
+    own = [part.dataset if isinstance(part, CheckedDataset) else part for part in parts]
+    return [part.epochs for part in own if isinstance(part, FromCorpus)]
+
+
+def epochs_warning(samples: Dataset, steps: int) -> str | None:
+    """Return a warning if a run reads a corpus so often that the model learns it by heart, else None."""
+    most = max(epochs_of(samples), default=0.0)
+    if most <= MOST_EPOCHS:
+        return None
+    fewer = max(1, int(steps * FEW_EPOCHS / most))
+    return (
+        f"warning: train.steps={steps} reads the corpus {most:,.0f} times, so that the model learns it by "
+        f"heart; use about train.steps={fewer} for {FEW_EPOCHS} epochs, or a smaller train.global_batch_size"
+    )
+
+
+def header(trainer: Trainer, out: Path, peak: Peak | None, samples: Dataset) -> list[tuple[str, str]]:
+    """Rows shown above the numbers."""
+    config, batch = trainer.config, trainer.config.train
+    return [
+        run_row(config.name, out),
+        model_row(trainer),
+        layout_row(trainer),
+        (
+            "batch",
+            f"{batch.global_batch_size} × {config.data.seq_length} tokens in micro-batches of "
+            f"{batch.micro_batch_size}",
+        ),
+        *([("data", data_line(trainer, samples))] if trainer.history else []),
+        ("precision", config.precision.dtype),
+        ("peak", f"{peak.label} TFLOP/s" if peak else "unknown: set dist.peak_tflops for MFU"),
+        ("out", str(out)),
+    ]
+
+
+@contextmanager
+def failure_summarised(trainer: Trainer, out: Path, rows: list[tuple[str, str]]) -> Iterator[None]:
+    """Write the summary of a run that ends with an error of all ranks; they wait for the one that writes."""
+    try:
+        yield
+    except (DivergedError, IncidentError, SaveFailedError) as error:
+        text = str(error)
+
+        def write() -> None:
+            if trainer.ctx.is_main:
+                finish_directory(trainer, out, rows, text)
+
+        with suppress(UserError):  # what ended the run comes first
+            Ranks.of(trainer.ctx).together(write, lambda problem: UserError(str(problem)))
+        raise
+
+
+def newest_rows(out: Path) -> list[tuple[str, str]]:
+    """Rows of the summary on the newest good checkpoint, and on one that is newer. Raises OSError."""
+    root = out / CHECKPOINTS
+    good, newest = newest_good(root, diverged_since(out / FILE_NAME)), named_latest(root)
+    rows = [("newest good checkpoint", f"`{good}`" if good else "none")]
+    if good is not None and newest is not None and plain_name(good) != newest:
+        step = str(int(plain_name(good).removeprefix("step-")))
+        command = shlex.join([*program(), "ckpt", "rollback", str(out), step])
+        rows.append((f"newer, and not good: {newest}", f"go back with `{command}`"))
+    return rows
+
+
+def finish_directory(
+    trainer: Trainer, out: Path, rows: list[tuple[str, str]], failure: str | None = None
+) -> None:
+    """Plot the losses and write the run's summary. A full disk then is no failed training."""
+    config = trainer.config
+    generates = config.model.family.causal and (out / "tokenizer.json").exists()
+    kind = config.model.kind
+    try:
+        from mlm.tracking.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
+
+        plot_losses(out / "metrics.jsonl", out / CURVES, config.model.family.loss_unit)
+        summary = write_summary(
+            out,
+            resume=resume_command("pretrain", out, config),
+            header=rows,
+            total_steps=config.train.steps,
+            unit=config.model.family.loss_unit,
+            prompt="The" if generates else None,
+            trusted=kind.partition(":")[0] if is_path(kind) else None,
+            validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
+            predicted=predicted(config, trainer.ctx.world_size),
+            failure=failure,
+            checkpoint=newest_rows(out),
+        )
+    except OSError as error:
+        log.warning("%s: %s: the run is saved, its summary is not", error.filename or out, error.strerror)
+    else:
+        line = Text(f"summary {summary}, curves {out / CURVES}")
+        training_console("off", out / "metrics.jsonl").print(line, soft_wrap=True)

@@ -1,0 +1,242 @@
+"""The start of a run: its newest whole checkpoint, the one that `ckpt` names, or initial weights."""
+
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from mlm.checkpoint.huggingface.folder import CONFIG, read_model
+from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import candidates, locate, plain_name, problem_of
+from mlm.checkpoint.native.retention import doubt_of
+from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
+from mlm.config.build import to_dict
+from mlm.config.path_errors import protected_from
+from mlm.data.blend_history import change, changed_corpus_problem, continue_history, decode, encode
+from mlm.launch.environment import read_place
+from mlm.parallel.mesh import ParallelContext
+from mlm.tracking.history import FILE_NAME
+from mlm.training.config import PretrainConfig
+from mlm.training.corpora import sources
+from mlm.training.identity import function_errors
+from mlm.training.run_folder import run_config
+from mlm.training.run_tokenizer import tokenizer_errors
+from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, load
+from mlm.training.trainer import Trainer
+from mlm.util.access import other_owners, user_name
+from mlm.util.errors import ConfigError, CorruptFileError, UserError, show
+from mlm.util.lock import WAIT_S, sole_writer
+from mlm.util.ownership import claim_folder, claim_problems
+
+log = logging.getLogger(__name__)
+
+
+def folder(config: PretrainConfig) -> Path:
+    """Return the folder of the run's checkpoints."""
+    return Path(config.out, CHECKPOINTS)
+
+
+def starts(config: PretrainConfig) -> list[Path]:
+    """Return the checkpoints to resume from, the best first; empty for a fresh run.
+
+    The run's own come before what `ckpt` names. A step-… directory stands for itself; a run directory for its
+    checkpoints, of which a damaged one is replaced by its nearest ancestor. Raises UserError when resuming is
+    off, CorruptFileError when there are checkpoints and none is whole.
+    """
+    own = latest_checkpoint(folder(config))
+    if own is not None and not config.checkpoint.resume:
+        raise UserError(
+            f"out={config.out} already holds {own.name}: set checkpoint.resume=true to resume from it, "
+            "or another out=…"
+        )
+    if own is not None:
+        return _with_ancestors(own)
+    if config.ckpt is None or model_folder(config) is not None:
+        return []
+    found = resolve(config.ckpt)
+    return [found] if found == Path(config.ckpt) else _with_ancestors(found)
+
+
+def model_folder(config: PretrainConfig) -> Path | None:
+    """Return the model folder of `transformers` that `ckpt` names; None if it names something of ours."""
+    if config.ckpt is None or not (Path(config.ckpt) / CONFIG).is_file():
+        return None
+    try:
+        locate(config.ckpt)
+    except UserError:
+        return Path(config.ckpt)
+    return None
+
+
+def model_folder_errors(config: PretrainConfig, source: Path) -> list[str]:
+    """Return the settings in which the run's model differs from that of a model folder. Raises UserError."""
+    model = read_model(source)
+    HFTensors(model).check()
+    return function_errors(config, to_dict(run_config(config.name, model.config)), str(source))
+
+
+def _with_ancestors(best: Path) -> list[Path]:
+    found = list(candidates(best.parent))
+    return found[found.index(best) :] if best in found else [best]
+
+
+def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:
+    """Return the problems that keep the run from its start, or from being alone in its folder.
+
+    Without `compares` the caller compares the run with its checkpoint. Called before any rank starts. The
+    lock is tried only without a launcher, whose ranks would block each other.
+    """
+    if problems := claim_problems(config.out, "run", inputs=protected_from(config)):
+        return problems
+    try:
+        found, source = starts(config), model_folder(config)
+        if not found and source is not None and (errors := model_folder_errors(config, source)):
+            return errors
+        for start in found[:1]:
+            if errors := errors_of_start(config, start) if compares else []:
+                return errors
+            read_manifest(start)
+        if read_place(os.environ) is None:
+            with sole_writer(folder(config)):
+                pass
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def errors_of_start(config: PretrainConfig, start: Path) -> list[str]:
+    """Return the settings in which the run differs from that of the checkpoint it starts from."""
+    manifest = read_manifest(start)
+    weights_only, errors = is_weights_only(manifest), list[str]()
+    try:
+        check_identity(config, start, manifest, weights_only=weights_only)
+    except ConfigError as error:
+        errors += error.problems
+    return errors if weights_only else [*errors, *tokenizer_errors(config.data, start, manifest)]
+
+
+def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> None:
+    """Take the folder of checkpoints for this run, until `stack` ends. Collective; raises UserError."""
+    wait_s = min(WAIT_S, config.dist.timeout_s / 2)  # the other ranks wait for this one
+
+    def take() -> None:
+        if ctx.is_main:
+            claim_folder(config.out, "run", inputs=protected_from(config))
+            stack.enter_context(sole_writer(folder(config), wait_s=wait_s))
+            warn_of_owners(config)
+
+    Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
+
+
+def warn_of_owners(config: PretrainConfig) -> None:
+    """Warn that a run's folder will hold files of several users."""
+    if others := other_owners([Path(config.out, FILE_NAME), *folder(config).glob("step-*")]):
+        log.warning(
+            "out=%s: holds files of %s, and this process writes as %s: checkpoints that it may not delete "
+            "stay whole. Continue as %s, or share the folder with a group (chmod g+rws, umask 002)",
+            config.out,
+            ", ".join(others),
+            user_name(os.geteuid()),
+            others[0],
+        )
+
+
+def resume(trainer: Trainer) -> Path | None:
+    """Load the newest whole checkpoint and return its path; warn of damaged ones.
+
+    None for a fresh run. Collective. Raises CorruptFileError when none is whole, UserError when the
+    checkpoint is of another model: nothing older would be right then.
+    """
+    config, ctx, ranks = trainer.config, trainer.ctx, Ranks.of(trainer.ctx)
+
+    def look() -> list[list[str | bool]]:
+        found = starts(config) if ctx.is_main else []
+        return [[str(path), _holds_weights_only(path)] for path in found]
+
+    def explain(error: Exception) -> UserError:
+        return CheckpointError(f"out={config.out}: {error}")
+
+    # one rank looks: two might see different things on a shared disk
+    return load_first_whole(trainer, ranks.broadcast(ranks.together(look, explain)))
+
+
+def rewind(trainer: Trainer, before: int | None = None) -> Path | None:
+    """Load the run's newest good checkpoint into a trainer that has taken steps since, and return its path.
+
+    None without one of a step below `before`. Collective. Raises as `resume`.
+    """
+    ranks = Ranks.of(trainer.ctx)
+    found = [[str(path), False] for path in returns(trainer.config, before)] if ranks.is_main else []
+    return load_first_whole(trainer, ranks.broadcast(found))
+
+
+def returns(config: PretrainConfig, before: int | None) -> list[Path]:
+    """Return the run's checkpoints of steps below `before` (None: all), the best first; good ones if any."""
+    found = [
+        path
+        for path in candidates(folder(config))
+        if before is None or int(plain_name(path).removeprefix("step-")) < before
+    ]
+    return [path for path in found if problem_of(path) is None and doubt_of(path) is None] or found
+
+
+def load_first_whole(trainer: Trainer, found: list[list[Any]]) -> Path | None:
+    """Load the first checkpoint that is whole, of (path, holds weights only) in order; see `resume`."""
+    config, ctx = trainer.config, trainer.ctx
+    problems: list[str] = []
+    for path, weights_only in found:
+        try:
+            load(trainer, Path(path), weights_only=weights_only)
+        except (CorruptFileError, CheckpointError) as error:
+            problems.append(str(error))
+            continue
+        if problems and ctx.is_main:
+            log.warning("%s; continuing from the one before, %s", problems[0], path)
+        return Path(path)
+    if len(problems) == 1:
+        raise CorruptFileError(problems[0])
+    if problems:
+        raise CorruptFileError(
+            f"{folder(config)}: none of {len(problems)} checkpoints is whole. {problems[0]}"
+        )
+    return None
+
+
+def continue_data(trainer: Trainer) -> str | None:
+    """Continue reading each corpus of the spec where the run stopped; return a line on changed data.
+
+    Collective over all ranks. Raises UserError when a corpus is no longer the one that was trained on.
+    """
+    config, consumed, ranks = trainer.config, trainer.consumed_samples, Ranks.of(trainer.ctx)
+    if config.data.kind != "indexed":
+        return None
+
+    def look() -> list[dict[str, object]] | None:
+        if not trainer.ctx.is_main:  # one rank reads the indices
+            return None
+        now = sources(config.data)
+        if problem := changed_corpus_problem(trainer.history, now):
+            raise UserError(problem)
+        then = continue_history(trainer.history, now, consumed)
+        if (changed := change(then, consumed)) and not config.data.change:
+            key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
+            raise UserError(
+                f"data.{key}={show(getattr(config.data, key))}: {changed}; set data.change=true to continue "
+                "so, or name the data as it was"
+            )
+        return encode(then)
+
+    def explain(error: Exception) -> UserError:
+        return UserError(f"data: {error}")
+
+    trainer.history = decode(ranks.broadcast(ranks.together(look, explain)), consumed)
+    return change(trainer.history, consumed)
+
+
+def _holds_weights_only(path: Path) -> bool:
+    try:
+        return is_weights_only(read_manifest(path))
+    except (UserError, OSError):
+        return False  # loading reports the problem

@@ -1,0 +1,204 @@
+"""A run directory made of another library's weights, atomically.
+
+    out/checkpoints/step-00000000, out/checkpoints/latest, out/tokenizer.json
+
+It is written beside `out`, checked, then renamed.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import mlm
+from mlm.checkpoint.native.format import JSON
+from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.stream import derived_id, write_streamed
+from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.checkpoint.parameters import parameters, unsplit
+from mlm.config.build import to_dict
+from mlm.data.config import DataConfig
+from mlm.data.tokenizer import Tokenizer
+from mlm.models.config import ModelConfig
+from mlm.parallel.init import init_shard
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import parameter_shards
+from mlm.training.config import PretrainConfig
+from mlm.training.run_tokenizer import digest_of
+from mlm.training.state import CHECKPOINTS
+from mlm.util.atomic import fsync_directory
+from mlm.util.errors import UserError
+from mlm.util.lock import LOCK, sole_writer
+from mlm.util.ownership import claim_folder, delete_owned
+from mlm.util.terminal import byte_progress
+
+GB = 1e9
+UNFINISHED = "unfinished"
+SPARE = 64 << 20  # bytes for manifest, tokenizer and the file system itself
+
+
+def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dict[str, Tensor]:
+    """Return initial values of those parameters: whole, float32, on the CPU."""
+    found = {}
+    for shard in parameter_shards(unsplit(model), Axis("tp")) if names else ():
+        if shard.name in names:
+            found[shard.name] = torch.empty(shard.global_shape)
+            whole = replace(shard, parameter=nn.Parameter(found[shard.name]), true_size=None)
+            init_shard(whole, seed)
+    assert found.keys() == set(names), "no parameters of the model"
+    return found
+
+
+def write_imported(
+    out: Path,
+    model: ModelConfig,
+    read: Callable[[str, Region], Tensor],
+    *,
+    source: Mapping[str, JSON],
+    tokenizer: Tokenizer | None,
+    filled: Collection[str] = (),
+    check: Callable[[Path], None] = lambda run: None,
+) -> Path:
+    """Write weights of another library as the run directory `out`; return its step-00000000 directory.
+
+    Args:
+        out: New folder.
+        model: Settings of the model.
+        read: `read(name, region)` returns those elements of a parameter, float32 on CPU, by its name and
+            shape in `parameters(model)`, in any order; its OSError is reported as one of `out`.
+        source: Origin of the weights, for `state["source"]`: "kind"; "name", an id or a folder's last
+            component; "files", the digest of each file by its name; and more. It alone makes the checkpoint.
+        tokenizer: Saved as out/tokenizer.json, its digest in `state["tokenizer"]`, and its chat template if
+            it has one; None saves none.
+        filled: Parameters that the source lacks: they take the initial values of the configuration's seed,
+            and `state["source"]["filled"]` lists them.
+        check: Called with the run directory under its working name, before it is published; its exceptions
+            propagate, and no files are left.
+
+    Raises:
+        UserError: `out` is not free (`out_problems`), or the disk is too small or cannot be written.
+    """
+    tensors = {f"model.{name}": tensor for name, tensor in parameters(model).items()}
+    count = sum(tensor.num_bytes for tensor in tensors.values())
+    config = run_config(str(source["name"]).rpartition("/")[2] or "imported", model)
+    initial = initial_values(model, filled, config.seed)
+    state = {
+        **imported_state(config, source, filled),
+        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+        **({} if tokenizer is None else {TOKENIZER: digest_of(tokenizer).encode()}),
+    }
+
+    def piece(name: str, region: Region) -> Tensor:
+        if name not in initial:
+            return read(name, region)
+        return initial[name][tuple(slice(o, o + n) for o, n in zip(*region, strict=True))]
+
+    with new_folder(out, count) as run, byte_progress(f"writing {out}", count) as advance:
+        written = write_streamed(
+            run / CHECKPOINTS,
+            0,
+            tensors,
+            lambda name, region: piece(name.removeprefix("model."), region),
+            save_id=derived_id(state),
+            state=state,
+            progress=advance,
+        )
+        if tokenizer is not None:
+            tokenizer.save(run / "tokenizer.json")
+            if tokenizer.chat_template is not None:
+                tokenizer.chat_template.save(run)
+        check(run)
+    return out / CHECKPOINTS / written.name
+
+
+def run_config(name: str, model: ModelConfig) -> PretrainConfig:
+    """Return the configuration of a run that starts from imported weights."""
+    return PretrainConfig(
+        name=name, out=f"runs/{name}", model=model, data=DataConfig(seq_length=model.max_positions)
+    )
+
+
+def imported_state(
+    config: PretrainConfig, source: Mapping[str, JSON], filled: Collection[str]
+) -> dict[str, JSON]:
+    """Return the state of a checkpoint of imported weights; `filled` are parameters that the source lacks."""
+    return {
+        "step": 0,
+        "weights_only": True,
+        "config": to_dict(config),
+        "source": {**source, **({"filled": sorted(filled)} if filled else {})},
+    }
+
+
+def out_problems(out: str | Path) -> list[str]:
+    """Return what keeps a command from writing the new folder `out`, for its preflight."""
+    path = Path(out)
+    try:
+        if path.is_dir() and not any(path.iterdir()):
+            return []
+    except OSError as error:
+        return [f"out={out}: {error.strerror}: make it readable, or name another folder"]
+    if os.path.lexists(path):
+        return [f"out={out}: is there already, and nothing is overwritten; name a new folder, or delete it"]
+    return []
+
+
+@contextmanager
+def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
+    """Yield an empty folder for about `count` bytes, which becomes `out` if the block succeeds.
+
+    If it fails, nothing is left; a kill leaves a hidden folder beside `out`, which the next command that
+    writes there removes. Raises UserError if `out` is not free, if the disk is too small or not
+    writable, and in place of an OSError within.
+    """
+    final = out.resolve()
+    work = final.with_name(f".{final.name}.partial")
+    with _naming_disk(out):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        claim_folder(work, UNFINISHED)
+        with sole_writer(work):
+            try:
+                if problems := out_problems(out):
+                    raise UserError(problems[0])
+                check_space(final.parent, count, f"out={out}")
+                delete_owned(work, UNFINISHED, names=(final.name,), keep_folder=True)
+                folder = work / final.name
+                folder.mkdir()
+                claim_folder(folder, kind)
+                yield folder
+                fsync_directory(folder)
+                os.rename(folder, final)  # over an empty folder too
+                fsync_directory(final.parent)
+            finally:
+                delete_owned(work, UNFINISHED, names=(final.name, LOCK))
+
+
+def check_space(folder: Path, count: int, setting: str) -> None:
+    """Raise UserError, naming `setting`, unless `count` bytes are free where `folder` is."""
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if free < count + SPARE:
+        raise UserError(
+            f"{setting}: needs {(count + SPARE) / GB:.2f} GB, {free / GB:.2f} GB are free there: "
+            f"free some, or name a folder on another disk"
+        )
+
+
+@contextmanager
+def _naming_disk(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = (
+            "free space there"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else "make it writable, if it is"
+        )
+        raise UserError(
+            f"out={out}: {error.filename or out}: {error.strerror}: {remedy}, or name another folder"
+        ) from error

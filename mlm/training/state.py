@@ -1,0 +1,263 @@
+"""A trainer's state as a checkpoint, and back."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mlm
+from mlm.checkpoint.native import folders, run_state
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import checkpoints
+from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
+from mlm.checkpoint.native.rollback import set_aside
+from mlm.checkpoint.native.run_state import check_run_state
+from mlm.checkpoint.native.save_load import (
+    CheckpointError,
+    Manifest,
+    Shard,
+    load_checkpoint,
+    read_manifest,
+    save_checkpoint,
+)
+from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.checkpoint.parameters import split_of
+from mlm.config.build import to_dict
+from mlm.data.blend_checks import names
+from mlm.data.blend_history import History, Segment, Source, decode, encode
+from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.sharding import ParameterShard
+from mlm.training.config import PretrainConfig
+from mlm.training.identity import (
+    MAX_CHANGES,
+    Past,
+    changes_since,
+    function_errors,
+    identity_errors,
+    recorded_changes,
+)
+from mlm.training.trainer import Trainer
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
+
+CHECKPOINTS = folders.CHECKPOINTS
+"""Folder of a run directory that holds its checkpoints."""
+INCIDENTS = run_state.INCIDENTS
+"""Key of what a run remembers of its incidents, which decides on later ones."""
+FINETUNING = run_state.FINETUNING
+"""Key of what a finetuning run adds to the state of its checkpoints."""
+
+
+def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, Shard]:
+    """Parameters under their checkpoint names; views of the live tensors, padding left out.
+
+    `vocab_multiple` is model.vocab_multiple; loading does not need it.
+    """
+    return {f"model.{s.name}": as_shard(s, s.parameter.detach(), vocab_multiple) for s in shards}
+
+
+def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> Shard:
+    """A tensor laid out like a parameter (itself, a moment) as checkpoints see it."""
+    return Shard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))
+
+
+def training_shards(trainer: Trainer) -> dict[str, Shard]:
+    """Parameters and Adam's moments under their checkpoint names."""
+    multiple = trainer.config.model.vocab_multiple
+    out = model_shards(trainer.shards, multiple)
+    for s in trainer.shards:
+        for name in moments(trainer.optimizer):
+            out[f"optimizer.{name}.{s.name}"] = as_shard(s, moment(trainer.optimizer, s, name), multiple)
+    return out
+
+
+def owned_shards(trainer: Trainer) -> dict[str, Shard]:
+    """Return the parameters and moments that this rank writes: views of the live tensors."""
+    stored = {s.name for s in trainer.shards if is_stored(s, trainer.ctx)}
+    return {k: v for k, v in training_shards(trainer).items() if parameter_name(k) in stored}
+
+
+def counters(trainer: Trainer) -> dict[str, Any]:
+    """Return the state of a checkpoint other than tensors. Reads the loss scale back from the device."""
+    return {
+        "step": trainer.step,
+        "consumed_samples": trainer.consumed_samples,
+        "applied_steps": applied_steps(trainer.optimizer),
+        "scaler": trainer.scaler.state(),
+        "config": to_dict(replace(trainer.config, data=replace(trainer.config.data, change=False))),
+        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+        **({"data": {"segments": encode(trainer.history)}} if trainer.history else {}),
+        LINEAGE: trainer.past.encode(round(time.time(), 3)),
+        **trainer.extra_state,
+    }
+
+
+def save(trainer: Trainer, out: Path, may_prune: Callable[[], bool] = lambda: True) -> Path:
+    """Write `out/checkpoints/step-…`. Collective over all ranks; raises CheckpointError on all."""
+    ctx, config, save_id = trainer.ctx, trainer.config, uuid.uuid4().hex
+    path = save_checkpoint(
+        out / CHECKPOINTS,
+        trainer.step,
+        owned_shards(trainer),
+        state=counters(trainer),
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        group=ctx.host_group,
+        watch=ctx.watch,
+        keep_last=config.checkpoint.keep_last,
+        keep_every=config.checkpoint.keep_every,
+        save_id=save_id,  # of rank 0, whose state is saved
+        may_prune=may_prune,
+    )
+    trainer.past = trainer.past.after(Save(trainer.step, save_id))
+    return path
+
+
+def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
+    """True if this rank writes this part. Of equal replicas the first one writes."""
+    return shard.is_owner and (shard.dp_slice is not None or ctx.replicas.rank == 0)
+
+
+def parameter_name(key: str) -> str:
+    """The parameter a checkpoint tensor belongs to: model.X and optimizer.exp_avg.X -> X."""
+    kind, rest = key.split(".", 1)
+    return rest if kind == "model" else rest.split(".", 1)[1]
+
+
+def is_weights_only(manifest: Manifest) -> bool:
+    """True if a checkpoint holds a model without training state: imported, or reduced to weights."""
+    return manifest.state.get("weights_only") is True
+
+
+def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifest:
+    """Continue from a checkpoint directory: weights, moments, loss scale and counters.
+
+    One with `weights_only` gives the weights a run begins with: step 0, no moments.
+
+    Collective over all ranks. Raises ConfigError with a line for each setting of the run's identity that
+    differs, or of the model's function for weights alone; UserError when the tensors do not fit;
+    CorruptFileError when it is damaged.
+    """
+    ctx = trainer.ctx
+    ranks = Ranks.of(ctx)
+
+    def check() -> None:
+        if ranks.is_main:
+            check_identity(trainer.config, path, read_manifest(path), weights_only=weights_only)
+
+    ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
+    if weights_only:
+        return load_weights(trainer.shards, path, ctx, config=to_dict(trainer.config))
+    manifest = load_checkpoint(
+        path,
+        training_shards(trainer),
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        group=ctx.host_group,
+        watch=ctx.watch,
+        config=to_dict(trainer.config),
+    )
+    check_run_state(manifest, path)
+    try:
+        state = manifest.state
+        trainer.step = int(state["step"])
+        trainer.consumed_samples = int(state["consumed_samples"])
+        trainer.history = saved_history(state)
+        trainer.scaler.load_state(state["scaler"])
+        ensure_state(trainer.optimizer, trainer.shards, float(state["applied_steps"]))
+        trainer.past = past_of(trainer.config, path, manifest) if ctx.is_main else Past()
+        if TOKENIZER in state:
+            trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])
+        trainer.extra_state.pop(INCIDENTS, None)
+        if INCIDENTS in state:
+            trainer.extra_state[INCIDENTS] = state[INCIDENTS]
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptFileError(
+            f"{path}: its state is not that of a training run ({error!r}). Take another checkpoint"
+        ) from error
+    return manifest
+
+
+def saved_history(state: Mapping[str, Any]) -> History:
+    """Return the corpora that a run has read, and how far; empty for synthetic data.
+
+    Checkpoints of older versions only name their corpus. Raises ValueError, KeyError or TypeError for a state
+    that is not of a training run.
+    """
+    if "data" in state:
+        if not state["data"]["segments"]:
+            raise ValueError("its segments are empty")
+        return decode(state["data"]["segments"], int(state["consumed_samples"]))
+    data = state["config"]["data"]
+    if data["kind"] != "indexed" or not (data["train"] or data["path"]):
+        return ()
+    prefix = str(data["train"] or Path(data["path"], "train"))
+    return (Segment(0, (Source(name=names([Path(prefix)])[0], path=prefix, digest=""),)),)
+
+
+def check_identity(
+    config: PretrainConfig, path: Path, manifest: Manifest, *, weights_only: bool = False
+) -> None:
+    """Raise ConfigError if a run with this identity cannot continue from a checkpoint or its weights."""
+    saved = manifest.state.get("config")
+    if not isinstance(saved, Mapping):
+        return  # loading reports the problem
+    if weights_only:
+        errors = function_errors(config, saved, str(path))
+    else:
+        errors = identity_errors(config, saved, f"the run in {path.parent.parent}")
+    if errors:
+        raise ConfigError(errors)
+
+
+def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
+    """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since.
+
+    A checkpoint of an older version does not know its ancestors: those older than it in its folder are taken.
+    """
+    lineage = Lineage.of(manifest.state)
+    if lineage is None:
+        lineage = Lineage(tuple(older_saves(path.parent, manifest.step)))
+    since = changes_since(config, manifest.state["config"], manifest.step)
+    if later := set_aside(path.parent, path):
+        since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)
+    changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
+    return Past(lineage, changes).after(Save(manifest.step, manifest.save_id))
+
+
+def older_saves(root: Path, step: int) -> Iterator[Save]:
+    """The saves before a step whose manifests can be read and know no ancestors."""
+    for other, path in checkpoints(root).items():
+        if other < step:
+            with suppress(UserError, OSError):
+                manifest = read_manifest(path)
+                if Lineage.of(manifest.state) is None:
+                    yield Save(other, manifest.save_id)
+
+
+def load_weights(
+    shards: Sequence[ParameterShard],
+    path: Path,
+    ctx: ParallelContext,
+    config: dict[str, Any] | None = None,
+) -> Manifest:
+    """Fill a model's parameters from a checkpoint, for evaluation and sampling. Collective."""
+    return load_checkpoint(
+        path,
+        model_shards(shards),
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        group=ctx.host_group,
+        watch=ctx.watch,
+        allow_extra=lambda name: name.startswith("optimizer."),
+        cast=True,
+        config=config,
+    )

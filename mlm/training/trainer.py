@@ -1,0 +1,321 @@
+"""The training state of one rank and one step of it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mlm.data.blend_history import History
+from mlm.data.sampler import MicroBatch, Ranges, first_of_step
+from mlm.models.backbone import Transformer
+from mlm.models.family import SHIPPED
+from mlm.models.objective import Objective
+from mlm.optim.adamw import apply, build_optimizer, ensure_state, set_lr
+from mlm.optim.clip import clip_factor, gradient_norm
+from mlm.optim.precision import LossScaler, parameter_dtype
+from mlm.optim.schedule import learning_rate
+from mlm.parallel.collectives import all_reduce, start_all_reduce
+from mlm.parallel.context.zigzag import own_places
+from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.gradients import GradientReducer, Reducer, sum_replicated_gradients, sum_tied_gradients
+from mlm.parallel.init import init_parameters
+from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.mesh import CPU, ParallelContext
+from mlm.parallel.pipeline.engine import Hooks, Phase, unnamed
+from mlm.parallel.reducers import build_reducer
+from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
+from mlm.parallel.totals import Totals, sums_begun_early
+from mlm.parallel.transfer import on_device
+from mlm.training.config import PretrainConfig
+from mlm.training.documents import with_eod
+from mlm.training.identity import Past
+from mlm.training.kernels import choose_kernels, compile_layers, compiles
+from mlm.training.pipelined import PipelinedModel, evaluate
+
+B = TypeVar("B", bound=MicroBatch)
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Results of a step, still on the device."""
+
+    parts: Tensor
+    """[k]: this rank's share of each part of the objective, means over the global batch."""
+    grad_norm: Tensor
+    """0-d: global gradient norm before clipping."""
+    lr: float
+    """Learning rate used."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A judgement of a step whose numbers travel to the host while the device applies the update."""
+
+    flag: Tensor
+    """0-d on the device: 1.0 leaves the update out until the step is judged."""
+    holds: Callable[[], bool]
+    """Waits for the numbers; True where `flag` is 1.0."""
+
+
+def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool = True) -> PipelinedModel:
+    """This rank's part of the model with its initial weights, on its device.
+
+    `one_shape` is True if all micro-batches have one shape.
+    """
+    choose_kernels(config, ctx.device, one_shape=one_shape)
+    model = PipelinedModel(config.model, config.parallel, config.precision, ctx)
+    for chunk in model.chunks:
+        init_parameters(chunk, config.seed, ctx.tp)
+        compile_layers(chunk.layers.values(), config.compile, ctx.device, graphs=config.cuda_graphs)
+        for module in chunk.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.compiled = compiles(config.compile, ctx.device)
+    if config.cuda_graphs:
+        model.replay_graphs()
+    return model
+
+
+def early_tables(model: PipelinedModel, reducers: Sequence[Reducer]) -> list[VocabParallelEmbedding]:
+    """Token tables whose gradient the loss may add to the sum in its forward pass.
+
+    Not those that FSDP2 shards: it keeps their gradients elsewhere. Not in a family of the user's own, whose
+    loss may be scaled or recomputed. On a CPU not those that the same chunk embeds tokens with: autograd adds
+    up both terms of a micro-batch first, and sums in another order round otherwise.
+    """
+    found: list[VocabParallelEmbedding] = []
+    for chunk, reducer in zip(model.chunks, reducers, strict=True):
+        stage, config = chunk.stage, chunk.config
+        has_both_terms = stage.is_first and config.is_tied and model.ctx.device.type == "cpu"
+        can = isinstance(reducer, GradientReducer) and config.kind in SHIPPED and not has_both_terms
+        if stage.is_last and can:
+            found += [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
+    return found
+
+
+class Trainer(Generic[B]):
+    """Model, optimizer, loss scale and counters of one rank, and the step that advances them.
+
+    Attributes:
+        step: optimizer steps done.
+        consumed_samples: samples read so far by the whole job.
+        history: of which corpora; empty for synthetic data.
+        left_out: sample numbers that the run leaves out, as incidents asked.
+        judge: called with a step's parts and gradient norm before the update; True leaves the update out. It
+            may compute the step again and overwrite both.
+        doubt: called before `judge`, with the same; what it returns decides if `judge` is called, and when.
+        before_change: called before weights and moments change: a checkpoint may still be copying them.
+        split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
+        objective: what the model is trained for; None means what it is pretrained for.
+        past: saves that the run descends from and changes of its settings; of rank 0, which writes them.
+        on_micro_batch: called at each backward pass of a step with its number and the number of all.
+        extra_state: further state of checkpoints, as JSON values.
+        phase: names the parts of a step, in a profile.
+    """
+
+    phase: Phase = staticmethod(unnamed)
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        ctx: ParallelContext,
+        objective: Objective[Transformer, B] | None = None,
+    ) -> None:
+        self.config = config = replace(config, data=with_eod(config.data))
+        self.ctx = ctx
+        self.model = build_model(config, ctx, one_shape=objective is None)  # tasks' texts differ in length
+        self.objective: Objective[Transformer, B] = objective or config.model.family.objective(
+            config.data, ctx, self.model.dtype
+        )
+        self.past = Past()
+        self.extra_state: dict[str, Any] = {}
+        self.reducers: Sequence[Reducer] = [
+            build_reducer(
+                chunk,
+                ctx.replicas,
+                zero=config.parallel.zero,
+                compute_dtype=self.model.dtype,
+                units=chunk.layers.values(),
+                methods=self.objective.methods,
+                reduce=config.parallel.zero_reduce,
+                late_weights=self.model.puts_off,
+                keep_buffers=config.cuda_graphs,
+                fuse_accumulation=config.fuse_accumulation,
+            )
+            for chunk in self.model.chunks
+        ]
+        self.totals = [Totals(chunk.modules()) for chunk in self.model.chunks if config.fuse_accumulation]
+        self.early_tables = early_tables(self.model, self.reducers)
+        self.shards: Sequence[ParameterShard] = tuple(
+            shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
+        )
+        self.optimizer = build_optimizer(self.shards, config.optimizer)
+        ensure_state(self.optimizer, self.shards)
+        self.scaler = LossScaler(config.precision, ctx.device)
+        self.split_parts: tuple[int, ...] = (ctx.tp.rank,)
+        self.step = 0
+        self.consumed_samples = 0
+        self.history: History = ()
+        self.left_out: Ranges = ()
+        self.judge: Callable[[Tensor, Tensor], bool] = lambda parts, norm: False
+        self.doubt: Callable[[Tensor, Tensor], Doubt | None] = lambda parts, norm: None
+        self.before_change: Callable[[], None] = lambda: None
+        self.on_micro_batch: Callable[[int, int], None] = lambda number, count: None
+
+    def train_step(self, batches: Sequence[B]) -> StepOutcome:
+        """One optimizer step over this rank's micro-batches. Reads nothing back from the device."""
+        return self.update(self.forward_backward(batches))
+
+    def update(self, parts: Tensor) -> StepOutcome:
+        """Clip and apply the gradients that `forward_backward` left, which returned `parts`."""
+        norm = gradient_norm(self.shards, self.ctx) / self.scaler.scale
+        doubt = self.doubt(parts, norm)
+        is_unwanted = doubt is None and self.judge(parts, norm)
+        overflow, factor = self.overflow_and_factor(norm)
+        unwanted = torch.ones_like(overflow) if is_unwanted else overflow
+        if doubt is not None:
+            unwanted = torch.maximum(overflow, doubt.flag)
+        lr = learning_rate(
+            self.step + 1, self.config.optimizer, self.config.schedule, self.config.train.steps
+        )
+        set_lr(self.optimizer, lr)
+        self.before_change()
+        with self.phase("optimizer"):
+            apply(self.optimizer, self.shards, factor, unwanted)
+        if doubt is not None and doubt.holds() and not self.judge(parts, norm):
+            overflow, factor = self.overflow_and_factor(norm)
+            apply(self.optimizer, self.shards, factor, overflow)
+        self.scaler.update(overflow)
+        self.step += 1
+        self.consumed_samples = self.first_sample + self.config.train.global_batch_size
+        return StepOutcome(parts, norm, lr)
+
+    def overflow_and_factor(self, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Return 1.0 if a gradient norm is not finite, else 0.0, and the factor that clips and unscales."""
+        factor = clip_factor(norm, self.config.optimizer.clip_grad_norm) / self.scaler.scale
+        return (~norm.isfinite()).float(), factor
+
+    @property
+    def first_sample(self) -> int:
+        """Number of the first sample of the next step."""
+        size = self.config.train.global_batch_size
+        return first_of_step(self.consumed_samples, 0, size, self.left_out)
+
+    def forward_backward(self, batches: Sequence[B]) -> Tensor:
+        """Accumulate the gradients of the mean loss over the global batch, reduced over all axes.
+
+        Returns this rank's share of each part of the objective, [k]; 0 where the last pipeline stage is
+        elsewhere.
+        """
+        self.ctx.watch.step = self.step + 1
+        scale = self.scaler.scale / self.global_counts(batches)
+        for reducer in self.reducers:
+            reducer.start_step()
+
+        numbers = count(1)
+
+        def before_forward(chunk: int, last: bool) -> None:
+            if self.totals and last and self.model.puts_off:  # a reduction waits for what autograd adds
+                self.totals[chunk].leave()
+            elif self.totals:
+                self.totals[chunk].join()
+
+        def before_backward(chunk: int, last: bool) -> None:
+            if chunk == 0:
+                self.on_micro_batch(next(numbers), len(batches))
+            self.reducers[chunk].sync = last
+
+        def before_weights(chunk: int, last: bool) -> None:
+            self.reducers[chunk].sync_late = last
+
+        def after_weights(chunk: int) -> None:
+            self.reducers[chunk].settle()
+
+        hooks = Hooks(before_forward, before_backward, before_weights, after_weights)
+        with sums_begun_early(self.early_tables):
+            outputs = self.model.train(batches, self.objective, scale, self.dropout, hooks)
+        for totals in self.totals:
+            totals.leave()
+        with self.phase("reduce"):
+            self.reduce()
+        total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)
+        return total / self.scaler.scale
+
+    def reduce(self) -> None:
+        """Finish the reduction of gradients over dp, and over tp and tied tables where they need it."""
+        for reducer in self.reducers:
+            reducer.finish()
+        sequence_parallel = self.model.chunks[0].sequence_parallel
+        sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
+        if self.config.model.is_tied:
+            sum_tied_gradients(self.shards, self.ctx.tied)
+
+    def dropout(self, batch: B) -> DropoutStream | None:
+        """The dropout masks of a micro-batch; None where the model has no dropout."""
+        model = self.config.model
+        if model.hidden_dropout == 0 and model.attention_dropout == 0:
+            return None
+        sequence_parallel, ctx = self.config.parallel.sequence_parallel, self.ctx
+        places = None
+        if ctx.cp.size > 1:
+            places = own_places(batch.tokens.shape[1], ctx.cp, CPU)
+            places = shard_of(places, ctx.tp, 0) if sequence_parallel else places
+        return DropoutStream.of_micro_batch(
+            self.config.seed,
+            batch.first_sample,
+            len(batch.tokens),
+            self.ctx.device,
+            split_parts=self.split_parts,
+            sequence_rank=ctx.tp.rank if sequence_parallel else 0,
+            places=places,
+        )
+
+    def global_counts(self, batches: Iterable[B]) -> Tensor:
+        """Divisor of each part of the objective over the global batch, such as scored tokens: [k] float."""
+        dtype = parameter_dtype(self.config.precision)
+        # on the host: labels are not moved yet
+        counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
+        total = all_reduce(on_device(counts.to(dtype), self.ctx.device), self.ctx.dp)
+        return total.clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
+
+    def mean_parts(self, outcome: StepOutcome) -> list[float]:
+        """Each part of the objective, mean over the global batch.
+
+        Collective over dp, cp and pp; waits for the device.
+        """
+        parts: list[float] = all_reduce(
+            all_reduce(outcome.parts.clone(), self.ctx.replicas), self.ctx.pp
+        ).tolist()
+        return parts
+
+    def mean_loss(self, outcome: StepOutcome) -> float:
+        """The minimised loss, mean over the global batch, in nats. Collective as `mean_parts`."""
+        return sum(self.mean_parts(outcome)[: self.objective.losses])
+
+    def validate(self, batches: Iterable[B]) -> list[float]:
+        """Mean of each part of the objective over all ranks' batches, whatever the layout and batch size."""
+        return evaluate(self.model, self.objective, batches)[0]
+
+
+class StopVote:
+    """Agreement of all ranks on stopping, if any was asked to: begun before the weights' update, read after.
+
+    One process needs no agreement: it hears requests until then; several hear those made before the vote.
+    """
+
+    def __init__(self, ctx: ParallelContext, requested: Callable[[], bool]) -> None:
+        self.is_open = ctx.world.size == 1
+        self.requested = requested
+        # the answer travels while the device computes
+        self.flag = start_all_reduce(torch.tensor([int(requested())]), ctx.world, dist.ReduceOp.MAX)
+
+    def result(self) -> bool:
+        """True on every rank if it was asked of one."""
+        return self.requested() if self.is_open else bool(self.flag.wait().item())
+
+    def asked_since(self) -> bool:
+        """True if one process alone was asked to; several would need another vote."""
+        return self.is_open and self.requested()

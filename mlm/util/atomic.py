@@ -1,0 +1,179 @@
+"""Atomic writes, durable directories, and digests of files."""
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from mlm.util.errors import CorruptFileError
+
+CHUNK = 1 << 22  # bytes read at a time when digesting: 4 MiB
+LONGEST_NAME = 255  # bytes
+WHOLE = 1 << 26
+"""Bytes up to which `sampled_digest` reads a file whole: 64 MiB, a fraction of a second from a disk."""
+SAMPLES, SAMPLE = 64, 1 << 18
+"""Blocks of 256 KiB of larger files: 16 MiB in all."""
+
+
+def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
+    """Write `content` to `path` so that a kill at any instant leaves the old file or the new one.
+
+    `content` is the bytes, or a function that writes them to an open file. An old file's permissions are
+    kept; only a regular file, or a link to one, is replaced. Raises OSError.
+    """
+    mode = _mode_to_keep(path)
+    partial = partial_of(path)
+    partial.unlink(missing_ok=True)  # of a killed process with this id
+    try:
+        with open(partial, "xb") as f:
+            if callable(content):
+                content(f)
+            else:
+                f.write(content)
+            f.flush()
+            if mode is not None:
+                with suppress(OSError):  # a file system without permissions
+                    os.fchmod(f.fileno(), mode)
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def partial_of(path: Path) -> Path:
+    """Return the name of a file while it is written: beside it, hidden, with the process id."""
+    end = f".{os.getpid()}.partial"
+    name = os.fsencode(path.name)[: LONGEST_NAME - len(end) - 1]  # as long as a file system allows
+    return path.with_name(f".{os.fsdecode(name)}{end}")
+
+
+def _mode_to_keep(path: Path) -> int | None:
+    """Return the permissions of the file at a path, None if absent. Raises OSError for anything else."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise no_regular_file(path, found.st_mode)
+    return stat.S_IMODE(found.st_mode)
+
+
+def no_regular_file(path: Path, mode: int) -> OSError:
+    """Return the error for a device, FIFO, socket or folder in place of a regular file."""
+    number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST
+    return OSError(number, "Is a directory" if stat.S_ISDIR(mode) else "Is not a regular file", str(path))
+
+
+def read_regular(path: Path, limit: int = -1) -> bytes:
+    """Read at most `limit` bytes of a regular file, or all.
+
+    Raises OSError, also for a device or FIFO: nothing blocks.
+    """
+    with open(open_regular(path, os.O_RDONLY), "rb") as f:
+        return f.read(limit)
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """Open a regular file (links are followed unless `flags` has O_NOFOLLOW); return its descriptor.
+
+    Raises OSError, also for a device, FIFO or socket: nothing blocks and nothing is written.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    raise no_regular_file(path, mode)
+
+
+def sync(f: BinaryIO) -> None:
+    """Push a file's content to the disk, then close it."""
+    with f:
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def copy_bytes(source: Path, target: BinaryIO, count: int) -> None:
+    """Append the first `count` bytes of a file to one open for writing.
+
+    The kernel copies, where it can; on some file systems only references. Raises CorruptFileError if the
+    source is shorter, OSError.
+    """
+    target.flush()
+    with open(source, "rb", buffering=0) as f:
+        left = count
+        try:
+            while left and (done := os.copy_file_range(f.fileno(), target.fileno(), left)):
+                left -= done
+        except OSError:  # not supported between these files: the rest is copied below
+            pass
+        target.seek(0, os.SEEK_END)  # the kernel moved the position behind the buffer's back
+        while left and (block := f.read(min(left, CHUNK))):
+            target.write(block)
+            left -= len(block)
+    if left:
+        raise CorruptFileError(f"{source} is truncated: expected {count} bytes, found {count - left}")
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames inside `path` survive a power loss, where the file system can sync a directory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some FUSE and network file systems cannot
+            raise
+    finally:
+        os.close(fd)
+
+
+def digest_file(
+    path: Path,
+    progress: Callable[[int], None] = lambda count: None,
+    look: Callable[[int, bytes], None] = lambda start, block: None,
+) -> str:
+    """Return the content digest of a file, `xxh3:<hex>`. Raises OSError.
+
+    `progress` receives the count of bytes read; `look` their first place and the bytes, in whole CHUNKs.
+    """
+    h, start = xxhash.xxh3_128(), 0
+    with open(path, "rb") as f:
+        while block := f.read(CHUNK):
+            h.update(block)
+            look(start, block)
+            progress(len(block))
+            start += len(block)
+    return digest_name(h)
+
+
+def sampled_digest(path: Path) -> str:
+    """Digest a file in bounded time: all of it up to WHOLE bytes, else its size and SAMPLES blocks.
+
+    The blocks are equally spaced, the first and the last included. A rewritten file differs in them; a single
+    changed byte between them is found by a full read alone. Raises OSError.
+    """
+    size = path.stat().st_size
+    if size <= WHOLE:
+        return digest_file(path)
+    h = xxhash.xxh3_128(size.to_bytes(8, "little"))
+    with open(path, "rb", buffering=0) as f:
+        for number in range(SAMPLES):
+            h.update(os.pread(f.fileno(), SAMPLE, (size - SAMPLE) * number // (SAMPLES - 1)))
+    return digest_name(h)
+
+
+def digest_bytes(content: bytes) -> str:
+    """Return the content digest of bytes, `xxh3:<hex>`."""
+    return digest_name(xxhash.xxh3_128(content))
+
+
+def digest_name(h: "xxhash.xxh3_128") -> str:
+    """Format a digest as in manifests and receipts."""
+    return f"xxh3:{h.hexdigest()}"

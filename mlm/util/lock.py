@@ -1,0 +1,192 @@
+"""Locks between processes: one writer per folder, one builder per file.
+
+The kernel holds a lock (flock) and releases it when its process dies, however it dies: nothing is stale after
+a crash. It holds across hosts where the shared file system supports it (NFS 4, GPFS, Lustre mounted with
+flock). Its descriptor is closed in programs that this one starts, so that none keeps the lock.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from mlm.util.atomic import open_regular
+from mlm.util.errors import UserError
+
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
+WAIT_S = 10.0
+"""A run that is started again may overlap with the last moments of the one that was killed."""
+BUILD_WAIT_S = 600.0
+POLL_S = 0.05
+TAKEN = (errno.EAGAIN, errno.EACCES)
+UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+
+class LockError(OSError):
+    """The file is there, but the file system fails to lock it."""
+
+
+class Lock:
+    """An exclusive lock on a file. Links are not followed.
+
+    Args:
+        path: the file, made by `take` unless `create` is false.
+    """
+
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        self.path = path
+        self._flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        self._descriptor: int | None = None
+
+    def take(self, wait_s: float = 0.0) -> bool:
+        """Take the lock; return False if another process still holds it after `wait_s` seconds.
+
+        Raises LockError, and OSError for a file that cannot be opened.
+        """
+        end = time.monotonic() + wait_s
+        while True:
+            descriptor = open_regular(self.path, self._flags)
+            try:
+                is_held = self._lock(descriptor)
+                if is_held and self._is_current(descriptor):
+                    self._descriptor, descriptor = descriptor, -1
+                    return True
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+            if is_held:  # of a file that its last holder has deleted
+                continue
+            if time.monotonic() >= end:
+                return False
+            time.sleep(POLL_S)
+
+    def is_held(self) -> bool:
+        """True if a process holds the lock; False if the file is absent, unreadable or not to be locked."""
+        with suppress(OSError):
+            descriptor = open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                return error.errno in TAKEN
+            finally:
+                os.close(descriptor)
+        return False
+
+    def release(self, *, delete: bool = False) -> None:
+        """Release the lock, if it is held; with `delete` first remove the file."""
+        if self._descriptor is None:
+            return
+        if delete:
+            with suppress(OSError):
+                self.path.unlink()
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def sign(self) -> None:
+        """Write host, process and time into the file, for `holder`."""
+        assert self._descriptor is not None
+        mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
+        with suppress(OSError):  # a full disk holds no note; the lock is held, and pruning frees the disk
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(mine).encode(), 0)
+
+    def holder(self) -> str:
+        """The process that signed the file, in words."""
+        try:
+            note = self._note()
+            return f"process {int(note['pid'])} on {note['host']} since {note['since']}"
+        except (OSError, ValueError, TypeError, KeyError):
+            return "another process"
+
+    def is_signed_here(self) -> bool:
+        """True if a process of this host signed the file."""
+        try:
+            return bool(self._note()["host"] == socket.gethostname())
+        except (OSError, ValueError, TypeError, KeyError):
+            return False
+
+    def _note(self) -> Any:
+        """Return what `sign` wrote. Raises OSError or ValueError."""
+        descriptor = open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return json.loads(os.pread(descriptor, 1000, 0))
+        finally:
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in TAKEN:
+                raise LockError(error.errno, error.strerror, str(self.path)) from error
+            return False
+        return True
+
+    def _is_current(self, descriptor: int) -> bool:
+        """True if the path still names the file that is open."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
+
+
+@contextmanager
+def sole_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out") -> Iterator[None]:
+    """Be the only process that writes checkpoints in `folder` (made if absent) while inside.
+
+    On a file system that cannot lock, warn and lock nothing. `setting` is the key that named the folder.
+
+    Raises UserError, after `wait_s` seconds, if another process has it, named by host and process; and if the
+    folder cannot be written.
+    """
+    lock = Lock(folder / LOCK)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_held = lock.take(wait_s)
+    except LockError as error:
+        if error.errno not in UNSUPPORTED:
+            raise UserError(
+                f"{lock.path}: {error.strerror} when locking it: check the disk, or set {setting}=… to a "
+                "folder on another"
+            ) from error
+        log.warning("%s cannot be locked here: let no two runs write to it at once", folder)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename}: {error.strerror}: make it writable, or set {setting}=… to a folder that is"
+        ) from error
+    else:
+        if not is_held:
+            raise UserError(
+                f"{folder}: in use by {lock.holder()}. Stop that first, or set {setting}=… to another folder"
+            )
+        lock.sign()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def one_builder(path: Path, wait_s: float = BUILD_WAIT_S) -> Iterator[None]:
+    """Let one process at a time make the file `path`: ranks and other runs wait for it.
+
+    This saves work and nothing depends on it: where there is no lock to be had (a read-only folder, a file
+    system without flock), or none for `wait_s` seconds (a holder that was stopped), all processes go in.
+    """
+    lock = Lock(path.with_name(f".{path.name}.lock"))
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.take(wait_s)
+    try:
+        yield
+    finally:
+        lock.release(delete=True)

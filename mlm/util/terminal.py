@@ -1,0 +1,171 @@
+"""Terminal output of commands: tables without control characters, readable sizes, progress bars."""
+
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from mlm.util.errors import visible
+
+Advance = Callable[[int], None]
+LINE_S = 60.0
+"""Seconds between lines of progress in a log."""
+LONGEST = 300  # characters of a file's name or value that a table shows
+
+
+class Screen(Console):
+    """A console that writes escape codes to a terminal alone, whatever FORCE_COLOR says, as in notebooks."""
+
+    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
+        stream = options.get("file") or (sys.stderr if stderr else sys.stdout)
+        is_terminal = getattr(stream, "isatty", lambda: False)()
+        options.setdefault("force_terminal", None if is_terminal else False)
+        super().__init__(stderr=stderr, **options)
+
+
+class PlainScreen(Screen):
+    """A console whose output holds no control characters but line breaks."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's, the control characters of texts written out but for new lines."""
+        super().print(*(_shown(each) if isinstance(each, str) else each for each in objects), **options)
+
+
+def _shown(text: str) -> str:
+    return "\n".join(map(visible, text.split("\n")))
+
+
+def console() -> Screen:
+    """Return a console for tables that interprets no markup in the values it prints."""
+    return PlainScreen(highlight=False, markup=False, soft_wrap=True)
+
+
+def plain(value: object) -> str:
+    """A value from a file as one line without control characters."""
+    text = str(value)
+    return visible(text[:LONGEST]) + ("…" if text[LONGEST:] else "")
+
+
+def prose(text: str) -> str:
+    """A text of many lines for standard output: where that is a terminal, without what could steer it."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table of names and numbers, none truncated. A column that ends in "#" holds numbers."""
+    made = Table(
+        title=Text(plain(title)),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=any(columns),
+    )
+    for name in columns:
+        numbers = name.endswith("#")
+        made.add_column(
+            name.removesuffix("#"),
+            justify="right" if numbers else "left",
+            overflow="fold",
+            no_wrap=numbers,
+        )
+    return made
+
+
+def add_row(made: Table, *cells: object) -> None:
+    """A row of `plain` cells."""
+    made.add_row(*(Text(plain(cell)) for cell in cells))
+
+
+def size(count: int) -> str:
+    """Bytes in the largest decimal unit: 1.2 MB."""
+    number = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:,.1f} TB"
+
+
+@contextmanager
+def count_progress(title: str, total: int, *, shown: bool = True) -> Iterator[Advance]:
+    """Show a progress bar on stderr, removed when done; yields a function to call with the number just done.
+
+    If stderr is not a terminal, a line is printed each minute instead; nothing if not `shown`.
+    """
+    lines = CountLines(title, total)
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Screen(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+    ) as bar:
+        task = bar.add_task(title, total=total)
+        yield lines.advance if shown and not console.is_terminal else partial(bar.advance, task)
+
+
+class CountLines:
+    """Progress in a log: a line on stderr each minute."""
+
+    def __init__(self, title: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.title, self.total, self.clock = title, total, clock
+        self.done, self.printed = 0, clock()
+        self.first: tuple[float, int] | None = None
+        """When something was done for the first time, and how much: an earlier command may have done it."""
+
+    def advance(self, count: int) -> None:
+        """`count` more are done."""
+        self.done += count
+        now = self.clock()
+        self.first = self.first or (now, self.done)
+        if now - self.printed >= LINE_S:
+            self.printed = now
+            print(
+                f"{self.title}: {self.done:,} of {self.total:,}{self._left(now)}", file=sys.stderr, flush=True
+            )
+
+    def _left(self, now: float) -> str:
+        """The time left, as far as the rate is known."""
+        assert self.first is not None
+        begin, before = self.first
+        if self.done == before:
+            return ""
+        seconds = (self.total - self.done) * (now - begin) / (self.done - before)
+        return f", {timedelta(seconds=round(seconds))} left"
+
+
+@contextmanager
+def byte_progress(title: str, total: int) -> Iterator[Advance]:
+    """A bar with bytes, rate and time left on stderr, gone when done; yields what to call with bytes done.
+
+    Nothing is drawn where stderr is no terminal.
+    """
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Screen(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)

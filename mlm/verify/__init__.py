@@ -1,0 +1,1 @@
+"""Proofs by comparing runs: parity of layouts, verify-resume."""

@@ -1,0 +1,84 @@
+"""The commands `mlm parity` and `mlm verify-resume`."""
+
+from mlm.config.command import Command
+from mlm.verify.parity.checks import check_parity
+from mlm.verify.parity.config import ParityConfig
+from mlm.verify.resume.checks import check_verify_resume
+from mlm.verify.resume.config import VerifyResumeConfig
+
+COMMANDS = (
+    Command(
+        words=("parity",),
+        config="parity",
+        spec=ParityConfig,
+        target="mlm.verify.parity.run:run",
+        check=check_parity,
+        preflight="mlm.verify.parity.run:preflight",
+        out_is_run_folder=True,
+        own_choices=("precision=fp64", "cluster=local"),
+        summary="check that a layout trains exactly as one process does, before using a cluster",
+        about=(
+            "Runs the first steps of a pretraining run twice, on the layout and on one process, and compares "
+            "every loss, gradient and weight. Takes any command line of `mlm pretrain`; by default a tiny "
+            "model on random tokens, in float64 even under experiment=…: there equal means to 1e-10, and "
+            "every mistake of a layout shows. Ends with 0 if equal, 1 if not."
+        ),
+        examples=(
+            (
+                "Every axis at once, on eight processes of a laptop",
+                "mlm parity tp=2 pp=2 dp=2 sequence_parallel=true",
+            ),
+            (
+                "Interleaved pipeline with dropout and recomputation",
+                "mlm parity pp=2 vp=2 model.num_layers=4 model.hidden_dropout=0.1 recompute=full",
+            ),
+            (
+                "The settings of a large run on a small model",
+                "mlm parity experiment=v1_8_3b model=gpt2_tiny tp=2 dp=2 train.global_batch_size=32",
+            ),
+            (
+                "The shapes of a large model, fewer layers, your corpus",
+                "mlm parity model=gpt2_355m model.num_layers=2 data.path=corpus tp=4",
+            ),
+            ("Half precision: looser tolerances", "mlm parity tp=2 precision=bf16"),
+        ),
+        keys=(
+            *("steps", "out", "seed", "ckpt", "tp", "sequence_parallel", "cp", "pp", "vp", "pipeline"),
+            *("dp", "zero", "zero_reduce", "recompute", "compile"),
+            *("model.num_layers", "model.hidden_dropout", "model.attention_dropout"),
+            *("data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
+            *("optimizer.lr", "precision.dtype", "dist.device"),
+        ),
+    ),
+    Command(
+        words=("verify-resume",),
+        config="verify_resume",
+        spec=VerifyResumeConfig,
+        target="mlm.verify.resume.run:run",
+        local_check=check_verify_resume,
+        preflight="mlm.verify.resume.run:preflight",
+        own_choices=("cluster=local",),
+        summary="check that a killed run resumes as if nothing had happened",
+        about=(
+            "Trains 2k steps straight; then k steps, a kill -9, and the same command again for k more. "
+            "Compares every loss, and at the end every weight and moment: bit for bit on the same layout, to "
+            "rounding where resumed.tp, resumed.dp … choose another. On a GPU add deterministic=true: its "
+            "fastest attention adds gradients in no fixed order, so that no two runs have the same bits. "
+            "Takes any command line of `mlm pretrain`; ends with 0 if equal, 1 if not."
+        ),
+        examples=(
+            ("Kill a run on two ranks, resume it, and compare bit for bit", "mlm verify-resume tp=2"),
+            ("Another number of replicas after the kill", "mlm verify-resume dp=2 resumed.dp=1"),
+            (
+                "Your corpus and model, as you will train them on a GPU",
+                "mlm verify-resume model=gpt2_124m data.path=corpus precision=bf16 deterministic=true",
+            ),
+        ),
+        keys=(
+            *("steps", "out", "seed", "tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero"),
+            *("resumed.tp", "resumed.pp", "resumed.vp", "resumed.dp", "resumed.zero"),
+            *("data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
+            *("precision.dtype", "dist.device"),
+        ),
+    ),
+)

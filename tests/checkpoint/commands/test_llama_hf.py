@@ -1,0 +1,233 @@
+"""Llama, Mistral and Qwen folders of `transformers`, both ways; what ours does not compute is rejected."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+import mlm
+from mlm.checkpoint.commands import import_hf
+from mlm.checkpoint.commands.config import ImportHFConfig
+from mlm.checkpoint.huggingface.folder import read_model
+from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.models.llama.huggingface import MAPPING
+from mlm.models.llama.settings import LlamaSettings
+from mlm.util.errors import UserError
+from tests.checkpoint.commands.hf_models import (
+    add_tokenizer,
+    edit_config,
+    edit_tensors,
+    export_model,
+    import_model,
+)
+from tests.models.llama.on_ranks import greedy
+from tests.models.llama.references import YARN, our_config, their_model
+from tests.ranks import run_on_ranks
+
+KINDS = ("llama3", "mistral", "qwen2", "qwen3 with a window", "yarn with an attention factor")
+
+
+def folder_of(name: str, folder: Path) -> Any:
+    """Save a model in small files; return it."""
+    model = their_model(name)
+    model.save_pretrained(folder, max_shard_size=20_000)
+    return model
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder."""
+    return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_export_after_an_import_has_the_same_bits_and_settings(tmp_path: Path, name: str) -> None:
+    """Both ways compare logits with transformers' own (verify); tensors come in several files."""
+    source = tmp_path / "model"
+    model = folder_of(name, source)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    run = import_model(source, tmp_path / "run")
+    out = export_model(run, tmp_path / "out")
+    before, after = tensors_of(source), tensors_of(out)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    loaded = transformers.AutoConfig.from_pretrained(out)
+    assert type(loaded) is type(model.config)
+    assert loaded.rope_parameters.items() >= model.config.rope_parameters.items()
+    for key in ("num_key_value_heads", "head_dim", "tie_word_embeddings", "sliding_window"):
+        assert getattr(loaded, key, None) == getattr(model.config, key, None), key
+
+
+def test_a_folder_is_a_checkpoint(tmp_path: Path) -> None:
+    """ckpt=FOLDER without an import, with its tokenizer: greedy text equal to transformers'."""
+    model = folder_of("qwen3", tmp_path)
+    add_tokenizer(tmp_path)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    ids = [i for i in tokenizer("To be, or not")["input_ids"] if i < model.config.vocab_size]
+    loaded = mlm.load(tmp_path)
+    want = model(torch.tensor([ids])).logits
+    assert (loaded.logits(torch.tensor([ids])) - want).abs().max() <= 1e-5
+
+
+ROPE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3, its context beside it": ("llama3", {"original_max_position_embeddings": 30}),
+    "yarn, its context beside it": ("yarn", {"original_max_position_embeddings": 30}),
+    "yarn of no factor": ("yarn", {"rope_parameters": {**YARN, "factor": None}}),
+    "yarn whose ramp ends before it begins": (
+        "yarn",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 2}},
+    ),
+    "yarn of two weights": ("yarn", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 2}}),
+}
+
+
+@pytest.mark.parametrize("case", ROPE)
+def test_rotary_settings_mean_what_they_mean_to_transformers(tmp_path: Path, case: str) -> None:
+    """Loaded as it is, and imported, which compares logits itself."""
+    name, changed = ROPE[case]
+    folder_of(name, tmp_path / "model")
+    edit_config(tmp_path / "model", **changed)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = torch.arange(30)[None]
+    want = theirs(tokens).logits
+    run = import_model(tmp_path / "model", tmp_path / "run")
+    for folder in (tmp_path / "model", run):
+        assert (mlm.load(folder, device="cpu").logits(tokens) - want).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    [("mistral", 2, 2), ("qwen3 with a window", 2, 2), ("yarn", 2, 2), ("llama3", 4, 1), ("linear", 4, 1)],
+)
+def test_a_folder_is_read_and_continued_at_any_layout(tmp_path: Path, name: str, tp: int, pp: int) -> None:
+    """Greedy texts of prompts of several lengths, equal to transformers' token by token.
+
+    At tp=4 each of two heads of keys and values is on two ranks.
+    """
+    model = folder_of(name, tmp_path)
+    prompts = [[3, 14, 15, 92, 65, 35, 89, 79], [32], [38, 46, 26]]
+    want = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        mask = torch.ones_like(tokens)
+        text = model.generate(tokens, attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
+        want.append(text[0, len(prompt) :].tolist())
+    assert run_on_ranks(greedy, tmp_path, prompts, 9, tp=tp, pp=pp) == [want] * 4
+
+
+def test_a_tied_output_layer_that_is_stored_is_compared_and_read_once(tmp_path: Path) -> None:
+    model = their_model("qwen2")
+    state = {**model.state_dict(), "lm_head.weight": model.model.embed_tokens.weight.clone()}
+    model.save_pretrained(tmp_path, state_dict=state, safe_serialization=True)
+    tensors = HFTensors(read_model(tmp_path))
+    tensors.check()
+    assert not tensors.holds("output.weight")
+
+
+WINDOWS = {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "dynamic": ("yarn", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "rope_type=dynamic"),
+    "longrope": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type=longrope"),
+    "a factor missing": ("linear", {"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+    "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "finetuned": True}}, "finetuned=true"),
+    "biases everywhere": ("llama", {"attention_bias": True}, "attention_bias=true"),
+    "MLP biases": ("llama", {"mlp_bias": True}, "mlp_bias=true"),
+    "experts": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),
+    "other activation": ("llama", {"hidden_act": "relu"}, "hidden_act=relu"),
+    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "mixed attention": ("qwen3", WINDOWS, "layer_types=full_attention, sliding_attention"),
+    "heads of odd sharing": ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
+    "every token read": ("llama", {"is_causal": False}, "is_causal=false"),
+    "a type for too few layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=1 types"),
+    "no list of types": ("qwen3", {"layer_types": "full_attention"}, "layer_types=full_attention must be"),
+    "a type for too many layers": ("llama", {"layer_types": ["full_attention"] * 3}, "layer_types=3 types"),
+    "sliding layers without a window": (
+        "qwen3",
+        {"layer_types": ["sliding_attention"] * 2},
+        "layer_types=sliding_attention does not go with sliding_window=null",
+    ),
+    "full layers beside a window": (
+        "mistral",
+        {"layer_types": ["full_attention"] * 2},
+        "layer_types=full_attention does not go with sliding_window=5",
+    ),
+    "ties null": ("qwen2", {"tie_word_embeddings": None}, "tie_word_embeddings=null must be true or false"),
+    "ties in words": ("llama", {"tie_word_embeddings": "true"}, "tie_word_embeddings=true must be true or"),
+    "a window in words": ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window=yes must be"),
+    "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),
+    "settings of one layer": ("llama", {"per_layer_config": {"1": {"head_dim": 4}}}, "per_layer_config="),
+    "chunks": ("llama", {"attention_chunk_size": 4}, "attention_chunk_size=4"),
+    "another family": ("llama", {"model_type": "mixtral"}, "model_type=mixtral"),
+}
+"""Model, changes of its config.json, what the error names."""
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_what_is_not_computed_is_rejected_by_name(tmp_path: Path, case: str) -> None:
+    name, changed, named = REJECTED[case]
+    folder_of(name, tmp_path)
+    edit_config(tmp_path, **changed)
+    config = ImportHFConfig(source=str(tmp_path), out=str(tmp_path / "run"))
+    (problem,) = import_hf.preflight(config)
+    assert named in str(problem)
+    assert "\n" not in str(problem)
+    with pytest.raises(UserError) as caught:
+        mlm.load(tmp_path, device="cpu")
+    assert caught.value.problems == (problem,)
+
+
+def test_an_untied_model_without_its_output_layer_is_rejected(tmp_path: Path) -> None:
+    """`transformers` would draw one; a folder of the layers alone has none, and a note says so."""
+    model = folder_of("llama", tmp_path / "model")
+    model.save_pretrained(tmp_path / "model", max_shard_size="1GB")
+    edit_tensors(tmp_path / "model", lambda tensors: tensors.pop("lm_head.weight"))
+    (tmp_path / "model" / "model.safetensors.index.json").unlink(missing_ok=True)
+    said = "holds no lm_head.weight, which LlamaForCausalLM has"
+    with pytest.raises(UserError, match=said):
+        mlm.load(tmp_path / "model", device="cpu")
+    config = ImportHFConfig(source=str(tmp_path / "model"), out=str(tmp_path / "run"))
+    (problem,) = import_hf.preflight(config)
+    assert said in str(problem)
+    model.model.save_pretrained(tmp_path / "layers")
+    (note,) = read_model(tmp_path / "layers").notes
+    assert "without output" in note
+
+
+def test_a_model_that_no_class_computes_is_not_exported() -> None:
+    config = our_config(their_model("llama"))
+    both: dict[str, Any] = {"qk_norm": True, "qkv_bias": True}
+    for options, named in (({"rotary_fraction": 0.4}, "rotary_fraction"), (both, "qkv_bias")):
+        problem = MAPPING.problem(replace(config, options=config.options | options))
+        assert problem is not None
+        assert named in problem
+    problem = MAPPING.problem(replace(config, head="classification", num_labels=2))
+    assert (
+        problem == "its head=classification has a bias, which theirs lack: only a language model is exported"
+    )
+
+
+def test_old_and_new_spellings_of_rotary_settings_are_one_model(tmp_path: Path) -> None:
+    """rope_theta with rope_scaling (versions before 5), and rope_parameters."""
+    new = json.loads(json.dumps(their_model("llama3").config.to_dict()))
+    rope = new.pop("rope_parameters")
+    old = new | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    assert MAPPING.read(old, "")[0] == our_config(their_model("llama3"))
+
+
+def test_of_both_rotary_settings_the_one_that_transformers_takes_counts() -> None:
+    """A rope_scaling added by hand, as model cards advise, to a file with rope_parameters."""
+    for kind in ("llama", "qwen3"):
+        config = their_model(kind).config.to_dict() | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        }
+        config.pop("rope_theta", None)
+        theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(config))).rope_parameters
+        ours = LlamaSettings.of(MAPPING.read(config, "")[0])
+        assert (ours.rope_scaling, ours.rope_factor) == (theirs["rope_type"], theirs["factor"])
+        assert ours.rope_theta == theirs["rope_theta"]

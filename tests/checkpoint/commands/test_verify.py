@@ -1,0 +1,142 @@
+"""`mlm ckpt verify`: one checkpoint or all of a run, and from which a run would continue."""
+
+from pathlib import Path
+
+import pytest
+
+from mlm.checkpoint.native.folders import LATEST
+from mlm.training.state import CHECKPOINTS
+from tests.checkpoint.native.helpers import save_as_older
+from tests.checkpoints_on_disk import (
+    checkpoint,
+    damage,
+    mlm,
+    read,
+    shorten,
+    tensors,
+    training_state,
+    write_run,
+)
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_result_has_these_keys(tmp_path: Path) -> None:
+    """Frozen: scripts read them."""
+    run = write_run(tmp_path / "run")
+    damage(checkpoint(run, 2))
+    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
+    result = read(tmp_path / "x.json")
+    assert list(result) == ["task", "ckpt", "whole", "continues_from", "checkpoints", "versions"]
+    assert list(result["checkpoints"][0]) == [
+        *("path", "whole", "step", "files", "bytes", "digest", "faults", "warnings")
+    ]
+    assert list(result["checkpoints"][1]["faults"][0]) == ["file", "why"]
+
+
+def test_whole_run_ends_with_0(tmp_path: Path, capsys: Output) -> None:
+    run = write_run(tmp_path / "run")
+    assert mlm("ckpt", "verify", run) == 0
+    assert f"a run continues from {checkpoint(run, 3)}" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_all_of_a_run_are_verified_and_the_first_damaged_is_named(tmp_path: Path, capsys: Output) -> None:
+    run = write_run(tmp_path / "run", steps=(1, 2, 3, 4))
+    damage(checkpoint(run, 2))
+    shorten(checkpoint(run, 3))
+    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
+    found = read(tmp_path / "x.json")["checkpoints"]
+    assert [(each["step"], each["whole"]) for each in found] == [
+        *((1, True), (2, False), (3, False), (4, True))
+    ]
+    err = capsys.readouterr().err
+    assert err.startswith(
+        f"mlm ckpt verify: 2 of 4 checkpoints are damaged: {checkpoint(run, 2)}/rank-00000.safetensors: "
+    )
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["model.w", "optimizer.exp_avg.w"])
+def test_weights_of_an_older_version_that_are_not_finite_are_named(
+    tmp_path: Path, capsys: Output, name: str
+) -> None:
+    run = write_run(tmp_path / "run", steps=(1,))
+    bad = tensors()
+    bad[name][2, 1] = float("nan")
+    save_as_older(run / CHECKPOINTS, 2, bad, state=training_state(2), keep_last=9)
+    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
+    said = capsys.readouterr()
+    assert f"not finite: {name}. Go back to one that is whole with mlm ckpt rollback" in said.err
+    assert said.out.count("whole") == 1
+    assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, 1))
+
+
+def test_the_best_checkpoint_of_a_finetuned_run_is_verified_too(tmp_path: Path, capsys: Output) -> None:
+    run = write_run(tmp_path / "run")
+    best = write_run(run / "best", steps=(2,))
+    assert mlm("ckpt", "verify", run) == 0
+    assert "best: step-00000002" in capsys.readouterr().out
+    damage(checkpoint(best, 2))
+    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
+    found = read(tmp_path / "x.json")
+    assert [each["whole"] for each in found["checkpoints"]] == [True, True, True, False]
+    assert found["continues_from"] == str(checkpoint(run, 3))
+
+
+def test_one_checkpoint_is_verified_by_itself(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    damage(checkpoint(run, 2))
+    assert mlm("ckpt", "verify", checkpoint(run, 2)) == 1
+    assert mlm("ckpt", "verify", checkpoint(run, 3), f"out={tmp_path}/x.json") == 0
+    assert len(read(tmp_path / "x.json")["checkpoints"]) == 1
+
+
+def test_manifest_that_is_gone_does_not_hide_the_others(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (checkpoint(run, 1) / "manifest.json").unlink()
+    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
+    found = read(tmp_path / "x.json")["checkpoints"]
+    assert [(each["step"], each["whole"]) for each in found] == [(None, False), (2, True), (3, True)]
+
+
+@pytest.mark.parametrize(
+    ("latest", "damaged", "continues"), [(3, (), 3), (1, (), 1), (3, (3,), 2), (2, (2, 3), 1)]
+)
+def test_run_continues_from_what_latest_names_else_the_newest_before_it_that_loads(
+    tmp_path: Path, latest: int, damaged: tuple[int, ...], continues: int
+) -> None:
+    run = write_run(tmp_path / "run")
+    (run / CHECKPOINTS / LATEST).write_text(f"step-{latest:08d}")
+    for step in damaged:
+        damage(checkpoint(run, step))
+    mlm("ckpt", "verify", run, f"out={tmp_path}/x.json")
+    assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, continues))
+
+
+def test_newest_is_so_by_number_not_by_name(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=(99_999_999, 100_000_000))
+    (run / CHECKPOINTS / LATEST).unlink()
+    mlm("ckpt", "verify", run, f"out={tmp_path}/x.json")
+    assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, 100_000_000))
+
+
+def test_stale_shard_is_damage_but_a_run_continues(tmp_path: Path) -> None:
+    """Loading never opens it."""
+    run = write_run(tmp_path / "run")
+    (checkpoint(run, 3) / "rank-00001.safetensors").touch()
+    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
+    assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, 3))
+
+
+def test_none_that_loads_is_said(tmp_path: Path, capsys: Output) -> None:
+    run = write_run(tmp_path / "run", steps=(1,))
+    damage(checkpoint(run, 1))
+    assert mlm("ckpt", "verify", run) == 1
+    assert "a run would not start" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["absent", "empty"])
+def test_no_checkpoint_is_a_mistake_of_one_line(tmp_path: Path, capsys: Output, given: str) -> None:
+    (tmp_path / "empty").mkdir()
+    assert mlm("ckpt", "verify", tmp_path / given) == 2
+    assert f"ckpt={tmp_path / given}: " in capsys.readouterr().err

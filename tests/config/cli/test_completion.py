@@ -1,0 +1,100 @@
+"""Shell completion: what the shell's scripts get for a line being typed."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlm.config.cli.commands import COMMANDS
+from mlm.config.cli.tasks import task_names
+from tests.config.cli.doubles import Cli, make_cli
+
+cli = pytest.fixture(make_cli)
+TASKS = task_names()
+EVALUATIONS = [command.words[1] for command in COMMANDS if command.words[0] == "eval" and command.words[1:]]
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        (
+            "mlm ",
+            "ckpt data doctor eval export finetune generate import parity plan pretrain replay "
+            "report reshard verify-resume",
+        ),
+        ("mlm pre", "pretrain"),
+        ("mlm pretrain", "pretrain"),
+        ("mlm eval ", " ".join(sorted([*TASKS, *EVALUATIONS]))),
+        ("mlm eval la", "lambada"),
+        ("mlm eval ra", "race race_high race_middle"),
+        ("mlm eval race spl", "split="),
+        ("mlm finetune ", " ".join(TASKS)),
+        ("mlm finetune sq", "squad squad_v2"),
+        ("mlm finetune race data.pr", "data.predict_tests="),
+        ("mlm finetune ckpt=a ", " ".join(TASKS)),
+        ("mlm data b", "build"),
+        ("mlm pretrain mod", "model. model="),
+        ("mlm pretrain model=gpt2_v1", "model=gpt2_v1_2_5b model=gpt2_v1_355m model=gpt2_v1_8_3b"),
+        ("mlm pretrain --mod", "--model. --model="),
+        ("mlm pretrain --model gpt2_v1_8", "gpt2_v1_8_3b"),
+        ("mlm pretrain --model=gpt2_v1_8", "--model=gpt2_v1_8_3b"),
+        ("mlm pretrain --multi", "--multirun"),
+        ("mlm pretrain -m model=gpt2_8b train.st", "train.steps="),
+        (
+            "mlm pretrain --tp 2 schedule=c",
+            "schedule=constant schedule=cosine schedule=cosine_demo schedule=cosine_v1",
+        ),
+        ("mlm eval loss --ckpt runs/x preci", "precision. precision="),
+        ("mlm nonsense ", ""),
+    ],
+)
+def test_line_completes_to(cli: Cli, monkeypatch: pytest.MonkeyPatch, line: str, expected: str) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert cli("-sc query=bash") == 0
+    assert (cli.out.strip(), cli.err) == (expected, "")
+
+
+def test_paths_complete(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setenv("COMP_LINE", "mlm generate ckpt=./ru")
+    cli("-sc query=bash")
+    assert cli.out.strip() == "ckpt=./runs"
+
+
+def test_users_folder_completes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine/model").mkdir(parents=True)
+    (tmp_path / "mine/model/my_model.yaml").touch()
+    monkeypatch.setenv("COMP_LINE", "mlm pretrain --config-dir mine model=my")
+    cli("-sc query=bash")
+    assert cli.out.strip() == "model=my_model"
+
+
+def test_tasks_of_the_users_folder_complete(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine/task").mkdir(parents=True)
+    (tmp_path / "mine/task/reviews.yaml").touch()
+    for command in ("finetune", "eval"):
+        monkeypatch.setenv("COMP_LINE", f"mlm {command} --config-dir mine rev")
+        cli("-sc query=bash")
+        assert cli.out.strip() == "reviews"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes_with_the_installed_script(tmp_path: Path) -> None:
+    """The printed script, sourced by a real bash, fills COMPREPLY for `mlm pretrain precision=f<TAB>`."""
+    mlm = tmp_path / "mlm"
+    mlm.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mlm "$@"\n')
+    mlm.chmod(0o755)
+    script = f"""
+        PATH="{tmp_path}:$PATH"
+        eval "$(mlm -sc install=bash)"
+        COMP_LINE="mlm pretrain precision=f"; COMP_POINT=24; COMP_CWORD=2
+        hydra_bash_completion
+        echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["precision=fp16", "precision=fp32", "precision=fp64", "precision=fp8"]

@@ -1,0 +1,86 @@
+"""`--check`, and the problems that `--cfg job` reports below the config."""
+
+import copy
+from typing import Any
+
+import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
+
+from tests.config.cli.doubles import Cli, make_cli
+
+cli = pytest.fixture(make_cli)
+ON_GPUS = "pretrain model=gpt2_8b cluster=slurm data=synthetic"
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ("tp=8 dp=64 --check", "would start 512 ranks: tp=8 × pp=1 × dp=64; needs 64 nodes of 8 GPUs"),
+        ("tp=8 pp=2 --check=512", "would start 512 ranks: tp=8 × pp=2 × dp=32; needs 64 nodes of 8 GPUs"),
+        ("tp=8 dp=1 --check", "would start 8 ranks: tp=8 × pp=1 × dp=1; needs 8 GPUs on one node"),
+        (
+            "tp=2 dist.device=cpu dist.backend=gloo --check",
+            "would start 2 ranks: tp=2 × pp=1 × dp=1; dp takes what tp * pp leave: --check=N checks N GPUs",
+        ),
+    ],
+)
+def test_check_of_sound_settings_says_what_would_start(cli: Cli, words: str, line: str) -> None:
+    assert cli(f"{ON_GPUS} {words}") == 0
+    assert (cli.out, cli.err) == (f"{line}\n", "")
+    assert cli.launched.configs == []
+
+
+@pytest.mark.parametrize(
+    "words, problems",
+    [
+        (
+            "tp=8 pp=3 dp=22 --check",
+            "train.global_batch_size=512 is not a multiple of dp=22 * train.micro_batch_size=8 = 176; use "
+            "train.global_batch_size=352 or train.global_batch_size=528",
+        ),
+        ("tp=8 --check=0", "--check=0: must be a number of GPUs, such as --check=512"),
+        ("data=indexed data.path=nowhere tp=8 dp=64 --check", "data.path=nowhere: no such folder"),
+    ],
+)
+def test_check_reports_problems_and_no_missing_gpu(cli: Cli, words: str, problems: str) -> None:
+    assert cli(f"{ON_GPUS} {words}") == 2
+    assert cli.out == ""
+    assert cli.err.startswith(f"mlm pretrain: {problems}")
+    assert cli.err.count("\n") == 1
+
+
+def test_check_of_a_number_of_gpus_that_a_replica_does_not_divide_fails(cli: Cli) -> None:
+    assert cli(f"{ON_GPUS} tp=8 --check 500") == 2
+    assert "tp=8 * pp=1 = 8 does not divide the 500 ranks" in cli.err
+
+
+def test_cfg_job_prints_the_config_then_its_problems(cli: Cli) -> None:
+    words = "tp=7 zero=true recompute=uniform precision.dtype=true optimizer.betas=0.95 seed=-1"
+    assert cli(f"pretrain model=gpt2_8b {words} data.path=/nowhere --cfg job") == 2
+    assert "\nrecompute: uniform\n" in cli.out
+    keys = [line.removeprefix("mlm pretrain: ").partition("=")[0] for line in cli.err.splitlines()]
+    assert sorted(keys) == ["optimizer.betas", "precision.dtype", "recompute", "seed", "tp", "zero"]
+
+
+def test_cfg_job_composes_once_without_a_copy_of_all_defaults(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    composed, compose = list[str](), ConfigLoaderImpl.load_configuration
+
+    def noted(self: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> Any:
+        composed.append(str(args or kwargs))
+        return compose(self, *args, **kwargs)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", noted)
+    assert cli("pretrain model=gpt2_tiny data=synthetic --cfg job") == 0
+    assert len(composed) == 1
+    store = ConfigStore.instance()
+    assert copy.deepcopy(store) is store
+
+
+@pytest.mark.parametrize("words", ["", "data.path=/nowhere", "cluster=slurm", "ckpt=/nowhere"])
+def test_cfg_job_leaves_out_what_is_only_absent(cli: Cli, words: str) -> None:
+    """Values still to be given, and files and devices of another host."""
+    assert cli(f"pretrain {words} --cfg job") == 0
+    assert cli.err == ""

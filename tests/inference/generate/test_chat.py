@@ -1,0 +1,165 @@
+"""`mlm generate chat=true`: answers of a model, equal to those of `transformers`."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from mlm.config.cli.entry import main
+from mlm.data.chat_template import ChatTemplate
+from mlm.data.tokenizer import Tokenizer
+from mlm.inference.chat import turn_ends
+from mlm.inference.generate.config import GenerateConfig
+from mlm.inference.generate.run import run
+from mlm.inference.generation import Sampling, generate
+from mlm.inference.trained import load_trained
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import shape_context
+from tests.data.chats import TALK, TEMPLATES, theirs, write_tokenizer
+from tests.finetune.chats import write_llama
+from tests.ranks import command, run_on_ranks
+
+COMMAND = ("generate", "dist.threads_per_rank=1", "chat=true", "temperature=0", "max_new_tokens=8")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("chat") / "llama")
+
+
+def answers(llama: Path, *settings: str) -> list[dict[str, Any]]:
+    assert main([*COMMAND, f"ckpt={llama}", "out=out.jsonl", *settings]) == 0
+    return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+
+
+def their_answer(llama: Path, messages: list[dict[str, str]]) -> list[int]:
+    tokenizer, model = theirs(llama), transformers.LlamaForCausalLM.from_pretrained(llama)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")[
+        "input_ids"
+    ]
+    ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<|endoftext|>")]
+    found = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=ends, pad_token_id=ends[1])
+    return [id for id in found[0, ids.shape[1] :].tolist() if id not in ends]
+
+
+def test_answers_equal_those_of_transformers(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    question, system = {"role": "user", "content": "sat?"}, {"role": "system", "content": "a cat"}
+    said = [{"from": "human", "value": "sat?"}]
+    lines = [{"messages": TALK[:3]}, {"prompt": "sat?"}, {"conversations": said}]
+    Path("talks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    several = [each["tokens"] for each in answers(llama, "prompts=talks.jsonl")]
+    assert several == [their_answer(llama, TALK[:3]), *2 * [their_answer(llama, [question])]]
+    (one,) = answers(llama, "prompt=sat?", "system=a cat")
+    assert one["prompt"] == "sat?"
+    assert one["tokens"] == their_answer(llama, [system, question])
+    capsys.readouterr()
+    assert main([*COMMAND, f"ckpt={llama}", "prompt=sat?"]) == 0
+    assert capsys.readouterr().out == Tokenizer.load(llama).decode(several[1]) + "\n"  # the answer alone
+
+
+def test_message_comes_from_standard_input(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"sat?\n")))
+    (one,) = answers(llama, "prompt=-")
+    assert one["tokens"] == their_answer(llama, [{"role": "user", "content": "sat?"}])
+    capsys.readouterr()
+    assert main([*COMMAND, f"ckpt={llama}", "prompt=-"]) == 2  # which has ended
+    assert capsys.readouterr().err.startswith("mlm generate: standard input is empty: ")
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_answers_do_not_depend_on_the_layout(llama: Path, tmp_path: Path, sizes: dict[str, int]) -> None:
+    """Of a system prompt and three turns."""
+    talk = [{"role": "system", "content": "a cat"}, *TALK[:3]]
+    prompts, out = tmp_path / "talks.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"messages": talk}) + "\n")
+    config = GenerateConfig(
+        ckpt=str(llama),
+        prompts=str(prompts),
+        out=str(out),
+        chat=True,
+        temperature=0,
+        max_new_tokens=8,
+        parallel=ParallelConfig(**sizes),
+    )
+    run_on_ranks(command, run, config, **sizes)
+    assert json.loads(out.read_text())["tokens"] == their_answer(llama, talk)
+
+
+def test_ctrl_c_ends_an_answer_with_130_and_no_word(llama: Path) -> None:
+    words = ["chat=true", "prompt=sat?", "max_new_tokens=1000000", "min_new_tokens=1000000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlm", "generate", f"ckpt={llama}", *words, "dist.device=cpu"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    begun = process.stdout.read(1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the process of the template gets it too
+    rest, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, b"")
+    assert (begun + rest).isascii()
+
+
+@pytest.mark.parametrize(
+    "settings, problem",
+    [
+        (["chat=true"], "chat=true: no message to answer"),
+        (["prompt=a\udcff"], "prompt: holds half a surrogate pair (U+DCFF), no UTF-8: correct it"),
+        (["system=be brief", "prompt=a"], "system=be brief is of chat=true; set chat=true"),
+        (["chat=true", "prompt=a", "special_tokens=true"], "special_tokens=true: in a message"),
+        (["chat=true", "prompts=bad.jsonl"], "bad.jsonl:1: message 1: role='bot' is unknown"),
+        (["chat=true", "prompts=empty.jsonl"], 'empty.jsonl:1: holds no prompt: write {"messages": […]} or'),
+    ],
+)
+def test_what_cannot_be_answered_is_an_error(
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    settings: list[str],
+    problem: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"messages": [{"role": "bot", "content": "a"}]}\n')
+    Path("empty.jsonl").write_text("{}\n")
+    assert main(["generate", f"ckpt={llama}", *settings]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert problem in line
+
+
+@pytest.mark.parametrize("style", TEMPLATES)
+def test_turn_ends_with_the_template_s_token_and_the_document_s(tmp_path: Path, style: str) -> None:
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, style))
+    template = ChatTemplate.find(tmp_path, tokenizer)
+    assert template is not None
+    closing = {"llama3": "<|eot_id|>", "qwen2": "<|im_end|>"}.get(style, "</s>")
+    names = {tokenizer.name_of(id) for id in turn_ends(template, tokenizer, tmp_path)}
+    assert names == {closing, tokenizer.name_of(tokenizer.eod_id)}
+
+
+def test_any_of_several_tokens_ends_a_text(llama: Path) -> None:
+    trained = load_trained(str(llama), ParallelConfig(), PrecisionConfig(), shape_context())
+
+    def continued(ends: Any, **options: Any) -> list[int]:
+        given = Sampling(temperature=0, max_new_tokens=8, **options)
+        return generate(trained, [[5, 6, 7]], given, ctx=shape_context(), eod_id=ends)[0]
+
+    free = continued(None)
+    assert continued({free[3], 339}) == free[: free.index(free[3])]
+    assert len(continued({free[0], 339}, min_new_tokens=8)) == 8

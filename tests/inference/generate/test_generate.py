@@ -1,0 +1,314 @@
+"""`mlm generate`: sources of prompts, output, and rejected settings."""
+
+import errno
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mlm.config.cli.compose import load_config
+from mlm.config.cli.entry import main
+from mlm.data.tokenizer import Tokenizer
+from mlm.inference.generate.prompts import Prompt
+from mlm.inference.generate.run import Stream, show
+from mlm.util.terminal import prose
+from tests.checkpoint.commands.hf_models import SHAPE, add_tokenizer, edit_tensors, make_model
+
+COMMAND = ("generate", "dist.threads_per_rank=1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder, initializer_range=0.3)
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def generated(model: Path, *settings: str) -> list[dict[str, Any]]:
+    """The result file of a command."""
+    words = [*COMMAND, f"ckpt={model}", "out=out.jsonl", "max_new_tokens=6", "min_new_tokens=6", *settings]
+    assert main(words) == 0
+    return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+
+
+def rejected(capsys: pytest.CaptureFixture[str], model: Path, *settings: str, code: int = 2) -> str:
+    """Message of a rejected command; nothing else may be on the terminal."""
+    assert main([*COMMAND, f"ckpt={model}", *settings]) == code
+    out, said = capsys.readouterr()
+    assert (out, "Traceback" in said) == ("", False)
+    return said
+
+
+def give_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+class Gone(io.StringIO):
+    """Standard output whose reader leaves after a line, as `head -1` does."""
+
+    def write(self, text: str) -> int:
+        if "\n" in self.getvalue():
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("settings", [["prompt='a\nb'"], ["prompt=a", "num_samples=40", "batch_size=1"]])
+def test_a_reader_that_left_ends_the_command(
+    model: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout", Gone())
+    assert main([*COMMAND, f"ckpt={model}", "min_new_tokens=100", "max_new_tokens=100", *settings]) == 0
+    said = re.search(r"([\d,]+) tokens in", capsys.readouterr().err)
+    assert said is not None
+    assert int(said[1].replace(",", "")) <= 100 * (len(settings) > 1) + 1
+
+
+class TestPrompts:
+    """From the command line, a file or standard input."""
+
+    def test_lines_of_a_file_are_prompts_and_blank_ones_are_not(self, model: Path) -> None:
+        Path("p.txt").write_text("To be\n\n  \nor not\r\n")
+        assert [said["prompt"] for said in generated(model, "prompts=p.txt")] == ["To be", "or not"]
+
+    def test_jsonl_has_prompts_under_prompt_or_text(self, model: Path) -> None:
+        Path("p.jsonl").write_text('{"prompt": "To\\nbe", "text": "no"}\n{"text": "naïve"}\n')
+        assert [said["prompt"] for said in generated(model, "prompts=p.jsonl")] == ["To\nbe", "naïve"]
+
+    def test_standard_input_is_one_prompt_without_its_last_line_end(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        give_stdin(monkeypatch, b"To be,\nor not\n")
+        assert [said["prompt"] for said in generated(model, "prompt=-")] == ["To be,\nor not"]
+
+    @pytest.mark.parametrize("settings", [["prompt=''"], [], ["prompts=empty.jsonl"]])
+    def test_an_empty_prompt_begins_a_document(self, model: Path, settings: list[str]) -> None:
+        """The model reads the end-of-document token, which is no part of the text."""
+        Path("empty.jsonl").write_text('{"prompt": ""}\n')
+        (said,) = generated(model, *settings)
+        (after_eod,) = generated(model, "prompt=<|endoftext|>", "special_tokens=true")
+        assert said["prompt"] == ""
+        assert said["tokens"] == after_eod["tokens"] != generated(model, "prompt=<|endoftext|>")[0]["tokens"]
+
+    def test_the_token_before_an_empty_prompt_is_not_printed(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (said,) = generated(model)
+        capsys.readouterr()
+        assert main([*COMMAND, f"ckpt={model}", "max_new_tokens=6", "min_new_tokens=6"]) == 0
+        assert capsys.readouterr().out == said["continuation"] + "\n"
+
+    def test_empty_standard_input_is_rejected(
+        self, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        give_stdin(monkeypatch, b"\n")
+        assert "standard input is empty" in rejected(capsys, model, "prompt=-")
+        monkeypatch.setattr("sys.stdin", None)  # closed by `<&-`
+        assert "standard input is empty" in rejected(capsys, model, "prompt=-")
+
+    @pytest.mark.parametrize(
+        ("name", "content", "problem"),
+        [
+            ("p.txt", b"\n\n", "holds no prompt"),
+            ("p.jsonl", b'{"prompt": "\\ud800"}', "surrogates not allowed"),
+            ("p.txt", b"a\n\xff", "is not UTF-8"),
+            ("p.jsonl", b'{"text": "a"}\n{"text": 3}\n', "p.jsonl:2: holds no prompt"),
+            ("p.jsonl", b'{"text": "a"}\n[', "p.jsonl:2: is no JSON"),
+        ],
+    )
+    def test_a_file_without_prompts_is_rejected(
+        self, model: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, problem: str
+    ) -> None:
+        Path(name).write_bytes(content)
+        assert problem in rejected(capsys, model, f"prompts={name}")
+
+    @pytest.mark.parametrize(
+        ("settings", "problem"),
+        [
+            (["prompt=a", "stop=['']"], 'stop="" would end'),
+            (["prompt=a", "repetition_penalty=0"], "repetition_penalty=0.0 must be greater than 0"),
+            (["prompts=none.txt"], "prompts=none.txt: no such file"),
+            (["prompt=a", "prompts=b"], "give one of the two"),
+            (["prompt=a", "num_samples=0"], "num_samples=0 must be greater than 0"),
+            (["prompt=a", "temperature=-1"], "temperature=-1.0 must be 0 or more"),
+            (["prompt=a", "top_p=1.5"], "top_p=1.5 must be above 0"),
+            (["prompt=a", "min_new_tokens=9", "max_new_tokens=3"], "use min_new_tokens=3 or fewer"),
+            (["prompt=a", "out=none/a.jsonl"], "out=none/a.jsonl: none is no folder that can be written"),
+            (["prompt=a", "tokenizer=none.json"], "tokenizer=none.json: no such file"),
+        ],
+    )
+    def test_mistakes_are_one_line(
+        self, model: Path, capsys: pytest.CaptureFixture[str], settings: list[str], problem: str
+    ) -> None:
+        assert problem in rejected(capsys, model, *settings)
+
+
+class TestResults:
+    """The terminal and the file."""
+
+    def test_a_line_says_prompt_continuation_tokens_stop_and_seed(self, model: Path) -> None:
+        (said,) = generated(model, "prompt='To be'", "seed=5")
+        tokenizer = Tokenizer.load(model)
+        assert said["continuation"] == tokenizer.decode(said["tokens"])
+        assert (said["stop"], said["seed"], len(said["tokens"])) == ("max_new_tokens", 5, 6)
+
+    def test_samples_of_a_prompt_differ_and_do_not_depend_on_how_many_are_asked_for(
+        self, model: Path
+    ) -> None:
+        Path("p.txt").write_text("To be\nor not\n")
+        few = generated(model, "prompts=p.txt", "num_samples=2")
+        many = generated(model, "prompts=p.txt", "num_samples=3", "batch_size=2")
+        assert [(said["prompt"], said["sample"]) for said in few] == [
+            (prompt, sample) for prompt in ("To be", "or not") for sample in (0, 1)
+        ]
+        assert [said for said in many if said["sample"] < 2] == few
+        assert len({tuple(said["tokens"]) for said in many}) == 6
+
+    def test_several_texts_are_printed_in_the_order_of_their_prompts(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        Path("p.txt").write_text("".join(f"text {n}\n" for n in range(5)))
+        words = ("prompts=p.txt", "num_samples=2", "max_new_tokens=9", "batch_size=3", "top_k=3")
+        assert main([*COMMAND, f"ckpt={model}", *words]) == 0
+        out, said = capsys.readouterr()
+        heads = [line for line in out.splitlines() if line.startswith("--- ")]
+        want = [f"--- p.txt:{n}, sample {s}" for n in range(1, 6) for s in (1, 2)]
+        assert heads == want
+        assert "tokens/s" in said
+        assert "tokens/s" not in out
+
+    def test_a_text_is_printed_when_it_and_those_before_it_have_ended(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tokenizer = Tokenizer.load(model)
+        ids = {text: tokenizer.encode(text)[0] for text in "abc"}
+        texts = [(Prompt(f"prompt {n}", "b", (ids["b"],)), 0) for n in range(3)]
+        heard = []
+
+        def found() -> Iterator[tuple[int, int | None]]:
+            for index, text in [(1, "a"), (1, None), (0, "c"), (2, None), (0, "a"), (0, None)]:
+                heard.append(capsys.readouterr().out)
+                yield index, None if text is None else ids[text]
+
+        show(found(), texts, tokenizer, shown=True, alone=True, advance=lambda _: None)
+        assert "".join(heard) == ""
+        want = [f"--- prompt {n}, sample 1\n{body}\n" for n, body in enumerate(("bca", "ba", "b"))]
+        assert capsys.readouterr().out == "\n".join(want)
+
+    def test_one_text_is_streamed_after_its_prompt(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([*COMMAND, f"ckpt={model}", "prompt='To be'", "max_new_tokens=5"]) == 0
+        assert capsys.readouterr().out.startswith("To be")
+
+    def test_a_prompt_longer_than_the_model_reads_is_cut_and_reported(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        generated(model, f"prompt='{'to be ' * SHAPE['n_positions']}'")
+        assert f"the last {SHAPE['n_positions']} are read" in capsys.readouterr().err
+
+    def test_weights_that_are_no_numbers_are_named(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        make_model(tmp_path / "nan")
+        add_tokenizer(tmp_path / "nan")
+        edit_tensors(tmp_path / "nan", lambda tensors: tensors["transformer.ln_f.bias"].fill_(float("nan")))
+        assert main([*COMMAND, f"ckpt={tmp_path / 'nan'}", "prompt=a", "out=x.jsonl"]) == 1
+        assert "model.safetensors: ln_f.bias is not finite" in capsys.readouterr().err
+        assert not Path("x.jsonl").exists()
+
+    def test_a_tokenizer_with_tokens_the_model_lacks_is_rejected(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        make_model(tmp_path / "small", vocab_size=200)
+        add_tokenizer(tmp_path / "small")
+        assert "model.vocab_size=200" in rejected(capsys, tmp_path / "small", "prompt=a")
+
+
+class TestStops:
+    """Texts that end a continuation."""
+
+    def test_a_continuation_is_cut_before_the_first_stop(
+        self, model: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        more = ["max_new_tokens=30", "min_new_tokens=30"]
+        (whole,) = generated(model, "prompt='To be'", *more)
+        stop = re.findall(r"[A-Za-z]{2}", whole["continuation"])[1]
+        Path("p.jsonl").write_text(json.dumps({"text": "To be"}))
+        settings = ["prompts=p.jsonl", f"stop={json.dumps(['nowhere', stop])}", *more]
+        (cut,) = generated(model, *settings)
+        assert cut["continuation"] == whole["continuation"].split(stop)[0]
+        assert cut["stop"] == "stop"
+        assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])] != whole["tokens"]
+        capsys.readouterr()
+        assert main([*COMMAND, f"ckpt={model}", *settings]) == 0
+        assert capsys.readouterr().out == "To be" + cut["continuation"] + "\n"
+
+    def test_a_line_break_can_be_typed(self) -> None:
+        config = load_config("generate", ["ckpt=a", r'stop=["\n\n",ROMEO]'])
+        assert config.stops == ("\n\n", "ROMEO")
+
+    def test_nothing_is_printed_that_becomes_a_stop(self, capsys: pytest.CaptureFixture[str]) -> None:
+        letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+        stream = Stream(letters, ["bcd"], shown=True)  # type: ignore[arg-type]
+        stream.begin([ord("b"), ord("c")])  # a prompt is text
+        said = []
+        for letter in "dbcabcd":
+            stream.add([ord(letter)])
+            said.append(capsys.readouterr().out)
+        stream.end()
+        assert said == ["bcd", "", "", "bca", "", "", ""]
+        assert capsys.readouterr().out == "\n"
+
+
+def test_a_repetition_penalty_is_that_of_transformers(model: Path) -> None:
+    """Greedy, 20 tokens: prompt and continuation count, logits below 0 are multiplied."""
+    ids = Tokenizer.load(model).encode("To be")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(model).generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids)),
+        do_sample=False,
+        max_new_tokens=20,
+        min_new_tokens=20,
+        repetition_penalty=1.7,
+        pad_token_id=0,
+    )[0, len(ids) :]
+    more = ["prompt='To be'", "temperature=0", "max_new_tokens=20", "min_new_tokens=20"]
+    (ours,) = generated(model, *more, "repetition_penalty=1.7")
+    assert ours["tokens"] == theirs.tolist() != generated(model, *more)[0]["tokens"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_could_steer_a_terminal_is_not_printed_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a\x1b[2Jb\n\té\x9b"
+    assert prose(text) == text  # a file or a pipe gets what the model said
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert prose(text) == "a\ufffd[2Jb\n\té\ufffd"
+
+
+def test_a_character_split_over_tokens_is_printed_once_it_is_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parts = {(): "", (0,): "a", (0, 1): "a\ufffd", (0, 1, 2): "aé"}
+    stream = Stream(SimpleNamespace(decode=lambda ids: parts[tuple(ids)]), shown=True)  # type: ignore[arg-type]
+    said = []
+    for token in (0, 1, 2):
+        stream.add([token])
+        said.append(capsys.readouterr().out)
+    assert said == ["a", "", "é"]

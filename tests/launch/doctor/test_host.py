@@ -1,0 +1,170 @@
+"""Each check of a host finds what is planted, and names a remedy."""
+
+import resource
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlm.launch import network
+from mlm.launch.doctor import host
+from mlm.launch.doctor.device import judged
+from mlm.launch.doctor.finding import Finding, Status, rows_of
+from mlm.launch.doctor.host import GIB, MIB, environment
+from mlm.launch.environment import Place
+
+HERE = ["lo", "eth0", "ib0"]
+
+
+def statvfs(free: int, whole: int = 1000 * GIB, inodes: int = 10) -> Callable[[Any], Any]:
+    found = SimpleNamespace(f_bavail=free, f_blocks=whole, f_frsize=1, f_files=10, f_favail=inodes)
+    return lambda folder: found
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, soft: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, 1 << 20))
+
+
+@pytest.mark.parametrize(("free", "status"), [(100 * MIB, "fail"), (3 * GIB, "warn"), (9 * GIB, "ok")])
+def test_memory_is_judged_by_its_share_of_a_rank(free: int, status: str) -> None:
+    found = host.memory(free, ranks_here=2)
+    assert (found.status, "start fewer ranks" in found.remedy) == (status, True)
+
+
+def test_available_memory_is_the_least_of_the_hosts_and_the_containers(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  99 kB\nMemAvailable:    8 kB\n")
+    assert host.available_memory(meminfo, tmp_path) == 8 << 10
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert host.available_memory(meminfo, tmp_path) == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host.available_memory(meminfo, tmp_path) == 8 << 10
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        (statvfs(100 * MIB), "fail"),
+        (statvfs(2 * GIB), "warn"),
+        (statvfs(100 * GIB), "ok"),
+        (statvfs(100 * GIB, inodes=0), "fail"),
+    ],
+)
+def test_a_full_disk_is_found(found: Any, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.os, "statvfs", found)
+    assert host.disk(Path("runs")).status == status
+
+
+def test_a_folder_that_this_host_lacks_is_found(tmp_path: Path) -> None:
+    assert host.disk(tmp_path / "nowhere").status == "fail"
+
+
+@pytest.mark.parametrize(("soft", "status"), [(100, "fail"), (300, "ok"), (resource.RLIM_INFINITY, "ok")])
+def test_a_limit_of_open_files_is_found(soft: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, soft)
+    assert host.open_files(world_size=8).status == status
+    assert "ulimit -n 2304" in host.open_files(world_size=512).remedy or status == "ok"
+
+
+@pytest.mark.parametrize(("soft", "on_gpu", "status"), [(8192, True, "warn"), (8192, False, "ok")])
+def test_a_limit_of_locked_memory_is_found(
+    soft: int, on_gpu: bool, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited(monkeypatch, soft)
+    assert host.locked_memory(on_gpu).status == status
+
+
+@pytest.mark.parametrize(
+    ("free", "on_gpu", "status"),
+    [(MIB, False, "fail"), (64 * MIB, True, "warn"), (64 * MIB, False, "ok"), (9 * GIB, True, "ok")],
+)
+def test_a_small_shared_memory_is_found(
+    free: int, on_gpu: bool, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host.os, "statvfs", statvfs(free))
+    found = host.shared_memory(on_gpu)
+    assert (found.status, "--shm-size" in found.remedy) == (status, True)
+
+
+def test_host_names_that_do_not_resolve_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(name: str, *_: object, **__: object) -> list[Any]:
+        if name != "node1":
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))]
+
+    monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "node1")
+    place = Place(0, 4, 0, 2, master_addr="nosuch", master_port=1)
+    found = host.names(place, {})
+    assert (found.status, "MASTER_ADDR=nosuch" in found.found) == ("fail", True)
+    assert "set MASTER_ADDR" in found.remedy
+    assert host.names(None, {}).status == "ok"
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "node2")
+    assert host.names(None, {}).status == "warn"
+
+
+@pytest.mark.parametrize(("skew", "status"), [(0.5, "ok"), (-5.0, "warn"), (100.0, "fail")])
+def test_a_clock_that_is_off_is_found(skew: float, status: str) -> None:
+    assert host.clock(skew).status == status
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "status"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0,eth9", "fail"),
+        ("NCCL_SOCKET_IFNAME", "eth9", "fail"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "fail"),
+        *((name, value, "warn") for name, value in [("NCCL_DEBUG", "info"), ("NCCL_P2P_DISABLE", "1")]),
+        *((name, "1", "warn") for name in ("NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "CUDA_LAUNCH_BLOCKING")),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warn"),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warn"),
+        ("OMP_NUM_THREADS", "4096", "warn"),
+    ],
+)
+def test_variables_that_hurt_are_found(variable: str, value: str, status: str) -> None:
+    (found,) = environment({variable: value}, HERE, 1)
+    assert (found.check, found.status) == (variable, status)
+    assert found.remedy
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"NCCL_SOCKET_IFNAME": "^docker"},
+        {"NCCL_SOCKET_IFNAME": "eth,ib"},
+        {"NCCL_DEBUG": "WARN", "NCCL_P2P_DISABLE": "0", "OMP_NUM_THREADS": "1"},
+    ],
+)
+def test_other_variables_are_left_alone(environ: dict[str, str]) -> None:
+    assert [found.status for found in environment(environ, HERE, 1)] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("values", "worst"),
+    [
+        (None, {"driver": "warn"}),
+        (["570.1", "1980", "0x01", "0"], {"driver": "ok", "clocks": "ok", "GPU errors": "ok"}),
+        (["570.1", "1980", "0x20", "0"], {"driver": "ok", "clocks": "warn", "GPU errors": "ok"}),
+        (["570.1", "1980", "0x04", "2"], {"driver": "ok", "clocks": "ok", "GPU errors": "fail"}),
+        (["570.1", "1980", "[N/A]", "[N/A]"], {"driver": "ok", "clocks": "ok"}),
+    ],
+)
+def test_a_gpu_is_judged_by_what_nvidia_smi_says(values: list[str] | None, worst: dict[str, str]) -> None:
+    assert {found.check: found.status for found in judged(values)} == worst
+
+
+def test_a_row_is_the_worst_of_the_ranks_and_names_them() -> None:
+    found: list[Status] = ["ok", "fail", "warn", "fail"]
+    each = [[Finding("disk", status, f"{n}", "free it")] for n, status in enumerate(found)]
+    (row,) = rows_of(each, ["a", "b", "b", "c"])
+    assert (row.status, row.ranks) == ("fail", (1, 3))
+    assert (row.found, row.remedy) == ("ranks 1, 3 (hosts b, c): 1", "free it")
+
+
+def test_a_row_of_ranks_that_are_fine_needs_no_remedy() -> None:
+    (row,) = rows_of([[Finding("disk", "ok", "9 GB", "free it")]] * 2, ["a", "b"])
+    assert (row.found, row.remedy, row.ranks) == ("9 GB", "", ())

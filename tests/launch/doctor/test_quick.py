@@ -1,0 +1,59 @@
+"""Every run begins with the checks that cost nothing: versions and the folder of all ranks."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from mlm.launch.doctor import folder as folders
+from mlm.launch.doctor import quick
+from mlm.launch.doctor.quick import check_start
+from mlm.launch.versions import versions
+from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
+from tests.ranks import run_on_ranks
+
+
+def said(ctx: ParallelContext, folder: Path, fault: str = "") -> tuple[str, float]:
+    """The error of a start and its seconds; rank 1 has the fault."""
+    before, waits = quick.versions, folders.SEEN_S
+    folders.SEEN_S = quick.SEEN_S = 0.2
+    if ctx.rank == 1 and fault in ("local", "missing"):
+        folder = folder / fault
+    if ctx.rank == 1 and fault == "version":
+        quick.versions = lambda: {**versions(), "torch": "1.0"}
+    begin, found = time.monotonic(), ""
+    try:
+        check_start(str(folder), ctx)
+    except UserError as error:
+        found = str(error)
+    finally:
+        quick.versions, folders.SEEN_S, quick.SEEN_S = before, waits, waits
+    return found.removeprefix(f"out={folder}: "), time.monotonic() - begin
+
+
+def test_ranks_of_one_folder_and_version_start_at_once_and_leave_nothing(tmp_path: Path) -> None:
+    found = run_on_ranks(said, tmp_path, dp=2)
+    assert [text for text, _ in found] == ["", ""]
+    assert max(seconds for _, seconds in found) < 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("local", "does not see what rank 0 wrote there within 0.2 s; name a folder on a file system"),
+        ("missing", "cannot write to it: No such file or directory"),
+        ("version", "torch 1.0 on rank 1 (host "),
+    ],
+)
+def test_all_ranks_report_the_rank_that_differs(fault: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (first, _), (second, _) = run_on_ranks(said, tmp_path, fault, dp=2)
+    assert first == second
+    assert "rank 1 (host " in first
+    assert words in first
+
+
+def test_one_rank_is_not_asked(tmp_path: Path) -> None:
+    check_start(str(tmp_path / "nowhere"), ParallelContext())

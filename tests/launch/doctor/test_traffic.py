@@ -1,0 +1,98 @@
+"""Communication is compared with exact numbers, and slow or stuck groups are named."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.launch.doctor import traffic
+from mlm.launch.doctor.control import Control
+from mlm.launch.doctor.finding import rows_of
+from mlm.launch.doctor.traffic import check_traffic, judged
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.util.errors import CheckFailedError
+from tests.ranks import run_on_ranks
+
+
+def communicate(ctx: ParallelContext, fault: str = "") -> Any:
+    """Findings of every rank, with a fault on rank 1."""
+    whole = dict(vars(traffic))
+    traffic.BYTES = {"cpu": 1 << 16}
+    planted = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
+    planted |= {"send and receive": "around"}
+    if fault in planted and ctx.rank == 1:
+        name = planted[fault]
+
+        def flipped(x: Tensor, axis: Axis) -> Tensor:
+            found: Tensor = whole[name](x, axis)
+            found = found.clone()
+            found.view(torch.int32).view(-1)[0] ^= 1 << 20
+            return found
+
+        setattr(traffic, name, flipped)
+    try:
+        control = Control.of(ctx, "127.0.0.1", 30.0)
+        rows = rows_of(judged(check_traffic(ctx, control, 30.0)), control.hosts)
+        return [(row.check, row.status) for row in rows]
+    finally:
+        vars(traffic).update(whole)
+
+
+def test_all_operations_over_all_axes_are_exact() -> None:
+    rows = dict(run_on_ranks(communicate, tp=2, dp=2)[0])
+    names = {f"{what} over {axis}" for what in ("numbers", "bandwidth") for axis in ("tp", "dp", "world")}
+    assert rows.keys() == names
+    assert all(status == "ok" for name, status in rows.items() if name.startswith("numbers"))
+
+
+def test_a_ring_of_odd_size_does_not_hang() -> None:
+    assert dict(run_on_ranks(communicate, dp=3)[0])["numbers over dp"] == "ok"
+
+
+@pytest.mark.parametrize("fault", ["all-reduce", "all-gather", "reduce-scatter", "send and receive"])
+def test_a_flipped_bit_of_any_operation_is_found(fault: str) -> None:
+    assert dict(run_on_ranks(communicate, fault, dp=2)[0])["numbers over dp"] == "fail"
+
+
+def seen(rate: float, wrong: list[str] | None = None) -> dict[str, Any]:
+    return {"dp": {"ranks": [0, 1], "wrong": wrong or [], "rate": rate}}
+
+
+def test_a_group_far_slower_than_the_others_is_a_warning() -> None:
+    rows = rows_of(judged([seen(9e9), seen(9e9), seen(1e9), seen(8e9)]), ["a", "a", "b", "b"])
+    row = next(row for row in rows if row.check == "bandwidth over dp")
+    assert (row.status, row.ranks) == ("warn", (2,))
+    assert "1 GB/s, the median is 8.5" in row.found
+
+
+def test_wrong_operations_are_listed() -> None:
+    rows = rows_of(judged([seen(1e9), seen(1e9, ["all-gather"])]), ["a", "b"])
+    assert (rows[0].status, rows[0].ranks) == ("fail", (1,))
+    assert "rank 1 (host b): wrong: all-gather" in rows[0].found
+
+
+def test_a_rank_that_does_not_come_back_from_communication_is_named() -> None:
+    found = judged([{"stuck": "all_reduce over dp"}, {}])
+    assert [(one.status, one.found) for one in found[0]] == [("fail", "stuck in all_reduce over dp")]
+
+
+def test_one_rank_has_nothing_to_communicate() -> None:
+    assert check_traffic(ParallelContext(), Control(None, 0, 1, 1.0), 1.0) == [{}]
+
+
+def quiet(ctx: ParallelContext) -> str:
+    control = Control.of(ctx, "127.0.0.1", 0.5)
+    if ctx.rank == 1:
+        time.sleep(1.5)
+        return ""
+    with pytest.raises(CheckFailedError) as raised:
+        control.all_gather("the disk", None)
+    return str(raised.value)
+
+
+def test_a_rank_that_hangs_is_named_over_a_network_too() -> None:
+    said = run_on_ranks(quiet, dp=2)[0]
+    assert said.startswith("rank 1 (host ")
+    assert "no answer for 0.5 s" in said

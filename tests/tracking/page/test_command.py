@@ -1,0 +1,247 @@
+"""`mlm report` on a command line, and while runs go on."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mlm.config.cli import main
+from mlm.config.cli.arguments import parse
+from mlm.config.cli.commands import COMMANDS
+from mlm.tracking.html.runs import Run, RunReader
+from mlm.tracking.page.config import ReportConfig
+from mlm.tracking.page.page import make_page
+from mlm.tracking.page.run import run
+from tests.tracking.page.made import some_run, stepped, write_run
+
+FIX = "name a run folder (out=… of mlm pretrain or mlm finetune)"
+REPORT = next(command for command in COMMANDS if command.words == ("report",))
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with two runs."""
+    monkeypatch.chdir(tmp_path)
+    some_run(tmp_path / "runs" / "a")
+    some_run(tmp_path / "runs" / "b")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "listed"),
+    [
+        (["runs/a"], "['runs/a']"),
+        (["runs/a", "runs/b"], "['runs/a','runs/b']"),
+        (["it's, [odd]"], r"['it\'s, [odd]']"),
+        (["runs=runs/a"], "['runs/a']"),
+        (["runs=runs/a", "runs/b"], "['runs/a','runs/b']"),
+        (["runs=[runs/a,runs/b]"], "[runs/a,runs/b]"),
+    ],
+)
+def test_words_are_a_list_of_runs(words: list[str], listed: str) -> None:
+    assert parse(REPORT, [*words, "watch=true"]).overrides == [f"runs={listed}", "watch=true"]
+
+
+def test_a_page_is_written_and_replaced(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        assert main(["report", "runs/a", "runs/b"]) == 0
+    assert "written to report.html (" in capsys.readouterr().out
+    assert (desk / "report.html").read_bytes().count(b"<figure>") == 0  # the script draws
+    assert sorted(path.name for path in (desk / "runs/a").iterdir()) == ["config.yaml", "metrics.jsonl"]
+
+
+def test_a_page_goes_to_standard_output(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "runs/a", "out=-"]) == 0
+    assert capsys.readouterr().out.startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            [],
+            "runs is required: add runs=… (Run folders, at most 20; other paths among them are skipped)",
+        ),
+        (["runs=[]"], "runs=[]: no run; name a run folder: mlm report runs/shakespeare"),
+        (
+            ["runs/c"],
+            f"runs=runs/c: no such folder; {FIX}",
+        ),
+        (["runs"], "runs=runs: holds a sweep; name its runs: mlm report runs/*/"),
+        (["."], f"runs=.: holds no run; {FIX}"),
+        (
+            ["runs/a/config.yaml"],
+            f"runs=runs/a/config.yaml: is not a folder; {FIX}",
+        ),
+        (["runs/a", "runs/c"], f"runs=runs/c: no such folder; {FIX}"),
+        (
+            [f"many/{number}" for number in range(21)],
+            "runs: 21 runs; 20 is the limit; choose some, or write several pages",
+        ),
+        (
+            ["runs/a", "out=x.png"],
+            "out=x.png: a page ends in .html; use a file that ends in .html, such as out=x.html",
+        ),
+        (["runs/a", "out=runs"], "out=runs: is a directory; name a file in it, such as out=runs/result.json"),
+        (
+            ["runs/a", "out=no/x.html"],
+            "out=no/x.html: no is no folder that can be written; name a file in one that is, such as "
+            "out=x.html",
+        ),
+        (
+            ["runs/a", "out=mine.html"],
+            "out=mine.html: exists and was not written by mlm; name another file, or delete it",
+        ),
+        (["runs/a", "every_s=0"], "every_s=0.0 must be above 0 and at most 86400, a day"),
+        (["runs/a", "every_s=86401"], "every_s=86401.0 must be above 0 and at most 86400, a day"),
+        (
+            ["runs/a", "watch=true", "out=-"],
+            "out=-: watch=true writes the page again; name a file, such as out=report.html",
+        ),
+        (["runs/a", "watch=maybe"], "watch=maybe must be true or false"),
+    ],
+)
+def test_mistakes_are_one_line(
+    desk: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    (desk / "mine.html").write_text("<!doctype html><title>mine</title>")
+    (desk / "runs/sweep.json").write_text("{}")
+    for number in range(21):
+        write_run(desk / "many" / str(number))
+    assert main(["report", *words]) == 2
+    assert capsys.readouterr().err == f"mlm report: {line}\n"
+    assert (desk / "mine.html").read_text() == "<!doctype html><title>mine</title>"
+    assert not (desk / "report.html").exists()
+
+
+def test_what_a_pattern_of_the_shell_names_beside_runs_is_skipped(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `mlm report runs/*` does in the folder of a sweep."""
+    (desk / "runs/multirun.yaml").write_text("a: 1")
+    (desk / "runs/empty").mkdir()
+    assert main(["report", *sorted(str(path) for path in (desk / "runs").iterdir())]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in said] == [
+        f"mlm report: skipped: runs={desk}/runs/empty: holds no run",
+        f"mlm report: skipped: runs={desk}/runs/multirun.yaml: is not a folder",
+    ]
+    assert '"name":"a"' in (desk / "report.html").read_text().replace(" ", "")
+
+
+def test_it_imports_neither_torch_nor_matplotlib(desk: Path) -> None:
+    code = (
+        "import sys, mlm.config.cli; code = mlm.config.cli.main(['report', 'runs/a']); "
+        "sys.exit(code or ','.join({'torch', 'matplotlib', 'scipy'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_library_is_in_the_package_with_its_licence() -> None:
+    page = make_page([]).decode()
+    assert "uPlot (v1.6.32)" in page
+    assert "Permission is hereby granted, free of charge" in page
+
+
+def config(desk: Path, **changed: object) -> ReportConfig:
+    return ReportConfig(**{"runs": ("runs/a",), "out": str(desk / "page.html"), "watch": True, **changed})  # type: ignore[arg-type]
+
+
+def reload_of(page: Path) -> object:
+    text = page.read_text().partition('id="data">')[2].partition("</script>")[0]
+    return json.loads(text)["reload"]
+
+
+def test_watching_writes_again_until_the_run_is_finished(desk: Path) -> None:
+    pages, console = [], Console(record=True, width=200)
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 5.0
+        pages.append(reload_of(desk / "page.html"))
+        step = (30, 100)[len(pages) - 1]
+        with open(desk / "runs/a/metrics.jsonl", "a") as f:
+            f.write(json.dumps(stepped(step)) + "\n")
+
+    run(config(desk), console, sleep)
+    assert pages == [5.0, 5.0]
+    assert reload_of(desk / "page.html") is None
+    lines = console.export_text().splitlines()
+    expected = [("stopped", "20"), ("stopped", "30"), ("finished", "100")]
+    assert [line.split()[:4] for line in lines[:3]] == [["a", state, "step", n] for state, n in expected]
+    assert lines[3].startswith("all runs are finished; written to ")
+
+
+def test_ctrl_c_leaves_a_whole_page_that_does_not_reload(desk: Path) -> None:
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    console = Console(record=True, width=200)
+    with pytest.raises(KeyboardInterrupt):
+        run(config(desk), console, sleep)
+    assert "stopped; written to" in console.export_text()
+    assert reload_of(desk / "page.html") is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_leaves_a_page_that_does_not_reload(desk: Path, number: signal.Signals) -> None:
+    def sleep(seconds: float) -> None:
+        signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    assert run(config(desk), Console(record=True), sleep) == 128 + number
+    assert reload_of(desk / "page.html") is None
+    assert signal.getsignal(number) is before
+
+
+def test_ctrl_c_before_all_runs_are_read_keeps_the_earlier_page(
+    desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = RunReader.read
+
+    def interrupted(reader: RunReader) -> Run:
+        if reader.name == "b":
+            raise KeyboardInterrupt
+        return read(reader)
+
+    run(config(desk, runs=("runs/a", "runs/b"), watch=False))
+    earlier = (desk / "page.html").read_bytes()
+    monkeypatch.setattr(RunReader, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(config(desk, runs=("runs/a", "runs/b")), Console(record=True))
+    assert (desk / "page.html").read_bytes() == earlier
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_terminal_shows_a_table(desk: Path, encoding: str, tmp_path: Path) -> None:
+    with open(tmp_path / "screen", "w", encoding=encoding) as screen:
+        console = Console(file=screen, force_terminal=True, width=160)
+
+        def sleep(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run(config(desk, runs=("runs/a", "runs/b")), console, sleep)
+    shown = (tmp_path / "screen").read_text(encoding)
+    assert "20 of 100" in shown
+    assert ("▁" in shown) == (encoding == "utf-8")
+
+
+def test_a_run_that_vanishes_while_it_is_watched_ends_nothing(desk: Path) -> None:
+    count = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+        shutil.rmtree(desk / "runs/a")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config(desk), Console(record=True), sleep)
+    assert "no step is logged yet" in (desk / "page.html").read_text()

@@ -1,0 +1,222 @@
+"""The page: complete, small, and safe whatever a run's files hold."""
+
+import json
+import re
+from collections import deque
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlm.tracking.html.rows import Column
+from mlm.tracking.html.runs import Run, read_run
+from mlm.tracking.page.page import MOST_BYTES, make_page
+from mlm.util.results import is_result
+from tests.tracking.page.made import some_run, started, stepped, validated, write_run
+
+NAUGHTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp; ü\u202e\u2028\x1b[31m\x00"
+
+
+class Page(HTMLParser):
+    """Elements and texts of a page."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(content.decode())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    @property
+    def data(self) -> Any:
+        return json.loads(next(text for text in self.texts if text.startswith('{"runs"')))
+
+
+def page_of(*folders: Path) -> Page:
+    return Page(make_page([read_run(folder, folder.name) for folder in folders]))
+
+
+def test_a_page_has_each_part_of_its_runs(tmp_path: Path) -> None:
+    page = page_of(some_run(tmp_path / "a"), some_run(tmp_path / "b", train={"steps": 50}))
+    headings = ("Runs", "Curves", "Settings", "Layout", "Pipeline schedule", "Memory by part", "Checkpoints")
+    assert [word for word in headings if word not in page.texts] == []
+    assert [chart["title"] for chart in page.data["charts"]] == [
+        *("Training loss", "Validation loss", "Gradient norm", "Learning rate", "Throughput", "Memory")
+    ]
+    assert page.data["runs"][1]["curves"]["step:loss"]["y"][-1] == 4.8
+    assert page.data["runs"][0]["curves"]["step:memory_gib"]["y"][-1] == 1
+
+
+def test_a_page_loads_nothing(tmp_path: Path) -> None:
+    page = page_of(some_run(tmp_path / "a"))
+    policy = next(values["content"] for tag, values in page.tags if "http-equiv" in values)
+    assert policy is not None
+    assert policy.startswith("default-src 'none';")
+    links = [values[key] for _, values in page.tags for key in ("src", "href") if key in values]
+    assert links
+    assert all(link is not None and link.startswith("#") for link in links)
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest", " ".join(page.texts))
+
+
+def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
+    plain = page_of(some_run(tmp_path / "plain"))
+    incident = {"kind": "incident", "step": 1, "kinds": [NAUGHTY], "lines": [NAUGHTY], "action": NAUGHTY}
+    run = write_run(
+        tmp_path / "hostile",
+        started(loss_unit=NAUGHTY, host=NAUGHTY, command=[NAUGHTY], versions={NAUGHTY: NAUGHTY}),
+        *(stepped(step, **{NAUGHTY: 1.0}) for step in (1, 2)),
+        incident,
+        {"kind": "save_failed", "step": 1, "error": NAUGHTY},
+        {"kind": "sample", "step": 1, "prompt": NAUGHTY, "text": [NAUGHTY]},
+        {"kind": "scores", "step": 1, "split": NAUGHTY, "accuracy": 0.5},
+        name=NAUGHTY.replace("\x00", "").replace("\x1b", ""),
+    )
+    (run / "eval-x.json").write_text(json.dumps({"task": NAUGHTY, "loss": 1.0}))
+    found = read_run(run, NAUGHTY)
+    page = Page(make_page([found]))
+    assert [tag for tag, _ in page.tags].count("script") == [tag for tag, _ in plain.tags].count("script")
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert not any(name.startswith("on") for _, values in page.tags for name in values)
+    assert page.data["runs"][0]["name"] == NAUGHTY
+    assert not re.search(r"[\x00\x1b\u202e]", page.text)
+
+
+def test_runs_without_steps_or_validation_say_so(tmp_path: Path) -> None:
+    empty = write_run(tmp_path / "empty")
+    page = page_of(empty, write_run(tmp_path / "short", started(), stepped(1)))
+    assert "empty: no step is logged yet" in page.text
+    assert "short: no validation is logged" in page.text
+    assert "Curves" not in page_of(empty).texts
+
+
+def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "a", started(), stepped(1), stepped(2, loss=None), stepped(3)))
+    assert page.data["runs"][0]["curves"]["step:loss"]["y"] == [4.99, None, 4.97]
+    assert "a: 1 values of loss are not finite" in page.text
+
+
+def test_only_settings_that_differ_are_in_the_table(tmp_path: Path) -> None:
+    first, second = some_run(tmp_path / "a", seed=1), some_run(tmp_path / "b", seed=2)
+    content = make_page([read_run(first, "a"), read_run(second, "b")]).decode()
+    table = content.partition('<section id="settings">')[2].partition("<details>")[0]
+    assert re.findall(r'<th scope="row">([^<]*)</th>', table) == ["seed"]
+    assert re.findall(r"<td>([^<]*)</td>", table) == ["1", "2"]
+
+
+def test_a_long_command_is_whole(tmp_path: Path) -> None:
+    words = ["mlm", "pretrain", *(f"model.key_{n}=value" for n in range(200))]
+    assert " ".join(words) in page_of(write_run(tmp_path / "a", started(command=words), stepped(1))).texts
+
+
+def test_times_beyond_all_numbers_are_no_error(tmp_path: Path) -> None:
+    records = [started(), *(stepped(step, time=time) for step, time in ((1, -1.7e308), (2, 1.7e308)))]
+    assert "-:--:--" in page_of(write_run(tmp_path / "a", *records)).texts
+
+
+def test_scores_have_their_receipt(tmp_path: Path) -> None:
+    run = some_run(tmp_path / "a")
+    part = {"split": "test", "metrics": {"accuracy": 0.75}, "standard_errors": {"accuracy": 0.01}}
+    (run / "eval-race.json").write_text(
+        json.dumps({"task": "race", "results": [part], "data_digest": "xxh3:12"})
+    )
+    page = page_of(run)
+    assert "accuracy (test) 0.7500 ± 0.0100" in page.text
+    assert '"data_digest": "xxh3:12"' in page.text
+
+
+def sampled(step: int, text: str, prompt: str = "The") -> dict[str, Any]:
+    return {"kind": "sample", "time": 1000.0, "step": step, "prompt": prompt, "text": text}
+
+
+def test_samples_are_newest_first_and_earlier_ones_are_folded(tmp_path: Path) -> None:
+    records = [sampled(step, f" <b>{step}\n{n}") for step in (10, 20, 30) for n in (1, 2)]
+    content = make_page([read_run(write_run(tmp_path / "a", started(), *records), "a")]).decode()
+    section = content.partition('<section id="samples">')[2].partition("</section>")[0]
+    assert re.findall(r"> &lt;b&gt;(\d+\n\d)</span>", section) == [
+        *("30\n1", "30\n2", "20\n1", "20\n2", "10\n1", "10\n2")
+    ]
+    shown = section.partition("<details><summary>Earlier samples of a (4)")[0]
+    assert "30\n2" in shown
+    assert "20\n1" not in shown
+
+
+def test_samples_of_steps_that_are_trained_again_are_left_out(tmp_path: Path) -> None:
+    records = [sampled(10, "first"), sampled(20, "lost"), started(10), sampled(20, "again")]
+    page = page_of(write_run(tmp_path / "a", started(), *records))
+    assert "first" in page.texts
+    assert "again" in page.texts
+    assert "lost" not in page.texts
+
+
+def test_the_licence_of_the_library_is_in_the_page(tmp_path: Path) -> None:
+    assert b"The MIT License (MIT)\n\nCopyright (c) 2022 Leon Sorokin" in make_page([])
+
+
+def test_the_page_is_recognised_as_a_result(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_bytes(make_page([]))
+    assert is_result(tmp_path / "page.html")
+
+
+def test_twenty_long_runs_fit(tmp_path: Path) -> None:
+    steps = np.arange(1.0, 50_001)
+    random = np.random.default_rng(0)
+    names = ("loss", "lr", "grad_norm", "tokens_per_s", "memory_gib", "mlm_loss", "sop_loss")
+    runs = []
+    for number in range(20):
+        table: dict[str, Column] = {"step": steps, "tokens": steps * 524_288, "time": steps * 0.731}
+        table |= {name: random.normal(size=len(steps)) for name in names}
+        table["loss"][777] = 1e9
+        runs.append(Run(f"run {number}", tmp_path, tables={"step": table}))
+    content = make_page(runs)
+    page = Page(content)
+    assert len(content) < MOST_BYTES == 2_000_000
+    assert all(1e9 in run["curves"]["step:loss"]["y"] for run in page.data["runs"])
+    assert "drawn as their first, last, lowest and highest value" in page.text
+
+
+def test_twenty_runs_with_all_that_files_can_hold_fit(tmp_path: Path) -> None:
+    long = "<&>" * 1_000
+    incident = {"kind": "incident", "step": 1, "kinds": [long], "lines": [long], "action": long}
+    saved = {"kind": "save_failed", "step": 1, "error": long}
+    steps = np.arange(1.0, 1001)
+    table: dict[str, Column] = {f"part {number}": steps / 7 for number in range(60)}
+    runs = [
+        Run(
+            f"run {number}",
+            tmp_path,
+            settings={f"{key}.{long}"[:500]: f"{number}{long}" for key in range(150)},
+            problems=[long] * 100,
+            attempts=deque([started(command=[long], host=long)] * 500),
+            incidents=deque([incident] * 500),
+            saves=deque([saved] * 500),
+            scores=[(f"eval-{file}.json", {"task": long, "metrics": {"a": 1.0}}) for file in range(100)],
+            tables={"step": {"step": steps, "tokens": steps, "time": steps, **table}},
+        )
+        for number in range(20)
+    ]
+    content = make_page(runs)
+    assert len(content) < MOST_BYTES
+    assert "and is left out; name fewer runs to see it" in Page(content).text
+
+
+def test_a_page_that_is_watched_reloads(tmp_path: Path) -> None:
+    runs = [read_run(some_run(tmp_path / "a"), "a")]
+    assert Page(make_page(runs, reload_s=5.0)).data["reload"] == 5.0
+    assert Page(make_page(runs)).data["reload"] is None
+
+
+def test_validation_of_a_blend_and_parts_of_a_loss_have_charts(tmp_path: Path) -> None:
+    record = {**validated(1), "validation/wiki": 3.0}
+    page = page_of(write_run(tmp_path / "a", started(), stepped(1, sop_loss=0.5), record))
+    titles = [chart["title"] for chart in page.data["charts"]]
+    assert {"wiki, validation", "sop loss, training"} <= set(titles)

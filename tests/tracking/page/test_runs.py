@@ -1,0 +1,200 @@
+"""A run's folder is read whatever a kill or another program left in it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.tracking.html import runs
+from mlm.tracking.html.runs import Run, RunReader, names_of, read_run
+from mlm.tracking.page.parts import notes_on, state
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.lock import sole_writer
+from tests.tracking.page.made import some_run, started, stepped, validated, write_run
+
+FAILED = {
+    **{"kind": "failed", "time": 1011.0, "step": 10},
+    "error": "out of memory; lower train.micro_batch_size",
+}
+
+
+def test_a_damaged_file_shows_what_is_whole(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", started(), stepped(1), stepped(2))
+    with open(run / "metrics.jsonl", "ab") as f:
+        f.write(b'{"kind": "step", "step": 3, "lo\n\xff\xfe\x00\n[1]\n{"step": 4}\n')
+        f.write(b'{"kind": "step", "step": 5, "loss": NaN, "grad_norm": Infinity, "tokens": 1e999}\n')
+        f.write(json.dumps(stepped(6, loss=2.5)).encode() + b"\n")
+        f.write(b'{"kind": "step", "step": 7, "loss": 2')  # being written
+    found = read_run(run, "a")
+    assert found.damaged == 4
+    assert found.tables["step"]["step"].tolist() == [1, 2, 5, 6]
+    assert found.column("step", "loss")[-1] == 2.5
+    assert len(found.column("step", "loss")) == 3
+
+
+def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
+    first = [stepped(step, loss=1.0) for step in (1, 2, 3, 4)]
+    again = [stepped(step, loss=2.0) for step in (3,)]
+    found = read_run(write_run(tmp_path / "a", started(), *first, started(2), *again), "a")
+    assert found.column("step", "loss").tolist() == [1.0, 1.0, 2.0]
+    assert found.done == 3
+
+
+def test_breaks_between_attempts_are_no_time_of_the_run(tmp_path: Path) -> None:
+    records = [started(), stepped(10), started(10, time=9000.0), stepped(11, time=9005.0)]
+    found = read_run(write_run(tmp_path / "a", *records), "a")
+    assert found.seconds == 15.0
+    assert found.tables["step"]["time"].tolist() == [10.0, 15.0]
+
+
+def test_validations_have_the_tokens_of_their_step(tmp_path: Path) -> None:
+    found = read_run(write_run(tmp_path / "a", started(), stepped(10), stepped(20), validated(15)), "a")
+    assert found.tables["validation"]["tokens"].tolist() == [15 * 512]
+
+
+def test_an_empty_run_and_broken_settings_are_no_error(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "config.yaml").write_text("defaults: [hydra_quiet\n")
+    (run / "eval-loss.json").write_text("{")
+    found = read_run(run, "a")
+    assert (found.done, found.settings, len(found.problems)) == (0, {}, 2)
+
+
+def test_metrics_that_are_no_file_are_one_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(CorruptFileError, match="not a regular file"):
+        read_run(run, "a")
+
+
+@pytest.mark.parametrize(("steps", "is_finished"), [(40, True), (30, False)])  # of 30: it was resumed since
+def test_a_run_that_patience_ended_is_finished(tmp_path: Path, steps: int, is_finished: bool) -> None:
+    run = write_run(tmp_path / "a", started(), stepped(40))  # of 100 steps
+    (run / "result.json").write_text(json.dumps({"task": "rte", "steps": steps}))
+    assert read_run(run, "a").is_finished is is_finished
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([], "not started"),
+        ([started(), stepped(10)], "stopped"),
+        ([started(), stepped(10), FAILED], "failed"),
+        ([started(), stepped(10), FAILED, started(10, time=4000.0), stepped(11)], "stopped"),
+        ([started(), stepped(100)], "finished"),
+    ],
+)
+def test_a_run_has_its_state(tmp_path: Path, records: list[dict[str, Any]], expected: str) -> None:
+    run = read_run(write_run(tmp_path / "a", *records), "a")
+    assert state(run) == expected
+    lines = [line for line in notes_on(run) if "failed" in line]
+    error = "a: failed at step 10: out of memory; lower train.micro_batch_size"
+    assert lines == ([error] if expected == "failed" else [])
+
+
+def test_a_run_whose_checkpoints_are_locked_is_running(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", started(time=1.8e9), stepped(10))
+    with sole_writer(folder / "checkpoints"):
+        assert state(read_run(folder, "a")) == "running since 2027-01-15 08:00"
+        with pytest.raises(UserError, match="in use by"), sole_writer(folder / "checkpoints", wait_s=0):
+            pass
+    assert state(read_run(folder, "a")) == "stopped"
+
+
+def test_a_folder_of_finished_seeds_is_finished(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    assert not read_run(run, "a").is_finished
+    (run / "result.json").write_text(json.dumps({"task": "rte", "seeds": [1, 2], "results": []}))
+    assert read_run(run, "a").is_finished
+
+
+def test_scores_and_checkpoints_that_are_there_are_found(tmp_path: Path) -> None:
+    run = some_run(tmp_path / "a")
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    (run / "eval-loss.json").write_text('{"task": "loss", "loss": NaN}')
+    found = read_run(run, "a")
+    assert [name for name, _ in found.scores] == ["eval-loss.json"]
+    assert found.kept == {"step-1"}
+
+
+def test_runs_are_named_by_what_tells_them_apart() -> None:
+    assert names_of(["x/a", "x/b"]) == ["a", "b"]
+    assert names_of(["x/a", "y/a", "b"]) == ["x/a", "y/a", "b"]
+
+
+def append(run: Path, text: str) -> None:
+    with open(run / "metrics.jsonl", "a") as f:
+        f.write(text)
+
+
+def line(record: dict[str, Any]) -> str:
+    return json.dumps(record) + "\n"
+
+
+def facts(run: Run) -> object:
+    """What a page shows of a run's metrics."""
+    tables = {
+        kind: {name: column.tolist() for name, column in table.items()} for kind, table in run.tables.items()
+    }
+    lists = [list(each) for each in (run.attempts, run.incidents, run.saves, run.ranks, run.samples)]
+    return repr((tables, lists, run.seconds, run.last_time, run.damaged, run.kept, run.settings))
+
+
+def test_what_was_appended_is_read_alone_and_the_run_is_that_of_the_whole_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed, parse = list[bytes](), runs.parse
+    run = some_run(tmp_path / "a", steps=200)
+    reader = RunReader(run, "a")
+    reader.read()
+    half = line(stepped(203))
+    monkeypatch.setattr(runs, "parse", lambda text: (parsed.append(text), parse(text))[1])
+    for text, count in (
+        (line(stepped(201)) + line(stepped(202)), 2),
+        ("no record\n", 1),
+        (half[:20], 1),
+        (half[20:] + line(validated(203)), 2),
+        (line(started(202)) + line(stepped(203, loss=9.0)), 2),  # resumed
+    ):
+        append(run, text)
+        parsed.clear()
+        assert facts(reader.read()) == facts(read_run(run, "a"))
+        assert len(parsed) == count + len((run / "metrics.jsonl").read_bytes().splitlines())
+
+
+def test_a_line_that_is_whole_without_its_end_is_read_again(tmp_path: Path) -> None:
+    run = some_run(tmp_path / "a")
+    reader = RunReader(run, "a")
+    append(run, line(stepped(21))[:-1])
+    assert reader.read().done == 21
+    append(run, "\n" + line(stepped(22)))
+    assert facts(reader.read()) == facts(read_run(run, "a"))
+
+
+@pytest.mark.parametrize("how", ["shorter", "replaced", "written over"])
+def test_a_file_that_is_another_is_read_whole(tmp_path: Path, how: str) -> None:
+    run = some_run(tmp_path / "a", steps=50)
+    reader = RunReader(run, "a")
+    assert reader.read().done == 50
+    path, first = run / "metrics.jsonl", line(started())
+    if how == "shorter":
+        path.write_text(first + line(stepped(1)))
+    elif how == "replaced":
+        (run / "new").write_text(path.read_text() + line(stepped(60)))
+        (run / "new").replace(path)
+    else:
+        others = [stepped(step, loss=1.0) for step in range(1, 101)]
+        path.write_text(first + "".join(map(line, others)))
+    assert facts(reader.read()) == facts(read_run(run, "a"))
+
+
+def test_a_file_that_comes_late_is_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    (run / "metrics.jsonl").unlink()
+    reader = RunReader(run, "a")
+    assert reader.read().done == 0
+    append(run, line(started()) + line(stepped(1)))
+    assert reader.read().done == 1

@@ -1,0 +1,155 @@
+"""metrics.jsonl stays one readable history through kills, resumes and full disks."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from mlm.tracking.history import FILE_NAME, History, read_records
+from tests.tracking.reporting import read_metrics, step_metrics
+
+
+def attempt(out: Path, start_step: int, last_step: int) -> None:
+    """Report steps after `start_step` up to `last_step`, each validated and saved."""
+    history = History(out / FILE_NAME, start_step, warn=pytest.fail)
+    history.start({"start_step": start_step})
+    for step in range(start_step + 1, last_step + 1):
+        history.step(step_metrics(step))
+        history.validation(step, 4.0, 54.6)
+        history.saved(step, out, 0.1, 0.0)
+    history.close()
+
+
+def test_resuming_cuts_off_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 5)
+    attempt(tmp_path, 3, 4)
+    history = [(r["kind"], r.get("step", r.get("start_step"))) for r in read_metrics(tmp_path)]
+    kinds = ("step", "validation", "saved")
+    before = [(kind, step) for step in (1, 2, 3) for kind in kinds]
+    assert history == [("run", 0), *before, ("run", 3), *((kind, 4) for kind in kinds)]
+
+
+def test_an_attempt_beyond_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 2)
+    attempt(tmp_path, 2, 4)
+    attempt(tmp_path, 1, 1)
+    assert [r["start_step"] for r in read_metrics(tmp_path) if r["kind"] == "run"] == [0, 1]
+
+
+def test_starting_from_scratch_begins_a_new_history(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 2)
+    attempt(tmp_path, 0, 0)
+    assert [r["kind"] for r in read_metrics(tmp_path)] == ["run"]
+
+
+def test_half_a_line_left_by_a_kill_is_removed(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 2)
+    with open(tmp_path / FILE_NAME, "ab") as file:
+        file.write(b'{"kind": "step", "step": 2, "lo')
+    attempt(tmp_path, 2, 3)
+    assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "step"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_returning_to_a_checkpoint_keeps_attempts_and_incidents(tmp_path: Path, step: int) -> None:
+    history = History(tmp_path / FILE_NAME, 0, warn=pytest.fail)
+    history.start({"start_step": 0})
+    for done in (1, 2, 3):
+        history.step(step_metrics(done))
+    history.event("incident", {"step": 3, "kinds": ["loss_outlier"]})
+    history.rewound(step)
+    history.step(step_metrics(step + 1))
+    history.close()
+    found = [(r["kind"], r.get("step", 0)) for r in read_metrics(tmp_path)]
+    steps = [("step", done) for done in range(1, step + 1)]
+    assert found == [("run", 0), *steps, ("incident", 3), ("step", step + 1)]
+
+
+def test_records_without_a_type_or_with_a_step_that_is_none_are_left_out(tmp_path: Path) -> None:
+    lines = (
+        b'{"step": 1}',
+        b'{"kind": "step", "step": true}',
+        b'{"kind": 1, "step": 1}',
+        b'{"kind": "step"}',
+    )
+    (tmp_path / FILE_NAME).write_bytes(b"\n".join(lines))
+    assert list(read_records(tmp_path / FILE_NAME)) == []
+
+
+def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 2)
+    path = tmp_path / FILE_NAME
+    path.write_bytes(path.read_bytes()[:-1])
+    attempt(tmp_path, 2, 3)
+    assert [r["step"] for r in read_metrics(tmp_path) if r["kind"] == "saved"] == [1, 2, 3]
+
+
+def test_blocks_of_zeros_left_by_a_power_loss_are_removed(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 2)
+    with open(tmp_path / FILE_NAME, "ab") as file:
+        file.write(b"\0" * 100 + b"\xff\n")
+    attempt(tmp_path, 2, 3)
+    assert len(read_metrics(tmp_path)) == 2 + 3 * 3
+
+
+def test_a_file_that_needs_no_repair_is_not_rewritten(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 2)
+    inode = (tmp_path / FILE_NAME).stat().st_ino
+    attempt(tmp_path, 2, 3)
+    assert (tmp_path / FILE_NAME).stat().st_ino == inode
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
+    history = History(tmp_path / FILE_NAME, 0, warn=pytest.fail)
+    history.start({"start_step": 0, "nested": {"values": [1.0, value]}})
+    history.step(step_metrics(1, loss=value))
+    history.close()
+    run, step = read_metrics(tmp_path)
+    assert step["loss"] is None
+    assert run["nested"] == {"values": [1.0, None]}
+
+
+class FullDisk:
+    """A file that takes `space` bytes and then no more."""
+
+    def __init__(self, space: int) -> None:
+        self.space = space
+        self.content = b""
+
+    def write(self, data: bytes) -> int:
+        if not self.space:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = data[: self.space]
+        self.content += taken
+        self.space -= len(taken)
+        return len(taken)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_full_disk_warns_once_and_tears_no_line(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    disk = FullDisk(space=100)
+    history = History(tmp_path / FILE_NAME, 0, warn=warnings.append)
+    history.file = disk  # type: ignore[assignment]
+    for step in (1, 2, 3):
+        history.step(step_metrics(step))
+    assert len(warnings) == 1
+    assert "No space left" in warnings[0]
+    disk.space = 10_000
+    history.close()
+    (tmp_path / FILE_NAME).write_bytes(disk.content)
+    assert [r["step"] for r in read_records(tmp_path / FILE_NAME)] == [1, 2, 3]
+    assert len(warnings) == 1
+
+
+def test_lines_that_never_found_room_are_counted_at_the_end(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    history = History(tmp_path / FILE_NAME, 0, warn=warnings.append)
+    history.file = FullDisk(space=0)  # type: ignore[assignment]
+    history.step(step_metrics(1))
+    history.step(step_metrics(2))
+    history.close()
+    assert "2 lines could not be written" in warnings[-1]

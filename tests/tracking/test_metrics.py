@@ -1,0 +1,93 @@
+"""Rates and the time left, by a clock the tests move."""
+
+import pytest
+
+from mlm.tracking.metrics import Eta, Throughput
+from tests.tracking.reporting import Clock
+
+
+def watch(clock: Clock, peak: float | None = 1e12) -> Throughput:
+    """1000 tokens per step on two devices at 1e9 FLOP per token: 5e11 FLOP per step and device."""
+    return Throughput(tokens_per_step=1000, flops_per_token=1e9, devices=2, peak=peak, clock=clock)
+
+
+def run_steps(throughput: Throughput, clock: Clock, steps: int, seconds_each: float) -> None:
+    """Let `steps` steps pass."""
+    for _ in range(steps):
+        clock.now += seconds_each
+        throughput.count()
+
+
+def test_rates_cover_the_steps_since_the_last_lap() -> None:
+    throughput = watch(clock := Clock())
+    throughput.start()
+    run_steps(throughput, clock, 3, 10.0)
+    throughput.lap()
+    run_steps(throughput, clock, 4, 2.0)
+    rates = throughput.lap()
+    assert rates.step_time_s == pytest.approx(2.0)
+    assert rates.tokens_per_s == pytest.approx(500.0)
+    assert rates.tflops == pytest.approx(0.25)
+    assert rates.mfu == pytest.approx(0.25)
+
+
+def test_paused_time_does_not_count() -> None:
+    throughput = watch(clock := Clock())
+    throughput.start()
+    run_steps(throughput, clock, 1, 2.0)
+    throughput.pause()
+    throughput.pause()
+    clock.now += 100
+    throughput.start()
+    run_steps(throughput, clock, 1, 2.0)
+    throughput.start()  # runs already: nothing is forgotten
+    assert throughput.lap().step_time_s == pytest.approx(2.0)
+
+
+def test_a_lap_while_paused_leaves_the_watch_standing() -> None:
+    throughput = watch(clock := Clock())
+    throughput.start()
+    run_steps(throughput, clock, 1, 2.0)
+    throughput.pause()
+    throughput.lap()
+    clock.now += 100
+    throughput.start()
+    run_steps(throughput, clock, 1, 3.0)
+    assert throughput.lap().step_time_s == pytest.approx(3.0)
+
+
+def test_mfu_is_unknown_without_a_peak() -> None:
+    throughput = watch(clock := Clock(), peak=None)
+    throughput.start()
+    run_steps(throughput, clock, 1, 2.0)
+    assert throughput.lap().mfu is None
+
+
+def test_eta_is_unknown_before_the_first_step() -> None:
+    assert Eta(100, Clock()).seconds() is None
+
+
+def test_eta_of_the_first_step_takes_its_own_duration() -> None:
+    eta = Eta(100, Clock())
+    eta.update(10, step_time_s=2.0)
+    assert eta.seconds() == pytest.approx(90 * 2.0)
+
+
+def test_eta_leaves_out_what_came_before_the_first_logged_step_and_counts_pauses() -> None:
+    clock = Clock()
+    eta = Eta(100, clock)
+    clock.now += 1000  # compilation
+    eta.update(10, step_time_s=100.0)
+    clock.now += 30  # 10 steps of 2 s and a validation of 10 s
+    eta.update(20, step_time_s=2.0)
+    assert eta.seconds() == pytest.approx(80 * 3.0)
+
+
+def test_eta_counts_down_between_updates_and_stops_at_zero() -> None:
+    clock = Clock()
+    eta = Eta(100, clock)
+    eta.update(90, step_time_s=1.0)
+    clock.now += 4
+    assert eta.seconds() == pytest.approx(6.0)
+    clock.now += 40
+    assert eta.seconds() == 0.0

@@ -1,0 +1,289 @@
+"""Displays: plain lines that a program can split, and a panel that fits."""
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlm.tracking.config import LogConfig
+from mlm.tracking.panel import LivePanel, PlainLines, duration, human, quantity, step_time
+from mlm.tracking.reporter import training_console
+from tests.tracking.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
+
+
+def pairs(line: str) -> dict[str, str]:
+    """Names and values of a plain line."""
+    words = line.split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def lines_of(tmp_path: Path, *metrics_of_steps: dict[str, object]) -> list[str]:
+    """The plain lines of steps 10, 20, …, with the clock moving 5 s from one to the next."""
+    clock, console = Clock(), terminal(width=40)
+    with reporter(tmp_path, console, clock=clock, header=[]) as report:
+        for index, changed in enumerate(metrics_of_steps, start=1):
+            report.step(step_metrics(10 * index, **changed))
+            clock.now += 5
+    return shown(console).splitlines()
+
+
+def test_a_plain_line_is_names_and_values(tmp_path: Path) -> None:
+    (line,) = lines_of(tmp_path, {})
+    assert pairs(line) == {
+        "step": "10/100",
+        "loss": "4.2500",
+        "lr": "3.000e-04",
+        "grad_norm": "0.7500",
+        "tokens/s": "2000",
+        "TFLOP/s": "0.1230",
+        "MFU": "42.0%",
+        "memory": "1.50GiB",
+        "ETA": "0:00:45",
+    }
+
+
+def test_plain_lines_line_up(tmp_path: Path) -> None:
+    wild = {"loss": 12.5, "grad_norm": 1234.5, "tokens_per_s": 912345.6, "tflops": 412.3, "mfu": None}
+    first, second, third = lines_of(tmp_path, {}, wild, {"loss": float("nan"), "grad_norm": float("inf")})
+    assert first.index("ETA") == second.index("ETA") == third.index("ETA")
+
+
+def test_loss_scale_shows_in_fp16_only(tmp_path: Path) -> None:
+    other, fp16 = lines_of(tmp_path, {}, {"loss_scale": 65536.0, "skipped_steps": 2})
+    assert "loss_scale" not in pairs(other)
+    assert pairs(fp16)["loss_scale"] == "65536"
+    assert pairs(fp16)["skipped"] == "2"
+
+
+def test_validation_line_is_names_and_values(tmp_path: Path) -> None:
+    console = terminal()
+    with reporter(tmp_path, console, header=[]) as report:
+        report.validation(20, 3.5, 33.1155)
+    expected = {"step": "20/100", "validation_loss": "3.5000", "validation_ppl": "33.12"}
+    assert pairs(shown(console)) == expected
+
+
+def test_header_and_resumed_step_come_first(tmp_path: Path) -> None:
+    console = terminal()
+    with reporter(tmp_path, console, start_step=40):
+        pass
+    assert [line for line in shown(console).splitlines() if not line.startswith("units")] == [
+        "run     try",
+        "layout  tp=2 pp=1 dp=1",
+        "resumed  after step 40",
+    ]
+
+
+def test_a_note_is_printed_as_it_is(tmp_path: Path) -> None:
+    console = terminal(width=20)
+    with reporter(tmp_path, console, header=[]) as report:
+        report.note("saved [bold]runs/a-long-name/step-00000010[/bold] (1.2 s)")
+    assert shown(console) == "saved [bold]runs/a-long-name/step-00000010[/bold] (1.2 s)\n"
+
+
+def panel_text(width: int = 100, **changed: object) -> str:
+    """The panel after step 30 of 100 in 60 s, validated at 20."""
+    clock, console = Clock(), terminal(is_terminal=True, width=width)
+    panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=clock)
+    panel.step(step_metrics(10))
+    clock.now += 60
+    panel.validation(20, 3.5, 33.1155)
+    panel.step(step_metrics(30, **changed))
+    with console.capture() as capture:
+        console.print(panel.render())
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "step 30/100",
+        "30%",
+        "loss 4.2500",
+        "lr 3.000e-04",
+        "gradient norm 0.7500",
+        "tokens seen 30k",
+        "tokens/s 2,000",
+        "step time 500.0 ms",
+        "TFLOP/s 0.1230",
+        "MFU 42.0%",
+        "memory 1.50 GiB",
+        "loss 3.5000 · perplexity 33.12 · step 20",
+        "elapsed 0:01:00",
+        "loss nats per token · TFLOP/s and MFU per device · memory of rank 0",
+        "left 0:03:30",  # 20 steps took 60 s, 70 remain
+    ],
+)
+def test_the_panel_shows(part: str) -> None:
+    assert part in panel_text()
+
+
+PARTS = {"wiki": 3.25, "web": 3.75}
+
+
+def test_a_plain_line_names_the_loss_of_every_corpus(tmp_path: Path) -> None:
+    console = terminal(width=40)
+    with reporter(tmp_path, console, header=[]) as report:
+        report.validation(20, 3.5, 33.1155, PARTS)
+        report.validation(30, 3.5, 33.1155)
+    blended, single = map(pairs, shown(console).splitlines())
+    assert (blended["validation/wiki"], blended["validation/web"]) == ("3.2500", "3.7500")
+    assert list(single) == ["step", "validation_loss", "validation_ppl"]
+
+
+def test_the_panel_shows_the_loss_of_every_corpus() -> None:
+    console = terminal(is_terminal=True)
+    panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=Clock())
+    panel.validation(20, 3.5, 33.1155, PARTS)
+    with console.capture() as capture:
+        console.print(panel.render())
+    shown_parts = capture.get()
+    assert "wiki 3.2500" in shown_parts
+    assert "web 3.7500" in shown_parts
+
+
+def test_the_panel_shows_the_loss_scale_in_fp16_only() -> None:
+    assert "loss scale 2^16" in panel_text(loss_scale=65536.0)
+    assert "loss scale" not in panel_text()
+
+
+@pytest.mark.parametrize("width", [30, 60, 100, 250])
+def test_the_panel_leaves_room_for_an_echoed_control_c(width: int) -> None:
+    """A ^C typed behind the panel must not wrap: the next drawing would be a line off."""
+    assert max(map(len, panel_text(width).splitlines())) <= width - 4
+
+
+def test_micro_batches_show_that_a_first_or_slow_step_runs() -> None:
+    console = terminal(is_terminal=True)
+    panel = LivePanel(console, title="try", header=[], start_step=0, total_steps=100, clock=Clock())
+
+    def drawn() -> str:
+        with console.capture() as capture:
+            console.print(panel.render())
+        return capture.get()
+
+    panel.micro_batch(3, 64)
+    assert "in progress step 1, micro-batch 3 of 64" in drawn()
+    panel.advance(1)
+    panel.step(step_metrics(1))
+    panel.micro_batch(3, 64)
+    assert "micro-batch" not in drawn()
+    panel.step(step_metrics(1, step_time_s=134.0))
+    assert "in progress step 2, micro-batch 3 of 64" in drawn()
+
+
+def test_a_log_names_micro_batches_ever_more_rarely_until_the_first_step() -> None:
+    console, clock = terminal(), Clock()
+    lines = PlainLines(console, title="try", header=[], start_step=0, total_steps=100, clock=clock)
+    for second in range(61):
+        clock.now = 100.0 + second
+        lines.micro_batch(second, 64)
+    lines.step(step_metrics(1))
+    clock.now = 1000.0
+    lines.micro_batch(1, 64)
+    *early, step = map(pairs, shown(console).splitlines())
+    assert [line["elapsed"] for line in early] == ["0:00:10", "0:00:20", "0:00:40"]
+    assert (early[0]["step"], early[0]["micro_batch"], step["step"]) == ("1/100", "10/64", "1/100")
+
+
+def test_a_stop_that_was_asked_for_is_a_row_of_the_panel(tmp_path: Path) -> None:
+    console = terminal(is_terminal=True)
+    with reporter(tmp_path, console, config=LogConfig(live="on")) as report:
+        assert report.announce("Ctrl-C: finishing the step")
+        (panel,) = (sink for sink in report.sinks if isinstance(sink, LivePanel))
+        with console.capture() as capture:
+            console.print(panel.render())
+    assert "Ctrl-C: finishing the step" in capture.get()
+    with reporter(tmp_path / "plain", terminal()) as report:
+        assert not report.announce("plain lines leave it to stderr")
+
+
+def test_a_failed_save_is_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = terminal()
+    with reporter(tmp_path, console) as report:
+        report.save_failed(2, "No space left on device")
+    assert "SAVING FAILED" not in shown(console)
+    assert capsys.readouterr().err.startswith("mlm: SAVING FAILED at step 2: No space left on device.")
+
+
+@pytest.mark.parametrize("same_terminal", [True, False])
+def test_a_problem_is_above_the_panel_and_on_a_stderr_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_terminal: bool
+) -> None:
+    errors = io.StringIO()
+    monkeypatch.setattr(errors, "isatty", lambda: same_terminal)
+    monkeypatch.setattr(sys, "stderr", errors)
+    console = terminal(is_terminal=True)
+    with reporter(tmp_path, console) as report:
+        report.problem("the disk is full")
+    assert shown(console).count("mlm: the disk is full") == 1
+    assert errors.getvalue() == ("" if same_terminal else "mlm: the disk is full\n")
+
+
+def test_training_outlives_the_reader_of_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As behind `| head`: lines are dropped, numbers stay in metrics.jsonl, one line on stderr says so."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        made = training_console("auto", tmp_path / "metrics.jsonl")
+        with reporter(tmp_path, made) as report:
+            for step in (10, 20):
+                report.step(step_metrics(step))
+    assert [record["step"] for record in read_metrics(tmp_path) if record["kind"] == "step"] == [10, 20]
+    path = tmp_path / "metrics.jsonl"
+    expected = f"mlm: standard output: Broken pipe; training continues, its numbers are in {path}\n"
+    assert capfd.readouterr().err == expected
+
+
+def test_advance_moves_the_bar_between_logged_steps() -> None:
+    panel = LivePanel(terminal(), title="try", header=[], start_step=0, total_steps=100, clock=Clock())
+    panel.step(step_metrics(10))
+    panel.advance(17)
+    assert panel.done == 17
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(None, "-:--:--"), (0, "0:00:00"), (59.6, "0:01:00"), (3725, "1:02:05"), (2 * 86400 + 61, "2d00:01:01")],
+)
+def test_duration(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "value, text", [(0.0712, "0.07120"), (3.14159, "3.142"), (412.66, "412.7"), (12345.6, "12346"), (0, "0")]
+)
+def test_quantity(value: float, text: str) -> None:
+    assert quantity(value) == text
+
+
+@pytest.mark.parametrize("value, text", [(950, "950"), (2e6, "2M"), (1.5e9, "1.5B"), (262144, "262k")])
+def test_human(value: float, text: str) -> None:
+    assert human(value) == text
+
+
+@pytest.mark.parametrize("seconds, text", [(0.0123, "12.30 ms"), (0.5, "500.0 ms"), (1.5, "1.500 s")])
+def test_step_time(seconds: float, text: str) -> None:
+    assert step_time(seconds) == text
+
+
+def test_units_of_plain_lines_follow_the_header_once(tmp_path: Path) -> None:
+    console = terminal()
+    with reporter(tmp_path, console, run={"loss_unit": "per example"}) as report:
+        report.step(step_metrics(10))
+        report.step(step_metrics(20))
+    (units,) = [line for line in shown(console).splitlines() if line.startswith("units ")]
+    assert "loss per example" in units
+    assert "ETA time left, h:mm:ss" in units
+
+
+@pytest.mark.parametrize("width", [44, 60, 80, 120])
+def test_no_number_of_the_panel_is_truncated(width: int) -> None:
+    text = panel_text(width, tokens=3 * 10**11, tokens_per_s=1234567.8, grad_norm=12345.6)
+    assert "…" not in text
+    assert "step 20" in text

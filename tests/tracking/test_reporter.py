@@ -1,0 +1,172 @@
+"""The reporter: who speaks, what it writes, what it leaves behind."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mlm.tracking.config import LogConfig
+from mlm.tracking.metrics import flat
+from mlm.tracking.trackers import WeightsAndBiases
+from mlm.util.errors import UserError
+from tests.tracking.reporting import read_metrics, reporter, shown, step_metrics, terminal
+
+
+def test_a_run_writes_one_record_per_report(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        report.advance(10)
+        report.step(step_metrics(10))
+        report.validation(10, 4.5, 90.0)
+        report.saved(10, tmp_path / "checkpoints" / "step-00000010", 1.25, 0.5)
+        report.note("only for the eye")
+    assert [r["kind"] for r in read_metrics(tmp_path)] == ["run", "step", "validation", "saved"]
+
+
+def test_validation_record_holds_the_loss_of_every_corpus(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        report.validation(10, 4.5, 90.0, {"wiki": 4.0, "web": math.nan})
+    record = read_metrics(tmp_path)[-1]
+    assert record.pop("time") > 0
+    numbers = {"step": 10, "loss": 4.5, "perplexity": 90.0, "validation/wiki": 4.0, "validation/web": None}
+    assert record == {"kind": "validation", **numbers}
+
+
+def test_a_tracker_gets_the_loss_of_every_corpus() -> None:
+    logged: list[dict[str, float]] = []
+    tracker = WeightsAndBiases(Path("out"), "project")
+    tracker.run = SimpleNamespace(log=logged.append)
+    tracker.validation(10, 4.5, 90.0, {"wiki": 4.0})
+    (values,) = logged
+    assert values == {
+        "step": 10,
+        "validation/loss": 4.5,
+        "validation/perplexity": 90.0,
+        "validation/wiki": 4.0,
+    }
+
+
+def test_step_record_holds_every_number(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        report.step(step_metrics(10))
+    record = read_metrics(tmp_path)[1]
+    assert record.pop("time") > 0
+    assert record == {"kind": "step", **flat(step_metrics(10))}
+
+
+def test_step_record_holds_the_parts_of_the_loss(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        report.step(replace(step_metrics(10), parts={"mlm_loss": 2.5}))
+    assert read_metrics(tmp_path)[1]["mlm_loss"] == 2.5
+
+
+def test_run_record_says_what_runs(tmp_path: Path) -> None:
+    with reporter(tmp_path, start_step=0, run={"config_digest": "xxh3:12", "layout": {"tp": 2}}):
+        pass
+    record = read_metrics(tmp_path)[0]
+    assert record["config_digest"] == "xxh3:12"
+    assert record["layout"] == {"tp": 2}
+    assert record["start_step"] == 0
+    assert set(record["versions"]) == {"mlm", "torch", "python"}
+
+
+def test_a_record_is_in_the_file_before_the_next(tmp_path: Path) -> None:
+    with reporter(tmp_path) as report:
+        report.step(step_metrics(10))
+        assert read_metrics(tmp_path)[-1]["step"] == 10
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (UserError("tp=3: too many; use tp=2"), "tp=3: too many; use tp=2"),
+        (RuntimeError("shape [3]\nexpected [4]"), "RuntimeError: shape [3]"),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_the_error_that_ends_a_run_is_its_last_record(
+    tmp_path: Path, error: BaseException, line: str | None
+) -> None:
+    """Other programs, and `mlm report`, read from it that the run failed, after which step and why."""
+
+    def train() -> None:
+        with reporter(tmp_path) as report:
+            report.advance(10)
+            report.step(step_metrics(10))
+            report.advance(13)
+            raise error
+
+    with pytest.raises(type(error)):
+        train()
+    last = read_metrics(tmp_path)[-1]
+    if line is None:
+        assert last["kind"] == "step"
+    else:
+        assert (last["kind"], last["step"], last["error"]) == ("failed", 13, line)
+
+
+def test_other_ranks_write_and_say_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    with reporter(out, is_main=False, console=None) as report:
+        report.step(step_metrics(10))
+        report.validation(10, 4.5, 90.0)
+        report.note("hello")
+        report.saved(10, out, 1.0, 0.0)
+        report.advance(11)
+    assert not out.exists()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "live, is_terminal, panel", [("auto", True, 1), ("auto", False, 0), ("off", True, 0)]
+)
+def test_the_panel_shows_only_on_a_terminal(
+    tmp_path: Path, live: str, is_terminal: bool, panel: bool
+) -> None:
+    console = terminal(is_terminal=is_terminal)
+    with reporter(tmp_path, console, config=LogConfig(live=live)) as report:  # type: ignore[arg-type]
+        report.step(step_metrics(10))
+    assert ("╭" in shown(console)) == panel
+
+
+def test_a_crash_gives_the_terminal_back(tmp_path: Path) -> None:
+    console = terminal(is_terminal=True)
+    stdout = sys.stdout
+
+    def crash() -> None:
+        with reporter(tmp_path, console):
+            assert sys.stdout is not stdout  # the panel catches stray prints
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        crash()
+    assert sys.stdout is stdout
+    assert shown(console).rfind("\x1b[?25h") > shown(console).rfind("\x1b[?25l")  # the cursor shows
+
+
+def test_the_cursor_shows_while_the_panel_lives(tmp_path: Path) -> None:
+    """So a kill -9, which nothing can clean up after, leaves the terminal usable."""
+    console = terminal(is_terminal=True)
+    with reporter(tmp_path, console):
+        assert shown(console).rfind("\x1b[?25h") > shown(console).rfind("\x1b[?25l")
+
+
+@pytest.mark.parametrize(
+    "config, package",
+    [(LogConfig(tensorboard=True), "tensorboard"), (LogConfig(wandb_project="p"), "wandb")],
+)
+def test_a_missing_tracker_names_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: LogConfig, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"^log\.{package}.*pip install 'mlm\[{package}\]'"):
+        reporter(tmp_path, config=config)
+
+
+def test_an_out_that_is_a_file_is_a_user_error(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.write_text("")
+    with pytest.raises(UserError, match=rf"^out={out}: cannot write metrics.jsonl"), reporter(out):
+        pass

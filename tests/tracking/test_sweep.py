@@ -1,0 +1,111 @@
+"""The table of a sweep: every run with what it varied, how it ended and what it reached."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlm.tracking.sweep import best_of, cells, report_sweep, run_of, settings_of, write_sweep
+from tests.tracking.reporting import reporter, step_metrics
+
+
+def trained(out: Path, done: int, *losses: float) -> None:
+    """A run of 100 steps that got to `done`, validated every ten."""
+    with reporter(out) as report:
+        for number, loss in enumerate(losses, start=1):
+            report.validation(10 * number, loss, 10.0)
+        report.step(step_metrics(done, loss=2.0, tokens_per_s=2e6))
+
+
+def sweep(folder: Path) -> list[dict[str, object]]:
+    """A finished run, one that was stopped, one that failed and one that was not started."""
+    rates, ends = ("1e-3", "2e-3", "4e-3"), ((100, 0), (50, 0), (20, 2))
+    runs = []
+    for rate, (done, code) in zip(rates, ends, strict=True):
+        trained(folder / f"lr={rate}", done, 5.0, 3.0 + done / 100, 4.5)
+        runs.append(run_of({"lr": rate}, str(folder / f"lr={rate}"), code))
+    return [*runs, run_of({"lr": "8e-3"}, None, None)]
+
+
+def test_each_run_has_its_settings_numbers_and_state(tmp_path: Path) -> None:
+    headings, rows = cells(sweep(tmp_path))
+    table = [dict(zip(headings, row, strict=True)) for row in rows]
+    assert table[0] == {
+        "": "",
+        "lr": "1e-3",
+        "loss#": "4.5000",
+        "best#": "4.0000",
+        "at step#": "20",
+        "tokens/s#": "2M",
+        "state": "finished",
+        "folder": str(tmp_path / "lr=1e-3"),
+    }
+    states = ["finished", "stopped after step 50 of 100", "failed (exit code 2)", "not started"]
+    assert [row["state"] for row in table] == states
+    assert [row[""] for row in table] == ["", "", "best", ""]
+    assert set(table[3].values()) == {"", "8e-3", "not started"}
+
+
+def test_the_best_run_on_a_task_has_the_highest_score(tmp_path: Path) -> None:
+    for name, accuracy in (("a", 0.8), ("b", 0.9)):
+        with reporter(tmp_path / name) as report:
+            report.scores(10, "dev", {"accuracy": accuracy}, is_best=True)
+            report.scores(20, "dev", {"accuracy": 0.1}, is_best=False)
+    runs = [run_of({}, str(tmp_path / name), 0) for name in "ab"]
+    assert best_of(runs) is runs[1]
+    assert (runs[1]["score"], runs[1]["best_step"], runs[1]["metric"]) == (0.9, 10, "dev accuracy")
+
+
+def test_the_table_is_kept_beside_the_runs_and_a_rerun_updates_it(tmp_path: Path) -> None:
+    first = sweep(tmp_path)
+    trained(tmp_path / "lr=9", 100, 1.5)
+    write_sweep([*first[:2], run_of({"lr": "9"}, str(tmp_path / "lr=9"), 130)], ["mlm", "pretrain"])
+    text, data = write_sweep(first, ["mlm", "pretrain"])
+    assert (text, data) == (tmp_path / "sweep.md", tmp_path / "sweep.json")
+    kept = json.loads(data.read_text())
+    assert [run["settings"]["lr"] for run in kept["runs"]] == ["9", "1e-3", "2e-3", "4e-3", "8e-3"]
+    assert kept["best"] == str(tmp_path / "lr=9")
+    assert "| best | 9 | 1.5000 |" in text.read_text()
+    assert "interrupted (exit code 130)" in text.read_text()
+
+
+def test_files_of_the_user_stay(tmp_path: Path) -> None:
+    for name in ("sweep.md", "sweep.json"):
+        (tmp_path / name).write_text("{}")
+    for _ in range(2):
+        written = write_sweep(sweep(tmp_path), ["mlm", "pretrain"])
+        assert [path.name for path in written] == ["sweep.mlm.md", "sweep.mlm.json"]
+    assert {(tmp_path / name).read_text() for name in ("sweep.md", "sweep.json")} == {"{}"}
+
+
+@pytest.mark.parametrize("outs", [[], ["/a/b/c/run", "/x/y/z/run"], ["relative/run", "/a/run"]])
+def test_runs_without_a_folder_in_common_have_no_file(outs: list[str]) -> None:
+    assert write_sweep([run_of({}, out, 0) for out in outs], []) == []
+
+
+def test_a_full_disk_fails_no_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    runs = sweep(tmp_path)
+    monkeypatch.setattr("mlm.tracking.sweep.write_atomic", full)
+    report_sweep(runs, ["mlm", "pretrain"])
+    assert "could not be written" in capsys.readouterr().out
+
+
+def test_settings_are_keys_and_values() -> None:
+    assert settings_of(["optimizer.lr=0.001", "+data.blend=[a,b]"]) == {
+        "optimizer.lr": "0.001",
+        "data.blend": "[a,b]",
+    }
+
+
+def test_a_row_of_the_table_is_one_line_however_narrow_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    report_sweep(sweep(tmp_path), ["mlm", "pretrain"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if str(tmp_path / "lr=") in line]
+    assert [line.split()[-1] for line in lines] == [str(tmp_path / f"lr={n}e-3") for n in (1, 2, 4)]

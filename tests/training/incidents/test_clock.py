@@ -1,0 +1,189 @@
+"""The slow rank and its reason, from the times of ranks and of a real run."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.parallel.collectives import all_reduce
+from mlm.parallel.mesh import ParallelContext
+from mlm.training.incidents.clock import Clock, Times
+from tests.ranks import run_on_ranks
+
+EVEN = {"computing": 1.0, "reading data": 0.1, "saving": 0.0, "waiting over dp": 0.2}
+
+
+@pytest.mark.parametrize(
+    "slower, cause",
+    [({"computing": 2.5}, "computing"), ({"reading data": 1.5}, "reading data"), ({"saving": 2.0}, "saving")],
+)
+def test_the_slowest_rank_is_named_with_host_and_cause(slower: dict[str, float], cause: str) -> None:
+    times = Times(["a", "b", "c", "d"], [EVEN, EVEN, {**EVEN, **slower, "waiting over dp": 0.0}, EVEN])
+    assert (times.slowest, times.cause) == (2, cause)
+    assert times.factor > 2
+    assert times.line().startswith("slowest rank 2 (host c): busy")
+    assert f"most of the difference is {cause}" in times.line()
+
+
+def test_even_ranks_are_not_slow() -> None:
+    assert Times(["a", "b"], [EVEN, EVEN]).factor == pytest.approx(1.0)
+
+
+def slowed(ctx: ParallelContext, what: str) -> dict[str, Any]:
+    clock = Clock(ctx)
+    import torch
+
+    for _ in range(4):
+        if ctx.rank == 1 and what == "computing":
+            time.sleep(0.05)
+        with clock.timed("data"):
+            time.sleep(0.05 if ctx.rank == 1 and what == "data" else 0)
+        all_reduce(torch.ones(1), ctx.dp)
+    return clock.gather(4).encode()
+
+
+@pytest.mark.parametrize("what, cause", [("computing", "computing"), ("data", "reading data")])
+def test_ranks_that_wait_for_a_slow_one_are_not_busy(what: str, cause: str) -> None:
+    for found in run_on_ranks(slowed, what, dp=3):
+        assert (found["slowest"], found["cause"]) == (1, cause)
+        assert found["factor"] > 2
+        assert found["ranks"][0]["waiting over dp"] > 0.03 > found["ranks"][1]["waiting over dp"]
+        assert found["ranks"][1][cause] > 0.045
+
+
+def test_a_wait_inside_another_counts_once() -> None:
+    from mlm.parallel.watch import Watch
+
+    watch = Watch()
+    with watch.waiting("save", "world", ()), watch.waiting("gather", "dp", ()):
+        time.sleep(0.02)
+    assert list(watch.spent) == ["world"]
+    assert watch.spent["world"] == pytest.approx(0.02, abs=0.02)
+
+
+def test_a_slow_rank_of_a_run_is_an_incident_once(tmp_path: Path) -> None:
+    said = run_on_ranks(reports, tmp_path, dp=3)[0]
+    assert [text.split(":")[0] for text in said] == [
+        "slowest rank 1 (host h1)",
+        "step 0",
+        *["slowest rank 1 (host h1)"],
+    ]
+    record = (tmp_path / "incidents" / "step-00000000" / "incident.json").read_text()
+    assert '"slow_rank"' in record
+
+
+def test_a_slow_rank_is_reported_where_no_more_folders_are_kept(tmp_path: Path) -> None:
+    said = run_on_ranks(reports, tmp_path, 0, dp=3)[0]
+    assert sum(text.startswith("step 0: incident: slowest rank 1") for text in said) == 1
+    assert not (tmp_path / "incidents").exists()
+
+
+def reports(ctx: ParallelContext, out: Path, keep: int = 16) -> list[str]:
+    from mlm.training.trainer import Trainer
+    from tests.training.incidents.test_replicas import watcher
+    from tests.training.test_trainer import config
+
+    incidents = watcher(Trainer(config(), ctx), out)
+    incidents.root = out / "incidents"
+    incidents.settings = replace(incidents.settings, keep=keep)
+    times = Times(["h0", "h1", "h2"], [EVEN, {**EVEN, "computing": 4.0}, EVEN])
+    for _ in range(2):
+        incidents.compare_times(times)
+    return incidents.said  # type: ignore[attr-defined,no-any-return]
+
+
+class Time:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def waited(ctx: ParallelContext, axis: str, seconds: float, time: Time) -> None:
+    """Wait for others over an axis."""
+    time.now += seconds
+    ctx.watch.spent[axis] = ctx.watch.spent.get(axis, 0.0) + seconds
+
+
+def test_seconds_of_a_step_are_work_or_waiting_never_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving waits for other ranks, which is no work; what was spent before the report is not in it."""
+    now, ctx = Time(), ParallelContext()
+    monkeypatch.setattr("mlm.training.incidents.clock.time", now)
+    waited(ctx, "dp", 50.0, now)
+    clock = Clock(ctx)
+    clock.start(4)
+    now.now += 6.0
+    waited(ctx, "dp", 2.0, now)
+    with clock.timed("saving"):
+        now.now += 1.0
+        waited(ctx, "dp", 4.0, now)
+        waited(ctx, "world", 8.0, now)
+    with clock.timed("data"):
+        now.now += 3.0
+    assert clock.shares(6) == {
+        **{"computing": 3.0, "reading data": 1.5, "saving": 0.5, "validation": 0.0},
+        **{"waiting over dp": 3.0, "waiting for all": 4.0},
+    }
+
+
+def test_a_report_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one has the time since the first, by the steps since then."""
+    now, ctx = Time(), ParallelContext()
+    monkeypatch.setattr("mlm.training.incidents.clock.time", now)
+    clock = Clock(ctx)
+    now.now += 10.0
+    waited(ctx, "dp", 2.0, now)
+    first = clock.shares(2)
+    clock.start(2)
+    now.now += 3.0
+    assert (first["computing"], first["waiting over dp"]) == (5.0, 1.0)
+    assert (clock.shares(3)["computing"], clock.shares(3)["waiting over dp"]) == (3.0, 0.0)
+
+
+def test_a_rank_is_compared_with_the_others_alone() -> None:
+    """Not with a median that it moves itself."""
+    assert Times(["a", "b"], [{"computing": 1.0}, {"computing": 3.0}]).factor == pytest.approx(3.0)
+    slow = {"computing": 5.0, "reading data": 2.0}
+    assert Times(["a", "b", "c"], [{"computing": 0.0}, slow, {"computing": 4.0}]).cause == "computing"
+
+
+def test_a_rank_that_is_slow_again_is_reported_again(tmp_path: Path) -> None:
+    """From check.slow_factor times on; a second slow rank at once."""
+    said = run_on_ranks(reports_of_a_rank_that_recovers, tmp_path, dp=3)[0]
+    assert [line.split(" (")[0].rpartition(" ")[2] for line in said if "incident: slowest" in line] == [
+        *("1", "2", "1")
+    ]
+
+
+def reports_of_a_rank_that_recovers(ctx: ParallelContext, out: Path) -> list[str]:
+    from mlm.training.trainer import Trainer
+    from tests.training.incidents.test_replicas import watcher
+    from tests.training.test_trainer import config
+
+    incidents = watcher(Trainer(config(), ctx), out)
+    incidents.settings = replace(incidents.settings, keep=0)
+    factor = incidents.checks.slow_factor
+    even, slow = {"computing": 1.0}, {"computing": factor}
+    nearly = {"computing": factor * 0.99}
+    for shares in ([even, slow, even], [even, even, slow], [even, nearly, even], [even, slow, even]):
+        incidents.compare_times(Times(["h0", "h1", "h2"], shares))
+    return incidents.said  # type: ignore[attr-defined,no-any-return]
+
+
+def test_ranks_that_compare_their_times_begin_anew() -> None:
+    for step, spent in run_on_ranks(after_a_comparison, dp=2):
+        assert step == 4
+        assert set(spent.values()) == {0.0}
+
+
+def after_a_comparison(ctx: ParallelContext) -> tuple[int, dict[str, float]]:
+    clock = Clock(ctx)
+    with clock.timed("data"):
+        time.sleep(0.001)
+    clock.gather(4)
+    return clock.step, clock.spent

@@ -1,0 +1,143 @@
+"""Runs that ruin their weights: what stops them, what is left of their checkpoints, and the way back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.checkpoint.native.folders import EVIDENCE, named_latest, step_name
+from mlm.config.cli import main
+from mlm.training.trainer import StepOutcome, Trainer
+from tests.training.incidents.runs import losses, pretrain, records
+
+Output = pytest.CaptureFixture[str]
+
+SANE = [
+    *("data.kind=synthetic", "incident.threshold=0", "checkpoint.save_every=1", "checkpoint.keep_every=0"),
+    *("checkpoint.keep_last=1", "checkpoint.asynchronous=true", "schedule.decay=constant"),
+]
+RUINED = [*SANE, "optimizer.lr=1e30", "incident.patience=3"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A sane run of four steps."""
+    assert pretrain(tmp_path / "run", *SANE, "train.steps=4") == 0
+    return tmp_path / "run"
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").glob("*step-*"))
+
+
+def latest(out: Path) -> str | None:
+    return named_latest(out / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["checkpoint.save_every=2"],
+        ["checkpoint.asynchronous=false"],
+        ["precision=bf16"],
+        ["precision=fp16", "precision.initial_loss_scale=4"],
+        ["train.steps=5"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_that_ruins_its_weights_keeps_a_good_checkpoint(run: Path, words: list[str]) -> None:
+    pretrain(run, *RUINED, *words)
+    assert step_name(4) in names(run)
+    assert main(["ckpt", "rollback", str(run)]) == 0
+    assert latest(run) == step_name(4)
+    assert pretrain(run, *SANE, "train.steps=7") == 0
+    assert all(loss < 10 for loss in losses(run).values())
+    assert list(losses(run)) == list(range(1, 8))
+
+
+def test_it_stops_after_the_patience_and_says_why_and_how_to_go_back(run: Path, capsys: Output) -> None:
+    assert pretrain(run, *RUINED) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(
+        "mlm pretrain: step 8: loss or gradients are not finite in precision=fp32 since step 6"
+    )
+    assert "where the learning rate was 1e+30" in said
+    assert "the weights are finite, but the norm of model." in said
+    assert f"Newest good checkpoint: {run}/checkpoints/{step_name(4)}" in said
+    assert f"mlm ckpt rollback {run} 4`" in said
+    assert "touched no weight" not in said
+    (record,) = records(run, "diverged")
+    assert (record["step"], record["since"], record["good"]) == (8, 6, step_name(4))
+
+
+def test_the_summary_of_a_failed_run_states_the_newest_good_checkpoint(run: Path) -> None:
+    assert str(run / "checkpoints" / step_name(4)) in (run / "README.md").read_text()
+    pretrain(run, *RUINED)
+    text = (run / "README.md").read_text()
+    assert "Failed: 8 of 14 steps." in text
+    assert f"| newest good checkpoint | `{run}/checkpoints/{step_name(4)}` |" in text
+    assert f"| newer, and not good: {step_name(5)} | go back with `mlm ckpt rollback {run} 4` |" in text
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
+    """Write a number into the first weight after a step's update."""
+    update = Trainer.update
+
+    def ruin(self: Trainer[Any], parts: torch.Tensor) -> StepOutcome:
+        outcome = update(self, parts)
+        if self.step == step:
+            self.shards[0].parameter.data.view(-1)[0] = value
+        return outcome
+
+    monkeypatch.setattr(Trainer, "update", ruin)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_planted_number_is_kept_aside_named_and_left(
+    run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    with monkeypatch.context() as patch:
+        plant(patch, 6, value)
+        assert pretrain(run, *SANE, "incident.patience=3") == 2
+    assert "weights not finite: model." in capsys.readouterr().err.splitlines()[-1]
+    assert f"{EVIDENCE}{step_name(6)}" in names(run)
+    assert latest(run) == step_name(5)
+    main(["ckpt", "rollback", str(run)])
+    assert pretrain(run, *SANE, "train.steps=7") == 0
+
+
+def test_steps_that_are_not_finite_are_not_saved(run: Path) -> None:
+    """The run is told to go on for ever."""
+    assert pretrain(run, *RUINED, "incident.patience=0", "train.steps=30") == 0
+    assert names(run) == [step_name(4), step_name(5), step_name(30)]
+
+
+def test_overflows_of_float16_cost_no_checkpoint_and_stop_nothing(tmp_path: Path) -> None:
+    """The scale is halved until it fits, in more steps than the patience."""
+    out, scale = tmp_path / "run", "precision.initial_loss_scale=1e12"
+    assert pretrain(out, *SANE, "precision=fp16", scale, "incident.patience=3", "train.steps=40") == 0
+    steps = records(out, "step")
+    assert 3 < steps[-1]["skipped_steps"] < 40
+    assert not records(out, "incident")
+    assert names(out) == [step_name(40)]
+
+
+def test_a_rewind_goes_one_checkpoint_further_back_each_time(tmp_path: Path, capsys: Output) -> None:
+    out = tmp_path / "run"
+    assert pretrain(out, *SANE, "checkpoint.keep_last=4", "train.steps=6") == 0
+    assert pretrain(out, *RUINED, "checkpoint.keep_last=4", "incident.action=rewind") == 1
+    assert [record["step"] for record in records(out, "rewound")] == [6, 5, 4, 3]
+    assert "stopped as incident.action=rewind asks" in capsys.readouterr().err
+
+
+def test_another_incident_returns_to_the_newest_checkpoint() -> None:
+    from mlm.training.incidents.memory import Memory, decode
+    from mlm.training.incidents.recent import Recent
+
+    memory = Memory(Recent(8), returned=(12, 8))
+    assert [memory.limit(step) for step in (9, 12, 13)] == [8, 8, None]
+    again = decode(json.loads(json.dumps(memory.encode())), 8)
+    assert again.returned == (12, 8)

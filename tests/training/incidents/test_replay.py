@@ -1,0 +1,189 @@
+"""`mlm replay` of planted errors, on the run's layout and on others."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlm.config.cli import main
+from mlm.parallel.mesh import shape_context
+from mlm.training.config import PretrainConfig
+from mlm.training.incidents.bisect import bisect
+from mlm.training.state import load, save
+from mlm.training.trainer import Trainer
+from tests.training.incidents.bad_data import BAD
+from tests.training.incidents.runs import STEP, folder, incident, pretrain
+
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLM_TRUST", "tests")
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a bad sample."""
+    out = tmp_path_factory.mktemp("logged") / "run"
+    assert pretrain(out) == 0
+    return out
+
+
+def test_a_replay_on_the_same_layout_has_the_same_bits_and_finds_the_sample(
+    logged: Path, capsys: Said
+) -> None:
+    assert main(["replay", str(folder(logged)), "dist.threads_per_rank=1"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"step {STEP} of {logged}, replayed from {logged}/checkpoints/step-00000008 on tp=1 pp=1 dp=1" in said
+    )
+    assert "(equal bit for bit)" in said
+    assert f"the first outlier is the input of layers.0.mlp.down, sample {BAD}" in said
+    assert f"bisect: sample {BAD} alone is the worst of 4" in said
+    assert "precision=" not in said
+
+
+def test_the_runs_own_dataset_is_followed_as_its_error_says(
+    logged: Path, capfd: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLM_TRUST")
+    words = ["replay", str(folder(logged)), "dist.threads_per_rank=1", "bisect=false"]
+    kind = "data.kind=tests.training.incidents.bad_data:build"
+    assert main([*words, "data.kind=tests.training.incidents.bad_data:other"]) == 2
+    assert f"if you trust it, type {kind} or" in capfd.readouterr().err
+    assert main([*words, kind]) == 0
+    assert "(equal bit for bit)" in capfd.readouterr().out
+
+
+def test_a_replay_checks_the_runs_own_code_before_ranks_start(
+    logged: Path, tmp_path: Path, capfd: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it in one go: code that is not trusted, and an optimizer that the layout would split."""
+    record = incident(logged)
+    record["config"]["optimizer"]["kind"] = "torch.optim:SGD"
+    record["config"]["schedule"]["decay"] = "mine:decay"
+    copy = tmp_path / "run/incidents/step-00000011"
+    copy.mkdir(parents=True)
+    (copy / "incident.json").write_text(json.dumps(record))
+    assert main(["replay", str(copy)]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split()[2].rstrip(":") for line in lines] == [
+        "optimizer.kind=torch.optim:SGD",
+        "schedule.decay=mine:decay",
+    ]
+    (tmp_path / "undeclared.py").write_text("import torch\nclass Sgd(torch.optim.SGD): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    record["config"]["optimizer"]["kind"] = "undeclared:Sgd"
+    record["config"]["schedule"]["decay"] = "cosine"
+    (copy / "incident.json").write_text(json.dumps(record))
+    assert main(["replay", str(copy), "tp=2", "optimizer.kind=undeclared:Sgd"]) == 2
+    assert "tp=2 gives each rank a part" in capfd.readouterr().err
+
+
+def test_a_replay_on_other_ranks_finds_the_same_sample(logged: Path, capfd: Said) -> None:
+    assert main(["replay", str(folder(logged)), "tp=2", "dist.device=cpu", "precision=fp64"]) == 0
+    said = capfd.readouterr().out
+    loss = incident(logged)["numbers"]["loss"]
+    assert "on tp=2 pp=1 dp=1" in said
+    assert f"now:  loss {loss:.4f}"[:-1] in said
+    assert f"bisect: sample {BAD} alone" in said
+    assert f"precision=fp64: loss {loss:.4f}"[:-1] in said
+
+
+def test_a_replay_of_a_rewound_run_leaves_out_the_same_samples(tmp_path: Path, capsys: Said) -> None:
+    """A later incident of a run that has returned to a checkpoint before."""
+    out = tmp_path / "run"
+    assert pretrain(out, "incident.action=rewind", "check.every=13", "incident.threshold=1000") == 0
+    found = sorted(path.name for path in (out / "incidents").iterdir())
+    assert found[0] == f"step-{STEP:08d}"
+    assert (
+        main(["replay", str(out / "incidents" / found[-1]), "dist.threads_per_rank=1", "bisect=false"]) == 0
+    )
+    assert "(equal bit for bit)" in capsys.readouterr().out
+
+
+def edited(out: Path, edit: Callable[[Trainer], None]) -> None:
+    """Change the state in the checkpoint of a run."""
+    from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
+    from mlm.config.build import from_dict
+
+    path = latest_checkpoint(out / "checkpoints")
+    assert path is not None
+    spec = from_dict(PretrainConfig, dict(read_manifest(path).state["config"]))
+    trainer: Trainer = Trainer(
+        replace(spec, checkpoint=replace(spec.checkpoint, keep_last=1)), shape_context()
+    )
+    load(trainer, path)
+    edit(trainer)
+    save(trainer, out)
+
+
+def large_layer(trainer: Trainer) -> None:
+    """Activations of layer 1 beyond float16, which float32 holds."""
+    with torch.no_grad():
+        trainer.model.chunks[0].layers["1"].mlp.up.bias.fill_(1e5)
+
+
+def test_an_overflow_of_one_layer_in_float16_is_named_and_float32_has_none(
+    tmp_path: Path, capsys: Said
+) -> None:
+    out, scale = tmp_path / "run", "precision.initial_loss_scale=1"
+    half = ["precision=fp16", scale, "precision.min_loss_scale=1", "incident.patience=3"]
+    assert pretrain(out, *half, "train.steps=2", "schedule.decay_steps=14") == 0
+    edited(out, large_layer)
+    capsys.readouterr()
+    code = pretrain(out, *half, "schedule.decay_steps=14", "log.every=100")
+    said = capsys.readouterr().err
+    assert code == 2
+    assert "overflow at the smallest loss scale, 1" in said
+    assert "3 steps in a row without finite gradients" in said
+    assert "gradients still overflow at precision.min_loss_scale=1" in said
+    assert main(["replay", str(folder(out, 3)), "dist.threads_per_rank=1", "bisect=false"]) == 0
+    said = capsys.readouterr().out
+    assert "(equal bit for bit)" in said
+    mine, _, beside = said.partition("precision=fp32: ")
+    assert "the first number that is not finite is in the output of layers.1.mlp.up" in mine
+    assert "not finite" not in beside
+
+
+@pytest.mark.parametrize(
+    "place, text",
+    [("nowhere", "holds no incident.json"), ("", "holds no incident.json")],
+)
+def test_a_folder_that_is_no_incident_is_a_mistake(
+    place: str, text: str, tmp_path: Path, capsys: Said
+) -> None:
+    assert main(["replay", str(tmp_path / place)]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1, "exact": {}, "config": {}, "layout": {}}'])
+def test_a_damaged_record_ends_with_1(content: str, tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "incident.json").write_text(content)
+    assert main(["replay", str(tmp_path)]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "value"), [("memory", {}), ("step", None), ("exact", {"loss": 1})])
+def test_a_damaged_value_of_a_whole_record_ends_with_1(
+    key: str, value: object, logged: Path, tmp_path: Path, capsys: Said
+) -> None:
+    record = json.loads((folder(logged) / "incident.json").read_text())
+    (tmp_path / "incident.json").write_text(json.dumps({**record, key: value}))
+    assert main(["replay", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "is damaged" in said
+    assert "Traceback" not in said
+
+
+def test_a_bisect_keeps_the_worse_half() -> None:
+    assert bisect(list(range(16)), lambda kept: float(11 in kept)) == ([11], 8)
+
+
+def test_a_bisect_keeps_all_samples_that_are_bad_together_only() -> None:
+    together = lambda kept: float("inf") if {2, 13} <= set(kept) else 1.0  # noqa: E731
+    assert bisect(list(range(16)), together) == (list(range(16)), 2)

@@ -1,0 +1,136 @@
+"""Bit flips in what must be equal on several ranks, and the line that names them."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.optim.adamw import moment
+from mlm.parallel.mesh import ParallelContext
+from mlm.training.config import CheckConfig
+from mlm.training.incidents.replicas import differences, digest, odd_ones
+from mlm.training.incidents.watcher import Incidents
+from mlm.training.trainer import Trainer
+from tests.ranks import run_on_ranks
+from tests.training.incidents.test_places import batches_of
+from tests.training.test_trainer import config
+
+
+def flip(x: torch.Tensor, bit: int = 3) -> None:
+    """Flip one low bit of the first element of a float64 tensor."""
+    x.data.view(torch.int64).flatten()[0] ^= 1 << bit
+
+
+def shard(trainer: Trainer, name: str) -> Any:
+    return next(each for each in trainer.shards if each.name == name)
+
+
+PLANTS: dict[str, Callable[[Trainer], None]] = {
+    "layers.0.mlp.up.weight": lambda t: flip(shard(t, "layers.0.mlp.up.weight").parameter),
+    "exp_avg_sq of layers.1.mlp.down.bias": lambda t: flip(
+        moment(t.optimizer, shard(t, "layers.1.mlp.down.bias"), "exp_avg_sq")
+    ),
+    "learning rate": lambda t: t.optimizer.param_groups[0].__setitem__("lr", 0.5),
+    "data position": lambda t: setattr(t, "consumed_samples", 4),
+    "loss scale": lambda t: t.scaler.scale.fill_(2.0),
+}
+
+
+def found(ctx: ParallelContext, names: list[str], rank: int) -> list[list[str]]:
+    """The lines of each plant on one rank, after none without."""
+    lines = [differences(Trainer(config(), ctx))]
+    for name in names:
+        trainer: Trainer = Trainer(config(), ctx)
+        if ctx.rank == rank:
+            PLANTS[name](trainer)
+        lines.append(differences(trainer))
+    return lines
+
+
+def test_a_flipped_bit_of_one_replica_names_tensor_rank_and_host() -> None:
+    names = list(PLANTS)
+    for clean, *lines in run_on_ranks(found, names, 2, dp=3):
+        assert clean == []
+        for name, line in zip(names, lines, strict=True):
+            axis = "dp" if "layers" in name else "world"
+            assert line[0].startswith(f"{name} differs over {axis} on rank 2 (host ")
+
+
+def test_replicated_tensors_are_compared_over_tp_and_split_ones_are_not() -> None:
+    names = ["exp_avg_sq of layers.1.mlp.down.bias", "layers.0.mlp.up.weight"]
+    clean, bias, split = run_on_ranks(found, names, 1, tp=2)[0]
+    assert (clean, split) == ([], [])
+    assert bias[0].startswith(f"{names[0]} differs over tp on ranks 0, 1 (host ")
+
+
+def test_tied_tables_are_compared_over_their_stages() -> None:
+    clean, torn = run_on_ranks(tied, pp=2)[0]
+    assert clean == []
+    assert torn[0].startswith("token.weight differs over tied on ranks 0, 1")
+
+
+def tied(ctx: ParallelContext) -> list[list[str]]:
+    trainer: Trainer = Trainer(config(), ctx)
+    lines = [differences(trainer)]
+    if ctx.rank == 1:
+        flip(shard(trainer, "token.weight").parameter)
+    return [*lines, differences(trainer)]
+
+
+@pytest.mark.parametrize("values, odd", [([1, 1, 2], [7]), ([1, 2], [5, 6]), ([2, 1, 1, 1], [5])])
+def test_the_rank_without_a_majority_is_named(values: list[int], odd: list[int]) -> None:
+    assert odd_ones(values, [5, 6, 7, 8][: len(values)]) == odd
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
+    x, choose = torch.randn(33).to(dtype), random.Random(0)
+    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    before = digest(x)
+    for bit in range(8 * x.element_size() - 1):
+        y = x.clone()
+        y.view(width)[choose.randrange(33)] ^= 1 << bit
+        assert digest(y) != before
+
+
+def watcher(trainer: Trainer, folder: Any) -> Incidents:
+    """Incidents of a trainer whose reports go to `said`."""
+    said: list[str] = []
+    quiet = lambda *_: None  # noqa: E731
+    reporter = SimpleNamespace(problem=said.append, note=said.append, event=quiet, rewound=quiet)
+    made = Incidents(trainer, folder, reporter, SimpleNamespace())  # type: ignore[arg-type]
+    made.said = said  # type: ignore[attr-defined]
+    return made
+
+
+def test_a_flip_in_one_of_two_passes_names_gradients_or_the_rank_of_the_loss(tmp_path: Any) -> None:
+    plain, gradient, loss = run_on_ranks(repeated, tmp_path, dp=2)[0]
+    assert plain == []
+    assert "computed twice, the step differs in gradients after they were summed: layers.1" in gradient[0]
+    assert "computed twice, the step differs in the loss on rank 1" in loss[0]
+
+
+def repeated(ctx: ParallelContext, folder: Any) -> list[list[str]]:
+    """Lines about a step with a flip in none, the gradient or the activations of one pass."""
+    said = []
+    for plant in ("", "gradient", "activation"):
+        trainer: Trainer = Trainer(replace(config(), check=CheckConfig(every=1)), ctx)
+        incidents = watcher(trainer, folder / plant)
+        incidents.begin(batches_of(trainer))
+        module = trainer.model.chunks[0].layers["1"].mlp.up
+        handle = None
+        if plant == "activation" and ctx.rank == 1:
+            handle = module.register_forward_hook(lambda _m, _i, output: flip(output, 40))
+        parts = trainer.forward_backward(incidents.batches)
+        if handle is not None:
+            handle.remove()
+        if plant == "gradient":  # both replicas receive the wrong sum
+            flip(shard(trainer, "layers.1.mlp.up.weight").parameter.grad)
+        trainer.update(parts)
+        said.append(incidents.said)  # type: ignore[attr-defined]
+        trainer.judge = lambda parts, norm: False
+    return said

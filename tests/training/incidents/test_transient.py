@@ -1,0 +1,182 @@
+"""Faults of one pass on one rank: the step is computed again, and no sample is blamed."""
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.config.cli import main
+from mlm.parallel.mesh import ParallelContext
+from mlm.training.config import IncidentConfig, PretrainConfig
+from mlm.training.incidents.recent import Recent
+from mlm.training.incidents.transient import begins_here
+from mlm.training.trainer import Trainer
+from tests.ranks import run_on_ranks
+from tests.training.incidents.runs import folder, incident, losses, pretrain, records
+from tests.training.incidents.test_places import batches_of, layer
+from tests.training.incidents.test_replicas import watcher
+from tests.training.test_trainer import config
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "dp": {"dp": 2},
+    "cp": {"cp": 2},
+    "zero=2": {"dp": 2, "zero": 2},
+    "zero=3": {"dp": 2, "zero": 3},
+    "tp, dp": {"tp": 2, "dp": 2},
+}
+
+
+def spoil_activation(trainer: Trainer) -> Callable[[], None]:
+    """Write a NaN into an activation of layer 1 until the returned function is called."""
+    module = layer(trainer, 1)
+    assert module is not None
+
+    def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[3, 1, 0] = math.nan
+        return output
+
+    return module.mlp.up.register_forward_hook(hook).remove  # type: ignore[no-any-return, union-attr]
+
+
+def spoil_backward(trainer: Trainer) -> Callable[[], None]:
+    """Multiply a gradient that leaves layer 1 by 10,000."""
+    module = layer(trainer, 1)
+    assert module is not None
+    hook = module.mlp.up.register_full_backward_hook(lambda _m, grads, _out: (grads[0] * 1e4,))  # type: ignore[union-attr]
+    return hook.remove  # type: ignore[no-any-return]
+
+
+def spoil_sum(trainer: Trainer) -> Callable[[], None]:
+    """Multiply the gradients of this rank by 10,000 after they were summed."""
+
+    def spoil() -> None:
+        for shard in trainer.shards:
+            if shard.parameter.grad is not None:
+                shard.parameter.grad *= 1e4
+
+    return spoil
+
+
+FAULTS = {"activation": spoil_activation, "backward": spoil_backward, "sum": spoil_sum}
+
+
+def usual() -> Recent:
+    """Numbers of a run of this size."""
+    draw = random.Random(0)
+    return Recent(512, [(4.1 + draw.gauss(0, 0.05), math.exp(draw.gauss(0, 0.2))) for _ in range(600)])
+
+
+def faulty_step(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[tuple[Any, ...]]:
+    """Of each fault: if the weights are those of a step without it, the words, the update left out."""
+    found = []
+    for name, plant in FAULTS.items():
+        clean, trainer = Trainer[Any](spec, ctx), Trainer[Any](spec, ctx)
+        clean.train_step(batches_of(clean))
+        incidents = watcher(trainer, out / name)
+        incidents.memory.recent = usual()
+        incidents.begin(batches_of(trainer))
+        stop = plant(trainer) if ctx.rank == 1 else lambda: None
+        parts = trainer.forward_backward(incidents.batches)
+        stop()
+        outcome = trainer.update(parts)
+        same = all(
+            torch.equal(a.parameter, b.parameter) for a, b in zip(clean.shards, trainer.shards, strict=True)
+        )
+        finite = bool(outcome.grad_norm.isfinite()) and incidents.memory.streak == 0
+        incidents.end()
+        found.append((same, incidents.said, incidents.must_rewind(), finite))  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("name, action", [*((name, "rewind") for name in LAYOUTS), ("dp", "skip")])
+def test_a_fault_of_one_pass_is_computed_again_and_its_rank_is_named(
+    name: str, action: Any, tmp_path: Path
+) -> None:
+    layout = dict(LAYOUTS[name])
+    spec, zero = config(), layout.pop("zero", 0)
+    spec = replace(spec, parallel=replace(spec.parallel, **layout, zero=zero))
+    spec = replace(spec, incident=IncidentConfig(action=action))
+    ranks = run_on_ranks(faulty_step, spec, tmp_path, **layout)
+    for fault, (same, (said,), rewinds, finite) in zip(FAULTS, ranks[0], strict=True):
+        assert (same, rewinds, finite) == (True, False, True), fault
+        state = "finite" if fault == "activation" else "normal"
+        assert f"computed again: {state} (loss " in said
+        assert "; not in the data; first seen on rank 1 (host " in said, fault
+        assert "layers." not in said
+        assert "sample" not in said
+        record = json.loads((tmp_path / fault / "incidents" / "step-00000001" / "incident.json").read_text())
+        assert record["kinds"][-1] == "transient"
+        assert record["second_pass"]["ranks"] == [1]
+        assert record.get("first_not_finite") is None
+    assert all(same for each in ranks for same, *_ in each)
+
+
+def test_the_rank_that_sends_a_difference_first_is_its_source() -> None:
+    one, other, bad = torch.tensor(1.0), torch.tensor(1.1), torch.tensor(math.nan)
+    usual = [(True, one), (False, one), (True, one)]
+    assert not begins_here(usual, [(sent, other) for sent, _ in usual])
+    assert begins_here([(True, bad), (False, bad), (True, bad)], usual)
+    assert not begins_here([(True, one), (False, bad), (True, bad)], usual)
+    assert not begins_here([], [])
+
+
+STRUCK = 5
+"""Step of the run below whose first pass is spoilt."""
+
+
+@pytest.fixture
+def struck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pass of step STRUCK has NaNs."""
+    monkeypatch.setenv("MLM_TRUST", "tests")
+    passes = [0]
+    forward_backward = Trainer.forward_backward
+
+    def spoilt(self: Trainer[Any], batches: Any) -> Tensor:
+        parts = forward_backward(self, batches)
+        if self.step == STRUCK - 1:
+            passes[0] += 1
+            if passes[0] == 1:
+                parts.mul_(math.nan)
+                for shard in self.shards:
+                    shard.parameter.grad.mul_(math.nan)  # type: ignore[union-attr]
+        return parts
+
+    monkeypatch.setattr(Trainer, "forward_backward", spoilt)
+
+
+@pytest.mark.usefixtures("struck")
+@pytest.mark.parametrize("devices", [("cuda",), ("cpu",)], ids=["host waits", "update deferred"])
+def test_a_run_loses_nothing_and_a_replay_blames_no_sample(
+    devices: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlm.training.incidents.watcher.DEFERRING", devices)
+    steps = ["train.steps=8", "incident.action=rewind"]
+    assert pretrain(tmp_path / "run", *steps) == 0
+    assert pretrain(tmp_path / "clean", *steps) == 0  # its pass of the step is a later one
+    assert losses(tmp_path / "run") == losses(tmp_path / "clean")
+    assert records(tmp_path / "run", "rewound") == []
+    assert [record["action"] for record in records(tmp_path / "run", "incident")] == ["computed again"]
+    kinds = ["loss_not_finite", "gradient_not_finite", "transient"]
+    assert incident(tmp_path / "run", STRUCK)["kinds"] == kinds
+    manifest = tmp_path / "run" / "checkpoints" / "step-00000008" / "manifest.json"
+    state = json.loads(manifest.read_text())["state"]
+    assert (state["incidents"]["left_out_samples"], state["consumed_samples"]) == ([], 32)
+    capsys.readouterr()
+    assert main(["replay", str(folder(tmp_path / "run", STRUCK)), "dist.threads_per_rank=1"]) == 0
+    said = capsys.readouterr().out
+    assert "the data do not reproduce it: no sample is to blame; if it comes back, test the memory" in said
+    assert "rank 0 (host " in said
+    assert "bisect" not in said

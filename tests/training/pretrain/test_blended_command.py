@@ -1,0 +1,132 @@
+"""`mlm pretrain` on several corpora: what it reports, and what its files say."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.config.cli import main
+from mlm.util.atomic import digest_file
+from tests.training.blended import VOCAB, segments, write_corpora
+
+TINY = [
+    *("model=gpt2_tiny", "model.num_layers=1", "model.hidden_size=16", "model.num_heads=2"),
+    *(f"model.vocab_size={VOCAB}", "model.max_positions=4", "data.seq_length=4"),
+    *("train.global_batch_size=8", "train.micro_batch_size=4", "train.steps=6", "train.validate_every=3"),
+    *("train.validate_batches=2", "checkpoint.save_every=3", "checkpoint.keep_last=9", "schedule=constant"),
+    *("schedule.warmup_steps=0", "optimizer.lr=1e-2", "log.every=1", "schedule.decay_steps=100"),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Corpora wiki, web and code."""
+    return write_corpora(tmp_path_factory.mktemp("corpora"))
+
+
+def pretrain(*words: str) -> None:
+    assert main(["pretrain", *TINY, *words]) == 0
+
+
+def records(out: str, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def blended(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the command on two corpora."""
+    out = tmp_path_factory.mktemp("runs") / "blended"
+    pretrain(f"data.blend=[0.3 {made}/wiki,0.7 {made}/web]", f"out={out}")
+    return out
+
+
+def test_the_command_reports_every_corpus_and_their_mean(blended: Path) -> None:
+    for record in records(str(blended), "validation"):
+        wiki, web = record["validation/wiki"], record["validation/web"]
+        assert record["loss"] == pytest.approx(0.3 * wiki + 0.7 * web, rel=1e-12)
+        assert record["perplexity"] == pytest.approx(math.exp(record["loss"]))
+        assert wiki != web
+
+
+def test_a_corpus_is_scored_as_mlm_eval_loss_does(blended: Path, made: Path, tmp_path: Path) -> None:
+    """Its validation set has fewer windows than validate_batches asks for: all count."""
+    path = f"path={made}/web/validation"
+    assert main(["eval", "loss", f"ckpt={blended}", path, f"out={tmp_path / 'score.json'}"]) == 0
+    score = json.loads((tmp_path / "score.json").read_text())
+    assert score["loss"] == pytest.approx(records(str(blended), "validation")[-1]["validation/web"], rel=1e-6)
+    assert score["corpus_digest"] == digest_file(made / "web" / "validation.bin")
+    assert score["corpus_index_digest"] == digest_file(made / "web" / "validation.idx")
+    assert score["corpus_receipt_digest"] == digest_file(made / "web" / "corpus.json")
+    assert [(c["name"], c["weight"], c["receipt"]) for c in score["trained_on"]] == [
+        ("wiki", 0.3, digest_file(made / "wiki" / "corpus.json")),
+        ("web", 0.7, digest_file(made / "web" / "corpus.json")),
+    ]
+
+
+def test_eval_loss_of_a_blend_asks_which(
+    blended: Path, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "loss", f"ckpt={blended}"]) == 2
+    assert f"give path={made}/wiki/validation or path={made}/web/validation" in capsys.readouterr().err
+
+
+def test_the_scores_of_a_blend_do_not_replace_each_other(blended: Path, made: Path) -> None:
+    for name in ("wiki", "web"):
+        assert main(["eval", "loss", f"ckpt={blended}", f"path={made}/{name}/validation"]) == 0
+        assert (blended / f"eval-loss-{name}-validation.json").exists()
+
+
+def test_receipts_travel_into_checkpoint_records_and_summary(blended: Path, made: Path) -> None:
+    (segment,) = segments(blended)
+    receipt = digest_file(made / "wiki" / "corpus.json")
+    wiki = segment["sources"][0]
+    assert (wiki["receipt"], wiki["tokens"]) == (receipt, digest_file(made / "wiki" / "train.bin"))
+    assert records(str(blended), "run")[0]["corpora"][0]["receipt"] == receipt
+    summary = (blended / "README.md").read_text()
+    assert f"| corpus wiki | 30.00%, receipt `{receipt}` |" in summary
+    assert "| validation loss of web |" in summary
+    assert f"mlm eval loss ckpt={blended} path={made}/web/validation" in summary
+
+
+def test_ckpt_inspect_shows_the_corpora(blended: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "inspect", str(blended)]) == 0
+    assert "wiki 30.00%, web 70.00%" in capsys.readouterr().out
+
+
+def test_a_stopped_blend_continues_bit_equal(blended: Path, made: Path, tmp_path: Path) -> None:
+    """With the weights written otherwise, too."""
+    out = str(tmp_path / "run")
+    pretrain(f"data.blend=[0.3 {made}/wiki,0.7 {made}/web]", f"out={out}", "train.steps=3")
+    pretrain(f"data.blend=[3 {made}/wiki,7 {made}/web]", f"out={out}")
+    assert [r["loss"] for r in records(out, "step")] == [r["loss"] for r in records(str(blended), "step")]
+    last = (records(out, "validation")[-1], records(str(blended), "validation")[-1])
+    assert last[0] | {"time": 0} == last[1] | {"time": 0}
+    assert segments(out) == segments(blended)
+
+
+def test_a_changed_blend_is_reported_when_resumed(
+    blended: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(blended, out)
+    pretrain(f"data.blend=[{made}/web,{made}/code]", f"out={out}", "train.steps=7", "data.change=true")
+    said = "data changed at sample 48: web 50.00% (was 70.00%), code 50.00% (new); without wiki"
+    assert said in capsys.readouterr().out
+    assert [s["from_sample"] for s in segments(out)] == [0, 48]
+
+
+def test_a_single_corpus_is_reported_as_ever(made: Path, tmp_path: Path) -> None:
+    pretrain(f"data.path={made}/wiki", f"out={tmp_path / 'run'}", "train.steps=1", "train.validate_every=1")
+    (record,) = records(str(tmp_path / "run"), "validation")
+    assert set(record) == {"kind", "time", "step", "loss", "perplexity"}
+
+
+def test_a_validation_set_that_is_named_is_the_only_one(made: Path, tmp_path: Path) -> None:
+    blend, named = f"data.blend=[{made}/wiki,{made}/web]", f"data.validation={made}/code/validation"
+    pretrain(blend, named, f"out={tmp_path / 'run'}", "train.steps=1", "train.validate_every=1")
+    (record,) = records(str(tmp_path / "run"), "validation")
+    assert set(record) == {"kind", "time", "step", "loss", "perplexity"}

@@ -1,0 +1,304 @@
+"""Cross-checks: each problem names key, value, remedy and the nearest valid setting."""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlm.config.build import build
+from mlm.config.cli.compose import compose_values, load_config
+from mlm.data.blend import BlendedDataset
+from mlm.data.files_present import tokenizer
+from mlm.evaluate.checks import check_eval_loss
+from mlm.inference.generate.checks import check_generate
+from mlm.launch.checks import data_parallel_size
+from mlm.parallel.config import ParallelConfig
+from mlm.training.checks import check_pretrain
+from mlm.training.config import PretrainConfig
+from mlm.training.corpora import train_prefix, validation_prefixes
+from mlm.training.documents import corpus_folders
+from mlm.training.pretrain.run import epochs_warning
+from mlm.util.errors import ConfigError
+
+SOUND = ["model=gpt2_tiny", "data=synthetic"]
+
+
+def problems_of(
+    *overrides: str, world_size: int | None = None, local_devices: int | None = None
+) -> list[str]:
+    config = load_config("pretrain", [*SOUND, *overrides])
+    return check_pretrain(config, world_size=world_size, local_devices=local_devices)
+
+
+def test_sound_config_has_no_problem() -> None:
+    assert problems_of() == []
+
+
+@pytest.mark.parametrize(
+    "overrides, problem",
+    [
+        (
+            ["model.num_heads=7", "tp=7"],
+            "model.num_heads=7 does not divide model.hidden_size=64; use model.num_heads=8 tp=8",
+        ),
+        (
+            ["model.num_heads=7"],
+            "model.num_heads=7 does not divide model.hidden_size=64; "
+            "use model.num_heads=4 or model.num_heads=8",
+        ),
+        (["tp=3"], "tp=3 does not divide model.num_heads=4; use tp=2 or tp=4 (its divisors: 1, 2, 4)"),
+        (
+            ["tp=4", "model.ffn_hidden_size=10"],
+            "tp=4 does not divide model.ffn_hidden_size=10; use tp=2 (its divisors: 1, 2, 5, 10)",
+        ),
+        (
+            ["dp=3", "train.global_batch_size=100"],
+            "train.global_batch_size=100 is not a multiple of dp=3 * train.micro_batch_size=8 = 24; "
+            "use train.global_batch_size=96 or train.global_batch_size=120",
+        ),
+        (
+            ["data.seq_length=512"],
+            "data.seq_length=512 is more than model.max_positions=128; "
+            "use data.seq_length=128, or model.max_positions=512",
+        ),
+        (
+            ["schedule.warmup_steps=3000", "train.steps=100"],
+            "schedule.warmup_steps=3000 must be below train.steps=100, where the decay ends; "
+            "use schedule.warmup_steps=99 or fewer",
+        ),
+        (
+            ["schedule.decay_steps=3000", "schedule.warmup_steps=3000"],
+            "schedule.warmup_steps=3000 must be below schedule.decay_steps=3000, where the decay ends; "
+            "use schedule.warmup_steps=2999 or fewer",
+        ),
+        (
+            ["schedule.min_lr=0.1"],
+            "schedule.min_lr=0.1 is more than optimizer.lr=0.00015, the peak; use schedule.min_lr=1.5e-05",
+        ),
+        (
+            ["precision=fp16", "precision.initial_loss_scale=0.5"],
+            "precision.min_loss_scale=1 is more than precision.initial_loss_scale=0.5; "
+            "use precision.min_loss_scale=1",
+        ),
+        (
+            ["log.timeline_every=5"],
+            "log.timeline_every=5: pp=1 has no pipeline to time; use pp=2 or more, or log.timeline_every=0",
+        ),
+        (["log.timeline_every=-1"], "log.timeline_every=-1 must be 0 or more"),
+        (["tp=0"], "tp=0 must be greater than 0"),
+        (["train.steps=-1"], "train.steps=-1 must be greater than 0"),
+        (["model.vocab_multiple=0"], "model.vocab_multiple=0 must be greater than 0"),
+        (["model.hidden_dropout=1.0"], "model.hidden_dropout=1.0 must be at least 0 and below 1"),
+        (["optimizer.betas=[0.9,1.0]"], "optimizer.betas=[0.9,1.0] must be at least 0 and below 1"),
+        (["optimizer.weight_decay=-0.1"], "optimizer.weight_decay=-0.1 must be 0 or more"),
+        (["dist.master_port=70000"], "dist.master_port=70000 must be 0 (any free port) to 65535"),
+        (
+            ["dist.backend=nccl"],
+            "dist.backend=nccl runs on GPUs, and this run is on CPU; use dist.backend=auto or gloo",
+        ),
+        (
+            ["ckpt=no/where"],
+            "ckpt=no/where: no such folder; give a run folder (runs/…) or one of its checkpoints "
+            "(…/step-00001000)",
+        ),
+    ],
+)
+def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> None:
+    assert problems_of(*overrides) == [problem]
+
+
+def test_constant_schedule_has_no_decay_to_check() -> None:
+    assert (
+        problems_of("schedule=constant", "schedule.warmup_steps=9", "train.steps=5", "schedule.min_lr=1")
+        == []
+    )
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    assert len(problems_of("tp=3", "train.steps=0", "data.seq_length=999", "train.global_batch_size=7")) == 4
+
+
+def test_number_out_of_range_hides_no_other_problem_and_divides_nothing() -> None:
+    problems = problems_of("model.num_heads=0", "tp=3", "train.micro_batch_size=0", "data.seq_length=999")
+    assert [problem.split()[0] for problem in problems] == [
+        "model.num_heads=0",
+        "train.micro_batch_size=0",
+        "data.seq_length=999",
+    ]
+
+
+@pytest.mark.parametrize(
+    "dp, world_size, local_devices, expected",
+    [(3, 8, None, 3), (None, 8, 4, 4), (None, None, 8, 4), (None, None, None, 1), (None, None, 1, 1)],
+)
+def test_dp_takes_what_is_left(
+    dp: int | None, world_size: int | None, local_devices: int | None, expected: int
+) -> None:
+    parallel = ParallelConfig(tp=2, dp=dp)
+    assert data_parallel_size(parallel, world_size=world_size, local_devices=local_devices) == expected
+
+
+class TestFiles:
+    """Files that a run spec names."""
+
+    def problem(self, *overrides: str) -> str:
+        config = load_config("pretrain", ["model=gpt2_tiny", *overrides])
+        (problem,) = check_pretrain(config, world_size=None, local_devices=None)
+        return problem
+
+    def test_missing_data_names_the_command_that_writes_it(self) -> None:
+        assert self.problem().startswith(
+            "data.path is not set: give a corpus folder, write one with `mlm data build`"
+        )
+
+    def test_absent_corpus_folder_is_named(self) -> None:
+        assert self.problem("data.path=no/where").startswith("data.path=no/where: no such folder; write one")
+
+    def test_absent_half_of_a_corpus_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "train.bin").touch()
+        assert f"{tmp_path}/train.idx is not there" in self.problem(f"data.path={tmp_path}")
+
+    def test_corpus_that_is_there_is_no_problem(self, tmp_path: Path) -> None:
+        touch(tmp_path / "train.bin", tmp_path / "train.idx")
+        config = load_config("pretrain", ["model=gpt2_tiny", f"data.path={tmp_path}"])
+        assert check_pretrain(config, world_size=None, local_devices=None) == []
+
+    def test_prefix_with_its_suffix_is_corrected(self, tmp_path: Path) -> None:
+        touch(tmp_path / "x.bin", tmp_path / "x.idx")
+        assert self.problem(f"data.train={tmp_path}/x.bin").endswith(f"use data.train={tmp_path}/x")
+
+    def test_data_path_may_be_the_prefix_of_a_pair(self, tmp_path: Path) -> None:
+        """It is then the training part, with no validation part beside it."""
+        touch(tmp_path / "wiki_text_document.bin", tmp_path / "wiki_text_document.idx")
+        prefix = tmp_path / "wiki_text_document"
+        config = load_config("pretrain", ["model=gpt2_tiny", f"data.path={prefix}"])
+        assert check_pretrain(config, world_size=None, local_devices=None) == []
+        assert (train_prefix(config.data), validation_prefixes(config.data)) == (prefix, {})
+        assert corpus_folders(config.data) == [tmp_path]
+        problem = self.problem(f"data.path={prefix}.bin")
+        assert problem.endswith(f"use data.path={prefix}")
+
+    def test_blend_in_the_order_of_megatron_is_corrected_alone(self) -> None:
+        values = compose_values("pretrain", ["model=gpt2_tiny", "data.blend=[0.3,a,0.7,b]"])
+        with pytest.raises(ConfigError) as caught:
+            build(PretrainConfig, values, partial(check_pretrain, world_size=None, local_devices=None))
+        (problem,) = caught.value.problems
+        assert problem.fix == "weight and corpus are one entry: 'data.blend=[0.3 a,0.7 b]'"
+
+    def test_absent_tokenizer_is_named(self, tmp_path: Path) -> None:
+        touch(tmp_path / "train.bin", tmp_path / "train.idx")
+        problem = self.problem(f"data.path={tmp_path}", "data.tokenizer=t.json")
+        assert problem == "data.tokenizer=t.json: no such file; correct the path, or data.tokenizer=null"
+
+    def test_a_tokenizer_may_be_a_folder(self, tmp_path: Path) -> None:
+        """That of GPT-2's two files."""
+        assert tokenizer("tokenizer", str(tmp_path)) is None
+        assert tokenizer("tokenizer", str(tmp_path / "gone")) is not None
+
+
+@pytest.mark.parametrize(
+    "name, check, overrides, expected",
+    [
+        ("eval_loss", check_eval_loss, ["batch_size=0"], ["batch_size=0 must be greater than 0"]),
+        ("eval_loss", check_eval_loss, ["path=no/x"], ["path=no/x: no/x.bin and no/x.idx is not there"]),
+        ("eval_loss", check_eval_loss, ["vp=2"], ["vp=2 interleaves the stages of a pipeline"]),
+        ("generate", check_generate, ["prompt=x", "tp=70"], ["tp=70 * pp=1 * dp=1 = 70 ranks, but a CPU"]),
+        ("generate", check_generate, ["prompt=x", "top_p=0.0"], ["top_p=0.0 must be above 0 and at most 1"]),
+        ("generate", check_generate, ["prompt=x", "temperature=-1"], ["temperature=-1.0 must be 0 or more"]),
+        ("generate", check_generate, ["prompt=x", "max_new_tokens=0"], ["max_new_tokens=0 must be greater"]),
+        ("generate", check_generate, ["prompt=x", "tokenizer=t"], ["tokenizer=t: no such file"]),
+    ],
+)
+def test_other_commands_check_theirs(
+    name: str, check: Any, overrides: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    config = load_config(name, [f"ckpt={tmp_path}", *overrides])
+    problems = check(config, world_size=None, local_devices=None)
+    assert len(problems) == len(expected)
+    assert all(problem.startswith(start) for problem, start in zip(problems, expected, strict=True))
+
+
+@pytest.mark.parametrize("name, check", [("eval_loss", check_eval_loss), ("generate", check_generate)])
+def test_layout_of_a_training_run_goes_with_other_commands(name: str, check: Any, tmp_path: Path) -> None:
+    layout = ["tp=2", "sequence_parallel=true", "pipeline=zb_h1", "zero=3", "recompute=selective"]
+    required = [f"ckpt={tmp_path}", *(["prompt=x"] if name == "generate" else [])]
+    assert check(load_config(name, [*required, *layout]), world_size=2, local_devices=None) == []
+
+
+def touch(*files: Path) -> None:
+    for file in files:
+        file.touch()
+
+
+@pytest.mark.parametrize(("epochs", "fix"), [([20.0], None), ([126.0], "15"), ([1.0, 40.0], "50")])
+def test_a_run_that_learns_its_corpus_by_heart_is_warned(epochs: list[float], fix: str | None) -> None:
+    parts = [SimpleNamespace(epochs=number) for number in epochs]
+    samples = parts[0] if len(parts) == 1 else BlendedDataset(parts, epochs, num_samples=1)  # type: ignore
+    warning = epochs_warning(samples, 500)  # type: ignore[arg-type]
+    assert (warning is None) == (fix is None)
+    assert f"about train.steps={fix} " in (warning or "about train.steps=None ")
+
+
+@pytest.mark.parametrize(
+    "overrides, problem",
+    [
+        (["attention=flash"], "attention=flash needs half precision, not precision.dtype=fp32"),
+        (["attention=cudnn", "precision=tf32"], "attention=cudnn needs half precision"),
+        (
+            ["attention=flash", "precision=bf16", "data.reset_attention=true", "model.attention_dropout=0.1"],
+            "attention=flash has no dropout (model.attention_dropout=0.1) for sequences of several lengths, "
+            "which data.reset_attention=true makes; use attention=auto or model.attention_dropout=0",
+        ),
+        (
+            ["attention=flash", "precision=bf16", "model=bert_tiny", "model.attention_dropout=0.1"],
+            "which the padding of this model makes",
+        ),
+        (
+            ["attention=flash", "precision=bf16", "data.reset_attention=true", "model=llama_tiny"],
+            "attention=flash takes no mask, which data.reset_attention=true needs in a model.kind=llama; "
+            "use attention=auto",
+        ),
+    ],
+    ids=str,
+)
+def test_attention_that_no_kernel_computes_is_a_mistake(overrides: list[str], problem: str) -> None:
+    assert any(problem in found for found in map(str, problems_of(*overrides)))
+
+
+@pytest.mark.parametrize(
+    "other, problem",
+    [
+        ("zero=2", "zero=2, which keeps gradients elsewhere; use fuse_accumulation=false or zero=0"),
+        ("recompute=full", "recompute=full, which computes layers anew"),
+        ("precision=fp8", "precision.dtype=fp8, which has no product that adds"),
+    ],
+)
+def test_sums_inside_products_need_gradients_in_one_place(other: str, problem: str) -> None:
+    assert any(problem in found for found in map(str, problems_of("fuse_accumulation=true", other)))
+    assert problems_of("fuse_accumulation=true", "precision=bf16", "recompute=selective") == []
+
+
+@pytest.mark.parametrize(
+    "other, fix",
+    [
+        ("compile=false", "compile=true"),
+        ("tp=2", "tp=1"),
+        ("pp=2", "pp=1"),
+        ("pipeline=gpipe", "pipeline=1f1b"),
+        ("zero=2", "zero=0"),
+        ("recompute=full", "recompute=selective"),
+        ("fuse_accumulation=true", "fuse_accumulation=false"),
+        ("deterministic=true", "deterministic=false"),
+    ],
+)
+def test_graphs_replay_one_rank_s_layers_in_one_order(other: str, fix: str) -> None:
+    problem = f"cuda_graphs=true does not go with {other}; use cuda_graphs=false or {fix}"
+    assert problem in map(str, problems_of("cuda_graphs=true", other))
+    assert problems_of("cuda_graphs=true", "compile=true", "recompute=selective") == []
+
+
+@pytest.mark.parametrize("kind, precision", [("flash", "bf16"), ("cudnn", "fp16"), ("efficient", "fp32")])
+def test_attention_by_name_in_half_precision_is_sound(kind: str, precision: str) -> None:
+    assert problems_of(f"attention={kind}", f"precision={precision}") == []

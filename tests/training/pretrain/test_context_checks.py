@@ -1,0 +1,105 @@
+"""Sequences that ranks split: commands, models and settings that do not take them, each named in one line."""
+
+from dataclasses import replace
+
+import pytest
+
+from mlm.config.cli.compose import load_config
+from mlm.evaluate.checks import check_eval_loss
+from mlm.inference.generate.checks import check_generate
+from mlm.launch.checks import problems_of
+from mlm.models.config import ModelConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, Launch
+from mlm.plan.checks import check_plan_memory
+from mlm.plan.dry_run_checks import check_plan_dry_run
+from mlm.plan.forecast import GPU_RESERVED, Machine, forecast
+from mlm.plan.hardware import preset
+from mlm.training.checks import check_pretrain
+from mlm.training.config import PretrainConfig
+from mlm.verify.parity.checks import check_parity
+from mlm.verify.parity.config import ParityConfig
+from mlm.verify.resume.checks import problems_here
+from mlm.verify.resume.config import VerifyResumeConfig
+from tests.config.cli.doubles import Cli, make_cli
+
+cli = pytest.fixture(make_cli)
+
+HERE = {"world_size": 8, "local_devices": None}
+TINY = ["model=gpt2_tiny", "data=synthetic", "cp=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["model=bert_tiny"],
+            "cp=2: model.kind=bert has no attention over sequences that ranks split; use cp=1",
+        ),
+        (
+            ["data.reset_attention=true", "data.eod_id=3"],
+            "cp=2: data.reset_attention=true keeps documents apart, which attention over cp ranks does not; "
+            "use cp=1",
+        ),
+    ],
+)
+def test_what_attention_over_ranks_lacks_is_named(overrides: list[str], problem: str) -> None:
+    assert check_pretrain(load_config("pretrain", [*TINY, *overrides]), **HERE) == [problem]
+
+
+@pytest.mark.parametrize("words", [["data.reset_positions=true", "data.eod_id=3"], ["model=llama_tiny"]])
+def test_what_can_be_split_has_no_problem(words: list[str]) -> None:
+    assert check_pretrain(load_config("pretrain", [*TINY, *words]), **HERE) == []
+
+
+def test_other_readers_of_a_model_take_whole_sequences() -> None:
+    """Their rules are the same: a layout with cp=2 on as many ranks as it needs has this one problem."""
+    expected = "cp=2 splits the sequences of pretraining and `mlm eval loss` alone; use cp=1"
+    generate = load_config("generate", ["ckpt=x", "cp=2"])
+    assert expected in check_generate(generate, **HERE)
+    assert problems_of(generate, Launch(8, None), FINETUNE_LAYOUT_RULES[:-2], ()) == [expected]
+    eval_loss = load_config("eval_loss", ["ckpt=x", "path=y", "cp=2"])
+    assert not any("cp" in problem for problem in check_eval_loss(eval_loss, **HERE))
+
+
+@pytest.mark.parametrize(
+    "words", ["finetune chat data=.", "eval chat", "eval rte", "eval wikitext103", "generate"]
+)
+def test_commands_reject_what_they_cannot_split(cli: Cli, words: str) -> None:
+    """Before a rank starts and a file is read."""
+    assert cli(f"{words} ckpt=. cp=2 dist.device=cpu") == 2
+    assert "cp=2 splits the sequences of pretraining and `mlm eval loss` alone; use cp=1" in cli.err
+
+
+def test_plans_and_forecasts_do_not_guess() -> None:
+    """The formulas know no cp."""
+    expected = ["cp=2: plans have no context parallelism; use cp=1"]
+    assert check_plan_memory(load_config("plan_memory", ["model=gpt2_tiny", "cp=2"])) == expected
+    assert check_plan_dry_run(load_config("plan_dry_run", TINY)) == expected
+    config, gib = load_config("pretrain", TINY), float(1 << 30)
+    assert isinstance(config, PretrainConfig)
+    machine = Machine("gpu", 80 * gib, GPU_RESERVED, preset("dgx_a100_80g"), "a preset")
+    assert forecast(config, 8, machine) is None
+    assert forecast(replace(config, parallel=ParallelConfig()), 8, machine) is not None
+
+
+def test_masks_that_a_gpu_draws_are_not_compared_with_masks_of_places() -> None:
+    dropout = ["model.attention_dropout=0.1", "dist.device=cuda"]
+    parity = load_config("parity", [*TINY, *dropout])
+    assert isinstance(parity, ParityConfig)
+    expected = "model.attention_dropout=0.1 on a GPU draws other masks at cp=2 than on one process"
+    assert check_parity(parity, world_size=None, local_devices=8) == [
+        f"{expected}; use model.attention_dropout=0"
+    ]
+    resumed = load_config("verify_resume", [*TINY, *dropout, "resumed.cp=1"])
+    assert isinstance(resumed, VerifyResumeConfig)
+    (problem,) = problems_here(resumed, local_devices=8)
+    assert "draws other masks at resumed.cp=1 than at cp=2" in problem
+
+
+def test_a_custom_family_says_whether_its_sequences_can_be_split() -> None:
+    shape = {"num_layers": 1, "hidden_size": 8, "num_heads": 2}
+    split = {
+        kind: ModelConfig(kind=kind, **shape).family.splits_sequences for kind in ("gpt2", "llama", "bert")
+    }
+    assert split == {"gpt2": True, "llama": True, "bert": False}  # the default of custom ones is False

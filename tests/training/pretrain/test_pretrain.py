@@ -1,0 +1,359 @@
+"""`mlm pretrain`, `mlm eval loss` and `mlm generate` from text to a passage, and their bad days."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mlm.config.cli import main
+from mlm.util.atomic import digest_file
+from tests.conftest import pictures
+from tests.data.corpora import write_corpus
+
+SENTENCES = [
+    "the quick brown fox jumps over the lazy dog",
+    "a small model learns a small corpus by heart",
+    "rank zero speaks and the others keep silent",
+    "two processes hold one layer between them",
+]
+TINY = [
+    "model=gpt2_tiny",
+    "model.vocab_size=400",
+    "data.seq_length=32",
+    "train.steps=6",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=4",
+    "train.validate_every=3",
+    "train.validate_batches=2",
+    "checkpoint.save_every=3",
+    "schedule=constant",
+    "schedule.warmup_steps=2",
+    "optimizer.lr=1e-3",
+    "log.every=1",
+]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus folder built by the commands themselves: text, tokenizer, .bin/.idx."""
+    root = tmp_path_factory.mktemp("corpus")
+    text = root / "text"
+    text.mkdir()
+    for split, copies in (("train", 60), ("validation", 20)):
+        lines = [json.dumps({"text": f"{s} {i}"}) for i in range(copies) for s in SENTENCES]
+        (text / f"{split}.jsonl").write_text("\n".join(lines))
+    assert (
+        main(["data", "tokenizer", f"input={text}", "vocab_size=400", f"out={root / 'tokenizer.json'}"]) == 0
+    )
+    built = [f"input={text}", f"tokenizer={root / 'tokenizer.json'}", f"out={root / 'built'}"]
+    assert main(["data", "build", *built, "recipe=plain"]) == 0  # v1 keeps no document as short as these
+    return root / "built"
+
+
+@pytest.fixture(scope="session")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run directory of one process."""
+    out = tmp_path_factory.mktemp("runs") / "run"
+    with pictures():
+        assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}"]) == 0
+    return out
+
+
+def records(out: Path, kind: str) -> list[dict[str, object]]:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def losses(out: Path) -> list[object]:
+    return [r["loss"] for r in records(out, "step")]
+
+
+def test_a_run_leaves_config_checkpoint_metrics_curve_tokenizer_and_summary(run: Path) -> None:
+    names = {p.name for p in run.iterdir()}
+    assert {"config.yaml", "checkpoints", "metrics.jsonl", "loss.png", "tokenizer.json", "README.md"} <= names
+    assert (run / "checkpoints" / "latest").read_text().split()[0] == "step-00000006"
+    assert [r["step"] for r in records(run, "step")] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in records(run, "validation")] == [3, 6]
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_first_loss_is_near_a_uniform_guess_and_then_falls(run: Path) -> None:
+    first, last = losses(run)[0], losses(run)[-1]
+    assert first == pytest.approx(math.log(400), abs=0.15)
+    assert last < first - 0.3  # type: ignore[operator]
+
+
+def test_two_tensor_parallel_processes_give_the_same_losses_and_files(
+    corpus: Path, run: Path, tmp_path: Path
+) -> None:
+    """float32 after five Adam steps: equal to 1e-3; then scored at another layout."""
+    out = tmp_path / "tp2"
+    assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}", "tp=2"]) == 0
+    assert losses(out) == pytest.approx(losses(run), abs=1e-3)
+    scores = [score_of(path, tmp_path) for path in (run, out)]
+    assert scores[1] == pytest.approx(scores[0], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_two_ranks_score_as_one_process(run: Path, tmp_path: Path) -> None:
+    assert score_of(run, tmp_path, "tp=2") == pytest.approx(score_of(run, tmp_path), rel=1e-5)
+
+
+def score_of(run: Path, folder: Path, *words: str) -> float:
+    assert main(["eval", "loss", f"ckpt={run}", f"out={folder / 'score.json'}", *words]) == 0
+    return float(json.loads((folder / "score.json").read_text())["loss"])
+
+
+def test_a_stopped_run_continues_bit_equal_with_the_command_its_summary_names(
+    corpus: Path, run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    stopped = [*TINY, f"data.path={corpus}", f"out={out}", "train.steps=3", "schedule.decay_steps=6"]
+    assert main(["pretrain", *stopped]) == 0
+    assert f"mlm pretrain resume={out}" in (out / "README.md").read_text()
+    assert main(["pretrain", f"resume={out}", "train.steps=6"]) == 0
+    assert losses(out) == losses(run)
+    assert records(out, "validation")[-1]["loss"] == records(run, "validation")[-1]["loss"]
+
+
+def test_a_finished_run_started_again_trains_nothing_and_says_how_to_continue(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digest_file(run / "checkpoints" / "step-00000006" / "manifest.json")
+    assert main(["pretrain", f"resume={run}", "optimizer.lr=0.3"]) == 0
+    assert (
+        "step 6 of train.steps=6 is done, optimizer.lr=0.3 has no effect: raise train.steps to continue, or "
+        "set another out=… for a new run"
+    ) in " ".join(capsys.readouterr().out.split())
+    assert digest_file(run / "checkpoints" / "step-00000006" / "manifest.json") == before
+
+
+def test_eval_loss_agrees_with_the_validation_of_training(run: Path, corpus: Path, tmp_path: Path) -> None:
+    """validate_batches covers 16 windows; score the same 16 by cutting the corpus there."""
+    from mlm.data.indexed import IndexedDataset
+
+    tokens = IndexedDataset(corpus / "validation").tokens[: 16 * 32 + 1].tolist()
+    write_corpus(tmp_path / "cut", [tokens])
+    out = tmp_path / "score.json"
+    assert (
+        main(["eval", "loss", f"ckpt={run}", f"path={tmp_path / 'cut'}", f"out={out}", "batch_size=3"]) == 0
+    )
+    score = json.loads(out.read_text())
+    assert score["loss"] == pytest.approx(records(run, "validation")[-1]["loss"], rel=1e-6)
+    assert (score["tokens"], score["perplexity"]) == (512, pytest.approx(math.exp(score["loss"])))
+
+
+def test_bits_per_byte_follow_from_the_loss_and_the_texts_bytes(run: Path, corpus: Path) -> None:
+    assert main(["eval", "loss", f"ckpt={run}", f"path={corpus / 'validation'}"]) == 0
+    score = json.loads((run / "eval-loss-validation.json").read_text())
+    size = sum(len(f"{s} {i}".encode()) for i in range(20) for s in SENTENCES)
+    assert score["bits_per_byte"] == pytest.approx(score["loss"] * score["tokens"] / math.log(2) / size)
+    assert score["corpus_digest"] == digest_file(corpus / "validation.bin")
+
+
+def test_generate_continues_the_prompt_and_repeats_itself_for_a_seed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", f"ckpt={run}", "prompt=the quick", "max_new_tokens=20", f"seed={seed}"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("the quick")
+    assert texts[0] == texts[1] != texts[2]
+
+
+# What goes wrong, before any rank starts: exit code 2 (1 for damage), and a line that names file and remedy.
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the errors of a rejected command: nothing on standard output, no traceback."""
+    assert main(list(words)) in (1, 2)
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.fixture
+def copy(corpus: Path, tmp_path: Path) -> Path:
+    shutil.copytree(corpus, tmp_path / "corpus")
+    (tmp_path / "corpus" / "corpus.json").unlink()  # the receipt would be first to notice
+    return tmp_path / "corpus"
+
+
+def pretrain(path: Path, *more: str) -> list[str]:
+    return ["pretrain", *TINY, f"data.path={path}", f"out={path.parent / 'out'}", *more]
+
+
+def test_a_truncated_bin_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open(copy / "train.bin", "r+b") as f:
+        f.truncate(100)
+    assert "train.bin" in refused(capsys, *pretrain(copy))
+    assert not (copy.parent / "out").exists()
+
+
+def test_an_index_of_another_dtype_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open(copy / "train.idx", "r+b") as f:
+        f.seek(17)
+        f.write(struct.pack("<B", 6))  # float64
+    assert "train.idx" in refused(capsys, *pretrain(copy))
+
+
+def test_an_empty_corpus_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus_files(copy / "train", [])
+    assert "train" in refused(capsys, *pretrain(copy))
+
+
+def test_a_corpus_shorter_than_a_window_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus_files(copy / "train", [[1, 2, 3]])
+    said = refused(capsys, *pretrain(copy))
+    assert "train.bin" in said
+    assert "data.seq_length" in said
+
+
+def test_a_corpus_smaller_than_a_batch_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus_files(copy / "train", [list(range(100))])
+    assert "train.global_batch_size=8" in refused(capsys, *pretrain(copy))
+
+
+def test_a_document_shorter_than_a_window_is_no_problem(copy: Path) -> None:
+    """Documents are joined: only the corpus must fill a window."""
+    write_corpus_files(copy / "train", [[1, 2, 3]] * 400)
+    assert main(pretrain(copy, "train.steps=1", "schedule.warmup_steps=0", "train.validate_every=0")) == 0
+
+
+def test_a_vocabulary_larger_than_the_models_is_named(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, *pretrain(corpus, "model.vocab_size=300"))
+    assert "model.vocab_size" in said
+
+
+def write_corpus_files(prefix: Path, documents: list[list[int]]) -> None:
+    """The two files by hand: the writer rejects an empty corpus."""
+    lengths = np.array([len(d) for d in documents], dtype="<i4")
+    tokens = np.concatenate([np.array(d, dtype="<u2") for d in documents] or [np.empty(0, "<u2")])
+    pointers = np.concatenate([[0], np.cumsum(lengths[:-1]) * 2]) if documents else np.empty(0)
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(documents), len(documents) + 1)
+    index = (
+        lengths.tobytes()
+        + pointers.astype("<i8").tobytes()
+        + np.arange(len(documents) + 1, dtype="<i8").tobytes()
+    )
+    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
+    prefix.with_suffix(".idx").write_bytes(header + index)
+
+
+def test_a_checkpoint_of_another_model_is_named_and_kept(
+    run: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    words = ["pretrain", *TINY, f"data.path={corpus}", f"out={out}", "model.hidden_size=32", "train.steps=9"]
+    assert "hidden_size" in refused(capsys, *words)
+    assert (out / "checkpoints" / "step-00000006" / "manifest.json").exists()
+
+
+def test_a_flipped_byte_in_a_checkpoint_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    shard = out / "checkpoints" / "step-00000006" / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    assert str(shard.name) in refused(capsys, "eval", "loss", f"ckpt={out}")
+
+
+def test_a_result_file_in_no_folder_is_named_before_scoring(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "out=/nowhere/score.json" in refused(
+        capsys, "eval", "loss", f"ckpt={run}", "out=/nowhere/score.json"
+    )
+
+
+def test_a_run_that_may_not_resume_rejects_a_directory_that_holds_one(
+    run: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["pretrain", *TINY, f"data.path={corpus}", f"out={run}", "checkpoint.resume=false"]
+    assert "checkpoint.resume" in refused(capsys, *words)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_a_full_disk_while_saving_names_the_file_and_keeps_the_last_checkpoint(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A 3 MB tmpfs holds the first checkpoint and its own files, not two more."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        words = ["pretrain", *TINY, f"data.path={corpus}", f"out={disk / 'run'}", "checkpoint.save_every=1"]
+        assert main([*words, "checkpoint.keep_last=9"]) in (1, 2)
+        said = capfd.readouterr().err
+        assert "Traceback" not in said
+        assert "out=" in said
+        kept = disk / "run" / "checkpoints" / (disk / "run" / "checkpoints" / "latest").read_text().split()[0]
+        assert f"{kept.name} is intact" in said
+        assert main(["eval", "loss", f"ckpt={kept}", f"out={tmp_path / 'score.json'}"]) == 0
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ctrl_c_while_a_run_starts_is_obeyed_after_its_first_step(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tp: int
+) -> None:
+    """It comes before torch's processes, or any handler of training, are there."""
+    monkeypatch.setattr(
+        "mlm.training.pretrain.run.preflight", lambda config: signal.raise_signal(signal.SIGINT)
+    )
+    out = tmp_path / "run"
+    assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}", f"tp={tp}"]) == 130
+    assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000001"]
+    said = capfd.readouterr()
+    assert "mlm: Ctrl-C: noted; if training starts, it stops and saves after its first step" in said.err
+    assert "stopped by Ctrl-C after step 1, saved" in said.out
+
+
+@pytest.mark.parametrize(
+    "size, words, remedies",
+    [
+        (
+            4,
+            [],
+            "lower it, set recompute=full, set zero=3 and raise dp, raise tp or pp, or lower data.seq_length",
+        ),
+        (1, ["recompute=full"], "set zero=3 and raise dp, raise tp or pp, or lower data.seq_length"),
+    ],
+)
+def test_too_little_memory_of_the_host_is_one_line_with_what_still_helps(
+    size: int,
+    words: list[str],
+    remedies: str,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """PyTorch's own error, of a tensor of 2^52 bytes."""
+    monkeypatch.setattr("mlm.training.pretrain.run.Trainer", lambda config, ctx: torch.empty(1 << 50))
+    words = [*TINY, f"train.micro_batch_size={size}", *words]
+    assert main(["pretrain", *words, f"data.path={corpus}", f"out={tmp_path / 'run'}"]) == 2
+    forecast, line = capsys.readouterr().err.splitlines()
+    assert forecast.startswith("mlm pretrain: needs ")
+    assert line.startswith(
+        f"mlm pretrain: train.micro_batch_size={size} is too much for the memory of this host: {remedies}"
+    )

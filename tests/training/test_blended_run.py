@@ -1,0 +1,272 @@
+"""Runs on several corpora: what they read across resumes and layouts, and which corpora they reject."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlm.checkpoint.native.save_load import latest_checkpoint
+from mlm.data.blend_history import seed_of
+from mlm.data.config import DataConfig
+from mlm.data.indexed import IndexedDataset
+from mlm.data.sampler import Loader
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.training.config import PretrainConfig
+from mlm.training.corpora import corpus_problems, corpus_samples, sources, train_dataset
+from mlm.training.resume import continue_data
+from mlm.training.state import load, save
+from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError
+from tests.checkpoint.native.helpers import edit_manifest
+from tests.data.corpora import counting_corpus
+from tests.ranks import run_on_ranks
+from tests.training.blended import NAMES, VOCAB, add_receipt, segments, write_corpora
+from tests.training.test_trainer import config
+
+SEQ, BATCH = 4, 8
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Corpora wiki, web and code."""
+    return write_corpora(tmp_path_factory.mktemp("corpora"))
+
+
+@pytest.fixture
+def corpora(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy, in the working folder."""
+    shutil.copytree(made, tmp_path / "corpora")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "corpora"
+
+
+def spec(blend: tuple[str, ...] = (), **data: Any) -> PretrainConfig:
+    """The same run as a dataclass, in float64."""
+    base = config(global_batch_size=BATCH, micro_batch_size=2, steps=40)
+    model = replace(base.model, vocab_size=VOCAB, num_layers=1)
+    return replace(
+        base, model=model, data=DataConfig(seq_length=SEQ, blend=blend, **({"change": True} | data))
+    )
+
+
+WIKI_WEB = ("3 corpora/wiki", "1 corpora/web")
+WIKI_WEB_CODE = (*WIKI_WEB, "1 corpora/code")
+Row = tuple[int, ...]
+
+
+def leg(ctx: ParallelContext, run: Path, of: PretrainConfig, steps: int) -> tuple[list[Row], str | None]:
+    """This rank's samples of some steps from the newest checkpoint on, saved at the end; what changed."""
+    trainer = Trainer(of, ctx)
+    if (start := latest_checkpoint(run / "checkpoints")) is not None:
+        load(trainer, start)
+    said = continue_data(trainer)
+    end = trainer.consumed_samples + steps * BATCH
+    rows: list[Row] = []
+    with Loader(
+        train_dataset(of, end, trainer.history),
+        consumed_samples=trainer.consumed_samples,
+        global_batch_size=BATCH,
+        micro_batch_size=2,
+        rank=ctx.dp.rank,
+        size=ctx.dp.size,
+    ) as loader:
+        for batches in loader:
+            trainer.train_step(batches)
+            rows += [tuple(row) for batch in batches for row in batch.tokens.tolist()]
+    save(trainer, run)
+    return rows, said
+
+
+def read_on(run: Path, blend: tuple[str, ...] | str, steps: int, dp: int = 1, tp: int = 1) -> list[Row]:
+    """Return the samples that all replicas read in a leg, sorted: a global batch has no order."""
+    of = spec(path=blend) if isinstance(blend, str) else spec(blend)
+    alone = dp * tp == 1
+    ranks = (
+        [leg(shape_context(), run, of, steps)] if alone else run_on_ranks(leg, run, of, steps, dp=dp, tp=tp)
+    )
+    assert all(ranks[i][0] == ranks[i - i % tp][0] for i in range(len(ranks)))  # a replica's ranks read alike
+    return sorted(row for rows, _ in ranks[::tp] for row in rows)
+
+
+def at(corpora: Path, blend: tuple[str, ...]) -> tuple[str, ...]:
+    """With absolute paths: the pooled ranks have another working folder."""
+    return tuple(entry.replace("corpora", str(corpora)) for entry in blend)
+
+
+def of_corpus(rows: list[Row], name: str) -> list[Row]:
+    number = NAMES.index(name)
+    return [row for row in rows if all(300 * number <= token < 300 * (number + 1) for token in row)]
+
+
+def test_an_uninterrupted_blend_is_what_legs_at_other_layouts_read(corpora: Path, tmp_path: Path) -> None:
+    blend = at(corpora, WIKI_WEB)
+    straight = read_on(tmp_path / "straight", blend, 9)
+    legs = [(2, 1, 1), (3, 2, 1), (3, 1, 2), (1, 1, 1)]
+    resumed = [row for steps, dp, tp in legs for row in read_on(tmp_path / "run", blend, steps, dp, tp)]
+    assert sorted(resumed) == straight
+    assert segments(tmp_path / "run") == segments(tmp_path / "straight")
+    assert len(segments(tmp_path / "run")) == 1
+
+
+def test_no_sample_is_repeated_or_skipped_when_the_blend_changes(corpora: Path, tmp_path: Path) -> None:
+    """Of each corpus the samples that a run on it alone would read, across dp and four blends."""
+    legs = [
+        (WIKI_WEB, 2, 1),
+        (("1 corpora/web", "1 corpora/code", "1 corpora/wiki"), 3, 2),
+        (("corpora/code",), 1, 1),
+        (("1 corpora/wiki", "1 corpora/web"), 2, 1),
+    ]
+    read = [
+        row for blend, steps, dp in legs for row in read_on(tmp_path / "run", at(corpora, blend), steps, dp)
+    ]
+    assert len(segments(tmp_path / "run")) == 4
+    known = {source.name: source for source in sources(spec(at(corpora, WIKI_WEB_CODE)).data)}
+    for name in NAMES:
+        mine = of_corpus(read, name)
+        of = spec(path=f"corpora/{name}")
+        seed = seed_of(known[name], of.seed)
+        alone = corpus_samples(of, Path(f"corpora/{name}/train"), len(mine), seed).gather(
+            np.arange(len(mine))
+        )
+        assert sorted(mine) == sorted(map(tuple, alone[:, :-1].tolist()))
+    assert len(read) == 8 * BATCH == sum(len(of_corpus(read, name)) for name in NAMES)
+
+
+def test_a_run_on_one_corpus_continues_in_a_blend_and_back(corpora: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    read = read_on(run, "corpora/wiki", 2) + read_on(run, WIKI_WEB, 2) + read_on(run, "corpora/wiki", 3)
+    mine = of_corpus(read, "wiki")
+    assert len(mine) == (2 + 3) * BATCH + 12
+    alone = train_dataset(spec(path="corpora/wiki"), len(mine)).gather(np.arange(len(mine)))
+    assert sorted(mine) == sorted(map(tuple, alone[:, :-1].tolist()))
+
+
+def test_an_older_checkpoint_continues_in_a_blend(corpora: Path, tmp_path: Path) -> None:
+    """It names its corpus in the configuration alone."""
+    run = tmp_path / "run"
+    read = read_on(run, "corpora/wiki", 2)
+    edit_manifest(run / "checkpoints" / "step-00000002", lambda body: body["state"].pop("data"))
+    read += read_on(run, WIKI_WEB, 2)
+    assert [source["first"] for source in segments(run)[-1]["sources"]] == [2 * BATCH, 0]
+    assert len(set(read)) == len(read)
+
+
+def test_an_older_checkpoint_continues_in_its_corpus_as_ever(corpora: Path, tmp_path: Path) -> None:
+    straight = read_on(tmp_path / "straight", "corpora/wiki", 4)
+    read = read_on(tmp_path / "run", "corpora/wiki", 2)
+    edit_manifest(tmp_path / "run/checkpoints/step-00000002", lambda body: body["state"].pop("data"))
+    corpora.rename(tmp_path / "moved")
+    assert sorted(read + read_on(tmp_path / "run", "moved/wiki", 2)) == straight
+
+
+def test_corpora_of_equal_shape_come_in_orders_of_their_own(corpora: Path) -> None:
+    """The tokens of wiki and web differ by 300 throughout: one seed would give one order."""
+    blend = train_dataset(spec(("0.5 corpora/wiki", "0.5 corpora/web")), 40)
+    source, _ = blend.locate(np.arange(40))  # type: ignore[attr-defined]
+    samples = np.asarray(blend.gather(np.arange(40)))
+    assert set(samples[source == 0][:, 0]) != set(samples[source == 1][:, 0] - 300)
+
+
+def test_the_order_of_a_single_corpus_is_that_of_its_dataset(corpora: Path) -> None:
+    """A blend of one is no other order than none."""
+    ids = np.arange(200)
+    plain = train_dataset(spec(path="corpora/wiki"), 200)
+    assert type(plain).__name__ == "GPTDataset"
+    assert np.array_equal(train_dataset(spec(("corpora/wiki",)), 200).gather(ids), plain.gather(ids))
+
+
+def test_corpora_without_weights_count_by_their_tokens(corpora: Path) -> None:
+    counting_corpus(corpora / "code" / "train", [870])
+    (corpora / "code" / "corpus.json").unlink()
+    source, _ = train_dataset(spec(("corpora/wiki", "corpora/code")), 400).locate(np.arange(400))  # type: ignore[attr-defined]
+    assert np.bincount(source).tolist() == [100, 300]
+
+
+def test_the_changed_blend_is_reported_in_a_line(corpora: Path, tmp_path: Path) -> None:
+    assert leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)[1] is None
+    assert leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)[1] is None
+    said = leg(shape_context(), tmp_path / "run", spec(("1 corpora/web", "1 corpora/code")), 1)[1]
+    assert said == "data changed at sample 16: web 50.00% (was 25.00%), code 50.00% (new); without wiki"
+
+
+def test_a_changed_blend_needs_data_change(corpora: Path, tmp_path: Path) -> None:
+    leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)
+    other = spec(("1 corpora/web", "1 corpora/code"), change=False)
+    with pytest.raises(UserError, match=r"data.blend=.*code 50.00% \(new\).*set data.change=true"):
+        leg(shape_context(), tmp_path / "run", other, 1)
+    same = spec(("6 corpora/wiki", "2 corpora/web"), change=False)
+    assert leg(shape_context(), tmp_path / "run", same, 1)[1] is None
+
+
+def test_tokens_that_changed_without_a_receipt_are_noticed(corpora: Path, tmp_path: Path) -> None:
+    (corpora / "web" / "corpus.json").unlink()
+    read_on(tmp_path / "run", WIKI_WEB, 1)
+    path = corpora / "web" / "train.bin"
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(UserError, match=r"web/train\.bin is not what this run was trained on \(tokens xxh3"):
+        read_on(tmp_path / "run", WIKI_WEB, 1)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_corpus_that_changed_under_its_path_is_rejected_on_all_ranks(
+    corpora: Path, tmp_path: Path, dp: int
+) -> None:
+    blend = at(corpora, WIKI_WEB)
+    read_on(tmp_path / "run", blend, 1)
+    counting_corpus(corpora / "web" / "train", [100, 200])
+    add_receipt(corpora / "web")
+    with pytest.raises((UserError, AssertionError), match=r"web/train\.idx is not what this run was trained"):
+        read_on(tmp_path / "run", blend, 1, dp)
+
+
+def test_tokens_that_changed_are_noticed_by_the_receipt(corpora: Path, tmp_path: Path) -> None:
+    """The lengths, so the index, are the same."""
+    read_on(tmp_path / "run", WIKI_WEB, 1)
+    path = corpora / "web" / "train.bin"
+    path.write_bytes(path.read_bytes()[::-1])
+    add_receipt(corpora / "web")
+    with pytest.raises(UserError, match=r"web/train\.bin is not what this run was trained on"):
+        read_on(tmp_path / "run", WIKI_WEB, 1)
+
+
+def test_a_state_of_another_kind_is_rejected(corpora: Path, tmp_path: Path) -> None:
+    read_on(tmp_path / "run", WIKI_WEB, 1)
+    step = tmp_path / "run/checkpoints/step-00000001"
+    for data in ("ab", {}, {"segments": [{"from_sample": 0, "sources": []}]}, {"segments": 3}, None):
+        edit_manifest(step, lambda body, data=data: body["state"].update(data=data))  # type: ignore[misc]
+        with pytest.raises(UserError, match="not that of a training run") as caught:
+            load(Trainer(spec(WIKI_WEB), shape_context()), step)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+class TestProblems:
+    """Problems that reading the corpora shows, before any rank starts."""
+
+    def test_sound_corpora_have_none(self, corpora: Path) -> None:
+        assert corpus_problems(spec(WIKI_WEB)) == []
+
+    def test_tokenizers_that_differ_are_named(self, corpora: Path) -> None:
+        add_receipt(corpora / "web", tokenizer="2")
+        (problem,) = corpus_problems(spec(WIKI_WEB))
+        assert problem.startswith("data.blend: corpora/web/train was written with the tokenizer xxh3:0")
+        assert "build both with one tokenizer" in problem
+
+    def test_copies_of_a_corpus_are_named(self, corpora: Path) -> None:
+        shutil.copytree(corpora / "wiki", corpora / "copy")
+        (problem,) = corpus_problems(spec(("corpora/wiki", "corpora/copy")))
+        assert "corpora/wiki/train and corpora/copy/train are copies of one corpus" in problem
+
+    def test_corpora_of_equal_lengths_are_no_copies(self, corpora: Path) -> None:
+        assert IndexedDataset("corpora/wiki/train").digest == IndexedDataset("corpora/web/train").digest
+        assert corpus_problems(spec(WIKI_WEB)) == []
+
+    def test_a_damaged_one_is_named(self, corpora: Path) -> None:
+        (corpora / "web" / "train.bin").write_bytes(b"")
+        assert any("web/train.bin" in problem for problem in corpus_problems(spec(WIKI_WEB)))
+
+    def test_a_validation_set_is_looked_at_too(self, corpora: Path) -> None:
+        (corpora / "web" / "validation.bin").write_bytes(b"")
+        assert any("web/validation.bin" in problem for problem in corpus_problems(spec(WIKI_WEB)))

@@ -1,0 +1,78 @@
+"""CUDA graphs of layers, as far as a CPU can tell: what the trainer tells the compiler, and what it keeps."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mlm.data.sampler import Batch
+from mlm.parallel.mesh import ParallelContext
+from mlm.training.kernels import compile_layers
+from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError
+from tests.training.test_gradient_sums import MICRO_BATCHES, SPEC, batches
+from tests.training.test_trainer import config
+
+GRAPHS = replace(SPEC, cuda_graphs=True, compile=False)  # the same calls, and nothing to compile
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Micro-batches that CUDA graphs hear of."""
+    found: list[str] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: found.append("begin"))
+    return found
+
+
+def test_each_micro_batch_is_announced_in_training_and_validation(begun: list[str]) -> None:
+    trainer: Trainer[Batch] = Trainer(GRAPHS, ParallelContext())
+    trainer.forward_backward(batches(0, 1))
+    assert len(begun) == MICRO_BATCHES
+    trainer.validate(batches(0, 1))
+    assert len(begun) == 2 * MICRO_BATCHES
+    Trainer(SPEC, ParallelContext()).forward_backward(batches(0, 1))
+    assert len(begun) == 2 * MICRO_BATCHES
+
+
+def test_gradients_stay_in_buffers_that_no_graph_overwrites(begun: list[str]) -> None:
+    """Of one rank, too: the gradient that backward returns would else become the sum itself."""
+    trainer, plain = (Trainer[Batch](spec, ParallelContext()) for spec in (GRAPHS, SPEC))
+    weight = trainer.model.chunks[0].layers["0"].mlp.up.weight  # type: ignore[union-attr]
+    places = set()
+    for _ in range(2):
+        for each in (trainer, plain):
+            each.forward_backward(batches(0, 1))
+        places.add(weight.grad.data_ptr())  # type: ignore[union-attr]
+    assert len(places) == 1
+    for a, b in zip(trainer.shards, plain.shards, strict=True):
+        assert a.parameter.grad is not None
+        torch.testing.assert_close(a.parameter.grad, b.parameter.grad, rtol=0, atol=1e-14)
+
+
+def test_cast_weights_are_marked_as_staying_where_they_are(begun: list[str]) -> None:
+    """Unmarked, a graph would copy each weight before every layer."""
+    spec = replace(config(dtype="bf16"), train=SPEC.train)
+    for on in (True, False):
+        trainer: Trainer[Batch] = Trainer(replace(spec, cuda_graphs=on), ParallelContext())
+        trainer.forward_backward(batches(0, 1))
+        marks = {getattr(copy, "_dynamo_static_input_type", None) for copy in trainer.model.casts.copies}
+        assert marks == ({"unguarded"} if on else {None})
+
+
+def test_layers_are_compiled_for_graphs_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = []
+    layer = SimpleNamespace(compile=lambda mode: modes.append(mode))
+    monkeypatch.setattr("mlm.training.kernels.prepare_to_compile", lambda: None)
+    monkeypatch.setattr("mlm.training.kernels.use_compiler", lambda: None)
+    for graphs in (False, True):
+        compile_layers([layer], True, torch.device("cpu"), graphs=graphs)  # type: ignore[list-item]
+    assert modes == ["default", "reduce-overhead"]
+
+
+def test_graphs_on_a_gpu_without_a_compiler_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    with pytest.raises(UserError, match="no compiler"):
+        compile_layers([nn.Linear(1, 1)], None, torch.device("cuda"), graphs=True)

@@ -1,0 +1,216 @@
+"""The gradient of the loss's token table, added to the sum over micro-batches in forward passes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.data.sampler import MicroBatch
+from mlm.models.config import ModelConfig
+from mlm.parallel import cross_entropy
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.cross_entropy import linear_cross_entropy
+from mlm.parallel.gradients import GradientReducer
+from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.totals import sums_begun_early
+from mlm.plan.dry_run_rank import META, batches_of, dry_run
+from mlm.training import trainer as of_trainer
+from mlm.training.config import PretrainConfig
+from mlm.training.trainer import Trainer
+from tests.operators import Operators
+from tests.plan.test_dry_run import config_of
+from tests.ranks import run_on_ranks
+from tests.training.test_trainer import SEQ, VOCAB, config
+
+MICRO_BATCHES = 4
+SPEC = config(global_batch_size=2 * MICRO_BATCHES, micro_batch_size=2)
+TINY = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "max_positions": SEQ, "vocab_size": VOCAB}
+BERT = ModelConfig(kind="bert", token_types=2, hidden_dropout=0.0, attention_dropout=0.0, **TINY)  # type: ignore[arg-type]
+LLAMA = ModelConfig(
+    kind="llama",
+    ffn_hidden_size=24,
+    activation="silu",
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    options={"num_kv_heads": 2},
+    **TINY,  # type: ignore[arg-type]
+)
+
+
+def spec_of(kind: str, dtype: str, **parallel: Any) -> PretrainConfig:
+    """A step of four micro-batches, or two for each of two replicas."""
+    spec = replace(config(dtype=dtype), train=SPEC.train, parallel=ParallelConfig(**parallel))
+    return replace(spec, model={"gpt2": SPEC.model, "bert": BERT, "llama": LLAMA}[kind])
+
+
+def gradients_of(
+    ctx: ParallelContext, spec: PretrainConfig, way: str
+) -> tuple[dict[str, Tensor], int, list[bool]]:
+    """Gradients after the second of two passes, early sums, and of each bucket if backward passes reduced it.
+
+    `way`: "late" lets autograd add everything, "early" the loss what it may, "all" those it embeds too.
+    """
+    trainer: Trainer[MicroBatch] = Trainer(spec, ctx)
+    if way == "late":
+        trainer.early_tables = []
+    elif way == "all":
+        tables = [m for m in trainer.model.chunks[-1].modules() if isinstance(m, VocabParallelEmbedding)]
+        trainer.early_tables = tables if trainer.model.is_last else []
+    added, began = list[int](), list[bool]()
+    original = cross_entropy.add_to_grad
+
+    def counted(weight: Any, part: Tensor, factor: Tensor | None) -> None:
+        added.append(1)
+        original(weight, part, factor)
+
+    def reduce() -> None:
+        for reducer in trainer.reducers:
+            assert isinstance(reducer, GradientReducer)
+            began.extend(bucket.work is not None for bucket in reducer.buckets)
+        Trainer.reduce(trainer)
+
+    trainer.reduce = reduce  # type: ignore[method-assign]
+    count = spec.train.global_batch_size // spec.train.micro_batch_size // ctx.dp.size
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy, "add_to_grad", counted)
+        for _ in range(2):
+            trainer.forward_backward(batches_of(spec, ctx, count))
+    assert not any(table.adds_early for table in trainer.early_tables)
+    grads = {s.name: s.parameter.grad.clone() for s in trainer.shards if s.parameter.grad is not None}
+    return grads, len(added), began
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "parallel"),
+    [
+        ("gpt2", "fp64", {"pp": 2}),
+        ("gpt2", "bf16", {"pp": 2, "pipeline": "gpipe"}),
+        ("gpt2", "fp16", {"pp": 2, "pipeline": "zb_h1"}),
+        ("gpt2", "fp32", {"pp": 2, "dp": 2}),
+        ("gpt2", "bf16", {"pp": 2, "dp": 2, "pipeline": "zb_h1"}),
+        ("gpt2", "fp64", {"tp": 2, "pp": 2, "sequence_parallel": True, "recompute": "full"}),
+        ("bert", "bf16", {"pp": 2, "pipeline": "gpipe"}),
+        ("llama", "bf16", {}),
+        ("llama", "fp64", {"dp": 2}),
+    ],
+)
+def test_early_sums_are_those_of_autograd_bit_for_bit(
+    kind: str, dtype: str, parallel: dict[str, Any]
+) -> None:
+    """On every rank; and buckets are reduced in the last backward pass as before."""
+    spec = spec_of(kind, dtype, **parallel)
+    sizes = {axis: parallel.get(axis, 1) for axis in ("tp", "pp", "dp")}
+    late, early = (run_on_ranks(gradients_of, spec, way, **sizes) for way in ("late", "early"))
+    each = 2 * MICRO_BATCHES // sizes["dp"]
+    assert {added for _, added, _ in late} == {0}
+    assert {added for _, added, _ in early} == ({0, each} if sizes["pp"] > 1 else {each})
+    for (expected, _, began), (found, _, begins) in zip(late, early, strict=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+        assert begins == began
+        assert all(begins)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_a_table_that_embeds_and_scores_gets_both_terms(kind: str, dp: int) -> None:
+    """The way of a GPU: in float64 it differs from autograd's by the order of sums alone."""
+    spec = spec_of(kind, "fp64", dp=dp)
+    for (expected, none, _), (found, added, began) in zip(
+        *(run_on_ranks(gradients_of, spec, way, dp=dp) for way in ("early", "all")), strict=True
+    ):
+        assert (none, added) == (0, 2 * MICRO_BATCHES // dp)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        assert all(began)
+
+
+def early_names(ctx: ParallelContext, spec: PretrainConfig) -> list[str]:
+    """Names of the tables whose gradients the loss adds."""
+    trainer: Trainer[MicroBatch] = Trainer(spec, ctx)
+    names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
+    return [names[table] for table in trainer.early_tables]
+
+
+def test_sharded_tables_stay_with_fsdp() -> None:
+    """It keeps gradients elsewhere than in `grad`."""
+    sharded, whole = (
+        run_on_ranks(early_names, spec_of("llama", "fp32", dp=2, zero=zero), dp=2) for zero in (2, 0)
+    )
+    assert sharded == [[], []]
+    assert "output" in whole[0]
+
+
+def test_losses_of_own_families_stay_with_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may scale the loss, or compute it twice."""
+    spec, ctx = spec_of("llama", "fp32"), ParallelContext()
+    assert "output" in early_names(ctx, spec)
+    monkeypatch.setattr(of_trainer, "SHIPPED", {})
+    assert early_names(ctx, spec) == []
+
+
+def bytes_of_tables(overrides: str, micro_batches: int, device: torch.device) -> int:
+    """The most bytes that the last stage holds in tensors of the table's size and more."""
+    size = f"train.global_batch_size={micro_batches} train.micro_batch_size=1 data.seq_length=16"
+    ready = config_of(*f"pp=2 model.vocab_size=4096 {size} {overrides}".split())
+    found = dry_run(ready, 1, device=device, in_full=True)
+    table = 4 * 4096 * ready.model.hidden_size
+    held = most = 0
+    for block, change in found.log.events:
+        held += change if block.size >= table else 0
+        most = max(most, held)
+    return most // table
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), META], ids=str)
+@pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
+def test_the_last_stage_holds_no_table_for_a_micro_batch_in_flight(
+    pipeline: str, device: torch.device
+) -> None:
+    """Weights, gradient, moments, and what one chunk of logits needs."""
+    few, many = (bytes_of_tables(f"pipeline={pipeline} precision=bf16", m, device) for m in (2, 12))
+    assert few == many
+
+
+def table() -> tuple[VocabParallelEmbedding, Tensor, Tensor]:
+    """A table, hidden states and labels."""
+    torch.manual_seed(0)
+    made = VocabParallelEmbedding(VOCAB, VOCAB, 8, tp=Axis("tp"))
+    return made, torch.randn(5, 8, requires_grad=True), torch.randint(0, VOCAB, (5,))
+
+
+def test_a_forward_pass_without_gradients_adds_nothing() -> None:
+    made, hidden, labels = table()
+    with sums_begun_early([made]), torch.no_grad():
+        linear_cross_entropy(hidden, labels, made, torch.tensor(1.0))
+    assert made.weight.grad is None
+
+
+def test_a_gradient_once_added_for_a_seed_of_1_takes_no_other() -> None:
+    made, hidden, labels = table()
+    with sums_begun_early([made]):
+        loss = linear_cross_entropy(hidden, labels, made, torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="seed of 1"):
+        (2 * loss).backward()
+
+
+def test_a_gpu_adds_both_factors_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "ORDERED", ())
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    first, second = torch.randn(3, 2), torch.randn(3, 2).bfloat16()
+    cross_entropy.add_to_grad(weight, first.clone(), torch.tensor(0.5))
+    with Operators() as seen:
+        cross_entropy.add_to_grad(weight, second, torch.tensor(0.25))
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, 0.5 * first + 0.25 * second.float())
+    assert "aten.addcmul_.default" in seen.names
+
+
+def test_a_step_that_breaks_off_leaves_the_loss_to_autograd() -> None:
+    made, hidden, labels = table()
+    with pytest.raises(KeyboardInterrupt), sums_begun_early([made]):
+        raise KeyboardInterrupt
+    linear_cross_entropy(hidden, labels, made, torch.tensor(1.0))
+    assert made.weight.grad is None

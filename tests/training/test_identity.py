@@ -1,0 +1,146 @@
+"""The identity of a run: keys that may not change on resume, keys that may, and a record of changes."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
+from mlm.config.build import to_dict
+from mlm.config.tree import leaves
+from mlm.data.config import DataConfig
+from mlm.finetune import inputs
+from mlm.finetune.config import FinetuneConfig
+from mlm.parallel.mesh import shape_context
+from mlm.training.config import PretrainConfig
+from mlm.training.identity import FUNCTION_KEYS, KINDS, Kind, changes_since, identity_errors
+from mlm.training.resume import resume, start_problems
+from mlm.training.state import model_shards, save
+from mlm.training.trainer import Trainer
+from tests.training.test_trainer import config, steps_of
+
+IDENTITY = [key for key, kind in KINDS.items() if kind is Kind.IDENTITY]
+
+
+def bert() -> PretrainConfig:
+    """A run that every key of the identity counts for."""
+    base = config()
+    model = replace(base.model, kind="bert", token_types=2)
+    return replace(base, model=model, data=DataConfig(seq_length=8, mask_eod_loss=True, eod_id=1))
+
+
+def put(saved: dict[str, Any], key: str, value: Any) -> None:
+    *path, name = key.split(".")
+    for part in path:
+        saved = saved[part]
+    saved[name] = value
+
+
+def test_every_key_of_a_pretraining_run_is_of_one_kind() -> None:
+    assert KINDS.keys() == leaves(PretrainConfig).keys()
+
+
+def test_every_key_of_a_finetuning_run_is_fixed_may_change_or_counts_by_content() -> None:
+    for key in leaves(FinetuneConfig):
+        fixed = key in inputs.FIXED or (key.startswith(inputs.FIXED_SECTIONS) and key not in inputs.FREE)
+        free = key in (*inputs.FREE, *inputs.MAY_CHANGE) or key.startswith(inputs.MAY_CHANGE_SECTIONS)
+        by_content = key in (inputs.WEIGHTS, inputs.VOCABULARY, inputs.ROWS, inputs.TEMPLATE)
+        assert fixed or free or by_content, f"{key} is not classified"
+        assert not (fixed and by_content)
+
+
+@pytest.mark.parametrize("key", IDENTITY)
+def test_another_value_of_any_key_of_the_identity_is_an_error_that_names_both(key: str) -> None:
+    saved = to_dict(bert())
+    put(saved, key, 77)
+    (error,) = identity_errors(bert(), saved, "the run in runs/a")
+    assert error.startswith(f"{key}=")
+    assert "was trained with 77" in error
+
+
+def test_all_differences_are_reported_at_once() -> None:
+    saved = to_dict(bert())
+    for key in ("seed", "model.num_heads", "data.short_seq_prob"):
+        put(saved, key, 77)
+    assert len(identity_errors(bert(), saved, "the run")) == 3
+
+
+def test_a_key_that_an_older_version_did_not_save_is_not_compared() -> None:
+    saved = to_dict(bert())
+    del saved["data"]["short_seq_prob"]
+    assert identity_errors(bert(), saved, "the run") == []
+
+
+def test_masking_does_not_count_for_gpt2() -> None:
+    saved = to_dict(config())
+    saved["data"]["short_seq_prob"] = 0.77
+    assert identity_errors(config(), saved, "the run") == []
+
+
+def test_a_default_and_its_value_spelt_out_are_one() -> None:
+    saved = to_dict(config())
+    saved["model"]["ffn_hidden_size"] = 4 * config().model.hidden_size
+    assert identity_errors(config(), saved, "the run") == []
+
+
+def test_what_may_change_is_recorded_from_and_to() -> None:
+    saved = copy.deepcopy(to_dict(config()))
+    saved["optimizer"]["lr"], saved["log"]["every"] = 0.5, 77
+    (change,) = changes_since(config(), saved, 12)
+    assert change == {"step": 12, "key": "optimizer.lr", "from": 0.5, "to": config().optimizer.lr}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with dropout."""
+    out = tmp_path_factory.mktemp("run")
+    trainer = Trainer(spec(out), shape_context())
+    steps_of(trainer, 2)
+    save(trainer, out)
+    return out
+
+
+def spec(out: Path, **model: Any) -> PretrainConfig:
+    base = config(dtype="fp32", dropout=0.1)
+    return replace(base, out=str(out), model=replace(base.model, **model))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"num_heads": 2}, {"layer_norm_eps": 1e-3}, {"activation": "gelu"}, {"hidden_dropout": 0.2}],
+    ids=str,
+)
+def test_a_run_is_not_resumed_as_another_function(run: Path, changed: dict[str, Any]) -> None:
+    assert start_problems(spec(run)) == []
+    (error,) = start_problems(spec(run, **changed))
+    assert error.startswith(f"model.{next(iter(changed))}=")
+
+
+def test_weights_begin_a_fresh_run_only_as_the_same_function(run: Path, tmp_path: Path) -> None:
+    """Seed, dropout and data are the new run's own."""
+    given = Trainer(spec(tmp_path / "given"), shape_context())
+    state = {"weights_only": True, "config": to_dict(given.config)}
+    alone: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None, "keep_last": 1, "keep_every": 0}
+    save_checkpoint(tmp_path / "given/checkpoints", 0, model_shards(given.shards), state=state, **alone)
+    fresh = replace(spec(tmp_path / "new", hidden_dropout=0.3), ckpt=str(tmp_path / "given"), seed=9)
+    assert start_problems(fresh) == []
+    (error,) = start_problems(replace(fresh, model=replace(fresh.model, num_heads=2)))
+    assert error.startswith("model.num_heads=2: the weights in")
+    assert "model.num_heads" in FUNCTION_KEYS
+    (error,) = start_problems(replace(fresh, model=replace(fresh.model, num_heads=2, num_layers=1)))
+    layers = given.config.model.num_layers
+    assert error.endswith(f"or set model.num_layers={layers} model.num_heads={given.config.model.num_heads}")
+
+
+def test_changes_are_kept_in_every_later_checkpoint(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "next"
+    again = replace(spec(out), ckpt=str(run), optimizer=replace(spec(out).optimizer, lr=0.125))
+    trainer = Trainer(again, shape_context())
+    assert resume(trainer) is not None
+    for _ in range(2):
+        steps_of(trainer, 1)
+        path = save(trainer, out)
+    (change,) = read_manifest(path).state["lineage"]["changes"]
+    assert (change["step"], change["key"], change["to"]) == (2, "optimizer.lr", 0.125)

@@ -1,0 +1,356 @@
+"""Choices of kernels that only a GPU runs, as far as a CPU can tell."""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
+
+from mlm.checkpoint.native import staging
+from mlm.checkpoint.native.staging import StagedFile
+from mlm.config.cli.compose import load_config
+from mlm.data.sampler import Batch
+from mlm.inference import trained
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel import matmul, mesh
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.training import pipelined
+from mlm.training.incidents.findings import beyond
+from mlm.training.kernels import (
+    MISSING,
+    attention_of_any_shape,
+    choose_attention,
+    choose_kernels,
+    compiles,
+    missing_kernel_as_user_error,
+)
+from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError
+from tests.operators import Operators
+from tests.training.test_gradient_sums import MICRO_BATCHES, SPEC, batches
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """PyTorch's switches of attention, noted instead of set."""
+    found: dict[str, Any] = {}
+    for name in ("cudnn", "flash", "mem_efficient", "math"):
+        monkeypatch.setattr(
+            torch.backends.cuda, f"enable_{name}_sdp", lambda on, name=name: found.__setitem__(name, on)
+        )
+    monkeypatch.setattr(torch._C, "_set_sdp_priority_order", lambda order: found.__setitem__("order", order))
+    return found
+
+
+def test_attention_on_hopper_tries_cudnn_first(switches: dict[str, Any]) -> None:
+    choose_attention("auto", (9, 0))
+    order = switches.pop("order")
+    assert set(switches.values()) == {True}
+    assert order[0] == SDPBackend.CUDNN_ATTENTION.value
+    assert len(set(order)) == 4
+
+
+def test_attention_before_hopper_keeps_pytorch_s_order(switches: dict[str, Any]) -> None:
+    choose_attention("auto", (8, 0))
+    assert switches == {"cudnn": True, "flash": True, "mem_efficient": True, "math": True}
+
+
+def test_attention_by_name_allows_no_other(switches: dict[str, Any]) -> None:
+    choose_attention("efficient", (9, 0))
+    assert switches == {"cudnn": False, "flash": False, "mem_efficient": True, "math": False}
+
+
+def test_attention_of_many_shapes_leaves_cudnn_out_unless_it_is_named(switches: dict[str, Any]) -> None:
+    """For each new shape it plans anew, tenths of a second."""
+    choose_attention("auto", (9, 0), one_shape=False)
+    assert switches == {"cudnn": False, "flash": True, "mem_efficient": True, "math": True}
+    choose_attention("cudnn", (9, 0), one_shape=False)
+    assert switches == {"cudnn": True, "flash": False, "mem_efficient": False, "math": False}
+
+
+def test_what_is_compiled_follows_a_later_choice_of_attention() -> None:
+    """A CPU has two of the kernels; PyTorch guards no graph on the choice."""
+    traced: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        traced.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    attention = torch.compile(
+        torch.nn.functional.scaled_dot_product_attention, backend=aot_autograd(fw_compiler=note)
+    )
+    x = torch.randn(1, 2, 8, 16)
+    try:
+        for kind, is_fused in (("auto", True), ("math", False), ("math", False), ("auto", True)):
+            choose_attention(kind, (8, 0))  # type: ignore[arg-type]
+            attention(x, x, x)
+            assert any("flash_attention" in name for name in traced) is is_fused
+            if kind != "math":
+                traced.clear()
+    finally:
+        choose_attention("auto", (8, 0))
+
+
+@pytest.mark.slow
+def test_code_compiled_for_other_kernels_of_attention_is_kept_apart_on_disk(tmp_path: Path) -> None:
+    """A process finds what earlier ones compiled by a key of PyTorch's, which holds no choice of kernels."""
+    program = """if True:
+        import sys, torch
+        from mlm.training.kernels import choose_attention
+        choose_attention(sys.argv[1], (8, 0))
+        names = []
+        attention = torch.compile(torch.nn.functional.scaled_dot_product_attention)
+        x = torch.randn(1, 2, 8, 16)
+        with torch.no_grad():
+            attention(x, x, x)
+            with torch.profiler.profile() as seen:
+                attention(x, x, x)
+        print(any("flash_attention" in event.name for event in seen.events()))
+    """
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program, kind],
+            env=os.environ | caches,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for kind in ("auto", "math")
+    ]
+    assert said == ["True\n", "False\n"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_blocks_of_any_shape_leave_cudnn_out_unless_it_is_named(named: bool) -> None:
+    """PyTorch's own switches, which a CPU has too."""
+    cuda = torch.backends.cuda
+    before = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()
+    try:
+        cuda.enable_cudnn_sdp(True)
+        cuda.enable_flash_sdp(not named)
+        with attention_of_any_shape(GPU):
+            assert cuda.cudnn_sdp_enabled() is named
+            inside = torch.compiler.config.cache_key_tag
+        assert cuda.cudnn_sdp_enabled()
+        assert named or torch.compiler.config.cache_key_tag != inside
+    finally:
+        cuda.enable_cudnn_sdp(before[0])
+        cuda.enable_flash_sdp(before[1])
+
+
+def test_passes_without_gradients_and_tasks_have_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretraining has one: its validation, all evaluation, generation and finetuning may have others."""
+    blocks, told = [], []
+
+    @contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        blocks.append(device)
+        yield
+
+    monkeypatch.setattr(pipelined, "attention_of_any_shape", noted)
+    monkeypatch.setattr(
+        "mlm.training.trainer.choose_kernels", lambda config, device, one_shape: told.append(one_shape)
+    )
+    plain: Trainer[Batch] = Trainer(SPEC, ParallelContext())
+    plain.forward_backward(batches(0, 1))
+    assert not blocks
+    plain.validate(batches(0, 1))
+    assert len(blocks) == MICRO_BATCHES
+    Trainer(SPEC, ParallelContext(), plain.objective)
+    assert told == [True, False]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_reproducible_kernels_do_not_fill_new_memory(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would write NaN into each new tensor, which is written again right after."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    try:
+        choose_kernels(replace(SPEC, deterministic=asked), CPU)
+        assert torch.utils.deterministic.fill_uninitialized_memory is not asked
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_order_is_one_that_pytorch_takes() -> None:
+    before = torch._C._get_sdp_priority_order()
+    try:
+        choose_attention("auto", (9, 0))
+        assert torch._C._get_sdp_priority_order()[0] == SDPBackend.CUDNN_ATTENTION.value
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
+def test_layers_compile_by_default_on_gpus_with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (True, False):
+        monkeypatch.setattr("torch.utils._triton.has_triton", lambda found=found: found)
+        assert compiles(None, GPU) is found
+    assert all(compiles(True, device) and not compiles(False, device) for device in (CPU, GPU))
+    assert not compiles(None, CPU)
+
+
+def test_a_run_without_a_compiler_takes_no_compiled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even after a compiled run in its process."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr("mlm.parallel.cross_entropy.compiled", lambda device: asked.append(device))
+    monkeypatch.setattr("mlm.training.trainer.compile_layers", lambda *_, **__: None)
+    spec = replace(SPEC, precision=PrecisionConfig(dtype="bf16"))
+    for choice in (True, False):
+        Trainer[Batch](replace(spec, compile=choice), ParallelContext()).forward_backward(batches(0, 1))
+        assert len(asked) == MICRO_BATCHES
+
+
+def test_a_gpu_writes_weight_gradients_in_float32_without_a_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors: the product is of half precision, its result is not, and nothing converts it."""
+    monkeypatch.setattr(matmul, "_WIDE_SUMS", {"cuda": True})
+    with FakeTensorMode(), Operators() as seen:
+        dy, x = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (4, 6))
+        found = matmul.weight_gradient(dy, x, torch.float32)
+    assert (found.dtype, found.shape) == (torch.float32, (4, 6))
+    assert [name for name in seen.names if "mm" in name or "_to_copy" in name] == ["aten.mm.dtype"]
+
+
+def test_a_gpu_adds_weight_gradients_where_their_sum_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors: one product, which gets the sum, and nothing else."""
+    products: list[tuple[torch.Tensor, ...]] = []
+    monkeypatch.setattr(matmul, "_WIDE_ADDS", {"cuda": True})
+    monkeypatch.setattr(matmul.torch, "addmm", lambda *args, out, out_dtype: products.append((args[0], out)))
+    with FakeTensorMode(), Operators() as seen:
+        dy, x = (torch.empty(8, n, dtype=torch.bfloat16, device="cuda") for n in (4, 6))
+        total = torch.empty(4, 6, device="cuda")
+        seen.names.clear()
+        matmul.add_weight_gradient(total, dy, x)
+    assert {name for name in seen.names if name.startswith("aten")} <= {"aten.t.default"}
+    ((read, written),) = products
+    assert read is written is total
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_sums_inside_products_need_a_device_that_keeps_their_bits(
+    rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The questions to a GPU before the first step, with the product computed here."""
+
+    def add(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+        sums = total + dy.float().t() @ x.float()
+        total.copy_(sums.bfloat16() if rounds else sums)
+
+    monkeypatch.setattr(matmul, "_add_wide", add)
+    assert matmul._adds_in_float32(torch.ones(16, 16, dtype=torch.bfloat16)) is not rounds
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_checkpoint_of_a_gpu_is_staged_in_page_locked_memory(
+    locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registered once for all saves of a size, and given back before it is mapped anew."""
+    events: list[str] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        events.append(f"lock {size}")
+        return 0 if locks else 801
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda address: events.append("unlock")
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(staging, "_drop_error", lambda: None)
+    staged = StagedFile()
+    for size in (5000, 4000, 9000):
+        staged._allocate(size, page_locked=True)
+    assert events == (["lock 8192", "unlock", "lock 12288"] if locks else ["lock 8192", "lock 12288"])
+    staged._allocate(20_000, page_locked=False)
+    assert staged._locked is None
+
+
+def test_an_error_of_locking_is_taken_from_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps a failed call's error for the thread's next kernel, which would fail by it."""
+    kept: list[int] = []
+
+    def launch(*_: object, device: str) -> None:
+        if kept:
+            raise RuntimeError(f"CUDA error: {kept.pop()}")
+
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: kept.append(801) or 801)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", launch)
+    assert not staging._lock_pages(4096, 4096)
+    assert kept == []
+
+
+@pytest.mark.parametrize("dtype, expected", [("tf32", "high"), ("fp32", "highest"), ("bf16", "highest")])
+def test_products_of_a_loaded_model_are_of_the_precision_asked_for(
+    dtype: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorFloat32 is a switch of the process: evaluation and generation set it as training does."""
+    set_to: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", set_to.append)
+    monkeypatch.setattr(
+        trained, "named_checkpoint", lambda _: SimpleNamespace(config=SimpleNamespace(model=0))
+    )
+    monkeypatch.setattr(trained, "PipelinedModel", lambda *_: set_to.append("model"))
+    with pytest.raises(AttributeError):  # there is no model
+        trained.load_trained("", ParallelConfig(), PrecisionConfig(dtype=dtype), ParallelContext(device=GPU))
+    assert set_to == [expected, "model"]
+
+
+def test_sums_over_tp_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builds of PyTorch for CPUs have no NCCL."""
+    monkeypatch.setattr(mesh.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(
+        mesh.dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False
+    )
+    limit = timedelta(seconds=7)
+    found = mesh._options("tp", GPU, limit)
+    assert found.is_high_priority_stream
+    assert found._timeout == limit  # another one than the group's is worth a warning to PyTorch
+    assert mesh._options("dp", GPU, limit) is None
+    assert mesh._options("tp", CPU, limit) is None
+
+
+@pytest.mark.parametrize("words", MISSING)
+def test_a_kernel_that_pytorch_lacks_is_a_mistake_in_the_settings(words: str) -> None:
+    config = load_config("pretrain", ["model=gpt2_tiny", "data=synthetic", "attention=flash"])
+    wanted = r"^(attention=flash|deterministic=false)"
+    with pytest.raises(UserError, match=wanted), missing_kernel_as_user_error(config):
+        raise RuntimeError(f"{words}. Aborting.")
+
+
+def test_other_errors_of_pytorch_stay_what_they_are() -> None:
+    config = load_config("pretrain", ["model=gpt2_tiny", "data=synthetic"])
+    with pytest.raises(RuntimeError, match="sizes differ"), missing_kernel_as_user_error(config):
+        raise RuntimeError("sizes differ")
+
+
+def test_the_words_are_pytorch_s_own() -> None:
+    """An error that a CPU can raise: a scatter that has no kernel to repeat every bit."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            torch.zeros(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert any(words in str(caught.value) for words in MISSING)
+
+
+def test_a_gpu_compares_a_step_s_numbers_with_their_limits_without_the_host() -> None:
+    """On fake tensors: reading one would raise."""
+    with FakeTensorMode():
+        found = beyond(torch.empty(2, device="cuda"), (1.5, math.inf))
+        assert torch.cat([torch.empty(2, device="cuda"), found.view(1)]).device.type == "cuda"

@@ -1,0 +1,126 @@
+"""Checkpoints, evaluation and sampling at layouts with pipelines and sharded replicas."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
+from mlm.data.sampler import eval_batches
+from mlm.data.synthetic import SyntheticDataset
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.training.config import PretrainConfig
+from mlm.training.diagnose import first_non_finite
+from mlm.training.state import load, save
+from mlm.training.trainer import Trainer
+from mlm.util.errors import CorruptFileError
+from tests.ranks import run_on_ranks
+from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
+
+LAYOUTS = [
+    ParallelConfig(pp=2),
+    ParallelConfig(tp=2, pp=2, sequence_parallel=True),
+    ParallelConfig(pp=2, vp=2, dp=2),
+    ParallelConfig(pp=3, pipeline="zb_h1"),
+    ParallelConfig(dp=2, zero=3),
+    ParallelConfig(cp=2, tp=2, sequence_parallel=True, zero=2),
+    ParallelConfig(pp=2, dp=2, zero=2),
+]
+
+
+def spec_of(parallel: ParallelConfig, *, dropout: float = 0.0, dtype: str = "fp64") -> PretrainConfig:
+    spec = config(dropout=dropout, dtype=dtype)
+    return replace(spec, model=replace(spec.model, num_layers=4), parallel=parallel)
+
+
+def sizes(parallel: ParallelConfig) -> dict[str, int]:
+    return {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp or 1}
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_resumed_losses_are_bit_equal(tmp_path: Path, parallel: ParallelConfig) -> None:
+    """Four steps straight against two, save, a fresh trainer, load, two more; with dropout."""
+    for straight, resumed in run_on_ranks(
+        resume, tmp_path, spec_of(parallel, dropout=0.1, dtype="fp32"), **sizes(parallel)
+    ):
+        assert resumed == straight
+
+
+def resume(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> tuple[list[float], list[float]]:
+    straight = steps_of(Trainer(spec, ctx), 4)
+    first = Trainer(spec, ctx)
+    losses = steps_of(first, 2)
+    path = save(first, out)
+    second = Trainer(spec, ctx)
+    for shard in second.shards:
+        shard.parameter.data.fill_(7.0)  # nothing of the initial weights may survive
+    load(second, path)
+    return straight, losses + steps_of(second, 2)
+
+
+def test_a_run_moves_through_layouts(tmp_path: Path) -> None:
+    """Two steps at each layout in turn, a checkpoint between: the losses of one process, to rounding."""
+    losses = []
+    for parallel in [*LAYOUTS, ParallelConfig()]:
+        losses += run_on_ranks(two_steps_more, tmp_path, spec_of(parallel), **sizes(parallel))[0]
+    alone = steps_of(Trainer(spec_of(ParallelConfig()), shape_context()), len(losses))
+    assert losses == pytest.approx(alone, abs=1e-10)
+
+
+def two_steps_more(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> list[float]:
+    trainer = Trainer(spec, ctx)
+    start = latest_checkpoint(out / "checkpoints")
+    if start is not None:
+        load(trainer, start)
+    losses = steps_of(trainer, 2)
+    save(trainer, out)
+    return losses
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_validation_does_not_depend_on_the_layout(parallel: ParallelConfig) -> None:
+    """Thirteen windows in micro-batches of two, before a step and after it."""
+    alone = validate(shape_context(), spec_of(ParallelConfig()))
+    for scores in run_on_ranks(validate, spec_of(parallel), **sizes(parallel)):
+        assert scores == pytest.approx(alone, abs=1e-12)
+
+
+def validate(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
+    trainer = Trainer(spec, ctx)
+    windows = SyntheticDataset(VOCAB, SEQ, 13, 0)
+    scores = []
+    for _ in range(2):
+        batches = eval_batches(windows, micro_batch_size=2, rank=ctx.dp.rank, size=ctx.dp.size)
+        scores += trainer.validate(batches)
+        steps_of(trainer, 1)
+    return scores
+
+
+def test_the_first_non_finite_layer_is_named_across_stages() -> None:
+    """The problem is on the second stage only; all ranks say the same."""
+    sentences = run_on_ranks(overflow, spec_of(ParallelConfig(pp=2), dtype="fp16"), pp=2)
+    assert sentences == ["the first non-finite activation is the output of layers.2.mlp.up"] * 2
+
+
+def overflow(ctx: ParallelContext, spec: PretrainConfig) -> str:
+    trainer = Trainer(spec, ctx)
+    if ctx.pp.rank == 1:
+        trainer.model.chunks[0].layers["2"].mlp.up.weight.data.fill_(1e5)
+    batches = list(eval_batches(SyntheticDataset(VOCAB, SEQ, 2, 0), micro_batch_size=2, rank=0, size=1))
+    return first_non_finite(trainer, batches)
+
+
+@pytest.mark.parametrize("broken", [{}, {"step": 1}, {"scaler": None}], ids=str)
+def test_a_checkpoint_without_a_run_s_counters_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any]
+) -> None:
+    """A manifest that another program wrote: one line that names the checkpoint, no traceback."""
+    trainer = Trainer(spec_of(ParallelConfig()), shape_context())
+    path = save(trainer, tmp_path)
+    whole = read_manifest(path)
+    state = {**whole.state, **broken} if "scaler" in broken else {"config": whole.state["config"], **broken}
+    monkeypatch.setattr("mlm.training.state.load_checkpoint", lambda *a, **k: replace(whole, state=state))
+    with pytest.raises(CorruptFileError, match=r"step-0+: its (state says|scaler is)"):
+        load(trainer, path)

@@ -1,0 +1,162 @@
+"""The papers' largest layouts, any rank of them, on the meta device with a fake process group."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mlm.config.cli.compose import load_config
+from mlm.data.sampler import Batch
+from mlm.models.gpt2.objective import NextToken
+from mlm.models.stage import split_layers
+from mlm.parallel.mesh import ParallelContext, build_mesh, coordinates, shape_context
+from mlm.parallel.pipeline.actions import Action, Op, Receive, Send
+from mlm.parallel.pipeline.engine import NO_HOOKS
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import build_schedule
+from mlm.parallel.sharding import parameter_shards
+from mlm.training.config import PretrainConfig
+from mlm.training.pipelined import PipelinedModel
+
+META = torch.device("meta")
+V1 = ["model=gpt2_8b", "parallel=v1_8_3b"]
+"""Megatron-LM: 8.3 billion parameters, 512 GPUs, tp=8 dp=64 (arXiv:1909.08053, table 1)."""
+SC21 = ["model=gpt2_sc21_1t", "parallel=sc21_1t", "sequence_parallel=true"]
+"""PTD-P: 1 trillion parameters, 3072 GPUs, tp=8 pp=64 dp=6 (arXiv:2104.04473, table 1)."""
+INTERLEAVED = ["model=gpt2_sc21_530b", "parallel=sc21_530b"]
+"""PTD-P: 530 billion parameters, 2520 GPUs, tp=8 pp=35 vp=3 dp=9."""
+
+
+def config_of(overrides: list[str]) -> PretrainConfig:
+    config: PretrainConfig = load_config("pretrain", [*overrides, "data=synthetic"])
+    return config
+
+
+@contextmanager
+def as_rank(config: PretrainConfig, rank: int) -> Iterator[ParallelContext]:
+    """Be one rank of the layout, its groups made and answering at once."""
+    p = config.parallel
+    assert p.dp is not None
+    dist.init_process_group("fake", rank=rank, world_size=p.tp * p.pp * p.dp, store=FakeStore())
+    try:
+        yield build_mesh(tp=p.tp, pp=p.pp, dp=p.dp, device=META, timeout_s=60, host_backend="fake")
+    finally:
+        dist.destroy_process_group()
+
+
+def built(config: PretrainConfig, ctx: ParallelContext) -> PipelinedModel:
+    return PipelinedModel(config.model, config.parallel, config.precision, ctx)
+
+
+@pytest.mark.parametrize(("overrides", "world"), [(V1, 512), (SC21, 3072), (INTERLEAVED, 2520)])
+def test_the_groups_of_a_rank_are_its_neighbours(overrides: list[str], world: int) -> None:
+    """tp ranks are consecutive; dp ranks tp apart; pp ranks tp * dp apart."""
+    config = config_of(overrides)
+    p = config.parallel
+    assert p.dp is not None
+    for rank in (0, 9, world // 2 + 1, world - 1):
+        with as_rank(config, rank) as ctx:
+            t, s, d = coordinates(rank, tp=p.tp, pp=p.pp, dp=p.dp)
+            assert (ctx.tp.rank, ctx.pp.rank, ctx.dp.rank) == (t, s, d)
+            assert ctx.tp.ranks == tuple(range(rank - t, rank - t + p.tp))
+            assert ctx.dp.ranks == tuple(range(rank - d * p.tp, rank + (p.dp - d) * p.tp, p.tp))
+            stride = p.tp * p.dp
+            if p.pp > 1:
+                assert ctx.pp.ranks == tuple(range(rank - s * stride, rank + (p.pp - s) * stride, stride))
+            assert ctx.tied.size == (2 if p.pp > 1 and s in (0, p.pp - 1) else 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "billions"), [(V1, 8.3), (SC21, 1008.0), (INTERLEAVED, 529.6)], ids=["v1", "1t", "530b"]
+)
+def test_the_ranks_together_hold_each_parameter_once(overrides: list[str], billions: float) -> None:
+    """Summed over tp and pp ranks of one replica: the paper's parameter count, true vocabulary rows only."""
+    config = config_of(overrides)
+    p = config.parallel
+    held = 0
+    for stage in range(p.pp):
+        first, last = (whole_sizes(config, stage * p.tp + tensor) for tensor in (0, p.tp - 1))
+        assert first == last  # what the tp ranks hold parts of is the same
+        held += sum(first)
+    assert held == config.model.num_parameters()
+    assert held / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def whole_sizes(config: PretrainConfig, rank: int) -> list[int]:
+    """Elements of each parameter that a rank of one replica holds a part of, tied copies left out."""
+    ctx = replace(shape_context(rank, tp=config.parallel.tp, pp=config.parallel.pp), device=META)
+    shards = [s for chunk in built(config, ctx).chunks for s in parameter_shards(chunk, ctx.tp)]
+    return [math.prod(s.global_shape) for s in shards if not getattr(s.module, "is_tied_copy", False)]
+
+
+def test_a_rank_of_the_trillion_layout_holds_two_layers_and_its_share_of_them() -> None:
+    """25600 × 160 heads over 8: qkv [9600, 25600], mlp.up [12800, 25600]; about 1/512 of the model."""
+    config = config_of(SC21)
+    with as_rank(config, 3072 // 2) as ctx:
+        (chunk,) = built(config, ctx).chunks
+        assert list(chunk.layers) == ["64", "65"]
+        layer = chunk.layers["64"]
+        assert tuple(layer.attention.qkv.weight.shape) == (9600, 25600)
+        assert tuple(layer.mlp.up.weight.shape) == (12800, 25600)
+        count = sum(parameter.numel() for parameter in chunk.parameters())
+        assert count * 512 == pytest.approx(1008e9, rel=0.01)
+
+
+@pytest.mark.parametrize("rank", [0, 8 * 6 * 31, 3071])
+def test_any_rank_of_the_trillion_layout_computes_a_step(rank: int) -> None:
+    """Forward and backward of eight micro-batches: shapes fit at both ends, each weight gets a gradient."""
+    config = config_of(SC21)
+    with as_rank(config, rank) as ctx:
+        model = built(config, ctx)
+        tokens = torch.zeros(1, config.data.seq_length, dtype=torch.int64, device=META)
+        scale = torch.ones(1, device=META)
+        losses = model.train(
+            [Batch(tokens, tokens, i) for i in range(8)],
+            NextToken(ctx, model.dtype, None),
+            scale,
+            lambda batch: None,
+            NO_HOOKS,
+        )
+        assert len(losses) == (8 if ctx.pp.rank == 63 else 0)
+        for parameter in model.chunks[0].parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.shape == parameter.shape
+
+
+def transfers_of(schedule: str, p: int, v: int, m: int) -> Callable[[int], tuple[int, int]]:
+    plan = lower(build_schedule(schedule, stages=p, chunks=v, micro_batches=m))
+    assert plan.bubble == pytest.approx((p - 1) / (v * m))
+
+    def transfers(rank: int) -> tuple[int, int]:
+        mine = plan.instructions[rank]
+        assert sum(isinstance(i, Action) and i.op is Op.FORWARD for i in mine) == v * m
+        return sum(isinstance(i, Send) for i in mine), sum(isinstance(i, Receive) for i in mine)
+
+    return transfers
+
+
+def test_the_schedules_of_the_papers_layouts() -> None:
+    """512 micro-batches through 64 stages, and 280 through 35 ranks of 3 chunks: bubble, sends, receives."""
+    sc21, interleaved = config_of(SC21), config_of(INTERLEAVED)
+    assert _micro_batches(sc21) == 512
+    transfers = transfers_of("1f1b", 64, 1, 512)
+    assert [transfers(0), transfers(31), transfers(63)] == [(512, 512), (1024, 1024), (512, 512)]
+    m = _micro_batches(interleaved)
+    transfers = transfers_of("1f1b", 35, 3, m)
+    assert transfers(0) == (5 * m, 5 * m)  # the first stage sends no gradient, the rest goes round
+    assert transfers(17) == (6 * m, 6 * m)
+
+
+def _micro_batches(config: PretrainConfig) -> int:
+    assert config.parallel.dp is not None
+    return config.train.global_batch_size // (config.parallel.dp * config.train.micro_batch_size)
+
+
+def test_uneven_layers_of_a_large_model_leave_the_ends_lighter() -> None:
+    counts = [len(stage.layers) for stage in split_layers(105, 32)]
+    assert (counts[0], counts[-1], max(counts), sum(counts)) == (3, 3, 4, 105)

@@ -1,0 +1,292 @@
+"""Saving in the background: what is written, what training waits for, and what becomes of failures."""
+
+import errno
+import os
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from mlm.checkpoint.native import save_load
+from mlm.checkpoint.native.save_load import CheckpointError, read_manifest
+from mlm.checkpoint.native.staging import StagedFile
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.parallel.watch import LostPeer
+from mlm.training.config import CheckpointConfig, PretrainConfig
+from mlm.training.saver import Saver
+from mlm.training.state import load
+from mlm.training.trainer import Trainer
+from tests.ranks import run_on_ranks
+from tests.training.test_trainer import config, steps_of
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-00001.safetensors")
+
+
+class Told:
+    """A reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.saved_steps: list[int] = []
+        self.failures: list[tuple[int, str]] = []
+
+    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        assert path.is_dir()
+        assert 0 <= waited <= seconds
+        self.saved_steps.append(step)
+
+    def save_failed(self, step: int, error: str) -> None:
+        self.failures.append((step, error))
+
+
+def spec(**checkpoint: Any) -> PretrainConfig:
+    return replace(config(dtype="fp32", dropout=0.1), checkpoint=CheckpointConfig(**checkpoint))
+
+
+def saver_of(trainer: Trainer, out: Path, *, aside: bool = True) -> tuple[Saver, Told]:
+    """A saver; `aside`: that copies in its thread, as it does on a GPU."""
+    told = Told()
+    saver = Saver(trainer, out, told)  # type: ignore[arg-type]
+    saver._copies_aside = aside
+    return saver, told
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [s.parameter.detach().clone() for s in trainer.shards]
+
+
+def slowed(file: StagedFile) -> Any:
+    """Hold back the copy for a while: weights that do not wait for it change under its hands."""
+    fill = file._fill
+
+    def late(*args: Any) -> None:
+        threading.Event().wait(0.3)
+        fill(*args)
+
+    return mock.patch.object(file, "_fill", late)
+
+
+@pytest.mark.parametrize(("asynchronous", "aside"), [(True, True), (True, False), (False, False)])
+def test_a_checkpoint_holds_its_step_whatever_training_does_meanwhile(
+    tmp_path: Path, asynchronous: bool, aside: bool
+) -> None:
+    trainer = Trainer(spec(asynchronous=asynchronous), shape_context())
+    saver, told = saver_of(trainer, tmp_path, aside=aside)
+    steps_of(trainer, 2)
+    before = weights(trainer)
+    with slowed(saver._file) if asynchronous else nullcontext(), saver:
+        saver.begin()
+        straight = steps_of(trainer, 2)
+        saver.finish()
+    assert told.saved_steps == [2]
+    other = Trainer(trainer.config, shape_context())
+    manifest = load(other, tmp_path / "checkpoints" / "step-00000002")
+    assert all(map(torch.equal, weights(other), before))
+    assert (manifest.state["step"], other.consumed_samples) == (2, 16)
+    assert steps_of(other, 2) == straight
+
+
+LAYOUTS = [
+    ParallelConfig(tp=2, sequence_parallel=True),
+    ParallelConfig(pp=2, pipeline="zb_h1"),
+    ParallelConfig(dp=2, zero=2),
+    ParallelConfig(dp=2, zero=3),
+]
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_a_checkpoint_holds_its_step_at_every_kind_of_layout(
+    tmp_path: Path, parallel: ParallelConfig
+) -> None:
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1}
+    for straight, resumed in run_on_ranks(save_and_resume, tmp_path, parallel, **sizes):
+        assert resumed == straight
+
+
+def save_and_resume(
+    ctx: ParallelContext, out: Path, parallel: ParallelConfig
+) -> tuple[list[float], list[float]]:
+    trainer = Trainer(replace(spec(), parallel=parallel), ctx)
+    saver, _ = saver_of(trainer, out)
+    steps_of(trainer, 1)
+    with slowed(saver._file), saver:
+        saver.begin()
+        straight = steps_of(trainer, 2)
+        saver.finish()
+    other = Trainer(trainer.config, ctx)
+    for shard in other.shards:
+        shard.parameter.data.fill_(7.0)  # nothing of the initial weights may survive
+    load(other, out / "checkpoints" / "step-00000001")
+    return straight, steps_of(other, 2)
+
+
+def test_forward_and_backward_do_not_wait_for_the_copy(tmp_path: Path) -> None:
+    trainer = Trainer(spec(), shape_context())
+    saver, _ = saver_of(trainer, tmp_path)
+    go, order = threading.Event(), []
+    fill, update = saver._file._fill, trainer.update
+
+    def held(*args: Any) -> None:
+        assert go.wait(30)
+        order.append("copy")
+        fill(*args)
+
+    def noted(loss: torch.Tensor) -> Any:
+        order.append("gradients")
+        go.set()  # the copy begins after the backward pass has ended, and the update waits for it
+        return update(loss)
+
+    with mock.patch.object(saver._file, "_fill", held), mock.patch.object(trainer, "update", noted), saver:
+        saver.begin()
+        steps_of(trainer, 1)
+    assert order == ["gradients", "copy"]
+
+
+def test_one_save_is_in_flight_at_a_time(tmp_path: Path) -> None:
+    trainer = Trainer(spec(keep_last=5), shape_context())
+    saver, told = saver_of(trainer, tmp_path)
+    with slowed(saver._file), saver:
+        for _ in range(3):
+            steps_of(trainer, 1)
+            saver.begin()
+            assert told.saved_steps == list(range(1, trainer.step))
+    assert told.saved_steps == [1, 2, 3]  # leaving waits for the last
+
+
+def test_poll_reports_a_save_that_is_over(tmp_path: Path) -> None:
+    trainer = Trainer(spec(), shape_context())
+    saver, told = saver_of(trainer, tmp_path)
+    with saver:
+        saver.begin()
+        steps_of(trainer, 1)
+        job = saver._job
+        assert job is not None
+        assert job.thread is not None
+        saver.poll()
+        job.thread.join()
+        saver.poll()
+        assert told.saved_steps == [0]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("sound", "kept"), [(True, ["step-00000001"]), (False, ["step-00000000", "step-00000001"])]
+)
+def test_a_save_deletes_older_ones_only_if_the_next_step_is_finite(
+    tmp_path: Path, asynchronous: bool, sound: bool, kept: list[str]
+) -> None:
+    """Its own weights may be what ruins that step."""
+    trainer = Trainer(spec(asynchronous=asynchronous, keep_last=1), shape_context())
+    saver, _ = saver_of(trainer, tmp_path)
+    with saver:
+        saver.begin()
+        steps_of(trainer, 1)
+        saver.poll()
+        saver.is_sound = lambda: sound or trainer.step < 1 + asynchronous
+        saver.begin()
+        steps_of(trainer, 1)
+        saver.poll()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == kept
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_last_save_s_failure_is_raised(tmp_path: Path, asynchronous: bool) -> None:
+    trainer = Trainer(spec(asynchronous=asynchronous), shape_context())
+    (tmp_path / "checkpoints").write_text("a file in its place")
+    saver, told = saver_of(trainer, tmp_path)
+    with saver:
+        saver.begin()
+        with pytest.raises(CheckpointError, match=r"checkpoints: could not be saved \(rank 0\)") as caught:
+            saver.finish()
+    assert caught.value.exit_code == 1
+    assert [step for step, _ in told.failures] == [0]
+
+
+def test_a_lost_rank_is_raised_not_reported_as_a_failed_save(tmp_path: Path) -> None:
+    trainer = Trainer(spec(), shape_context())
+    saver, told = saver_of(trainer, tmp_path)
+    with mock.patch("mlm.training.saver.save_checkpoint", side_effect=LostPeer("rank 1 is gone")), saver:
+        saver.begin()
+        with pytest.raises(LostPeer, match="rank 1 is gone"):
+            saver.finish()
+    assert not told.failures
+
+
+def one_rank_cannot_write(ctx: ParallelContext, out: Path) -> Any:
+    """Three saves, the second with a full disk on rank 1; training between and after."""
+    trainer = Trainer(spec(), ctx)
+    saver, told = saver_of(trainer, out)
+    losses = []
+    with saver:
+        for number in range(3):
+            losses += steps_of(trainer, 1)
+            saver._collect()
+            broken = number == 1 and ctx.rank == 1
+            with mock.patch.object(StagedFile, "write", side_effect=FULL) if broken else nullcontext():
+                saver.begin()
+                losses += steps_of(trainer, 1)
+                saver._collect()
+    return told.saved_steps, told.failures, losses
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_continues(
+    tmp_path: Path, layout: dict[str, int]
+) -> None:
+    first, second = run_on_ranks(one_rank_cannot_write, tmp_path, **layout)
+    assert first == second
+    saved, failures, losses = first
+    assert saved == [1, 5]
+    ((step, message),) = failures
+    assert step == 3
+    assert "(rank 1): No space left on device" in message
+    assert message.endswith("the previous checkpoint step-00000001 is intact")
+    assert losses == run_on_ranks(undisturbed, **layout)[0]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000001", "step-00000005"]
+
+
+def undisturbed(ctx: ParallelContext) -> list[float]:
+    return steps_of(Trainer(spec(), ctx), 6)
+
+
+def save_at_two_ranks(ctx: ParallelContext, out: Path, asynchronous: bool) -> None:
+    trainer = Trainer(spec(asynchronous=asynchronous), ctx)
+    steps_of(trainer, 2)
+    saver, _ = saver_of(trainer, out)
+    with saver:
+        saver.begin()
+        steps_of(trainer, 2)
+
+
+def test_both_ways_of_saving_write_the_same_tensors(tmp_path: Path) -> None:
+    """The same pieces and bytes; only the save id differs, and with it the digest."""
+    for name, asynchronous in (("a", True), ("b", False)):
+        run_on_ranks(save_at_two_ranks, tmp_path / name, asynchronous, tp=2)
+    paths = [tmp_path / name / "checkpoints" / "step-00000002" for name in "ab"]
+    first, second = map(read_manifest, paths)
+    assert first.tensors == second.tensors
+    of_each = {key: first.state[key] for key in ("config", "lineage")}  # its folder, its time
+    assert first.state == {**second.state, **of_each}
+    for file in first.files:
+        contents = [
+            (path / file).read_bytes().replace(manifest.save_id.encode(), b"")
+            for path, manifest in zip(paths, (first, second), strict=True)
+        ]
+        assert contents[0] == contents[1]
+
+
+def test_saving_synchronously_stages_nothing(tmp_path: Path) -> None:
+    trainer = Trainer(spec(asynchronous=False), shape_context())
+    saver, _ = saver_of(trainer, tmp_path)
+    with (
+        mock.patch.object(save_load, "write_shard_file", wraps=save_load.write_shard_file) as streamed,
+        saver,
+    ):
+        saver.begin()
+    assert streamed.call_count == 1

@@ -1,0 +1,357 @@
+"""Training steps across layouts, precisions and restarts."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.checkpoint.native.save_load import latest_checkpoint
+from mlm.data.config import DataConfig
+from mlm.data.sampler import Batch, Loader, eval_batches
+from mlm.data.synthetic import SyntheticDataset
+from mlm.models.config import ModelConfig
+from mlm.optim.adamw import MOMENTS, moment
+from mlm.optim.clip import clip_factor, gradient_norm, scale_gradients
+from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from mlm.optim.precision import LossScaler
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.gradients import GradientReducer
+from mlm.parallel.labels import IGNORE
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.parallel.sharding import parameter_shards
+from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.training.corpora import train_dataset
+from mlm.training.diagnose import diagnosis
+from mlm.training.state import load, save
+from mlm.training.trainer import StopVote, Trainer, build_model, early_tables
+from mlm.util.errors import UserError
+from tests.ranks import run_on_ranks
+
+VOCAB, SEQ = 61, 16
+
+
+def config(
+    *, dropout: float = 0.0, dtype: str = "fp64", recompute: str = "none", **train: int
+) -> PretrainConfig:
+    """A tiny run in float64: 8 samples a step in micro-batches of 2."""
+    return PretrainConfig(
+        name="test",
+        out="unused",
+        seed=3,
+        model=ModelConfig(
+            num_layers=2,
+            hidden_size=16,
+            num_heads=4,
+            max_positions=SEQ,
+            vocab_size=VOCAB,
+            hidden_dropout=dropout,
+            attention_dropout=dropout,
+        ),
+        parallel=ParallelConfig(recompute=recompute),  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(lr=1e-2),
+        schedule=ScheduleConfig(warmup_steps=5, min_lr=1e-4),
+        precision=PrecisionConfig(dtype=dtype, initial_loss_scale=2.0**16, loss_scale_window=3),  # type: ignore[arg-type]
+        data=DataConfig(kind="synthetic", seq_length=SEQ),
+        train=TrainConfig(**{"steps": 20, "global_batch_size": 8, "micro_batch_size": 2, **train}),
+    )
+
+
+def steps_of(trainer: Trainer, count: int) -> list[float]:
+    """Losses of the next `count` steps."""
+    spec, ctx = trainer.config, trainer.ctx
+    samples = SyntheticDataset(VOCAB, SEQ, spec.train.steps * spec.train.global_batch_size, spec.seed)
+    with Loader(
+        samples,
+        consumed_samples=trainer.consumed_samples,
+        global_batch_size=spec.train.global_batch_size,
+        micro_batch_size=spec.train.micro_batch_size,
+        rank=ctx.dp.rank,
+        size=ctx.dp.size,
+    ) as loader:
+        return [trainer.mean_loss(trainer.train_step(next(loader))) for _ in range(count)]
+
+
+def train(ctx: ParallelContext, spec: PretrainConfig, count: int = 20) -> list[float]:
+    return steps_of(Trainer(spec, ctx), count)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> list[float]:
+    return run_on_ranks(train, config())[0]
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_twenty_steps_give_the_losses_of_one_process(one_process: list[float], tp: int, dp: int) -> None:
+    """float64, clipping and weight decay on: losses equal to 1e-10 at every layout, on every rank."""
+    for losses in run_on_ranks(train, config(), tp=tp, dp=dp):
+        assert losses == pytest.approx(one_process, rel=0, abs=1e-10)
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess(one_process: list[float]) -> None:
+    """Weights of deviation 0.02 give nearly equal logits: ln(vocabulary), with padding masked out."""
+    assert one_process[0] == pytest.approx(math.log(VOCAB), abs=0.02)
+
+
+def test_micro_batch_size_does_not_change_the_losses(one_process: list[float]) -> None:
+    assert run_on_ranks(train, config(micro_batch_size=8))[0] == pytest.approx(one_process, abs=1e-10)
+
+
+def test_dropout_masks_depend_on_no_layout_and_no_batch_size() -> None:
+    """Masks are functions of the sample, so even with dropout each repeats one process."""
+    spec = config(dropout=0.2)
+    alone = run_on_ranks(train, spec, 5)[0]
+    layouts: list[dict[str, int]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}]
+    for found in (
+        *(run_on_ranks(train, spec, 5, **layout)[-1] for layout in layouts),
+        run_on_ranks(train, config(dropout=0.2, micro_batch_size=8), 5)[0],
+    ):
+        assert found == pytest.approx(alone, abs=1e-10)
+
+
+def test_weights_cast_once_a_step_give_the_same_bits() -> None:
+    layouts: list[dict[str, int]] = [{}, {"pp": 2}]
+    for layout in layouts:
+        once, each = (run_on_ranks(train_cast, cast, **layout)[-1] for cast in ("step", "use"))
+        assert once == each
+
+
+def train_cast(ctx: ParallelContext, cast: str) -> tuple[list[float], list[float]]:
+    """Losses of bfloat16 steps, four micro-batches each, and of a validation."""
+    spec = config(dtype="bf16", dropout=0.1)
+    spec = replace(spec, precision=replace(spec.precision, cast=cast))  # type: ignore[arg-type]
+    trainer: Trainer[Batch] = Trainer(spec, ctx)
+    assert bool(trainer.model.casts.layers) == (cast == "step")
+    losses = steps_of(trainer, 3)
+    assert all(layer.cast is None for layer in trainer.model.casts.layers)  # weights may change again
+    tokens = torch.arange(4 * SEQ).view(4, SEQ) % VOCAB
+    return losses, trainer.validate([Batch(tokens, tokens, 0)])
+
+
+def test_half_precision_learns_what_float32_does() -> None:
+    """20 steps on the same eight samples: a fall of a nat, and the narrow formats within 0.05 of float32."""
+    fp32, *others = (run_on_ranks(overfit, dtype)[0] for dtype in ("fp32", "tf32", "bf16", "fp16", "fp8"))
+    assert fp32 < math.log(VOCAB) - 0.9
+    assert others == pytest.approx([fp32] * 4, abs=0.05)
+
+
+def overfit(ctx: ParallelContext, dtype: str) -> float:
+    trainer = Trainer(config(dtype=dtype), ctx)
+    loss = math.inf
+    for _ in range(20):
+        trainer.consumed_samples = 0  # the same eight samples again
+        loss = steps_of(trainer, 1)[0]
+    return loss
+
+
+def test_an_overflow_skips_the_step_on_all_ranks_and_halves_the_scale() -> None:
+    """One tp rank's weight is made to overflow for one step: nobody moves, then training continues."""
+    for before, during, after, skipped, scales, moved in run_on_ranks(overflow_once, tp=2):
+        assert before == during  # weights untouched by the skipped step
+        assert after != during
+        assert skipped == 1
+        assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**15, 2.0**16]  # doubled after three clean steps
+        assert moved == 4.0  # Adam's own count leaves the skipped step out
+
+
+def overflow_once(ctx: ParallelContext) -> tuple[Any, ...]:
+    trainer = Trainer(config(dtype="fp16"), ctx)
+    steps_of(trainer, 1)
+    weight = trainer.model.chunks[0].position.weight
+    before, scales = float(weight.double().sum()), [trainer.scaler.scale.item()]
+    shard = trainer.model.chunks[0].layers["0"].mlp.up.weight
+    kept = shard.detach().clone()
+    if ctx.tp.rank == 1:
+        shard.data.fill_(1e5)  # beyond float16
+    steps_of(trainer, 1)
+    scales.append(trainer.scaler.scale.item())
+    during = float(weight.double().sum())
+    shard.data.copy_(kept)
+    for _ in range(3):
+        steps_of(trainer, 1)
+        scales.append(trainer.scaler.scale.item())
+    after = float(weight.double().sum())
+    applied = float(next(iter(trainer.optimizer.state.values()))["step"])
+    return before, during, after, int(trainer.scaler.skipped), scales, applied
+
+
+def test_at_the_smallest_scale_the_diagnosis_names_the_first_non_finite_layer() -> None:
+    for sentence in run_on_ranks(exhaust, tp=2):
+        assert "overflow at precision.min_loss_scale=1" in sentence
+        assert "the first non-finite activation is the output of layers.1.mlp.up" in sentence
+        assert "a higher schedule.warmup or precision=bf16" in sentence
+        assert "No good checkpoint is left" in sentence
+
+
+def exhaust(ctx: ParallelContext) -> str:
+    spec = config(dtype="fp16")
+    spec = replace(spec, precision=replace(spec.precision, initial_loss_scale=2.0, min_loss_scale=1.0))
+    trainer = Trainer(spec, ctx)
+    if ctx.tp.rank == 1:  # the problem is on one rank only; all must say the same
+        trainer.model.chunks[0].layers["1"].mlp.up.weight.data.fill_(1e5)
+    batches = list(eval_batches(SyntheticDataset(VOCAB, SEQ, 2, 0), micro_batch_size=2, rank=0, size=1))
+    trainer.scaler.scale.fill_(1.0)
+    return diagnosis(trainer, batches, 1, "schedule.warmup")[0]
+
+
+def test_each_step_uses_the_learning_rate_of_its_own_number() -> None:
+    """Adam's first step moves a bias by the learning rate, whose warm-up takes five steps."""
+    trainer = Trainer(config(), shape_context())
+    bias = trainer.model.chunks[0].layers["0"].mlp.up.bias
+    before = bias.detach().clone()
+    steps_of(trainer, 1)
+    assert (bias.detach() - before).abs().max().item() == pytest.approx(1e-2 / 5, rel=1e-3)
+    for step in (2, 3):
+        steps_of(trainer, 1)
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        assert rates == pytest.approx([1e-2 * step / 5] * len(rates))
+
+
+def test_a_step_with_nothing_to_score_has_no_loss_and_no_gradient() -> None:
+    trainer = Trainer(config(), shape_context())
+    tokens = torch.zeros(2, SEQ, dtype=torch.int64)
+    parts = trainer.forward_backward([Batch(tokens, torch.full_like(tokens, IGNORE), 0)])
+    assert parts.tolist() == [0.0]
+    assert gradient_norm(trainer.shards, trainer.ctx).item() == 0.0
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_gradients_and_moments_in_float16_are_those_without_the_loss_scale(clip: float) -> None:
+    """Adam's steps alone would not show it: they do not depend on the size of the gradient."""
+    found = []
+    for dtype in ("fp32", "fp16"):
+        spec = config(dtype=dtype)
+        trainer = Trainer(
+            replace(spec, optimizer=replace(spec.optimizer, clip_grad_norm=clip)), shape_context()
+        )
+        steps_of(trainer, 1)
+        found.append(
+            [torch.cat([value.flatten() for value in values]) for values in gradients_and_moments(trainer)]
+        )
+    for exact, half in zip(*found, strict=True):
+        assert (half @ exact / (exact @ exact)).item() == pytest.approx(1, rel=5e-3)
+
+
+def gradients_and_moments(trainer: Trainer) -> list[list[torch.Tensor]]:
+    """Gradients as the optimizer read them, and its first and second moments."""
+    gradients = [shard.parameter.grad for shard in trainer.shards]
+    assert all(gradient is not None for gradient in gradients)
+    moments = [[moment(trainer.optimizer, s, name) for s in trainer.shards] for name in MOMENTS]
+    return [[g for g in gradients if g is not None], *moments]
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (2, 2)])
+def test_resumed_losses_are_bit_equal(tmp_path: Path, tp: int, dp: int) -> None:
+    """6 steps straight against 3, save, a fresh trainer, load, 3 more; with dropout."""
+    for straight, resumed in run_on_ranks(resume, tmp_path, tp=tp, dp=dp):
+        assert resumed == straight
+
+
+def resume(ctx: ParallelContext, out: Path) -> tuple[list[float], list[float]]:
+    spec = config(dropout=0.1, dtype="fp32")
+    straight = train(ctx, spec, 6)
+    first = Trainer(spec, ctx)
+    losses = steps_of(first, 3)
+    path = save(first, out)
+    second = Trainer(replace(spec), ctx)
+    for shard in second.shards:
+        shard.parameter.data.fill_(7.0)  # nothing of the initial weights may survive
+    load(second, path)
+    assert (second.step, second.consumed_samples) == (3, 24)
+    return straight, losses + steps_of(second, 3)
+
+
+def test_a_checkpoint_of_another_layout_continues(tmp_path: Path) -> None:
+    """Saved at tp=2, continued at dp=2: the same losses as one process, to float64's rounding."""
+    run_on_ranks(train_and_save, tmp_path, tp=2)
+    continued = run_on_ranks(load_and_train, tmp_path, dp=2)[0]
+    assert continued == pytest.approx(run_on_ranks(train, config(), 6)[0][3:], abs=1e-10)
+
+
+def train_and_save(ctx: ParallelContext, out: Path) -> None:
+    trainer = Trainer(config(), ctx)
+    steps_of(trainer, 3)
+    save(trainer, out)
+
+
+def load_and_train(ctx: ParallelContext, out: Path) -> list[float]:
+    trainer = Trainer(config(), ctx)
+    path = latest_checkpoint(out / "checkpoints")
+    assert path is not None
+    load(trainer, path)
+    return steps_of(trainer, 3)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one process after three steps."""
+    out = tmp_path_factory.mktemp("run")
+    trainer = Trainer(config(), shape_context())
+    steps_of(trainer, 3)
+    return save(trainer, out)
+
+
+def test_a_checkpoint_of_another_model_is_rejected_and_named(saved: Path) -> None:
+    spec = config()
+    other = Trainer(replace(spec, model=replace(spec.model, hidden_size=32)), shape_context())
+    with pytest.raises(UserError, match=r"hidden_size"):
+        load(other, saved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 4}, {"data": DataConfig(kind="synthetic", seq_length=SEQ // 2)}],
+    ids=["seed", "seq_length"],
+)
+def test_a_changed_sample_order_is_rejected(saved: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="was trained with"):
+        load(Trainer(replace(config(), **change), shape_context()), saved)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_validation_does_not_depend_on_the_layout(dp: int) -> None:
+    """Seven windows in micro-batches of two: every window scored once, whatever dp leaves over."""
+    assert run_on_ranks(validate, dp=dp) == pytest.approx([validate(shape_context())] * dp, abs=1e-12)
+
+
+def validate(ctx: ParallelContext) -> float:
+    trainer = Trainer(config(), ctx)
+    windows = SyntheticDataset(VOCAB, SEQ, 7, 0)
+    batches = eval_batches(windows, micro_batch_size=2, rank=ctx.dp.rank, size=ctx.dp.size)
+    return trainer.validate(batches)[0]
+
+
+def test_a_stop_asked_of_one_rank_is_heard_by_all() -> None:
+    assert run_on_ranks(vote, dp=2) == [(False, True), (False, True)]
+
+
+def vote(ctx: ParallelContext) -> tuple[bool, bool]:
+    return StopVote(ctx, lambda: False).result(), StopVote(ctx, lambda: ctx.rank == 1).result()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_nothing_is_read_back_from_the_device_in_forward_and_backward(kind: str) -> None:
+    """On the meta device tensors hold no numbers: reading one, which on a GPU would wait for it, raises."""
+    ctx = replace(shape_context(), device=torch.device("meta"))
+    spec = config(dtype="bf16")
+    types = 2 if kind == "bert" else 0
+    spec = replace(spec, model=replace(spec.model, kind=kind, token_types=types))
+    trainer = Trainer.__new__(Trainer)  # PyTorch's fused optimizer kernels know no meta device
+    trainer.config, trainer.ctx = spec, ctx
+    trainer.model = build_model(spec, ctx)
+    trainer.objective = spec.model.family.objective(spec.data, ctx, trainer.model.dtype)
+    trainer.shards = tuple(parameter_shards(trainer.model.chunks[0], ctx.tp))
+    trainer.reducers = [GradientReducer([s.parameter for s in trainer.shards], ctx.dp)]
+    trainer.totals, trainer.early_tables = [], early_tables(trainer.model, trainer.reducers)
+    assert trainer.early_tables
+    trainer.step, trainer.split_parts, trainer.on_micro_batch = 0, (0,), lambda number, count: None
+    trainer.scaler = LossScaler(spec.precision, ctx.device)
+    batches = eval_batches(train_dataset(spec, 8), micro_batch_size=2, rank=0, size=1)
+    assert trainer.forward_backward(list(batches)).is_meta
+    norm = gradient_norm(trainer.shards, ctx)
+    scale_gradients(trainer.shards, clip_factor(norm, 1.0) / trainer.scaler.scale)
+    trainer.scaler.update((~norm.isfinite()).float())
+    with pytest.raises(RuntimeError):
+        norm.item()

@@ -1,0 +1,98 @@
+"""One writer per folder of checkpoints."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from mlm.util.errors import UserError
+from mlm.util.lock import sole_writer
+
+HOLD = "import sys, time; from pathlib import Path; from mlm.util.lock import sole_writer\n"
+HOLD += "with sole_writer(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> subprocess.Popen[str]:
+    """Another process that has the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "mine\n"
+    yield process  # type: ignore[misc]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_writer_is_rejected_with_the_name_of_the_first(
+    tmp_path: Path, holder: "subprocess.Popen[str]"
+) -> None:
+    told = rf"in use by process {holder.pid} on .* set out=… to another folder"
+    with pytest.raises(UserError, match=told), sole_writer(tmp_path, wait_s=0.2):
+        pass
+
+
+def test_a_killed_writer_leaves_no_lock(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with sole_writer(tmp_path, wait_s=0.0):
+        pass
+
+
+def test_a_writer_about_to_leave_is_waited_for(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+    def leave(_: float) -> None:
+        holder.kill()
+        holder.wait()
+
+    with mock.patch("mlm.util.lock.time.sleep", leave), sole_writer(tmp_path):
+        pass
+
+
+def test_the_folder_is_free_again_afterwards(tmp_path: Path) -> None:
+    for _ in range(2):
+        with sole_writer(tmp_path, wait_s=0.0):
+            pass
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match=r"file.*set out=… to a folder that is"),
+        sole_writer(tmp_path / "file"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL])
+def test_a_file_system_without_locks_warns_and_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    refused = OSError(number, os.strerror(number))
+    with mock.patch.object(fcntl, "flock", side_effect=refused), sole_writer(tmp_path):
+        assert "cannot be locked here" in caplog.text
+
+
+def test_a_disk_that_fails_when_locking_is_one_line(tmp_path: Path) -> None:
+    broken = OSError(errno.EIO, os.strerror(errno.EIO))
+    with (
+        mock.patch.object(fcntl, "flock", side_effect=broken),
+        pytest.raises(UserError, match=r"\.lock: Input/output error when locking it: .* set ckpt=…"),
+        sole_writer(tmp_path, setting="ckpt"),
+    ):
+        pass
+
+
+def test_a_full_disk_is_locked_without_a_note(tmp_path: Path) -> None:
+    """`mlm ckpt prune` is what frees it."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch("mlm.util.lock.os.pwrite", side_effect=full), sole_writer(tmp_path):
+        other = os.open(tmp_path / ".lock", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)

@@ -1,0 +1,249 @@
+"""mlm/util/ownership.py: which folders are claimed, and what is deleted in them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mlm.util.errors import UserError
+from mlm.util.ownership import (
+    KINDS,
+    MARKER,
+    claim_folder,
+    claim_problems,
+    delete_owned,
+    kind_of_folder,
+    read_marker,
+    rejected_place,
+)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder beside the working directory."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    return tmp_path
+
+
+def test_claim_makes_a_new_folder_and_marks_it(elsewhere: Path) -> None:
+    folder = claim_folder(elsewhere / "new" / "run", "run")
+    assert read_marker(folder) == {"format": "mlm-folder-1", "kind": "run", "created": True}
+    assert kind_of_folder(folder) == "run"
+    assert claim_folder(folder, "run") == folder  # again
+
+
+def test_claim_adopts_a_folder_with_nothing_in_the_way(elsewhere: Path) -> None:
+    folder = elsewhere / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / ".lock").touch()
+    (folder / "train.log").write_text("mine")
+    claim_folder(folder, "run")
+    marker = read_marker(folder)
+    assert marker is not None
+    assert marker["created"] is False
+    assert (folder / "train.log").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "kind, sealed, below",
+    [
+        ("run", "checkpoints", "step-00000002"),
+        ("run", "checkpoints", "new"),
+        ("run", "checkpoints", ""),
+        ("run", "incidents", "step-00000002-rank-0/work"),
+        ("exported-model", "onnx", "work"),
+    ],
+)
+def test_claim_rejects_what_lies_in_files_of_ours(
+    elsewhere: Path, kind: str, sealed: str, below: str
+) -> None:
+    """As in `mlm data build work=RUN/checkpoints/step-…`, whose files no build would replace."""
+    inside = claim_folder(elsewhere / "ours", kind) / sealed
+    inside.mkdir()
+    (inside / "manifest.json").write_text("{}")
+    (problem,) = claim_problems(inside / below, "corpus-work", key="work")
+    assert problem == (
+        f"work={inside / below}: is in {inside}, where mlm keeps its own files; name a new folder"
+    )
+
+
+@pytest.mark.parametrize("name", ["predictions", "best", "seed-1"])
+def test_claim_takes_a_run_s_other_folders(elsewhere: Path, name: str) -> None:
+    assert claim_problems(claim_folder(elsewhere / "ours", "run") / name, "predictions") == []
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "config.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints/a"]
+)
+def test_claim_rejects_a_folder_whose_files_it_would_replace(elsewhere: Path, name: str) -> None:
+    file = elsewhere / "proj" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(UserError) as raised:
+        claim_folder(elsewhere / "proj", "run")
+    expected = (
+        f"out={elsewhere / 'proj'}: holds {name.split('/')[0]}, which mlm did not write; name a new folder"
+    )
+    assert str(raised.value) == expected
+    assert os.listdir(elsewhere / "proj") == [name.split("/")[0]]
+
+
+def test_claim_accepts_a_file_of_the_content_it_would_write(elsewhere: Path) -> None:
+    folder = elsewhere / "corpus"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    assert claim_problems(folder, "corpus") != []
+    assert claim_problems(folder, "corpus", same={"tokenizer.json": b"{}"}) == []
+
+
+@pytest.mark.parametrize("kind", ["corpus", "exported-model", "corpus-work"])
+def test_claim_rejects_our_folder_of_another_kind(elsewhere: Path, kind: str) -> None:
+    claim_folder(elsewhere / "run", "run")
+    (problem,) = claim_problems(elsewhere / "run", kind)
+    assert problem == f"out={elsewhere / 'run'}: holds a run, not {KINDS[kind].noun}; name a new folder"
+
+
+def test_claim_rejects_working_directory_home_root_and_inputs(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(elsewhere / "home"))
+    (elsewhere / "home").mkdir()
+    (elsewhere / "data" / "text").mkdir(parents=True)
+    said = {
+        ".": "is the working directory",
+        str(elsewhere / "home"): "is your home folder",
+        str(elsewhere): "holds your home folder",
+        "/": "holds your home folder",
+        str(elsewhere / "data"): "holds the input",
+        str(elsewhere / "data" / "text"): "is the input",
+        "-": "standard output is not a folder",
+    }
+    for path, reason in said.items():
+        (problem,) = claim_problems(path, "run", inputs=[elsewhere / "data" / "text", "hub:a/b", None])
+        assert reason in problem
+
+
+def test_a_mounted_volume_is_claimed_and_never_deleted(elsewhere: Path) -> None:
+    volume = Path("/dev/shm")
+    assert rejected_place("out=/dev/shm", volume, []) == []
+    (problem,) = rejected_place("out=/dev/shm", volume, [], deletes=True)
+    assert "is the root of a file system" in problem
+
+
+def test_claim_continues_in_our_own_folder_wherever_it_is(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim_folder(elsewhere / "run", "run")
+    monkeypatch.chdir(elsewhere / "run")
+    assert claim_problems(".", "run") == []
+
+
+def test_claim_recognises_folders_of_earlier_versions(elsewhere: Path) -> None:
+    manifest = elsewhere / "run" / "checkpoints" / "step-00000001" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    (elsewhere / "config").mkdir()
+    (elsewhere / "config" / "config.yaml").write_text(
+        "defaults:\n- hydra_quiet\n- pretrain_defaults\n- _self_\n"
+    )
+    (elsewhere / "corpus").mkdir()
+    (elsewhere / "corpus" / "corpus.json").write_text('{\n  "format": "mlm-corpus-2",\n')
+    assert [claim_problems(elsewhere / name, "run") for name in ("run", "config")] == [[], []]
+    assert claim_problems(elsewhere / "corpus", "corpus") == []
+
+
+def test_older_run_with_a_readme_of_the_users_is_not_adopted(elsewhere: Path) -> None:
+    manifest = elsewhere / "proj" / "checkpoints" / "step-00000001" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    (elsewhere / "proj" / "README.md").write_text("# My project\n")
+    assert claim_problems(elsewhere / "proj", "run") != []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "corpus-work"}', '{"format": "mlm-folder-1"}'])
+def test_folder_with_a_broken_marker_is_neither_claimed_nor_deleted(elsewhere: Path, content: str) -> None:
+    folder = elsewhere / "work"
+    folder.mkdir()
+    (folder / MARKER).write_text(content)
+    (folder / "plan.json").write_text("{}")
+    assert claim_problems(folder, "corpus-work") != []
+    assert delete_owned(folder, "corpus-work") == f"{folder}: not deleted, as mlm did not make it"
+    assert (folder / "plan.json").exists()
+
+
+def test_marker_that_is_a_fifo_or_link_does_not_hang_or_count(elsewhere: Path) -> None:
+    folder = elsewhere / "s"
+    folder.mkdir()
+    os.mkfifo(folder / MARKER)
+    assert read_marker(folder) is None
+    assert claim_problems(folder, "run") == [
+        f"out={folder}: holds {MARKER}, which mlm did not write; name a new folder"
+    ]
+
+
+def test_delete_takes_only_our_names_and_follows_no_link(elsewhere: Path) -> None:
+    (elsewhere / "mine").mkdir()
+    (elsewhere / "mine" / "book.txt").write_text("mine")
+    folder = claim_folder(elsewhere / "work", "corpus-work")
+    (folder / "clean-0123456789ab").symlink_to(elsewhere / "mine")
+    (folder / "merge-0123456789ab").mkdir()
+    (folder / "merge-0123456789ab" / "link").symlink_to(elsewhere / "mine")
+    (folder / "merge-0123456789ab" / "train.bin").touch()
+    (folder / "group-0123456789ab").mkdir()
+    (folder / "group-0123456789ab" / "00000.npy").touch()
+    (folder / "plan.json").write_text("{}")
+    (folder / f".{MARKER}.123.partial").touch()
+    (folder / "thesis.tex").write_text("mine")
+    left = ["clean-0123456789ab", "merge-0123456789ab", "thesis.tex"]
+    said = delete_owned(folder, "corpus-work")
+    assert said == f"{folder}: kept, as it holds {', '.join(left)}, which mlm did not write"
+    assert sorted(os.listdir(folder)) == left
+    assert os.listdir(folder / "merge-0123456789ab") == ["link"]
+    assert (elsewhere / "mine" / "book.txt").read_text() == "mine"
+
+
+def test_delete_removes_a_folder_that_we_made_and_keeps_one_that_we_adopted(elsewhere: Path) -> None:
+    made = claim_folder(elsewhere / "made", "corpus-work")
+    (elsewhere / "adopted").mkdir()
+    adopted = claim_folder(elsewhere / "adopted", "corpus-work")
+    for folder in (made, adopted):
+        (folder / "plan.json").write_text("{}")
+        assert delete_owned(folder, "corpus-work") is None
+    assert not made.exists()
+    assert os.listdir(adopted) == []
+
+
+def test_delete_rejects_inputs_the_working_directory_and_what_has_no_marker(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = claim_folder(elsewhere / "work", "corpus-work")
+    (folder / "plan.json").write_text("{}")
+    text = folder / "text.jsonl"
+    text.write_text("{}")
+    assert "holds the input" in str(delete_owned(folder, "corpus-work", inputs=[text]))
+    assert "not deleted" in str(delete_owned(folder, "run"))
+    monkeypatch.chdir(folder)
+    assert "is the working directory" in str(delete_owned(folder, "corpus-work"))
+    (elsewhere / "s").mkdir()
+    (elsewhere / "s" / "plan.json").write_text("{}")
+    assert "mlm did not make it" in str(delete_owned(elsewhere / "s", "corpus-work"))
+    assert (elsewhere / "s" / "plan.json").exists()
+    assert (folder / "plan.json").exists()
+
+
+def test_claim_and_deletion_of_a_link_leave_the_link(elsewhere: Path) -> None:
+    (elsewhere / "scratch").mkdir()
+    link = elsewhere / "work"
+    link.symlink_to(elsewhere / "scratch")
+    claim_folder(link, "corpus-work")
+    (link / "plan.json").write_text("{}")
+    assert delete_owned(link, "corpus-work") is None
+    assert link.is_symlink()
+    assert os.listdir(elsewhere / "scratch") == []
+
+
+def test_marker_is_plain_json_for_other_tools(elsewhere: Path) -> None:
+    folder = claim_folder(elsewhere / "run", "run")
+    assert json.loads((folder / MARKER).read_text())["kind"] == "run"

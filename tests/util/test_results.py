@@ -1,0 +1,222 @@
+"""mlm/util/results.py: what a result replaces, and what it is written to."""
+
+import json
+import os
+import socket
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+import mlm
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
+from mlm.util.results import is_result, result_problems, results_alone_on_stdout, write_result
+
+OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()
+RESULTS = {
+    "json": OURS,
+    "plan": b'{"format": "mlm-schedule-1"}',
+    "generated": b'{"prompt":"","sample":0,"continuation":"","tokens":[],"stop":"eod","seed":1}\n',
+    "samples": b'{"task": "lambada", "protocol": "strict"}\n{"task": "lambada", "protocol": "strict"}\n',
+    "svg": b'<?xml version="1.0"?><svg><metadata><dc:title>mlm plan</dc:title></metadata></svg>',
+    "png": b"\x89PNG\r\n\x1a\n....tEXtSoftware\0mlm....",
+    "empty": b"",
+}
+FOREIGN = {
+    "text": b"my thesis",
+    "json": b'{"task": "sst2", "notes": "mine"}',
+    "array": b"[1, 2]",
+    "broken": b'{"versions": {"mlm": ',
+    "prompts": b'{"prompt": "a"}\n',
+    "mixed": RESULTS["generated"] + b'{"prompt": "mine"}\n',
+    "svg": b"<svg><dc:title>mine</dc:title></svg>",
+    "png": b"\x89PNG\r\n\x1a\n....tEXtSoftware\0Matplotlib....",
+    "binary": bytes(range(256)),
+    "nested": b"{" + b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_of_mlm_is_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / "f").write_bytes(RESULTS[name])
+    write_result(tmp_path / "f", OURS)
+    assert (tmp_path / "f").read_bytes() == OURS
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_of_the_users_is_not_replaced(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(FOREIGN[name])
+    with pytest.raises(UserError) as raised:
+        write_result(file, OURS, key="samples")
+    remedy = "name another file, or delete it"
+    assert str(raised.value) == f"samples={file}: exists and was not written by mlm; {remedy}"
+    assert file.read_bytes() == FOREIGN[name]
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_equal_content_is_no_conflict(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"equal")
+    write_result(tmp_path / "f", b"equal")
+
+
+def test_replacing_keeps_permissions(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(OURS)
+    (tmp_path / "f").chmod(0o640)
+    write_result(tmp_path / "f", OURS + b"\n")
+    assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o640
+
+
+def test_a_large_result_is_recognised_by_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlm.util.results.LARGEST_PARSED", 10)
+    (tmp_path / "f").write_bytes(OURS)
+    (tmp_path / "g").write_bytes(FOREIGN["json"])
+    assert [is_result(tmp_path / name) for name in "fg"] == [True, False]
+
+
+def read_in_background(path: Path) -> tuple[threading.Thread, list[bytes]]:
+    found = list[bytes]()
+    thread = threading.Thread(target=lambda: found.append(path.read_bytes()), daemon=True)
+    thread.start()
+    return thread, found
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_fifo_is_written_to_and_stays(tmp_path: Path, linked: bool) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    place = tmp_path / "fifo"
+    if linked:
+        place = tmp_path / "link"
+        place.symlink_to("fifo")
+    thread, found = read_in_background(tmp_path / "fifo")
+    write_result(place, lambda f: f.write(OURS))
+    thread.join(10)
+    assert found == [OURS]
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+    assert place.is_symlink() == linked
+
+
+def null_device(path: Path) -> Path:
+    """A private copy of /dev/null; the test is skipped where none can be made."""
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        path.write_bytes(b"")
+    except OSError as error:
+        pytest.skip(f"no device can be made here: {error}")
+    return path
+
+
+def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
+    device = null_device(tmp_path / "null")
+    write_result(device, OURS)
+    assert stat.S_ISCHR(device.lstat().st_mode)
+
+
+def test_atomic_writing_replaces_no_device_fifo_socket_or_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("fifo")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        before = sorted(os.listdir(tmp_path))
+        for name in before:
+            with pytest.raises(OSError, match=r"Is not a regular file|Is a directory"):
+                write_atomic(tmp_path / name, b"x")
+    assert sorted(os.listdir(tmp_path)) == before
+    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_sockets_folders_and_broken_links_are_rejected(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "broken").symlink_to("gone")
+    (tmp_path / "circle").symlink_to("circle")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        said = {
+            name: result_problems(tmp_path / name)[0] for name in ("folder", "broken", "circle", "socket")
+        }
+    assert "is a directory" in said["folder"]
+    assert "is a broken link" in said["broken"]
+    assert "link" in said["circle"]
+    assert "is a socket" in said["socket"]
+
+
+def test_a_manifest_of_another_program_makes_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "an extension", "digest": "sha256-0"}')
+    assert result_problems(tmp_path / "r.json") == []
+
+
+def test_a_write_protected_result_stays(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_bytes(OURS)
+    (tmp_path / "r.json").chmod(0o444)
+    (line,) = result_problems(tmp_path / "r.json")
+    assert "is write-protected" in line
+
+
+def test_the_longest_name_that_a_file_system_takes_is_written(tmp_path: Path) -> None:
+    write_result(tmp_path / ("é" * 127), b"{}")
+    (line,) = result_problems(tmp_path / ("a" * 256))
+    assert "File name too long" in line
+
+
+def test_a_link_is_followed_to_the_file_it_names(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(OURS)
+    (tmp_path / "link").symlink_to("f")
+    write_result(tmp_path / "link", OURS + b"\n")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "f").read_bytes() == OURS + b"\n"
+
+
+@pytest.mark.parametrize("named", ["f", "link", "hard"])
+def test_an_input_is_never_replaced_even_if_mlm_wrote_it(tmp_path: Path, named: str) -> None:
+    (tmp_path / "f").write_bytes(RESULTS["generated"])
+    (tmp_path / "link").symlink_to("f")
+    os.link(tmp_path / "f", tmp_path / "hard")
+    (problem,) = result_problems(tmp_path / named, inputs=[None, "hub:a/b", tmp_path / "f"])
+    assert problem == f"out={tmp_path / named}: is the input {tmp_path / 'f'}; name another file"
+
+
+def test_minus_is_standard_output_with_the_result_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    with results_alone_on_stdout():
+        print("a table")
+        write_result("-", OURS)
+    found = capfd.readouterr()
+    assert found.out.encode() == OURS
+    assert found.err == "a table\n"
+
+
+def test_dev_stdout_is_written_to_where_a_shell_redirected_it(tmp_path: Path) -> None:
+    """`mlm … out=/dev/stdout > log`: the log keeps what was printed before and after."""
+    saved, log = os.dup(1), tmp_path / "log"
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(descriptor, 1)
+        os.close(descriptor)
+        os.write(1, b"before\n")
+        write_result("/dev/fd/1", OURS + b"\n")
+        os.write(1, b"after\n")
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+    assert log.read_bytes() == b"before\n" + OURS + b"\nafter\n"
+
+
+def test_a_disk_that_rejects_the_result_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"out=.*: No such file or directory: choose a file"):
+        write_result(tmp_path / "gone" / "f", OURS)
+
+
+def test_values_are_written_as_json_with_the_version_of_mlm(tmp_path: Path) -> None:
+    write_result(tmp_path / "a.json", {"task": "x", "score": 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {
+        "task": "x", "score": 1, "versions": {"mlm": mlm.__version__}
+    }  # fmt: skip
+    assert is_result(tmp_path / "a.json")
+
+
+def test_versions_among_the_values_are_kept(tmp_path: Path) -> None:
+    write_result(tmp_path / "a.json", {"versions": {"mlm": "0", "torch": "1"}, "score": 1})
+    assert (tmp_path / "a.json").read_text().startswith('{\n  "versions": {\n    "mlm": "0",')

@@ -1,0 +1,66 @@
+"""Progress and tables where the stream is no terminal."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mlm
+from mlm.tracking.reporter import training_console
+from mlm.util.terminal import CountLines, Screen, add_row, byte_progress, console, count_progress, table
+
+
+def test_a_log_gets_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """100 of 1,000 are there already; 5 a second are done since."""
+    ticks: Iterator[float] = iter([0.0, 1.0, 31.0, 61.0, 91.0, 121.0])
+    lines = CountLines("scoring", 1000, clock=lambda: next(ticks))
+    for count in (100, 150, 150, 150, 150):
+        lines.advance(count)
+    assert capsys.readouterr().err.splitlines() == [
+        "scoring: 400 of 1,000, 0:02:00 left",
+        "scoring: 700 of 1,000, 0:01:00 left",
+    ]
+
+
+PIECES = ("count", "bytes", "table", "error table", "training")
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_no_escape_code_is_written_to_a_pipe_even_in_a_notebook(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, piece: str
+) -> None:
+    """A notebook's kernel sets FORCE_COLOR for the commands it starts; rich takes that for a terminal."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-color")
+    if piece in ("count", "bytes"):
+        progress = count_progress if piece == "count" else byte_progress
+        with progress("scoring", 2) as advance:
+            advance(1)
+    else:
+        made = table("a title", "name", "number#")
+        add_row(made, "a", 1)
+        screens = {
+            "table": console,
+            "error table": lambda: Screen(stderr=True),
+            "training": lambda: training_console("off", Path("metrics.jsonl")),
+        }
+        screens[piece]().print(made)
+    written = capsys.readouterr()
+    assert "\x1b" not in written.out + written.err
+
+
+def test_every_console_is_one_that_keeps_escape_codes_from_pipes() -> None:
+    files = list(Path(mlm.__file__).parent.rglob("*.py"))
+    assert len(files) > 300
+    assert [path for path in files if re.search(r"(?<![\w.])Console\(", path.read_text())] == []
+
+
+def test_progress_in_a_log_is_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlm.util.terminal.LINE_S", 0.0)
+    for shown in (True, False):
+        with count_progress("scoring", 2, shown=shown) as advance:
+            advance(1)
+    assert capsys.readouterr().err == "scoring: 1 of 2\n"

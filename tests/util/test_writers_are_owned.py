@@ -1,0 +1,92 @@
+"""Only modules that ask mlm/util/ownership.py, or own a folder, delete and replace files."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2] / "mlm"
+CALLS = {"rmtree", "unlink", "remove", "rmdir", "removedirs", "replace", "rename", "renames", "truncate"}
+"""Of os, shutil and pathlib; `replace` and `remove` count only as functions of os or with a path."""
+ALLOWED = {
+    "util/ownership.py": "decides, and deletes",
+    "util/atomic.py": "write_atomic",
+    "checkpoint/native/folders.py": "publishes and prunes checkpoints, after foreign_in",
+    "checkpoint/native/rollback.py": "renames checkpoints of a run, by their names",
+    "checkpoint/native/save_load.py": "names the first state that is not finite, out of its staging folder",
+    "checkpoint/native/staging.py": "files of a staging folder",
+    "checkpoint/native/stream.py": "files of a staging folder",
+    "corpus/build.py": ".building and the locks of folders it claimed",
+    "corpus/stages/cluster.py": "files of a stage in the work folder",
+    "corpus/stages/markers.py": "files of a stage in the work folder",
+    "corpus/stages/publish.py": "moves what it merged into the corpus",
+    "corpus/stages/run.py": "files of a stage in the work folder",
+    "data/indexed.py": "the pair that it writes",
+    "launch/doctor/folder.py": "files of a trial, in a folder whose name it has drawn",
+    "launch/doctor/trial.py": "that folder, and those of trials that are over, by name and lock",
+    "util/lock.py": "its own lock",
+    "training/run_folder.py": "names a finished folder, over an empty one at most",
+    "launch/job_folder.py": "temporary folders of launches that are over, by name, owner and lock",
+    "util/results.py": "gives an earlier result that is to be kept a name of its own",
+    "evaluate/zero_shot/run.py": "the scores kept until the result is there",
+}
+WRITERS = {
+    "util/streams.py": "/dev/null, where a standard stream is closed",
+    "launch/agent.py": "job.json in a temporary folder",
+    "launch/process.py": "/dev/null, while torch says that a store is gone",
+    "launch/job_folder.py": "the exit code, in the temporary folder of a launch",
+    "evaluate/lm_eval/ranks.py": "config.json in a temporary folder",
+    "corpus/stages/markers.py": "progress in the work folder",
+    "data/indexed.py": "parts of the pair that it writes",
+    "launch/child_run.py": "logs of runs in the folder of a verify-resume",
+}
+
+
+def calls(tree: ast.AST) -> set[str]:
+    """Deleting and replacing calls: `os.replace(…)`, `path.unlink(…)`."""
+    found = set()
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        name, value = node.func.attr, node.func.value
+        module = value.id if isinstance(value, ast.Name) else None
+        plain = name in ("replace", "remove", "truncate", "rename") and module not in ("os", "shutil")
+        is_path_rename = name == "rename" and len(node.args) == 1 and module is None
+        if name in CALLS and (not plain or is_path_rename):
+            found.add(name)
+    return found
+
+
+def modules() -> dict[str, ast.AST]:
+    files = [path for path in ROOT.rglob("*.py") if "configs" not in path.parts]
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in files}
+
+
+def test_nothing_deletes_or_replaces_but_the_modules_listed_here() -> None:
+    found = {name for name, tree in modules().items() if calls(tree)}
+    assert found <= set(ALLOWED), "go through mlm/util/ownership.py or mlm/util/results.py"
+    assert set(ALLOWED) <= found, "the list has names that are gone"
+
+
+def test_folders_are_removed_in_three_modules() -> None:
+    found = {name for name, tree in modules().items() if "rmtree" in calls(tree)}
+    assert found == {"util/ownership.py", "checkpoint/native/folders.py", "launch/job_folder.py"}
+
+
+def test_nothing_opens_a_file_for_writing_but_through_the_helpers() -> None:
+    """write_text, write_bytes and open(…, "w") truncate what stands there."""
+    found = set()
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr in ("write_text", "write_bytes"):
+                    found.add(name)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
+                modes = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
+                is_path = not (isinstance(node.args[0], ast.Name) and node.args[0].id == "descriptor")
+                if is_path and any("w" in str(mode) for mode in modes):
+                    found.add(name)
+    assert found == set(WRITERS)
+
+
+def test_the_owner_of_paths_imports_no_torch() -> None:
+    for path in (ROOT / "files").glob("*.py"):
+        assert "import torch" not in path.read_text()

@@ -1,0 +1,314 @@
+"""The layouts that are compared with one process, and the tiny run they are compared on."""
+
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+
+from mlm.data.config import DataConfig
+from mlm.models.config import ModelConfig
+from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.training.config import TrainConfig
+from mlm.verify.parity.compare import Report, compare
+from mlm.verify.parity.config import ParityConfig
+from mlm.verify.parity.verdict import Verdict, judge
+
+VOCAB, SEQ, MICRO_BATCH = 61, 16, 2
+VOCAB_OF_DOCUMENTS, EOD = 11, 3
+"""Random tokens of so few kinds end a document or two in every sample."""
+
+
+LLAMAS: dict[str, dict[str, bool | int | float | str]] = {
+    "llama": {"num_kv_heads": 2, "rope_scaling": "llama3", "rope_factor": 2.0},
+    "qwen": {
+        **{"num_kv_heads": 1, "head_dim": 6, "qk_norm": True, "qkv_bias": True, "tied": True, "window": 5},
+        **{"rope_scaling": "yarn", "rope_factor": 3.0, "rope_original_positions": 6, "rope_theta": 50.0},
+    },
+}
+"""Options of the Llamas, of 4 heads: all that the family has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A way to run the tiny model; the defaults are one process in float64."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    tp_overlap: int = 1
+    cp: int = 1
+    pp: int = 1
+    layers: int = 4
+    vp: int = 1
+    dp: int = 1
+    zero: int = 0
+    zero_reduce: str = "last"
+    recompute: str = "none"
+    pipeline: str = "1f1b"
+    precision: str = "fp64"
+    dropout: float = 0.0
+    documents: bool = False
+    """Positions and attention (not over cp ranks) restart after a token, and the next one is not scored."""
+    micro_batches: int = 2
+    """Of each replica, in a step."""
+    bert: str | None = None
+    """A BERT with its norms there; None is a GPT-2."""
+    llama: str | None = None
+    """A Llama of LLAMAS; None is a GPT-2."""
+    seq: int = SEQ
+    """Tokens of a sequence."""
+
+    def __str__(self) -> str:
+        changed = {k: v for k, v in vars(self).items() if v != type(self).__dataclass_fields__[k].default}
+        return " ".join(k if v is True else f"{k}={v}" for k, v in changed.items())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """For run_on_ranks."""
+        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp}
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """Its value on each axis of AXES."""
+        return {
+            **{name: getattr(self, name) for name in AXES if hasattr(self, name)},
+            "uneven": self.layers % (self.pp * self.vp) > 0,
+            "dropout": self.dropout > 0,
+        }
+
+    def config(self, steps: int = 2) -> ParityConfig:
+        """The tiny run at this layout: hidden 16, 4 heads, a vocabulary with padding."""
+        return ParityConfig(
+            name="test",
+            out="unused",
+            seed=3,
+            steps=steps,
+            model=ModelConfig(
+                kind="llama" if self.llama else "gpt2" if self.bert is None else "bert",
+                activation="silu" if self.llama else "gelu_tanh",
+                options=LLAMAS[self.llama] if self.llama else {},
+                token_types=0 if self.bert is None else 2,
+                norm=self.bert or "pre",  # type: ignore[arg-type]
+                num_layers=self.layers,
+                hidden_size=16,
+                num_heads=4,
+                max_positions=self.seq + 4,
+                vocab_size=VOCAB_OF_DOCUMENTS if self.documents else VOCAB,
+                vocab_multiple=8,
+                hidden_dropout=self.dropout,
+                attention_dropout=self.dropout,
+            ),
+            parallel=ParallelConfig(
+                tp=self.tp,
+                cp=self.cp,
+                pp=self.pp,
+                vp=self.vp,
+                dp=self.dp,
+                sequence_parallel=self.sequence_parallel,
+                tp_overlap=self.tp_overlap,
+                pipeline=self.pipeline,  # type: ignore[arg-type]
+                zero=self.zero,  # type: ignore[arg-type]
+                zero_reduce=self.zero_reduce,  # type: ignore[arg-type]
+                recompute=self.recompute,  # type: ignore[arg-type]
+            ),
+            optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.1),
+            schedule=ScheduleConfig(decay="constant", warmup_steps=0),
+            precision=PrecisionConfig(dtype=self.precision, initial_loss_scale=2.0**12),  # type: ignore[arg-type]
+            data=DataConfig(
+                kind="synthetic",
+                seq_length=self.seq,
+                reset_positions=self.documents,
+                reset_attention=self.documents and self.cp == 1,
+                mask_eod_loss=self.documents,
+                eod_id=EOD if self.documents else None,
+            ),
+            train=TrainConfig(
+                global_batch_size=self.micro_batches * self.dp * MICRO_BATCH, micro_batch_size=MICRO_BATCH
+            ),
+        )
+
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 4),
+    "sequence_parallel": (False, True),
+    "cp": (1, 2),
+    "pp": (1, 2, 4),
+    "uneven": (False, True),
+    "vp": (1, 2),
+    "dp": (1, 2),
+    "zero": (0, 2, 3),
+    "recompute": ("none", "selective", "full"),
+    "pipeline": ("1f1b", "gpipe", "zb_h1"),
+    "precision": ("fp64", "bf16"),
+    "dropout": (False, True),
+    "documents": (False, True),
+}
+"""Values of a layout. `uneven`: stages of unequal numbers of layers."""
+
+Pair = frozenset[tuple[str, Any]]
+
+
+def is_compatible(axes: dict[str, Any]) -> bool:
+    """True if the values are compatible and each has an effect, on two to eight ranks."""
+    a = axes
+    return (
+        2 <= a["tp"] * a["cp"] * a["pp"] * a["dp"] <= 8
+        and (a["tp"] > 1 or not a["sequence_parallel"])
+        and (a["pp"] > 1 or (a["vp"] == 1 and a["pipeline"] == "1f1b" and not a["uneven"]))
+        and (a["vp"] == 1 or (a["pipeline"] != "zb_h1" and not a["uneven"]))
+        and (a["dp"] * a["cp"] > 1 or a["zero"] == 0)
+        and (a["pp"] == 1 or a["zero"] < 3)
+    )
+
+
+def pairs(axes: dict[str, Any], without: str = "") -> set[Pair]:
+    """Every two values that occur together."""
+    return {
+        frozenset(pair) for pair in combinations((item for item in axes.items() if item[0] != without), 2)
+    }
+
+
+def compatible_pairs() -> set[Pair]:
+    """Every two values that any layout can combine."""
+    all_axes = (dict(zip(AXES, values, strict=True)) for values in product(*AXES.values()))
+    return set().union(*(pairs(axes) for axes in all_axes if is_compatible(axes)))
+
+
+def verdict_of(ctx: ParallelContext, layout: Layout, steps: int = 2) -> tuple[Verdict, Report]:
+    """Body of a rank: compare the layout with one process."""
+    report = compare(layout.config(steps), ctx)
+    return judge(report, layout.precision), report
+
+
+LAYOUTS = (
+    Layout(pp=2, vp=2, recompute="selective"),
+    Layout(
+        tp=2,
+        sequence_parallel=True,
+        pp=2,
+        layers=5,
+        dp=2,
+        zero=2,
+        recompute="full",
+        pipeline="zb_h1",
+        dropout=0.1,
+        documents=True,
+        micro_batches=1,
+    ),
+    Layout(tp=4, sequence_parallel=True, dp=2, zero=3, documents=True),
+    Layout(pp=4, layers=5, recompute="full", pipeline="gpipe", dropout=0.1, micro_batches=5),
+    Layout(pp=4, layers=8, vp=2, dp=2, zero=2, dropout=0.1, documents=True, micro_batches=8),
+    Layout(tp=2, sequence_parallel=True, pp=4, recompute="selective", pipeline="zb_h1", micro_batches=5),
+    Layout(tp=4, sequence_parallel=True, pp=2, layers=5, pipeline="gpipe", micro_batches=5),
+    Layout(tp=2, dp=2, zero=3, recompute="selective", dropout=0.1, micro_batches=1),
+    Layout(dp=2, recompute="full", micro_batches=1),
+    Layout(
+        tp=2,
+        sequence_parallel=True,
+        pp=2,
+        layers=5,
+        dp=2,
+        zero=2,
+        recompute="selective",
+        pipeline="gpipe",
+        micro_batches=5,
+    ),
+    Layout(tp=4, pp=2, vp=2, recompute="full", dropout=0.1),
+    Layout(pp=2, layers=5, pipeline="zb_h1", dropout=0.1, micro_batches=5),
+    Layout(tp=2, dropout=0.1),
+    Layout(tp=4, sequence_parallel=True, dp=2, zero=2, recompute="selective", micro_batches=3),
+    Layout(dp=2, zero=3, recompute="full", micro_batches=1),
+    Layout(tp=2, sequence_parallel=True, pp=2, vp=2, recompute="full", dropout=0.1, micro_batches=4),
+    Layout(pp=2, layers=5, recompute="full", micro_batches=3),
+    Layout(pp=2, recompute="selective", pipeline="gpipe", dropout=0.1, documents=True),
+    Layout(tp=4, pp=2, pipeline="zb_h1", micro_batches=1),
+    Layout(pp=2, vp=2, pipeline="gpipe", micro_batches=3),
+    # sequences split over ranks
+    Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=3, recompute="full", dropout=0.1, micro_batches=1),
+    Layout(cp=2, pp=4, layers=5, zero=2, pipeline="gpipe", documents=True, micro_batches=3),
+    Layout(cp=2, pp=2, vp=2, dp=2, zero=2, recompute="selective", dropout=0.1),
+    Layout(tp=4, cp=2, zero=3, micro_batches=1),
+    Layout(tp=2, cp=2, pp=2, pipeline="zb_h1", documents=True, dropout=0.1, micro_batches=3),
+    Layout(cp=4, zero=2),
+    # narrower formats: what is above covers every pair of the other axes already
+    Layout(pp=2, layers=5, recompute="selective", precision="bf16", micro_batches=3),
+    Layout(
+        tp=2,
+        sequence_parallel=True,
+        dp=2,
+        zero=2,
+        recompute="full",
+        precision="fp32",
+        dropout=0.1,
+        micro_batches=1,
+    ),
+    Layout(tp=2, sequence_parallel=True, dp=2, zero=3, precision="bf16", dropout=0.1, micro_batches=1),
+    Layout(
+        pp=4, layers=7, dp=2, zero=2, recompute="full", pipeline="gpipe", precision="bf16", micro_batches=1
+    ),
+    Layout(pp=2, layers=5, pipeline="zb_h1", precision="fp32", dropout=0.1, documents=True, micro_batches=5),
+    Layout(
+        pp=2,
+        layers=5,
+        recompute="full",
+        pipeline="zb_h1",
+        precision="bf16",
+        dropout=0.1,
+        micro_batches=5,
+    ),
+    Layout(pp=2, vp=2, recompute="selective", precision="bf16", dropout=0.1, documents=True),
+    Layout(dp=2, zero=3, recompute="selective", precision="fp32", dropout=0.1, micro_batches=3),
+    Layout(tp=4, precision="bf16", micro_batches=1),
+    Layout(cp=2, pp=2, zero=2, recompute="full", precision="bf16", dropout=0.1, micro_batches=3),
+    Layout(tp=2, pp=2, dp=2, precision="fp16"),
+    # gradients reduced in every micro-batch
+    Layout(dp=4, zero=2, zero_reduce="every", dropout=0.1, micro_batches=3),
+    Layout(
+        tp=2, sequence_parallel=True, dp=2, zero=3, zero_reduce="every", recompute="full", micro_batches=3
+    ),
+    Layout(pp=2, vp=2, dp=2, zero=2, zero_reduce="every", micro_batches=4),
+    Layout(pp=2, layers=5, dp=2, zero=2, zero_reduce="every", pipeline="zb_h1", micro_batches=5),
+    Layout(dp=2, zero=2, zero_reduce="every", precision="bf16", micro_batches=3),
+    # communication over tp beside the products of other parts
+    Layout(tp=4, tp_overlap=2, dp=2, zero=3, dropout=0.1),
+    Layout(tp=2, sequence_parallel=True, tp_overlap=2, pp=2, layers=5, pipeline="zb_h1", micro_batches=5),
+    Layout(tp=2, sequence_parallel=True, tp_overlap=2, cp=2, recompute="full", precision="bf16"),
+)
+"""Every two compatible values of AXES occur together; without those of precision, already in float64."""
+
+BERT_LAYOUTS = (
+    *(
+        replace(LAYOUTS[n], bert=norm, documents=False)
+        for norm, numbers in {"pre": (2, 10), "post": (1, 4)}.items()
+        for n in numbers
+    ),
+    Layout(tp=2, sequence_parallel=True, precision="bf16", dropout=0.1, bert="pre"),
+    Layout(tp=2, tp_overlap=4, bert="post"),
+    Layout(pp=2, dp=2, zero=2, precision="fp32", dropout=0.1, bert="post"),
+)
+"""Each split, with norms in both places; GPT-2 has every pair."""
+
+LLAMA_LAYOUTS = (
+    *(
+        replace(LAYOUTS[n], llama=name)
+        for name, numbers in {"llama": (2, 10, 13), "qwen": (1, 4, 6, 18)}.items()
+        for n in numbers
+    ),
+    Layout(tp=4, sequence_parallel=True, cp=2, zero=2, micro_batches=1, llama="llama"),
+    Layout(cp=4, dropout=0.1, recompute="full", micro_batches=1, llama="qwen"),
+    Layout(cp=2, pp=2, layers=5, pipeline="zb_h1", documents=True, micro_batches=3, llama="qwen"),
+    Layout(tp=4, precision="bf16", micro_batches=1, llama="llama"),
+    Layout(tp=4, sequence_parallel=True, tp_overlap=2, micro_batches=1, llama="llama"),
+    Layout(tp=2, sequence_parallel=True, precision="fp32", dropout=0.1, llama="qwen"),
+)
+"""Fewer heads of keys and values than tp ranks, each split and schedule; GPT-2 has every pair."""
+
+_LONG = {"seq": 1024, "layers": 2, "micro_batches": 1}
+LONG_LAYOUTS = (
+    Layout(cp=2, **_LONG),
+    Layout(cp=4, llama="llama", **_LONG),
+    Layout(tp=2, cp=2, llama="llama", **_LONG),
+    Layout(cp=2, pp=2, **_LONG),
+    Layout(cp=2, dp=2, zero=3, llama="llama", **_LONG),
+)
+"""Sequences of as many tokens as a machine with two cores compares in seconds."""

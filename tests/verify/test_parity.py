@@ -1,0 +1,139 @@
+"""`mlm parity` as a command: its settings, its limits, its exit codes."""
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlm.config.cli import main
+from mlm.config.cli.compose import load_config
+from mlm.config.tree import leaves
+from mlm.parallel.mesh import shape_context
+from mlm.training.config import PretrainConfig
+from mlm.util.errors import UserError
+from mlm.verify.parity.checks import check_parity
+from mlm.verify.parity.config import FIRST_LOSS_SCALE, ParityConfig
+from mlm.verify.parity.run import memory_problem, needed_bytes, run
+from tests.config.cli.doubles import Cli, make_cli
+from tests.verify.parity_layouts import LAYOUTS
+
+cli = pytest.fixture(make_cli)
+
+
+def parity(*overrides: str) -> ParityConfig:
+    config = load_config("parity", overrides)
+    assert isinstance(config, ParityConfig)
+    return config
+
+
+def compare(folder: Path, *words: str) -> int:
+    """Exit code of `mlm parity` of the smallest run, on ranks of its own."""
+    small = ["model.hidden_size=16", "model.vocab_size=61", "data.seq_length=16", "train.global_batch_size=4"]
+    return main(["parity", *small, "steps=2", f"out={folder / 'out'}", *words])
+
+
+def test_an_equal_layout_ends_with_0_and_leaves_its_numbers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(tmp_path, "tp=2", "sequence_parallel=true") == 0
+    told = capfd.readouterr()
+    assert told.err == ""
+    assert "parity of tp=2 pp=1 dp=1 sequence_parallel=true with one process" in told.out
+    assert "EQUAL: losses to" in told.out
+    result = json.loads((tmp_path / "out/parity.json").read_text())
+    assert result["equal"] is True
+    assert [step["step"] for step in result["steps"]] == [1, 2]
+    assert len(result["weights"]) == len(result["steps"][0]["gradients"]) == 28
+
+
+def test_a_comparison_that_decides_nothing_ends_with_1_and_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A loss scale that float16 overflows at: the way out of every verdict but EQUAL."""
+    assert compare(tmp_path, "recompute=full", "precision=fp16", "precision.min_loss_scale=4e9") == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "UNDECIDED: nothing could be compared" in line
+    assert json.loads((tmp_path / "out/parity.json").read_text())["equal"] is False
+
+
+def test_a_wrong_key_ends_with_2(cli: Cli) -> None:
+    assert cli("parity tp=2 step=3") == 2
+    assert cli.err == "mlm parity: unknown key 'step'; did you mean 'steps'?\n"
+
+
+@pytest.mark.parametrize("problem", ["tp=3", "steps=0", "train.global_batch_size=3", "vp=2"])
+def test_a_layout_that_cannot_train_is_rejected_as_by_pretrain(cli: Cli, problem: str) -> None:
+    assert cli(f"parity {problem}") == 2
+    assert cli.err.startswith(f"mlm parity: {problem}")
+
+
+def test_a_large_run_is_compared_small_and_exactly(cli: Cli) -> None:
+    """The experiment's layout and schedule; float64 and this host unless they are typed."""
+    assert cli("parity experiment=v1_8_3b model=gpt2_tiny tp=2 dp=2") == 0
+    config = cli.launched.config
+    assert (config.parallel.tp, config.parallel.recompute, config.schedule.decay) == (2, "full", "cosine")
+    assert (config.precision.dtype, config.dist.device) == ("fp64", "auto")
+
+
+def test_a_typed_precision_wins(cli: Cli) -> None:
+    cli("parity experiment=v1_8_3b model=gpt2_tiny tp=2 dp=2 precision=bf16")
+    assert cli.launched.config.precision.dtype == "bf16"
+
+
+def test_a_named_corpus_is_read(tmp_path: Path) -> None:
+    assert parity(f"data.path={tmp_path}").comparable().data.kind == "indexed"
+    assert parity().comparable().data.kind == "synthetic"
+
+
+def test_float16_begins_below_its_overflow() -> None:
+    assert parity("precision=fp16").comparable().precision.initial_loss_scale == FIRST_LOSS_SCALE
+
+
+def test_one_process_differs_in_its_layout_alone() -> None:
+    config = parity("tp=2", "recompute=full", "zero=2", "dp=2")
+    alone = config.on_one_process()
+    assert alone.parallel.recompute == "none"
+    assert replace(alone, parallel=config.parallel, compile=None) == config
+
+
+def test_every_key_of_pretrain_is_known_with_its_help() -> None:
+    missing = leaves(PretrainConfig).keys() - leaves(ParityConfig).keys()
+    assert not missing
+    assert all(leaf.doc for leaf in leaves(ParityConfig).values())
+
+
+def test_layouts_that_are_proven_equal_can_be_typed() -> None:
+    for layout in LAYOUTS:
+        assert check_parity(layout.config(), world_size=None, local_devices=None) == [], str(layout)
+
+
+def test_a_model_beyond_the_memory_is_rejected_with_fewer_layers() -> None:
+    config = parity("model=gpt2_8b", "tp=2", "pp=2")
+    problem = memory_problem(config, 64 << 30)
+    assert problem is not None
+    assert problem.startswith("model.num_layers=72: a model of 8.3 billion parameters")
+    layers = int(problem.rpartition("model.num_layers=")[2].partition(",")[0])
+    assert layers % 2 == 0
+    assert needed_bytes(config, layers) <= 64 << 30 < needed_bytes(config, layers + 2)
+
+
+def test_a_model_too_wide_for_any_depth_gets_another_remedy() -> None:
+    problem = memory_problem(parity("model=gpt2_8b"), 1 << 30)
+    assert problem is not None
+    assert "use a smaller model=…" in problem
+
+
+def test_a_disk_that_fills_while_comparing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder could be written to at the start; the numbers cannot at the end."""
+
+    def full(path: Path, _: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("mlm.verify.parity.run.write_result", full)
+    small = ("steps=1", "model.hidden_size=16", "data.seq_length=16", "train.global_batch_size=2")
+    with pytest.raises(UserError, match=r"out=.*No space left on device"):
+        run(parity(f"out={tmp_path}", *small), shape_context())

@@ -1,0 +1,194 @@
+"""Every layout equals one process: a matrix of layouts that combines every two features."""
+
+import math
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlm.data.sampler import Plan
+from mlm.data.synthetic import SyntheticDataset
+from mlm.parallel.mesh import ParallelContext
+from mlm.training.trainer import StepOutcome, Trainer
+from mlm.verify.parity.compare import Comparison, Report, compare, one_process
+from mlm.verify.parity.verdict import Verdict, judge
+from tests.ranks import run_on_ranks
+from tests.verify.parity_layouts import (
+    BERT_LAYOUTS,
+    LAYOUTS,
+    LLAMA_LAYOUTS,
+    LONG_LAYOUTS,
+    Layout,
+    compatible_pairs,
+    is_compatible,
+    pairs,
+    verdict_of,
+)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *BERT_LAYOUTS, *LLAMA_LAYOUTS], ids=str)
+def test_layout_equals_one_process(layout: Layout) -> None:
+    """Losses, gradients and weights of two steps; dropout, clipping and weight decay included."""
+    for verdict, report in run_on_ranks(verdict_of, layout, **layout.sizes):
+        assert verdict.equal, f"{verdict.sentence}; {verdict.hint}"
+        assert len(report.steps) == 2
+
+
+@pytest.mark.parametrize("layout", LONG_LAYOUTS, ids=str)
+def test_long_sequences_over_ranks_equal_one_process(layout: Layout) -> None:
+    """The loss and every gradient of a step in float64, to 1e-10 of the largest."""
+    verdict, report = run_on_ranks(verdict_of, layout, steps=1, **layout.sizes)[0]
+    assert verdict.equal, f"{verdict.sentence}; {verdict.hint}"
+    assert report.steps[0].loss.difference < 1e-10
+    assert max(gradient.difference / gradient.largest for gradient in report.steps[0].gradients) < 1e-10
+
+
+def test_every_two_compatible_features_meet_in_a_layout() -> None:
+    met = set(chain.from_iterable(pairs(layout.axes) for layout in LAYOUTS))
+    assert compatible_pairs() - met == set()
+
+
+def test_every_two_but_precision_meet_in_float64() -> None:
+    """Settings whose runs agree to 1e-10."""
+    exact = [pairs(layout.axes, without="precision") for layout in LAYOUTS if layout.precision == "fp64"]
+    wanted = {pair for pair in compatible_pairs() if "precision" not in dict(pair)}
+    assert wanted - set(chain.from_iterable(exact)) == set()
+
+
+def test_llamas_split_sequences_together_with_every_other_axis() -> None:
+    """In float64: tp, sequence parallelism, pp, dp, and what is sharded over them."""
+    split = [x for x in (*LLAMA_LAYOUTS, *LONG_LAYOUTS) if x.llama and x.cp > 1 and x.precision == "fp64"]
+    sizes = [{**layout.sizes, "sequence_parallel": 1 + layout.sequence_parallel} for layout in split]
+    met = {axis for each in sizes for axis, size in each.items() if size > 1}
+    assert met == {"tp", "sequence_parallel", "cp", "pp", "dp"}
+    assert {layout.zero for layout in split} == {0, 2, 3}
+
+
+def test_the_matrix_has_layouts_of_all_kinds() -> None:
+    assert len(LAYOUTS) >= 24
+    assert all(is_compatible(layout.axes) for layout in LAYOUTS)
+    assert any(layout.micro_batches < layout.pp for layout in LAYOUTS)
+    assert max(math.prod(layout.sizes.values()) for layout in LAYOUTS) == 8
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sequence_parallel=True, dropout=0.2),
+        Layout(pp=2, vp=2, dropout=0.2),
+        Layout(tp=2, pp=2, pipeline="zb_h1", dropout=0.2),
+        Layout(dp=2, zero=2, dropout=0.2),
+        Layout(dp=2, zero=3, dropout=0.2),
+        Layout(tp=2, dropout=0.2, precision="bf16"),
+        Layout(tp=2, sequence_parallel=True, dropout=0.2, documents=True),
+    ],
+    ids=str,
+)
+def test_recomputing_changes_no_bit_of_a_gradient(layout: Layout) -> None:
+    for none, selective, full in run_on_ranks(gradients_of_each_recompute, layout, **layout.sizes):
+        for expected, *recomputed in zip(none, selective, full, strict=True):
+            assert all(torch.equal(gradient, expected) for gradient in recomputed)
+
+
+def gradients_of_each_recompute(ctx: ParallelContext, layout: Layout) -> list[list[Tensor]]:
+    return [first_gradients(ctx, replace(layout, recompute=how)) for how in ("none", "selective", "full")]
+
+
+def first_gradients(ctx: ParallelContext, layout: Layout) -> list[Tensor]:
+    config = layout.config()
+    batch, micro_batch = config.train.global_batch_size, config.train.micro_batch_size
+    samples = SyntheticDataset(config.model.vocab_size, config.data.seq_length, batch, config.seed)
+    batches = Plan(samples, 0, batch, micro_batch, ctx.dp.rank, ctx.dp.size, False).step(0)
+    assert batches is not None
+    trainer = Trainer(config, ctx)
+    trainer.forward_backward(batches)
+    gradients = [shard.parameter.grad for shard in trainer.shards]
+    assert all(gradient is not None for gradient in gradients)
+    return [gradient.clone() for gradient in gradients if gradient is not None]
+
+
+@pytest.mark.parametrize(
+    "layout, name",
+    [
+        (Layout(dp=2), "layers.1.mlp.up.weight"),
+        (Layout(tp=2), "final_norm.weight"),
+        (Layout(pp=2), "token.weight"),
+        (Layout(tp=2, dp=2, zero=2), "position.weight"),
+    ],
+    ids=str,
+)
+def test_a_copy_that_differs_in_one_bit_is_found(layout: Layout, name: str) -> None:
+    for before, after in run_on_ranks(tear, layout, name, **layout.sizes):
+        assert before == ()
+        assert after == (name,)
+
+
+def tear(ctx: ParallelContext, layout: Layout, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    comparison = Comparison(Trainer(layout.config(), ctx), None)
+    before = comparison.torn_replicas()[1]
+    if ctx.rank == ctx.world_size - 1:
+        (shard,) = comparison.held[name]
+        bits = shard.parameter.detach().view(torch.int64).view(-1)
+        bits[-1] ^= 1
+    return before, comparison.torn_replicas()[1]
+
+
+def test_what_no_rank_holds_is_no_equality() -> None:
+    """A part of a layer that one rank forgot: comparing what is held would not miss it."""
+    for difference in run_on_ranks(forget, Layout(tp=2), tp=2):
+        assert difference == math.inf
+
+
+def forget(ctx: ParallelContext, layout: Layout) -> float:
+    config = layout.config()
+    comparison = Comparison(Trainer(config, ctx), one_process(config, ctx) if ctx.is_main else None)
+    if ctx.rank == 1:
+        comparison.held["layers.1.mlp.up.weight"] = []
+    weights = comparison.differences(lambda _, shard: shard.parameter.detach())
+    return {weight.name: weight.difference for weight in weights}["layers.1.mlp.up.weight"]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero=2), Layout(pp=2)], ids=str)
+def test_rounding_that_adam_amplifies_is_compared_by_gradient(layout: Layout) -> None:
+    """At eps=1e-30 the biases of keys, whose gradient is zero but for rounding, move by whole steps."""
+    for report, verdict in run_on_ranks(compare_with_tiny_eps, layout, **layout.sizes):
+        assert verdict.equal, verdict.sentence
+        # of each layer the keys' 16, but for those whose sum happens to round to 0; hardly any other
+        assert 4 * 16 - 4 <= report.by_gradient <= 4 * 16 + 20
+        assert f"{report.by_gradient} elements compared by gradient" in verdict.sentence
+
+
+def compare_with_tiny_eps(ctx: ParallelContext, layout: Layout) -> tuple[Report, Verdict]:
+    config = layout.config()
+    report = compare(replace(config, optimizer=replace(config.optimizer, eps=1e-30)), ctx)
+    return report, judge(report, "fp64")
+
+
+def test_a_wrong_update_of_a_weight_is_found_at_any_eps() -> None:
+    """A weight that the optimizer forgets on one rank differs though its gradient does not."""
+    for report in run_on_ranks(forget_to_update, Layout(tp=2), tp=2):
+        wrong = {weight.name for weight in report.weights if weight.difference > 1e-5 * 1e-3}
+        assert wrong == {"layers.1.mlp.up.weight"}
+        assert judge(report, "fp64").word == "DIFFERENT"
+
+
+def forget_to_update(ctx: ParallelContext, layout: Layout) -> Report:
+    config = layout.config(steps=1)
+    update = Trainer.update
+
+    def without_one(trainer: Trainer, parts: Tensor) -> StepOutcome:
+        held = [s.parameter for s in trainer.shards if s.name == "layers.1.mlp.up.weight"]
+        before = [p.detach().clone() for p in held]
+        outcome = update(trainer, parts)
+        if trainer.ctx.tp.size == 2 and ctx.rank == 1:
+            for p, value in zip(held, before, strict=True):
+                p.data.copy_(value)
+        return outcome
+
+    Trainer.update = without_one  # type: ignore[method-assign]
+    try:
+        return compare(replace(config, optimizer=replace(config.optimizer, eps=1e-30)), ctx)
+    finally:
+        Trainer.update = update  # type: ignore[method-assign]

@@ -1,0 +1,347 @@
+"""Each mechanism of a layout, broken on purpose: the comparison with one process must notice, and say where.
+
+A rank replaces a function by a broken one while it compares. Those that act along an axis do nothing on the
+one process they are compared with; the others are written so as to leave it alone.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mlm.data.sampler import Batch, Plan
+from mlm.models.gpt2.objective import NextToken
+from mlm.models.llama.model import Llama
+from mlm.models.rotary import Rotary
+from mlm.optim.precision import parameter_dtype
+from mlm.parallel.collectives import Pending, reduce_scatter
+from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.layers import RowParallelLinear
+from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.training.trainer import StepOutcome, Trainer
+from mlm.verify.parity.verdict import Verdict
+from tests.ranks import run_on_ranks
+from tests.verify.parity_layouts import Layout, verdict_of
+
+
+def not_summed(x: Tensor, axis: Axis, *_: Any) -> Pending:
+    """Instead of a sum over the axis, this rank's own."""
+    return Pending("nothing", axis, x, None)
+
+
+def not_summed_but_cut(x: Tensor, axis: Axis) -> Pending:
+    return Pending("nothing", axis, x.chunk(axis.size)[axis.rank].contiguous(), None)
+
+
+def own_rows_only(out: Tensor, x: Tensor, *, group: ProcessGroup, **_: Any) -> None:
+    """Instead of the sum of a reduce-scatter, this rank's part of its own."""
+    out.copy_(x.chunk(group.size())[group.rank()])
+
+
+def same(x: Tensor, *_: Any) -> Tensor:
+    """Instead of a sum in place, or of f: its gradient is not summed."""
+    return x
+
+
+def forgotten(*_: Any, **__: Any) -> None:
+    """Instead of a sum of gradients."""
+
+
+def qkv_before_heads(qkv: Tensor, head_dim: int, p: float, bias: Tensor | None, causal: bool) -> Tensor:
+    """Attention that takes rows in the order [q, k, v][head][head_dim]: a cut over tp mixes them up."""
+    s, b, _ = qkv.shape
+    q, k, v = qkv.view(s, b, 3, -1, head_dim).permute(2, 1, 3, 0, 4).unbind(0)
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=causal)
+    return y.permute(2, 0, 1, 3).reshape(s, b, -1)
+
+
+def counted_by_every_rank(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    """The gradient of the gathered outputs summed over tp, where every rank has the whole of it."""
+    return reduce_scatter(dy.contiguous(), ctx.tp), None
+
+
+TRUE_OUTPUT, TRUE_UPDATE = NextToken.output, Trainer.update
+TRUE_PLAN, TRUE_ROW = Plan.step, RowParallelLinear.forward
+TRUE_ROTARY = Llama.rotary
+TRUE_STREAM, TRUE_MASKS = DropoutStream.of_micro_batch, DropoutStream.probabilities
+
+
+def mean_of_micro_batch(objective: NextToken, chunk: Any, batch: Batch, scale: Tensor, *rest: Any) -> Tensor:
+    """Each micro-batch's loss divided by its own tokens, as if the step had no other."""
+    if objective.ctx.world_size > 1:
+        scale = torch.ones_like(scale) / batch.labels.numel()
+    return TRUE_OUTPUT(objective, chunk, batch, scale, *rest)
+
+
+def tokens_of_replica(trainer: Trainer, batches: list[Batch]) -> Tensor:
+    """The divisor of the loss, not summed over dp."""
+    count = sum(batch.labels.numel() for batch in batches)
+    return torch.tensor([float(count)], dtype=parameter_dtype(trainer.config.precision))
+
+
+def decay_on_first_rank_only(trainer: Trainer, loss: Tensor) -> StepOutcome:
+    """Weight decay that other ranks forget."""
+    if trainer.ctx.rank > 0:
+        for group in trainer.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+    return TRUE_UPDATE(trainer, loss)
+
+
+def samples_of_first_replica(plan: Plan, number: int) -> list[Batch] | None:
+    return TRUE_PLAN(replace(plan, rank=0), number)
+
+
+def bias_before_sum(layer: RowParallelLinear, x: Tensor) -> Tensor:
+    """The bias of a row-parallel layer added on each rank, before the sum over tp: t times."""
+    return TRUE_ROW(layer, x) + (layer.tp.size - 1) * layer.bias
+
+
+def masks_of_first_heads(*args: Any, first_head: int, **kwargs: Any) -> Tensor:
+    """The same dropout masks on every tp rank's heads."""
+    return TRUE_MASKS(*args, first_head=0, **kwargs)
+
+
+def masks_of_first_rows(*args: Any, sequence_rank: int, **kwargs: Any) -> DropoutStream:
+    """The same dropout masks on every tp rank's rows of the sequence."""
+    return TRUE_STREAM(*args, sequence_rank=0, **kwargs)
+
+
+def positions_of_own_rows(model: Llama, x: Tensor, positions: Tensor | None) -> Rotary:
+    """Rotary positions that begin again at each tp rank's rows of the sequence."""
+    if model.sequence_parallel:
+        positions = torch.arange(x.shape[0]).repeat(model.tp.size)[None]
+    return TRUE_ROTARY(model, x, positions)
+
+
+def positions_of_own_tokens(model: Llama, x: Tensor, positions: Tensor | None) -> Rotary:
+    """Rotary positions that begin again at each cp rank's tokens."""
+    if model.cp.size > 1:
+        positions = torch.arange(x.shape[0])[None]
+    return TRUE_ROTARY(model, x, positions)
+
+
+def rows_of_own_tokens(length: int, cp: Axis, device: torch.device) -> Tensor:
+    """Places in the sequence that begin again at each cp rank's tokens."""
+    return torch.arange(length // cp.size, device=device)
+
+
+def first_part(x: Tensor, axis: Axis) -> Tensor:
+    """Instead of the sum of a reduce-scatter, this rank's part of its own."""
+    return x.chunk(axis.size)[axis.rank]
+
+
+def sum_of_own_tokens(y: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:
+    """The results of other ranks' keys added as if their scores had the same sum."""
+    y.add_(other).mul_(0.5)
+
+
+def positions_twice_as_far(model: Llama, x: Tensor, positions: Tensor | None) -> Rotary:
+    """Rotary positions that a later pipeline stage counts in another unit."""
+    if not model.stage.is_first:
+        positions = 2 * torch.arange(x.shape[0])[None]
+    return TRUE_ROTARY(model, x, positions)
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """A replaced function, its replacement, the layout, and the expected verdict."""
+
+    target: str
+    broken: Any
+    layout: Layout
+    place: str
+    suspect: str
+    """In the hint."""
+
+
+TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
+PP, DP, CP = Layout(pp=2), Layout(dp=2), Layout(cp=2)
+GROUPED = Layout(tp=4, llama="llama")
+CASES = {
+    "f without its all-reduce": Sabotage(
+        "mlm.parallel.linear.start_all_reduce", not_summed, TP, "layers.3.mlp_norm.bias", "f, its sum over tp"
+    ),
+    "f of sequence parallelism without its sum": Sabotage(
+        "mlm.parallel.linear.start_reduce_scatter",
+        not_summed_but_cut,
+        SP,
+        "layers.3.mlp_norm.bias",
+        "f, its sum over tp",
+    ),
+    "no f before the head": Sabotage(
+        "mlm.parallel.cross_entropy.copy_to_tp", same, TP, "gradient of final_norm.bias", "the head"
+    ),
+    "tied embedding not summed": Sabotage(
+        "mlm.training.trainer.sum_tied_gradients",
+        forgotten,
+        PP,
+        "gradient of token.weight at step 1",
+        "over the first and the last stage",
+    ),
+    "replicated gradients not summed over tp": Sabotage(
+        "mlm.training.trainer.sum_replicated_gradients",
+        forgotten,
+        SP,
+        "gradient of final_norm.bias",
+        "every tp rank holds",
+    ),
+    "no f before a BERT's head": Sabotage(
+        "mlm.parallel.cross_entropy.copy_to_tp",
+        same,
+        Layout(tp=2, bert="pre"),
+        "gradient of mlm_head.norm.bias",
+        "its own gradient",
+    ),
+    "a pooler that every row's rank counts": Sabotage(
+        "mlm.models.heads._GatherOutputs.backward",
+        counted_by_every_rank,
+        Layout(tp=2, sequence_parallel=True, bert="post"),
+        "gradient of sop_head",
+        "its own gradient",
+    ),
+    "qkv rows in another order": Sabotage(
+        "mlm.models.attention.fused_attention", qkv_before_heads, TP, "loss of step 1", "the qkv rows"
+    ),
+    "bias added before the sum over tp": Sabotage(
+        "mlm.parallel.layers.RowParallelLinear.forward",
+        bias_before_sum,
+        TP,
+        "layers.3.mlp.down.bias",
+        "a bias that each rank adds",
+    ),
+    "loss divided by the tokens of the micro-batch": Sabotage(
+        "mlm.models.gpt2.objective.NextToken.output",
+        mean_of_micro_batch,
+        PP,
+        "loss of step 1",
+        "all gradients are 2 times",
+    ),
+    "loss divided by the tokens of the replica": Sabotage(
+        "mlm.training.trainer.Trainer.global_counts",
+        tokens_of_replica,
+        DP,
+        "loss of step 1",
+        "all gradients are 2 times",
+    ),
+    "gradients not summed over dp": Sabotage(
+        "mlm.parallel.gradients.start_all_reduce", not_summed, DP, "gradient of final_norm.bias", "over dp"
+    ),
+    "sharded gradients not summed over dp": Sabotage(
+        "mlm.parallel.sharded.scatter_flat",
+        own_rows_only,
+        Layout(dp=2, zero=2),
+        "gradient of final_norm.bias",
+        "over dp",
+    ),
+    "every replica reads the same samples": Sabotage(
+        "mlm.data.sampler.Plan.step", samples_of_first_replica, DP, "loss of step 1", "each replica reads"
+    ),
+    "the same dropout masks on every tp rank's heads": Sabotage(
+        "mlm.parallel.dropout.DropoutStream.probabilities",
+        masks_of_first_heads,
+        Layout(tp=2, dropout=0.1),
+        "loss of step 1",
+        "dropout masks",
+    ),
+    "the same dropout masks on every tp rank's rows": Sabotage(
+        "mlm.parallel.dropout.DropoutStream.of_micro_batch",
+        masks_of_first_rows,
+        Layout(tp=2, sequence_parallel=True, dropout=0.1),
+        "loss of step 1",
+        "dropout masks",
+    ),
+    "shared key-value heads not summed over the ranks that hold them": Sabotage(
+        "mlm.parallel.gradients._sum_over_neighbours",
+        forgotten,
+        GROUPED,
+        "layers.3.attention.kv.weight",
+        "several share",
+    ),
+    "norms of heads not summed over tp": Sabotage(
+        "mlm.models.llama.attention.HeadNorm.is_partial",
+        False,
+        Layout(tp=2, llama="qwen"),
+        "layers.3.attention.key_norm.weight",
+        "every tp rank holds",
+    ),
+    "rotary positions of each tp rank's own rows": Sabotage(
+        "mlm.models.llama.model.Llama.rotary",
+        positions_of_own_rows,
+        Layout(tp=2, sequence_parallel=True, llama="llama"),
+        "loss of step 1",
+        "rotary positions",
+    ),
+    "rotary positions of each cp rank's own tokens": Sabotage(
+        "mlm.models.llama.model.Llama.rotary",
+        positions_of_own_tokens,
+        Layout(cp=2, llama="llama"),
+        "loss of step 1",
+        "rotary positions",
+    ),
+    "learned positions of each cp rank's own tokens": Sabotage(
+        "mlm.models.backbone.own_places", rows_of_own_tokens, CP, "loss of step 1", "positions (learned"
+    ),
+    "dropout masks of each cp rank's own tokens": Sabotage(
+        "mlm.training.trainer.own_places",
+        rows_of_own_tokens,
+        Layout(cp=2, dropout=0.1),
+        "loss of step 1",
+        "dropout masks",
+    ),
+    "keys of other cp ranks merged without their sums": Sabotage(
+        "mlm.parallel.context.attention._merge", sum_of_own_tokens, CP, "loss of step 1", "forward pass"
+    ),
+    "gradients of keys and values not summed over cp": Sabotage(
+        "mlm.parallel.context.attention.reduce_scatter",
+        first_part,
+        CP,
+        "gradient of layers.3.attention.qkv.bias",
+        "keys and values (its sum over cp)",
+    ),
+    "gradients not summed over cp": Sabotage(
+        "mlm.parallel.gradients.start_all_reduce", not_summed, CP, "gradient of final_norm.bias", "or cp"
+    ),
+    "other rotary positions in a later stage": Sabotage(
+        "mlm.models.llama.model.Llama.rotary",
+        positions_twice_as_far,
+        Layout(pp=2, llama="llama"),
+        "loss of step 1",
+        "rotary positions",
+    ),
+    "gradient norm of one rank's part": Sabotage(
+        "mlm.optim.clip.all_reduce", same, TP, "gradient norm of step 1", "counts in the norm"
+    ),
+    "weight decay on one stage only": Sabotage(
+        "mlm.training.trainer.Trainer.update",
+        decay_on_first_rank_only,
+        PP,
+        "after step 1",
+        "suspect the optimizer",
+    ),
+}
+
+
+def compare_sabotaged(ctx: ParallelContext, case: Sabotage) -> Verdict:
+    with patch(case.target, case.broken):
+        return verdict_of(ctx, case.layout)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sabotage_is_noticed_and_placed(name: str) -> None:
+    case = CASES[name]
+    for verdict in run_on_ranks(compare_sabotaged, case, **case.layout.sizes):  # every rank says the same
+        assert not verdict.equal
+        assert case.place in verdict.sentence
+        assert case.suspect in verdict.hint
+
+
+@pytest.mark.parametrize("layout", {case.layout: None for case in CASES.values()}, ids=str)
+def test_the_same_layout_unharmed_is_equal(layout: Layout) -> None:
+    """The control: what the cases above find is the sabotage."""
+    verdict, _ = run_on_ranks(verdict_of, layout, **layout.sizes)[0]
+    assert verdict.equal, verdict.sentence

@@ -1,0 +1,292 @@
+"""`mlm verify-resume`: real runs that are killed and resumed, its settings, its folder and its exit codes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlm.checkpoint.native.folders import step_name
+from mlm.config.cli import main
+from mlm.config.cli.compose import load_config
+from mlm.config.tree import leaves
+from mlm.launch import child_run
+from mlm.optim.schedule import learning_rate
+from mlm.training.config import PretrainConfig
+from mlm.util.errors import UserError
+from mlm.util.ownership import claim_folder
+from mlm.verify.resume import rehearsal as resume_runs
+from mlm.verify.resume.config import KillPlan, VerifyResumeConfig
+from mlm.verify.resume.rehearsal import Kill, Rehearsal
+from mlm.verify.resume.run import first_step, out_problems, preflight
+from tests.checkpoint.native.helpers import edit_manifest, save, weights
+from tests.config.cli.doubles import Cli, make_cli
+
+cli = pytest.fixture(make_cli)
+
+SMALL = [
+    *("model.hidden_size=16", "model.vocab_size=61", "data.seq_length=16", "train.global_batch_size=8"),
+    *("steps=2", "optimizer.lr=1e-3", "dist.threads_per_rank=1"),
+]
+DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in [*child_run.LAUNCHER_VARIABLES, *(k for k in os.environ if k.startswith("SLURM_"))]:
+        monkeypatch.delenv(key, raising=False)
+
+
+def verify_resume(*overrides: str) -> VerifyResumeConfig:
+    config = load_config("verify_resume", overrides)
+    assert isinstance(config, VerifyResumeConfig)
+    return config
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the real command left with dropout, and in `killed` what it resumed."""
+    out = tmp_path_factory.mktemp("verify") / "out"
+    resume = Rehearsal.run_resumed
+
+    def keep_and_resume(self: Rehearsal) -> None:
+        shutil.copytree(out / "resumed", out.parent / "killed")
+        resume(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rehearsal, "run_resumed", keep_and_resume)
+        for key in child_run.LAUNCHER_VARIABLES:
+            patch.delenv(key, raising=False)
+        assert main(["verify-resume", *SMALL, *DROPOUT, f"out={out}"]) == 0
+    return out
+
+
+def test_a_killed_run_with_dropout_resumes_bit_for_bit(checked: Path) -> None:
+    result = json.loads((checked / "verify-resume.json").read_text())
+    assert result["equal"] is True
+    assert result["verdict"].startswith("EQUAL bit for bit: ")
+    assert result["tolerance"] is None
+    assert result["starts_of_the_resumed_run"] == [0, 2]
+    assert [step["step"] for step in result["steps"]] == [1, 2, 3, 4]
+    assert all(step["straight"] == step["resumed"] for step in result["steps"])
+    assert result["counters"]["resumed"]["consumed_samples"] == 4 * 8
+    assert (result["tensors"]["compared"], result["tensors"]["differing"]) == (84, [])
+
+
+def test_the_run_was_killed_with_its_second_checkpoint_unpublished(checked: Path) -> None:
+    folder = checked.parent / "killed/checkpoints"
+    assert (folder / "latest").read_text().split()[0] == step_name(2)
+
+
+def test_losses_of_the_check_are_those_of_plain_training(checked: Path) -> None:
+    """The children are `mlm pretrain` itself: its metrics are there, step by step, from both starts."""
+    lines = (checked / "resumed/metrics.jsonl").read_text().splitlines()
+    kinds = [(r["kind"], r.get("step", r.get("start_step"))) for r in map(json.loads, lines)]
+    assert [entry for entry in kinds if entry[0] != "saved"] == [
+        *(("run", 0), ("step", 1), ("step", 2), ("run", 2), ("step", 3), ("step", 4))
+    ]
+
+
+def test_a_counter_altered_before_resuming_is_different_from_the_first_step_on(
+    checked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight samples further in the data: found at the step after the kill."""
+    out = tmp_path / "out"
+
+    def straight(self: Rehearsal) -> None:
+        shutil.copytree(checked / "straight", out / "straight")
+
+    def killed(self: Rehearsal) -> Kill:
+        shutil.copytree(checked.parent / "killed", out / "resumed")
+        skip = out / "resumed/checkpoints" / step_name(2)
+        edit_manifest(skip, lambda body: body["state"].update(consumed_samples=3 * 8))
+        return Kill(0.0, 2, 1)
+
+    monkeypatch.setattr(Rehearsal, "run_straight", straight)
+    monkeypatch.setattr(Rehearsal, "run_killed", killed)
+    assert main(["verify-resume", *SMALL, *DROPOUT, f"out={out}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "DIFFERENT: the first difference is in the loss of step 3" in line
+    assert json.loads((out / "verify-resume.json").read_text())["equal"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["resumed.tp=2", "resumed.sequence_parallel=true"],
+        ["tp=2", "resumed.tp=1", "resumed.pp=2", "precision=fp64"],
+        ["dp=2", *DROPOUT, "resumed.zero=3", "steps=10"],
+        ["dp=2", *DROPOUT],
+        ["dp=2", *DROPOUT, "resumed.dp=1"],
+        ["dp=2", "zero=2", *DROPOUT, "precision=fp16"],
+        ["pp=2", *DROPOUT, "checkpoint.asynchronous=false"],
+        ["schedule=cosine_v1", "schedule.warmup_steps=3", "train.steps=9", "optimizer.lr=1e-2"],
+    ],
+    ids=" ".join,
+)
+def test_runs_killed_and_resumed_at_other_layouts_and_settings_are_equal(
+    tmp_path: Path, words: list[str]
+) -> None:
+    assert main(["verify-resume", *SMALL, *words, f"out={tmp_path / 'out'}"]) == 0
+    result = json.loads((tmp_path / "out/verify-resume.json").read_text())
+    other = any(word.startswith("resumed.") for word in words)
+    assert result["verdict"].startswith("EQUAL to the rounding of" if other else "EQUAL bit for bit")
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_runs_and_leaves_with_130(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ["verify-resume", *SMALL, "dp=2", "steps=100000", f"out={out}"]
+    process = subprocess.Popen([sys.executable, "-m", "mlm", *words], stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 100
+    while not (out / "straight/metrics.jsonl").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    started = processes_with(str(out))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+    assert len(started) >= 2  # this command and the one it runs
+    assert processes_with(str(out)) == []
+
+
+def processes_with(words: str) -> list[int]:
+    """Processes that have these words on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if words in path.read_text(errors="replace"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("latest", [2, 4])
+def test_a_run_that_is_always_over_before_the_kill_is_tried_again_then_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, latest: int
+) -> None:
+    """It ends well with its last checkpoint, or asked to stop with an earlier one: neither was killed."""
+    started: list[list[str]] = []
+
+    @contextmanager
+    def over_at_once(words: list[str], log: Path) -> Iterator[Any]:
+        started.append(words)
+        checkpoints = tmp_path / "resumed/checkpoints"
+        checkpoints.mkdir(parents=True)
+        (checkpoints / "latest").write_text(step_name(latest))
+        process = subprocess.Popen(["true"])
+        process.wait()
+        yield process
+
+    monkeypatch.setattr(resume_runs, "child_run", over_at_once)
+    claim_folder(tmp_path, "verify-resume")
+    (tmp_path / "straight").mkdir()
+    saved = [json.dumps({"kind": "saved", "step": step, "time": step / 100}) for step in (2, 4)]
+    (tmp_path / "straight/metrics.jsonl").write_text("\n".join(saved) + "\n")
+    rehearsal = Rehearsal(verify_resume("steps=2", f"out={tmp_path}"), KillPlan(0, 2, 4), lambda *_: None)
+    with pytest.raises(UserError, match=r"steps=2: 5 runs were over .* such as steps=8"):
+        rehearsal.run_killed()
+    assert len(started) == 5
+
+
+@pytest.mark.parametrize("first,kill,last", [(0, 4, 8), (1000, 1004, 1008), (1001, 1004, 1008)])
+def test_the_kill_follows_a_step_that_is_saved(first: int, kill: int, last: int) -> None:
+    """Checkpoints come at multiples of k, also if the run continues another's."""
+    assert verify_resume("steps=4").plan(first) == KillPlan(first, kill, last)
+
+
+def test_a_run_from_a_checkpoint_is_counted_from_its_step(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 7, weights())
+    assert first_step(verify_resume(f"ckpt={tmp_path}")) == 7
+    edit_manifest(path, lambda body: body["state"].update(weights_only=True))
+    assert first_step(verify_resume(f"ckpt={tmp_path}")) == 0
+
+
+@pytest.mark.parametrize("decay_steps", ["null", "60"])
+@pytest.mark.parametrize("warmup_steps", ["null", "3"])
+def test_learning_rates_are_those_of_the_whole_run(warmup_steps: str, decay_steps: str) -> None:
+    config = verify_resume(
+        *("schedule=cosine_v1", f"schedule.warmup_steps={warmup_steps}", "train.steps=250"),
+        *(f"schedule.decay_steps={decay_steps}", "steps=4"),
+    )
+    short = config.training_run("out", 8)
+    for step in range(1, 9):
+        rates = [learning_rate(step, c.optimizer, c.schedule, c.train.steps) for c in (config, short)]
+        assert rates[0] == rates[1]
+
+
+def test_a_training_run_is_saved_and_reported_as_the_check_needs() -> None:
+    run = verify_resume("steps=4", "checkpoint.keep_every=3", "log.every=7").training_run("there", 8)
+    assert type(run) is PretrainConfig
+    assert (run.out, run.train.steps, run.train.validate_every, run.log.every) == ("there", 8, 0, 1)
+    assert (run.checkpoint.save_every, run.checkpoint.keep_last, run.checkpoint.keep_every) == (4, 2, 0)
+
+
+def test_a_named_corpus_is_read(tmp_path: Path) -> None:
+    assert verify_resume(f"data.path={tmp_path}").training_run("x", 8).data.kind == "indexed"
+    assert verify_resume().training_run("x", 8).data.kind == "synthetic"
+
+
+def test_every_key_of_pretrain_is_known_with_its_help() -> None:
+    assert not leaves(PretrainConfig).keys() - leaves(VerifyResumeConfig).keys()
+    assert all(leaf.doc for leaf in leaves(VerifyResumeConfig).values())
+
+
+def test_a_problem_ends_with_2_and_one_line(cli: Cli) -> None:
+    assert cli("verify-resume --resumed.tp 3") == 2
+    assert cli.err.startswith("mlm verify-resume: resumed.tp=3 does not divide")
+    assert len(cli.err.splitlines()) == 1
+
+
+def test_as_a_rank_of_a_launcher_it_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(key, value)
+    (problem,) = preflight(verify_resume(f"out={tmp_path}"))
+    assert "start this plainly" in problem
+
+
+@pytest.mark.parametrize(
+    "left", [[], ["verify-resume.json", "straight", "resumed", "killed.log", ".lock"]], ids=len
+)
+def test_a_folder_of_its_own_is_taken_again(tmp_path: Path, left: list[str]) -> None:
+    for name in left:
+        (tmp_path / name).write_text('{"task": "verify-resume"}')
+    assert out_problems(tmp_path) == []
+    assert out_problems(tmp_path / "new") == []
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        ["notes.txt"],
+        ["checkpoints"],
+        ["verify-resume.json", "notes.txt"],
+        ["straight"],  # no mark of an earlier check: someone else's
+    ],
+    ids=str,
+)
+def test_a_folder_that_holds_anything_else_is_rejected(tmp_path: Path, left: list[str]) -> None:
+    for name in left:
+        (tmp_path / name).write_text('{"task": "verify-resume"}')
+    (problem,) = out_problems(tmp_path)
+    assert "which is not of an earlier verify-resume: name another folder" in problem
+
+
+def test_a_result_of_another_command_is_no_mark(tmp_path: Path) -> None:
+    (tmp_path / "verify-resume.json").write_text('{"task": "parity"}')
+    assert len(out_problems(tmp_path)) == 1
+
+
+def test_a_file_in_the_place_of_the_folder_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("")
+    (problem,) = out_problems(tmp_path / "out")
+    assert "is a file;" in problem
