@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlm.util.errors import CheckFailedError, UserError
 from reproduce.catalogue import EXPERIMENTS
-from reproduce.experiment import Experiment, Settings
+from reproduce.experiment import Experiment, Settings, Stages
 from reproduce.report import keep, write_report
 from reproduce.results import Results
 from reproduce.runner import Runner, shell_lines, signals_raised
@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if unknown := sorted(set(options.names) - {*names, "all"}):
         parser.error(f"no experiment {', '.join(unknown)}; use all, or some of {', '.join(names)}")
+    if min(options.seeds, options.cores) < 1:
+        parser.error("--seeds and --cores are 1 or more")
     chosen = [each for each in EXPERIMENTS if each.name in options.names or "all" in options.names]
     settings = Settings(
         out=options.out.absolute(),
@@ -42,7 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with signals_raised():
             for experiment in chosen:
-                reproduce(experiment, settings, dry=options.dry_run)
+                try:
+                    stages = experiment.stages(settings)
+                except UserError as error:  # files of the user's that it needs
+                    if experiment.name in options.names:
+                        raise
+                    show(f"{experiment.name} is skipped: {error}")
+                    continue
+                reproduce(experiment, stages, settings, dry=options.dry_run)
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         return STOPPED
@@ -79,9 +88,8 @@ def absolute(path: Path | None) -> Path | None:
     return None if path is None else path.absolute()
 
 
-def reproduce(experiment: Experiment, settings: Settings, *, dry: bool) -> None:
+def reproduce(experiment: Experiment, stages: Stages, settings: Settings, *, dry: bool) -> None:
     """Run what is left of an experiment, then write its report and show what it says."""
-    stages = experiment.stages(settings)
     runner = Runner(settings.out, stages, settings.cores, show)
     if dry:
         print("\n".join((f"# {experiment.name}", *shell_lines(stages, runner.records))))

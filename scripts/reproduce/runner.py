@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -165,16 +165,18 @@ class Runner:
 
     def stop(self) -> None:
         """Ask what runs to save and stop, and kill what does not."""
-        for each in self.running:
-            self.tell(f"stopping {each.step.name}")
-            os.killpg(each.process.pid, signal.SIGTERM)
-        end = time.monotonic() + SAVE_S
-        for each in self.running:
-            try:
-                each.process.wait(max(end - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                os.killpg(each.process.pid, signal.SIGKILL)
-                each.process.wait()
+        try:
+            for each in self.running:
+                self.tell(f"stopping {each.step.name}")
+                each.process.terminate()
+            end = time.monotonic() + SAVE_S
+            for each in self.running:
+                with suppress(subprocess.TimeoutExpired):
+                    each.process.wait(max(end - time.monotonic(), 0.0))
+        finally:
+            for each in self.running:
+                with suppress(ProcessLookupError):
+                    os.killpg(each.process.pid, signal.SIGKILL)
 
 
 def is_complete(step: Step, result: Path) -> bool:
@@ -193,7 +195,7 @@ def last_line(log: Path) -> str:
     return lines[-1] if lines else ""
 
 
-def shell_lines(stages: Sequence[Sequence[Step]], done: Sequence[str]) -> Iterator[str]:
+def shell_lines(stages: Stages, done: Container[str]) -> Iterator[str]:
     """Yield the steps as command lines, finished ones marked."""
     for stage in stages:
         for step in stage:

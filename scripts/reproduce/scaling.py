@@ -158,7 +158,14 @@ def planned_table(results: Results) -> Table:
             gpus = model.tp * dp
             published = f"{PUBLISHED} %" if gpus == 512 else ""
             efficiencies = (f"{100 * model.tflops(dp) / base:.1f} %", f"{100 * ours / own:.1f} %")
-            rows.append([f"{model.name}, {gpus} GPUs", f"tp={model.tp} dp={dp}", published, *efficiencies])
+            rows.append(
+                [
+                    f"{model.name}, {gpus} GPU{'s' * (gpus > 1)}",
+                    f"tp={model.tp} dp={dp}",
+                    published,
+                    *efficiencies,
+                ]
+            )
     return Table(
         title="Weak scaling on DGX-2H: published, and planned",
         headings=["model", "layout", "published", "planned, Megatron-LM of 2019", "planned, this toolkit"],

@@ -98,6 +98,15 @@ def test_a_dry_run_prints_commands_and_runs_none(tmp_path: Path, capsys: pytest.
     assert not list(tmp_path.iterdir())
 
 
+def test_all_skips_what_needs_files_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["all", "--dry-run", f"--out={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert [name for name in ("v1-table3", "nanogpt-shakespeare") if f"{name} is skipped" in printed] == [
+        *("v1-table3", "nanogpt-shakespeare")
+    ]
+    assert main(["v1-table3", f"--out={tmp_path}"]) == 2
+
+
 def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
     with pytest.raises(SystemExit) as caught:
         main(["v1-figure99"])
@@ -285,7 +294,8 @@ MADE = Experiment(
 def test_a_report_has_the_verdict_the_tables_and_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_experiment(MADE, settings_in(tmp_path), dry=False)
+    settings = settings_in(tmp_path)
+    run_experiment(MADE, MADE.stages(settings), settings, dry=False)
     folder = tmp_path / "out/v1-made"
     text = (folder / "report.md").read_text()
     assert "**Verdict:** shows nothing about the paper's claim." in text
@@ -460,9 +470,9 @@ def test_an_experiment_runs_from_end_to_end(tmp_path: Path) -> None:
         conclude=conclude,
     )
     settings = settings_in(tmp_path, seeds=1)
-    run_experiment(experiment, settings, dry=False)
+    run_experiment(experiment, experiment.stages(settings), settings, dry=False)
     result = json.loads((settings.out / MADE.name / "result.json").read_text())
     assert 0 < result["tables"][0]["rows"][0][1] < 10
     logged = (settings.out / "steps" / "v1-made-one-round1.log").stat().st_mtime_ns
-    run_experiment(experiment, settings, dry=False)
+    run_experiment(experiment, experiment.stages(settings), settings, dry=False)
     assert (settings.out / "steps" / "v1-made-one-round1.log").stat().st_mtime_ns == logged
