@@ -39,7 +39,7 @@ EMPTY_BRACKETS = re.compile(r"\s*\[\s*\]")
 def scenes(markdown: str) -> Iterator[str]:
     """The scenes of a play as plain text, each below its act and its place. Headings alone are no scene."""
     title, act, scene, body = "", "", "", list[str]()
-    bold = BOLD_HEADING.sub(lambda found: f"### {found[1].upper()}. ", markdown)
+    bold = BOLD_HEADING.sub(lambda match: f"### {match[1].upper()}. ", markdown)
     for block in [*re.split(r"\n\s*\n", bold.strip()), "# END"]:
         heading = HEADING.fullmatch(block.strip())
         if heading is None:
@@ -78,7 +78,7 @@ def is_direction(block: str) -> bool:
 
 def line(text: str) -> str:
     """A line of a speech, with emphasis in it turned into a direction in brackets."""
-    text = EMPHASISED.sub(lambda found: f"[{found[2].strip()}]", unescape(text))
+    text = EMPHASISED.sub(lambda match: f"[{match[2].strip()}]", unescape(text))
     return EMPTY_BRACKETS.sub("", plain(text))
 
 

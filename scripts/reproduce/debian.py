@@ -132,10 +132,10 @@ def prose(page: str) -> list[str]:
 def documents_of(pages: dict[str, str]) -> dict[str, str]:
     """Return the English documents of a package by name, without paragraphs that many share."""
     paragraphs = {name: prose(page) for name, page in sorted(pages.items())}
-    count = Counter(text for found in paragraphs.values() for text in set(found))
+    count = Counter(text for texts in paragraphs.values() for text in set(texts))
     texts = {
-        name: "\n\n".join(text for text in found if count[text] <= MAX_REPEATS)
-        for name, found in paragraphs.items()
+        name: "\n\n".join(text for text in its if count[text] <= MAX_REPEATS)
+        for name, its in paragraphs.items()
     }
     return {name: text for name, text in texts.items() if is_english(text)}
 

@@ -101,10 +101,10 @@ def main(words: list[str]) -> None:
     write_data(corpus, out / "data")
     model = train(checkout, out, words[6:], seed)
     ids = np.fromfile(out / "data" / "val.bin", dtype=np.uint16).astype(np.int64)
-    told = (out / "train.log").read_text("utf-8")
+    printed = (out / "train.log").read_text("utf-8")
     result = {
-        "seconds": [float(milliseconds) / 1000 for milliseconds in ITERATION.findall(told)],
-        "estimates": [(int(step), float(loss)) for step, loss in ESTIMATE.findall(told)],
+        "seconds": [float(milliseconds) / 1000 for milliseconds in ITERATION.findall(printed)],
+        "estimates": [(int(step), float(loss)) for step, loss in ESTIMATE.findall(printed)],
         "validation_loss": validation_loss(model, ids, model.config.block_size),
     }
     (out / "result.json").write_text(json.dumps(result), "utf-8")

@@ -133,7 +133,7 @@ Outcomes = Mapping[tuple[int, str, float], Sequence[Outcome]]
 
 def read_outcomes(results: Results, single: float) -> Outcomes:
     """Read all runs."""
-    found: dict[tuple[int, str, float], list[Outcome]] = {}
+    outcomes: dict[tuple[int, str, float], list[Outcome]] = {}
     for trial in sorted(
         trials(results.settings.seeds), key=lambda trial: (trial.layers, trial.order, trial.rate)
     ):
@@ -141,8 +141,8 @@ def read_outcomes(results: Results, single: float) -> Outcomes:
         losses = [loss for _, loss in results.validation(name, "validation/mlm_loss")]
         norms, failed = results.column(name, "step", "grad_norm"), results.records[name].code != 0
         each = outcome(losses, norms, single, failed=failed)
-        found.setdefault((trial.layers, trial.order, trial.rate), []).append(each)
-    return found
+        outcomes.setdefault((trial.layers, trial.order, trial.rate), []).append(each)
+    return outcomes
 
 
 def losses_of(outcomes: Sequence[Outcome]) -> list[float]:

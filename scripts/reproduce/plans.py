@@ -42,8 +42,8 @@ def layout_step(name: str, model: tuple[str, ...], layout: Layout, hardware: str
 
 def planned(results: Results, name: str) -> Mapping[str, Any]:
     """Return the numbers of a planned layout."""
-    found: Mapping[str, Any] = results.json(name)["layouts"][0]
-    return found
+    layout: Mapping[str, Any] = results.json(name)["layouts"][0]
+    return layout
 
 
 def gpt_shape(*, layers: int, hidden: int, heads: int, seq: int = 1024) -> Shape:

@@ -223,8 +223,8 @@ def table3_conclusion(results: Results) -> Conclusion:
     """Compare the sizes' scores."""
 
     def score(task: str, metric: str, size: Size, seed: int) -> float:
-        found = results.json(score_step(task, size, seed).name)["results"]
-        return float(next(each for each in found if each["task"] == task)["metrics"][metric]["value"])
+        protocols = results.json(score_step(task, size, seed).name)["results"]
+        return float(next(each for each in protocols if each["task"] == task)["metrics"][metric]["value"])
 
     scores = {
         task: [[score(task, metric, size, seed) for seed in results.seeds] for size in MODELS]

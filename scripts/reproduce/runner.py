@@ -88,14 +88,14 @@ class Runner:
         folder: of all experiments, in which commands run.
         stages: of the experiment.
         cores: steps of a stage that run beside each other.
-        tell: shows a line.
+        show: prints a line.
     """
 
-    def __init__(self, folder: Path, stages: Stages, cores: int, tell: Callable[[str], None]) -> None:
-        self.folder, self.stages, self.cores, self.tell = folder, stages, cores, tell
+    def __init__(self, folder: Path, stages: Stages, cores: int, show: Callable[[str], None]) -> None:
+        self.folder, self.stages, self.cores, self.show = folder, stages, cores, show
         steps = [step for stage in stages for step in stage]
-        found = {step.name: read_record(folder, step) for step in steps}
-        self.records = {name: record for name, record in found.items() if record is not None}
+        records = {step.name: read_record(folder, step) for step in steps}
+        self.records = {name: record for name, record in records.items() if record is not None}
         self.waiting = [step for step in steps if step.name not in self.records]
         self.running = list[Running]()
 
@@ -142,11 +142,11 @@ class Runner:
         """Remember a step that has ended. Raises CheckFailedError if it failed."""
         step, code = running.step, running.process.returncode
         seconds, result = time.monotonic() - running.since, self.folder / step.result
-        said = last_line(self.log(step))
-        diverged = step.may_diverge and 0 < code < SIGNALLED and any(words in said for words in DIVERGED)
+        message = last_line(self.log(step))
+        diverged = step.may_diverge and 0 < code < SIGNALLED and any(words in message for words in DIVERGED)
         if code and not diverged:
             raise CheckFailedError(
-                f"step {step.name} ended with {code}: {said} (its output: {self.log(step)}; "
+                f"step {step.name} ended with {code}: {message} (its output: {self.log(step)}; "
                 f"the command: {shlex.join(step.words)})"
             )
         if not code and (not result.exists() or not is_complete(step, result)):
@@ -157,7 +157,7 @@ class Runner:
         self.waiting.remove(step)
         left = sum(each.minutes for each in self.waiting)
         end = ", diverged" if diverged else ""
-        self.tell(f"{step.name}: {seconds / 60:.1f} min{end}; {len(self.waiting)} to go, some {left:.0f} min")
+        self.show(f"{step.name}: {seconds / 60:.1f} min{end}; {len(self.waiting)} to go, some {left:.0f} min")
 
     def log(self, step: Step) -> Path:
         """Return the output of a step."""
@@ -167,7 +167,7 @@ class Runner:
         """Ask what runs to save and stop, and kill what does not."""
         try:
             for each in self.running:
-                self.tell(f"stopping {each.step.name}")
+                self.show(f"stopping {each.step.name}")
                 each.process.terminate()
             end = time.monotonic() + SAVE_S
             for each in self.running:

@@ -426,10 +426,10 @@ def test_figure6_compares_perplexities_at_equal_tokens(tmp_path: Path) -> None:
         for seed in (1, 2, 3):
             curve = {500: 6.0 - n, 2500: 5.0 - n + seed / 1000}
             write_run(settings.out / "runs" / size.run(seed), loss=curve)
-    found = pretraining.figure6_conclusion(results_of(EXPERIMENTS[1], settings))
-    assert found.verdict is Verdict.AGREES
-    assert found.seen.endswith("with 20 % of its tokens.")
-    assert found.tables[0].rows[2][1] == "149 (149 to 149)"
+    conclusion = pretraining.figure6_conclusion(results_of(EXPERIMENTS[1], settings))
+    assert conclusion.verdict is Verdict.AGREES
+    assert conclusion.seen.endswith("with 20 % of its tokens.")
+    assert conclusion.tables[0].rows[2][1] == "149 (149 to 149)"
 
 
 def test_table3_shows_nothing_where_no_word_is_found(tmp_path: Path) -> None:
@@ -442,18 +442,18 @@ def test_table3_shows_nothing_where_no_word_is_found(tmp_path: Path) -> None:
                 result = {"results": [{"task": task, "metrics": {metric: {"value": value / (n + 1)}}}]}
                 name = f"table3-{size.name}-seed{seed}-{task}.json"
                 (settings.out / "results" / name).write_text(json.dumps(result))
-    found = pretraining.table3_conclusion(results_of(EXPERIMENTS[2], settings))
-    assert found.verdict is Verdict.NOTHING
-    assert found.tables[0].rows[1] == ["LAMBADA, accuracy", *["0 (0 to 0)"] * 3]
+    conclusion = pretraining.table3_conclusion(results_of(EXPERIMENTS[2], settings))
+    assert conclusion.verdict is Verdict.NOTHING
+    assert conclusion.tables[0].rows[1] == ["LAMBADA, accuracy", *["0 (0 to 0)"] * 3]
 
 
 def test_simulated_bubbles_are_those_of_the_kept_report(tmp_path: Path) -> None:
     """Nothing is measured in them: the same numbers come out on every machine."""
     experiment = next(each for each in EXPERIMENTS if each.name == "ptdp-schedules")
-    found = experiment.conclude(results_of(experiment, settings_in(tmp_path)))
+    conclusion = experiment.conclude(results_of(experiment, settings_in(tmp_path)))
     kept = json.loads((report.KEPT / experiment.name / "result.json").read_text())
-    assert [list(row) for row in found.tables[0].rows] == kept["tables"][0]["rows"]
-    assert found.seen == kept["seen"]
+    assert [list(row) for row in conclusion.tables[0].rows] == kept["tables"][0]["rows"]
+    assert conclusion.seen == kept["seen"]
 
 
 def test_an_experiment_runs_from_end_to_end(tmp_path: Path) -> None:
