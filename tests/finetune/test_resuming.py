@@ -83,7 +83,7 @@ def test_killed_between_saves(
     config = config_of(
         folder, out=str(tmp_path / "out"), checkpoint=FinetuneCheckpointConfig(save_every=save_every)
     )
-    dies(config, monkeypatch, Trainer, "update", at)
+    dies(config, monkeypatch, Trainer, "clip_and_update", at)
     finetune(config)
     check_same(folder, tmp_path / "out")
 
@@ -100,7 +100,7 @@ def test_dropout_continues_too(folder: Path, tmp_path: Path, monkeypatch: pytest
     finetune(config_of(folder, out=str(tmp_path / "whole"), **small))
     assert losses(tmp_path / "whole") != losses(folder / "out")
     config = config_of(folder, out=str(tmp_path / "out"), **small)
-    dies(config, monkeypatch, Trainer, "update", 3)
+    dies(config, monkeypatch, Trainer, "clip_and_update", 3)
     monkeypatch.setattr(Trainer, "dropout", dropout)
     finetune(config)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
@@ -138,7 +138,7 @@ def test_a_best_checkpoint_is_gone_when_all_begins_anew(
     out = tmp_path / "out"
     config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=100))
     dies(config, monkeypatch, training, "save_best", 1)
-    dies(config, monkeypatch, Trainer, "update", 1)
+    dies(config, monkeypatch, Trainer, "clip_and_update", 1)
     assert best_of(str(out)) == str(out)
 
 

@@ -83,14 +83,14 @@ def measure_rounding(ctx: ParallelContext, layout: Layout) -> Report:
 
 def _compare(config: ParityConfig, layout: Trainer, alone: Trainer | None) -> Half:
     comparison = Comparison(layout, alone)
-    half, coarse, update = DTYPES[config.precision.dtype], set[str](), layout.update
+    half, coarse, update = DTYPES[config.precision.dtype], set[str](), layout.clip_and_update
 
     def noting(parts: Tensor) -> StepOutcome:  # the update overwrites gradients by clipped ones
         sums = (s for s in layout.shards if not isinstance(s.module, Table))  # whose rows may be read once
         coarse.update(s.name for s in sums if _is_coarse(s.parameter.grad, half))
         return update(parts)
 
-    layout.update = noting  # type: ignore[method-assign]
+    layout.clip_and_update = noting  # type: ignore[method-assign]
     samples = train_dataset(config, config.steps * config.train.global_batch_size)
     with _batches(layout, samples) as own, _batches(alone, samples) as whole:
         steps = [_step(comparison, a, b) for _, a, b in zip(range(config.steps), own, whole, strict=False)]

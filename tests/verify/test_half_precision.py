@@ -133,7 +133,7 @@ def loss_scale_not_applied(trainer: Trainer) -> None:
 
 
 def after_update(trainer: Trainer, change: Callable[[], None]) -> None:
-    update = trainer.update
+    update = trainer.clip_and_update
 
     def changed(parts: Tensor) -> StepOutcome:
         outcome = update(parts)
@@ -141,7 +141,7 @@ def after_update(trainer: Trainer, change: Callable[[], None]) -> None:
             change()
         return outcome
 
-    trainer.update = changed
+    trainer.clip_and_update = changed
 
 
 def master_weights_in_half(trainer: Trainer) -> None:

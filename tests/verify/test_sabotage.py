@@ -65,7 +65,7 @@ def counted_by_every_rank(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
     return reduce_scatter(dy.contiguous(), ctx.tp), None
 
 
-TRUE_OUTPUT, TRUE_UPDATE = NextToken.output, Trainer.update
+TRUE_OUTPUT, TRUE_UPDATE = NextToken.output, Trainer.clip_and_update
 TRUE_PLAN, TRUE_ROW = Plan.step, RowParallelLinear.forward
 TRUE_ROTARY = Llama.rotary
 TRUE_STREAM, TRUE_MASKS = DropoutStream.of_micro_batch, DropoutStream.probabilities
@@ -317,7 +317,7 @@ CASES = {
         "mlm.optim.clip.all_reduce", same, TP, "gradient norm of step 1", "counts in the norm"
     ),
     "weight decay on one stage only": Sabotage(
-        "mlm.training.trainer.Trainer.update",
+        "mlm.training.trainer.Trainer.clip_and_update",
         decay_on_first_rank_only,
         PP,
         "after step 1",
