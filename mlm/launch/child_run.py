@@ -13,7 +13,7 @@ from pathlib import Path
 from mlm.launch.environment import import_path
 from mlm.launch.stop import LAUNCHED
 from mlm.util.errors import CheckFailedError, UserError
-from mlm.util.parent import die_with_parent
+from mlm.util.system import die_with_parent
 
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),

@@ -25,8 +25,7 @@ from mlm.launch.failure import (
     save_failure,
 )
 from mlm.launch.job_folder import note_exit_code
-from mlm.util.parent import die_with_parent
-from mlm.util.streams import writable_streams
+from mlm.util.system import die_with_parent, writable_streams
 
 
 def main() -> None:

@@ -31,8 +31,8 @@ from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
-from mlm.util.host import host_memory
 from mlm.util.results import CALIBRATION_MARK, named, write_result
+from mlm.util.system import host_memory
 from mlm.util.terminal import add_row, console, count_progress, table
 
 GIB = 2**30

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from mlm.reproduce.experiment import Step
 from mlm.reproduce.results import REMOVE, Record, read_object
-from mlm.util.atomic import write_atomic
-from mlm.util.bounded import as_json
+from mlm.util.atomic import as_json, write_atomic
 from mlm.util.errors import CorruptFileError, UserError
 
 STEPS = "steps"

@@ -16,8 +16,7 @@ from mlm.reproduce.pictures import draw
 from mlm.reproduce.results import Results
 from mlm.reproduce.text import LICENCES, packages
 from mlm.tracking.history import finite
-from mlm.util.atomic import write_atomic
-from mlm.util.bounded import as_json
+from mlm.util.atomic import as_json, write_atomic
 from mlm.util.errors import UserError
 
 PAGE = "report.html"

@@ -12,7 +12,7 @@ from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.logged import steps_of
 from mlm.tracking.history import FILE_NAME
 from mlm.tracking.html.runs import Run, read_run
-from mlm.util.bounded import parse_json, read_bounded
+from mlm.util.atomic import parse_json, read_bounded
 from mlm.util.errors import CorruptFileError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from mlm.reproduce.catalogue import EXPERIMENTS
 from mlm.reproduce.config import ReproduceConfig, Scale
 from mlm.reproduce.experiment import ALL_CORES, Experiment, Step
 from mlm.training.checks import check_pretrain
-from mlm.util.folder_types import KINDS, matches
+from mlm.util.ownership import KINDS, matches
 
 SCALES = get_args(Scale)
 PAIRS = [(experiment, scale) for experiment in EXPERIMENTS for scale in SCALES]

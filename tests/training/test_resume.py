@@ -18,9 +18,9 @@ from mlm.training.config import CheckpointConfig, PretrainConfig
 from mlm.training.resume import claim, resume, start_problems, starts
 from mlm.training.state import model_shards, save
 from mlm.training.trainer import Trainer
-from mlm.util.access import owner_of
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import sole_writer
+from mlm.util.ownership import owner_of
 from tests.ranks import run_on_ranks
 from tests.training.test_trainer import config, steps_of
 

@@ -170,19 +170,6 @@ def test_a_file_of_the_users_is_unharmed(name: str, leaf: Leaf, stand: str, tmp_
     assert state(tmp_path / "d") == before
 
 
-@pytest.mark.parametrize("stand", STANDS)
-@pytest.mark.parametrize(("name", "leaf"), FOLDERS, ids=ids(FOLDERS))
-def test_a_file_where_a_folder_belongs_is_unharmed(name: str, leaf: Leaf, stand: str, tmp_path: Path) -> None:
-    if stand == "folder":
-        pytest.skip("test_other_files_in_a_folder_are_left_alone")
-    (tmp_path / "d").mkdir()
-    place = tmp_path / "d" / "mine"
-    STANDS[stand].make(place)
-    before = state(tmp_path / "d")
-    assert write_where_told(name, leaf, str(place)) is not None
-    assert state(tmp_path / "d") == before
-
-
 def make_null(path: Path) -> None:
     """A private copy of /dev/null; the test is skipped where none can be made."""
     try:
@@ -290,18 +277,6 @@ def test_folders_of_mlm_carry_its_marker(kind: str, tmp_path: Path) -> None:
     assert marker["kind"] == kind
     others = set(KINDS) - {kind}
     assert all(claim_problems(tmp_path / "new", other) for other in others)
-
-
-def test_folders_of_earlier_versions_are_taken(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    assert claim_problems(run, "run") == []
-    shutil.rmtree(run / "checkpoints")
-    (run / "config.yaml").write_text("defaults:\n- hydra_quiet\n- pretrain_defaults\n- _self_\nname: x\n")
-    assert claim_problems(run, "run") == []
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "corpus.json").write_text('{\n  "format": "mlm-corpus-2"\n}')
-    (tmp_path / "corpus" / "train.bin").touch()
-    assert claim_problems(tmp_path / "corpus", "corpus") == []
 
 
 # ---- deleting

@@ -28,7 +28,6 @@ FOREIGN = {
     "text": b"my thesis",
     "json": b'{"task": "sst2", "notes": "mine"}',
     "array": b"[1, 2]",
-    "broken": b'{"versions": {"mlm": ',
     "prompts": b'{"prompt": "a"}\n',
     "mixed": RESULTS["generated"] + b'{"prompt": "mine"}\n',
     "svg": b"<svg><dc:title>mine</dc:title></svg>",
@@ -55,25 +54,6 @@ def test_a_file_of_the_users_is_not_replaced(tmp_path: Path, name: str) -> None:
     assert str(raised.value) == f"samples={file}: exists and was not written by mlm; {remedy}"
     assert file.read_bytes() == FOREIGN[name]
     assert os.listdir(tmp_path) == ["f"]
-
-
-def test_equal_content_is_no_conflict(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"equal")
-    write_result(tmp_path / "f", b"equal")
-
-
-def test_replacing_keeps_permissions(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(OURS)
-    (tmp_path / "f").chmod(0o640)
-    write_result(tmp_path / "f", OURS + b"\n")
-    assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o640
-
-
-def test_a_large_result_is_recognised_by_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlm.util.results.LARGEST_PARSED", 10)
-    (tmp_path / "f").write_bytes(OURS)
-    (tmp_path / "g").write_bytes(FOREIGN["json"])
-    assert [is_result(tmp_path / name) for name in "fg"] == [True, False]
 
 
 def read_in_background(path: Path) -> tuple[threading.Thread, list[bytes]]:
@@ -160,14 +140,6 @@ def test_the_longest_name_that_a_file_system_takes_is_written(tmp_path: Path) ->
     write_result(tmp_path / ("é" * 127), b"{}")
     (line,) = result_problems(tmp_path / ("a" * 256))
     assert "File name too long" in line
-
-
-def test_a_link_is_followed_to_the_file_it_names(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(OURS)
-    (tmp_path / "link").symlink_to("f")
-    write_result(tmp_path / "link", OURS + b"\n")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "f").read_bytes() == OURS + b"\n"
 
 
 @pytest.mark.parametrize("named", ["f", "link", "hard"])

@@ -34,8 +34,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.training.config import PretrainConfig
 from mlm.training.run_folder import check_space
 from mlm.training.state import CHECKPOINTS
-from mlm.util.atomic import digest_file, write_atomic
-from mlm.util.bounded import read_bounded
+from mlm.util.atomic import digest_file, read_bounded, write_atomic
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, writing_to
 from mlm.util.lock import sole_writer
 from mlm.util.ownership import claim_folder, claim_problems

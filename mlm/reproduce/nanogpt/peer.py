@@ -29,8 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.atomic import write_atomic
-from mlm.util.bounded import as_json
+from mlm.util.atomic import as_json, write_atomic
 
 ITERATION = re.compile(r"iter (\d+): loss (\S+), time (\S+)ms")
 ESTIMATE = re.compile(r"step (\d+): train loss (\S+), val loss (\S+)")

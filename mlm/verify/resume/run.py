@@ -24,8 +24,7 @@ from mlm.tracking.history import FILE_NAME, finite
 from mlm.training.corpora import corpus_problems
 from mlm.training.run_tokenizer import tokenizer_of
 from mlm.training.state import CHECKPOINTS, is_weights_only
-from mlm.util.atomic import write_atomic
-from mlm.util.bounded import parse_json, read_bounded
+from mlm.util.atomic import parse_json, read_bounded, write_atomic
 from mlm.util.errors import CheckFailedError, UserError, writing_to
 from mlm.util.lock import LOCK, sole_writer
 from mlm.util.ownership import MARKER, claim_folder, delete_owned
