@@ -9,8 +9,8 @@ noted before anything else is imported.
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -19,7 +19,7 @@ from typing import Any
 AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 """Environment variable with the signals that torch's elastic agent handles."""
 LAUNCHED = "MLM_LAUNCHED"
-"""Environment variable of a rank that a plain `mlm` command started (mlm/launch/agent.py)."""
+"""Environment variable of a rank that a plain `mlm` command started (mlm/launch/start.py)."""
 
 WORDS = {
     signal.SIGINT: "Ctrl-C",
@@ -58,6 +58,24 @@ _early = _Early()  # what a process does with signals belongs to the process
 
 
 @contextmanager
+def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
+    """Handle signals while inside, but for a hang-up that nohup ignores; then restore the handlers.
+
+    Does nothing outside the main thread, where Python allows no handlers.
+    """
+    before = dict[signal.Signals, Any]()
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+
+@contextmanager
 def requests_noted(*, ends_process: bool = False) -> Iterator[None]:
     """Note the first signal that requests a stop, for a `StopRequest` or `Relay`.
 
@@ -65,22 +83,17 @@ def requests_noted(*, ends_process: bool = False) -> Iterator[None]:
     time limit several times. After training there is nothing left to stop: only Ctrl-C has an effect.
     With `ends_process` the signals that batch scripts and terminals send stay without effect afterwards: a
     repeated one would kill the process on its way out, and its job would seem to have failed.
-    Does nothing outside the main thread, where Python allows no handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _early.active, _early.taken = True, False
+    _early.active, _early.taken = threading.current_thread() is threading.main_thread(), False
     _early.numbers.clear()
-    before = {number: signal.signal(number, _note) for number in WORDS if not _is_ignored(number)}
     try:
-        yield
+        with handling(WORDS, _note):
+            yield
     finally:
+        if _early.active and ends_process:
+            for number in LATE:
+                signal.signal(number, signal.SIG_IGN)
         _early.active = False
-        for number, handler in before.items():
-            if ends_process and number in LATE:
-                handler = signal.SIG_IGN
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def unblock_requests() -> None:
@@ -114,27 +127,17 @@ class Stopped(BaseException):
 def requests_raised() -> Iterator[None]:
     """Raise `Stopped` at the first SIGTERM, SIGUSR1 or SIGHUP while inside; further ones have no effect.
 
-    For a command that waits, and has something to finish. Does nothing outside the main thread, where Python
-    allows no handlers.
+    For a command that waits, and has something to finish.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    numbers = [number for number in WORDS if number is not signal.SIGINT]
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for each in before:
+        for each in numbers:
             signal.signal(each, signal.SIG_IGN)
         raise Stopped(number)
 
-    heard = [number for number in WORDS if number is not signal.SIGINT and not _is_ignored(number)]
-    before = {number: signal.getsignal(number) for number in heard}
-    try:
-        for number in heard:
-            signal.signal(number, stop)
+    with handling(numbers, stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -144,11 +147,6 @@ def _note(number: int, frame: FrameType | None) -> None:
         _say(f"mlm: {word}: noted; if training starts, it stops and saves after its first step")
     elif number == signal.SIGINT:
         raise KeyboardInterrupt
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    """True for a hang-up ignored by nohup."""
-    return number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _say(text: str) -> None:
@@ -178,8 +176,7 @@ class StopRequest:
         self._interrupts = 0
         self._signal: signal.Signals | None = None
         self._reason: str | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
-        self._mask: set[int] = set()
+        self._restore = ExitStack()
 
     @property
     def requested(self) -> bool:
@@ -207,13 +204,12 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             heard = heard_signals()
-            self._handlers = {
-                number: signal.signal(number, self._handle) for number in heard if not _is_ignored(number)
-            }
+            self._restore.enter_context(handling(heard, self._handle))
             for number in take_noted():
                 self._handle(number, None)
             # Launched ranks start with these blocked, so a request made meanwhile arrives now.
-            self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+            mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+            self._restore.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         return self
 
     def __exit__(
@@ -222,11 +218,7 @@ class StopRequest:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._handlers:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        for number, handler in self._handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._handlers = {}
+        self._restore.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         heard = signal.Signals(number)
@@ -257,11 +249,15 @@ class Relay:
         self._received = take_noted()
         self._handled = 0
 
-    def install(self) -> None:
-        """Handle the signals that request a stop: they are noted, and obeyed in `act`."""
-        for number in WORDS:
-            if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # nohup
-                signal.signal(number, self._note)
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Note the signals that request a stop, for `act`, and keep torch from handling them."""
+        os.environ[AGENT_SIGNALS] = "SIGQUIT"  # torch's own handlers end the job without a save
+        try:
+            with handling([signal.SIGQUIT], signal.SIG_DFL), handling(WORDS, self._note):
+                yield
+        finally:
+            del os.environ[AGENT_SIGNALS]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.append(signal.Signals(number))
@@ -301,17 +297,3 @@ def _listens(status: Mapping[str, str]) -> bool:
     """True if a process is inside `StopRequest`: SIGUSR1 has a handler and is not blocked."""
     bit = 1 << (signal.SIGUSR1 - 1)
     return bool(int(status["SigCgt"], 16) & bit) and not int(status["SigBlk"], 16) & bit
-
-
-@contextmanager
-def handlers_restored() -> Iterator[None]:
-    """Keep the agent from handling our signals, and restore the handlers that it and `Relay` replace."""
-    numbers = (*WORDS, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    os.environ[AGENT_SIGNALS] = "SIGQUIT"  # the agent's own handlers end the job without a save
-    try:
-        yield
-    finally:
-        del os.environ[AGENT_SIGNALS]
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from mlm.launch.versions import versions
+from mlm.launch.doctor.findings import versions
 from mlm.plan.hardware import cpu_name
 
 

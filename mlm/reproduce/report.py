@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mlm.launch.versions import versions
+from mlm.launch.doctor.findings import versions
 from mlm.reproduce.conclusion import Conclusion, Table
 from mlm.reproduce.corpus import DOCUMENTS, TEXT
 from mlm.reproduce.experiment import Experiment

@@ -210,11 +210,12 @@ def is_result(path: Path) -> bool:
 def _is_result_object(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    form = value.get("format")
-    is_named = isinstance(form, str) and form.startswith("mlm-")
-    if is_named and form.startswith(NO_RESULTS) and "task" not in value:
+    form = str(value.get("format"))
+    if form.startswith(NO_RESULTS) and "task" not in value:
         return False
-    return is_named or any(isinstance(value.get(key), dict) and "mlm" in value[key] for key in VERSIONS)
+    return form.startswith("mlm-") or any(
+        isinstance(value.get(key), dict) and "mlm" in value[key] for key in VERSIONS
+    )
 
 
 def _is_result_line(line: bytes) -> bool:

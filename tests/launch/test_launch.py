@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from mlm.launch.agent import listen
 from mlm.launch.config import DistConfig
-from mlm.launch.start import LaunchFacts, choose_world_size, launch_facts
+from mlm.launch.start import LaunchFacts, choose_world_size, launch_facts, listen
 from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import UserError
 from tests.launch import jobs as launch_jobs
@@ -54,7 +53,7 @@ def test_config_reaches_the_ranks_as_it_was(job: Job) -> None:
     assert [rank["config"] for rank in job[2]] == [["GenerateConfig", "two\nlines", 0.25]] * 2
 
 
-def test_rank_1_speaks_into_its_log(job: Job) -> None:
+def test_rank_1_must_report_into_its_log(job: Job) -> None:
     assert (job[1] / "logs" / "rank-00001.log").read_text() == "spoken by rank 1\n"
     assert not (job[1] / "logs" / "rank-00000.log").exists()
 

@@ -12,7 +12,6 @@ from mlm.launch.stop import (
     WORDS,
     Relay,
     StopRequest,
-    handlers_restored,
     requests_noted,
 )
 
@@ -154,8 +153,7 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
         with requests_noted(), StopRequest() as stop:
             signal.raise_signal(signal.SIGHUP)
             assert not stop.requested
-        with handlers_restored():
-            Relay().install()
+        with Relay().receiving():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mlm.launch.doctor.control import Control
-from mlm.launch.doctor.finding import Finding
-from mlm.launch.doctor.trial import MARK, trial_folder
+from mlm.launch.doctor.command import DoctorConfig
+from mlm.launch.doctor.findings import Control, Finding
 from mlm.util.atomic import read_regular, write_atomic
-from mlm.util.lock import Lock
+from mlm.util.lock import Lock, held_folder, remove_abandoned
+from mlm.util.results import is_stream
 from mlm.util.terminal import size
 
 SEEN_S = 2.0
@@ -26,7 +26,18 @@ PARAMETER, BILLION = 12, 10**9
 """Bytes of a parameter in a checkpoint: weights and both moments in float32."""
 POLL_S = 0.02
 SHARED, DISK, SPEED, LOCKS = "shared folder", "fsync and rename", "write speed", "flock"
+MARK = ".mlm-doctor"
 SHARE = "name a folder on a file system that all hosts mount (out)"
+
+
+def folder_of(config: DoctorConfig) -> Path:
+    """Return the folder whose disk is checked."""
+    return Path.cwd() if config.out is None or is_stream(config.out) else Path(config.out).absolute().parent
+
+
+def tidy(config: DoctorConfig) -> None:
+    """Remove the folder of a trial whose ranks were killed, as by Ctrl-C."""
+    remove_abandoned(folder_of(config), f"{MARK}-{'[0-9a-f]' * 32}/")
 
 
 def sees(path: Path, content: bytes, wait_s: float | None = None) -> bool:
@@ -79,7 +90,9 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
 def _made(work: Path, stack: ExitStack) -> str:
     """Make the folder of the trial with a file; return the problem, empty if there is none."""
     try:
-        stack.enter_context(trial_folder(work))
+        remove_abandoned(work.parent, f"{MARK}-{'[0-9a-f]' * 32}/")
+        work.mkdir(parents=True)
+        stack.enter_context(held_folder(work))
         write_atomic(work / "first", b"first")
     except OSError as error:
         return str(error.strerror)

@@ -1,15 +1,19 @@
-"""Checks of a rank's host that need no other rank: memory, disk, limits, names and variables."""
+"""Checks that need no other rank: memory, disk, limits, names and variables of the host, and the device."""
 
 import os
 import resource
 import socket
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mlm.launch.doctor.finding import Finding
+import torch
+
+from mlm.launch.doctor.findings import Finding
 from mlm.launch.environment import Place
-from mlm.launch.network import check_addresses
+from mlm.launch.rendezvous import check_addresses
 from mlm.util.errors import UserError
+from mlm.util.system import available_cores
 from mlm.util.terminal import size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -21,20 +25,6 @@ FILES, FILES_PER_RANK = 256, 4
 LEAST_SHARED, LITTLE_SHARED = 32 * MIB, GIB
 """Bytes of /dev/shm: those below which NCCL fails, and those that containers should have."""
 SHARED_MEMORY = Path("/dev/shm")
-CGROUP = Path("/sys/fs/cgroup")
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
-    """Return the bytes of memory that this host's programs can still have, or less in a container."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) << 10
-    try:
-        most, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return free
-    return min(free, max(0, int(most) - int(used))) if most.isdecimal() else free
 
 
 def memory(available: int, ranks_here: int) -> Finding:
@@ -166,7 +156,7 @@ def environment(environ: Mapping[str, str], interfaces: Sequence[str], ranks_her
         if name in environ and hurts(environ[name]):
             what, _, remedy = why.partition("; ")
             found.append(Finding(name, "warn", f"{environ[name]}: {what}", remedy))
-    threads, cores = environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
+    threads, cores = environ.get("OMP_NUM_THREADS", ""), available_cores()
     if threads.isdecimal() and int(threads) * ranks_here > cores:
         said = f"{threads} for each of {ranks_here} ranks on {cores} cores"
         found.append(Finding("OMP_NUM_THREADS", "warn", said, f"set it to {max(1, cores // ranks_here)}"))
@@ -183,3 +173,63 @@ def _no_interface(value: str, here: Sequence[str], *, exact: bool) -> str:
         if not any(each == name if whole else each.startswith(name) for each in here):
             return f"no network interface {name} on this host"
     return ""
+
+
+FIELDS = (
+    *("driver_version", "clocks.max.sm", "clocks_throttle_reasons.active"),
+    "ecc.errors.uncorrected.volatile.total",
+)
+QUERY_S = 20.0
+SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+"""Bits of nvidia-smi's reasons for lower clocks that name a defect; a power cap and idleness do not."""
+IN_USE = 0.1
+"""Share of a GPU's memory above which another program uses it."""
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or the cores of a CPU rank."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a rank"
+
+
+def check_device(device: torch.device) -> list[Finding]:
+    """Judge this rank's device, without the others'."""
+    if device.type != "cuda":
+        return []
+    free, whole = torch.cuda.mem_get_info(device)
+    said = f"{size(free)} of {size(whole)} free"
+    used = free < (1 - IN_USE) * whole
+    remedy = "end the programs that nvidia-smi lists on it, or choose GPUs by CUDA_VISIBLE_DEVICES"
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return [Finding("GPU memory", "warn" if used else "ok", said, remedy), *judge_gpu(query_gpu(str(uuid)))]
+
+
+def query_gpu(uuid: str) -> list[str] | None:
+    """Return what nvidia-smi says of a GPU by FIELDS; None where it cannot be asked."""
+    query = f"--query-gpu={','.join(FIELDS)}"
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    values = [value.strip() for value in done.stdout.split(",")]
+    return values if len(values) == len(FIELDS) else None
+
+
+def judge_gpu(values: Sequence[str] | None) -> list[Finding]:
+    """Judge driver, clocks and memory errors by what nvidia-smi says."""
+    if values is None:
+        return [Finding("driver", "warn", "nvidia-smi gives no answer", "install it beside the driver")]
+    driver, most, reasons, errors = values
+    found = [Finding("driver", "ok", driver)]
+    bits = int(reasons, 16) if reasons.startswith("0x") else 0
+    slowed = list(dict.fromkeys(why for bit, why in SLOWED.items() if bits & bit))
+    remedy = "look at nvidia-smi -q -d PERFORMANCE, and at fans and power; leave out this host meanwhile"
+    said = f"{most} MHz at most" + (f", slowed by {', '.join(slowed)}" if slowed else "")
+    found.append(Finding("clocks", "warn" if slowed else "ok", said, remedy))
+    if errors.isdecimal():
+        said = f"{errors} uncorrected since the driver's start"
+        remedy = "reset or replace the GPU; leave out this host meanwhile"
+        found.append(Finding("GPU errors", "fail" if int(errors) else "ok", said, remedy))
+    return found

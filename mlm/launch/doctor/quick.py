@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.launch.doctor.findings import SAME_VERSIONS, different_versions, named_ranks, versions
 from mlm.launch.doctor.folder import SEEN_S, SHARE, sees, trial_file, trial_path
-from mlm.launch.versions import SAME_VERSIONS, different_versions, named, versions
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 
@@ -36,4 +36,4 @@ def check_start(out: str, ctx: ParallelContext) -> None:
     torn = [rank for rank, (_, _, problem) in enumerate(found) if problem]
     if torn:
         same = [rank for rank in torn if found[rank][2] == found[torn[0]][2]]
-        raise UserError(f"out={out}: {named(same, hosts)}: {found[torn[0]][2]}; {SHARE}")
+        raise UserError(f"out={out}: {named_ranks(same, hosts)}: {found[torn[0]][2]}; {SHARE}")

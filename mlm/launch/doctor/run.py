@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from mlm.config.build import to_dict
-from mlm.launch.doctor.config import DoctorConfig
-from mlm.launch.doctor.control import Control
-from mlm.launch.doctor.device import check_device, device_name
-from mlm.launch.doctor.finding import Finding, Row, rows_of
-from mlm.launch.doctor.folder import check_folder
+from mlm.launch.doctor.command import DoctorConfig
+from mlm.launch.doctor.findings import (
+    SAME_VERSIONS,
+    Control,
+    Finding,
+    Row,
+    different_versions,
+    rows_of,
+    versions,
+)
+from mlm.launch.doctor.folder import check_folder, folder_of
 from mlm.launch.doctor.host import (
-    available_memory,
+    check_device,
     clock,
+    device_name,
     disk,
     environment,
     locked_memory,
@@ -24,14 +31,13 @@ from mlm.launch.doctor.host import (
     shared_memory,
 )
 from mlm.launch.doctor.traffic import check_traffic, judged
-from mlm.launch.doctor.trial import folder_of
 from mlm.launch.environment import Place, read_place
-from mlm.launch.network import LOOPBACK, interfaces
+from mlm.launch.rendezvous import LOOPBACK, interfaces
 from mlm.launch.start import LaunchFacts, choose_world_size
-from mlm.launch.versions import SAME_VERSIONS, different_versions, versions
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.util.results import named, write_result
+from mlm.util.system import available_cores, available_memory
 from mlm.util.terminal import add_row, console, table
 
 START_S = 1.4
@@ -40,7 +46,7 @@ START_S = 1.4
 
 def lines(config: DoctorConfig, facts: LaunchFacts) -> list[str]:
     """Line to print before this host's ranks are started; none for one rank, or for a launcher's."""
-    ranks, cores = choose_world_size(config.parallel, facts), len(os.sched_getaffinity(0))
+    ranks, cores = choose_world_size(config.parallel, facts), available_cores()
     if facts.joined or ranks == 1:
         return []
     took = f", more than its {cores} cores: about {START_S * ranks / cores:.0f} s if idle"

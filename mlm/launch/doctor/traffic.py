@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.launch.doctor.control import Control
-from mlm.launch.doctor.finding import Finding
+from mlm.launch.doctor.findings import Control, Finding
 from mlm.parallel.collectives import all_gather, all_reduce, reduce_scatter, start_receive, start_send
 from mlm.parallel.mesh import CPU, Axis, ParallelContext
 

@@ -18,7 +18,6 @@ from rich.table import Table
 import mlm
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.config.build import to_dict
-from mlm.launch.doctor.host import available_memory
 from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
 from mlm.parallel.config import ParallelConfig
@@ -27,6 +26,7 @@ from mlm.training.corpora import corpus_problems
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import CheckFailedError, UserError, writing_to
 from mlm.util.results import result_problems, write_result
+from mlm.util.system import available_memory
 from mlm.util.terminal import Screen
 from mlm.verify.parity.compare import Report, compare
 from mlm.verify.parity.config import ParityConfig

@@ -13,8 +13,8 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.launch.doctor import run as doctor
-from mlm.launch.doctor.config import DoctorConfig
-from mlm.launch.doctor.finding import Finding
+from mlm.launch.doctor.command import DoctorConfig
+from mlm.launch.doctor.findings import Finding
 from mlm.launch.start import LaunchFacts
 from mlm.parallel.config import ParallelConfig
 from tests.launch.conftest import ROOT

@@ -13,16 +13,13 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.launch.doctor import folder as folders
-from mlm.launch.doctor.control import Control
-from mlm.launch.doctor.finding import Finding, rows_of
+from mlm.launch.doctor.findings import Control, Finding, rows_of
 from mlm.launch.doctor.folder import DISK, LOCKS, SHARED, SPEED, check_folder
-from mlm.launch.doctor.trial import HELD, remove_abandoned
 from mlm.util.lock import Lock, LockError
 from tests.launch.doctor.trials import on_threads
+from tests.util.test_lock import HOLD_FOLDER
 
 FINE = {SHARED: "ok", DISK: "ok", SPEED: "ok", LOCKS: "ok"}
-HOLD = "import sys, time; from pathlib import Path; from mlm.launch.doctor.trial import trial_folder\n"
-HOLD += "with trial_folder(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
@@ -47,41 +44,16 @@ def test_one_rank_checks_its_folder_too(tmp_path: Path) -> None:
     assert statuses(found) == FINE
 
 
-def test_a_trial_that_was_killed_is_removed_later_and_what_is_the_users_own_stays(tmp_path: Path) -> None:
-    old, young, own = (tmp_path / f".mlm-doctor-{letter * 32}" for letter in "abc")
-    for work in (old, young, own):
-        work.mkdir()
-        (work / "rank-0").write_text("0")
-    (own / "thesis.txt").write_text("mine")
-    for work in (old, own):
-        os.utime(work, (0, 0))
-    on_threads(lambda control: check_folder(tmp_path, control))
-    assert (old.exists(), young.exists()) == (False, True)
-    assert (own / "thesis.txt").read_text() == "mine"
-
-
 @pytest.fixture
 def trial(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     """A trial in tmp_path that another process holds."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path / f".mlm-doctor-{'d' * 32}")]
+    command = [sys.executable, "-c", HOLD_FOLDER, str(tmp_path / f".mlm-doctor-{'d' * 32}")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "mine\n"
+    assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
     process.communicate()
-
-
-def test_a_trial_is_removed_once_its_rank_was_killed_and_not_before(
-    tmp_path: Path, trial: "subprocess.Popen[str]"
-) -> None:
-    remove_abandoned(tmp_path)
-    (work,) = tmp_path.iterdir()
-    (work / ".disk-0.99.partial").touch()
-    trial.kill()
-    trial.wait()
-    remove_abandoned(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_command_leaves_no_trial(
@@ -97,14 +69,6 @@ def test_a_killed_command_leaves_no_trial(
     monkeypatch.setattr("mlm.launch.start.run_job", killed)
     assert main(["doctor", "dist.device=cpu", "tp=2", f"out={tmp_path / 'doctor.json'}"]) == 130
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_trial_of_another_host_stays(tmp_path: Path) -> None:
-    work = tmp_path / f".mlm-doctor-{'e' * 32}"
-    work.mkdir()
-    (work / HELD).write_text('{"host": "another", "pid": 1, "since": "now"}')
-    remove_abandoned(tmp_path)
-    assert work.exists()
 
 
 def test_a_folder_that_is_not_shared_names_the_rank_that_does_not_see_it(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from mlm.launch.doctor import traffic
-from mlm.launch.doctor.control import Control
-from mlm.launch.doctor.finding import rows_of
+from mlm.launch.doctor.findings import Control, rows_of
 from mlm.launch.doctor.traffic import check_traffic, judged
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.util.errors import CheckFailedError
