@@ -6,11 +6,10 @@ Addresses are checked first, before torch and gloo retry for minutes or hang.
 import ipaddress
 import os
 import socket
-import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from datetime import timedelta
@@ -129,10 +128,10 @@ def call_roll(store: Store, place: Place, timeout_s: float) -> Store:
         return store
     if rank == 0:
         attempt, absent = _welcome(store, place, time.monotonic() + timeout_s)
-        found = "" if not absent else _missing(store, attempt, absent, place, timeout_s)
-        store.set(f"{attempt}/missing", found)
-        if found:
-            raise MissingRanksError(found)
+        problem = "" if not absent else _missing(store, attempt, absent, place, timeout_s)
+        store.set(f"{attempt}/missing", problem)
+        if problem:
+            raise MissingRanksError(problem)
         return PrefixStore(attempt, store)
     token = uuid.uuid4().hex
     store.set(f"mlm/token/{rank}", token)
@@ -242,18 +241,14 @@ def check_addresses(place: Place, environ: Mapping[str, str], *, wait_s: float =
     master = place.master_addr
     setting = f"SLURM_JOB_NODELIST={place.nodes}" if place.nodes else f"MASTER_ADDR={master}"
 
-    def announce() -> None:
-        if place.local_rank == 0:
-            print(f"mlm: {setting}: {master} does not resolve yet: trying for {wait_s:g} s", file=sys.stderr)
-
-    found = _addresses(master, 0.0 if master in (own, socket.getfqdn()) else wait_s, announce)
-    if not found:
+    addresses = _addresses(master, 0.0 if master in (own, socket.getfqdn()) else wait_s)
+    if not addresses:
         name = f"its first host, {master}" if place.nodes else "this name"
         raise UserError(
             f"{setting}: host {own} cannot resolve {name}; add it to /etc/hosts or DNS, or set "
             "MASTER_ADDR to an IP address (torchrun: --local-addr, 127.0.0.1 if there is one host)"
         )
-    one_host = place.local_world_size == place.world_size or all(map(_is_loopback, found))
+    one_host = place.local_world_size == place.world_size or all(map(_is_loopback, addresses))
     if one_host or environ.get(INTERFACE):
         return
     ours = _addresses(own, 0.0)
@@ -267,21 +262,15 @@ def check_addresses(place: Place, environ: Mapping[str, str], *, wait_s: float =
         )
 
 
-def _addresses(name: str, wait_s: float, announce: Callable[[], None] = lambda: None) -> list[str]:
-    """Return the IP addresses of a name, trying for `wait_s`; empty if it has none.
-
-    Calls `announce` once before it tries again.
-    """
-    end, is_first = time.monotonic() + wait_s, True
+def _addresses(name: str, wait_s: float) -> list[str]:
+    """Return the IP addresses of a name, trying for `wait_s`; empty if it has none."""
+    end = time.monotonic() + wait_s
     while True:
         try:
             return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
         except (socket.gaierror, UnicodeError):
             if time.monotonic() >= end:
                 return []
-        if is_first:
-            announce()
-            is_first = False
         time.sleep(RESOLVE_POLL_S)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistBackendError
 
-from mlm.launch.failure import Death, describe, is_lost_peer, load_failures, report, save_failure
+from mlm.launch.failure import Death, describe, is_lost_peer, load_failures, log_path, report, save_failure
 from mlm.parallel.watch import LostPeer
 from mlm.util.errors import ConfigError, UserError
 
@@ -32,10 +32,12 @@ def test_lost_peer_is_reported_if_there_is_nothing_else(tmp_path: Path) -> None:
     assert text.splitlines()[0] == "mlm: rank 0 failed, probably because another rank is gone:"
 
 
-def test_rank_that_leaves_silently_is_named_with_its_exit_code(tmp_path: Path) -> None:
+def test_rank_that_leaves_silently_is_named_with_its_exit_code_and_last_lines(tmp_path: Path) -> None:
+    log_path(tmp_path, 1).write_text("about to allocate too much\n")
     text, code = report([], [Death(rank=1, pid=99, exit_code=7)], world_size=2, logs=tmp_path)
-    assert text == "mlm: rank 1 (pid 99) left with exit code 7; the last checkpoint is intact"
-    assert code == 1
+    first, *rest = text.splitlines()
+    assert first == "mlm: rank 1 (pid 99) left with exit code 7; the last checkpoint is intact"
+    assert (rest, code) == (["its last lines:", "  about to allocate too much"], 1)
 
 
 def test_a_command_without_checkpoints_promises_none(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def lose_rank_1(axis: str, signal_name: str, folder: Path) -> tuple[int, list[di
 @pytest.mark.parametrize(
     "axis, rank, op, ranks",
     [
-        ("tp", 0, "all_reduce", "0, 1"),
+        pytest.param("tp", 0, "all_reduce", "0, 1", marks=pytest.mark.slow),
         pytest.param("dp", 3, "all_reduce", "1, 3", marks=pytest.mark.slow),
         ("pp", 3, "receive from rank 1", "1, 3"),
     ],

@@ -13,7 +13,6 @@ from mlm.launch import rendezvous
 from mlm.launch.environment import Place
 from mlm.launch.rendezvous import check_addresses, check_interface, check_loopback
 from mlm.util.errors import UserError
-from tests.launch import jobs
 from tests.launch.conftest import ROOT
 
 HOSTS = {"node1": "10.0.0.1", "debian": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
@@ -83,16 +82,6 @@ def test_first_node_of_a_list_that_does_not_resolve_is_named_with_what_to_set(
         check_addresses(nodes, {}, wait_s=0.0)
 
 
-def test_a_wait_for_a_name_is_announced_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    named(monkeypatch, "node1")
-    with pytest.raises(UserError):
-        check_addresses(place("nosuch"), {}, wait_s=0.05)
-    said = capsys.readouterr().err
-    assert said == "mlm: MASTER_ADDR=nosuch: nosuch does not resolve yet: trying for 0.05 s\n"
-
-
 def test_name_that_the_cluster_registers_late_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, resolver: list[str]
 ) -> None:
@@ -135,18 +124,6 @@ def test_name_of_this_host_matters_only_to_other_hosts(
 ) -> None:
     named(monkeypatch, "nosuch")
     check_addresses(place(master, hosts=hosts), variables)
-
-
-def test_plain_launch_looks_at_loopback_before_it_starts_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(101, "Network is unreachable")
-
-    monkeypatch.setattr(rendezvous.socket, "create_connection", refuse)
-    with pytest.raises(UserError, match="no working loopback"):
-        jobs.start("facts", tmp_path)
-    assert not list(tmp_path.glob("rank-*"))
 
 
 def test_one_rank_runs_without_any_network(tmp_path: Path) -> None:

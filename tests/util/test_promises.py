@@ -384,7 +384,9 @@ def words_of(name: str, tmp_path: Path) -> list[str]:
     return [word.format(run=run, corpus=corpus) for word in COMMAND_LINES[name]]
 
 
-@pytest.mark.parametrize("name", COMMAND_LINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (n > 0)) for n, name in enumerate(COMMAND_LINES)]
+)
 def test_minus_is_standard_output(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The commands as they are typed: a pipe, a device, `-` and a file of the user's."""
     words = words_of(name, tmp_path)

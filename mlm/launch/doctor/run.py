@@ -37,20 +37,14 @@ from mlm.launch.start import LaunchFacts, choose_world_size
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.util.results import named, write_result
-from mlm.util.system import available_cores, available_memory
+from mlm.util.system import available_memory
 from mlm.util.terminal import add_row, console, table
-
-START_S = 1.4
-"""Seconds of a core that the start of a rank takes: imports, most of all."""
 
 
 def lines(config: DoctorConfig, facts: LaunchFacts) -> list[str]:
     """Line to print before this host's ranks are started; none for one rank, or for a launcher's."""
-    ranks, cores = choose_world_size(config.parallel, facts), available_cores()
-    if facts.joined or ranks == 1:
-        return []
-    took = f", more than its {cores} cores: about {START_S * ranks / cores:.0f} s if idle"
-    return [f"starting {ranks} ranks on this host{took if ranks > cores else ''}"]
+    ranks = choose_world_size(config.parallel, facts)
+    return [] if facts.joined or ranks == 1 else [f"starting {ranks} ranks on this host"]
 
 
 def note(ctx: ParallelContext, text: str) -> None:
