@@ -93,10 +93,10 @@ def failure_of(process: "subprocess.Popen[bytes]", what: str, log: Path) -> User
 def _descendants(root: int) -> list[int]:
     """Return the descendants of a process."""
     parents = {int(entry): _stat(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()}
-    found = [root]
-    for pid in found:  # grows in the loop
-        found += [child for child, stat in parents.items() if stat and int(stat[1]) == pid]
-    return found[1:]
+    family = [root]
+    for pid in family:  # grows in the loop
+        family += [child for child, stat in parents.items() if stat and int(stat[1]) == pid]
+    return family[1:]
 
 
 def _birth(pid: int) -> str | None:

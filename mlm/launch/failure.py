@@ -171,7 +171,7 @@ def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, s
     return {key: value for key, value in ours.items() if key not in base}
 
 
-def end_stopped(pids: Mapping[int, int]) -> dict[int, int]:
+def kill_suspended(pids: Mapping[int, int]) -> dict[int, int]:
     """Kill those of the ranks' processes that a signal or a debugger has suspended, and return them."""
     stopped = {rank: pid for rank, pid in pids.items() if _process_state(pid) in ("T", "t")}
     for pid in stopped.values():

@@ -105,7 +105,9 @@ def run_rank(
     torch.set_num_threads(num_threads(threads, cores=available, local_ranks=place.local_world_size))
     device = rank_device(dist, place)
     watch, everyone = Watch(place.rank, dist.timeout_s), tuple(range(place.world_size))
-    with nullcontext() if reporter is None else Watchdog(watch, reporter, partial(take_device, device)):
+    with (
+        nullcontext() if reporter is None else Watchdog(watch, reporter, partial(set_current_device, device))
+    ):
         if store is None or place.world_size == 1:
             ctx = ParallelContext(device=device, watch=watch)
         else:
@@ -156,11 +158,11 @@ def rank_device(dist: DistConfig, place: Place) -> torch.device:
             f"start at most {count} ranks on it, or check CUDA_VISIBLE_DEVICES"
         )
     device = torch.device("cuda", index)
-    take_device(device)
+    set_current_device(device)
     return device
 
 
-def take_device(device: torch.device) -> None:
+def set_current_device(device: torch.device) -> None:
     """Make a GPU this thread's current one: a new thread's is the first, whose memory a query would take."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

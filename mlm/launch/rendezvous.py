@@ -60,7 +60,7 @@ def rendezvous_store(place: Place, timeout_s: float) -> Store:
     if place.rank and (reason := no_connection(place.master_addr, place.master_port, start_s)):
         raise _unreachable(place, start_s, reason)
     try:
-        return call_roll(_opened(place, start_s), place, start_s)
+        return call_roll(_open_in_thread(place, start_s), place, start_s)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
@@ -79,7 +79,7 @@ def _unreachable(place: Place, start_s: float, reason: str) -> LostPeer:
     )
 
 
-def _opened(place: Place, timeout_s: float) -> Store:
+def _open_in_thread(place: Place, timeout_s: float) -> Store:
     """Connect to the store in a thread: torch waits for good for a program that accepts and never answers."""
     opened: Future[Store] = Future()
 
@@ -127,7 +127,7 @@ def call_roll(store: Store, place: Place, timeout_s: float) -> Store:
     if world_size == 1:
         return store
     if rank == 0:
-        attempt, absent = _welcome(store, place, time.monotonic() + timeout_s)
+        attempt, absent = _admit_ranks(store, place, time.monotonic() + timeout_s)
         problem = "" if not absent else _missing(store, attempt, absent, place, timeout_s)
         store.set(f"{attempt}/missing", problem)
         if problem:
@@ -135,19 +135,19 @@ def call_roll(store: Store, place: Place, timeout_s: float) -> Store:
         return PrefixStore(attempt, store)
     token = uuid.uuid4().hex
     store.set(f"mlm/token/{rank}", token)
-    joined, missing = _answer(store, f"mlm/attempt/{token}", timeout_s), None
+    joined, missing = _wait_for_key(store, f"mlm/attempt/{token}", timeout_s), None
     if joined is not None:
         store.set(f"{joined}/{rank}", socket.gethostname())
-        missing = _answer(store, f"{joined}/missing", timeout_s)
+        missing = _wait_for_key(store, f"{joined}/missing", timeout_s)
     if joined is None or missing is None:
         first = next((r for r in range(1, rank) if store.check([f"mlm/token/{r}"])), rank)
-        raise MissingRanksError(_did_not_come([0], place, timeout_s), is_reported=first != rank)
+        raise MissingRanksError(_absence_line([0], place, timeout_s), is_reported=first != rank)
     if missing:
         raise MissingRanksError(missing, is_reported=True)
     return PrefixStore(joined, store)
 
 
-def _welcome(store: Store, place: Place, end: float) -> tuple[str, list[int]]:
+def _admit_ranks(store: Store, place: Place, end: float) -> tuple[str, list[int]]:
     """Answer every token, also one that replaces a dead rank's, until all ranks are here.
 
     Return the attempt's name and the ranks that have not come by `end`.
@@ -168,7 +168,7 @@ def _welcome(store: Store, place: Place, end: float) -> tuple[str, list[int]]:
         time.sleep(STORE_POLL_S)
 
 
-def _answer(store: Store, key: str, timeout_s: float) -> str | None:
+def _wait_for_key(store: Store, key: str, timeout_s: float) -> str | None:
     """Return what rank 0 wrote under a key; None if it has not after `timeout_s` and some seconds."""
     end, pause = time.monotonic() + timeout_s + GRACE_S, STORE_POLL_S
     while not store.check([key]):  # a wait inside the store would keep Python from noting signals
@@ -185,10 +185,10 @@ def _missing(store: Store, attempt: str, absent: list[int], place: Place, timeou
     hosts = Counter([socket.gethostname(), *(store.get(f"{attempt}/{rank}").decode() for rank in here)])
     shown = [f"{host} ({count})" for host, count in list(hosts.items())[:HOSTS_SHOWN]]
     more = f" and {len(hosts) - HOSTS_SHOWN} more hosts" if len(hosts) > HOSTS_SHOWN else ""
-    return f"{_did_not_come(absent, place, timeout_s)} (came: {', '.join(shown)}{more})"
+    return f"{_absence_line(absent, place, timeout_s)} (came: {', '.join(shown)}{more})"
 
 
-def _did_not_come(absent: list[int], place: Place, timeout_s: float) -> str:
+def _absence_line(absent: list[int], place: Place, timeout_s: float) -> str:
     return (
         f"{name_ranks(absent)} of {place.world_size} did not come to {place.master_addr} port "
         f"{place.master_port} within {timeout_s:g} s (dist.timeout_s, at least {START_S:g}); look whether "

@@ -41,15 +41,15 @@ from mlm.launch.failure import (
     Death,
     Failure,
     FailureReporter,
-    end_stopped,
     flight_recorder,
+    kill_suspended,
     load_failures,
     noted_exit_code,
     report,
 )
 from mlm.launch.process import device_kind, run_joined, run_rank
 from mlm.launch.rendezvous import LOOPBACK, check_interface, check_loopback, rendezvous_store
-from mlm.launch.stop import STANDS_FOR, WORDS, Relay, is_noting
+from mlm.launch.stop import CARRIED_SIGNALS, SIGNAL_NAMES, Relay, is_noting
 from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import UserError
 from mlm.util.lock import held_folder, remove_abandoned
@@ -164,7 +164,7 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
             except SignalException as stop:
                 return 128 + stop.sigval
         if relay.killed:
-            word = WORDS.get(relay.killed, relay.killed.name)
+            word = SIGNAL_NAMES.get(relay.killed, relay.killed.name)
             print(f"mlm: {word}: stopped at once{INTACT if out else ''}", file=sys.stderr)
             return 128 + relay.killed
         if not deaths:
@@ -177,7 +177,7 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
 
 def _start_ranks(job: Path, world_size: int, port: int, variables: Mapping[str, str]) -> PContext:
     places = [Place(rank, world_size, rank, world_size, LOOPBACK, port) for rank in range(world_size)]
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STANDS_FOR)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, CARRIED_SIGNALS)
     try:
         return start_processes(
             name="mlm",
@@ -205,7 +205,9 @@ def _wait(ranks: PContext, relay: Relay, folder: Path) -> tuple[list[Death], dic
             while time.monotonic() < end and not _is_explained(load_failures(folder), deaths, pids):
                 time.sleep(POLL_S / 2)
                 deaths |= _deaths(pids)
-            stopped = end_stopped(pids)  # torch ends ranks by SIGTERM, which a suspended one does not receive
+            stopped = kill_suspended(
+                pids
+            )  # torch ends ranks by SIGTERM, which a suspended one does not receive
         if ranks.wait(0) is not None:
             return list(deaths.values()), stopped
         time.sleep(POLL_S)

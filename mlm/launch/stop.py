@@ -16,12 +16,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 """Environment variable with the signals that torch's elastic agent handles."""
 LAUNCHED = "MLM_LAUNCHED"
 """Environment variable of a rank that a plain `mlm` command started (mlm/launch/start.py)."""
 
-WORDS = {
+SIGNAL_NAMES = {
     signal.SIGINT: "Ctrl-C",
     signal.SIGTERM: "SIGTERM",
     signal.SIGUSR1: "SIGUSR1",
@@ -29,13 +29,13 @@ WORDS = {
 }
 """Signals that request a stop, and their names in `StopRequest.reason`. SIGHUP: the terminal is gone."""
 
-LATE = (signal.SIGUSR1, signal.SIGHUP)
+REPEATED_SIGNALS = (signal.SIGUSR1, signal.SIGHUP)
 """Requests that may still come when there is nothing left to stop."""
 
 SAVED_FOR_REQUEUE = signal.SIGUSR1
 """The signal before a time limit: the run saves, and its command succeeds so that a batch script requeues."""
 
-STANDS_FOR = {
+CARRIED_SIGNALS = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGUSR2: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
@@ -46,7 +46,7 @@ rank: with it the elastic agent ends the others when one has died, which may be 
 
 
 @dataclass
-class _Early:
+class _NotedRequests:
     """Requests to this process that nothing has obeyed yet."""
 
     active: bool = False
@@ -54,7 +54,7 @@ class _Early:
     numbers: list[signal.Signals] = field(default_factory=list)
 
 
-_early = _Early()  # what a process does with signals belongs to the process
+_noted_requests = _NotedRequests()  # what a process does with signals belongs to the process
 
 
 @contextmanager
@@ -84,41 +84,44 @@ def requests_noted(*, ends_process: bool = False) -> Iterator[None]:
     With `ends_process` the signals that batch scripts and terminals send stay without effect afterwards: a
     repeated one would kill the process on its way out, and its job would seem to have failed.
     """
-    _early.active, _early.taken = threading.current_thread() is threading.main_thread(), False
-    _early.numbers.clear()
+    _noted_requests.active, _noted_requests.taken = (
+        threading.current_thread() is threading.main_thread(),
+        False,
+    )
+    _noted_requests.numbers.clear()
     try:
-        with handling(WORDS, _note):
+        with handling(SIGNAL_NAMES, _note):
             yield
     finally:
-        if _early.active and ends_process:
-            for number in LATE:
+        if _noted_requests.active and ends_process:
+            for number in REPEATED_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-        _early.active = False
+        _noted_requests.active = False
 
 
 def unblock_requests() -> None:
     """Receive the signals that request a stop, which `mlm.__main__` or a batch script has blocked."""
     if threading.current_thread() is threading.main_thread() and LAUNCHED not in os.environ:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WORDS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNAL_NAMES)
 
 
 def take_noted() -> list[signal.Signals]:
     """Return the requests noted so far, and stop noting."""
-    _early.taken = True
-    numbers, _early.numbers = _early.numbers, []
+    _noted_requests.taken = True
+    numbers, _noted_requests.numbers = _noted_requests.numbers, []
     return numbers
 
 
 def is_noting() -> bool:
     """True in a command that obeys noted requests: one that trains."""
-    return _early.active
+    return _noted_requests.active
 
 
 class Stopped(BaseException):
     """A request to stop other than Ctrl-C."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(WORDS[signal.Signals(number)])
+        super().__init__(SIGNAL_NAMES[signal.Signals(number)])
         self.exit_code = 128 + number
         """Exit code of the command."""
 
@@ -129,7 +132,7 @@ def requests_raised() -> Iterator[None]:
 
     For a command that waits, and has something to finish.
     """
-    numbers = [number for number in WORDS if number is not signal.SIGINT]
+    numbers = [number for number in SIGNAL_NAMES if number is not signal.SIGINT]
 
     def stop(number: int, frame: FrameType | None) -> None:
         for each in numbers:
@@ -141,9 +144,9 @@ def requests_raised() -> Iterator[None]:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if not _early.taken and not _early.numbers:
-        _early.numbers.append(signal.Signals(number))
-        word = WORDS[signal.Signals(number)]
+    if not _noted_requests.taken and not _noted_requests.numbers:
+        _noted_requests.numbers.append(signal.Signals(number))
+        word = SIGNAL_NAMES[signal.Signals(number)]
         _say(f"mlm: {word}: noted; if training starts, it stops and saves after its first step")
     elif number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -203,7 +206,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            heard = heard_signals()
+            heard = stop_signals()
             self._restore.enter_context(handling(heard, self._handle))
             for number in take_noted():
                 self._handle(number, None)
@@ -227,14 +230,14 @@ class StopRequest:
             if self._interrupts > 1:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 raise KeyboardInterrupt
-        meant = heard_signals()[heard]
+        meant = stop_signals()[heard]
         self._signal = self._signal or meant
-        self.request(WORDS[meant])
+        self.request(SIGNAL_NAMES[meant])
 
 
-def heard_signals() -> dict[signal.Signals, signal.Signals]:
+def stop_signals() -> dict[signal.Signals, signal.Signals]:
     """Return the signals that request a stop of this process, each with the one it stands for."""
-    return STANDS_FOR if LAUNCHED in os.environ else {number: number for number in WORDS}
+    return CARRIED_SIGNALS if LAUNCHED in os.environ else {number: number for number in SIGNAL_NAMES}
 
 
 class Relay:
@@ -252,12 +255,12 @@ class Relay:
     @contextmanager
     def receiving(self) -> Iterator[None]:
         """Note the signals that request a stop, for `act`, and keep torch from handling them."""
-        os.environ[AGENT_SIGNALS] = "SIGQUIT"  # torch's own handlers end the job without a save
+        os.environ[TORCH_SIGNALS] = "SIGQUIT"  # torch's own handlers end the job without a save
         try:
-            with handling([signal.SIGQUIT], signal.SIG_DFL), handling(WORDS, self._note):
+            with handling([signal.SIGQUIT], signal.SIG_DFL), handling(SIGNAL_NAMES, self._note):
                 yield
         finally:
-            del os.environ[AGENT_SIGNALS]
+            del os.environ[TORCH_SIGNALS]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.append(signal.Signals(number))
@@ -277,7 +280,7 @@ class Relay:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
         elif first_time:
-            carrier = {stands_for: number for number, stands_for in STANDS_FOR.items()}[fresh[0]]
+            carrier = {stands_for: number for number, stands_for in CARRIED_SIGNALS.items()}[fresh[0]]
             for pid in ours:
                 with suppress(ProcessLookupError):
                     os.kill(pid, carrier)

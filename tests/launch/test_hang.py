@@ -26,8 +26,8 @@ from mlm.launch.failure import (
     FailureReporter,
     Watchdog,
     describe,
-    end_stopped,
     flight_recorder,
+    kill_suspended,
     report,
 )
 from mlm.launch.process import ALONE, run_rank
@@ -176,7 +176,7 @@ def test_stopped_process_is_found_and_killed_but_no_other() -> None:
     try:
         sleepers[1].send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sleepers[1].pid, os.WSTOPPED | os.WNOWAIT)
-        assert end_stopped({5: sleepers[0].pid, 6: sleepers[1].pid}) == {6: sleepers[1].pid}
+        assert kill_suspended({5: sleepers[0].pid, 6: sleepers[1].pid}) == {6: sleepers[1].pid}
         assert sleepers[1].wait(10) == -signal.SIGKILL
         assert sleepers[0].poll() is None
     finally:

@@ -9,7 +9,7 @@ import pytest
 
 from mlm.launch.stop import (
     LAUNCHED,
-    WORDS,
+    SIGNAL_NAMES,
     Relay,
     StopRequest,
     requests_noted,
@@ -106,7 +106,7 @@ def test_a_signal_before_the_training_loop_is_obeyed_by_it(number: signal.Signal
     with requests_noted():
         signal.raise_signal(number)
         with StopRequest() as stop:
-            assert stop.reason == WORDS[number]
+            assert stop.reason == SIGNAL_NAMES[number]
         with StopRequest() as later:
             assert not later.requested
     assert signal.getsignal(number) is before

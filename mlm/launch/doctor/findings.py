@@ -38,7 +38,7 @@ class Finding:
     check: str
     """Its name."""
     status: Status
-    found: str
+    result: str
     """The result, in words."""
     remedy: str = ""
     """The remedy; empty if it is ok."""
@@ -50,7 +50,7 @@ class Row:
 
     check: str
     status: Status
-    found: str
+    result: str
     remedy: str
     ranks: tuple[int, ...]
     """Ranks with this status; empty if all of them are ok."""
@@ -75,13 +75,13 @@ def _row(name: str, each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> 
     worst = max((finding.status for finding in mine.values()), key=SEVERITY.index)
     ranks = tuple(rank for rank, finding in mine.items() if finding.status == worst)
     if worst == "ok":
-        texts = list(dict.fromkeys(finding.found for finding in mine.values()))
+        texts = list(dict.fromkeys(finding.result for finding in mine.values()))
         return Row(name, worst, "; ".join(texts[:SHOWN]) + ("; …" if texts[SHOWN:] else ""), "", ())
     first = mine[ranks[0]]
     if list(mine) == [0] and len(hosts) > 1:  # rank 0 has compared all
-        return Row(name, worst, first.found, first.remedy, ())
+        return Row(name, worst, first.result, first.remedy, ())
     where = f"{named_ranks(ranks, hosts)}: " if len(hosts) > 1 else ""
-    return Row(name, worst, f"{where}{first.found}", first.remedy, ranks)
+    return Row(name, worst, f"{where}{first.result}", first.remedy, ranks)
 
 
 def versions() -> dict[str, str]:
@@ -89,16 +89,16 @@ def versions() -> dict[str, str]:
     return {"mlm": mlm.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def different_versions(hosts: Sequence[str], found: Sequence[Mapping[str, str]]) -> str:
+def different_versions(hosts: Sequence[str], each: Sequence[Mapping[str, str]]) -> str:
     """Return what differs from rank 0: `torch 2.12 on rank 3 (host b), 2.11 on rank 0 (host a)`.
 
     Empty if nothing does. Both arguments are in rank order.
     """
-    for name, ours in found[0].items():
-        others = [rank for rank, theirs in enumerate(found) if theirs.get(name) != ours]
+    for name, ours in each[0].items():
+        others = [rank for rank, theirs in enumerate(each) if theirs.get(name) != ours]
         if others:
-            theirs = found[others[0]].get(name)
-            same = [rank for rank in others if found[rank].get(name) == theirs]
+            theirs = each[others[0]].get(name)
+            same = [rank for rank in others if each[rank].get(name) == theirs]
             return f"{name} {theirs} on {named_ranks(same, hosts)}, {ours} on {named_ranks([0], hosts)}"
     return ""
 
@@ -170,8 +170,8 @@ class Control:
         self.published = (before, answer["at"], self.clock())
         if answer["lost"]:
             raise self._lost(answer["lost"], check)
-        found: list[Any] = answer["values"]
-        return found
+        values: list[Any] = answer["values"]
+        return values
 
     def _collect(self, key: str) -> dict[str, Any]:
         assert self.store is not None

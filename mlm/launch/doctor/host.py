@@ -30,31 +30,31 @@ SHARED_MEMORY = Path("/dev/shm")
 def memory(available: int, ranks_here: int) -> Finding:
     """Judge the free memory of the host, which its ranks share."""
     each = available // max(1, ranks_here)
-    found = f"{size(available)} free for {ranks_here} rank{'s' * (ranks_here > 1)}"
+    text = f"{size(available)} free for {ranks_here} rank{'s' * (ranks_here > 1)}"
     remedy = "end other programs on this host, or start fewer ranks on it"
     if each < LEAST_MEMORY:
-        return Finding("memory", "fail", found, remedy)
-    return Finding("memory", "warn" if each < LITTLE_MEMORY else "ok", found, remedy)
+        return Finding("memory", "fail", text, remedy)
+    return Finding("memory", "warn" if each < LITTLE_MEMORY else "ok", text, remedy)
 
 
 def disk(folder: Path) -> Finding:
     """Judge the free space of a folder's file system."""
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError as error:
         remedy = "name an out on a disk that all hosts have"
         return Finding("disk", "fail", f"{folder}: {error.strerror}", remedy)
-    free = found.f_bavail * found.f_frsize
-    said = f"{size(free)} free in {folder}"
-    if found.f_files and found.f_favail == 0:
+    free = status.f_bavail * status.f_frsize
+    text = f"{size(free)} free in {folder}"
+    if status.f_files and status.f_favail == 0:
         remedy = "delete files there, or name an out on another disk"
         return Finding("disk", "fail", f"no inodes left in {folder}", remedy)
     if free < LEAST_DISK:
-        return Finding("disk", "fail", said, "free some space, or name an out on another disk")
+        return Finding("disk", "fail", text, "free some space, or name an out on another disk")
     return Finding(
         "disk",
         "warn" if free < LITTLE_DISK else "ok",
-        said,
+        text,
         "a checkpoint takes 12 bytes a parameter in float32 (`mlm plan memory`): free some space",
     )
 
@@ -63,11 +63,11 @@ def open_files(world_size: int) -> Finding:
     """Judge the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = FILES + FILES_PER_RANK * world_size
-    found = f"{_limit(soft)} (hard limit {_limit(hard)})"
+    text = f"{_limit(soft)} (hard limit {_limit(hard)})"
     if resource.RLIM_INFINITY in (soft, least) or soft >= least:
-        return Finding("ulimit -n", "ok", found)
+        return Finding("ulimit -n", "ok", text)
     remedy = f"run `ulimit -n {least}` before the start, or raise nofile in limits.conf or the service"
-    return Finding("ulimit -n", "fail", f"{found}, and {world_size} ranks need {least}", remedy)
+    return Finding("ulimit -n", "fail", f"{text}, and {world_size} ranks need {least}", remedy)
 
 
 def locked_memory(on_gpu: bool) -> Finding:
@@ -86,15 +86,15 @@ def _limit(value: int, unit: int = 1) -> str:
 def shared_memory(on_gpu: bool, folder: Path = SHARED_MEMORY) -> Finding:
     """Judge the size of /dev/shm, through which NCCL connects the ranks of a host."""
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError as error:
         return Finding("/dev/shm", "fail" if on_gpu else "warn", str(error.strerror), "mount a tmpfs there")
-    whole, free = (count * found.f_frsize for count in (found.f_blocks, found.f_bavail))
-    said = f"{size(free)} free of {size(whole)}"
+    whole, free = (count * status.f_frsize for count in (status.f_blocks, status.f_bavail))
+    text = f"{size(free)} free of {size(whole)}"
     remedy = "give the container more (docker run --shm-size=8g, an emptyDir with medium: Memory)"
     if free < LEAST_SHARED:
-        return Finding("/dev/shm", "fail", said, remedy)
-    return Finding("/dev/shm", "warn" if on_gpu and free < LITTLE_SHARED else "ok", said, remedy)
+        return Finding("/dev/shm", "fail", text, remedy)
+    return Finding("/dev/shm", "warn" if on_gpu and free < LITTLE_SHARED else "ok", text, remedy)
 
 
 def names(place: Place | None, environ: Mapping[str, str]) -> Finding:
@@ -118,8 +118,8 @@ def clock(skew: float) -> Finding:
     remedy = "start chronyd or ntpd: locks, logs and records of the run compare times"
     if abs(skew) < 1.0:
         return Finding("clock", "ok", "within 1 s of rank 0")
-    said = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} rank 0"
-    return Finding("clock", "fail" if abs(skew) >= 60.0 else "warn", said, remedy)
+    text = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} rank 0"
+    return Finding("clock", "fail" if abs(skew) >= 60.0 else "warn", text, remedy)
 
 
 Test = Callable[[str], bool]
@@ -147,20 +147,20 @@ HURTS: tuple[tuple[str, Test, str], ...] = (
 
 def environment(environ: Mapping[str, str], interfaces: Sequence[str], ranks_here: int) -> list[Finding]:
     """Judge variables of NCCL, gloo and torch."""
-    found = list[Finding]()
+    findings = list[Finding]()
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if problem := _no_interface(environ.get(name, ""), interfaces, exact=name.startswith("GLOO")):
             remedy = f"set {name} to one of {', '.join(interfaces)}"
-            found.append(Finding(name, "fail", f"{environ[name]}: {problem}", remedy))
+            findings.append(Finding(name, "fail", f"{environ[name]}: {problem}", remedy))
     for name, hurts, why in HURTS:
         if name in environ and hurts(environ[name]):
             what, _, remedy = why.partition("; ")
-            found.append(Finding(name, "warn", f"{environ[name]}: {what}", remedy))
+            findings.append(Finding(name, "warn", f"{environ[name]}: {what}", remedy))
     threads, cores = environ.get("OMP_NUM_THREADS", ""), available_cores()
     if threads.isdecimal() and int(threads) * ranks_here > cores:
-        said = f"{threads} for each of {ranks_here} ranks on {cores} cores"
-        found.append(Finding("OMP_NUM_THREADS", "warn", said, f"set it to {max(1, cores // ranks_here)}"))
-    return found or [Finding("variables", "ok", "none that hurts")]
+        text = f"{threads} for each of {ranks_here} ranks on {cores} cores"
+        findings.append(Finding("OMP_NUM_THREADS", "warn", text, f"set it to {max(1, cores // ranks_here)}"))
+    return findings or [Finding("variables", "ok", "none that hurts")]
 
 
 def _no_interface(value: str, here: Sequence[str], *, exact: bool) -> str:
@@ -198,11 +198,11 @@ def check_device(device: torch.device) -> list[Finding]:
     if device.type != "cuda":
         return []
     free, whole = torch.cuda.mem_get_info(device)
-    said = f"{size(free)} of {size(whole)} free"
+    text = f"{size(free)} of {size(whole)} free"
     used = free < (1 - IN_USE) * whole
     remedy = "end the programs that nvidia-smi lists on it, or choose GPUs by CUDA_VISIBLE_DEVICES"
     uuid = torch.cuda.get_device_properties(device).uuid
-    return [Finding("GPU memory", "warn" if used else "ok", said, remedy), *judge_gpu(query_gpu(str(uuid)))]
+    return [Finding("GPU memory", "warn" if used else "ok", text, remedy), *judge_gpu(query_gpu(str(uuid)))]
 
 
 def query_gpu(uuid: str) -> list[str] | None:
@@ -222,14 +222,14 @@ def judge_gpu(values: Sequence[str] | None) -> list[Finding]:
     if values is None:
         return [Finding("driver", "warn", "nvidia-smi gives no answer", "install it beside the driver")]
     driver, most, reasons, errors = values
-    found = [Finding("driver", "ok", driver)]
+    findings = [Finding("driver", "ok", driver)]
     bits = int(reasons, 16) if reasons.startswith("0x") else 0
     slowed = list(dict.fromkeys(why for bit, why in SLOWED.items() if bits & bit))
     remedy = "look at nvidia-smi -q -d PERFORMANCE, and at fans and power; leave out this host meanwhile"
-    said = f"{most} MHz at most" + (f", slowed by {', '.join(slowed)}" if slowed else "")
-    found.append(Finding("clocks", "warn" if slowed else "ok", said, remedy))
+    text = f"{most} MHz at most" + (f", slowed by {', '.join(slowed)}" if slowed else "")
+    findings.append(Finding("clocks", "warn" if slowed else "ok", text, remedy))
     if errors.isdecimal():
-        said = f"{errors} uncorrected since the driver's start"
+        text = f"{errors} uncorrected since the driver's start"
         remedy = "reset or replace the GPU; leave out this host meanwhile"
-        found.append(Finding("GPU errors", "fail" if int(errors) else "ok", said, remedy))
-    return found
+        findings.append(Finding("GPU errors", "fail" if int(errors) else "ok", text, remedy))
+    return findings

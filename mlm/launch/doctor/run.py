@@ -30,7 +30,7 @@ from mlm.launch.doctor.host import (
     open_files,
     shared_memory,
 )
-from mlm.launch.doctor.traffic import check_traffic, judged
+from mlm.launch.doctor.traffic import check_traffic, judge
 from mlm.launch.environment import Place, read_place
 from mlm.launch.rendezvous import LOOPBACK, interfaces
 from mlm.launch.start import LaunchFacts, choose_world_size
@@ -62,15 +62,15 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     control = Control.of(ctx, place.master_addr if place is not None else LOOPBACK, config.timeout_s)
     folder = folder_of(config)
     note(ctx, f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
-    found = [*check_host(ctx, place, folder), *check_folder(folder, control)]
+    mine = [*check_host(ctx, place, folder), *check_folder(folder, control)]
     facts = {"versions": versions(), "device": device_name(ctx.device)}
-    each = control.all_gather("the host", [facts, [asdict(finding) for finding in found]])
+    each = control.all_gather("the host", [facts, [asdict(finding) for finding in mine]])
     skews = control.all_gather("the clock", control.skew())
     note(ctx, "comparing and timing collectives over each axis")
     traffic = check_traffic(ctx, control, config.timeout_s)
     findings = [
-        [*(Finding(**one) for one in mine), clock(skew), *communication]
-        for (_, mine), skew, communication in zip(each, skews, judged(traffic), strict=True)
+        [*(Finding(**one) for one in own), clock(skew), *communication]
+        for (_, own), skew, communication in zip(each, skews, judge(traffic), strict=True)
     ]
     all_facts = [fact for fact, _ in each]
     findings[0] = [*check_equal(all_facts, control.hosts), *findings[0]]
@@ -100,9 +100,9 @@ def check_host(ctx: ParallelContext, place: Place | None, folder: Path) -> list[
 
 def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[Finding]:
     """Judge what must be the same on all ranks."""
-    found = [fact["versions"] for fact in facts]
-    said = ", ".join(f"{name} {version}" for name, version in found[0].items())
-    differ = different_versions(hosts, found)
+    each = [fact["versions"] for fact in facts]
+    said = ", ".join(f"{name} {version}" for name, version in each[0].items())
+    differ = different_versions(hosts, each)
     devices = list(dict.fromkeys(fact["device"] for fact in facts))
     return [
         Finding("versions", "fail", differ, SAME_VERSIONS) if differ else Finding("versions", "ok", said),
@@ -125,9 +125,9 @@ def report(
     problem = f"{len(failed)} of {len(rows)} checks failed: {names} (see the table)" if failed else ""
     warned = [row.check for row in rows if row.status == "warn"]
     ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))}"
-    made, out = table(ranks, "", "check", "found"), console()
+    made, out = table(ranks, "", "check", "result"), console()
     for row in rows:
-        add_row(made, row.status, row.check, row.found)
+        add_row(made, row.status, row.check, row.result)
     out.print(made)
     for row in rows:
         if row.remedy:

@@ -70,12 +70,12 @@ def test_a_warning_ends_with_0(monkeypatch: pytest.MonkeyPatch, capsys: Said) ->
 def test_ranks_with_other_versions_are_named() -> None:
     ours = {"versions": {"torch": "2.11"}, "device": "CPU"}
     found = doctor.check_equal([ours, {**ours, "versions": {"torch": "2.12"}}], ["a", "b"])
-    assert (found[0].status, found[0].found) == (
+    assert (found[0].status, found[0].result) == (
         "fail",
         "torch 2.12 on rank 1 (host b), 2.11 on rank 0 (host a)",
     )
     found = doctor.check_equal([ours, {**ours, "device": "NVIDIA T4"}], ["a", "b"])
-    assert (found[1].status, found[1].found) == ("warn", "CPU; NVIDIA T4")
+    assert (found[1].status, found[1].result) == ("warn", "CPU; NVIDIA T4")
 
 
 @pytest.mark.parametrize(

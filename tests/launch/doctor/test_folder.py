@@ -78,8 +78,8 @@ def test_a_folder_that_is_not_shared_names_the_rank_that_does_not_see_it(tmp_pat
     found = on_threads(lambda control: check_folder(tmp_path / names[control.rank], control))
     row = next(row for row in rows_of(found, ["h0", "h1", "h2"]) if row.check == SHARED)
     assert (row.status, row.ranks) == ("fail", (2,))
-    assert "rank 2 (host h2)" in row.found
-    assert "does not show what rank 0 wrote" in row.found
+    assert "rank 2 (host h2)" in row.result
+    assert "does not show what rank 0 wrote" in row.result
 
 
 def test_a_rank_whose_files_rank_0_does_not_see_is_named(
@@ -89,7 +89,7 @@ def test_a_rank_whose_files_rank_0_does_not_see_is_named(
     lost = lambda path, content: None if path.name == "rank-1" else write(path, content)  # noqa: E731
     monkeypatch.setattr(folders, "write_atomic", lost)
     found = on_threads(lambda control: check_folder(tmp_path, control))
-    assert "does not show what rank 1 wrote" in found[0][0].found
+    assert "does not show what rank 1 wrote" in found[0][0].result
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
@@ -102,7 +102,7 @@ def test_a_folder_that_cannot_be_written_is_found(
     monkeypatch.setattr(folders, "write_atomic", full)
     (found,) = check_folder(tmp_path, Control(None, 0, 1, 1.0))
     assert (found.check, found.status) == (SHARED, "fail")
-    assert os.strerror(number) in found.found
+    assert os.strerror(number) in found.result
 
 
 def unsynced(*_: object) -> None:
@@ -128,7 +128,7 @@ def test_a_disk_on_which_a_replaced_file_stays_old_is_found(
     monkeypatch.setattr(folders, "write_atomic", forgetful(folders.write_atomic))
     found = on_threads(lambda control: check_folder(tmp_path, control))
     assert [statuses(each)[DISK] for each in found] == ["fail"] * 3
-    assert "keeps its old content" in found[1][1].found
+    assert "keeps its old content" in found[1][1].result
 
 
 def test_a_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_a_disk_that_writes_slowly_is_a_warning_with_what_it_means(
     monkeypatch.setattr(os, "fsync", lambda descriptor: (sync(descriptor), time.sleep(0.1)))
     found = next(one for one in check_folder(tmp_path, Control(None, 0, 1, 1.0)) if one.check == SPEED)
     assert found.status == "warn"
-    assert "MB/s: a checkpoint of a billion parameters takes" in found.found
+    assert "MB/s: a checkpoint of a billion parameters takes" in found.result
     assert "checkpoint.save_every" in found.remedy
 
 
@@ -178,4 +178,4 @@ def test_locks_that_do_not_exclude_are_found(
     monkeypatch.setattr(Lock, "take", take)
     found = on_threads(lambda control: check_folder(tmp_path, control))
     (mine,) = (one for one in found[1] if one.check == LOCKS)
-    assert (mine.status, mine.found) == ("fail", said)
+    assert (mine.status, mine.result) == ("fail", said)

@@ -103,7 +103,7 @@ def test_host_names_that_do_not_resolve_are_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node1")
     place = Place(0, 4, 0, 2, master_addr="nosuch", master_port=1)
     found = host.names(place, {})
-    assert (found.status, "MASTER_ADDR=nosuch" in found.found) == ("fail", True)
+    assert (found.status, "MASTER_ADDR=nosuch" in found.result) == ("fail", True)
     assert "set MASTER_ADDR" in found.remedy
     assert host.names(None, {}).status == "ok"
     monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node2")
@@ -165,9 +165,9 @@ def test_a_row_is_the_worst_of_the_ranks_and_names_them() -> None:
     each = [[Finding("disk", status, f"{n}", "free it")] for n, status in enumerate(found)]
     (row,) = rows_of(each, ["a", "b", "b", "c"])
     assert (row.status, row.ranks) == ("fail", (1, 3))
-    assert (row.found, row.remedy) == ("ranks 1, 3 (hosts b, c): 1", "free it")
+    assert (row.result, row.remedy) == ("ranks 1, 3 (hosts b, c): 1", "free it")
 
 
 def test_a_row_of_ranks_that_are_fine_needs_no_remedy() -> None:
     (row,) = rows_of([[Finding("disk", "ok", "9 GB", "free it")]] * 2, ["a", "b"])
-    assert (row.found, row.remedy, row.ranks) == ("9 GB", "", ())
+    assert (row.result, row.remedy, row.ranks) == ("9 GB", "", ())
