@@ -58,10 +58,13 @@ _noted_requests = _NotedRequests()  # what a process does with signals belongs t
 
 
 @contextmanager
-def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
+def handling(
+    numbers: Iterable[signal.Signals], handler: Any, *, ignored_afterwards: Iterable[signal.Signals] = ()
+) -> Iterator[None]:
     """Handle signals while inside, but for a hang-up that nohup ignores; then restore the handlers.
 
-    Does nothing outside the main thread, where Python allows no handlers.
+    Those `ignored_afterwards` are ignored then. Does nothing outside the main thread, where Python allows no
+    handlers.
     """
     before = dict[signal.Signals, Any]()
     if threading.current_thread() is threading.main_thread():
@@ -72,7 +75,8 @@ def handling(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
         yield
     finally:
         for number, previous in before.items():
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            restored = signal.SIG_DFL if previous is None else previous
+            signal.signal(number, signal.SIG_IGN if number in ignored_afterwards else restored)
 
 
 @contextmanager
@@ -84,19 +88,14 @@ def requests_noted(*, ends_process: bool = False) -> Iterator[None]:
     With `ends_process` the signals that batch scripts and terminals send stay without effect afterwards: a
     repeated one would kill the process on its way out, and its job would seem to have failed.
     """
-    _noted_requests.active, _noted_requests.taken = (
-        threading.current_thread() is threading.main_thread(),
-        False,
-    )
+    _noted_requests.active = threading.current_thread() is threading.main_thread()
+    _noted_requests.taken = False
     _noted_requests.numbers.clear()
-    try:
-        with handling(SIGNAL_NAMES, _note):
+    with handling(SIGNAL_NAMES, _note, ignored_afterwards=REPEATED_SIGNALS if ends_process else ()):
+        try:
             yield
-    finally:
-        if _noted_requests.active and ends_process:
-            for number in REPEATED_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-        _noted_requests.active = False
+        finally:
+            _noted_requests.active = False
 
 
 def unblock_requests() -> None:
