@@ -1,6 +1,7 @@
 """Only modules that ask mlm/util/ownership.py, or own a folder, delete and replace files."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "mlm"
@@ -52,6 +53,7 @@ def calls(tree: ast.AST) -> set[str]:
     return found
 
 
+@cache
 def modules() -> dict[str, ast.AST]:
     files = [path for path in ROOT.rglob("*.py") if "configs" not in path.parts]
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in files}
