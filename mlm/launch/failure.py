@@ -64,7 +64,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Death:
+class ProcessEnd:
     """End of a rank's process: its exit code, negative for a signal."""
 
     rank: int
@@ -214,7 +214,7 @@ def noted_exit_code(folder: Path) -> int:
 
 def report(
     failures: Sequence[Failure],
-    deaths: Sequence[Death],
+    deaths: Sequence[ProcessEnd],
     *,
     world_size: int,
     logs: Path,
@@ -264,7 +264,7 @@ def _suspects(
     return [*waits, f"mlm: every rank was waiting, so they disagree about what comes next{closing}"]
 
 
-def _report_death(death: Death, lost: Sequence[Failure], logs: Path, closing: str) -> str:
+def _report_death(death: ProcessEnd, lost: Sequence[Failure], logs: Path, closing: str) -> str:
     who = f"rank {death.rank} (pid {death.pid})"
     if death.exit_code < 0:
         number = signal.Signals(-death.exit_code)

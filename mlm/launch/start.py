@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -38,9 +38,9 @@ from mlm.launch.failure import (
     INTACT,
     INTERRUPTED,
     REPORT_S,
-    Death,
     Failure,
     FailureReporter,
+    ProcessEnd,
     flight_recorder,
     kill_suspended,
     load_failures,
@@ -160,7 +160,7 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
         with quiet_logging(), relay.receiving():
             try:
                 ranks = _start_ranks(job, world_size, store.port, variables)
-                deaths, stopped = _wait(ranks, relay, folder)
+                deaths, stopped = _watch_ranks(ranks, relay, folder)
             except SignalException as stop:
                 return 128 + stop.sigval
         if relay.killed:
@@ -190,45 +190,41 @@ def _start_ranks(job: Path, world_size: int, port: int, variables: Mapping[str, 
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _wait(ranks: PContext, relay: Relay, folder: Path) -> tuple[list[Death], dict[int, int]]:
+def _watch_ranks(ranks: PContext, relay: Relay, folder: Path) -> tuple[list[ProcessEnd], dict[int, int]]:
     """Relay requests to stop until all ranks have ended; once one has failed, end the others.
 
     Return how ranks died that were not ended here, and the suspended ones with their pids.
     """
     pids, stopped = ranks.pids(), dict[int, int]()
-    deaths = dict[int, Death]()
-    while True:
-        relay.act(pids)
-        deaths |= _deaths(pids)
-        if deaths:
-            end = time.monotonic() + REPORT_S
-            while time.monotonic() < end and not _is_explained(load_failures(folder), deaths, pids):
+    try:
+        while len(ends := _process_ends(pids)) < len(pids) and not any(end.exit_code for end in ends):
+            relay.act(pids)
+            time.sleep(POLL_S)
+        if any(end.exit_code for end in ends):
+            limit = time.monotonic() + REPORT_S
+            while time.monotonic() < limit and not _is_explained(load_failures(folder), ends, pids):
                 time.sleep(POLL_S / 2)
-                deaths |= _deaths(pids)
-            stopped = kill_suspended(
-                pids
-            )  # torch ends ranks by SIGTERM, which a suspended one does not receive
-        if ranks.wait(0) is not None:
-            return list(deaths.values()), stopped
-        time.sleep(POLL_S)
+                ends = _process_ends(pids)
+            stopped = kill_suspended(pids)  # which do not receive the SIGTERM by which torch ends ranks
+        return [end for end in ends if end.exit_code], stopped
+    finally:
+        ranks.close()
 
 
-def _is_explained(failures: list[Failure], deaths: Mapping[int, Death], pids: Mapping[int, int]) -> bool:
+def _is_explained(failures: list[Failure], ends: list[ProcessEnd], pids: Mapping[int, int]) -> bool:
     """True if a failure has a cause of its own, or all ranks have reported: a silent one is the suspect."""
-    reported = {failure.rank for failure in failures} | set(deaths)
+    reported = {failure.rank for failure in failures} | {end.rank for end in ends if end.exit_code}
     return not all(failure.lost_peer for failure in failures) or reported >= set(pids)
 
 
-def _deaths(pids: Mapping[int, int]) -> dict[int, Death]:
-    """Return the ranks whose process has ended with an error."""
-    deaths = {}
+def _process_ends(pids: Mapping[int, int]) -> list[ProcessEnd]:
+    """Return how the ranks' processes have ended so far; `close` collects them later."""
+    ends = []
     for rank, pid in pids.items():
-        with suppress(ChildProcessError):  # ended without an error and was collected earlier
-            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if end and end.si_status:
-                code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-                deaths[rank] = Death(rank, pid, code)
-    return deaths
+        if end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            ends.append(ProcessEnd(rank, pid, code))
+    return ends
 
 
 def run_launched(job: dict[str, Any], reporter: FailureReporter) -> int:

@@ -21,9 +21,9 @@ from mlm.launch import failure as failures
 from mlm.launch import process
 from mlm.launch.config import DistConfig
 from mlm.launch.failure import (
-    Death,
     Failure,
     FailureReporter,
+    ProcessEnd,
     Watchdog,
     describe,
     flight_recorder,
@@ -187,7 +187,7 @@ def test_stopped_process_is_found_and_killed_but_no_other() -> None:
 
 def test_rank_that_waited_for_nobody_is_suspected(tmp_path: Path) -> None:
     waiting = [replace(LOST, rank=rank, time=2.0) for rank in (0, 1)]
-    text, code = report([*waiting, LOST], [Death(2, 99, 1)], world_size=4, logs=tmp_path)
+    text, code = report([*waiting, LOST], [ProcessEnd(2, 99, 1)], world_size=4, logs=tmp_path)
     assert code == 1
     assert text.splitlines() == [
         f"mlm: {LOST.message}",
