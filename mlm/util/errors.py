@@ -144,9 +144,10 @@ class ConfigError(UserError):
     """All problems of one configuration, reported together."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(map(Problem.of, problems))
-        super().__init__("\n".join(self.problems))
-        if self.problems and all(isinstance(problem, Failed) for problem in self.problems):
+        each = tuple(map(Problem.of, problems))
+        super().__init__("\n".join(each))
+        self.problems = each
+        if each and all(isinstance(problem, Failed) for problem in each):
             self.exit_code = CorruptFileError.exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
