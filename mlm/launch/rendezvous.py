@@ -199,21 +199,6 @@ def _absence_line(absent: list[int], place: Place, timeout_s: float) -> str:
 # ---- addresses
 
 
-def check_loopback() -> None:
-    """Raise UserError if processes of this host cannot connect to each other."""
-    try:
-        with socket.socket() as listener:
-            listener.bind((LOOPBACK, 0))
-            listener.listen(1)
-            socket.create_connection(listener.getsockname(), timeout=CONNECT_S).close()
-    except OSError as error:
-        raise UserError(
-            f"no working loopback interface: cannot connect to {LOOPBACK} ({error.strerror or error}), over "
-            "which the ranks of one host rendezvous; bring it up (`ip link set lo up`), or run one rank "
-            "(tp=1 pp=1 dp=1), which needs no network"
-        ) from None
-
-
 def check_interface(environ: Mapping[str, str]) -> None:
     """Raise UserError if GLOO_SOCKET_IFNAME names no network interface of this host."""
     here = interfaces()

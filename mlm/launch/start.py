@@ -48,7 +48,7 @@ from mlm.launch.failure import (
     report,
 )
 from mlm.launch.process import device_kind, run_joined, run_rank
-from mlm.launch.rendezvous import LOOPBACK, check_interface, check_loopback, rendezvous_store
+from mlm.launch.rendezvous import LOOPBACK, check_interface, rendezvous_store
 from mlm.launch.stop import CARRIED_SIGNALS, SIGNAL_NAMES, Relay, is_noting
 from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import UserError
@@ -142,11 +142,9 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
 
     Rank 0 has the terminal; the others write to out/logs, or to a temporary folder for a command without
     checkpoints (`out` is None). A failure is reported once, on stderr.
-    Raises UserError if the port is in use, this host has no loopback interface, or the log folder cannot be
-    made.
+    Raises UserError if the port is in use, or the log folder cannot be made.
     """
     dist = config.dist
-    check_loopback()
     check_interface(os.environ)
     listener = listen(dist.master_port)
     remove_abandoned(Path(tempfile.gettempdir()), f"{PREFIX}*")
