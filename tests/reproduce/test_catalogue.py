@@ -60,7 +60,7 @@ def test_steps_need_steps_that_there_are(experiment: Experiment, scale: Scale) -
 
 
 def test_results_are_in_folders_that_are_not_taken_from_the_user() -> None:
-    """A folder of the user's with one of these names is in the way (mlm/util/folder_types.py)."""
+    """A folder of the user's with one of these names is in the way (mlm/util/ownership.py)."""
     found = {experiment.name for experiment in EXPERIMENTS}
     for experiment, scale in PAIRS:
         config = ReproduceConfig(name=experiment.name, scale=scale)
