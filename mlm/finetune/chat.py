@@ -11,10 +11,10 @@ from torch import Tensor
 from mlm.data.chat_template import ChatError
 from mlm.data.conversation import ASSISTANT, check_messages, encode, messages_in
 from mlm.data.tokenizer import Tokenizer
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, Text
 from mlm.finetune.packing import Packer
 from mlm.finetune.rows import ExampleError, Row, RowError, encodable, present
-from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import Made, Output, Prediction, TaskType
 from mlm.parallel.labels import IGNORE
 from mlm.util.errors import Problem

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune import metrics
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, cut_longest, encode
 from mlm.finetune.rows import Row, index_of_label, number_of_label, texts_of
-from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import Made, Output, Prediction, TaskType, submitted
 from mlm.parallel.labels import IGNORE
 from mlm.util.errors import Problem

@@ -1,31 +1,31 @@
 """`mlm eval TASK`: score a finetuned checkpoint on a split of its task, or write its predictions."""
 
 import json
-import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import mlm
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import to_dict
-from mlm.data.receipt import version_of
 from mlm.finetune.batches import batcher_of
 from mlm.finetune.best import DATA_PATH, best_of
-from mlm.finetune.config import EvalTaskConfig
-from mlm.finetune.inputs import Start, check_texts, evaluation_of, start_of
+from mlm.finetune.config import EvalTaskConfig, TaskConfig
+from mlm.finetune.inputs import Start, start_of, tokenize_split
 from mlm.finetune.scoring import Scored, files_of, objective_of, probabilities_of, score_split
 from mlm.finetune.splits import Split, read_part, read_split
-from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import check_installed, task_type
-from mlm.inference.trained import Trained, checkpoint_problems, is_model_folder, load_trained, result_file
+from mlm.inference.trained import (
+    Trained,
+    checkpoint_problems,
+    is_model_folder,
+    load_trained,
+    result_file,
+    result_identity,
+)
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.state import FINETUNING
-from mlm.util.atomic import digest_bytes
 from mlm.util.errors import UserError, show
 from mlm.util.ownership import claim_problems
 from mlm.util.results import folder_problem, is_stream, named, result_problems, set_aside, write_result
@@ -45,7 +45,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         if problems := task_problems(config, start):
             return problems
         for name in splits(config):
-            check_texts(config.task, split_of(config, name, start), start)
+            start.tokenize(config.task, split_of(config, name, start).select([0]))
     except UserError as error:
         return list(error.problems)
     out = result_path(config, start)
@@ -146,20 +146,20 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     place = result_path(replace(config, out=None), start) if is_stream(out) else out
     found = []
     for name in splits(config):
-        evaluation = evaluation_of(task, split_of(config, name, start), start)
-        beside = None if evaluation.split.has_labels else place.parent / "predictions"
+        tokenized = tokenize_split(task, split_of(config, name, start), start)
+        beside = None if tokenized.split.has_labels else place.parent / "predictions"
         folder = beside if config.predictions is None else Path(config.predictions)
-        found.append(score_split(task, evaluation, trained.model, objective, batcher, folder))
+        found.append(score_split(task, tokenized, trained.model, objective, batcher, folder))
     if not ctx.is_main:
         return
     result = receipt(config, start, trained, found, seconds=time.monotonic() - begin)
     if config.probabilities is not None:
         write_result(config.probabilities, probabilities(task, found).encode(), key="probabilities")
-    aside = None if config.out is not None else set_aside(out, result, identity_of_result)
+    aside = None if config.out is not None else set_aside(out, result, result_identity)
     write_result(out, result)
     notes = [] if aside is None else [f"the result there before: {plain(aside)}"]
     for scored in found:
-        split = scored.evaluation.split
+        split = scored.tokenized.split
         notes += map(plain, kind.warnings(task, split.name, split.rows, scored.predictions))
     show_table(result, out, *notes)
 
@@ -168,36 +168,18 @@ def receipt(
     config: EvalTaskConfig, start: Start, trained: Trained, found: Sequence[Scored], *, seconds: float
 ) -> dict[str, Any]:
     """Return the scores and everything that they depend on."""
-    packages = ("tokenizers", "scikit-learn", "scipy", "torchmetrics")
     return {
         "task": config.task.name,
         "results": [described(config.task, scored) for scored in found],
         "task_settings": to_dict(config.task),
-        "checkpoint": str(trained.path),
-        "checkpoint_digest": trained.manifest.digest,
+        **trained.facts("tokenizers", "scikit-learn", "scipy", "torchmetrics"),
         "finetuned_on": saved_state(start).get("depends_on", {}),
-        "step": trained.manifest.step,
         "tokenizer_digest": start.tokenizer.digest,
         "vocabulary_digest": start.tokenizer.vocabulary_digest,
         "precision": config.precision.dtype,
         "config": to_dict(config),
         "seconds": round(seconds, 3),
-        "versions": {
-            "mlm": mlm.__version__,
-            "torch": torch.__version__,
-            **{package: version_of(package) for package in packages},
-            "python": platform.python_version(),
-        },
     }
-
-
-def identity_of_result(result: Mapping[str, Any]) -> str:
-    """Return the digest of all that the scores of a receipt depend on."""
-    keys = ("checkpoint_digest", "tokenizer_digest", "precision", "task_settings")
-    entries = [each for each in result.get("results", []) if isinstance(each, dict)]
-    about = [[each.get(key) for key in ("split", "digest", "max_length")] for each in entries]
-    facts = [*(result.get(key) for key in keys), about]
-    return digest_bytes(json.dumps(facts, sort_keys=True).encode())
 
 
 def probabilities(task: TaskConfig, found: Sequence[Scored]) -> str:
@@ -206,14 +188,14 @@ def probabilities(task: TaskConfig, found: Sequence[Scored]) -> str:
     for scored in found:
         for each in scored.predictions:
             chances = probabilities_of(task, each)
-            row = {"split": scored.evaluation.split.name, "id": each.id, "probabilities": chances}
+            row = {"split": scored.tokenized.split.name, "id": each.id, "probabilities": chances}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     return "".join(lines)
 
 
 def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
     """Return the receipt of a split."""
-    split, examples = scored.evaluation.split, scored.evaluation.examples
+    split, tokenized = scored.tokenized.split, scored.tokenized
     kind, labelled = task_type(task.kind), split.has_labels
     thresholds = kind.best_threshold(task, split.rows, scored.predictions) if labelled else {}
     return {
@@ -225,8 +207,8 @@ def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
         "metrics": scored.metrics,
         "standard_errors": kind.standard_errors(task, split.rows, scored.predictions) if labelled else {},
         **({"best_null_threshold": thresholds} if thresholds else {}),
-        "truncated": examples.truncated,
-        "max_length": examples.max_length,
+        "truncated": tokenized.truncated,
+        "max_length": tokenized.max_length,
         "predictions": list(scored.files),
     }
 

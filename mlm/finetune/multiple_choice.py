@@ -10,9 +10,9 @@ from torch import Tensor
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune import metrics
 from mlm.finetune.classification import best_label, cross_entropy, errors_of_labels
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, Text, encode
 from mlm.finetune.rows import Row, RowError, encodable, index_of_label, present, sequence, texts_of
-from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import Made, Output, Prediction, TaskType
 from mlm.util.errors import type_of
 

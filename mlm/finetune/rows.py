@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.config import TaskConfig
 from mlm.util.errors import half_pair, type_of
 from mlm.util.terminal import plain
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA, error_of_mean
 from mlm.finetune.rows import Row, RowError, encodable, sequence, shown, texts_of, whole_number
-from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import Candidate, Made, Output, Prediction, TaskType, as_json
 from mlm.parallel.labels import IGNORE
 from mlm.util.errors import Problem, type_of

@@ -19,10 +19,10 @@ from torch import Tensor
 from mlm.config.imports import imported
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.batches import Batcher
+from mlm.finetune.config import SHIPPED, TaskConfig
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.metrics import EXTRA, Metric, quietly
 from mlm.finetune.rows import Row
-from mlm.finetune.task_config import SHIPPED, TaskConfig
 from mlm.util.errors import Problem, show
 from mlm.util.extras import load_extra
 

@@ -8,25 +8,20 @@ Shapes: B texts, V vocabulary.
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
-from numbers import Integral, Real
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.util.errors import Problem, type_of
+from mlm.util.errors import Problem
 from mlm.util.splitmix import draw, root, uniform
 
 NOT_FINITE = -1
 """In place of a token where the logits are no numbers."""
 SHORT_LIST = 512
 """Tokens that top_p considers before it sorts the whole vocabulary, which takes fifty times as long."""
-
-
-WHOLE = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "batch_size")
-"""Settings that are whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +39,7 @@ class Sampling:
     """Sequences generated at a time. When one ends, the next takes its place."""
 
     def problems(self) -> list[Problem]:
-        """Return the problem of each value that is out of range, or no number."""
-        if wrong := [key for key, value in asdict(self).items() if not isinstance(value, Real)]:
-            return [Problem.at(k, v := getattr(self, k), f"{type_of(v)}, not a number") for k in wrong]
-        values = {key: getattr(self, key) for key in WHOLE}
-        if wrong := [k for k, v in values.items() if isinstance(v, bool) or not isinstance(v, Integral)]:
-            return [Problem.at(key, values[key], "not a whole number") for key in wrong]
+        """Return the problem of each value that is out of range."""
         most = self.max_new_tokens
         rules: tuple[tuple[str, bool, str], ...] = (
             ("max_new_tokens", most >= 1, "must be at least 1"),

@@ -131,6 +131,7 @@ def one_rank(folder: Path) -> MlmLM:
 def two_ranks(folder: Path) -> Iterator[MlmLM]:
     model = MlmLM(ckpt=str(folder / "run"), device="cpu", tp=2)
     yield model
+    assert isinstance(model.model, lm_eval_ranks.RemoteModel)
     model.model.close()
 
 
@@ -138,6 +139,7 @@ def instances(*arguments: tuple[Any, ...]) -> list[Any]:
     return [SimpleNamespace(args=one) for one in arguments]
 
 
+@pytest.mark.slow
 def test_two_ranks_of_their_own_answer_as_one(one_rank: MlmLM, two_ranks: MlmLM) -> None:
     assert isinstance(two_ranks.model, lm_eval_ranks.RemoteModel)
     texts = [str(document["text"]) for document in DOCUMENTS]

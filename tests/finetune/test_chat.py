@@ -15,9 +15,9 @@ from mlm.config.cli import main
 from mlm.finetune import run
 from mlm.finetune.batches import Order
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, FinetuneScheduleConfig
-from mlm.finetune.inputs import Evaluation, evaluation_of, load_body, splits_of, start_of
+from mlm.finetune.inputs import load_body, splits_of, start_of, tokenize_split
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, first_fit
-from mlm.finetune.splits import read_part
+from mlm.finetune.splits import TokenizedSplit, read_part
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -48,9 +48,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def evaluation(config: FinetuneConfig) -> Evaluation:
+def evaluation(config: FinetuneConfig) -> TokenizedSplit:
     """The training conversations of a run."""
-    return evaluation_of(config.task, splits_of(config).train, start_of(config))
+    return tokenize_split(config.task, splits_of(config).train, start_of(config))
 
 
 def test_losses_equal_a_plain_loop_of_transformers(folder: Path) -> None:
@@ -206,7 +206,7 @@ def test_answers_beyond_the_context_are_truncated_and_counted(folder: Path, tmp_
     note = (
         f"{tmp_path}: 2 of 3 rows of train were truncated to 96 tokens, 1 of them left out: no answer begins"
     )
-    assert found.examples.note(found.split).startswith(note)
+    assert found.notes()[-1].startswith(note)
 
 
 def problem_of(config: FinetuneConfig) -> str:

@@ -15,6 +15,7 @@ from mlm.finetune.config import EvalTaskConfig
 from mlm.finetune.splits import read_split
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from tests.cases import slow_but
 from tests.finetune.material import bert
 from tests.finetune.runs import (
     GPT2,
@@ -66,13 +67,16 @@ def test_scores_are_those_of_the_run(folder: Path, tmp_path: Path, kind: str) ->
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("batch_size", "parallel"),
-    [
-        (1, ParallelConfig()),
-        (100, ParallelConfig()),
-        (3, ParallelConfig(tp=2)),
-        (2, ParallelConfig(pp=2, vp=2)),
-        (1, ParallelConfig(dp=3)),
-    ],
+    slow_but(
+        {2, 4},
+        [
+            (1, ParallelConfig()),
+            (100, ParallelConfig()),
+            (3, ParallelConfig(tp=2)),
+            (2, ParallelConfig(pp=2, vp=2)),
+            (1, ParallelConfig(dp=3)),
+        ],
+    ),
 )
 def test_predictions_do_not_depend_on_layout_and_batch_size(
     folder: Path, tmp_path: Path, kind: str, batch_size: int, parallel: ParallelConfig

@@ -15,6 +15,7 @@ import mlm
 from mlm.config.cli.entry import main
 from mlm.inference.trained import named_checkpoint
 from mlm.parallel.mesh import ParallelContext
+from tests.cases import slow_but
 from tests.checkpoint.commands.hf_berts import make_bert
 from tests.finetune.material import bert
 from tests.finetune.runs import (
@@ -73,7 +74,7 @@ def evaluated(folder: Path, kind: str, out: Path) -> list[Any]:
     return [float(line.split("\t")[1]) for line in lines]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but({0}, KINDS))
 def test_answers_are_those_of_the_command(folder: Path, tmp_path: Path, kind: str) -> None:
     want = evaluated(folder, kind, tmp_path)
     found = mlm.load(folder / f"out-{kind}", precision="fp64", device="cpu").predict(rows_of(folder, kind))

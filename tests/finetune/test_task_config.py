@@ -8,8 +8,8 @@ import yaml
 from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import leaves, out_of_range
-from mlm.finetune.task_checks import check_task
-from mlm.finetune.task_config import SHIPPED, TaskConfig
+from mlm.finetune.checks import check_task
+from mlm.finetune.config import SHIPPED, TaskConfig
 from mlm.finetune.task_type import task_type
 from mlm.util.errors import ConfigError
 

@@ -1,25 +1,18 @@
 """The results of an evaluation: a table, and JSON that records how each number was computed."""
 
-import json
-import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import mlm
 from mlm.config.build import to_dict
-from mlm.data.receipt import version_of
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.config import EvalAllConfig, EvalLambadaConfig, EvalWikitext103Config, ZeroShotConfig
 from mlm.evaluate.zero_shot.protocol import Outcome, Protocol
-from mlm.inference.kept_scores import digest_requests
-from mlm.inference.scoring import Request
+from mlm.inference.scoring import Request, digest_requests
 from mlm.inference.trained import Trained, result_file
 from mlm.util.atomic import digest_bytes
-from mlm.util.results import named, read_evaluation, short_digest
+from mlm.util.results import named, short_digest
 from mlm.util.terminal import add_row, console, plain, table
 
 TASKS: dict[type[ZeroShotConfig], str] = {
@@ -42,21 +35,13 @@ def receipt(
     return {
         "task": TASKS[type(config)],
         "results": [result_of(protocol, outcome) for protocol, outcome in found],
-        "checkpoint": str(trained.path),
-        "checkpoint_digest": trained.manifest.digest,
+        **trained.facts("tokenizers"),
         "trained_on": learnt_from,
-        "step": trained.manifest.step,
         "tokenizer_digest": tokenizer.digest,
         "vocabulary_digest": tokenizer.vocabulary_digest,
         "precision": config.precision.dtype,
         "config": to_dict(config),
         "seconds": round(seconds, 3),
-        "versions": {
-            "mlm": mlm.__version__,
-            "torch": torch.__version__,
-            "tokenizers": version_of("tokenizers"),
-            "python": platform.python_version(),
-        },
     }
 
 
@@ -120,29 +105,6 @@ def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
     """Path without `out`, and of what is scored already if `out` is a stream."""
     trial = "" if config.limit is None else f"-limit{config.limit}"
     return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
-
-
-def replaced_problems(config: ZeroShotConfig, out: Path) -> list[str]:
-    """The error where a trial would replace the result of a full evaluation."""
-    found = read_evaluation(out)
-    if config.limit is None or found is None or found["config"].get("limit") is not None:
-        return []
-    return [
-        f"out={out}: holds the result of a full evaluation, limit={config.limit} is a trial; "
-        "name another file"
-    ]
-
-
-def identity_of_result(result: Mapping[str, Any]) -> str:
-    """The evaluation that a receipt is the result of: checkpoint, texts, protocols, settings of the score."""
-    config = {key: result["config"].get(key) for key in ("limit", "seq_length", "overlapping_eval", "force")}
-    about = [
-        [each.get(key) for key in ("task", "protocol", "digest")]
-        for each in result.get("results", [])
-        if isinstance(each, dict)
-    ]
-    facts = [result["checkpoint_digest"], result.get("tokenizer_digest"), result.get("precision"), config]
-    return digest_bytes(json.dumps([*facts, about], sort_keys=True).encode())
 
 
 def kept_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:

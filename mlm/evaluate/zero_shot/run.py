@@ -16,15 +16,7 @@ from mlm.evaluate.config import (
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
 from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, distinct
-from mlm.evaluate.zero_shot.receipt import (
-    default_path,
-    identity_of_result,
-    kept_path,
-    receipt,
-    replaced_problems,
-    result_path,
-    show,
-)
+from mlm.evaluate.zero_shot.receipt import default_path, kept_path, receipt, result_path, show
 from mlm.inference.scoring import score
 from mlm.inference.trained import (
     checkpoint_problems,
@@ -32,7 +24,7 @@ from mlm.inference.trained import (
     load_tokenizer,
     load_trained,
     named_checkpoint,
-    vocabulary_problem,
+    result_identity,
     window_length,
 )
 from mlm.models.config import ModelConfig
@@ -52,46 +44,18 @@ def preflight(config: ZeroShotConfig) -> list[str]:
         if problem := continuation_problem(config.ckpt, named.config.model):
             return [problem]
         length = window_length(config.seq_length, named.config)
-        protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
+        protocols_of(config, tokenizer_of(config, named.path, named.config.model), length)
     except UserError as error:
         return list(error.problems)
     out = result_path(config, named.path)
-    return [*folder_problems(config, out), *replaced_problems(config, out)]
-
-
-def folder_problems(config: ZeroShotConfig, out: Path) -> list[str]:
-    """Problems that prevent writing the result or the samples."""
     if problems := result_problems(out):
         return problems
     return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
 
 
-def checked_tokenizer(config: ZeroShotConfig, path: Path, model: ModelConfig) -> Tokenizer:
-    """The tokenizer to score with, if it is the one the model was trained with. Raises UserError.
-
-    With force=true another may be used, as long as the model has a row for each of its tokens.
-    """
-    tokenizer = load_tokenizer(config.tokenizer, path, force=True)
-    if problem := vocabulary_problem(config.tokenizer, tokenizer, model):
-        raise UserError(problem)
-    if config.tokenizer is None or config.force:
-        return tokenizer
-    saved = saved_tokenizer(path)
-    if saved is not None and saved.vocabulary_digest != tokenizer.vocabulary_digest:
-        raise UserError(
-            f"tokenizer={config.tokenizer} has another vocabulary ({tokenizer.vocabulary_digest}) than that "
-            f"saved with ckpt={config.ckpt} ({saved.vocabulary_digest}): leave tokenizer= out, or, if you "
-            f"mean it, give force=true"
-        )
-    return tokenizer
-
-
-def saved_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer saved with a run, None where there is none."""
-    try:
-        return load_tokenizer(None, path)
-    except UserError:
-        return None
+def tokenizer_of(config: ZeroShotConfig, path: Path, model: ModelConfig) -> Tokenizer:
+    """The tokenizer to score with: with force=true it need not be the one trained with. Raises UserError."""
+    return load_tokenizer(config.tokenizer, path, model, force=config.force)
 
 
 def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> list[Protocol]:
@@ -121,7 +85,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     Scores are kept beside the receipt until it is written, so that a stopped command resumes.
     """
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
-    tokenizer = checked_tokenizer(config, trained.path, trained.config.model)
+    tokenizer = tokenizer_of(config, trained.path, trained.config.model)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
     requests, where = distinct([request for protocol in protocols for request in protocol.requests])
     out = result_path(config, trained.path)
@@ -155,7 +119,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     if config.samples is not None:
         write_result(config.samples, samples(protocols, outcomes).encode(), key="samples")
     if config.out is None:
-        set_aside(out, result, identity_of_result)
+        set_aside(out, result, result_identity)
     write_result(out, result)
     kept.unlink(missing_ok=True)
     show(result, protocols, out)

@@ -28,6 +28,7 @@ from mlm.inference.trained import named_checkpoint
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.atomic import digest_file
+from tests.cases import slow_but
 from tests.checkpoint.commands.hf_models import import_model
 from tests.evaluate.zero_shot.texts import (
     PASSAGES,
@@ -101,7 +102,7 @@ def check_layout(ctx: ParallelContext, config: EvalAllConfig) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp", "batch_size"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "pp", "dp", "batch_size"), slow_but({0, 4}, LAYOUTS))
 def test_scores_are_the_same_at_every_layout_and_batch_size(
     folder: Path, tp: int, pp: int, dp: int, batch_size: int
 ) -> None:
@@ -204,8 +205,6 @@ def test_a_trial_does_not_replace_a_full_result(folder: Path) -> None:
     run(replace(config, limit=2))
     assert full.read_bytes() == before
     assert (folder / "run" / "eval-lambada-limit2.json").exists()
-    (problem,) = evaluate.preflight(replace(config, limit=2, out=str(full)))
-    assert problem.startswith(f"out={full}: holds the result of a full evaluation")
 
 
 def test_the_result_of_another_evaluation_is_kept_under_a_name_with_its_digest(folder: Path) -> None:
@@ -240,7 +239,6 @@ def test_another_tokenizer_is_rejected_unless_forced(folder: Path, tmp_path: Pat
     train_bpe(["quite another text, of other words"] * 9, 280).save(other)
     (problem,) = evaluate.preflight(cloze(folder, tokenizer=str(other)))
     assert "has another vocabulary" in problem
-    assert "force=true" in problem
     assert evaluate.preflight(cloze(folder, tokenizer=str(other), force=True)) == []
 
 

@@ -93,7 +93,13 @@ class TestPrompts:
         give_stdin(monkeypatch, b"To be,\nor not\n")
         assert [said["prompt"] for said in generated(model, "prompt=-")] == ["To be,\nor not"]
 
-    @pytest.mark.parametrize("settings", [["prompt=''"], [], ["prompts=empty.jsonl"]])
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            ["prompt=''"],
+            *(pytest.param(case, marks=pytest.mark.slow) for case in ([], ["prompts=empty.jsonl"])),
+        ],
+    )
     def test_an_empty_prompt_begins_a_document(self, model: Path, settings: list[str]) -> None:
         """The model reads the end-of-document token, which is no part of the text."""
         Path("empty.jsonl").write_text('{"prompt": ""}\n')
@@ -122,10 +128,10 @@ class TestPrompts:
         ("name", "content", "problem"),
         [
             ("p.txt", b"\n\n", "holds no prompt"),
-            ("p.jsonl", b'{"prompt": "\\ud800"}', "surrogates not allowed"),
+            ("p.jsonl", b'{"prompt": "\\ud800"}', "half a surrogate pair"),
             ("p.txt", b"a\n\xff", "is not UTF-8"),
             ("p.jsonl", b'{"text": "a"}\n{"text": 3}\n', "p.jsonl:2: holds no prompt"),
-            ("p.jsonl", b'{"text": "a"}\n[', "p.jsonl:2: is no JSON"),
+            ("p.jsonl", b'{"text": "a"}\n[', "p.jsonl:2: not a line of JSON"),
         ],
     )
     def test_a_file_without_prompts_is_rejected(
