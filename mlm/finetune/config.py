@@ -26,7 +26,7 @@ from mlm.training.config import CheckConfig, IncidentConfig
 SHIPPED = {
     "classification": "mlm.finetune.classification:CLASSIFICATION",
     "regression": "mlm.finetune.classification:REGRESSION",
-    "choice": "mlm.finetune.multiple_choice:CHOICE",
+    "choice": "mlm.finetune.classification:CHOICE",
     "span": "mlm.finetune.span:SPAN",
     "chat": "mlm.finetune.chat:CHAT",
 }

@@ -51,8 +51,11 @@ def preflight(config: EvalTaskConfig) -> list[str]:
     out = result_path(config, start)
     if problem := folder_problem(out):
         return [problem]
-    problems, task = result_problems(out), config.task
-    problems += probability_problems(config)
+    problems, task, path = result_problems(out), config.task, config.probabilities
+    if path is not None and not task_type(task.kind).gives_probabilities:
+        problems.append(f"probabilities={path}: task.kind={task.kind} has no labels; remove probabilities=")
+    problems += filter(None, [folder_problem(path, "probabilities")])
+    problems += result_problems(path, key="probabilities")
     if config.predictions is not None and task_type(task.kind).is_chat:
         problems.append(
             f"predictions={config.predictions}: conversations have none: leave it out, and use `mlm generate "
@@ -64,18 +67,6 @@ def preflight(config: EvalTaskConfig) -> list[str]:
     return problems
 
 
-def probability_problems(config: EvalTaskConfig) -> list[str]:
-    """Return the problems that keep a command from writing the probabilities."""
-    path = config.probabilities
-    if path is None or is_stream(path):
-        return []
-    if not task_type(config.task.kind).gives_probabilities:
-        return [f"probabilities={path}: task.kind={config.task.kind} has no labels; remove probabilities="]
-    if problem := folder_problem(path, "probabilities"):
-        return [problem]
-    return result_problems(path, key="probabilities")
-
-
 def saved_state(start: Start) -> dict[str, Any]:
     """Return the checkpoint's record of its finetuning; empty for a model of another program."""
     path = start.named.path
@@ -83,19 +74,16 @@ def saved_state(start: Start) -> dict[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def rows_of(config: EvalTaskConfig, start: Start) -> str | None:
-    """Return data.path, or the one that the checkpoint was finetuned on; None for the Hub."""
-    saved = saved_state(start).get(DATA_PATH)
-    return config.data.path or (saved if isinstance(saved, str) else None)
-
-
 def split_of(config: EvalTaskConfig, name: str, start: Start) -> Split:
-    """Read a split; of the single file that a run was finetuned on those conversations that it held out."""
-    task, path = config.task, rows_of(config, start)
+    """Read a split of data.path, or of the rows that the checkpoint was finetuned on.
+
+    Of a single file of conversations those that the run held out. Raises UserError.
+    """
+    task, saved = config.task, saved_state(start)
     if config.data.path is not None:
-        return read_split(task, name, path=path)
-    share = saved_state(start).get("depends_on", {}).get("task.held_out", task.held_out)
-    return read_part(replace(task, held_out=float(share)), name, path=path)
+        return read_split(task, name, path=config.data.path)
+    share = saved.get("depends_on", {}).get("task.held_out", task.held_out)
+    return read_part(replace(task, held_out=float(share)), name, path=saved.get(DATA_PATH))
 
 
 def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:

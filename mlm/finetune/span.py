@@ -71,15 +71,6 @@ class Span(TaskType):
             raise RowError(f"{task.id}={shown(name)} is another row's too: change or delete it")
         return name
 
-    def unlabelled_row(self, task: TaskConfig) -> str:
-        """Return the problem of a row without an answer."""
-        # the Hub's SQuAD 2.0 has no is_impossible, and a test split withholds answers by an empty list too
-        return super().unlabelled_row(task) if task.unanswerable else NO_ANSWER
-
-    def unlabelled_split_hint(self, task: TaskConfig) -> str:
-        """Return a hint for a split without answers."""
-        return "" if task.unanswerable else "; for SQuAD 2.0 use task=squad_v2"
-
     def least_room(self, task: TaskConfig) -> int:
         """Least number of tokens left for texts."""
         return task.doc_stride + 2

@@ -123,15 +123,14 @@ def check_labels(
     task: TaskConfig, split: str, source: str, rows: Sequence[Row], places: Sequence[str]
 ) -> bool:
     """Return True if all rows have labels, False if none has. Raises UserError otherwise."""
-    kind = task_type(task.kind)
     missing = [place for row, place in zip(rows, places, strict=True) if row.label is None]
     if len(missing) < len(rows):
-        problem = RowError(f"{kind.unlabelled_row(task)}, or delete the row")
+        problem = RowError(f"no label ('{task.label}'): add it, or delete the row")
         check_problems([(place, problem) for place in missing])
     elif split in (task.train, *task.validations):
         raise UserError(
             f"{source}: no row of split {split} has a label ('{task.label}'): set task.label, or give a "
-            f"file with labels{kind.unlabelled_split_hint(task)}"
+            "file with labels"
         )
     return not missing
 

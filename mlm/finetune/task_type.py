@@ -122,14 +122,6 @@ class TaskType(ABC):
         """Return the id of a row; `earlier` rows have the same name. Raises RowError."""
         return name
 
-    def unlabelled_row(self, task: TaskConfig) -> str:
-        """Return the problem of a row without a label in a split with labels, and its fix."""
-        return f"no label ('{task.label}'): add it"
-
-    def unlabelled_split_hint(self, task: TaskConfig) -> str:
-        """Return an addition to the error of a split that needs labels and has none."""
-        return ""
-
     def least_room(self, task: TaskConfig) -> int:
         """Least number of tokens that must be left for texts after the special tokens."""
         return 2
@@ -164,16 +156,8 @@ class TaskType(ABC):
     def warnings(
         self, task: TaskConfig, split: str, rows: Sequence[Row], predictions: Sequence[Prediction]
     ) -> list[str]:
-        """Return a line on a classifier that predicts one label for all rows of a split with several."""
-        values, labels = {prediction.value for prediction in predictions}, [row.label for row in rows]
-        if not self.names_labels or len(values) != 1 or len(set(labels)) == 1:
-            return []
-        (value,), share = values, labels.count(*values) / len(labels)
-        name = task.labels[value] if isinstance(value, int) else value
-        return [
-            f"warning: all {len(rows):,} rows of {split} are predicted {name}, the label of {share:.0%} of "
-            "them; train longer, or with another optimizer.lr"
-        ]
+        """Return lines on predictions that show a failed training."""
+        return []
 
     def standard_errors(
         self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]

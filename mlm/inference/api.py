@@ -26,8 +26,10 @@ from mlm.inference.trained import (
     NoTokenizerError,
     Trained,
     checkpoint_problems,
+    continuation_problem,
     load_tokenizer,
     load_trained,
+    prediction_problem,
 )
 from mlm.launch.join import build_mesh
 from mlm.models.backbone import Transformer
@@ -201,7 +203,7 @@ class Model:
             batch_size: Prompts continued at a time.
         """
         prompts = _listed("prompt", prompt)
-        self._check_causal()
+        self._check_predicts_tokens(causal=True)
         options = Sampling(
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens,
@@ -239,7 +241,7 @@ class Model:
         Raises:
             UserError: There is no template, or it cannot render the messages.
         """
-        self._check_causal()
+        self._check_predicts_tokens(causal=True)
         sampling, tokenizer = Sampling(**options), self.tokenizer
         stops, file = _stops(sampling, stop), None if chat_template is None else os.fspath(chat_template)
         template = load_chat_template(file, self._named_tokenizer, self.path, tokenizer, key="chat_template")
@@ -320,7 +322,7 @@ class Model:
             batch_size: Documents of max_positions tokens per micro-batch; scores do not depend on it.
         """
         documents = _listed("texts", texts)
-        self._check_causal()
+        self._check_predicts_tokens(causal=True)
         if batch_size < 1:
             raise ConfigError([Problem.at("batch_size", batch_size, "must be at least 1")])
         tokenizer, longest = self.tokenizer, self.config.max_positions
@@ -356,19 +358,8 @@ class Model:
         found = predict(self.trained, self.tokenizer, rows, batch_size=batch_size, ctx=self.ctx)
         return found if isinstance(texts, list) else found[0]
 
-    def _check_predicts_tokens(self) -> None:
-        """Raise UserError unless the model has a head that predicts tokens."""
-        kind, head = self.config.kind, self.config.head
-        if head == "none":
-            raise UserError(f"{self.path}: a {kind} without a head predicts no tokens; load one with it")
-        if head != "language_model":
-            raise UserError(f"{self.path}: a finetuned {kind} predicts no tokens; use predict(texts)")
-
-    def _check_causal(self) -> None:
-        """Raise UserError unless the model predicts the next token."""
-        self._check_predicts_tokens()
-        if not self.config.family.causal:
-            raise UserError(
-                f"{self.path}: a {self.config.kind} does not read from left to right; use logits(tokens), or "
-                "load a gpt2"
-            )
+    def _check_predicts_tokens(self, *, causal: bool = False) -> None:
+        """Raise UserError unless the model predicts tokens; with `causal` the next one."""
+        check = continuation_problem if causal else prediction_problem
+        if problem := check(str(self.path), self.config):
+            raise UserError(problem.removeprefix("ckpt="))

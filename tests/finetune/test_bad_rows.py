@@ -60,7 +60,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "text for answers": ("squad", SQUAD | {"answers": "cat"}, "'answers' holds a text"),
     "SQuAD 2.0 of the Hub as 1.1": (
-        "squad", SQUAD | {"answers": {"text": [], "answer_start": []}}, "use task=squad_v2, .* delete",
+        "squad", SQUAD | {"answers": {"text": [], "answer_start": []}}, "no label",
     ),
 }  # fmt: skip
 GOOD = {"mine": PAIR, "stsb": STS, "race": RACE, "squad": SQUAD}

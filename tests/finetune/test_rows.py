@@ -172,12 +172,6 @@ def test_a_question_without_answers_needs_no_is_impossible(tmp_path: Path) -> No
     assert split.rows[1].label == ()
 
 
-def test_a_squad_split_without_any_answer_names_the_other_task(tmp_path: Path) -> None:
-    none = SQUAD | {"answers": {"text": [], "answer_start": []}}
-    with pytest.raises(UserError, match=r"no row of split train has a label .* use task=squad_v2"):
-        split_of(tmp_path, shipped("squad"), [none])
-
-
 # ----- the Hub
 
 
