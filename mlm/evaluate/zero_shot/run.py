@@ -1,4 +1,4 @@
-"""`mlm eval wikitext103`, `mlm eval lambada` and `mlm eval all`: see README.md beside the package."""
+"""`mlm eval wikitext103`, `mlm eval lambada` and `mlm eval all`."""
 
 import json
 import sys
