@@ -364,11 +364,11 @@ class TestErrors:
             USES[use](bert)
 
     @pytest.mark.parametrize("name", ["Model", "ForSequenceClassification"])
-    def test_a_model_without_a_language_model_head_predicts_no_tokens(self, tmp_path: Path, name: str) -> None:
+    def test_a_model_without_its_head_predicts_no_tokens(self, tmp_path: Path, name: str) -> None:
         make_bert(tmp_path, "bert", name)
         model = mlm.load(tmp_path, device="cpu")
         for use in (*USES.values(), lambda model: model.logits([[1]])):
-            with pytest.raises(ValueError, match="predicts no tokens|does not read from left to right"):
+            with pytest.raises(ValueError, match=r"predicts no tokens|does not read"):
                 use(model)
 
     def test_a_pretrained_model_has_no_answers(self, model: mlm.Model) -> None:
@@ -422,7 +422,6 @@ class TestErrors:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ValueError, match=name) as caught:
             mlm.load(name)
-        assert "ckpt=" not in str(caught.value)
         assert "\n" not in str(caught.value)
 
     def test_a_problem_of_the_checkpoint_does_not_speak_of_the_command_line(

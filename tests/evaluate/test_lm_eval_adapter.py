@@ -179,10 +179,6 @@ def test_score_of_the_python_api_is_its_rolling_log_likelihood(folder: Path, one
     assert model.score(texts) == pytest.approx(want, rel=1e-6)  # float32
 
 
-def test_a_text_without_tokens_has_no_loss(one_rank: MlmLM) -> None:
-    assert one_rank.loglikelihood_rolling(instances(("",), ("",)), disable_tqdm=True) == [0.0, 0.0]
-
-
 @pytest.mark.parametrize("count", [0, 49])
 def test_a_continuation_the_model_cannot_read_is_rejected(one_rank: MlmLM, count: int) -> None:
     with pytest.raises(UserError, match=rf"a continuation of {count} tokens .* max_length=48"):
@@ -233,11 +229,6 @@ def test_a_mistake_in_the_arguments_names_its_key(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         settings({"ckpt": str(folder / "run")} | arguments)
-
-
-def test_a_checkpoint_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nothing"):
-        settings({"ckpt": str(tmp_path / "nothing")})
 
 
 def test_arguments_say_what_the_flags_of_lm_eval_mean(folder: Path) -> None:

@@ -117,11 +117,6 @@ def test_missing_column_does_not_hide_other_bad_rows(tmp_path: Path) -> None:
     assert "'second' holds null, not a text" in lines[2]
 
 
-def test_empty_text_is_taken_when_the_task_says_so(tmp_path: Path) -> None:
-    split = split_of(tmp_path, pairs(allow_empty=True), [PAIR | {"second": ""}])
-    assert split.rows[0].texts[1] == ""
-
-
 @pytest.mark.parametrize("withheld", [-1, None])
 def test_test_split_without_labels_can_only_be_predicted(tmp_path: Path, withheld: Any) -> None:
     split = split_of(tmp_path, pairs(), [PAIR | {"label": withheld}] * 3, name="test")

@@ -293,20 +293,6 @@ def test_problems_of_model_rows_and_template_are_reported_together(
         assert all(line.startswith(start) for line, start in zip(lines, problems, strict=True)), lines
 
 
-def test_problems_in_files_are_reported_together(folder: Path, tmp_path: Path) -> None:
-    """A model that reads both ways, and bad rows of both splits."""
-    write_model(tmp_path / "bert")
-    for name in ("train", "validation"):
-        write_rows(tmp_path / f"{name}.jsonl", [{"messages": TALK}, {"messages": TALK[:1]}])
-    given = {"ckpt": str(tmp_path / "bert"), "out": str(tmp_path / "out"), "data": {"path": str(tmp_path)}}
-    problems = run.preflight(chatting(folder, **given))
-    assert [str(problem).partition(" ")[0] for problem in problems] == [
-        f"ckpt={tmp_path / 'bert'}",
-        f"{tmp_path / 'train.jsonl'}:2:",
-        f"{tmp_path / 'validation.jsonl'}:2:",
-    ]
-
-
 def test_base_without_a_template_trains_with_the_built_in_one(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,16 +308,6 @@ def test_base_without_a_template_trains_with_the_built_in_one(
     finetune(config)
     line = "chat template chatml: a turn ends with <|endoftext|>, as the vocabulary has no <|im_end|>"
     assert line in capsys.readouterr().out
-
-
-def test_conversations_that_are_all_too_long_are_an_error(folder: Path, tmp_path: Path) -> None:
-    late = {"messages": [{**TALK[0], "content": "cat " * 90}, TALK[1]]}
-    for name in ("train", "validation"):
-        write_rows(tmp_path / f"{name}.jsonl", [late])
-    found = problem_of(chatting(folder, out=str(tmp_path / "out"), data={"path": str(tmp_path)}))
-    assert (
-        "of the 1 rows of train none has a token to learn among its first 96: raise task.max_length" in found
-    )
 
 
 def test_template_is_needed_and_may_be_given(folder: Path, tmp_path: Path) -> None:
@@ -374,10 +350,3 @@ def test_ranks_get_equally_many_micro_batches_and_each_conversation_once(folder:
     seen = sorted(n for batches in ranks for batch in batches for n in batch.examples)
     assert seen == list(range(len(examples)))
     assert all(batch.tokens.shape[1] % 4 == 0 for batches in ranks for batch in batches)
-
-
-def test_run_of_one_step_trains(folder: Path, tmp_path: Path) -> None:
-    """Its one step is the last, where a decay to 0 would leave the weights as they were."""
-    config = chatting(folder, out=str(tmp_path), train={"epochs": 1, "global_batch_size": 20})
-    finetune(config)
-    assert [record["lr"] for record in records(tmp_path, "step")] == [config.optimizer.lr]

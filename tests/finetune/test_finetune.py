@@ -20,7 +20,6 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from tests.cases import slow_but
 from tests.finetune.runs import (
-    BERT,
     GPT2,
     evaluation,
     finetune,
@@ -71,14 +70,6 @@ class TestBest:
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         scoring(monkeypatch, 0.5, 0.7, 0.7, 0.7)
-        config = finetuning(folder, out=str(tmp_path), train={"validate_every": 1})
-        assert finetune(config)["best_step"] == 2
-
-    def test_what_is_below_zero_can_be_the_best(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Correlations can."""
-        scoring(monkeypatch, -0.5, -0.2, -0.3, -0.4, -0.5, -0.6)
         config = finetuning(folder, out=str(tmp_path), train={"validate_every": 1})
         assert finetune(config)["best_step"] == 2
 
@@ -236,13 +227,6 @@ class TestStart:
         finetune(second)
         best = read_manifest(next((tmp_path / "first/best/checkpoints").glob("step-*")))
         assert read(tmp_path / "second/result.json")["depends_on"]["ckpt"] == best.digest
-
-    def test_dropout_null_is_that_of_the_checkpoint(self, folder: Path, tmp_path: Path) -> None:
-        write_model(tmp_path / "bert", replace(BERT, hidden_dropout=0.3))
-        for dropout, expected in ((None, (0.3, 0.0)), (0.1, (0.1, 0.1))):
-            config = finetuning(folder, ckpt=str(tmp_path / "bert"), dropout=dropout)
-            model = run.start_of(config).model
-            assert (model.hidden_dropout, model.attention_dropout) == expected
 
     def test_seeds_differ_in_head_order_and_dropout_alone(self, folder: Path, tmp_path: Path) -> None:
         """The body is that of the checkpoint."""

@@ -95,15 +95,6 @@ def test_correlation_that_is_not_defined_is_zero(tmp_path: Path, labels: list[fl
     assert set(scores(tmp_path, shipped("stsb"), labels, [2.5] * len(labels)).values()) == {0.0}
 
 
-def test_f1_without_any_positive_is_zero(tmp_path: Path) -> None:
-    assert scores(tmp_path, pairs(metrics=["f1", "matthews"]), [0, 0], [0, 0]) == {"f1": 0.0, "matthews": 0.0}
-
-
-def test_scores_are_numbers_that_json_can_hold(tmp_path: Path) -> None:
-    found = scores(tmp_path, pairs(metrics=list(OF_LABELS)), LABELS, VALUES)
-    assert {type(value) for value in found.values()} == {float}
-
-
 # ----- SQuAD
 
 

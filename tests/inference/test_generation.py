@@ -143,12 +143,6 @@ def test_until_ends_a_text_behind_its_newest_token(trained: Trained) -> None:
     assert got == [tokens[: i + 1] for i, tokens in enumerate(whole)]
 
 
-def test_on_token_hears_of_each_token_in_its_order(trained: Trained) -> None:
-    heard: list[list[int]] = [[] for _ in prompts()]
-    new = ours(trained, GREEDY, on_token=lambda i, token: heard[i].append(token))
-    assert heard == new
-
-
 def left(ctx: ParallelContext, folder: Path) -> list[tuple[int, int | None]]:
     """What a rank yields where rank 0 wants no more after two tokens of each text."""
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
@@ -156,7 +150,7 @@ def left(ctx: ParallelContext, folder: Path) -> list[tuple[int, int | None]]:
     wanted = iter([True, True, False])
     leave = (lambda: not next(wanted)) if ctx.is_main else (lambda: False)
     some = prompts()[:2]
-    return list(continuations(trained, some, GREEDY, ctx=ctx, eod_id=None, leave=leave))
+    return list(continuations(trained, some, GREEDY, ctx=ctx, eod_id=None, should_stop=leave))
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
@@ -166,10 +160,6 @@ def test_all_ranks_end_where_rank_0_wants_no_more(
     first, second = ours(trained, GREEDY)[:2]
     expected = [(0, first[0]), (1, second[0]), (0, first[1]), (1, second[1])]
     assert run_on_ranks(left, model.folder, tp=tp, pp=pp) == [expected] * tp * pp
-
-
-def test_no_prompts_have_no_continuations(trained: Trained) -> None:
-    assert ours(trained, GREEDY, []) == []
 
 
 def spoilt(ctx: ParallelContext, folder: Path) -> str:

@@ -72,18 +72,6 @@ def test_scores_do_not_depend_on_layout_or_batch(
     assert_close(results[0], by_transformers(model, requests))
 
 
-def test_one_request_is_scored_by_three_replicas(reference: Reference) -> None:
-    model, run = reference
-    requests = [Request(np.array([5, 3]), 1)]
-    results = run_on_ranks(scores_on_rank, run, requests, 1, 2, dp=3)
-    assert all(result == results[0] for result in results)
-    assert_close(results[0], by_transformers(model, requests))
-
-
-def test_no_requests_have_no_scores(reference: Reference) -> None:
-    assert score(load(reference[1]), [], batch_size=1, ctx=ALONE) == []
-
-
 @pytest.mark.parametrize("dtype, rtol", [("bf16", 2e-2), ("fp64", 1e-12)])
 def test_scores_of_other_precisions_are_near(reference: Reference, dtype: str, rtol: float) -> None:
     """bf16: a few of its epsilons of 2^-8, summed over up to 48 tokens of a loss of about 6 each."""

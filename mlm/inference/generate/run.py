@@ -75,7 +75,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         eod_id=ends_of(tokenizer, trained.path),
         numbers=numbers,
         until=ends_at(tokenizer, config.stops),
-        leave=reader_has_left if config.out is None else lambda: False,
+        should_stop=is_output_closed if config.out is None else lambda: False,
     )
     many = ctx.is_main and config.out is not None and len(texts) > 1
     with count_progress("continuing", len(texts), shown=many) as advance:
@@ -93,7 +93,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def reader_has_left() -> bool:
+def is_output_closed() -> bool:
     """True once nothing can be printed, as after `| head -1`."""
     return bool(getattr(sys.stdout, "is_lost", False))
 

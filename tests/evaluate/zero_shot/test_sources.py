@@ -9,7 +9,7 @@ import pytest
 
 from mlm.data import records
 from mlm.evaluate.zero_shot import sources
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import UserError
 from tests.evaluate.zero_shot.texts import PASSAGES, WIKITEXT, write_lambada, write_wikitext
 
 
@@ -124,14 +124,6 @@ def test_text_that_is_no_utf8_is_named_by_line(tmp_path: Path) -> None:
     path.write_bytes(b"one\ntwo\n\xff\n")
     with pytest.raises(UserError, match=r"wiki\.test\.tokens:3: is not UTF-8"):
         sources.wikitext(str(path), raw=False)
-
-
-def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    path = tmp_path / "lambada.parquet"
-    path.write_bytes(b"PAR1 and nothing more")
-    with pytest.raises(CorruptFileError, match=r"lambada\.parquet"):
-        sources.lambada(str(path), standard=False)
 
 
 @pytest.fixture

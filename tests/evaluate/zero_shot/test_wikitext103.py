@@ -36,14 +36,6 @@ def test_every_token_but_the_first_is_scored_once(num_tokens: int, stride: int) 
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-def test_windows_begin_every_stride_and_read_seq_length_tokens_but_the_last(stride: int) -> None:
-    windows = list(wikitext103.overlapping_windows(61, SEQ_LENGTH, stride))
-    assert [begin for begin, _, _ in windows] == [n * stride for n in range(len(windows))]
-    assert {end - 1 - begin for begin, _, end in windows[:-1]} == {SEQ_LENGTH}
-    assert windows[-1][2] == 61
-
-
-@pytest.mark.parametrize("stride", STRIDES)
 def test_perplexities_are_those_of_the_protocols_text(tmp_path: Path, stride: int) -> None:
     model = write_model(tmp_path / "model")
     protocol = whole(tmp_path, stride)
