@@ -160,7 +160,7 @@ class _Reader:
         self.cache = KeyValueCache(options.batch_size, trained.config.model.max_positions)
 
     def advance(self, texts: Sequence[_Text]) -> list[int]:
-        """The next token of each text, or STOPPED. Raises UserError on all ranks when logits are not finite."""
+        """The next token of each text, or STOPPED. Raises UserError on all ranks if logits are not finite."""
         for text in texts:
             if len(text.context) > self.cache.max_columns:
                 text.context = text.context[-max(1, self.cache.max_columns // 2) :]

@@ -1,12 +1,13 @@
 """Metrics against values worked out by hand, formulas written here, and SQuAD's rules for a text."""
 
+import json
 import math
 import random
 import re
 import string
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import mean_absolute_error, mean_squared_error, root_mean_squared_error
 
+from mlm.config.build import from_dict
 from mlm.finetune.best import Progress
 from mlm.finetune.classification import REGRESSION
 from mlm.finetune.metrics import OF_LABELS, jackknife
@@ -259,3 +261,11 @@ def test_correlations_of_numbers_have_no_error(tmp_path: Path) -> None:
     split = split_of(tmp_path, task, rows)
     predictions = [Prediction(str(n), float(n)) for n in range(3)]
     assert REGRESSION.standard_errors(task, split.rows, predictions) == {}
+
+
+def test_a_record_of_validations_keeps_which_metric_decides() -> None:
+    """JSON of checkpoints sorts names."""
+    progress = Progress()
+    progress.add(1, {"validation": {"f1": 0.5, "accuracy": 0.9}})
+    read = from_dict(Progress, json.loads(json.dumps(asdict(progress), sort_keys=True)))
+    assert read.add(2, {"validation": {"f1": 0.6, "accuracy": 0.1}})

@@ -230,7 +230,7 @@ HEADINGS = ("====", "===", "==")
 
 
 def detokenise(text: str) -> str:
-    """The text with the artefacts of WikiText's tokenisation undone; the guide on evaluation lists the rules."""
+    """The text with the artefacts of WikiText's tokenisation undone, by the rules of the guide."""
     text = text.replace("s '", "s'")
     for mark in NUMBER_MARKS:
         text = text.replace(f" @{mark}@ ", mark)
