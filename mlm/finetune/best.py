@@ -113,5 +113,5 @@ def best_folder(out: Path) -> Path:
 
 def best_of(ckpt: str) -> str:
     """Return the folder of a finetuning run's best checkpoint; any other path as it is."""
-    found = latest_checkpoint(best_folder(Path(ckpt)) / CHECKPOINTS)
-    return ckpt if found is None else str(best_folder(Path(ckpt)))
+    best = latest_checkpoint(best_folder(Path(ckpt)) / CHECKPOINTS)
+    return ckpt if best is None else str(best_folder(Path(ckpt)))

@@ -87,12 +87,12 @@ class Chat(TaskType):
 
     def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and splits."""
-        found = super().problems(task)
+        problems = super().problems(task)
         if task.tests:
             problem = f"kind {task.kind} writes no predictions of splits"
             fix = "leave it out, and use `mlm eval` or `mlm generate chat=true`"
-            found.append(Problem.at("task.tests", list(task.tests), problem, fix))
-        return found
+            problems.append(Problem.at("task.tests", list(task.tests), problem, fix))
+        return problems
 
     def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
         """Not called: the objective is `AnswerLoss`."""

@@ -106,36 +106,36 @@ def _label_range(task: TaskConfig) -> list[Problem]:
 
 
 def _metrics(task: TaskConfig, kind: "TaskType") -> list[Problem]:
-    known, found = kind.metric_names, list[Problem]()
+    known, problems = kind.metric_names, list[Problem]()
     if not task.metrics or len(set(task.metrics)) < len(task.metrics):
         problem = f"task.metrics={show(list(task.metrics))} must be one or more, all different"
-        found.append(Problem(("task.metrics",), problem))
+        problems.append(Problem(("task.metrics",), problem))
     for name in task.metrics:
         if name not in known:
             near = nearest(name, known)
             problem = f"task.metrics: '{name}' is none of kind {task.kind}'s ({', '.join(known)})"
-            found.append(Problem(("task.metrics",), problem, f"did you mean '{near}'?" if near else ""))
+            problems.append(Problem(("task.metrics",), problem, f"did you mean '{near}'?" if near else ""))
         elif (unsuited := kind.metric_problem(task, name)) is not None:
-            found.append(unsuited)
-    return found
+            problems.append(unsuited)
+    return problems
 
 
 def _names(task: TaskConfig) -> list[Problem]:
-    found = []
+    problems = []
     if task.hub is not None and not HUB_NAME.fullmatch(task.hub):
-        found.append(Problem(("task.hub",), f"task.hub={task.hub} is no Hub dataset", "write OWNER/NAME"))
+        problems.append(Problem(("task.hub",), f"task.hub={task.hub} is no Hub dataset", "write OWNER/NAME"))
     splits = {"train": (task.train,), "validations": task.validations, "tests": task.tests}
     for key, names in (*splits.items(), ("subsets", task.subsets), ("submission", task.submission)):
         bad = [name for name in names if not FILE_NAME.fullmatch(name)]
         fix = "use letters, digits, - and _"
-        found += [Problem((f"task.{key}",), f"task.{key}: '{name}' is no name", fix) for name in bad]
+        problems += [Problem((f"task.{key}",), f"task.{key}: '{name}' is no name", fix) for name in bad]
     if not task.validations:
         problem = "task.validations=[]: no split to choose the best checkpoint on"
-        found.append(Problem(("task.validations",), problem, "name one"))
+        problems.append(Problem(("task.validations",), problem, "name one"))
     if len(task.submission) > len(task.tests):
         problem = f"task.submission={show(list(task.submission))} has more names than task.tests"
-        found.append(Problem(("task.submission", "task.tests"), problem, "leave some out"))
-    return found
+        problems.append(Problem(("task.submission", "task.tests"), problem, "leave some out"))
+    return problems
 
 
 EVAL_TASK_RULES = (

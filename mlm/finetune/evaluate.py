@@ -132,33 +132,33 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     batcher = batcher_of(trained.model, config.batch_size, start.max_length, kind.batcher)
     out = result_path(config, start)
     place = result_path(replace(config, out=None), start) if is_stream(out) else out
-    found = []
+    scores = []
     for name in splits(config):
         tokenized = tokenize_split(task, split_of(config, name, start), start)
         beside = None if tokenized.split.has_labels else place.parent / "predictions"
         folder = beside if config.predictions is None else Path(config.predictions)
-        found.append(score_split(task, tokenized, trained.model, objective, batcher, folder))
+        scores.append(score_split(task, tokenized, trained.model, objective, batcher, folder))
     if not ctx.is_main:
         return
-    result = receipt(config, start, trained, found, seconds=time.monotonic() - begin)
+    result = receipt(config, start, trained, scores, seconds=time.monotonic() - begin)
     if config.probabilities is not None:
-        write_result(config.probabilities, probabilities(task, found).encode(), key="probabilities")
+        write_result(config.probabilities, probabilities(task, scores).encode(), key="probabilities")
     aside = None if config.out is not None else set_aside(out, result, result_identity)
     write_result(out, result)
     notes = [] if aside is None else [f"the result there before: {plain(aside)}"]
-    for scored in found:
+    for scored in scores:
         split = scored.tokenized.split
         notes += map(plain, kind.warnings(task, split.name, split.rows, scored.predictions))
     show_table(result, out, *notes)
 
 
 def receipt(
-    config: EvalTaskConfig, start: Start, trained: Trained, found: Sequence[Scored], *, seconds: float
+    config: EvalTaskConfig, start: Start, trained: Trained, scores: Sequence[Scored], *, seconds: float
 ) -> dict[str, Any]:
     """Return the scores and everything that they depend on."""
     return {
         "task": config.task.name,
-        "results": [described(config.task, scored) for scored in found],
+        "results": [described(config.task, scored) for scored in scores],
         "task_settings": to_dict(config.task),
         **trained.facts("tokenizers", "scikit-learn", "scipy", "torchmetrics"),
         "finetuned_on": saved_state(start).get("depends_on", {}),
@@ -170,10 +170,10 @@ def receipt(
     }
 
 
-def probabilities(task: TaskConfig, found: Sequence[Scored]) -> str:
+def probabilities(task: TaskConfig, scores: Sequence[Scored]) -> str:
     """Return a line of JSON per row: the softmax of the outputs, in float64, by the name of the label."""
     lines = []
-    for scored in found:
+    for scored in scores:
         for each in scored.predictions:
             chances = probabilities_of(task, each)
             row = {"split": scored.tokenized.split.name, "id": each.id, "probabilities": chances}

@@ -140,5 +140,5 @@ def _correlation(name: str, labels: Values, values: Values) -> float:
     measure = getattr(load_extra("scipy.stats", "the metrics of task", EXTRA), name)
     if len(labels) < 2:
         return 0.0
-    found = float(measure(labels, values).statistic)  # not a number when all are equal
-    return found if np.isfinite(found) else 0.0
+    correlation = float(measure(labels, values).statistic)  # not a number when all are equal
+    return correlation if np.isfinite(correlation) else 0.0

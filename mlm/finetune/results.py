@@ -108,11 +108,11 @@ def rows(made: Any, before: tuple[object, ...], scores: Scores, best_step: objec
             add_row(made, *before, split, name, f"{value:.4f}", best_step)
 
 
-def medians_of(found: Sequence[Scores]) -> Scores:
+def medians_of(each_seed: Sequence[Scores]) -> Scores:
     """Return the median over the seeds of each metric (arXiv:1909.08053, section 5.3)."""
     return {
-        split: {name: median(scores[split][name] for scores in found) for name in metrics}
-        for split, metrics in found[0].items()
+        split: {name: median(scores[split][name] for scores in each_seed) for name in metrics}
+        for split, metrics in each_seed[0].items()
     }
 
 

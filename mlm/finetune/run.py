@@ -73,8 +73,8 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
         if not ctx.is_main:  # one rank looks: two might see different things on a shared disk
             return []
         wanted = [depends_on(one, start, splits) for one in runs]
-        found = [finished(one, settings) for one, settings in zip(runs, wanted, strict=True)]
-        return [[settings, r and asdict(r)] for settings, r in zip(wanted, found, strict=True)]
+        results = [finished(one, settings) for one, settings in zip(runs, wanted, strict=True)]
+        return [[settings, r and asdict(r)] for settings, r in zip(wanted, results, strict=True)]
 
     def explain(error: Exception) -> UserError:
         return CheckpointError(f"ckpt={config.ckpt}, out={config.out}: cannot be read ({error}): fix it")

@@ -124,8 +124,8 @@ def outputs_of(
         for number in batch.examples:
             mine = torch.cat([next(rows) for _ in examples[number].texts])
             flat[ends[number] - sizes[number] : ends[number]] = mine.flatten()[: sizes[number]]
-    found = all_reduce(flat, model.ctx.world).numpy().astype(np.float32)
-    return [part.reshape(-1, 2) if spans else part for part in np.split(found, ends[:-1])]
+    outputs = all_reduce(flat, model.ctx.world).numpy().astype(np.float32)
+    return [part.reshape(-1, 2) if spans else part for part in np.split(outputs, ends[:-1])]
 
 
 def evaluate(
@@ -146,10 +146,10 @@ def evaluate(
     split, examples = tokenized.split, tokenized.examples
     if isinstance(objective, AnswerLoss):
         assert isinstance(batcher, Packer)
-        found = answer_scores(model, objective, examples, batcher)
-        if not math.isfinite(found["loss"]):
+        values = answer_scores(model, objective, examples, batcher)
+        if not math.isfinite(values["loss"]):
             raise UserError(f"{split.source}: the loss of split {split.name} is not finite{NOT_FINITE}")
-        return {name: found[name] for name in task.metrics}, []
+        return {name: values[name] for name in task.metrics}, []
     with count_progress(f"scoring {split.name}", len(examples), shown=shown) as advance:
         predictions = predictions_of(model, objective, task, tokenized, batcher, advance)
     scored = split.has_labels
@@ -192,13 +192,13 @@ def predict(
     assert len(outputs) == len(examples)
     kind = task_type(task.kind)
     together = groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row)
-    found = list[Prediction]()
+    predictions = list[Prediction]()
     for row, pairs in together:
-        assert row == len(found), "every row has examples, in the order of the rows"
+        assert row == len(predictions), "every row has examples, in the order of the rows"
         mine, of_mine = zip(*pairs, strict=True)
-        found.append(kind.predict(task, split.rows[row], mine, of_mine))
-    assert len(found) == len(split)
-    return found
+        predictions.append(kind.predict(task, split.rows[row], mine, of_mine))
+    assert len(predictions) == len(split)
+    return predictions
 
 
 def probabilities_of(task: TaskConfig, prediction: Prediction) -> dict[str, float]:

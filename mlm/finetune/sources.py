@@ -43,9 +43,9 @@ def find_files(path: Path, split: str, subsets: tuple[str, ...]) -> list[Path]:
     roots = folders_of(path, subsets) or [path]
     names = dict.fromkeys([split, split.replace("validation", "dev")])
     for name in names:
-        found = [file for root in roots for file in files_named(root, name, subsets)]
-        if found:
-            return found
+        files = [file for root in roots for file in files_named(root, name, subsets)]
+        if files:
+            return files
     raise UserError(f"{KEY}={path}: has no split {split}: give a folder with {split}.jsonl, or a file")
 
 
@@ -58,19 +58,19 @@ def files_named(root: Path, name: str, subsets: tuple[str, ...]) -> list[Path]:
         [file for pattern in patterns for file in sorted(root.glob(pattern))]
         for patterns in [*plain, *published, by_subset]
     ]
-    found = [files for files in ways if files]
-    if len(found) > 1:
-        places = " and ".join(str(files[0]) for files in found[:2])
+    choices = [files for files in ways if files]
+    if len(choices) > 1:
+        places = " and ".join(str(files[0]) for files in choices[:2])
         raise UserError(f"{KEY}: both {places} hold the split {name}: name one of them, or delete one")
-    return found[0] if found else []
+    return choices[0] if choices else []
 
 
 def folders_of(path: Path, subsets: tuple[str, ...]) -> list[Path]:
     """Return the folders of all subsets; empty if there are none. Raises UserError if some are missing."""
-    found = {subset: path / subset for subset in subsets}
-    there = [folder for folder in found.values() if folder.is_dir()]
-    if there and len(there) < len(found):
-        missing = ", ".join(subset for subset, folder in found.items() if not folder.is_dir())
+    folders = {subset: path / subset for subset in subsets}
+    there = [folder for folder in folders.values() if folder.is_dir()]
+    if there and len(there) < len(folders):
+        missing = ", ".join(subset for subset, folder in folders.items() if not folder.is_dir())
         raise UserError(
             f"{KEY}: {path} has no folder {missing}: add it, or set task.subsets to what there is"
         )

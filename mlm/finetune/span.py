@@ -77,12 +77,12 @@ class Span(TaskType):
 
     def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and lengths."""
-        found = super().problems(task)
+        problems = super().problems(task)
         if task.doc_stride >= task.max_length // 2:
             problem = f"task.doc_stride={task.doc_stride} must be less than half of "
             problem += f"task.max_length={task.max_length}, so that windows advance"
-            found.append(Problem(("task.doc_stride", "task.max_length"), problem))
-        return found
+            problems.append(Problem(("task.doc_stride", "task.max_length"), problem))
+        return problems
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
         """Return the problem of a known metric that does not suit a task."""
@@ -100,11 +100,11 @@ class Span(TaskType):
                 raise RowError(NO_ANSWER)
             answers = None
         for answer in answers or ():
-            found = texts[0][answer.start : answer.start + len(answer.text)]
-            if answer.start < 0 or found != answer.text or not answer.text:
+            words = texts[0][answer.start : answer.start + len(answer.text)]
+            if answer.start < 0 or words != answer.text or not answer.text:
                 raise RowError(
                     f"answer_start={answer.start} of '{task.label}' is not where {shown(answer.text)} is: "
-                    f"the context has {shown(found)} there: fix or delete it"
+                    f"the context has {shown(words)} there: fix or delete it"
                 )
         return Row(id, texts, answers)
 
@@ -156,16 +156,16 @@ class Span(TaskType):
 
         As SQuAD's baselines do (arXiv:1810.04805, sections 4.2 and 4.3).
         """
-        found = list[tuple[float, int, int]]()  # score, first character, end
+        candidates_of_windows = list[tuple[float, int, int]]()  # score, first character, end
         null_score = np.inf
         for window, output in zip(examples, outputs, strict=True):
             assert isinstance(window, Window)
             null_score = min(null_score, float(output[window.null].astype(np.float64).sum()))
-            found += window_candidates(task, window, output)
-        found.sort(key=lambda candidate: (-candidate[0], *candidate[1:]))
+            candidates_of_windows += window_candidates(task, window, output)
+        candidates_of_windows.sort(key=lambda candidate: (-candidate[0], *candidate[1:]))
         context = row.texts[0]
         best: dict[str, float] = {}
-        for score, begin, end in found:
+        for score, begin, end in candidates_of_windows:
             text = context[begin:end].strip()  # GPT-2's tokens begin with a space
             if text and text not in best:
                 best[text] = score
@@ -205,7 +205,7 @@ class Span(TaskType):
         texts = [answer_texts(row) for row in rows]
         scores = [score_span(task, *pair) for pair in zip(texts, answers, strict=True)]
         order = sorted(range(len(answers)), key=lambda n: excess(predictions[n]))
-        found = {}
+        best_by_metric = {}
         for index, name in enumerate(("f1", "exact_match")):
             total = best = float(sum(not each for each in texts))  # all questions unanswered
             threshold = 0.0
@@ -213,8 +213,8 @@ class Span(TaskType):
                 total += scores[n][index] if texts[n] else -float(answers[n] != "")
                 if total > best:
                     best, threshold = total, excess(predictions[n])
-            found[name] = {"threshold": threshold, "value": best / len(answers)}
-        return found
+            best_by_metric[name] = {"threshold": threshold, "value": best / len(answers)}
+        return best_by_metric
 
     def files(self, task: TaskConfig, stem: str) -> list[str]:
         """Return the files of the answers, the n best answers, and the scores of no answer."""
@@ -336,10 +336,10 @@ def score_span(task: TaskConfig, texts: Sequence[str], value: str) -> tuple[floa
     if task.unanswerable:
         texts = [text for text in texts if counted(text)]
     # one at a time: of many, torchmetrics adds up scores in float32
-    found = squad(
+    result = squad(
         [{"id": "", "prediction_text": value}], [{"id": "", "answers": {"text": list(texts) or [""]}}]
     )
-    f1, exact = float(found["f1"]) / 100, float(found["exact_match"]) / 100
+    f1, exact = float(result["f1"]) / 100, float(result["exact_match"]) / 100
     return (f1 if task.unanswerable or counted(value) else 0.0), exact
 
 

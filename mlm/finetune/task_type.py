@@ -128,17 +128,17 @@ class TaskType(ABC):
 
     def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and lengths."""
-        found = []
+        problems = []
         if self.columns is not None and len(task.columns) not in self.columns[0]:
             problem = f"kind {task.kind} has {self.columns[1]}"
-            found.append(Problem.at("task.columns", list(task.columns), problem))
+            problems.append(Problem.at("task.columns", list(task.columns), problem))
         if self.names_labels and (len(task.labels) < 2 or len(set(task.labels)) < len(task.labels)):
             problem = "must be two or more names, all different, by number"
-            found.append(Problem(("task.labels",), f"task.labels={show(list(task.labels))} {problem}"))
+            problems.append(Problem(("task.labels",), f"task.labels={show(list(task.labels))} {problem}"))
         elif task.labels and not self.names_labels:
             problem = f"kind {task.kind} has none"
-            found.append(Problem.at("task.labels", list(task.labels), problem, "leave it out"))
-        return found
+            problems.append(Problem.at("task.labels", list(task.labels), problem, "leave it out"))
+        return problems
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
         """Return the problem of a known metric that does not suit a task."""
@@ -182,12 +182,12 @@ class TaskType(ABC):
 
 def task_type(kind: str) -> TaskType:
     """Return the type of task that `task.kind` names. Raises UserError."""
-    found = imported("task.kind", kind, SHIPPED, TaskType)
-    if found is None:
+    loaded = imported("task.kind", kind, SHIPPED, TaskType)
+    if loaded is None:
         module, _, name = SHIPPED[kind].partition(":")
-        found = getattr(import_module(module), name)
-    assert isinstance(found, TaskType)
-    return found
+        loaded = getattr(import_module(module), name)
+    assert isinstance(loaded, TaskType)
+    return loaded
 
 
 def check_installed(task: TaskConfig) -> None:

@@ -265,16 +265,16 @@ def prepare_directory(config: FinetuneConfig, start: Start) -> None:
 def train(run: Run) -> tuple[Result | None, int | None]:
     """Train from the beginning or from the newest checkpoint. Returns what `finetune` does."""
     config, trainer, material, ctx = run.config, run.trainer, run.material, run.trainer.ctx
-    found, progress = begin(run)
+    resumed_from, progress = begin(run)
     if ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
         prepare_directory(config, material.start)
-    notes = [f"resuming from {found} (step {trainer.step})"] if found else material.start.notes
+    notes = [f"resuming from {resumed_from} (step {trainer.step})"] if resumed_from else material.start.notes
     lengths = [len(text) for example in material.train.examples for text in example.texts]
     with training_session(
         trainer,
         run.out,
         header=header(config, trainer, material.start, len(material.train.examples)),
-        record={"config_digest": config_digest(config), "resumed_from": found and str(found)},
+        record={"config_digest": config_digest(config), "resumed_from": resumed_from and str(resumed_from)},
         notes=[*notes, *material.notes()],
         peak=peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops),
         tokens_per_step=0,  # differs from step to step: the loop counts
@@ -315,10 +315,10 @@ def begin(run: Run) -> tuple[Path | None, Progress]:
         DATA_PATH: None if run.config.data.path is None else os.path.abspath(run.config.data.path),
     }
     trainer.extra_state[TOKENIZER] = digest_of(start.tokenizer).encode()
-    found = resume(trainer)
-    if found is None:
+    checkpoint = resume(trainer)
+    if checkpoint is None:
         load_body(trainer.shards, start.named, ctx)
-    return found, Progress() if found is None else Progress.read(found)
+    return checkpoint, Progress() if checkpoint is None else Progress.read(checkpoint)
 
 
 def finish(run: Run) -> Result:

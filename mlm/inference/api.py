@@ -289,11 +289,11 @@ class Model:
         """Return tokens [B, S] on the model's device. Raises UserError unless the model can read them."""
         longest, size = self.config.max_positions, self.config.vocab_size
         tokens = torch.as_tensor(tokens)
-        found = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+        given = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
         if not tokens.numel():
-            raise UserError(f"tokens: an empty batch, {found}; give a sequence of one token or more")
+            raise UserError(f"tokens: an empty batch, {given}; give a sequence of one token or more")
         if tokens.dtype != torch.int64 or tokens.dim() != 2:
-            raise UserError(f"tokens: {found}, not int64 [B, S]; use torch.tensor([ids])")
+            raise UserError(f"tokens: {given}, not int64 [B, S]; use torch.tensor([ids])")
         if tokens.shape[1] > longest:
             raise UserError(
                 f"tokens: S={tokens.shape[1]} is more than max_positions={longest}; truncate them"
@@ -355,8 +355,8 @@ class Model:
         if batch_size < 1:
             raise ConfigError([Problem.at("batch_size", batch_size, "must be at least 1")])
         rows = texts if isinstance(texts, list) else [texts]
-        found = predict(self.trained, self.tokenizer, rows, batch_size=batch_size, ctx=self.ctx)
-        return found if isinstance(texts, list) else found[0]
+        answers = predict(self.trained, self.tokenizer, rows, batch_size=batch_size, ctx=self.ctx)
+        return answers if isinstance(texts, list) else answers[0]
 
     def _check_predicts_tokens(self, *, causal: bool = False) -> None:
         """Raise UserError unless the model predicts tokens; with `causal` the next one."""

@@ -74,8 +74,8 @@ def generate(
     Raises UserError when logits are not finite; LostPeer.
     """
     new: list[list[int]] = [[] for _ in prompts]
-    found = continuations(trained, prompts, options, ctx=ctx, eod_id=eod_id, until=until, numbers=numbers)
-    for index, token in found:
+    chosen = continuations(trained, prompts, options, ctx=ctx, eod_id=eod_id, until=until, numbers=numbers)
+    for index, token in chosen:
         if token is not None:
             new[index].append(token)
     return new
@@ -238,7 +238,7 @@ class _Reader:
                 if is_stopped:
                     tokens.fill_(STOPPED)
                 else:
-                    found = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, seen)
-                    tokens.copy_(torch.tensor(found))
+                    chosen = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, seen)
+                    tokens.copy_(torch.tensor(chosen))
             broadcast(tokens, self.ctx.tp, 0)
         return broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1).tolist()

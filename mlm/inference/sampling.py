@@ -81,8 +81,8 @@ def next_tokens(
     best = logits.argmax(-1)  # of a NaN, where there is one
     peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)
     tokens = best.tolist() if options.temperature == 0 else _drawn(logits, numbers, places, options)
-    found = zip(tokens, peaks.isfinite().tolist(), strict=True)
-    return [token if finite else NOT_FINITE for token, finite in found]
+    choices = zip(tokens, peaks.isfinite().tolist(), strict=True)
+    return [token if finite else NOT_FINITE for token, finite in choices]
 
 
 def ending(eod_id: int | Collection[int] | None) -> Collection[int]:
@@ -96,8 +96,8 @@ def penalise(logits: Tensor, tokens: Collection[int], penalty: float) -> None:
     Source: Keskar et al. 2019 (arXiv:1909.05858), section 4.1; for logits below 0 as `transformers` does.
     """
     ids = torch.tensor(sorted(tokens))
-    found = logits[ids]
-    logits[ids] = torch.where(found > 0, found / penalty, found * penalty)
+    chosen = logits[ids]
+    logits[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
 
 
 def _drawn(logits: Tensor, numbers: Sequence[int], places: Sequence[int], options: Sampling) -> list[int]:

@@ -39,16 +39,16 @@ def protocols(
     Without either file, all forms of the Hub. Raises UserError, CorruptFileError.
     """
     from_hub = path is None and standard_path is None
-    found = list[Protocol]()
+    chosen = list[Protocol]()
     if path is not None or from_hub:
         passages = sources.lambada(path, standard=False)
-        found += [
+        chosen += [
             build(passages, tokenizer, seq_length=length, limit=limit) for build in (strict_cloze, cloze)
         ]
     if standard_path is not None or from_hub:
         passages = sources.lambada(standard_path, standard=True)
-        found.append(cloze(passages, tokenizer, seq_length=length, limit=limit))
-    return found
+        chosen.append(cloze(passages, tokenizer, seq_length=length, limit=limit))
+    return chosen
 
 
 def strict_cloze(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:

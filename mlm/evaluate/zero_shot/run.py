@@ -113,7 +113,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     kept = kept_path(beside, identity, requests)
     begin = time.monotonic()
     with count_progress("scoring", len(requests), shown=ctx.is_main) as advance:
-        found = score(
+        scores = score(
             trained,
             requests,
             batch_size=config.batch_size,
@@ -126,7 +126,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     if not ctx.is_main:
         return
     places = iter(where)
-    outcomes = [p.finish([found[next(places)] for _ in p.requests]) for p in protocols]
+    outcomes = [p.finish([scores[next(places)] for _ in p.requests]) for p in protocols]
     result = receipt(
         config,
         trained,
@@ -167,7 +167,7 @@ def receipt(
     config: ZeroShotConfig,
     trained: Trained,
     tokenizer: Tokenizer,
-    found: Sequence[tuple[Protocol, Outcome]],
+    outcomes: Sequence[tuple[Protocol, Outcome]],
     *,
     seconds: float,
     learnt_from: list[dict[str, Any]],
@@ -175,7 +175,7 @@ def receipt(
     """Everything that a score depends on, and the scores."""
     return {
         "task": TASKS[type(config)],
-        "results": [result_of(protocol, outcome) for protocol, outcome in found],
+        "results": [result_of(protocol, outcome) for protocol, outcome in outcomes],
         **trained.facts("tokenizers"),
         "trained_on": learnt_from,
         "tokenizer_digest": tokenizer.digest,

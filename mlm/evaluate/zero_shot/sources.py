@@ -56,8 +56,8 @@ def wikitext(path: str | None, *, raw: bool, key: str | None = None) -> Texts:
         text = text_of_lines([row["text"] for row in rows])
         return make_wikitext(f"Salesforce/wikitext {name} test", text, None)
     if Path(path).suffix in TABLES:
-        found = read_column(path, ("page", "text"))
-        texts, keys = [text for _, _, text in found], {key for _, key, _ in found}
+        rows_of_file = read_column(path, ("page", "text"))
+        texts, keys = [text for _, _, text in rows_of_file], {key for _, key, _ in rows_of_file}
         text = "\n".join(texts) if keys == {"page"} else text_of_lines(texts)
     else:
         text = read_text(path)
@@ -89,8 +89,8 @@ def articles(text: str) -> list[str]:
     lines = text.split("\n")
     starts = [n for n, line in enumerate(lines) if is_article_title(line)]
     edges = [*([] if starts[:1] == [0] else [0]), *starts, len(lines)]
-    found = ["\n".join(lines[a:b]) for a, b in pairwise(edges)]
-    return [article for article in found if article.strip()]
+    parts = ["\n".join(lines[a:b]) for a, b in pairwise(edges)]
+    return [article for article in parts if article.strip()]
 
 
 def is_article_title(line: str) -> bool:
@@ -111,29 +111,29 @@ def lambada(path: str | None, *, standard: bool, key: str | None = None) -> Text
     if path is None:
         name, config = (HUB_LAMBADA_STANDARD, "plain_text") if standard else (HUB_LAMBADA, "default")
         bring = "a .jsonl with a passage under `text` in each line"
-        found = [row["text"] for row in hub_records(name, config, "test", key=key, bring=bring)]
+        texts = [row["text"] for row in hub_records(name, config, "test", key=key, bring=bring)]
         name, file_digest = f"{name} test", None
-        places = [f"{name} row {n}" for n in range(1, len(found) + 1)]
+        places = [f"{name} row {n}" for n in range(1, len(texts) + 1)]
     else:
         name = path
         if Path(path).suffix in TABLES:
             rows = read_column(path, ("text",))
-            places, found = [place for place, _, _ in rows], [text for _, _, text in rows]
+            places, texts = [place for place, _, _ in rows], [text for _, _, text in rows]
         else:
-            found = read_text(path).removesuffix("\n").split("\n")
-            places = [f"{path}:{n}" for n in range(1, len(found) + 1)]
+            texts = read_text(path).removesuffix("\n").split("\n")
+            places = [f"{path}:{n}" for n in range(1, len(texts) + 1)]
         file_digest = digest_file(Path(path))
-    if not any(found):
+    if not any(texts):
         raise UserError(f"{key}={path}: holds no passage: give a .jsonl with `text` in each line")
-    lower = not any(letter.isupper() for text in found for letter in text)
+    lower = not any(letter.isupper() for text in texts for letter in text)
     return Texts(
         name=name,
         form="lower case, words set apart (cimec/lambada)"
         if lower
         else "original (EleutherAI/lambada_openai)",
-        texts=tuple(found),
+        texts=tuple(texts),
         places=tuple(places),
-        digest=digest_bytes(json.dumps(found).encode()),
+        digest=digest_bytes(json.dumps(texts).encode()),
         file_digest=file_digest,
     )
 
@@ -157,12 +157,12 @@ def read_column(path: str, keys: Sequence[str]) -> list[tuple[str, str, str]]:
 
     Raises UserError, CorruptFileError.
     """
-    found = []
+    rows = []
     for place, record in read_records(Path(path)):
         key = next((key for key in keys if isinstance(record.get(key), str)), None)
         if key is None:
             raise UserError(f"{place}: no text under {' or '.join(map(repr, keys))}: fix or delete it")
         if not record[key].isascii() and (half := half_pair(record[key])) is not None:
             raise UserError(f"{place}: holds {half}: fix or delete it")
-        found.append((place, key, record[key]))
-    return found
+        rows.append((place, key, record[key]))
+    return rows

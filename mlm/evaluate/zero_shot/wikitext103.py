@@ -125,13 +125,13 @@ def in_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]
 
     Losses of neighbouring windows go together, being of one passage; those of stretches hardly do.
     """
-    found, loss, tokens = list[tuple[float, int]](), 0.0, 0
+    stretches, loss, tokens = list[tuple[float, int]](), 0.0, 0
     for s in scores:
         loss, tokens = loss + s.loss, tokens + s.tokens
         if tokens >= length:
-            found.append((loss, tokens))
+            stretches.append((loss, tokens))
             loss, tokens = 0.0, 0
-    return [*found, (loss, tokens)] if tokens else found
+    return [*stretches, (loss, tokens)] if tokens else stretches
 
 
 # ----- lm-eval, lm_eval/tasks/wikitext and lm_eval/utils.py
@@ -139,16 +139,16 @@ def in_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]
 
 def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
     """Perplexities per word and byte of the articles as they are distributed. Raises UserError."""
-    found = articles(source.texts[0])[:limit]
+    texts = articles(source.texts[0])[:limit]
     windows = [
         list(rolling_windows(tokenizer.encode(detokenise(article)), tokenizer.prefix_id, seq_length))
-        for article in found
+        for article in texts
     ]
     requests = tuple(request for some in windows for request in some)
     if not requests:
         raise UserError(f"{source.name}: holds no article with a token in it; use more text")
-    words = [len(re.split(r"\s+", article)) for article in found]
-    sizes = [len(article.encode()) for article in found]
+    words = [len(re.split(r"\s+", article)) for article in texts]
+    sizes = [len(article.encode()) for article in texts]
     scored = sum(len(request.tokens) - request.first for request in requests)
     return Protocol(
         task=LM_EVAL_TASK,
@@ -156,7 +156,7 @@ def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: 
         source=source,
         requests=requests,
         finish=partial(
-            per_word_and_byte, counts=[len(some) for some in windows], words=words, sizes=sizes, texts=found
+            per_word_and_byte, counts=[len(some) for some in windows], words=words, sizes=sizes, texts=texts
         ),
         facts={
             "seq_length": seq_length,
@@ -164,12 +164,12 @@ def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: 
             "T": scored,
             "T_o": sum(words),
             "bytes": sum(sizes),
-            "N": len(found),
+            "N": len(texts),
             "windows": len(requests),
             "standard_errors": "to first order, over articles (lm-eval gives none)",
         },
         counts=(
-            f"{len(found):,} articles in {len(requests):,} windows of {seq_length:,} tokens, T = {scored:,}, "
+            f"{len(texts):,} articles in {len(requests):,} windows of {seq_length:,} tokens, T = {scored:,}, "
             f"T_o = {sum(words):,}, {sum(sizes):,} bytes"
         ),
         warnings=form_warning(source, wants_unk=False),
@@ -248,4 +248,4 @@ def detokenise(text: str) -> str:
 def hug(text: str, opening: str, closing: str) -> str:
     """Take the white space off inside each pair of marks, which are not nested: "( 24 in )" to "(24 in)"."""
     inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
-    return re.sub(inside, lambda found: f"{opening}{found[1]}{closing}", text)
+    return re.sub(inside, lambda match: f"{opening}{match[1]}{closing}", text)

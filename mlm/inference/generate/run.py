@@ -67,7 +67,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     if ctx.is_main:
         warn_of_long(prompts, trained.config.model.max_positions)
     started = time.perf_counter()
-    found = continuations(
+    tokens = continuations(
         trained,
         [prompt.ids for prompt, _ in texts],
         Sampling(**{each.name: getattr(config, each.name) for each in fields(Sampling)}),
@@ -80,7 +80,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     many = ctx.is_main and config.out is not None and len(texts) > 1
     with count_progress("continuing", len(texts), shown=many) as advance:
         alone = config.out is None
-        new = show(found, texts, tokenizer, config.stops, shown=ctx.is_main, alone=alone, advance=advance)
+        new = show(tokens, texts, tokenizer, config.stops, shown=ctx.is_main, alone=alone, advance=advance)
     if not ctx.is_main:
         return
     seconds, count = time.perf_counter() - started, sum(map(len, new))
@@ -126,7 +126,7 @@ def warn_of_long(prompts: Iterable[Prompt], max_positions: int) -> None:
 
 
 def show(
-    found: Iterable[tuple[int, int | None]],
+    tokens: Iterable[tuple[int, int | None]],
     texts: list[tuple[Prompt, int]],
     tokenizer: Tokenizer,
     stops: Sequence[str] = (),
@@ -145,7 +145,7 @@ def show(
     if stream:
         stream.begin(printed_ids(texts[0][0]))
     ended, printed = set(), 0
-    for index, token in found:
+    for index, token in tokens:
         if token is None:
             ended.add(index)
             advance(1)
