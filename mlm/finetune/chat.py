@@ -14,8 +14,8 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, Text
 from mlm.finetune.packing import Packer
-from mlm.finetune.rows import ExampleError, Row, RowError, encodable, present
-from mlm.finetune.task_type import Made, Output, Prediction, TaskType
+from mlm.finetune.rows import ExampleError, Row, RowError, checked_text, present
+from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
 from mlm.parallel.labels import IGNORE
 from mlm.util.errors import Problem
 
@@ -61,11 +61,11 @@ class Chat(TaskType):
             text = json.dumps([messages, record.get(TOOLS)], ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RowError(f"'{column}' holds more than JSON values ({error}): fix or delete it") from error
-        return Row(id, (encodable(text, column),), answers)
+        return Row(id, (checked_text(text, column),), answers)
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
-    ) -> Iterator[Made]:
+    ) -> Iterator[RowExamples]:
         """Yield one example per conversation, none for one whose answers begin after max_length tokens."""
         template = tokenizer.chat_template
         assert template is not None, "read with the tokenizer"

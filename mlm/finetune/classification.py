@@ -12,18 +12,18 @@ from torch import Tensor
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune import metrics
 from mlm.finetune.config import TaskConfig
-from mlm.finetune.examples import Example, Frame, Text, cut_longest, encode
+from mlm.finetune.examples import Example, Frame, Text, encode, truncate_longest_first
 from mlm.finetune.rows import (
     Row,
     RowError,
-    encodable,
+    checked_text,
     index_of_label,
     number_of_label,
     present,
     sequence,
     texts_of,
 )
-from mlm.finetune.task_type import Made, Output, Prediction, TaskType, submitted
+from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, submitted
 from mlm.parallel.labels import IGNORE
 from mlm.util.errors import Problem, type_of
 
@@ -77,7 +77,7 @@ class OneOrTwoTexts(TaskType):
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
-    ) -> Iterator[Made]:
+    ) -> Iterator[RowExamples]:
         """Yield one example per row; of two texts the longer is truncated first."""
         columns = len(task.columns)
         ids = encode((text for row in rows for text in row.texts), tokenizer)
@@ -88,7 +88,7 @@ class OneOrTwoTexts(TaskType):
                 was_truncated = length > frame.room(1)
             else:
                 b = next(ids)
-                kept = cut_longest(len(a), len(b), frame.room(2))
+                kept = truncate_longest_first(len(a), len(b), frame.room(2))
                 text, was_truncated = frame.two(a[: kept[0]], b[: kept[1]]), kept != (len(a), len(b))
             yield [Example(number, (text,), row.label)], was_truncated
 
@@ -150,21 +150,21 @@ class MultipleChoice(Labelling):
             raise RowError(
                 f"'{column}' holds {len(options)} options, task.labels {len(task.labels)}: fix or delete it"
             )
-        checked = tuple(encodable(option, column) for option in options)
+        checked = tuple(checked_text(option, column) for option in options)
         return Row(id, texts, index_of_label(task, record.get(task.label)), checked)
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
-    ) -> Iterator[Made]:
+    ) -> Iterator[RowExamples]:
         """Yield an example of one text per option.
 
         A text is question and option, truncated to task.question_length, and what fits of the article:
         [CLS] question option [SEP] article [SEP], as Megatron-LM's tasks/race. GPT-2 reads the article first,
         so that its last token has seen the option.
         """
-        articles = encode((tidy(row.texts[0]) for row in rows), tokenizer)
+        articles = encode((clean_text(row.texts[0]) for row in rows), tokenizer)
         asked = encode(
-            (with_option(row.texts[1], option) for row in rows for option in row.options), tokenizer
+            (fill_blank(row.texts[1], option) for row in rows for option in row.options), tokenizer
         )
         limit = min(task.question_length or frame.max_length, frame.room(2))
         for number, (row, article) in enumerate(zip(rows, articles, strict=True)):
@@ -206,15 +206,15 @@ class Regression(OneOrTwoTexts):
         return Prediction(row.id, float(scores[0]))
 
 
-def with_option(question: str, option: str) -> str:
+def fill_blank(question: str, option: str) -> str:
     """Return a question with an option in place of its blank, or after it.
 
     Source: Megatron-LM's tasks/race/data.py, which v1 was measured with.
     """
-    return tidy(question.replace("_", option) if "_" in question else f"{question} {option}")
+    return clean_text(question.replace("_", option) if "_" in question else f"{question} {option}")
 
 
-def tidy(text: str) -> str:
+def clean_text(text: str) -> str:
     """Return a text on one line, no two spaces in a row, none before a full stop.
 
     Source: Megatron-LM's clean_text.

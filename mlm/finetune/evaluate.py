@@ -158,7 +158,7 @@ def receipt(
     """Return the scores and everything that they depend on."""
     return {
         "task": config.task.name,
-        "results": [described(config.task, scored) for scored in scores],
+        "results": [split_result(config.task, scored) for scored in scores],
         "task_settings": to_dict(config.task),
         **trained.facts("tokenizers", "scikit-learn", "scipy", "torchmetrics"),
         "finetuned_on": saved_state(start).get("depends_on", {}),
@@ -181,7 +181,7 @@ def probabilities(task: TaskConfig, scores: Sequence[Scored]) -> str:
     return "".join(lines)
 
 
-def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
+def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:
     """Return the receipt of a split."""
     split, tokenized = scored.tokenized.split, scored.tokenized
     kind, labelled = task_type(task.kind), split.has_labels

@@ -99,7 +99,7 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:
         yield from (known[text] for text in batch)
 
 
-def cut_longest(first: int, second: int, room: int) -> tuple[int, int]:
+def truncate_longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     """Return the tokens kept of two texts: the longer one is truncated until both are equally long.
 
     As the strategy longest_first of `tokenizers`: the longer text gets the odd token.

@@ -98,7 +98,7 @@ ERRORS = frozenset({"mse", "rmse", "mae"})
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def ignore_warnings() -> Iterator[None]:
     """Silence warnings of undefined scores, which are 0."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -121,13 +121,13 @@ def jackknife(metric: Callable[..., float], labels: Values, values: Values) -> f
     """
     cells, counts = np.unique(np.stack([labels, values]), axis=1, return_counts=True)
     size = int(counts.sum())
-    with quietly():
+    with ignore_warnings():
         without = np.array([metric(*cells, counts - one) for one in np.eye(len(counts), dtype=counts.dtype)])
     mean = (counts * without).sum() / size
     return math.sqrt((size - 1) / size * float((counts * (without - mean) ** 2).sum()))
 
 
-def error_of_mean(values: NDArray[np.float64]) -> float:
+def stderr_of_mean(values: NDArray[np.float64]) -> float:
     """Return the standard error of the mean of two values or more: its jackknife in closed form."""
     return float(values.std(ddof=1)) / math.sqrt(values.size)
 

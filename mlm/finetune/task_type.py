@@ -21,12 +21,12 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.batches import Batcher
 from mlm.finetune.config import SHIPPED, TaskConfig
 from mlm.finetune.examples import Example, Frame
-from mlm.finetune.metrics import EXTRA, Metric, quietly
+from mlm.finetune.metrics import EXTRA, Metric, ignore_warnings
 from mlm.finetune.rows import Row
 from mlm.util.errors import Problem, show
 from mlm.util.extras import load_extra
 
-Made = tuple[list[Example], bool]
+RowExamples = tuple[list[Example], bool]
 """The examples of a row, and True if it lost tokens because it was too long."""
 Output = NDArray[np.float32]
 """Model output for one example: [num_labels] per text, or [n, 2] for the n tokens of a text (head span)."""
@@ -94,7 +94,7 @@ class TaskType(ABC):
     @abstractmethod
     def make_examples(
         self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
-    ) -> Iterator[Made]:
+    ) -> Iterator[RowExamples]:
         """Yield the examples of each row, at least one."""
 
     @abstractmethod
@@ -150,7 +150,7 @@ class TaskType(ABC):
         """Return each of task.metrics, in their order, for labelled rows and their predictions."""
         labels = np.array([row.label for row in rows])
         values = np.array([prediction.value for prediction in predictions])
-        with quietly():
+        with ignore_warnings():
             return {name: self.metrics[name](labels, values) for name in task.metrics}
 
     def warnings(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.sampling import NOT_FINITE, Sampling, ending, next_tokens
+from mlm.inference.sampling import NOT_FINITE, Sampling, end_tokens, next_tokens
 from mlm.inference.trained import Trained
 from mlm.models.backbone import Transformer
 from mlm.models.cache import Fill, KeyValueCache, Reading, Step
@@ -96,7 +96,7 @@ def continuations(
 
     Once `should_stop` is true on rank 0, all ranks end, whatever texts are under way.
     """
-    ends = ending(eod_id)
+    ends = end_tokens(eod_id)
     reader = _Reader(trained, options, ctx, ends, should_stop)
     most = trained.config.model.max_positions
     waiting = deque(

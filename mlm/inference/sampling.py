@@ -75,7 +75,7 @@ def next_tokens(
     if options.repetition_penalty != 1:
         for row, tokens in zip(logits, seen, strict=True):
             penalise(row, tokens, options.repetition_penalty)
-    if (ends := list(ending(eod_id))) and any(place < options.min_new_tokens for place in places):
+    if (ends := list(end_tokens(eod_id))) and any(place < options.min_new_tokens for place in places):
         early = torch.tensor([place < options.min_new_tokens for place in places])
         logits[early.nonzero(), torch.tensor(ends)] = -math.inf
     best = logits.argmax(-1)  # of a NaN, where there is one
@@ -85,7 +85,7 @@ def next_tokens(
     return [token if finite else NOT_FINITE for token, finite in choices]
 
 
-def ending(eod_id: int | Collection[int] | None) -> Collection[int]:
+def end_tokens(eod_id: int | Collection[int] | None) -> Collection[int]:
     """Return the tokens that end a text, given as one, several, or None."""
     return () if eod_id is None else (eod_id,) if isinstance(eod_id, int) else eod_id
 

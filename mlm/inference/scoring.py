@@ -122,11 +122,11 @@ def score(
     if count := int(table[:, 2].sum()):
         resumed(count)
         advance(count)
-    readings = distinct(requests, (table[:, 2] == 0).nonzero().flatten().tolist())
+    readings = group_by_reading(requests, (table[:, 2] == 0).nonzero().flatten().tolist())
     budget = batch_size * longest
     if ctx.device.type == "cpu":
         budget = min(budget, CPU_TOKENS)
-    groups = in_groups(requests, readings, budget=budget, size=ctx.dp.size)
+    groups = group_readings(requests, readings, budget=budget, size=ctx.dp.size)
     while some := list(islice(groups, EVAL_ROUNDS * ctx.pp.size)):
         numbers = [number for group in some for reading in group for number in reading]
         table[numbers] = score_groups(model, requests, some, numbers, ctx)
@@ -194,7 +194,7 @@ def is_valid(request: Request, max_positions: int, vocab_size: int) -> bool:
     return fits and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
 
 
-def distinct(requests: Sequence[Request], numbers: Sequence[int]) -> list[Reading]:
+def group_by_reading(requests: Sequence[Request], numbers: Sequence[int]) -> list[Reading]:
     """The given requests by what the model reads for them, the longest first: too long shows at once."""
     readings: dict[bytes, Reading] = {}
     for number in numbers:
@@ -202,7 +202,7 @@ def distinct(requests: Sequence[Request], numbers: Sequence[int]) -> list[Readin
     return sorted(readings.values(), key=lambda reading: -len(requests[reading[0]].tokens))
 
 
-def in_groups(
+def group_readings(
     requests: Sequence[Request], readings: Sequence[Reading], *, budget: int, size: int
 ) -> Iterator[list[Reading]]:
     """Readings for the `size` data-parallel ranks, each at most `budget` tokens with padding.

@@ -19,7 +19,7 @@ from mlm.config.build import from_dict
 from mlm.finetune.best import Progress
 from mlm.finetune.classification import REGRESSION
 from mlm.finetune.metrics import OF_LABELS, jackknife
-from mlm.finetune.span import SPAN, excess, score_span
+from mlm.finetune.span import SPAN, null_odds, score_span
 from mlm.finetune.task_type import Candidate, Prediction, check_installed, task_type
 from mlm.util.errors import UserError
 from tests.finetune.material import SQUAD, pairs, sentence, shipped, split_of
@@ -208,13 +208,13 @@ def test_the_best_threshold_is_the_one_that_a_search_finds(tmp_path: Path) -> No
     split = split_of(tmp_path, task, rows)
 
     def at(threshold: float) -> dict[str, float]:
-        said = [replace(p, value="" if excess(p) > threshold else p.n_best[0].text) for p in made]
+        said = [replace(p, value="" if null_odds(p) > threshold else p.n_best[0].text) for p in made]
         return SPAN.score(task, split.rows, said)
 
     found = SPAN.best_threshold(task, split.rows, made)
     for name in ("f1", "exact_match"):
         assert found[name]["value"] == pytest.approx(at(found[name]["threshold"])[name], abs=1e-6)
-        best = max(at(excess(p) + 1e-9)[name] for p in made)
+        best = max(at(null_odds(p) + 1e-9)[name] for p in made)
         assert found[name]["value"] == pytest.approx(best, abs=1e-6)
         assert best > at(0.0)[name] - 1e-9
 

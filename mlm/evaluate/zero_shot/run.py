@@ -18,7 +18,7 @@ from mlm.evaluate.config import (
 )
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
-from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, distinct
+from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, deduplicate
 from mlm.inference.scoring import Request, digest_requests, score
 from mlm.inference.trained import (
     Trained,
@@ -106,7 +106,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     tokenizer = tokenizer_of(config, trained.path, trained.config.model)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
-    requests, where = distinct([request for protocol in protocols for request in protocol.requests])
+    requests, where = deduplicate([request for protocol in protocols for request in protocol.requests])
     out = result_path(config, trained.path)
     beside = default_path(config, trained.path) if is_stream(out) else out
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"

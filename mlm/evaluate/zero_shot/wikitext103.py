@@ -18,7 +18,7 @@ from mlm.evaluate.zero_shot.protocol import (
     Protocol,
     as_tokens,
     exp,
-    of_exp,
+    exp_stderr,
     ratio_stderr,
 )
 from mlm.evaluate.zero_shot.sources import Texts, articles
@@ -107,20 +107,20 @@ def adjusted_perplexity(
     total = math.fsum(s.loss for s in scores)
     assert sum(s.tokens for s in scores) == num_tokens - 1
     loss, per_word = total / (num_tokens - 1), total / (num_words - 1)
-    stretches = in_stretches(scores, seq_length)
+    stretches = sum_stretches(scores, seq_length)
     error = ratio_stderr([loss for loss, _ in stretches], [tokens for _, tokens in stretches])
     error_per_word = None if error is None else error * (num_tokens - 1) / (num_words - 1)
     return Outcome(
         metrics={
-            "adjusted perplexity": Metric(exp(per_word), of_exp(per_word, error_per_word)),
-            "perplexity per token": Metric(exp(loss), of_exp(loss, error)),
+            "adjusted perplexity": Metric(exp(per_word), exp_stderr(per_word, error_per_word)),
+            "perplexity per token": Metric(exp(loss), exp_stderr(loss, error)),
             "loss per token": Metric(loss, error),
         },
         samples=[{"window": n, "loss": s.loss, "tokens": s.tokens} for n, s in enumerate(scores)],
     )
 
 
-def in_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]]:
+def sum_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]]:
     """(summed loss, tokens) of runs of neighbouring windows with at least `length` scored tokens each.
 
     Losses of neighbouring windows go together, being of one passage; those of stretches hardly do.
@@ -187,8 +187,8 @@ def per_word_and_byte(
     bit = math.log(2)
     return Outcome(
         metrics={
-            "word_perplexity": Metric(exp(per_word), of_exp(per_word, error_word)),
-            "byte_perplexity": Metric(exp(per_byte), of_exp(per_byte, error_byte)),
+            "word_perplexity": Metric(exp(per_word), exp_stderr(per_word, error_word)),
+            "byte_perplexity": Metric(exp(per_byte), exp_stderr(per_byte, error_byte)),
             "bits_per_byte": Metric(per_byte / bit, None if error_byte is None else error_byte / bit),
         },
         samples=[
@@ -237,7 +237,7 @@ def detokenise(text: str) -> str:
     for mark in ENDING_MARKS:  # one after the other: each finds the spaces that the one before left
         text = text.replace(f" {mark} ", f"{mark} ")
     for opening, closing in PAIRS:
-        text = hug(text, opening, closing)
+        text = strip_inside(text, opening, closing)
     for heading in HEADINGS:
         text = text.replace(" ".join(heading), heading)
     for apart, together in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
@@ -245,7 +245,7 @@ def detokenise(text: str) -> str:
     return text
 
 
-def hug(text: str, opening: str, closing: str) -> str:
+def strip_inside(text: str, opening: str, closing: str) -> str:
     """Take the white space off inside each pair of marks, which are not nested: "( 24 in )" to "(24 in)"."""
     inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
     return re.sub(inside, lambda match: f"{opening}{match[1]}{closing}", text)

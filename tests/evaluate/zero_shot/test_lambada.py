@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlm.evaluate.zero_shot import lambada, sources
-from mlm.evaluate.zero_shot.protocol import Protocol, distinct
+from mlm.evaluate.zero_shot.protocol import Protocol, deduplicate
 from mlm.inference.scoring import Score, score
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
@@ -66,7 +66,7 @@ def test_context_and_word_are_tokenised_apart_or_together() -> None:
 
 def test_protocols_that_agree_on_tokens_share_a_request(tmp_path: Path) -> None:
     requests = [*built(tmp_path, strict=True).requests, *built(tmp_path, strict=False).requests]
-    kept, where = distinct(requests)
+    kept, where = deduplicate(requests)
     assert len(kept) < len(requests)
     for request, place in zip(requests, where, strict=True):
         assert kept[place].tokens.tolist() == request.tokens.tolist()

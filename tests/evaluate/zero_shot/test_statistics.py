@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mlm.evaluate.zero_shot.protocol import exp, mean_stderr, of_exp, ratio_stderr
+from mlm.evaluate.zero_shot.protocol import exp, exp_stderr, mean_stderr, ratio_stderr
 
 LOSSES = np.random.default_rng(7).uniform(0, 9, 400).tolist()
 
@@ -21,7 +21,7 @@ def test_the_error_of_a_perplexity_is_what_resampling_gives() -> None:
     """lm-eval resamples; 3,000 resamplings are within 2 % of what they approach (1 / sqrt(2 * 3000))."""
     draws = np.random.default_rng(0).choice(LOSSES, size=(3000, len(LOSSES)))
     resampled = np.exp(draws.mean(1)).std(ddof=1)
-    found = of_exp(float(np.mean(LOSSES)), mean_stderr(LOSSES))
+    found = exp_stderr(float(np.mean(LOSSES)), mean_stderr(LOSSES))
     assert found == pytest.approx(resampled, rel=0.06)
 
 

@@ -58,7 +58,7 @@ def test_words_are_counted_before_detokenising(tmp_path: Path) -> None:
 def test_errors_come_from_stretches_of_seq_length_tokens(tmp_path: Path) -> None:
     protocol = whole(tmp_path, 5)
     scores = [Score(float(n), False, len(r.tokens) - r.first) for n, r in enumerate(protocol.requests)]
-    stretches = wikitext103.in_stretches(scores, SEQ_LENGTH)
+    stretches = wikitext103.sum_stretches(scores, SEQ_LENGTH)
     assert math.fsum(loss for loss, _ in stretches) == math.fsum(s.loss for s in scores)
     assert all(tokens >= SEQ_LENGTH for _, tokens in stretches[:-1])
     assert max(tokens for _, tokens in stretches) < SEQ_LENGTH + 5
