@@ -384,7 +384,7 @@ class TestErrors:
             make_bert(tmp_path, "bert", "ForSequenceClassification")
             add_word_pieces(tmp_path)
             model = mlm.load(tmp_path, device="cpu")
-        with pytest.raises(TypeError, match="") as caught:
+        with pytest.raises(TypeError) as caught:
             getattr(model, use)(texts)
         assert "\n" not in str(caught.value)
 
@@ -411,9 +411,7 @@ class TestErrors:
             mlm.load(folder, **options)
         assert "\n" not in str(caught.value)
 
-    @pytest.mark.parametrize(
-        "name", ["nothere", "runs/nothere", "s3://bucket/run", "corpus", "corpus/train.bin"]
-    )
+    @pytest.mark.parametrize("name", ["nothere", "runs/nothere", "corpus", "corpus/train.bin"])
     def test_what_is_no_model_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
     ) -> None:
