@@ -42,8 +42,7 @@ from mlm.training.run_tokenizer import digest_of
 from mlm.training.session import CONFIG, composed_yaml, training_session
 from mlm.training.state import FINETUNING, load_weights
 from mlm.training.trainer import Trainer
-from mlm.util.atomic import write_atomic
-from mlm.util.bounded import as_json
+from mlm.util.atomic import as_json, write_atomic
 from mlm.util.errors import writing_to
 
 TRIM_EVERY = 20

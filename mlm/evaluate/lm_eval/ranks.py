@@ -34,7 +34,7 @@ from mlm.launch.process import ALONE, rank_device
 from mlm.launch.start import run_job
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
-from mlm.util.parent import die_with_parent
+from mlm.util.system import die_with_parent
 
 Advance = Callable[[int], None]
 Message = dict[str, Any]

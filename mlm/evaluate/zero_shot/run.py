@@ -44,7 +44,7 @@ from mlm.util.results import (
     short_digest,
     write_result,
 )
-from mlm.util.terminal import add_row, console, count_progress, plain, table
+from mlm.util.terminal import add_row, console, plain, progress_bar, table
 
 TASKS: dict[type[ZeroShotConfig], str] = {
     EvalWikitext103Config: "wikitext103",
@@ -112,7 +112,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
     kept = kept_path(beside, identity, requests)
     begin = time.monotonic()
-    with count_progress("scoring", len(requests), shown=ctx.is_main) as advance:
+    with progress_bar("scoring", len(requests), shown=ctx.is_main) as advance:
         scores = score(
             trained,
             requests,
