@@ -17,12 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.table import Table
-
-import mlm
 from mlm.checkpoint.native.format import RESTORE
-from mlm.config.fields import split_weight
 from mlm.data.blend_history import trained_on
 from mlm.data.config import DataConfig
 from mlm.data.files_present import absent
@@ -53,7 +48,7 @@ from mlm.training.state import saved_history
 from mlm.util.atomic import digest_file
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.results import folder_problem, named, result_problems, write_result
-from mlm.util.terminal import Screen, progress_bar
+from mlm.util.terminal import add_row, console, progress_bar, table
 
 
 def preflight(config: EvalLossConfig) -> list[str]:
@@ -66,7 +61,7 @@ def preflight(config: EvalLossConfig) -> list[str]:
     if problem := prediction_problem(config.ckpt, trained.model):
         return [problem]
     try:
-        prefix = corpus_prefix(config, trained, path)
+        prefix = corpus_prefix(config, trained)
         seq_length = window_length(config.seq_length, trained)
         if check := trained.model.family.check_tokenizer:
             check(load_tokenizer(config.tokenizer, path))
@@ -98,39 +93,17 @@ def context_problems(config: EvalLossConfig, trained: PretrainConfig, seq_length
     return list(layout_problems(values, Launch(None, None), (CONTEXT_FITS,), names=names, fix_names=names))
 
 
-def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Path) -> Path:
+def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
     """The corpus to score: the one named, or the validation set of the run that wrote the checkpoint."""
     if config.path is not None:
         return Path(config.path)
     prefixes = validation_prefixes(trained.data)
-    if not prefixes and (started_in := start_folder(checkpoint, trained.out)):
-        prefixes = validation_prefixes(seen_from(started_in, trained.data))
     if not prefixes:
         raise UserError(_no_validation_set(trained.data))
     if len(prefixes) > 1:
         choice = " or ".join(f"path={prefix}" for prefix in prefixes.values())
         raise UserError(f"path=null and the run mixed several corpora: give {choice}")
     return next(iter(prefixes.values()))
-
-
-def start_folder(checkpoint: Path, out: str) -> Path | None:
-    """The folder that a run with a relative `out` was started in: its paths are relative to that."""
-    parts = Path(out).parts
-    if Path(out).is_absolute() or ".." in parts:
-        return None
-    folders = (checkpoint.resolve(), *checkpoint.resolve().parents)
-    ends = (folder for folder in folders if parts and folder.parts[-len(parts) :] == parts)
-    return next((folder.parents[len(parts) - 1] for folder in ends), None)
-
-
-def seen_from(folder: Path, data: DataConfig) -> DataConfig:
-    """The data with its relative paths below `folder`. An absolute path stays."""
-
-    def below(path: str | None) -> str | None:
-        return None if path is None else str(folder / path)
-
-    blend = tuple(weight + str(folder / path) for weight, path in map(split_weight, data.blend))
-    return replace(data, path=below(data.path), validation=below(data.validation), blend=blend)
 
 
 def _no_validation_set(data: DataConfig) -> str:
@@ -152,7 +125,7 @@ def result_path(config: EvalLossConfig, trained: PretrainConfig, checkpoint: Pat
 def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
     """Score the corpus; rank 0 prints a table and writes a JSON receipt."""
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
-    prefix = corpus_prefix(config, trained.config, trained.path)
+    prefix = corpus_prefix(config, trained.config)
     seq_length = window_length(config.seq_length, trained.config)
     indexed, learnt_from = IndexedDataset(prefix), training_corpora(trained)
     windows = scored_windows(config, trained, prefix, seq_length)
@@ -181,12 +154,9 @@ def run(config: EvalLossConfig, ctx: ParallelContext) -> None:
         "corpus_digest": digest_file(indexed.bin_path),
         "corpus_index_digest": indexed.digest,
         "corpus_receipt_digest": digest_file(receipt) if receipt.is_file() else None,
-        "checkpoint": str(trained.path),
-        "checkpoint_digest": trained.manifest.digest,
         "trained_on": learnt_from,
-        "step": trained.manifest.step,
         "precision": config.precision.dtype,
-        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+        **trained.facts(),
     }
     out = result_path(config, trained.config, trained.path, prefix)
     write_result(out, result)
@@ -243,14 +213,7 @@ def progress(batches: Iterable[MicroBatch], rounds: int, shown: bool) -> Iterato
 
 def show(result: dict[str, Any], out: Path) -> None:
     """Print the table."""
-    table = Table(title=f"eval loss · {result['corpus']} · step {result['step']}", title_justify="left")
     bits = result["bits_per_byte"]
-    columns = {
-        "tokens": f"{result['tokens']:,}",
-        "loss (nats/token)": f"{result['loss']:.4f}",
-        "perplexity": f"{result['perplexity']:.2f}",
-        "bits per byte": "unknown: no readable tokenizer" if bits is None else f"{bits:.4f}",
-    }
     if "samples" in result:
         columns = {
             "samples": f"{result['samples']:,}",
@@ -258,9 +221,15 @@ def show(result: dict[str, Any], out: Path) -> None:
             **{name.replace("_", " "): f"{result[name]:.4f}" for name in PARTS},
             "perplexity": f"{result['perplexity']:.2f}",
         }
-    for name in columns:
-        table.add_column(name, justify="right")
-    table.add_row(*columns.values())
-    console = Screen()
-    console.print(table)
-    console.print(f"written to {named(out)}", highlight=False)
+    else:
+        columns = {
+            "tokens": f"{result['tokens']:,}",
+            "loss (nats/token)": f"{result['loss']:.4f}",
+            "perplexity": f"{result['perplexity']:.2f}",
+            "bits per byte": "unknown: no readable tokenizer" if bits is None else f"{bits:.4f}",
+        }
+    made = table(f"eval loss · {result['corpus']} · step {result['step']}", *(f"{name}#" for name in columns))
+    add_row(made, *columns.values())
+    screen = console()
+    screen.print(made)
+    screen.print(f"written to {named(out)}")

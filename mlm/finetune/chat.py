@@ -11,11 +11,11 @@ from torch import Tensor
 from mlm.data.chat_template import ChatError
 from mlm.data.conversation import ASSISTANT, check_messages, encode, messages_in
 from mlm.data.tokenizer import Tokenizer
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, Text
 from mlm.finetune.packing import Packer
-from mlm.finetune.rows import ExampleError, Row, RowError, encodable, present
-from mlm.finetune.task_config import TaskConfig
-from mlm.finetune.task_type import Made, Output, Prediction, TaskType
+from mlm.finetune.rows import ExampleError, Row, RowError, checked_text, present
+from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
 from mlm.parallel.labels import IGNORE
 from mlm.util.errors import Problem
 
@@ -61,11 +61,11 @@ class Chat(TaskType):
             text = json.dumps([messages, record.get(TOOLS)], ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RowError(f"'{column}' holds more than JSON values ({error}): fix or delete it") from error
-        return Row(id, (encodable(text, column),), answers)
+        return Row(id, (checked_text(text, column),), answers)
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
-    ) -> Iterator[Made]:
+    ) -> Iterator[RowExamples]:
         """Yield one example per conversation, none for one whose answers begin after max_length tokens."""
         template = tokenizer.chat_template
         assert template is not None, "read with the tokenizer"
@@ -87,12 +87,12 @@ class Chat(TaskType):
 
     def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and splits."""
-        found = super().problems(task)
+        problems = super().problems(task)
         if task.tests:
             problem = f"kind {task.kind} writes no predictions of splits"
             fix = "leave it out, and use `mlm eval` or `mlm generate chat=true`"
-            found.append(Problem.at("task.tests", list(task.tests), problem, fix))
-        return found
+            problems.append(Problem.at("task.tests", list(task.tests), problem, fix))
+        return problems
 
     def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
         """Not called: the objective is `AnswerLoss`."""

@@ -1,6 +1,8 @@
-"""Classification and regression: one or two texts, and one of task.labels or a number."""
+"""Classification, multiple choice as RACE, and regression: a label, one of a row's options, or a number."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -9,14 +11,63 @@ from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune import metrics
-from mlm.finetune.examples import Example, Frame, cut_longest, encode
-from mlm.finetune.rows import Row, index_of_label, number_of_label, texts_of
-from mlm.finetune.task_config import TaskConfig
-from mlm.finetune.task_type import Made, Output, Prediction, TaskType, submitted
+from mlm.finetune.config import TaskConfig
+from mlm.finetune.examples import Example, Frame, Text, encode, truncate_longest_first
+from mlm.finetune.rows import (
+    Row,
+    RowError,
+    checked_text,
+    index_of_label,
+    number_of_label,
+    present,
+    sequence,
+    texts_of,
+)
+from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, submitted
 from mlm.parallel.labels import IGNORE
-from mlm.util.errors import Problem
+from mlm.util.errors import Problem, type_of
 
 OF_TWO_LABELS = ("f1", "accuracy_f1")
+
+
+class Labelling(TaskType):
+    """Base of the types that answer with one of task.labels."""
+
+    modules = ("sklearn.metrics",)
+    names_labels = True
+    gives_probabilities = True
+
+    def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+        """Cross-entropy, summed: outputs [E, C] or [E * C, 1] of C labels or options, labels [E]."""
+        return F.cross_entropy(outputs.view(len(labels), -1), labels, ignore_index=IGNORE, reduction="sum")
+
+    def predict(
+        self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]
+    ) -> Prediction:
+        """Return the label with the largest score; the first of equals."""
+        (scores,) = outputs
+        return Prediction(row.id, int(scores.argmax()), tuple(scores.tolist()))
+
+    def warnings(
+        self, task: TaskConfig, split: str, rows: Sequence[Row], predictions: Sequence[Prediction]
+    ) -> list[str]:
+        """Return a line on a model that predicts one label for all rows of a split with several."""
+        values, labels = {prediction.value for prediction in predictions}, [row.label for row in rows]
+        if len(values) != 1 or len(set(labels)) == 1:
+            return []
+        (value,), share = values, labels.count(*values) / len(labels)
+        name = task.labels[int(value)]
+        return [
+            f"warning: all {len(rows):,} rows of {split} are predicted {name}, the label of {share:.0%} of "
+            "them; train longer, or with another optimizer.lr"
+        ]
+
+    def standard_errors(
+        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+    ) -> dict[str, float]:
+        """Return the standard errors of task.metrics, by the jackknife."""
+        labels, values = np.array([row.label for row in rows]), np.array([p.value for p in predictions])
+        return metrics.label_errors(task.metrics, labels, values)
 
 
 class OneOrTwoTexts(TaskType):
@@ -26,7 +77,7 @@ class OneOrTwoTexts(TaskType):
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
-    ) -> Iterator[Made]:
+    ) -> Iterator[RowExamples]:
         """Yield one example per row; of two texts the longer is truncated first."""
         columns = len(task.columns)
         ids = encode((text for row in rows for text in row.texts), tokenizer)
@@ -37,7 +88,7 @@ class OneOrTwoTexts(TaskType):
                 was_truncated = length > frame.room(1)
             else:
                 b = next(ids)
-                kept = cut_longest(len(a), len(b), frame.room(2))
+                kept = truncate_longest_first(len(a), len(b), frame.room(2))
                 text, was_truncated = frame.two(a[: kept[0]], b[: kept[1]]), kept != (len(a), len(b))
             yield [Example(number, (text,), row.label)], was_truncated
 
@@ -51,13 +102,10 @@ class OneOrTwoTexts(TaskType):
         return ["\n".join(["index\tprediction", *lines, ""])]
 
 
-class Classification(OneOrTwoTexts):
+class Classification(Labelling, OneOrTwoTexts):
     """One of task.labels."""
 
     metrics = metrics.OF_LABELS
-    modules = ("sklearn.metrics",)
-    names_labels = True
-    gives_probabilities = True
 
     def num_labels(self, task: TaskConfig) -> int:
         """Return the outputs per text."""
@@ -74,21 +122,60 @@ class Classification(OneOrTwoTexts):
         problem = f"task.metrics: {name} is of two labels"
         return Problem(("task.metrics", "task.labels"), problem, f"of {len(task.labels)} use macro_f1")
 
-    def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
-        """Cross-entropy, summed: outputs [E, num_labels], labels [E]."""
-        return cross_entropy(outputs, labels)
 
-    def predict(
-        self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]
-    ) -> Prediction:
-        """Return the prediction for a row."""
-        return best_label(row, outputs)
+class MultipleChoice(Labelling):
+    """One of a row's options: one text per option, one output per text."""
 
-    def standard_errors(
-        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
-    ) -> dict[str, float]:
-        """Return the standard errors of task.metrics, as far as they have one."""
-        return errors_of_labels(task, rows, predictions)
+    columns = ((3,), "the columns of article, question and options")
+    metrics = MappingProxyType({"accuracy": metrics.accuracy})
+
+    def num_labels(self, task: TaskConfig) -> int:
+        """Return the outputs per text."""
+        return 1
+
+    def row_id(self, task: TaskConfig, name: str, earlier: int) -> str:
+        """Return the id of a question: an article has several."""
+        return f"{name}-{earlier}"
+
+    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
+        """Return the checked row of a record. Raises RowError."""
+        *columns, column = task.columns
+        texts = texts_of(task, record, columns)
+        options = sequence(present(record, column))
+        if options is None or not all(isinstance(option, str) for option in options):
+            raise RowError(
+                f"'{column}' holds {type_of(record[column])}, not a list of texts: fix or delete it"
+            )
+        if len(options) != len(task.labels):
+            raise RowError(
+                f"'{column}' holds {len(options)} options, task.labels {len(task.labels)}: fix or delete it"
+            )
+        checked = tuple(checked_text(option, column) for option in options)
+        return Row(id, texts, index_of_label(task, record.get(task.label)), checked)
+
+    def make_examples(
+        self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
+    ) -> Iterator[RowExamples]:
+        """Yield an example of one text per option.
+
+        A text is question and option, truncated to task.question_length, and what fits of the article:
+        [CLS] question option [SEP] article [SEP], as Megatron-LM's tasks/race. GPT-2 reads the article first,
+        so that its last token has seen the option.
+        """
+        articles = encode((clean_text(row.texts[0]) for row in rows), tokenizer)
+        asked = encode(
+            (fill_blank(row.texts[1], option) for row in rows for option in row.options), tokenizer
+        )
+        limit = min(task.question_length or frame.max_length, frame.room(2))
+        for number, (row, article) in enumerate(zip(rows, articles, strict=True)):
+            texts, was_truncated = list[Text](), False
+            for _ in row.options:
+                whole = next(asked)
+                question = whole[:limit]
+                part = article[: frame.room(2) - len(question)]
+                texts.append(frame.two(part, question) if frame.causal else frame.two(question, part))
+                was_truncated |= len(question) + len(part) < len(whole) + len(article)
+            yield [Example(number, tuple(texts), row.label)], was_truncated
 
 
 class Regression(OneOrTwoTexts):
@@ -119,23 +206,23 @@ class Regression(OneOrTwoTexts):
         return Prediction(row.id, float(scores[0]))
 
 
-def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy, summed: outputs [E, num_labels], labels [E]."""
-    return F.cross_entropy(outputs, labels, ignore_index=IGNORE, reduction="sum")
+def fill_blank(question: str, option: str) -> str:
+    """Return a question with an option in place of its blank, or after it.
+
+    Source: Megatron-LM's tasks/race/data.py, which v1 was measured with.
+    """
+    return clean_text(question.replace("_", option) if "_" in question else f"{question} {option}")
 
 
-def best_label(row: Row, outputs: Sequence[Output]) -> Prediction:
-    """Return the label with the largest score; the first of equals."""
-    (scores,) = outputs
-    return Prediction(row.id, int(scores.argmax()), tuple(scores.tolist()))
+def clean_text(text: str) -> str:
+    """Return a text on one line, no two spaces in a row, none before a full stop.
+
+    Source: Megatron-LM's clean_text.
+    """
+    text = re.sub(r"\s+", " ", text)
+    for _ in range(3):  # " . . . " overlaps: once does not find all
+        text = text.replace(" . ", ". ")
+    return text
 
 
-def errors_of_labels(
-    task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
-) -> dict[str, float]:
-    """Return the standard errors of task.metrics, by the jackknife."""
-    labels, values = np.array([row.label for row in rows]), np.array([p.value for p in predictions])
-    return metrics.label_errors(task.metrics, labels, values)
-
-
-CLASSIFICATION, REGRESSION = Classification(), Regression()
+CLASSIFICATION, CHOICE, REGRESSION = Classification(), MultipleChoice(), Regression()

@@ -1,31 +1,31 @@
 """`mlm eval TASK`: score a finetuned checkpoint on a split of its task, or write its predictions."""
 
 import json
-import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import mlm
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import to_dict
-from mlm.data.receipt import version_of
 from mlm.finetune.batches import batcher_of
 from mlm.finetune.best import DATA_PATH, best_of
-from mlm.finetune.config import EvalTaskConfig
-from mlm.finetune.inputs import Start, check_texts, evaluation_of, start_of
+from mlm.finetune.config import EvalTaskConfig, TaskConfig
+from mlm.finetune.inputs import Start, start_of, tokenize_split
 from mlm.finetune.scoring import Scored, files_of, objective_of, probabilities_of, score_split
 from mlm.finetune.splits import Split, read_part, read_split
-from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import check_installed, task_type
-from mlm.inference.trained import Trained, checkpoint_problems, is_model_folder, load_trained, result_file
+from mlm.inference.trained import (
+    Trained,
+    checkpoint_problems,
+    is_model_folder,
+    load_trained,
+    result_file,
+    result_identity,
+)
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.state import FINETUNING
-from mlm.util.atomic import digest_bytes
 from mlm.util.errors import UserError, show
 from mlm.util.ownership import claim_problems
 from mlm.util.results import folder_problem, is_stream, named, result_problems, set_aside, write_result
@@ -45,14 +45,17 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         if problems := task_problems(config, start):
             return problems
         for name in splits(config):
-            check_texts(config.task, split_of(config, name, start), start)
+            start.tokenize(config.task, split_of(config, name, start).select([0]))
     except UserError as error:
         return list(error.problems)
     out = result_path(config, start)
     if problem := folder_problem(out):
         return [problem]
-    problems, task = result_problems(out), config.task
-    problems += probability_problems(config)
+    problems, task, path = result_problems(out), config.task, config.probabilities
+    if path is not None and not task_type(task.kind).gives_probabilities:
+        problems.append(f"probabilities={path}: task.kind={task.kind} has no labels; remove probabilities=")
+    problems += filter(None, [folder_problem(path, "probabilities")])
+    problems += result_problems(path, key="probabilities")
     if config.predictions is not None and task_type(task.kind).is_chat:
         problems.append(
             f"predictions={config.predictions}: conversations have none: leave it out, and use `mlm generate "
@@ -64,18 +67,6 @@ def preflight(config: EvalTaskConfig) -> list[str]:
     return problems
 
 
-def probability_problems(config: EvalTaskConfig) -> list[str]:
-    """Return the problems that keep a command from writing the probabilities."""
-    path = config.probabilities
-    if path is None or is_stream(path):
-        return []
-    if not task_type(config.task.kind).gives_probabilities:
-        return [f"probabilities={path}: task.kind={config.task.kind} has no labels; remove probabilities="]
-    if problem := folder_problem(path, "probabilities"):
-        return [problem]
-    return result_problems(path, key="probabilities")
-
-
 def saved_state(start: Start) -> dict[str, Any]:
     """Return the checkpoint's record of its finetuning; empty for a model of another program."""
     path = start.named.path
@@ -83,19 +74,16 @@ def saved_state(start: Start) -> dict[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def rows_of(config: EvalTaskConfig, start: Start) -> str | None:
-    """Return data.path, or the one that the checkpoint was finetuned on; None for the Hub."""
-    saved = saved_state(start).get(DATA_PATH)
-    return config.data.path or (saved if isinstance(saved, str) else None)
-
-
 def split_of(config: EvalTaskConfig, name: str, start: Start) -> Split:
-    """Read a split; of the single file that a run was finetuned on those conversations that it held out."""
-    task, path = config.task, rows_of(config, start)
+    """Read a split of data.path, or of the rows that the checkpoint was finetuned on.
+
+    Of a single file of conversations those that the run held out. Raises UserError.
+    """
+    task, saved = config.task, saved_state(start)
     if config.data.path is not None:
-        return read_split(task, name, path=path)
-    share = saved_state(start).get("depends_on", {}).get("task.held_out", task.held_out)
-    return read_part(replace(task, held_out=float(share)), name, path=path)
+        return read_split(task, name, path=config.data.path)
+    share = saved.get("depends_on", {}).get("task.held_out", task.held_out)
+    return read_part(replace(task, held_out=float(share)), name, path=saved.get(DATA_PATH))
 
 
 def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
@@ -144,76 +132,58 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     batcher = batcher_of(trained.model, config.batch_size, start.max_length, kind.batcher)
     out = result_path(config, start)
     place = result_path(replace(config, out=None), start) if is_stream(out) else out
-    found = []
+    scores = []
     for name in splits(config):
-        evaluation = evaluation_of(task, split_of(config, name, start), start)
-        beside = None if evaluation.split.has_labels else place.parent / "predictions"
+        tokenized = tokenize_split(task, split_of(config, name, start), start)
+        beside = None if tokenized.split.has_labels else place.parent / "predictions"
         folder = beside if config.predictions is None else Path(config.predictions)
-        found.append(score_split(task, evaluation, trained.model, objective, batcher, folder))
+        scores.append(score_split(task, tokenized, trained.model, objective, batcher, folder))
     if not ctx.is_main:
         return
-    result = receipt(config, start, trained, found, seconds=time.monotonic() - begin)
+    result = receipt(config, start, trained, scores, seconds=time.monotonic() - begin)
     if config.probabilities is not None:
-        write_result(config.probabilities, probabilities(task, found).encode(), key="probabilities")
-    aside = None if config.out is not None else set_aside(out, result, identity_of_result)
+        write_result(config.probabilities, probabilities(task, scores).encode(), key="probabilities")
+    aside = None if config.out is not None else set_aside(out, result, result_identity)
     write_result(out, result)
     notes = [] if aside is None else [f"the result there before: {plain(aside)}"]
-    for scored in found:
-        split = scored.evaluation.split
+    for scored in scores:
+        split = scored.tokenized.split
         notes += map(plain, kind.warnings(task, split.name, split.rows, scored.predictions))
     show_table(result, out, *notes)
 
 
 def receipt(
-    config: EvalTaskConfig, start: Start, trained: Trained, found: Sequence[Scored], *, seconds: float
+    config: EvalTaskConfig, start: Start, trained: Trained, scores: Sequence[Scored], *, seconds: float
 ) -> dict[str, Any]:
     """Return the scores and everything that they depend on."""
-    packages = ("tokenizers", "scikit-learn", "scipy", "torchmetrics")
     return {
         "task": config.task.name,
-        "results": [described(config.task, scored) for scored in found],
+        "results": [split_result(config.task, scored) for scored in scores],
         "task_settings": to_dict(config.task),
-        "checkpoint": str(trained.path),
-        "checkpoint_digest": trained.manifest.digest,
+        **trained.facts("tokenizers", "scikit-learn", "scipy", "torchmetrics"),
         "finetuned_on": saved_state(start).get("depends_on", {}),
-        "step": trained.manifest.step,
         "tokenizer_digest": start.tokenizer.digest,
         "vocabulary_digest": start.tokenizer.vocabulary_digest,
         "precision": config.precision.dtype,
         "config": to_dict(config),
         "seconds": round(seconds, 3),
-        "versions": {
-            "mlm": mlm.__version__,
-            "torch": torch.__version__,
-            **{package: version_of(package) for package in packages},
-            "python": platform.python_version(),
-        },
     }
 
 
-def identity_of_result(result: Mapping[str, Any]) -> str:
-    """Return the digest of all that the scores of a receipt depend on."""
-    keys = ("checkpoint_digest", "tokenizer_digest", "precision", "task_settings")
-    entries = [each for each in result.get("results", []) if isinstance(each, dict)]
-    about = [[each.get(key) for key in ("split", "digest", "max_length")] for each in entries]
-    facts = [*(result.get(key) for key in keys), about]
-    return digest_bytes(json.dumps(facts, sort_keys=True).encode())
-
-
-def probabilities(task: TaskConfig, found: Sequence[Scored]) -> str:
+def probabilities(task: TaskConfig, scores: Sequence[Scored]) -> str:
     """Return a line of JSON per row: the softmax of the outputs, in float64, by the name of the label."""
     lines = []
-    for scored in found:
+    for scored in scores:
         for each in scored.predictions:
             chances = probabilities_of(task, each)
-            row = {"split": scored.evaluation.split.name, "id": each.id, "probabilities": chances}
+            row = {"split": scored.tokenized.split.name, "id": each.id, "probabilities": chances}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     return "".join(lines)
 
 
-def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
+def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:
     """Return the receipt of a split."""
-    split, examples = scored.evaluation.split, scored.evaluation.examples
+    split, tokenized = scored.tokenized.split, scored.tokenized
     kind, labelled = task_type(task.kind), split.has_labels
     thresholds = kind.best_threshold(task, split.rows, scored.predictions) if labelled else {}
     return {
@@ -225,8 +195,8 @@ def described(task: TaskConfig, scored: Scored) -> dict[str, Any]:
         "metrics": scored.metrics,
         "standard_errors": kind.standard_errors(task, split.rows, scored.predictions) if labelled else {},
         **({"best_null_threshold": thresholds} if thresholds else {}),
-        "truncated": examples.truncated,
-        "max_length": examples.max_length,
+        "truncated": tokenized.truncated,
+        "max_length": tokenized.max_length,
         "predictions": list(scored.files),
     }
 

@@ -94,12 +94,12 @@ def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:
     source = iter(texts)
     while batch := list(islice(source, BATCH)):
         distinct = list(dict.fromkeys(batch))
-        ids = (np.frombuffer(found, dtype=np.uint32) for found in tokenizer.encode_batch(distinct))
-        known = dict(zip(distinct, (found.astype(np.int32) for found in ids), strict=True))
+        ids = (np.frombuffer(encoded, dtype=np.uint32) for encoded in tokenizer.encode_batch(distinct))
+        known = dict(zip(distinct, (encoded.astype(np.int32) for encoded in ids), strict=True))
         yield from (known[text] for text in batch)
 
 
-def cut_longest(first: int, second: int, room: int) -> tuple[int, int]:
+def truncate_longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     """Return the tokens kept of two texts: the longer one is truncated until both are equally long.
 
     As the strategy longest_first of `tokenizers`: the longer text gets the odd token.

@@ -3,7 +3,7 @@
 The scores of a run are a function of `depends_on`, but for rounding.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,9 @@ from mlm.checkpoint.native.save_load import load_checkpoint, read_manifest
 from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
 from mlm.config.tree import flatten
-from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.batches import chosen_rows
-from mlm.finetune.config import EvalTaskConfig, FinetuneConfig
-from mlm.finetune.splits import Examples, Split, make_examples, read_part, read_split
-from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
+from mlm.finetune.splits import Split, TokenizedSplit, read_part, read_split, tokenize
 from mlm.finetune.task_type import task_type
 from mlm.inference.chat import load_chat_template
 from mlm.inference.hf_source import load_model_folder, open_tensors
@@ -30,7 +27,6 @@ from mlm.inference.trained import (
     is_model_folder,
     load_tokenizer,
     named_checkpoint,
-    vocabulary_problem,
 )
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import Note
@@ -61,6 +57,11 @@ class Start:
         modules = {name.partition(".")[0] for name in parameters(self.model)}
         return [note for note in self.named.notes if not note.about or note.about in modules]
 
+    def tokenize(self, task: TaskConfig, split: Split) -> TokenizedSplit:
+        """Return a split with its examples. Raises UserError."""
+        causal = self.model.family.causal
+        return tokenize(task, split, self.tokenizer, causal=causal, max_length=self.max_length)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
@@ -73,14 +74,6 @@ class Splits:
     """Those of task.tests if data.predict_tests is set."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """A split and its examples."""
-
-    split: Split
-    examples: Examples
-
-
 def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
     """Read the checkpoint of `ckpt`, but no tensor; of a finetuning run, the best one. Raises UserError."""
     task, named = config.task, named_checkpoint(config.ckpt)
@@ -91,9 +84,11 @@ def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
         model = replace(model, head=kind.head, num_labels=kind.num_labels(task))
         if config.dropout is not None:
             model = replace(model, hidden_dropout=config.dropout, attention_dropout=config.dropout)
-    tokenizer = tokenizer_of(config, named)
+    file = config.data.tokenizer
+    tokenizer = load_tokenizer(file, named.path, named.config.model, "data.tokenizer")
     if kind.is_chat:
-        tokenizer.chat_template = chat_template_of(config, named, tokenizer)
+        template, key = config.data.chat_template, "data.chat_template"
+        tokenizer.chat_template = load_chat_template(template, file, named.path, tokenizer, key=key)
     return Start(
         named=named,
         model=model,
@@ -102,84 +97,36 @@ def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
     )
 
 
-def tokenizer_of(config: FinetuneConfig | EvalTaskConfig, named: Named) -> Tokenizer:
-    """Return the model's tokenizer. Raises UserError."""
-    given, key = config.data.tokenizer, "data.tokenizer"
-    tokenizer = load_tokenizer(given, named.path, key, force=True)  # compared below
-    if problem := vocabulary_problem(given, tokenizer, named.config.model, key):
-        raise UserError(problem)
-    if given is None:
-        return tokenizer
-    try:
-        saved = load_tokenizer(None, named.path)
-    except UserError:
-        return tokenizer
-    if saved.vocabulary_digest != tokenizer.vocabulary_digest:
-        raise UserError(
-            f"{key}={given} has another vocabulary than the one saved with ckpt={config.ckpt}: leave {key} "
-            "out"
-        )
-    return tokenizer
-
-
-def chat_template_of(
-    config: FinetuneConfig | EvalTaskConfig, named: Named, tokenizer: Tokenizer
-) -> ChatTemplate:
-    """Return data.chat_template, else that of the tokenizer. Raises UserError if there is none."""
-    given, file = config.data.tokenizer, config.data.chat_template
-    return load_chat_template(file, given, named.path, tokenizer, key="data.chat_template")
-
-
 def splits_of(config: FinetuneConfig) -> Splits:
     """Read the rows to train on, to validate on and to predict. Raises ConfigError for all unusable rows."""
     task, path, problems = config.task, config.data.path, list[str]()
 
-    def read(one: Callable[..., Split], names: Iterable[str]) -> list[Split]:
-        found = [attempt(problems, partial(one, task, name, path=path)) for name in names]
-        return [split for split in found if split is not None]
-
-    parts = read(read_part, (task.train, *task.validations))
-    tests = read(read_split, task.tests) if config.data.predict_tests else []
+    tests = task.tests if config.data.predict_tests else ()
+    wanted = [(read_part, name) for name in (task.train, *task.validations)]
+    wanted += [(read_split, name) for name in tests]
+    splits = [attempt(problems, partial(read, task, name, path=path)) for read, name in wanted]
     if problems:
         raise ConfigError(problems)
-    train, *validations = parts
+    train, *others = [split for split in splits if split is not None]
     if config.data.train_rows is not None and config.data.train_rows > len(train):
         raise UserError(
             f"data.train_rows={config.data.train_rows} is more than the {len(train)} rows of {train.source}, "
             f"split {train.name}; use data.train_rows={len(train)} or less, or null for all"
         )
-    return Splits(train=train, validations=validations, tests=tests)
+    return Splits(
+        train=train, validations=others[: len(task.validations)], tests=others[len(task.validations) :]
+    )
 
 
-def rows_trained_on(config: FinetuneConfig, split: Split) -> Split:
-    """Return the split, or data.train_rows of its rows."""
-    if config.data.train_rows is None:
-        return split
-    chosen = chosen_rows(len(split), config.data.train_rows, config.data.seed).tolist()
-    rows, places = ([of[n] for n in chosen] for of in (split.rows, split.places))
-    return replace(split, rows=rows, places=places)
-
-
-def evaluation_of(task: TaskConfig, split: Split, start: Start) -> Evaluation:
-    """Tokenise a split. Raises UserError."""
-    examples = examples_of(task, split, start)
-    if not examples:
+def tokenize_split(task: TaskConfig, split: Split, start: Start) -> TokenizedSplit:
+    """Return a split with its examples. Raises UserError, also if there are none."""
+    tokenized = start.tokenize(task, split)
+    if not tokenized.examples:
         raise UserError(
             f"{split.source}: of the {len(split):,} rows of {split.name} none has a token to learn among its "
             f"first {start.max_length}: raise task.max_length, as far as the model reads"
         )
-    return Evaluation(split=split, examples=examples)
-
-
-def examples_of(task: TaskConfig, split: Split, start: Start) -> Examples:
-    """Return the examples of a split. Raises UserError."""
-    causal = start.model.family.causal
-    return make_examples(task, split, start.tokenizer, causal=causal, max_length=start.max_length)
-
-
-def check_texts(task: TaskConfig, split: Split, start: Start) -> None:
-    """Raise UserError if tokenizer and max_length make no examples."""
-    examples_of(task, replace(split, rows=split.rows[:1], places=split.places[:1]), start)
+    return tokenized
 
 
 def weights_digest(named: Named) -> str:
@@ -220,15 +167,6 @@ FREE = (
     *("task.lr", "task.weight_decay", "task.epochs", "task.batch_size", "task.warmup"),  # defaults of others
 )
 """Keys of those sections that may change in a run directory."""
-MAY_CHANGE = (
-    *("name", "out", "seeds", "compile", "profile", "data.predict_tests"),
-    *("tp", "cp", "pp", "vp", "dp", "sequence_parallel", "tp_overlap", "pipeline", "zero"),
-    *("zero_reduce", "recompute"),
-    *("precision.initial_loss_scale", "precision.min_loss_scale", "precision.loss_scale_window"),
-    "precision.cast",
-)
-MAY_CHANGE_SECTIONS = ("checkpoint.", "log.", "incident.", "check.", "dist.")
-"""Other keys that may change. Every key of FinetuneConfig is fixed, may change, or counts by content."""
 WEIGHTS, VOCABULARY, ROWS, TEMPLATE = "ckpt", "data.tokenizer", "data.path", "data.chat_template"
 
 Settings = dict[str, Any]

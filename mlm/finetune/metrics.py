@@ -98,7 +98,7 @@ ERRORS = frozenset({"mse", "rmse", "mae"})
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def ignore_warnings() -> Iterator[None]:
     """Silence warnings of undefined scores, which are 0."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -121,13 +121,13 @@ def jackknife(metric: Callable[..., float], labels: Values, values: Values) -> f
     """
     cells, counts = np.unique(np.stack([labels, values]), axis=1, return_counts=True)
     size = int(counts.sum())
-    with quietly():
+    with ignore_warnings():
         without = np.array([metric(*cells, counts - one) for one in np.eye(len(counts), dtype=counts.dtype)])
     mean = (counts * without).sum() / size
     return math.sqrt((size - 1) / size * float((counts * (without - mean) ** 2).sum()))
 
 
-def error_of_mean(values: NDArray[np.float64]) -> float:
+def stderr_of_mean(values: NDArray[np.float64]) -> float:
     """Return the standard error of the mean of two values or more: its jackknife in closed form."""
     return float(values.std(ddof=1)) / math.sqrt(values.size)
 
@@ -140,5 +140,5 @@ def _correlation(name: str, labels: Values, values: Values) -> float:
     measure = getattr(load_extra("scipy.stats", "the metrics of task", EXTRA), name)
     if len(labels) < 2:
         return 0.0
-    found = float(measure(labels, values).statistic)  # not a number when all are equal
-    return found if np.isfinite(found) else 0.0
+    correlation = float(measure(labels, values).statistic)  # not a number when all are equal
+    return correlation if np.isfinite(correlation) else 0.0

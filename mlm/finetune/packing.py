@@ -123,13 +123,13 @@ def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
     """
     packs, left = list[list[int]](), list[int]()
     for number, length in enumerate(lengths):
-        found = next((i for i, free in enumerate(left) if length <= free), None)
-        if found is None:
+        pack = next((i for i, free in enumerate(left) if length <= free), None)
+        if pack is None:
             packs.append([number])
             left.append(room - length)
         else:
-            packs[found].append(number)
-            left[found] -= length
+            packs[pack].append(number)
+            left[pack] -= length
     return packs
 
 

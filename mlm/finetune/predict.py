@@ -10,11 +10,11 @@ from mlm.checkpoint.native.run_state import texts as strings
 from mlm.config.build import from_dict
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.batches import batcher_of
+from mlm.finetune.checks import check_task
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.rows import Row, RowError
 from mlm.finetune.scoring import Finetuning, predictions_of, probabilities_of
-from mlm.finetune.splits import Split, make_examples
-from mlm.finetune.task_checks import check_task
-from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.splits import Split, tokenize
 from mlm.finetune.task_type import Prediction, task_type
 from mlm.inference.trained import Trained, is_model_folder
 from mlm.models.huggingface import label_entries
@@ -43,15 +43,12 @@ def predict(
     if not rows:
         return []
     task = task_of(trained, is_pair=any(isinstance(row, tuple) and len(row) == 2 for row in rows))
-    split = split_of(task, rows)
     length = min(task.max_length, model.max_positions)
-    examples = make_examples(task, split, tokenizer, causal=model.family.causal, max_length=length)
+    causal, split = model.family.causal, split_of(task, rows)
+    tokenized = tokenize(task, split, tokenizer, causal=causal, max_length=length)
     objective = Finetuning(task_type(task.kind), ctx, trained.model.dtype)
     batcher = batcher_of(trained.model, batch_size, length)
-    return [
-        answer(task, each)
-        for each in predictions_of(trained.model, objective, task, split, examples, batcher)
-    ]
+    return [answer(task, each) for each in predictions_of(trained.model, objective, task, tokenized, batcher)]
 
 
 def task_of(trained: Trained, *, is_pair: bool) -> TaskConfig:

@@ -6,25 +6,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-import mlm
-from mlm.config.build import config_digest, from_dict
-from mlm.finetune.best import Progress, Scores, best_folder, best_of, merit
+from mlm.config.build import from_dict
+from mlm.finetune.best import Scores, best_of, merit
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Start
-from mlm.finetune.scoring import Scored
 from mlm.finetune.task_type import task_type
 from mlm.inference.trained import is_model_folder
 from mlm.training.loop import layout_row, model_row, run_row
 from mlm.training.trainer import Trainer
 from mlm.util.atomic import as_json, parse_json, write_atomic
-from mlm.util.errors import UserError, writing_to
+from mlm.util.errors import writing_to
 from mlm.util.ownership import claim_folder
 from mlm.util.terminal import add_row, console, plain, table
 
 RESULT = "result.json"
-MAX_BYTES = 1 << 20  # of a result.json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,65 +51,17 @@ class Result:
     warnings: tuple[str, ...] = ()
     """Lines on the predictions of the best checkpoint."""
 
-    @classmethod
-    def of(
-        cls,
-        config: FinetuneConfig,
-        trainer: Trainer,
-        progress: Progress,
-        *,
-        settings: dict[str, Any],
-        steps_per_epoch: int,
-        tests: Sequence[Scored],
-        seconds: float,
-    ) -> "Result":
-        """Return the result of a finished run."""
-        assert progress.best_step is not None, "the last step is validated"
-        return cls(
-            task=config.task.name,
-            seed=config.seed,
-            scores=progress.scores,
-            tests={test.evaluation.split.name: test.metrics for test in tests if test.metrics},
-            predictions=tuple(file for test in tests for file in test.files),
-            best_step=progress.best_step,
-            steps=trainer.step,
-            steps_per_epoch=steps_per_epoch,
-            checkpoint=str(best_folder(Path(config.out))),
-            seconds=round(seconds, 1),
-            precision=config.precision.dtype,
-            layout={**asdict(config.parallel), "dp": trainer.ctx.dp.size},
-            depends_on=settings,
-            config_digest=config_digest(config),
-            versions={"mlm": mlm.__version__, "torch": torch.__version__},
-            warnings=tuple(progress.warnings),
-        )
-
-    @classmethod
-    def read(cls, saved: Any) -> "Result":
-        """Read the output of `asdict`. Raises UserError if it is not of this version."""
-        if not isinstance(saved, dict):
-            raise UserError("no result of a finetuning run")
-        return from_dict(cls, saved)
-
-
-def write_result(out: Path, result: Result) -> None:
-    """Write result.json. Raises OSError."""
-    write_atomic(out / RESULT, as_json(asdict(result)))
-
 
 def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
     """Return the result of a finished run with these settings and all requested predictions; else None."""
-    path = Path(config.out, RESULT)
     try:
-        if path.stat().st_size > MAX_BYTES:
-            return None
-        found = Result.read(parse_json(path.read_bytes()))
+        result = from_dict(Result, parse_json(Path(config.out, RESULT).read_bytes()))
         best = best_of(config.out)
-    except (OSError, ValueError, RecursionError):  # none, damaged, or of another version: the run continues
+    except (OSError, ValueError, RecursionError):  # none, or damaged: the run continues
         return None
-    predicted = bool(found.predictions) and all(Path(file).exists() for file in found.predictions)
+    predicted = bool(result.predictions) and all(Path(file).exists() for file in result.predictions)
     is_whole = best != config.out and (predicted or not config.data.predict_tests)
-    return replace(found, checkpoint=best) if found.depends_on == settings and is_whole else None
+    return replace(result, checkpoint=best) if result.depends_on == settings and is_whole else None
 
 
 def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -> None:
@@ -160,11 +107,11 @@ def rows(made: Any, before: tuple[object, ...], scores: Scores, best_step: objec
             add_row(made, *before, split, name, f"{value:.4f}", best_step)
 
 
-def medians_of(found: Sequence[Scores]) -> Scores:
+def medians_of(each_seed: Sequence[Scores]) -> Scores:
     """Return the median over the seeds of each metric (arXiv:1909.08053, section 5.3)."""
     return {
-        split: {name: median(scores[split][name] for scores in found) for name in metrics}
-        for split, metrics in found[0].items()
+        split: {name: median(scores[split][name] for scores in each_seed) for name in metrics}
+        for split, metrics in each_seed[0].items()
     }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.config import TaskConfig
 from mlm.util.errors import half_pair, type_of
 from mlm.util.terminal import plain
 
@@ -47,7 +47,7 @@ class Row:
 
 def texts_of(task: TaskConfig, record: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:
     """Return the texts in these columns, none empty. Raises RowError."""
-    texts = tuple(encodable(present(record, column), column) for column in columns)
+    texts = tuple(checked_text(present(record, column), column) for column in columns)
     for column, text in zip(columns, texts, strict=True):
         if not text.strip() and not task.allow_empty:
             raise RowError(f"'{column}' is empty: fill or delete it, or set task.allow_empty=true")
@@ -62,7 +62,7 @@ def present(record: Mapping[str, Any], column: str) -> Any:
     return record[column]
 
 
-def encodable(value: Any, column: str) -> str:
+def checked_text(value: Any, column: str) -> str:
     """Return a text that UTF-8 can encode. Raises RowError."""
     if not isinstance(value, str):
         raise RowError(f"'{column}' holds {type_of(value)}, not a text: fix or delete it")
@@ -117,7 +117,7 @@ def identity_of(record: Mapping[str, Any], column: str | None, number: int) -> s
         return str(number)
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise RowError(f"'{column}' holds {type_of(value)}; an id is a text or a whole number: fix it")
-    return encodable(str(value), column or "")
+    return checked_text(str(value), column or "")
 
 
 def whole_number(value: Any) -> int | None:

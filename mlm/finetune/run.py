@@ -6,17 +6,17 @@ from typing import Any
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import CheckpointError
+from mlm.config.build import from_dict
+from mlm.finetune.batches import chosen_rows
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import (
     Splits,
     Start,
     change_problems,
-    check_texts,
     depends_on,
-    evaluation_of,
-    rows_trained_on,
     splits_of,
     start_of,
+    tokenize_split,
 )
 from mlm.finetune.results import RESULT, Result, finished, report
 from mlm.finetune.task_type import check_installed
@@ -41,7 +41,7 @@ def preflight(config: FinetuneConfig) -> list[str]:
     try:
         if config.seeds > 1:
             problems += claim_problems(config.out, "run", writes=(RESULT,))
-        check_texts(config.task, splits.train, start)
+        start.tokenize(config.task, splits.train.select([0]))
         problems += length_problems(config, start)
         for one in by_seed(config):
             problems += start_problems(spec_of(one, start, 1), compares=False)
@@ -73,14 +73,14 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
         if not ctx.is_main:  # one rank looks: two might see different things on a shared disk
             return []
         wanted = [depends_on(one, start, splits) for one in runs]
-        found = [finished(one, settings) for one, settings in zip(runs, wanted, strict=True)]
-        return [[settings, r and asdict(r)] for settings, r in zip(wanted, found, strict=True)]
+        results = [finished(one, settings) for one, settings in zip(runs, wanted, strict=True)]
+        return [[settings, r and asdict(r)] for settings, r in zip(wanted, results, strict=True)]
 
     def explain(error: Exception) -> UserError:
         return CheckpointError(f"ckpt={config.ckpt}, out={config.out}: cannot be read ({error}): fix it")
 
     seen = ranks.broadcast(ranks.together(look, explain))
-    results = [None if r is None else Result.read(r) for _, r in seen]
+    results = [None if r is None else from_dict(Result, r) for _, r in seen]
     is_new = None in results
     material = prepare(config, start, splits) if is_new else None
     for n, one in enumerate(runs):
@@ -103,10 +103,12 @@ def by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
 
 def prepare(config: FinetuneConfig, start: Start, splits: Splits) -> Material:
     """Tokenise the rows. Raises UserError."""
-    task = config.task
+    task, train, wanted = config.task, splits.train, config.data.train_rows
+    if wanted is not None:
+        train = train.select(chosen_rows(len(train), wanted, config.data.seed).tolist())
     return Material(
         start=start,
-        train=evaluation_of(task, rows_trained_on(config, splits.train), start),
-        validations=[evaluation_of(task, split, start) for split in splits.validations],
-        tests=[evaluation_of(task, split, start) for split in splits.tests],
+        train=tokenize_split(task, train, start),
+        validations=[tokenize_split(task, split, start) for split in splits.validations],
+        tests=[tokenize_split(task, split, start) for split in splits.tests],
     )

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from mlm.finetune.batches import Batcher, TaskBatch
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example
-from mlm.finetune.inputs import Evaluation
 from mlm.finetune.packing import AnswerLoss, Packer, answer_scores
-from mlm.finetune.splits import Examples, Split
-from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.splits import Split, TokenizedSplit
 from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import without_padding
@@ -125,15 +124,15 @@ def outputs_of(
         for number in batch.examples:
             mine = torch.cat([next(rows) for _ in examples[number].texts])
             flat[ends[number] - sizes[number] : ends[number]] = mine.flatten()[: sizes[number]]
-    found = all_reduce(flat, model.ctx.world).numpy().astype(np.float32)
-    return [part.reshape(-1, 2) if spans else part for part in np.split(found, ends[:-1])]
+    outputs = all_reduce(flat, model.ctx.world).numpy().astype(np.float32)
+    return [part.reshape(-1, 2) if spans else part for part in np.split(outputs, ends[:-1])]
 
 
 def evaluate(
     model: PipelinedModel,
     objective: Objective,
     task: TaskConfig,
-    evaluation: Evaluation,
+    tokenized: TokenizedSplit,
     batcher: Batcher,
     *,
     shown: bool = False,
@@ -144,15 +143,15 @@ def evaluate(
 
     Collective over all ranks. `shown` draws a bar. Raises UserError if the model's outputs are not finite.
     """
-    split, examples = evaluation.split, evaluation.examples
+    split, examples = tokenized.split, tokenized.examples
     if isinstance(objective, AnswerLoss):
         assert isinstance(batcher, Packer)
-        found = answer_scores(model, objective, examples, batcher)
-        if not math.isfinite(found["loss"]):
+        values = answer_scores(model, objective, examples, batcher)
+        if not math.isfinite(values["loss"]):
             raise UserError(f"{split.source}: the loss of split {split.name} is not finite{NOT_FINITE}")
-        return {name: found[name] for name in task.metrics}, []
+        return {name: values[name] for name in task.metrics}, []
     with progress_bar(f"scoring {split.name}", len(examples), shown=shown) as advance:
-        predictions = predictions_of(model, objective, task, split, examples, batcher, advance)
+        predictions = predictions_of(model, objective, task, tokenized, batcher, advance)
     scored = split.has_labels
     metrics = task_type(task.kind).score(task, split.rows, predictions) if scored else {}
     return metrics, predictions
@@ -162,8 +161,7 @@ def predictions_of(
     model: PipelinedModel,
     objective: Finetuning,
     task: TaskConfig,
-    split: Split,
-    examples: Examples,
+    tokenized: TokenizedSplit,
     batcher: Batcher,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Prediction]:
@@ -171,6 +169,7 @@ def predictions_of(
 
     Raises UserError if the model's outputs are not finite.
     """
+    split, examples = tokenized.split, tokenized.examples
     outputs = outputs_of(model, objective, examples, batcher, advance)
     for number, output in enumerate(outputs):
         if not np.isfinite(output).all():
@@ -183,7 +182,7 @@ def predictions_of(
 
 
 def predict(
-    task: TaskConfig, split: Split, examples: Examples, outputs: Sequence[Output]
+    task: TaskConfig, split: Split, examples: Sequence[Example], outputs: Sequence[Output]
 ) -> list[Prediction]:
     """Return one prediction per row of a split.
 
@@ -193,13 +192,13 @@ def predict(
     assert len(outputs) == len(examples)
     kind = task_type(task.kind)
     together = groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row)
-    found = list[Prediction]()
+    predictions = list[Prediction]()
     for row, pairs in together:
-        assert row == len(found), "every row has examples, in the order of the rows"
+        assert row == len(predictions), "every row has examples, in the order of the rows"
         mine, of_mine = zip(*pairs, strict=True)
-        found.append(kind.predict(task, split.rows[row], mine, of_mine))
-    assert len(found) == len(split)
-    return found
+        predictions.append(kind.predict(task, split.rows[row], mine, of_mine))
+    assert len(predictions) == len(split)
+    return predictions
 
 
 def probabilities_of(task: TaskConfig, prediction: Prediction) -> dict[str, float]:
@@ -213,7 +212,7 @@ def probabilities_of(task: TaskConfig, prediction: Prediction) -> dict[str, floa
 class Scored:
     """Metrics and predictions of a split."""
 
-    evaluation: Evaluation
+    tokenized: TokenizedSplit
     metrics: dict[str, float]
     """Empty for a split without labels."""
     files: tuple[str, ...]
@@ -224,7 +223,7 @@ class Scored:
 
 def score_split(
     task: TaskConfig,
-    evaluation: Evaluation,
+    tokenized: TokenizedSplit,
     model: PipelinedModel,
     objective: Objective,
     batcher: Batcher,
@@ -232,14 +231,12 @@ def score_split(
 ) -> Scored:
     """Score a split, and write its predictions to `folder`. Collective over all ranks. Raises UserError."""
     is_main = model.ctx.is_main
-    metrics, predictions = evaluate(model, objective, task, evaluation, batcher, shown=is_main)
+    metrics, predictions = evaluate(model, objective, task, tokenized, batcher, shown=is_main)
     files: list[Path] = []
     if folder is not None and is_main:
         with writing_to(str(folder)):
-            files = write_predictions(task, evaluation.split, predictions, folder)
-    return Scored(
-        evaluation=evaluation, metrics=metrics, files=tuple(map(str, files)), predictions=predictions
-    )
+            files = write_predictions(task, tokenized.split, predictions, folder)
+    return Scored(tokenized=tokenized, metrics=metrics, files=tuple(map(str, files)), predictions=predictions)
 
 
 def write_predictions(

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import BATCH, Example, Frame, encode
-from mlm.finetune.metrics import EXTRA, error_of_mean
-from mlm.finetune.rows import Row, RowError, encodable, sequence, shown, texts_of, whole_number
-from mlm.finetune.task_config import TaskConfig
-from mlm.finetune.task_type import Candidate, Made, Output, Prediction, TaskType, as_json
+from mlm.finetune.metrics import EXTRA, stderr_of_mean
+from mlm.finetune.rows import Row, RowError, checked_text, sequence, shown, texts_of, whole_number
+from mlm.finetune.task_type import Candidate, Output, Prediction, RowExamples, TaskType, as_json
 from mlm.parallel.labels import IGNORE
 from mlm.util.errors import Problem, type_of
 from mlm.util.extras import load_extra
@@ -71,27 +71,18 @@ class Span(TaskType):
             raise RowError(f"{task.id}={shown(name)} is another row's too: change or delete it")
         return name
 
-    def unlabelled_row(self, task: TaskConfig) -> str:
-        """Return the problem of a row without an answer."""
-        # the Hub's SQuAD 2.0 has no is_impossible, and a test split withholds answers by an empty list too
-        return super().unlabelled_row(task) if task.unanswerable else NO_ANSWER
-
-    def unlabelled_split_hint(self, task: TaskConfig) -> str:
-        """Return a hint for a split without answers."""
-        return "" if task.unanswerable else "; for SQuAD 2.0 use task=squad_v2"
-
     def least_room(self, task: TaskConfig) -> int:
         """Least number of tokens left for texts."""
         return task.doc_stride + 2
 
     def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and lengths."""
-        found = super().problems(task)
+        problems = super().problems(task)
         if task.doc_stride >= task.max_length // 2:
             problem = f"task.doc_stride={task.doc_stride} must be less than half of "
             problem += f"task.max_length={task.max_length}, so that windows advance"
-            found.append(Problem(("task.doc_stride", "task.max_length"), problem))
-        return found
+            problems.append(Problem(("task.doc_stride", "task.max_length"), problem))
+        return problems
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
         """Return the problem of a known metric that does not suit a task."""
@@ -109,17 +100,17 @@ class Span(TaskType):
                 raise RowError(NO_ANSWER)
             answers = None
         for answer in answers or ():
-            found = texts[0][answer.start : answer.start + len(answer.text)]
-            if answer.start < 0 or found != answer.text or not answer.text:
+            words = texts[0][answer.start : answer.start + len(answer.text)]
+            if answer.start < 0 or words != answer.text or not answer.text:
                 raise RowError(
                     f"answer_start={answer.start} of '{task.label}' is not where {shown(answer.text)} is: "
-                    f"the context has {shown(found)} there: fix or delete it"
+                    f"the context has {shown(words)} there: fix or delete it"
                 )
         return Row(id, texts, answers)
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
-    ) -> Iterator[Made]:
+    ) -> Iterator[RowExamples]:
         """Yield one example per window: [CLS] question [SEP] part of the context [SEP].
 
         Neighbouring windows share task.doc_stride tokens of the context, as those of transformers' tokenizers
@@ -165,16 +156,16 @@ class Span(TaskType):
 
         As SQuAD's baselines do (arXiv:1810.04805, sections 4.2 and 4.3).
         """
-        found = list[tuple[float, int, int]]()  # score, first character, end
+        candidates_of_windows = list[tuple[float, int, int]]()  # score, first character, end
         null_score = np.inf
         for window, output in zip(examples, outputs, strict=True):
             assert isinstance(window, Window)
             null_score = min(null_score, float(output[window.null].astype(np.float64).sum()))
-            found += window_candidates(task, window, output)
-        found.sort(key=lambda candidate: (-candidate[0], *candidate[1:]))
+            candidates_of_windows += window_candidates(task, window, output)
+        candidates_of_windows.sort(key=lambda candidate: (-candidate[0], *candidate[1:]))
         context = row.texts[0]
         best: dict[str, float] = {}
-        for score, begin, end in found:
+        for score, begin, end in candidates_of_windows:
             text = context[begin:end].strip()  # GPT-2's tokens begin with a space
             if text and text not in best:
                 best[text] = score
@@ -198,7 +189,7 @@ class Span(TaskType):
     ) -> dict[str, float]:
         """Return the standard errors of task.metrics, as far as they have one."""
         each = scores_by_question(task, rows, predictions)
-        return {name: error_of_mean(each[name]) for name in task.metrics if each[name].size > 1}
+        return {name: stderr_of_mean(each[name]) for name in task.metrics if each[name].size > 1}
 
     def best_threshold(
         self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
@@ -213,17 +204,17 @@ class Span(TaskType):
         answers = [p.n_best[0].text if p.n_best else "" for p in predictions]
         texts = [answer_texts(row) for row in rows]
         scores = [score_span(task, *pair) for pair in zip(texts, answers, strict=True)]
-        order = sorted(range(len(answers)), key=lambda n: excess(predictions[n]))
-        found = {}
+        order = sorted(range(len(answers)), key=lambda n: null_odds(predictions[n]))
+        best_by_metric = {}
         for index, name in enumerate(("f1", "exact_match")):
             total = best = float(sum(not each for each in texts))  # all questions unanswered
             threshold = 0.0
             for n in order:
                 total += scores[n][index] if texts[n] else -float(answers[n] != "")
                 if total > best:
-                    best, threshold = total, excess(predictions[n])
-            found[name] = {"threshold": threshold, "value": best / len(answers)}
-        return found
+                    best, threshold = total, null_odds(predictions[n])
+            best_by_metric[name] = {"threshold": threshold, "value": best / len(answers)}
+        return best_by_metric
 
     def files(self, task: TaskConfig, stem: str) -> list[str]:
         """Return the files of the answers, the n best answers, and the scores of no answer."""
@@ -232,7 +223,7 @@ class Span(TaskType):
     def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
         """Return the answers as SQuAD's page takes them, the n best, and `excess` by id."""
         n_best = {p.id: [{"text": c.text, "score": c.score} for c in p.n_best] for p in predictions}
-        nulls = [as_json({p.id: excess(p) for p in predictions})] if task.unanswerable else []
+        nulls = [as_json({p.id: null_odds(p) for p in predictions})] if task.unanswerable else []
         return [*super().contents(task, predictions), as_json(n_best), *nulls]
 
 
@@ -262,7 +253,7 @@ def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:
             raise RowError(
                 f"answer_start={shown(start)} of '{task.label}' is no whole number: fix or delete it"
             )
-        answers.append(Answer(encodable(text, task.label), number))
+        answers.append(Answer(checked_text(text, task.label), number))
     return tuple(answers)
 
 
@@ -343,22 +334,22 @@ def score_span(task: TaskConfig, texts: Sequence[str], value: str) -> tuple[floa
     """
     squad = load_extra(MODULE, "task.kind=span", EXTRA).squad
     if task.unanswerable:
-        texts = [text for text in texts if counted(text)]
+        texts = [text for text in texts if normalize_answer(text)]
     # one at a time: of many, torchmetrics adds up scores in float32
-    found = squad(
+    result = squad(
         [{"id": "", "prediction_text": value}], [{"id": "", "answers": {"text": list(texts) or [""]}}]
     )
-    f1, exact = float(found["f1"]) / 100, float(found["exact_match"]) / 100
-    return (f1 if task.unanswerable or counted(value) else 0.0), exact
+    f1, exact = float(result["f1"]) / 100, float(result["exact_match"]) / 100
+    return (f1 if task.unanswerable or normalize_answer(value) else 0.0), exact
 
 
-def counted(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Return the part of a text that SQuAD's scripts compare (arXiv:1606.05250, section 6.1)."""
     letters = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
 
 
-def excess(prediction: Prediction) -> float:
+def null_odds(prediction: Prediction) -> float:
     """Return the score of no answer minus that of the best answer, which task.null_threshold limits."""
     best = prediction.n_best[0].score if prediction.n_best else 0.0
     return (prediction.null_score or 0.0) - best

@@ -19,14 +19,14 @@ from torch import Tensor
 from mlm.config.imports import imported
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.batches import Batcher
+from mlm.finetune.config import SHIPPED, TaskConfig
 from mlm.finetune.examples import Example, Frame
-from mlm.finetune.metrics import EXTRA, Metric, quietly
+from mlm.finetune.metrics import EXTRA, Metric, ignore_warnings
 from mlm.finetune.rows import Row
-from mlm.finetune.task_config import SHIPPED, TaskConfig
 from mlm.util.errors import Problem, show
 from mlm.util.extras import load_extra
 
-Made = tuple[list[Example], bool]
+RowExamples = tuple[list[Example], bool]
 """The examples of a row, and True if it lost tokens because it was too long."""
 Output = NDArray[np.float32]
 """Model output for one example: [num_labels] per text, or [n, 2] for the n tokens of a text (head span)."""
@@ -94,7 +94,7 @@ class TaskType(ABC):
     @abstractmethod
     def make_examples(
         self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
-    ) -> Iterator[Made]:
+    ) -> Iterator[RowExamples]:
         """Yield the examples of each row, at least one."""
 
     @abstractmethod
@@ -122,31 +122,23 @@ class TaskType(ABC):
         """Return the id of a row; `earlier` rows have the same name. Raises RowError."""
         return name
 
-    def unlabelled_row(self, task: TaskConfig) -> str:
-        """Return the problem of a row without a label in a split with labels, and its fix."""
-        return f"no label ('{task.label}'): add it"
-
-    def unlabelled_split_hint(self, task: TaskConfig) -> str:
-        """Return an addition to the error of a split that needs labels and has none."""
-        return ""
-
     def least_room(self, task: TaskConfig) -> int:
         """Least number of tokens that must be left for texts after the special tokens."""
         return 2
 
     def problems(self, task: TaskConfig) -> list[Problem]:
         """Return the problems of a task's columns, labels and lengths."""
-        found = []
+        problems = []
         if self.columns is not None and len(task.columns) not in self.columns[0]:
             problem = f"kind {task.kind} has {self.columns[1]}"
-            found.append(Problem.at("task.columns", list(task.columns), problem))
+            problems.append(Problem.at("task.columns", list(task.columns), problem))
         if self.names_labels and (len(task.labels) < 2 or len(set(task.labels)) < len(task.labels)):
             problem = "must be two or more names, all different, by number"
-            found.append(Problem(("task.labels",), f"task.labels={show(list(task.labels))} {problem}"))
+            problems.append(Problem(("task.labels",), f"task.labels={show(list(task.labels))} {problem}"))
         elif task.labels and not self.names_labels:
             problem = f"kind {task.kind} has none"
-            found.append(Problem.at("task.labels", list(task.labels), problem, "leave it out"))
-        return found
+            problems.append(Problem.at("task.labels", list(task.labels), problem, "leave it out"))
+        return problems
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
         """Return the problem of a known metric that does not suit a task."""
@@ -158,22 +150,14 @@ class TaskType(ABC):
         """Return each of task.metrics, in their order, for labelled rows and their predictions."""
         labels = np.array([row.label for row in rows])
         values = np.array([prediction.value for prediction in predictions])
-        with quietly():
+        with ignore_warnings():
             return {name: self.metrics[name](labels, values) for name in task.metrics}
 
     def warnings(
         self, task: TaskConfig, split: str, rows: Sequence[Row], predictions: Sequence[Prediction]
     ) -> list[str]:
-        """Return a line on a classifier that predicts one label for all rows of a split with several."""
-        values, labels = {prediction.value for prediction in predictions}, [row.label for row in rows]
-        if not self.names_labels or len(values) != 1 or len(set(labels)) == 1:
-            return []
-        (value,), share = values, labels.count(*values) / len(labels)
-        name = task.labels[value] if isinstance(value, int) else value
-        return [
-            f"warning: all {len(rows):,} rows of {split} are predicted {name}, the label of {share:.0%} of "
-            "them; train longer, or with another optimizer.lr"
-        ]
+        """Return lines on predictions that show a failed training."""
+        return []
 
     def standard_errors(
         self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
@@ -198,12 +182,12 @@ class TaskType(ABC):
 
 def task_type(kind: str) -> TaskType:
     """Return the type of task that `task.kind` names. Raises UserError."""
-    found = imported("task.kind", kind, SHIPPED, TaskType)
-    if found is None:
+    loaded = imported("task.kind", kind, SHIPPED, TaskType)
+    if loaded is None:
         module, _, name = SHIPPED[kind].partition(":")
-        found = getattr(import_module(module), name)
-    assert isinstance(found, TaskType)
-    return found
+        loaded = getattr(import_module(module), name)
+    assert isinstance(loaded, TaskType)
+    return loaded
 
 
 def check_installed(task: TaskConfig) -> None:

@@ -5,33 +5,26 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.save_load import CheckpointError, read_manifest, resolve
+import torch
+
+import mlm
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
 from mlm.finetune.batches import Batcher, Order, TaskBatch, batcher_of
-from mlm.finetune.best import (
-    BASE,
-    DATA_PATH,
-    Progress,
-    Scores,
-    best_folder,
-    go_back_to,
-    keep_bests,
-    save_best,
-)
+from mlm.finetune.best import BASE, DATA_PATH, Progress, Scores, best_folder, read_best, save_best
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.examples import Example
-from mlm.finetune.inputs import Evaluation, Settings, Start, load_body
-from mlm.finetune.results import Result, header, write_result
+from mlm.finetune.inputs import Settings, Start, load_body
+from mlm.finetune.results import RESULT, Result, header
 from mlm.finetune.scoring import Objective, evaluate, objective_of, score_split
+from mlm.finetune.splits import TokenizedSplit
 from mlm.finetune.task_type import task_type
 from mlm.launch.doctor.quick import check_start
 from mlm.optim.config import ScheduleConfig
@@ -47,7 +40,7 @@ from mlm.training.resume import claim, resume
 from mlm.training.run_tokenizer import digest_of
 from mlm.training.state import FINETUNING, load_weights
 from mlm.training.trainer import Trainer
-from mlm.util.atomic import write_atomic
+from mlm.util.atomic import as_json, write_atomic
 from mlm.util.errors import writing_to
 
 TRIM_EVERY = 20
@@ -67,15 +60,11 @@ class FinetuneLoop(Loop):
     """All training examples."""
     order: Order
     batcher: Batcher
-    validations: Sequence[Evaluation]
+    validations: Sequence[TokenizedSplit]
     """One per split of task.validations."""
     progress: Progress
     rows: int = field(default=0, init=False)
     """Examples trained on since the last logged step."""
-
-    def __post_init__(self) -> None:
-        self.saved_best = self.progress.best_step
-        """The best step named by the last checkpoint to resume from, which may still be being written."""
 
     @property
     def out(self) -> Path:
@@ -142,28 +131,19 @@ class FinetuneLoop(Loop):
             self.progress.warnings = warnings
             self.record_progress()
             save_best(trainer, self.out)
-            self.tidy()
         for name, metrics in scores.items():
             self.reporter.scores(trainer.step, name, metrics, is_best=is_best)
 
     def save(self, *, awaited: bool) -> None:
-        """Save, and remember which best checkpoint is named."""
+        """Save, with the validations so far."""
         self.record_progress()
         super().save(awaited=awaited)
-        self.saved_best = self.progress.best_step
-        if awaited:
-            self.tidy()
 
     def record_progress(self) -> None:
         """Record the progress of validation in checkpoints."""
         state = self.trainer.extra_state
         # a new dictionary: a save under way may still be writing the one before
-        state[FINETUNING] = {**state[FINETUNING], "progress": self.progress.saved()}
-
-    def tidy(self) -> None:
-        """Delete the best checkpoints that nothing names any more."""
-        if self.trainer.ctx.is_main:
-            keep_bests(self.out, {self.progress.best_step, self.saved_best})
+        state[FINETUNING] = {**state[FINETUNING], "progress": asdict(self.progress)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,17 +151,17 @@ class Material:
     """Model and examples, shared by the runs of all seeds."""
 
     start: Start
-    train: Evaluation
-    validations: Sequence[Evaluation]
+    train: TokenizedSplit
+    validations: Sequence[TokenizedSplit]
     """One per split of task.validations."""
-    tests: Sequence[Evaluation]
+    tests: Sequence[TokenizedSplit]
     """Predicted at the end."""
 
     def notes(self) -> list[str]:
         """Return lines on the template and the choice of rows, and for each split with truncated rows."""
-        splits, template = (self.train, *self.validations, *self.tests), self.start.tokenizer.chat_template
-        found = [note for each in splits for note in (each.split.note, each.examples.note(each.split))]
-        return [note for note in (template.note if template else "", *found) if note]
+        template, splits = self.start.tokenizer.chat_template, (self.train, *self.validations, *self.tests)
+        notes = [template.note] if template is not None and template.note else []
+        return [*notes, *(note for each in splits for note in each.notes())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,16 +261,16 @@ def prepare_directory(config: FinetuneConfig, start: Start) -> None:
 def train(run: Run) -> tuple[Result | None, int | None]:
     """Train from the beginning or from the newest checkpoint. Returns what `finetune` does."""
     config, trainer, material, ctx = run.config, run.trainer, run.material, run.trainer.ctx
-    found, progress = begin(run)
+    resumed_from, progress = begin(run)
     if ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
         prepare_directory(config, material.start)
-    notes = [f"resuming from {found} (step {trainer.step})"] if found else material.start.notes
+    notes = [f"resuming from {resumed_from} (step {trainer.step})"] if resumed_from else material.start.notes
     lengths = [len(text) for example in material.train.examples for text in example.texts]
     with training_session(
         trainer,
         run.out,
         header=header(config, trainer, material.start, len(material.train.examples)),
-        record={"config_digest": config_digest(config), "resumed_from": found and str(found)},
+        record={"config_digest": config_digest(config), "resumed_from": resumed_from and str(resumed_from)},
         notes=[*notes, *material.notes()],
         peak=peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops),
         tokens_per_step=0,  # differs from step to step: the loop counts
@@ -308,7 +288,7 @@ def train(run: Run) -> tuple[Result | None, int | None]:
         )
         if not loop.run():
             return None, session.note_stopped("\nRun the same command again to continue.")
-    return finish(run, progress), session.stop.exit_code if loop.is_stopping else None
+    return finish(run), session.stop.exit_code if loop.is_stopping else None
 
 
 def run_batcher(run: Run) -> Batcher:
@@ -325,45 +305,54 @@ def begin(run: Run) -> tuple[Path | None, Progress]:
     trainer, start, ctx = run.trainer, run.material.start, run.trainer.ctx
     trainer.extra_state[FINETUNING] = {
         "depends_on": run.settings,
-        "progress": Progress().saved(),
+        "progress": asdict(Progress()),
         BASE: hub_id(run.config.ckpt) or start.named.config.name,
         DATA_PATH: None if run.config.data.path is None else os.path.abspath(run.config.data.path),
     }
     trainer.extra_state[TOKENIZER] = digest_of(start.tokenizer).encode()
-    found = resume(trainer)
-    if found is None:
+    checkpoint = resume(trainer)
+    if checkpoint is None:
         load_body(trainer.shards, start.named, ctx)
-    progress = Progress() if found is None else Progress.read(read_manifest(found).state, found)
-    ranks = Ranks.of(ctx)
-    ranks.together(
-        lambda: go_back_to(run.out, progress.best_step) if ctx.is_main else None,
-        lambda error: CheckpointError(f"out={run.config.out}: {error}: fix it, or set another out=…"),
-    )
-    return found, progress
+    return checkpoint, Progress() if checkpoint is None else Progress.read(checkpoint)
 
 
-def finish(run: Run, progress: Progress) -> Result:
+def finish(run: Run) -> Result:
     """Predict the tests with the best weights, and write the result. Collective; raises UserError."""
     config, trainer, material, out = run.config, run.trainer, run.material, run.out
+    best, progress = read_best(out)
+    scores = progress.scores
+    for split, values in scores.items():  # in the order of the task, which a manifest does not keep
+        scores[split] = {name: values[name] for name in config.task.metrics if name in values} | values
+    scores = {split: scores[split] for split in config.task.validations}
     if material.tests:
-        load_weights(trainer.shards, resolve(best_folder(out)), trainer.ctx)
+        load_weights(trainer.shards, best, trainer.ctx)
     batcher = run_batcher(run)
     tests = [
         score_split(config.task, test, trainer.model, run.objective, batcher, out / "predictions")
         for test in material.tests
     ]
-    result = Result.of(
-        config,
-        trainer,
-        progress,
-        settings=run.settings,
+    assert progress.best_step is not None
+    result = Result(
+        task=config.task.name,
+        seed=config.seed,
+        scores=scores,
+        tests={test.tokenized.split.name: test.metrics for test in tests if test.metrics},
+        predictions=tuple(file for test in tests for file in test.files),
+        best_step=progress.best_step,
+        steps=trainer.step,
         steps_per_epoch=run.order.steps_per_epoch,
-        tests=tests,
-        seconds=time.monotonic() - run.begun,
+        checkpoint=str(best_folder(out)),
+        seconds=round(time.monotonic() - run.begun, 1),
+        precision=config.precision.dtype,
+        layout={**asdict(config.parallel), "dp": trainer.ctx.dp.size},
+        depends_on=run.settings,
+        config_digest=config_digest(config),
+        versions={"mlm": mlm.__version__, "torch": torch.__version__},
+        warnings=tuple(progress.warnings),
     )
     if trainer.ctx.is_main:
         with writing_to(config.out):
-            write_result(out, result)
+            write_atomic(out / RESULT, as_json(asdict(result)))
             from mlm.tracking.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
 
             plot_losses(out / "metrics.jsonl", out / "loss.png", task_type(config.task.kind).loss_unit)

@@ -26,10 +26,10 @@ from mlm.inference.trained import (
     NoTokenizerError,
     Trained,
     checkpoint_problems,
+    continuation_problem,
     load_tokenizer,
     load_trained,
-    unnamed_problem,
-    vocabulary_problem,
+    prediction_problem,
 )
 from mlm.launch.join import build_mesh
 from mlm.models.backbone import Transformer
@@ -41,18 +41,13 @@ from mlm.parallel.collectives import broadcast
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import wide
 from mlm.parallel.mesh import ParallelContext
-from mlm.util.errors import ConfigError, Problem, UserError, half_pair, type_of
+from mlm.util.errors import ConfigError, Problem, UserError, type_of
 
 log = logging.getLogger(__name__)
 
 Text = TypeVar("Text", str, list[str])
 USUAL = Sampling()
 """Defaults of `Model.generate`, those of `mlm generate`."""
-SOURCES = (
-    "a run or checkpoint folder of mlm, a Hugging Face folder with config.json, or a model's id on the Hub, "
-    "OWNER/NAME"
-)
-"""Sources that `load` takes."""
 FORMATS = ("fp32", "bf16", "fp16", "fp64")
 """Number formats of a loaded model; tf32 is for training."""
 NAMES = {
@@ -87,13 +82,8 @@ def load(
 
     Raises:
         UserError: There is no such checkpoint, it is damaged, or it cannot be split so.
-        TypeError: An argument is no path, name or number.
     """
-    name = _path("ckpt", ckpt)
-    own_tokenizer = None if tokenizer is None else _path("tokenizer", tokenizer)
-    dtype = _precision(precision)
-    if problem := unnamed_problem(name):
-        raise UserError(f"{name!r}: {problem}; give {SOURCES}")
+    name, dtype = os.fspath(ckpt), _precision(precision)
     if ctx is None:
         ctx = build_mesh(tp=tp, pp=pp, device=device)
     if ctx.cp.size > 1:
@@ -105,19 +95,10 @@ def load(
     for chunk in trained.model.chunks:
         chunk.to(trained.model.dtype)  # half precision: no float32 copy, no cast at each use
         chunk.eval()
-    model = Model(trained, ctx, own_tokenizer)
+    model = Model(trained, ctx, None if tokenizer is None else os.fspath(tokenizer))
     if tokenizer is not None:
         assert model.tokenizer, "read now, so that its problems show here"
     return model
-
-
-def _path(key: str, value: object) -> str:
-    """Return a path as text. Raises TypeError for another object, which may be a model or a tokenizer."""
-    if isinstance(value, str | os.PathLike):
-        return str(value)
-    fix = "save it with save_pretrained(FOLDER) and pass FOLDER" if hasattr(value, "save_pretrained") else ""
-    wanted = f"pass {SOURCES}" if key == "ckpt" else "pass the path of a tokenizer.json, or of its folder"
-    raise TypeError(f"{key}: {type_of(value)}, not a path; {fix or wanted}")
 
 
 def _precision(value: object) -> str:
@@ -139,18 +120,12 @@ def _stops(options: Sampling, stop: str | Sequence[str]) -> list[str]:
     return stops
 
 
-def _listed(key: str, value: object) -> list[str]:
-    """Return a text, or several, as a list. Raises TypeError; UserError for what is no Unicode."""
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple):
-        raise TypeError(f"{key}: {type_of(value)}, not a str or a list of str")
-    for number, text in enumerate(texts):
-        place = key if isinstance(value, str) else f"{key}[{number}]"
-        if not isinstance(text, str):
-            raise TypeError(f"{place}: {type_of(text)}, not a str")
-        if (half := half_pair(text)) is not None:
-            raise UserError(f"{place}: holds {half}; delete it")
-    return list(texts)
+def _listed(key: str, value: str | Sequence[str]) -> list[str]:
+    """Return a text, or several, as a list. Raises TypeError."""
+    texts = [value] if isinstance(value, str) else list(value)
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise TypeError(f"{key}: {type_of(wrong[0])}, not a str or a list of str")
+    return texts
 
 
 class Model:
@@ -187,15 +162,12 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer: `encode` and `decode`. Raises UserError if there is none."""
         try:
-            tokenizer = load_tokenizer(self._named_tokenizer, self.path)
+            return load_tokenizer(self._named_tokenizer, self.path, self.config)
         except NoTokenizerError as error:
             raise UserError(
                 f"{self.path}: no tokenizer is saved with it; pass tokenizer=FILE or FOLDER of the tokenizer "
                 "it was trained with to mlm.load"
             ) from error
-        if problem := vocabulary_problem(self._named_tokenizer, tokenizer, self.config):
-            raise UserError(problem)
-        return tokenizer
 
     def generate(
         self,
@@ -231,7 +203,7 @@ class Model:
             batch_size: Prompts continued at a time.
         """
         prompts = _listed("prompt", prompt)
-        self._check_causal()
+        self._check_predicts_tokens(causal=True)
         options = Sampling(
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens,
@@ -255,15 +227,8 @@ class Model:
         *,
         tools: Sequence[Any] | None = None,
         chat_template: str | Path | None = None,
-        max_new_tokens: int = USUAL.max_new_tokens,
-        min_new_tokens: int = USUAL.min_new_tokens,
-        temperature: float = USUAL.temperature,
-        top_k: int = USUAL.top_k,
-        top_p: float = USUAL.top_p,
-        repetition_penalty: float = USUAL.repetition_penalty,
         stop: str | Sequence[str] = (),
-        seed: int = USUAL.seed,
-        batch_size: int = USUAL.batch_size,
+        **options: Any,
     ) -> Any:
         """Return the answer to a conversation, or to each of several, as `mlm generate chat=true` does.
 
@@ -271,24 +236,14 @@ class Model:
         "content": "…"}; of several conversations a list of those. The tokenizer's chat template, or the Jinja
         file `chat_template`, makes text of them and of `tools`, descriptions of functions; the token that
         ends an answer in it, or in a model folder's generation_config.json, ends this one. Names of special
-        tokens in messages are letters. The other options are those of `generate`.
+        tokens in messages are letters. `options` are those of `generate`: max_new_tokens, temperature, …
 
         Raises:
             UserError: There is no template, or it cannot render the messages.
         """
-        self._check_causal()
-        options = Sampling(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            batch_size=batch_size,
-        )
-        stops, tokenizer = _stops(options, stop), self.tokenizer
-        file = None if chat_template is None else _path("chat_template", chat_template)
+        self._check_predicts_tokens(causal=True)
+        sampling, tokenizer = Sampling(**options), self.tokenizer
+        stops, file = _stops(sampling, stop), None if chat_template is None else os.fspath(chat_template)
         template = load_chat_template(file, self._named_tokenizer, self.path, tokenizer, key="chat_template")
         several = isinstance(messages, list) and bool(messages) and not isinstance(messages[0], Mapping)
         said = messages if several else [messages]
@@ -297,7 +252,7 @@ class Model:
             ids = [encode_prompt(check_messages(one), tokenizer, template, tools) for one in asked]
         except ChatError as error:
             raise UserError(f"messages: {error}") from error
-        answers = self._continue(ids, options, stops, turn_ends(template, tokenizer, self.path))
+        answers = self._continue(ids, sampling, stops, turn_ends(template, tokenizer, self.path))
         return answers if several else answers[0]
 
     def _continue(
@@ -330,21 +285,15 @@ class Model:
         y = found_here[0] if found_here else batch.new_empty(*batch.shape, size, dtype=wide(model.dtype))
         return broadcast(y, pp, pp.size - 1)
 
-    def _batch(self, tokens: object) -> Tensor:
+    def _batch(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return tokens [B, S] on the model's device. Raises UserError unless the model can read them."""
         longest, size = self.config.max_positions, self.config.vocab_size
-        if not isinstance(tokens, Tensor):
-            try:
-                tokens = torch.tensor(tokens)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise TypeError(
-                    "tokens: neither a tensor nor lists of equally many token ids; give one list per sequence"
-                ) from error
-        found = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
+        tokens = torch.as_tensor(tokens)
+        given = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
         if not tokens.numel():
-            raise UserError(f"tokens: an empty batch, {found}; give a sequence of one token or more")
+            raise UserError(f"tokens: an empty batch, {given}; give a sequence of one token or more")
         if tokens.dtype != torch.int64 or tokens.dim() != 2:
-            raise UserError(f"tokens: {found}, not int64 [B, S]; use torch.tensor([ids])")
+            raise UserError(f"tokens: {given}, not int64 [B, S]; use torch.tensor([ids])")
         if tokens.shape[1] > longest:
             raise UserError(
                 f"tokens: S={tokens.shape[1]} is more than max_positions={longest}; truncate them"
@@ -373,7 +322,7 @@ class Model:
             batch_size: Documents of max_positions tokens per micro-batch; scores do not depend on it.
         """
         documents = _listed("texts", texts)
-        self._check_causal()
+        self._check_predicts_tokens(causal=True)
         if batch_size < 1:
             raise ConfigError([Problem.at("batch_size", batch_size, "must be at least 1")])
         tokenizer, longest = self.tokenizer, self.config.max_positions
@@ -403,27 +352,14 @@ class Model:
             texts: Text, or a list of them.
             batch_size: Texts of task.max_length tokens per micro-batch; no answer depends on it.
         """
-        if not isinstance(texts, str | tuple | list | Mapping):
-            raise TypeError(f"texts: {type_of(texts)}, not a text, a tuple, a dict or a list of them")
         if batch_size < 1:
             raise ConfigError([Problem.at("batch_size", batch_size, "must be at least 1")])
         rows = texts if isinstance(texts, list) else [texts]
-        found = predict(self.trained, self.tokenizer, rows, batch_size=batch_size, ctx=self.ctx)
-        return found if isinstance(texts, list) else found[0]
+        answers = predict(self.trained, self.tokenizer, rows, batch_size=batch_size, ctx=self.ctx)
+        return answers if isinstance(texts, list) else answers[0]
 
-    def _check_predicts_tokens(self) -> None:
-        """Raise UserError unless the model has a head that predicts tokens."""
-        kind, head = self.config.kind, self.config.head
-        if head == "none":
-            raise UserError(f"{self.path}: a {kind} without a head predicts no tokens; load one with it")
-        if head != "language_model":
-            raise UserError(f"{self.path}: a finetuned {kind} predicts no tokens; use predict(texts)")
-
-    def _check_causal(self) -> None:
-        """Raise UserError unless the model predicts the next token."""
-        self._check_predicts_tokens()
-        if not self.config.family.causal:
-            raise UserError(
-                f"{self.path}: a {self.config.kind} does not read from left to right; use logits(tokens), or "
-                "load a gpt2"
-            )
+    def _check_predicts_tokens(self, *, causal: bool = False) -> None:
+        """Raise UserError unless the model predicts tokens; with `causal` the next one."""
+        check = continuation_problem if causal else prediction_problem
+        if problem := check(str(self.path), self.config):
+            raise UserError(problem.removeprefix("ckpt="))

@@ -24,8 +24,8 @@ def load_chat_template(
     if file is None and (problem := template_problem(tokenizer_path, path, key=key)):
         raise ConfigError([problem])
     folders = template_folders(tokenizer_path, path)
-    found = (ChatTemplate.find(folder, tokenizer, file) for folder in folders)
-    return next(template for template in found if template is not None)
+    templates = (ChatTemplate.find(folder, tokenizer, file) for folder in folders)
+    return next(template for template in templates if template is not None)
 
 
 def template_folders(tokenizer_path: str | None, path: Path) -> list[Path]:

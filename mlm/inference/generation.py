@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.sampling import NOT_FINITE, Sampling, ending, next_tokens
+from mlm.inference.sampling import NOT_FINITE, Sampling, end_tokens, next_tokens
 from mlm.inference.trained import Trained
 from mlm.models.backbone import Transformer
 from mlm.models.cache import Fill, KeyValueCache, Reading, Step
@@ -26,8 +26,8 @@ from mlm.util.errors import UserError
 
 __all__ = ["Sampling", "before_stop", "continuations", "ends_at", "generate"]
 
-LEFT = -2
-"""In place of all tokens where nobody wants more; NOT_FINITE is -1."""
+STOPPED = -2
+"""In place of all tokens once no more are wanted; NOT_FINITE is -1."""
 FILL_TOKENS = 4096
 """Tokens of prompts read in one pass, padding included: bounds its memory."""
 
@@ -57,7 +57,6 @@ def generate(
     ctx: ParallelContext,
     eod_id: int | Collection[int] | None,
     until: Callable[[int, list[int]], bool] | None = None,
-    on_token: Callable[[int, int], None] | None = None,
     numbers: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, the same on every rank. Collective over all ranks.
@@ -70,18 +69,15 @@ def generate(
         eod_id: the token, or tokens, that end a sequence and are not part of it; None ends none.
         until: until(i, new tokens) ends prompt i's sequence after its newest token when true. Every rank
             calls it, so it must be a function of its arguments.
-        on_token: on_token(i, token) is called with each new token, on every rank.
         numbers: prompt i's draws are a function of (seed, numbers[i], position); None means i.
 
     Raises UserError when logits are not finite; LostPeer.
     """
     new: list[list[int]] = [[] for _ in prompts]
-    found = continuations(trained, prompts, options, ctx=ctx, eod_id=eod_id, until=until, numbers=numbers)
-    for index, token in found:
+    chosen = continuations(trained, prompts, options, ctx=ctx, eod_id=eod_id, until=until, numbers=numbers)
+    for index, token in chosen:
         if token is not None:
             new[index].append(token)
-            if on_token is not None:
-                on_token(index, token)
     return new
 
 
@@ -94,14 +90,14 @@ def continuations(
     eod_id: int | Collection[int] | None,
     until: Callable[[int, list[int]], bool] | None = None,
     numbers: Sequence[int] | None = None,
-    leave: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, int | None]]:
     """(prompt, its next token) as they are chosen, (prompt, None) when its text has ended. See `generate`.
 
-    Once `leave` is true on rank 0, all ranks end, whatever texts are under way.
+    Once `should_stop` is true on rank 0, all ranks end, whatever texts are under way.
     """
-    ends = ending(eod_id)
-    reader = _Reader(trained, options, ctx, ends, leave)
+    ends = end_tokens(eod_id)
+    reader = _Reader(trained, options, ctx, ends, should_stop)
     most = trained.config.model.max_positions
     waiting = deque(
         _Text(i, i if numbers is None else numbers[i], list(prompt[-most:]), seen=set(prompt[-most:]))
@@ -114,7 +110,7 @@ def continuations(
             active.append(waiting.popleft())
         ended = []
         tokens = reader.advance(active)
-        if tokens[0] == LEFT:
+        if tokens[0] == STOPPED:
             return
         for text, token in zip(active, tokens, strict=True):
             if token not in ends:
@@ -157,14 +153,14 @@ class _Reader:
         options: Sampling,
         ctx: ParallelContext,
         ends: Collection[int],
-        leave: Callable[[], bool],
+        should_stop: Callable[[], bool],
     ) -> None:
         self.trained, self.model, self.ctx = trained, trained.model, ctx
-        self.options, self.ends, self.leave = options, ends, leave
+        self.options, self.ends, self.should_stop = options, ends, should_stop
         self.cache = KeyValueCache(options.batch_size, trained.config.model.max_positions)
 
     def advance(self, texts: Sequence[_Text]) -> list[int]:
-        """The next token of each text, or LEFT. Raises UserError on all ranks when logits are not finite."""
+        """The next token of each text, or STOPPED. Raises UserError on all ranks if logits are not finite."""
         for text in texts:
             if len(text.context) > self.cache.max_columns:
                 text.context = text.context[-max(1, self.cache.max_columns // 2) :]
@@ -223,26 +219,26 @@ class _Reader:
         numbered = [Batch(tokens, tokens, number) for number, tokens in enumerate(batches)]
         return [result for _, result in self.model.evaluate(numbered, forward)]
 
-    def _leaves(self) -> bool:
-        """True once `leave` is on the first stage's rank: rank 0 prints, and the last stage chooses."""
-        leaves = self.leave()
+    def _is_stopped(self) -> bool:
+        """True once `should_stop` is on the first stage's rank: rank 0 prints, and the last stage chooses."""
+        is_stopped = self.should_stop()
         if self.ctx.pp.size == 1:
-            return leaves
-        told = torch.tensor([leaves], dtype=torch.int64, device=self.ctx.device)
+            return is_stopped
+        told = torch.tensor([is_stopped], dtype=torch.int64, device=self.ctx.device)
         return bool(broadcast(told, self.ctx.pp, 0).item())
 
     def _chosen(self, texts: Sequence[_Text], logits: Tensor | None) -> list[int]:
         """The tokens that the last stage's first rank chooses from logits [B, V], on every rank."""
         tokens = torch.empty(len(texts), dtype=torch.int64, device=self.ctx.device)
-        leaves = self._leaves()
+        is_stopped = self._is_stopped()
         if logits is not None:
             if self.ctx.tp.rank == 0:
                 numbers, places = [text.number for text in texts], [len(text.new) for text in texts]
                 seen = [text.seen for text in texts]
-                if leaves:
-                    tokens.fill_(LEFT)
+                if is_stopped:
+                    tokens.fill_(STOPPED)
                 else:
-                    found = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, seen)
-                    tokens.copy_(torch.tensor(found))
+                    chosen = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, seen)
+                    tokens.copy_(torch.tensor(chosen))
             broadcast(tokens, self.ctx.tp, 0)
         return broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1).tolist()

@@ -41,8 +41,8 @@ def find_model(ckpt: str) -> Path | None:
     folder = Path(ckpt)
     if folder.is_dir():
         return folder if (folder / CONFIG).is_file() else None
-    found = hub_id(ckpt)
-    return None if found is None else fetch(found, None, "ckpt")
+    repository = hub_id(ckpt)
+    return None if repository is None else fetch(repository, None, "ckpt")
 
 
 def fetch(repository: str, revision: str | None, setting: str) -> Path:
@@ -66,7 +66,7 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
             f"{setting}={repository}: no such folder; to ask the Hub for it, {EXTRA} (huggingface_hub)"
         ) from error
     try:
-        found = hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
+        folder = hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
     except Exception as error:  # the library raises many kinds, those of its HTTP client too
         lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -77,7 +77,7 @@ def download(repository: str, revision: str | None, patterns: tuple[str, ...], s
             f"{setting}={repository}{at}: no such folder, and the Hub does not give it ({reason}). "
             f"Fix the id or the connection, or give a folder with config.json and model.safetensors"
         ) from error
-    return Path(found)
+    return Path(folder)
 
 
 def commit_of(folder: Path) -> str | None:
@@ -87,10 +87,10 @@ def commit_of(folder: Path) -> str | None:
 
 def model_name(folder: Path) -> str:
     """Return the name of a model folder: its last component, or its name on the Hub."""
-    found = folder.resolve()
-    if found.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/COMMIT
-        return found.parents[1].name.rpartition("--")[2]
-    return found.name
+    resolved = folder.resolve()
+    if resolved.parent.name == "snapshots":  # models--OWNER--NAME/snapshots/COMMIT
+        return resolved.parents[1].name.rpartition("--")[2]
+    return resolved.name
 
 
 def run_spec(model: HFModel) -> PretrainConfig:

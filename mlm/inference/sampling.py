@@ -8,25 +8,20 @@ Shapes: B texts, V vocabulary.
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
-from numbers import Integral, Real
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.util.errors import Problem, type_of
+from mlm.util.errors import Problem
 from mlm.util.splitmix import draw, root, uniform
 
 NOT_FINITE = -1
 """In place of a token where the logits are no numbers."""
 SHORT_LIST = 512
 """Tokens that top_p considers before it sorts the whole vocabulary, which takes fifty times as long."""
-
-
-WHOLE = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "batch_size")
-"""Settings that are whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +39,7 @@ class Sampling:
     """Sequences generated at a time. When one ends, the next takes its place."""
 
     def problems(self) -> list[Problem]:
-        """Return the problem of each value that is out of range, or no number."""
-        if wrong := [key for key, value in asdict(self).items() if not isinstance(value, Real)]:
-            return [Problem.at(k, v := getattr(self, k), f"{type_of(v)}, not a number") for k in wrong]
-        values = {key: getattr(self, key) for key in WHOLE}
-        if wrong := [k for k, v in values.items() if isinstance(v, bool) or not isinstance(v, Integral)]:
-            return [Problem.at(key, values[key], "not a whole number") for key in wrong]
+        """Return the problem of each value that is out of range."""
         most = self.max_new_tokens
         rules: tuple[tuple[str, bool, str], ...] = (
             ("max_new_tokens", most >= 1, "must be at least 1"),
@@ -85,17 +75,17 @@ def next_tokens(
     if options.repetition_penalty != 1:
         for row, tokens in zip(logits, seen, strict=True):
             penalise(row, tokens, options.repetition_penalty)
-    if (ends := list(ending(eod_id))) and any(place < options.min_new_tokens for place in places):
+    if (ends := list(end_tokens(eod_id))) and any(place < options.min_new_tokens for place in places):
         early = torch.tensor([place < options.min_new_tokens for place in places])
         logits[early.nonzero(), torch.tensor(ends)] = -math.inf
     best = logits.argmax(-1)  # of a NaN, where there is one
     peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)
     tokens = best.tolist() if options.temperature == 0 else _drawn(logits, numbers, places, options)
-    found = zip(tokens, peaks.isfinite().tolist(), strict=True)
-    return [token if finite else NOT_FINITE for token, finite in found]
+    choices = zip(tokens, peaks.isfinite().tolist(), strict=True)
+    return [token if finite else NOT_FINITE for token, finite in choices]
 
 
-def ending(eod_id: int | Collection[int] | None) -> Collection[int]:
+def end_tokens(eod_id: int | Collection[int] | None) -> Collection[int]:
     """Return the tokens that end a text, given as one, several, or None."""
     return () if eod_id is None else (eod_id,) if isinstance(eod_id, int) else eod_id
 
@@ -106,8 +96,8 @@ def penalise(logits: Tensor, tokens: Collection[int], penalty: float) -> None:
     Source: Keskar et al. 2019 (arXiv:1909.05858), section 4.1; for logits below 0 as `transformers` does.
     """
     ids = torch.tensor(sorted(tokens))
-    found = logits[ids]
-    logits[ids] = torch.where(found > 0, found / penalty, found * penalty)
+    chosen = logits[ids]
+    logits[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
 
 
 def _drawn(logits: Tensor, numbers: Sequence[int], places: Sequence[int], options: Sampling) -> list[int]:

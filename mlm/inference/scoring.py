@@ -12,7 +12,8 @@ the score. So the protocols mean it, and so an exported model does it.
 Shapes: S sequence, B micro-batch, R scored tokens of a micro-batch, N requests.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,10 +21,10 @@ from typing import cast
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mlm.inference.kept_scores import KeptScores
 from mlm.inference.trained import Trained
 from mlm.models.backbone import Transformer
 from mlm.models.gpt2.model import GPT2
@@ -31,7 +32,8 @@ from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.transfer import on_device
 from mlm.training.pipelined import EVAL_ROUNDS, PipelinedModel
-from mlm.util.errors import UserError
+from mlm.util.atomic import digest_name, write_atomic
+from mlm.util.errors import UserError, writing_to
 
 CPU_TOKENS = 2048
 """Most tokens per micro-batch on a CPU, or one sequence: GPT-2 124M scores LAMBADA equally fast at 512 to
@@ -120,11 +122,11 @@ def score(
     if count := int(table[:, 2].sum()):
         resumed(count)
         advance(count)
-    readings = distinct(requests, (table[:, 2] == 0).nonzero().flatten().tolist())
+    readings = group_by_reading(requests, (table[:, 2] == 0).nonzero().flatten().tolist())
     budget = batch_size * longest
     if ctx.device.type == "cpu":
         budget = min(budget, CPU_TOKENS)
-    groups = in_groups(requests, readings, budget=budget, size=ctx.dp.size)
+    groups = group_readings(requests, readings, budget=budget, size=ctx.dp.size)
     while some := list(islice(groups, EVAL_ROUNDS * ctx.pp.size)):
         numbers = [number for group in some for reading in group for number in reading]
         table[numbers] = score_groups(model, requests, some, numbers, ctx)
@@ -138,6 +140,53 @@ def score(
     ]
 
 
+class KeptScores:
+    """Scores kept on disk while a long evaluation runs, so that it resumes after a stop.
+
+    JSON lines: a header that says what is scored, then one line for each request that is done. A command that
+    is killed may leave half a line at the end, which is dropped.
+
+    Attributes:
+        found: what an earlier command left, (loss, is greedy) by the request's number.
+    """
+
+    def __init__(self, path: Path, identity: str, requests: Sequence[Request]) -> None:
+        """Read what is there, and leave a sound file in its place. Raises UserError."""
+        self.path = path
+        header = json.dumps({"identity": identity, "requests": digest_requests(requests)}).encode() + b"\n"
+        with writing_to(str(path)):
+            self.found = self._read(header)
+            write_atomic(path, header + self._lines(self.found))
+
+    def add(self, results: Mapping[int, tuple[float, bool]]) -> None:
+        """Append finished requests. Raises UserError."""
+        with writing_to(str(self.path)), open(self.path, "ab") as f:
+            f.write(self._lines(results))
+
+    def _lines(self, results: Mapping[int, tuple[float, bool]]) -> bytes:
+        return b"".join(json.dumps([number, *result]).encode() + b"\n" for number, result in results.items())
+
+    def _read(self, header: bytes) -> dict[int, tuple[float, bool]]:
+        """What is kept under this header; nothing of another evaluation, or of a damaged file."""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        if not content.startswith(header):
+            return {}
+        try:
+            rows = map(json.loads, content[len(header) :].split(b"\n")[:-1])  # the last is half a line
+            return {number: (loss, greedy) for number, loss, greedy in rows}
+        except (ValueError, TypeError):
+            return {}
+
+
+def digest_requests(requests: Sequence[Request]) -> str:
+    """Digest of what is scored, in its order."""
+    h = xxhash.xxh3_128()
+    for request in requests:
+        h.update(np.array([len(request.tokens), request.first], dtype="<i8").tobytes())
+        h.update(np.ascontiguousarray(request.tokens, dtype="<i8").tobytes())
+    return digest_name(h)
+
+
 def is_valid(request: Request, max_positions: int, vocab_size: int) -> bool:
     """Check that the model can score a request."""
     tokens = request.tokens
@@ -145,7 +194,7 @@ def is_valid(request: Request, max_positions: int, vocab_size: int) -> bool:
     return fits and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
 
 
-def distinct(requests: Sequence[Request], numbers: Sequence[int]) -> list[Reading]:
+def group_by_reading(requests: Sequence[Request], numbers: Sequence[int]) -> list[Reading]:
     """The given requests by what the model reads for them, the longest first: too long shows at once."""
     readings: dict[bytes, Reading] = {}
     for number in numbers:
@@ -153,7 +202,7 @@ def distinct(requests: Sequence[Request], numbers: Sequence[int]) -> list[Readin
     return sorted(readings.values(), key=lambda reading: -len(requests[reading[0]].tokens))
 
 
-def in_groups(
+def group_readings(
     requests: Sequence[Request], readings: Sequence[Reading], *, budget: int, size: int
 ) -> Iterator[list[Reading]]:
     """Readings for the `size` data-parallel ranks, each at most `budget` tokens with padding.

@@ -5,20 +5,24 @@ Hub. A model folder is read as it is, and nothing is written to it.
 """
 
 import os
-from contextlib import suppress
+import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
+import torch
+
+import mlm
 from mlm.checkpoint.huggingface.folder import CONFIG, read_model
-from mlm.checkpoint.native.folders import LATEST, locate
-from mlm.checkpoint.native.format import MANIFEST
+from mlm.checkpoint.native.folders import locate
+from mlm.checkpoint.native.format import MANIFEST, canonical
 from mlm.checkpoint.native.save_load import Manifest, read_manifest, resolve
 from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, TokenizerDigest, check_beside
 from mlm.config.build import from_dict
-from mlm.config.fields import REMOTE
 from mlm.config.imports import OwnCodeError, is_path
-from mlm.data.files_present import hub_id
+from mlm.data.receipt import version_of
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
 from mlm.models.config import ModelConfig
@@ -38,6 +42,7 @@ from mlm.training.memory import reuse_large_blocks
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.run_tokenizer import digest_of, receipt_tokenizer
 from mlm.training.state import load_weights
+from mlm.util.atomic import digest_bytes
 from mlm.util.errors import CorruptFileError, UserError
 
 LISTED = 3  # problems of a saved configuration that a message lists
@@ -57,6 +62,20 @@ class Trained:
     """Of a model folder, one made up for it: step 0, and the digest of its files."""
     path: Path
     """The step-… directory, or the model folder."""
+
+    def facts(self, *packages: str) -> dict[str, Any]:
+        """Return the entries of a result on the model, and the versions that it was computed with."""
+        return {
+            "checkpoint": str(self.path),
+            "checkpoint_digest": self.manifest.digest,
+            "step": self.manifest.step,
+            "versions": {
+                "mlm": mlm.__version__,
+                "torch": torch.__version__,
+                **{package: version_of(package) for package in packages},
+                "python": platform.python_version(),
+            },
+        }
 
 
 @dataclass(frozen=True)
@@ -96,26 +115,6 @@ def _model_folder(ckpt: str) -> Path | None:
             return find_model(ckpt)
         return None
     return None if Path(ckpt).exists() else find_model(ckpt)
-
-
-def unnamed_problem(ckpt: str) -> str | None:
-    """Return the problem of a path or id that names no model; None if it may name one."""
-    folder = Path(ckpt)
-    if not ckpt:
-        return "names nothing"
-    if folder.is_dir():
-        try:
-            resolve(ckpt)
-        except CorruptFileError:
-            return None  # it names one, which is damaged
-        except UserError:
-            return None if (folder / CONFIG).is_file() else f"holds neither a checkpoint nor {CONFIG}"
-        return None
-    if folder.name in (LATEST, MANIFEST) and folder.is_file():
-        return None
-    if REMOTE.match(ckpt):
-        return "remote stores are not read"
-    return None if hub_id(ckpt) else "is a file" if folder.exists() else "no such folder"
 
 
 def is_model_folder(path: Path) -> bool:
@@ -231,6 +230,14 @@ def result_file(path: Path, name: str) -> Path:
     return run_directory(path) / (f"{model_name(path)}-{name}" if is_model_folder(path) else name)
 
 
+def result_identity(result: Mapping[str, Any]) -> str:
+    """Return the digest of what an evaluation scored: checkpoint, tokenizer, number format, and texts."""
+    keys = ("task", "split", "protocol", "digest", "seq_length", "stride", "max_length")
+    texts = [[each.get(key) for key in keys] for each in result.get("results", []) if isinstance(each, dict)]
+    model = [result.get(key) for key in ("checkpoint_digest", "tokenizer_digest", "precision")]
+    return digest_bytes(canonical([*model, texts]))
+
+
 def window_length(seq_length: int | None, trained: PretrainConfig) -> int:
     """Tokens that the model reads at a time: those typed, else those of its training. Raises UserError."""
     positions = trained.model.max_positions
@@ -244,18 +251,33 @@ def window_length(seq_length: int | None, trained: PretrainConfig) -> int:
 
 
 def load_tokenizer(
-    named: str | None, path: Path, key: str = "tokenizer", *, force: bool = False
+    named: str | None,
+    path: Path,
+    model: ModelConfig | None = None,
+    key: str = "tokenizer",
+    *,
+    force: bool = False,
 ) -> Tokenizer:
     """The tokenizer that `key` names, else the one saved with the run or the model.
 
-    One that is named must be the one the checkpoint was trained with, unless `force` is given. Raises
-    UserError; CorruptFileError when the saved one is not the one that was trained with.
+    With `model` it must have no more tokens than that has. One that is named must be the one the checkpoint
+    was trained with, unless `force` is given. Raises UserError; CorruptFileError when the saved one is not
+    the one that was trained with.
     """
-    if named is not None:
-        tokenizer = _named_tokenizer(named, path)
-        if not force and (problem := other_tokenizer(named, tokenizer, path, key)):
-            raise UserError(problem)
-        return tokenizer
+    tokenizer = _saved_tokenizer(path, key) if named is None else _named_tokenizer(named, path)
+    if model is not None and (problem := vocabulary_problem(named, tokenizer, model, key)):
+        raise UserError(problem)
+    known = None if named is None or force else known_tokenizer(path)
+    if known is not None and not known.is_same(digest_of(tokenizer)):
+        raise UserError(
+            f"{key}={named}: has another vocabulary ({tokenizer.digest}) than {path} was trained with "
+            f"({known.digest}); remove {key}="
+        )
+    return tokenizer
+
+
+def _saved_tokenizer(path: Path, key: str) -> Tokenizer:
+    """The tokenizer.json of a run or model folder."""
     if is_model_folder(path):
         try:
             return Tokenizer.load(path)
@@ -263,7 +285,7 @@ def load_tokenizer(
             raise
         except (UserError, OSError) as error:
             raise NoTokenizerError(f"{key}=null: {error}: give {key}=…/tokenizer.json") from error
-    saved = run_directory(path) / "tokenizer.json"
+    saved = run_directory(path) / TOKENIZER
     if not os.path.lexists(saved):
         raise NoTokenizerError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
     state = read_manifest(path).state
@@ -289,23 +311,6 @@ def known_tokenizer(path: Path) -> TokenizerDigest | None:
         return digest_of(Tokenizer.load(path))
     except (UserError, OSError):
         return None
-
-
-def other_tokenizer(named: str, tokenizer: Tokenizer, path: Path, key: str) -> str | None:
-    """The error where a tokenizer is not the one that a checkpoint was trained with."""
-    known, given = known_tokenizer(path), digest_of(tokenizer)
-    if known is None or known.is_same(given):
-        return None
-    saved = run_directory(path) / TOKENIZER
-    if saved.is_file() and known.vocabulary is None:  # a receipt knows the file alone
-        with suppress(UserError):
-            found = digest_of(Tokenizer.load(saved))
-            if found.digest == known.digest and found.is_same(given):
-                return None
-    return (
-        f"{key}={named}: has another vocabulary ({given.digest}) than {path} was trained with "
-        f"({known.digest}); remove {key}="
-    )
 
 
 def corpus_problem(prefix: Path, path: Path, key: str = "path") -> str | None:

@@ -16,8 +16,8 @@ import torch
 from omegaconf import OmegaConf
 
 from bench.machine import REPOSITORY
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import encode, frame
-from mlm.finetune.task_config import TaskConfig
 from mlm.inference.trained import load_tokenizer, load_trained
 from mlm.models.backbone import Inputs
 from mlm.models.documents import without_padding

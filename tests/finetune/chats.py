@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from mlm.finetune.config import FinetuneConfig
-from mlm.finetune.task_config import TaskConfig
+from mlm.finetune.config import FinetuneConfig, TaskConfig
 from mlm.optim.config import OptimizerConfig
 from tests.data.chats import MARKED, write_tokenizer
 from tests.finetune.material import WORDS, shipped, write_rows

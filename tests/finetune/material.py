@@ -19,8 +19,8 @@ from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.tokenizer import Tokenizer
+from mlm.finetune.config import TaskConfig
 from mlm.finetune.splits import Split, read_split
-from mlm.finetune.task_config import TaskConfig
 
 VOCABULARY = (
     "the a cat dog sea sat saw ran on mat tree who when what answer near far old new moon river stone quick "

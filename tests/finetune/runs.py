@@ -20,12 +20,12 @@ from mlm.finetune.config import (
     FinetuneDataConfig,
     FinetuneScheduleConfig,
     FinetuneTrainConfig,
+    TaskConfig,
     TaskDataConfig,
 )
-from mlm.finetune.inputs import evaluation_of, start_of
+from mlm.finetune.inputs import start_of, tokenize_split
 from mlm.finetune.scoring import Finetuning, outputs_of
 from mlm.finetune.splits import read_split
-from mlm.finetune.task_config import TaskConfig
 from mlm.finetune.task_type import Output, task_type
 from mlm.inference.trained import load_trained
 from mlm.models.config import ModelConfig
@@ -180,7 +180,7 @@ def run_and_look(ctx: ParallelContext, config: FinetuneConfig) -> list[Output]:
     task = config.task
     saved = EvalTaskConfig(ckpt=config.out, task=task)
     start = start_of(saved)
-    examples = evaluation_of(task, read_split(task, "validation", path=config.data.path), start).examples
+    examples = tokenize_split(task, read_split(task, "validation", path=config.data.path), start).examples
     model = load_trained(str(start.named.path), config.parallel, config.precision, ctx).model
     objective = Finetuning(task_type(task.kind), ctx, model.dtype)
     return outputs_of(model, objective, examples, batcher_of(model, 2, start.max_length))

@@ -1,13 +1,10 @@
-"""Problems are reported by file and row, input is bounded, and nothing is executed."""
+"""Problems are reported by file and row, and nothing is executed."""
 
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from mlm.finetune.sources import MAX_LINE
 from mlm.finetune.splits import read_split
 from mlm.util.errors import CorruptFileError, UserError
 from tests.finetune.material import (
@@ -63,7 +60,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "text for answers": ("squad", SQUAD | {"answers": "cat"}, "'answers' holds a text"),
     "SQuAD 2.0 of the Hub as 1.1": (
-        "squad", SQUAD | {"answers": {"text": [], "answer_start": []}}, "use task=squad_v2, .* delete",
+        "squad", SQUAD | {"answers": {"text": [], "answer_start": []}}, "no label",
     ),
 }  # fmt: skip
 GOOD = {"mine": PAIR, "stsb": STS, "race": RACE, "squad": SQUAD}
@@ -120,11 +117,6 @@ def test_missing_column_does_not_hide_other_bad_rows(tmp_path: Path) -> None:
     assert "'second' holds null, not a text" in lines[2]
 
 
-def test_empty_text_is_taken_when_the_task_says_so(tmp_path: Path) -> None:
-    split = split_of(tmp_path, pairs(allow_empty=True), [PAIR | {"second": ""}])
-    assert split.rows[0].texts[1] == ""
-
-
 @pytest.mark.parametrize("withheld", [-1, None])
 def test_test_split_without_labels_can_only_be_predicted(tmp_path: Path, withheld: Any) -> None:
     split = split_of(tmp_path, pairs(), [PAIR | {"label": withheld}] * 3, name="test")
@@ -164,7 +156,6 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "not UTF-8 in a table": ("train.tsv", b"first\tsecond\n\xff\tb\n", "is not UTF-8"),
     "no object": ("train.jsonl", b"[1]\n", "train.jsonl:1: not a JSON object"),
     "no rows": ("train.jsonl", b"\n\n", "split train holds no row"),
-    "a long line": ("train.jsonl", b" " * (MAX_LINE + 1), "a line of more than"),
     "no SQuAD": ("train.json", b'{"data": 3}', "has no list of objects under 'data'"),
     "no RACE": ("train/1.txt", b'{"article": "a"}', "is no article of RACE"),
     "fewer answers": (
@@ -190,14 +181,6 @@ def test_damaged_parquet_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CorruptFileError, match="is no Parquet file, or a damaged one"):
-        read_split(pairs(), "train", path=str(tmp_path))
-
-
-def test_small_parquet_file_that_unpacks_to_gigabytes_is_rejected(tmp_path: Path) -> None:
-    one = pa.DictionaryArray.from_arrays(pa.array([0] * 5000, pa.int32()), pa.array(["a" * (1 << 22)]))
-    pq.write_table(pa.table({"first": one}), tmp_path / "train.parquet", compression="zstd")
-    assert (tmp_path / "train.parquet").stat().st_size < 1 << 20
-    with pytest.raises(UserError, match="more text than"):
         read_split(pairs(), "train", path=str(tmp_path))
 
 

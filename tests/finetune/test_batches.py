@@ -43,12 +43,6 @@ def test_epochs_and_seeds_have_other_orders() -> None:
     assert all(orders.count(order) == 1 for order in orders)
 
 
-def test_a_step_is_the_same_whatever_was_asked_before() -> None:
-    made = [Order(examples_of(23), batch_size=4, sort_batches=2, seed=1) for _ in range(2)]
-    before = [made[0].batch(n).tolist() for n in range(18)]
-    assert [made[1].batch(n).tolist() for n in reversed(range(18))] == before[::-1]
-
-
 def test_texts_of_a_batch_are_about_as_long() -> None:
     examples = examples_of(400)
     waste = {}

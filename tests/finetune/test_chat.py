@@ -15,9 +15,9 @@ from mlm.config.cli import main
 from mlm.finetune import run
 from mlm.finetune.batches import Order
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, FinetuneScheduleConfig
-from mlm.finetune.inputs import Evaluation, evaluation_of, load_body, splits_of, start_of
+from mlm.finetune.inputs import load_body, splits_of, start_of, tokenize_split
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, first_fit
-from mlm.finetune.splits import read_part
+from mlm.finetune.splits import TokenizedSplit, read_part
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -48,9 +48,9 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def evaluation(config: FinetuneConfig) -> Evaluation:
+def evaluation(config: FinetuneConfig) -> TokenizedSplit:
     """The training conversations of a run."""
-    return evaluation_of(config.task, splits_of(config).train, start_of(config))
+    return tokenize_split(config.task, splits_of(config).train, start_of(config))
 
 
 def test_losses_equal_a_plain_loop_of_transformers(folder: Path) -> None:
@@ -206,7 +206,7 @@ def test_answers_beyond_the_context_are_truncated_and_counted(folder: Path, tmp_
     note = (
         f"{tmp_path}: 2 of 3 rows of train were truncated to 96 tokens, 1 of them left out: no answer begins"
     )
-    assert found.examples.note(found.split).startswith(note)
+    assert found.notes()[-1].startswith(note)
 
 
 def problem_of(config: FinetuneConfig) -> str:
@@ -293,20 +293,6 @@ def test_problems_of_model_rows_and_template_are_reported_together(
         assert all(line.startswith(start) for line, start in zip(lines, problems, strict=True)), lines
 
 
-def test_problems_in_files_are_reported_together(folder: Path, tmp_path: Path) -> None:
-    """A model that reads both ways, and bad rows of both splits."""
-    write_model(tmp_path / "bert")
-    for name in ("train", "validation"):
-        write_rows(tmp_path / f"{name}.jsonl", [{"messages": TALK}, {"messages": TALK[:1]}])
-    given = {"ckpt": str(tmp_path / "bert"), "out": str(tmp_path / "out"), "data": {"path": str(tmp_path)}}
-    problems = run.preflight(chatting(folder, **given))
-    assert [str(problem).partition(" ")[0] for problem in problems] == [
-        f"ckpt={tmp_path / 'bert'}",
-        f"{tmp_path / 'train.jsonl'}:2:",
-        f"{tmp_path / 'validation.jsonl'}:2:",
-    ]
-
-
 def test_base_without_a_template_trains_with_the_built_in_one(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,16 +308,6 @@ def test_base_without_a_template_trains_with_the_built_in_one(
     finetune(config)
     line = "chat template chatml: a turn ends with <|endoftext|>, as the vocabulary has no <|im_end|>"
     assert line in capsys.readouterr().out
-
-
-def test_conversations_that_are_all_too_long_are_an_error(folder: Path, tmp_path: Path) -> None:
-    late = {"messages": [{**TALK[0], "content": "cat " * 90}, TALK[1]]}
-    for name in ("train", "validation"):
-        write_rows(tmp_path / f"{name}.jsonl", [late])
-    found = problem_of(chatting(folder, out=str(tmp_path / "out"), data={"path": str(tmp_path)}))
-    assert (
-        "of the 1 rows of train none has a token to learn among its first 96: raise task.max_length" in found
-    )
 
 
 def test_template_is_needed_and_may_be_given(folder: Path, tmp_path: Path) -> None:
@@ -374,10 +350,3 @@ def test_ranks_get_equally_many_micro_batches_and_each_conversation_once(folder:
     seen = sorted(n for batches in ranks for batch in batches for n in batch.examples)
     assert seen == list(range(len(examples)))
     assert all(batch.tokens.shape[1] % 4 == 0 for batches in ranks for batch in batches)
-
-
-def test_run_of_one_step_trains(folder: Path, tmp_path: Path) -> None:
-    """Its one step is the last, where a decay to 0 would leave the weights as they were."""
-    config = chatting(folder, out=str(tmp_path), train={"epochs": 1, "global_batch_size": 20})
-    finetune(config)
-    assert [record["lr"] for record in records(tmp_path, "step")] == [config.optimizer.lr]

@@ -55,6 +55,7 @@ def command(folder: Path, *words: str) -> int:
     return main([*words, *given])
 
 
+@pytest.mark.slow
 def test_a_task_type_named_by_import_path_finetunes_and_evaluates(folder: Path) -> None:
     out = folder / "out"
     assert command(folder, "finetune", "reviews", f"ckpt={folder / 'bert'}", f"out={out}", "dropout=0") == 0

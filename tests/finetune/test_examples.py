@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlm.finetune.examples import Text
-from mlm.finetune.splits import Examples, make_examples
+from mlm.finetune.splits import TokenizedSplit, tokenize
 from mlm.util.errors import UserError
 from tests.finetune.material import bert, gpt2, pairs, sentence, shipped, split_of, their_bert
 
@@ -38,10 +38,10 @@ def assert_same(text: Text, theirs: Any) -> None:
 @pytest.mark.parametrize("max_length", [17, 24, 512])
 def test_pairs_are_those_of_transformers(tmp_path: Path, max_length: int) -> None:
     rows = rows_of_pairs(60, 20)
-    examples = make_examples(
+    examples = tokenize(
         pairs(), split_of(tmp_path, pairs(), rows), bert(), causal=False, max_length=max_length
     )
-    for row, example in zip(rows, examples, strict=True):
+    for row, example in zip(rows, examples.examples, strict=True):
         theirs = their_bert()(row["first"], row["second"], truncation=True, max_length=max_length)
         assert_same(example.texts[0], theirs)
         assert example.label == row["label"]
@@ -50,30 +50,26 @@ def test_pairs_are_those_of_transformers(tmp_path: Path, max_length: int) -> Non
 @pytest.mark.parametrize("max_length", [9, 512])
 def test_single_texts_are_those_of_transformers(tmp_path: Path, max_length: int) -> None:
     task, rows = pairs(columns=["first"]), rows_of_pairs(40, 12)
-    examples = make_examples(
-        task, split_of(tmp_path, task, rows), bert(), causal=False, max_length=max_length
-    )
-    for row, example in zip(rows, examples, strict=True):
+    examples = tokenize(task, split_of(tmp_path, task, rows), bert(), causal=False, max_length=max_length)
+    for row, example in zip(rows, examples.examples, strict=True):
         assert_same(example.texts[0], their_bert()(row["first"], truncation=True, max_length=max_length))
 
 
 def test_every_row_has_its_example_and_cut_rows_are_counted(tmp_path: Path) -> None:
     rows = rows_of_pairs(50, 20)
     split = split_of(tmp_path, pairs(), rows)
-    examples = make_examples(pairs(), split, bert(), causal=False, max_length=24)
-    assert [example.row for example in examples] == list(range(50))
+    examples = tokenize(pairs(), split, bert(), causal=False, max_length=24)
+    assert [example.row for example in examples.examples] == list(range(50))
     long = [r for r in rows if len(their_bert()(r["first"], r["second"])["input_ids"]) > 24]
     assert 0 < examples.truncated == len(long) < 50
-    assert f"{len(long)} of 50 rows of train were truncated to 24 tokens" in examples.note(split)
+    assert f"{len(long)} of 50 rows of train were truncated to 24 tokens" in examples.notes()[0]
 
 
 def test_gpt2_reads_pairs_with_an_end_behind_each_and_no_types(tmp_path: Path) -> None:
     rows = rows_of_pairs(5, 4)
     tokenizer = gpt2()
-    examples = make_examples(
-        pairs(), split_of(tmp_path, pairs(), rows), tokenizer, causal=True, max_length=512
-    )
-    for row, example in zip(rows, examples, strict=True):
+    examples = tokenize(pairs(), split_of(tmp_path, pairs(), rows), tokenizer, causal=True, max_length=512)
+    for row, example in zip(rows, examples.examples, strict=True):
         a, b = tokenizer.encode(row["first"]), tokenizer.encode(row["second"])
         assert example.texts[0].tokens.tolist() == [*a, tokenizer.eod_id, *b, tokenizer.eod_id]
         assert example.texts[0].second == len(example.texts[0])
@@ -81,16 +77,15 @@ def test_gpt2_reads_pairs_with_an_end_behind_each_and_no_types(tmp_path: Path) -
 
 def test_gpt2_keeps_its_last_token_when_a_text_is_cut(tmp_path: Path) -> None:
     split = split_of(tmp_path, pairs(), rows_of_pairs(9, 20))
-    examples = make_examples(pairs(), split, gpt2(), causal=True, max_length=12)
+    examples = tokenize(pairs(), split, gpt2(), causal=True, max_length=12)
     assert examples.truncated
-    assert all(len(e.texts[0]) <= 12 and e.texts[0].tokens[-1] == gpt2().eod_id for e in examples)
+    assert all(len(e.texts[0]) <= 12 and e.texts[0].tokens[-1] == gpt2().eod_id for e in examples.examples)
 
 
 def test_special_tokens_written_out_are_letters(tmp_path: Path) -> None:
     row = {"first": "the cat [SEP] sat", "second": "[CLS] on", "label": 0}
-    (example,) = make_examples(
-        pairs(), split_of(tmp_path, pairs(), [row]), bert(), causal=False, max_length=512
-    )
+    split = split_of(tmp_path, pairs(), [row])
+    (example,) = tokenize(pairs(), split, bert(), causal=False, max_length=512).examples
     tokens = example.texts[0].tokens.tolist()
     assert (tokens.count(bert().sep_id), tokens.count(bert().cls_id)) == (2, 1)
 
@@ -124,10 +119,10 @@ def reference(row: dict[str, Any], option: str, max_length: int = 512) -> list[i
     return [*whole[: max_length - 1], sep]
 
 
-def race(folder: Path, rows: list[dict[str, Any]], **how: Any) -> Examples:
+def race(folder: Path, rows: list[dict[str, Any]], **how: Any) -> TokenizedSplit:
     task = shipped("race")
     how = {"causal": False, "max_length": 512} | how
-    return make_examples(task, split_of(folder, task, rows), gpt2() if how["causal"] else bert(), **how)
+    return tokenize(task, split_of(folder, task, rows), gpt2() if how["causal"] else bert(), **how)
 
 
 LONG = " ".join([ARTICLE] * 700)  # more than 10,000 words
@@ -144,7 +139,7 @@ RACE_ROWS = {
 @pytest.mark.parametrize("name", RACE_ROWS)
 def test_race_is_put_together_as_the_protocol_says(tmp_path: Path, name: str) -> None:
     row = RACE_ROWS[name]
-    (example,) = race(tmp_path, [row])
+    (example,) = race(tmp_path, [row]).examples
     assert example.label == 2
     for text, option in zip(example.texts, row["options"], strict=True):
         assert text.tokens.tolist() == reference(row, option)
@@ -156,12 +151,12 @@ def test_article_of_ten_thousand_words_is_cut_and_counted(tmp_path: Path) -> Non
     assert len(LONG.split()) > 10_000
     examples = race(tmp_path, list(RACE_ROWS.values()))
     assert examples.truncated == 2
-    assert max(len(text) for example in examples for text in example.texts) == 512
+    assert max(len(text) for example in examples.examples for text in example.texts) == 512
 
 
 def test_gpt2_reads_the_question_and_its_option_last(tmp_path: Path) -> None:
     row = race_row("Who saw it ?", article=LONG)
-    (example,) = race(tmp_path, [row], causal=True, max_length=64)
+    (example,) = race(tmp_path, [row], causal=True, max_length=64).examples
     eod = gpt2().eod_id
     for text, option in zip(example.texts, row["options"], strict=True):
         asked = gpt2().encode(f"Who saw it ? {option}".replace(" . ", ". "))
@@ -175,7 +170,7 @@ def test_gpt2_reads_the_question_and_its_option_last(tmp_path: Path) -> None:
 def test_tokenizer_without_cls_is_rejected_for_bert(tmp_path: Path) -> None:
     split = split_of(tmp_path, pairs(), rows_of_pairs(1, 3))
     with pytest.raises(UserError, match=r"no \[CLS\] and \[SEP\]"):
-        make_examples(pairs(), split, gpt2(), causal=False, max_length=64)
+        tokenize(pairs(), split, gpt2(), causal=False, max_length=64)
 
 
 @pytest.mark.parametrize("name, least", [("rte", 5), ("squad", 133)])
@@ -184,5 +179,5 @@ def test_length_without_room_is_rejected_with_one_that_has(tmp_path: Path, name:
     row = {"sentence1": "a", "sentence2": "a", "label": 0, "context": "the cat sat", "question": "who ?"}
     split = split_of(tmp_path, task, [row | {"answers": {"text": ["cat"], "answer_start": [4]}}])
     with pytest.raises(UserError, match=f"set {least} or more"):
-        make_examples(task, split, bert(), causal=False, max_length=least - 1)
-    assert len(make_examples(task, split, bert(), causal=False, max_length=least)) == 1
+        tokenize(task, split, bert(), causal=False, max_length=least - 1)
+    assert len(tokenize(task, split, bert(), causal=False, max_length=least).examples) == 1

@@ -18,8 +18,8 @@ from mlm.finetune.rows import Row
 from mlm.finetune.task_type import Prediction
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from tests.cases import slow_but
 from tests.finetune.runs import (
-    BERT,
     GPT2,
     evaluation,
     finetune,
@@ -73,14 +73,6 @@ class TestBest:
         config = finetuning(folder, out=str(tmp_path), train={"validate_every": 1})
         assert finetune(config)["best_step"] == 2
 
-    def test_what_is_below_zero_can_be_the_best(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Correlations can."""
-        scoring(monkeypatch, -0.5, -0.2, -0.3, -0.4, -0.5, -0.6)
-        config = finetuning(folder, out=str(tmp_path), train={"validate_every": 1})
-        assert finetune(config)["best_step"] == 2
-
     def test_holds_the_weights_of_its_step_and_nothing_of_the_optimizer(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -126,12 +118,12 @@ class TestWhen:
     def validated(self, out: Path) -> list[int]:
         return [record["step"] for record in records(out, "scores")]
 
-    @pytest.mark.parametrize("every, steps", [(None, [3, 6]), (2, [2, 4, 6]), (4, [4, 6]), (100, [6])])
+    @pytest.mark.parametrize("every, steps", [(None, [3, 6]), (4, [4, 6])])
     def test_validates(self, folder: Path, tmp_path: Path, every: int | None, steps: list[int]) -> None:
         finetune(finetuning(folder, out=str(tmp_path), train={"validate_every": every}))
         assert self.validated(tmp_path) == steps
 
-    @pytest.mark.parametrize("save_every, steps", [(0, [3, 6]), (2, [2, 4, 6]), (4, [4, 6])])
+    @pytest.mark.parametrize("save_every, steps", [(0, [3, 6]), (4, [4, 6])])
     def test_saves(self, folder: Path, tmp_path: Path, save_every: int, steps: list[int]) -> None:
         keep = FinetuneCheckpointConfig(save_every=save_every, keep_last=2)
         finetune(finetuning(folder, out=str(tmp_path), checkpoint=keep))
@@ -140,12 +132,15 @@ class TestWhen:
 
     @pytest.mark.parametrize(
         "patience, accuracies, end",
-        [
-            (1, (0.5, 0.5), 2),
-            (2, (0.5, 0.4, 0.6, 0.5, 0.6), 5),
-            (2, (0.5, 0.4, 0.6, 0.5, 0.7, 0.7), STEPS),
-            (0, (0.5,), STEPS),
-        ],
+        slow_but(
+            {1},
+            [
+                (1, (0.5, 0.5), 2),
+                (2, (0.5, 0.4, 0.6, 0.5, 0.6), 5),
+                (2, (0.5, 0.4, 0.6, 0.5, 0.7, 0.7), STEPS),
+                (0, (0.5,), STEPS),
+            ],
+        ),
     )
     def test_ends_when_patience_does(
         self,
@@ -199,6 +194,7 @@ class TestRows:
         assert score(saved)["results"][0]["metrics"] == result["tests"]["test"]
         assert read(tmp_path / "test.json") == said
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "parallel", [ParallelConfig(tp=2, sequence_parallel=True), ParallelConfig(dp=2, zero=3)]
     )
@@ -231,13 +227,6 @@ class TestStart:
         finetune(second)
         best = read_manifest(next((tmp_path / "first/best/checkpoints").glob("step-*")))
         assert read(tmp_path / "second/result.json")["depends_on"]["ckpt"] == best.digest
-
-    def test_dropout_null_is_that_of_the_checkpoint(self, folder: Path, tmp_path: Path) -> None:
-        write_model(tmp_path / "bert", replace(BERT, hidden_dropout=0.3))
-        for dropout, expected in ((None, (0.3, 0.0)), (0.1, (0.1, 0.1))):
-            config = finetuning(folder, ckpt=str(tmp_path / "bert"), dropout=dropout)
-            model = run.start_of(config).model
-            assert (model.hidden_dropout, model.attention_dropout) == expected
 
     def test_seeds_differ_in_head_order_and_dropout_alone(self, folder: Path, tmp_path: Path) -> None:
         """The body is that of the checkpoint."""

@@ -68,11 +68,6 @@ class TestSeeds:
         assert len({tuple(losses(tmp_path / f"seed-{seed}")) for seed in (5, 6, 7)}) == 3
         assert "median" in capsys.readouterr().out
 
-    def test_a_seed_is_the_same_run_alone(self, folder: Path, tmp_path: Path) -> None:
-        finetune(self.config(folder, tmp_path / "all"))
-        finetune(finetuning(folder, out=str(tmp_path / "one"), seed=6, train={"epochs": 1}))
-        assert losses(tmp_path / "one") == losses(tmp_path / "all/seed-6")
-
     def test_continues_with_the_seed_that_is_not_done(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

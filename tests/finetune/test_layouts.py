@@ -11,6 +11,7 @@ from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.task_type import Output
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from tests.cases import slow_but
 from tests.finetune.runs import (
     BERT,
     GPT2,
@@ -97,7 +98,7 @@ def check_same(one: Path, other: Path, outputs: list[Output], others: list[Outpu
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "model", "layout"), CASES)
+@pytest.mark.parametrize(("kind", "model", "layout"), slow_but(range(0, 100, 8), CASES))
 def test_a_run_is_the_same_at_every_layout(
     alone: Alone, tmp_path: Path, kind: str, model: str, layout: str
 ) -> None:
@@ -109,7 +110,7 @@ def test_a_run_is_the_same_at_every_layout(
         check_same(Path(config.out), tmp_path / "out", want, outputs)
 
 
-@pytest.mark.parametrize(("kind", "size"), [*((kind, 1) for kind in KINDS), ("span", 100)])
+@pytest.mark.parametrize(("kind", "size"), slow_but({3}, [*((kind, 1) for kind in KINDS), ("span", 100)]))
 def test_a_run_is_the_same_at_every_micro_batch_size(
     alone: Alone, tmp_path: Path, kind: str, size: int
 ) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.checkpoint.native.folders import checkpoints, named_latest
+from mlm.checkpoint.native.folders import checkpoints
 from mlm.finetune import run, training
-from mlm.finetune.best import best_of
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.state import FINETUNING
@@ -76,7 +75,10 @@ def check_same(folder: Path, out: Path) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("at", "save_every"), [(1, 0), (3, 2), (4, 3), (STEPS, 4)])
+@pytest.mark.parametrize(
+    ("at", "save_every"),
+    [(3, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0), (4, 3), (STEPS, 4)])],
+)
 def test_killed_between_saves(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, save_every: int
 ) -> None:
@@ -88,6 +90,7 @@ def test_killed_between_saves(
     check_same(folder, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_dropout_continues_too(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its masks are functions of the seed and of numbers that no two micro-batches of a run share."""
     numbers, whole = [], Trainer.dropout
@@ -107,7 +110,10 @@ def test_dropout_continues_too(folder: Path, tmp_path: Path, monkeypatch: pytest
     assert len(set(numbers)) == len(numbers) > 4
 
 
-@pytest.mark.parametrize(("at", "save_every"), [(1, 0), (2, 0), (2, 4), (2, 100)])
+@pytest.mark.parametrize(
+    ("at", "save_every"),
+    [(2, 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 0), (2, 0), (2, 100)])],
+)
 def test_killed_behind_a_best_checkpoint_that_no_other_knows_of(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, save_every: int
 ) -> None:
@@ -119,43 +125,16 @@ def test_killed_behind_a_best_checkpoint_that_no_other_knows_of(
     check_same(folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("keep_last", "at", "left"), [(1, 3, {2, 3}), (2, 6, {2, 4, 5, 6})])
-def test_the_best_that_a_checkpoint_names_outlives_better_ones(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_last: int, at: int, left: set[int]
-) -> None:
-    """Each validation is better than the one before; steps 2 and 4 are saved to continue from."""
-    out, scores = tmp_path / "out", iter(range(1, 10))
-    monkeypatch.setattr(training, "evaluate", lambda *args, **kwargs: ({"accuracy": float(next(scores))}, []))
-    keep = FinetuneCheckpointConfig(save_every=2, keep_last=keep_last)
-    dies(config_of(folder, out=str(out), checkpoint=keep), monkeypatch, training, "save_best", at)
-    assert set(checkpoints(out / "best/checkpoints")) == left
-
-
-def test_a_best_checkpoint_is_gone_when_all_begins_anew(
+def test_repeated_steps_that_score_less_keep_the_best_checkpoint_and_its_scores(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing was saved to continue from: until the next validation the run has no best."""
-    out = tmp_path / "out"
-    config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=100))
-    dies(config, monkeypatch, training, "save_best", 1)
-    dies(config, monkeypatch, Trainer, "clip_and_update", 1)
-    assert best_of(str(out)) == str(out)
-
-
-def test_going_on_from_before_a_best_checkpoint_forgets_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Repeated steps may score differently: the best is one that this run has seen."""
     out, scores = tmp_path / "out", iter([1.0, 2.0, 9.0, 1.5, 1.5, 1.5, 1.5])
     monkeypatch.setattr(training, "evaluate", lambda *args, **kwargs: ({"accuracy": next(scores)}, []))
     config = config_of(folder, out=str(out), checkpoint=FinetuneCheckpointConfig(save_every=2))
     dies(config, monkeypatch, training, "save_best", 3)
     result = finetune(config)
-    assert (result["best_step"], result["scores"]) == (2, {"validation": {"accuracy": 2.0}})
-    assert (set(checkpoints(out / "best/checkpoints")), named_latest(out / "best/checkpoints")) == (
-        {2},
-        "step-00000002",
-    )
+    assert (result["best_step"], result["scores"]) == (3, {"validation": {"accuracy": 9.0}})
+    assert set(checkpoints(out / "best/checkpoints")) == {3}
 
 
 def test_a_save_under_way_does_not_see_later_validations(

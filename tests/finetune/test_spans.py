@@ -9,7 +9,7 @@ import pytest
 
 from mlm.finetune.scoring import predict
 from mlm.finetune.span import SPAN, Window
-from mlm.finetune.splits import make_examples
+from mlm.finetune.splits import tokenize
 from tests.finetune.material import bert, gpt2, sentence, shipped, split_of, their_bert
 
 SMALL = {"max_length": 40, "doc_stride": 9, "question_length": 8, "max_answer_length": 5, "n_best": 6}
@@ -40,7 +40,7 @@ def windows_of(
     task = shipped("squad", **SMALL)
     split = split_of(folder, task, rows)
     tokenizer = gpt2() if causal else bert()
-    examples = make_examples(task, split, tokenizer, causal=causal, max_length=task.max_length)
+    examples = tokenize(task, split, tokenizer, causal=causal, max_length=task.max_length).examples
     return task, split, [example for example in examples if isinstance(example, Window)]
 
 
@@ -106,7 +106,7 @@ def test_question_is_cut_to_its_length(tmp_path: Path) -> None:
     task, split, windows = windows_of(tmp_path, [row])
     asked = their_bert()(row["question"], add_special_tokens=False)["input_ids"]
     assert windows[0].texts[0].tokens.tolist()[1:10] == [*asked[:8], bert().sep_id]
-    assert make_examples(task, split, bert(), causal=False, max_length=40).truncated == 1
+    assert tokenize(task, split, bert(), causal=False, max_length=40).truncated == 1
 
 
 def test_right_scores_give_the_right_answer_over_all_windows(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_right_scores_give_the_right_answer_over_all_windows(tmp_path: Path) -> 
         assert isinstance(window.label, tuple)
         scores[list(window.label), [0, 1]] = 4.0
         outputs.append(scores)
-    examples = make_examples(task, split, bert(), causal=False, max_length=40)
+    examples = tokenize(task, split, bert(), causal=False, max_length=40).examples
     found = predict(task, split, examples, outputs)
     wanted = [row["answers"]["text"][0] for row in rows]
     short = [len(bert().encode(text)) <= 5 for text in wanted]
@@ -164,7 +164,7 @@ def test_pairs_that_end_before_they_begin_take_no_place_among_the_best(tmp_path:
     row["context"], row["answers"] = "the cat sat on the old mat", None
     task = shipped("squad", **SMALL | {"n_best": 2})
     split = split_of(tmp_path, task, [row], name="test")
-    examples = make_examples(task, split, bert(), causal=False, max_length=40)
+    examples = tokenize(task, split, bert(), causal=False, max_length=40).examples
     (window,) = examples
     assert isinstance(window, Window)
     scores = np.zeros((len(window.texts[0]), 2), dtype=np.float32)
@@ -181,7 +181,7 @@ def test_no_answer_is_given_when_its_score_exceeds_the_best_by_the_threshold(
     task = shipped("squad_v2", **SMALL, null_threshold=threshold)
     (row,) = question_rows(1)
     split = split_of(tmp_path, task, [row])
-    examples = make_examples(task, split, bert(), causal=False, max_length=40)
+    examples = tokenize(task, split, bert(), causal=False, max_length=40).examples
     outputs = [np.zeros((len(e.texts[0]), 2), dtype=np.float32) for e in examples]
     for output in outputs:
         output[0] = 1.0  # no answer has 2, the best answer 0

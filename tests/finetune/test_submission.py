@@ -8,7 +8,7 @@ import pytest
 
 from mlm.finetune.scoring import write_predictions
 from mlm.finetune.task_type import Candidate, Prediction
-from tests.finetune.material import RACE, SQUAD, STS, pairs, shipped, split_of
+from tests.finetune.material import RACE, SQUAD, STS, shipped, split_of
 
 GLUE = {
     "cola": (["sentence"], 1, "CoLA.tsv", "1"),
@@ -39,23 +39,10 @@ def test_glue_tables_are_as_the_benchmark_takes_them(tmp_path: Path, name: str) 
     assert path.read_text() == f"index\tprediction\n0\t{text}\n1\t{text}\n"
 
 
-@pytest.mark.parametrize("split, file", [("test_matched", "MNLI-m.tsv"), ("test_mismatched", "MNLI-mm.tsv")])
-def test_mnli_has_two_tables(tmp_path: Path, split: str, file: str) -> None:
-    record = {"premise": "a", "hypothesis": "b", "label": -1, "idx": 9}
-    (path,) = written(tmp_path, shipped("mnli"), [record], [Prediction("9", 2)], split)
-    assert (path.name, path.read_text()) == (file, "index\tprediction\n9\tcontradiction\n")
-
-
 @pytest.mark.parametrize("value, text", [(5.2, "5.000"), (-0.3, "0.000"), (2.0, "2.000")])
 def test_scores_are_clipped_to_their_range(tmp_path: Path, value: float, text: str) -> None:
     (path,) = written(tmp_path, shipped("stsb"), [STS], [Prediction("0", value)], "test")
     assert path.read_text().splitlines()[1] == f"0\t{text}"
-
-
-def test_table_of_a_task_of_ones_own_bears_the_name_of_its_split(tmp_path: Path) -> None:
-    record = {"first": "a", "second": "b", "label": 0, "idx": "a\tb"}
-    (path,) = written(tmp_path, pairs(), [record], [Prediction("a\tb", 1)], "validation")
-    assert (path.name, path.read_text()) == ("validation.tsv", "index\tprediction\na b\tyes\n")
 
 
 def test_race_is_answers_by_question(tmp_path: Path) -> None:
@@ -77,8 +64,3 @@ def test_squad_is_texts_by_question_with_the_best_and_the_odds_of_none(tmp_path:
     answers, n_best, null = (json.loads(path.read_text()) for path in paths)
     assert (answers, null) == ({"q1": "café"}, {"q1": -2.5})
     assert n_best == {"q1": [{"text": "café", "score": 4.0}, {"text": "cat", "score": 1.0}]}
-
-
-def test_squad_1_has_no_odds_of_none(tmp_path: Path) -> None:
-    paths = written(tmp_path, shipped("squad"), [SQUAD], [Prediction("q1", "cat")], "validation")
-    assert [path.name for path in paths] == ["validation.json", "validation-n-best.json"]

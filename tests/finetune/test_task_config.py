@@ -7,9 +7,9 @@ import yaml
 
 from mlm.config.build import build
 from mlm.config.paths import CONFIG_DIR, groups
-from mlm.config.tree import leaves, out_of_range
-from mlm.finetune.task_checks import check_task
-from mlm.finetune.task_config import SHIPPED, TaskConfig
+from mlm.config.tree import leaves
+from mlm.finetune.checks import check_task
+from mlm.finetune.config import SHIPPED, TaskConfig
 from mlm.finetune.task_type import task_type
 from mlm.util.errors import ConfigError
 
@@ -90,8 +90,3 @@ def test_problem_of_a_task_names_its_key(case: str) -> None:
     assert problems[0].keys
     with pytest.raises(ConfigError, match=message):
         raise ConfigError(problems)
-
-
-def test_lengths_of_a_task_have_bounds() -> None:
-    task = build(TaskConfig, SPAN | {"max_length": 0, "doc_stride": -1, "n_best": 0, "question_length": 0})
-    assert set(out_of_range(task)) == {"max_length", "doc_stride", "n_best", "question_length"}

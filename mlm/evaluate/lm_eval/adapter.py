@@ -34,7 +34,6 @@ from mlm.inference.trained import (
     continuation_problem,
     load_tokenizer,
     named_checkpoint,
-    vocabulary_problem,
 )
 from mlm.launch.environment import read_place
 from mlm.launch.start import choose_world_size, launch_facts
@@ -59,9 +58,8 @@ class MlmLM(TemplateLM):
         super().__init__()
         config = self.settings = settings(arguments)
         named = named_checkpoint(config.ckpt)
-        self.named, self.tokenizer = named, load_tokenizer(config.tokenizer, named.path)
-        if problem := vocabulary_problem(config.tokenizer, self.tokenizer, named.config.model):
-            raise UserError(problem)
+        self.named = named
+        self.tokenizer = load_tokenizer(config.tokenizer, named.path, named.config.model)
         longest = named.config.model.max_positions
         self.max_length = min(config.max_length or longest, longest)
         self.batch_size, self.model = config.batch_size, start(config)

@@ -17,10 +17,10 @@ from mlm.evaluate.zero_shot.protocol import (
     Outcome,
     Protocol,
     exp,
-    listed,
+    exp_stderr,
+    first_places,
     mean,
     mean_stderr,
-    of_exp,
 )
 from mlm.evaluate.zero_shot.sources import Texts
 from mlm.inference.scoring import Request, Score, rolling_request
@@ -39,16 +39,16 @@ def protocols(
     Without either file, all forms of the Hub. Raises UserError, CorruptFileError.
     """
     from_hub = path is None and standard_path is None
-    found = list[Protocol]()
+    chosen = list[Protocol]()
     if path is not None or from_hub:
         passages = sources.lambada(path, standard=False)
-        found += [
+        chosen += [
             build(passages, tokenizer, seq_length=length, limit=limit) for build in (strict_cloze, cloze)
         ]
     if standard_path is not None or from_hub:
         passages = sources.lambada(standard_path, standard=True)
-        found.append(cloze(passages, tokenizer, seq_length=length, limit=limit))
-    return found
+        chosen.append(cloze(passages, tokenizer, seq_length=length, limit=limit))
+    return chosen
 
 
 def strict_cloze(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
@@ -127,10 +127,12 @@ def build(task: str, name: str, source: Texts, splits: Sequence[Split], seq_leng
     if skipped:
         warnings.append(
             f"{len(skipped)} passages left out, as they have less than two words or too long a last word: "
-            f"{listed(skipped)}"
+            f"{first_places(skipped)}"
         )
     if cut:
-        warnings.append(f"{len(cut)} passages truncated on the left to {seq_length} tokens: {listed(cut)}")
+        warnings.append(
+            f"{len(cut)} passages truncated on the left to {seq_length} tokens: {first_places(cut)}"
+        )
     return Protocol(
         task=task,
         name=name,
@@ -161,7 +163,7 @@ def accuracy(scores: Sequence[Score], *, places: list[str], perplexity: bool) ->
     metrics = {"acc" if perplexity else "accuracy": Metric(mean(correct), mean_stderr(correct))}
     if perplexity:
         loss = mean(losses)
-        metrics["perplexity"] = Metric(exp(loss), of_exp(loss, mean_stderr(losses)))
+        metrics["perplexity"] = Metric(exp(loss), exp_stderr(loss, mean_stderr(losses)))
     return Outcome(
         metrics=metrics,
         samples=[

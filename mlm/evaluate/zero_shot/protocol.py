@@ -55,7 +55,7 @@ class Protocol:
     """Texts left out or truncated, and a text that is not of the protocol's form."""
 
 
-def distinct(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
+def deduplicate(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
     """Requests without repetitions, and where each one's score is among theirs.
 
     Protocols that agree on a passage's tokens share a request.
@@ -76,7 +76,7 @@ def as_tokens(ids: Sequence[int]) -> NDArray[np.int64]:
     return np.asarray(ids, dtype=np.int64)
 
 
-def listed(places: Sequence[str]) -> str:
+def first_places(places: Sequence[str]) -> str:
     """Some places, in words."""
     shown = ", ".join(places[:3])
     return f"{shown} and {len(places) - 3} more" if len(places) > 3 else shown
@@ -122,6 +122,6 @@ def ratio_stderr(sums: Sequence[float], weights: Sequence[float]) -> float | Non
     return math.sqrt(n / (n - 1) * squares) / total
 
 
-def of_exp(x: float, stderr: float | None) -> float | None:
+def exp_stderr(x: float, stderr: float | None) -> float | None:
     """Standard error of exp(x) from that of x, to first order."""
     return None if stderr is None else exp(x) * stderr

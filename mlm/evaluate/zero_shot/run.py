@@ -1,11 +1,14 @@
-"""`mlm eval wikitext103`, `mlm eval lambada` and `mlm eval all`: see README.md beside the package."""
+"""`mlm eval wikitext103`, `mlm eval lambada` and `mlm eval all`."""
 
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlm
+from mlm.config.build import to_dict
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.config import (
     EvalAllConfig,
@@ -15,31 +18,39 @@ from mlm.evaluate.config import (
 )
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
-from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, distinct
-from mlm.evaluate.zero_shot.receipt import (
-    default_path,
-    identity_of_result,
-    kept_path,
-    receipt,
-    replaced_problems,
-    result_path,
-    show,
-)
-from mlm.inference.scoring import score
+from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, deduplicate
+from mlm.inference.scoring import Request, digest_requests, score
 from mlm.inference.trained import (
+    Trained,
     checkpoint_problems,
     continuation_problem,
     load_tokenizer,
     load_trained,
     named_checkpoint,
-    vocabulary_problem,
+    result_file,
+    result_identity,
     window_length,
 )
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.util.atomic import digest_bytes
 from mlm.util.errors import UserError
-from mlm.util.results import folder_problem, is_stream, result_problems, set_aside, write_result
-from mlm.util.terminal import plain, progress_bar
+from mlm.util.results import (
+    folder_problem,
+    is_stream,
+    named,
+    result_problems,
+    set_aside,
+    short_digest,
+    write_result,
+)
+from mlm.util.terminal import add_row, console, plain, progress_bar, table
+
+TASKS: dict[type[ZeroShotConfig], str] = {
+    EvalWikitext103Config: "wikitext103",
+    EvalLambadaConfig: "lambada",
+    EvalAllConfig: "all",
+}
 
 
 def preflight(config: ZeroShotConfig) -> list[str]:
@@ -52,46 +63,18 @@ def preflight(config: ZeroShotConfig) -> list[str]:
         if problem := continuation_problem(config.ckpt, named.config.model):
             return [problem]
         length = window_length(config.seq_length, named.config)
-        protocols_of(config, checked_tokenizer(config, named.path, named.config.model), length)
+        protocols_of(config, tokenizer_of(config, named.path, named.config.model), length)
     except UserError as error:
         return list(error.problems)
     out = result_path(config, named.path)
-    return [*folder_problems(config, out), *replaced_problems(config, out)]
-
-
-def folder_problems(config: ZeroShotConfig, out: Path) -> list[str]:
-    """Problems that prevent writing the result or the samples."""
     if problems := result_problems(out):
         return problems
     return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
 
 
-def checked_tokenizer(config: ZeroShotConfig, path: Path, model: ModelConfig) -> Tokenizer:
-    """The tokenizer to score with, if it is the one the model was trained with. Raises UserError.
-
-    With force=true another may be used, as long as the model has a row for each of its tokens.
-    """
-    tokenizer = load_tokenizer(config.tokenizer, path, force=True)
-    if problem := vocabulary_problem(config.tokenizer, tokenizer, model):
-        raise UserError(problem)
-    if config.tokenizer is None or config.force:
-        return tokenizer
-    saved = saved_tokenizer(path)
-    if saved is not None and saved.vocabulary_digest != tokenizer.vocabulary_digest:
-        raise UserError(
-            f"tokenizer={config.tokenizer} has another vocabulary ({tokenizer.vocabulary_digest}) than that "
-            f"saved with ckpt={config.ckpt} ({saved.vocabulary_digest}): leave tokenizer= out, or, if you "
-            f"mean it, give force=true"
-        )
-    return tokenizer
-
-
-def saved_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer saved with a run, None where there is none."""
-    try:
-        return load_tokenizer(None, path)
-    except UserError:
-        return None
+def tokenizer_of(config: ZeroShotConfig, path: Path, model: ModelConfig) -> Tokenizer:
+    """The tokenizer to score with: with force=true it need not be the one trained with. Raises UserError."""
+    return load_tokenizer(config.tokenizer, path, model, force=config.force)
 
 
 def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> list[Protocol]:
@@ -121,16 +104,16 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     Scores are kept beside the receipt until it is written, so that a stopped command resumes.
     """
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
-    tokenizer = checked_tokenizer(config, trained.path, trained.config.model)
+    tokenizer = tokenizer_of(config, trained.path, trained.config.model)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
-    requests, where = distinct([request for protocol in protocols for request in protocol.requests])
+    requests, where = deduplicate([request for protocol in protocols for request in protocol.requests])
     out = result_path(config, trained.path)
     beside = default_path(config, trained.path) if is_stream(out) else out
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
     kept = kept_path(beside, identity, requests)
     begin = time.monotonic()
     with progress_bar("scoring", len(requests), shown=ctx.is_main) as advance:
-        found = score(
+        scores = score(
             trained,
             requests,
             batch_size=config.batch_size,
@@ -143,7 +126,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     if not ctx.is_main:
         return
     places = iter(where)
-    outcomes = [p.finish([found[next(places)] for _ in p.requests]) for p in protocols]
+    outcomes = [p.finish([scores[next(places)] for _ in p.requests]) for p in protocols]
     result = receipt(
         config,
         trained,
@@ -155,7 +138,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     if config.samples is not None:
         write_result(config.samples, samples(protocols, outcomes).encode(), key="samples")
     if config.out is None:
-        set_aside(out, result, identity_of_result)
+        set_aside(out, result, result_identity)
     write_result(out, result)
     kept.unlink(missing_ok=True)
     show(result, protocols, out)
@@ -178,3 +161,94 @@ def samples(protocols: list[Protocol], outcomes: list[Outcome]) -> str:
         for protocol, outcome in zip(protocols, outcomes, strict=True)
         for sample in outcome.samples
     )
+
+
+def receipt(
+    config: ZeroShotConfig,
+    trained: Trained,
+    tokenizer: Tokenizer,
+    outcomes: Sequence[tuple[Protocol, Outcome]],
+    *,
+    seconds: float,
+    learnt_from: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Everything that a score depends on, and the scores."""
+    return {
+        "task": TASKS[type(config)],
+        "results": [result_of(protocol, outcome) for protocol, outcome in outcomes],
+        **trained.facts("tokenizers"),
+        "trained_on": learnt_from,
+        "tokenizer_digest": tokenizer.digest,
+        "vocabulary_digest": tokenizer.vocabulary_digest,
+        "precision": config.precision.dtype,
+        "config": to_dict(config),
+        "seconds": round(seconds, 3),
+    }
+
+
+def result_of(protocol: Protocol, outcome: Outcome) -> dict[str, Any]:
+    """One protocol's numbers, and what they are numbers of."""
+    return {
+        "task": protocol.task,
+        "protocol": protocol.name,
+        "metrics": {
+            name: {"value": metric.value, "standard_error": metric.stderr}
+            for name, metric in outcome.metrics.items()
+        },
+        **protocol.facts,
+        **protocol.source.facts(),
+        "warnings": list(protocol.warnings),
+    }
+
+
+def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> None:
+    """Print the table, and on stderr what was left out."""
+    limit = result["config"]["limit"]
+    made = table(
+        f"eval {result['task']} · {plain(result['checkpoint'])} · step {result['step']}"
+        + ("" if limit is None else f" · the first {limit} only (limit={limit})"),
+        *("task", "protocol", "metric", "value#", "± s.e.#"),
+    )
+    for entry in result["results"]:
+        for name, metric in entry["metrics"].items():
+            error = metric["standard_error"]
+            add_row(
+                made,
+                *(entry["task"], entry["protocol"], name, number(metric["value"])),
+                "" if error is None else number(error),
+            )
+    screen = console()
+    screen.print(made)
+    for protocol in protocols:
+        source = protocol.source
+        screen.print(f"{protocol.task} by {protocol.name}: {protocol.counts}")
+        screen.print(f"  {plain(source.name)}, {source.form}, {source.digest}")
+    screen.print(f"checkpoint {result['checkpoint_digest']}, {result['precision']}")
+    screen.print(f"written to {plain(named(out))}")
+    for warning in dict.fromkeys(w for protocol in protocols for w in protocol.warnings):
+        print(f"mlm eval {result['task']}: {plain(warning)}", file=sys.stderr)
+
+
+def number(value: float) -> str:
+    """Five significant digits, and thousands set apart."""
+    return f"{value:,.5g}" if abs(value) < 1e6 else f"{value:.4e}"
+
+
+# ----- the files of results
+
+
+def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+    """The file of the JSON receipt. A trial with limit=N has a separate one beside the full result's."""
+    return Path(config.out) if config.out else default_path(config, checkpoint)
+
+
+def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+    """Path without `out`, and of what is scored already if `out` is a stream."""
+    trial = "" if config.limit is None else f"-limit{config.limit}"
+    return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
+
+
+def kept_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:
+    """The file of scores so far: of this evaluation alone, so that a trial leaves another's as they are."""
+    about = digest_bytes(f"{identity} {digest_requests(requests)}".encode())
+    return out.with_name(f".{out.stem}.{short_digest(about)}.partial.jsonl")

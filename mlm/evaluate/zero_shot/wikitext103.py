@@ -18,7 +18,7 @@ from mlm.evaluate.zero_shot.protocol import (
     Protocol,
     as_tokens,
     exp,
-    of_exp,
+    exp_stderr,
     ratio_stderr,
 )
 from mlm.evaluate.zero_shot.sources import Texts, articles
@@ -107,31 +107,31 @@ def adjusted_perplexity(
     total = math.fsum(s.loss for s in scores)
     assert sum(s.tokens for s in scores) == num_tokens - 1
     loss, per_word = total / (num_tokens - 1), total / (num_words - 1)
-    stretches = in_stretches(scores, seq_length)
+    stretches = sum_stretches(scores, seq_length)
     error = ratio_stderr([loss for loss, _ in stretches], [tokens for _, tokens in stretches])
     error_per_word = None if error is None else error * (num_tokens - 1) / (num_words - 1)
     return Outcome(
         metrics={
-            "adjusted perplexity": Metric(exp(per_word), of_exp(per_word, error_per_word)),
-            "perplexity per token": Metric(exp(loss), of_exp(loss, error)),
+            "adjusted perplexity": Metric(exp(per_word), exp_stderr(per_word, error_per_word)),
+            "perplexity per token": Metric(exp(loss), exp_stderr(loss, error)),
             "loss per token": Metric(loss, error),
         },
         samples=[{"window": n, "loss": s.loss, "tokens": s.tokens} for n, s in enumerate(scores)],
     )
 
 
-def in_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]]:
+def sum_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]]:
     """(summed loss, tokens) of runs of neighbouring windows with at least `length` scored tokens each.
 
     Losses of neighbouring windows go together, being of one passage; those of stretches hardly do.
     """
-    found, loss, tokens = list[tuple[float, int]](), 0.0, 0
+    stretches, loss, tokens = list[tuple[float, int]](), 0.0, 0
     for s in scores:
         loss, tokens = loss + s.loss, tokens + s.tokens
         if tokens >= length:
-            found.append((loss, tokens))
+            stretches.append((loss, tokens))
             loss, tokens = 0.0, 0
-    return [*found, (loss, tokens)] if tokens else found
+    return [*stretches, (loss, tokens)] if tokens else stretches
 
 
 # ----- lm-eval, lm_eval/tasks/wikitext and lm_eval/utils.py
@@ -139,16 +139,16 @@ def in_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int]
 
 def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
     """Perplexities per word and byte of the articles as they are distributed. Raises UserError."""
-    found = articles(source.texts[0])[:limit]
+    texts = articles(source.texts[0])[:limit]
     windows = [
         list(rolling_windows(tokenizer.encode(detokenise(article)), tokenizer.prefix_id, seq_length))
-        for article in found
+        for article in texts
     ]
     requests = tuple(request for some in windows for request in some)
     if not requests:
         raise UserError(f"{source.name}: holds no article with a token in it; use more text")
-    words = [len(re.split(r"\s+", article)) for article in found]
-    sizes = [len(article.encode()) for article in found]
+    words = [len(re.split(r"\s+", article)) for article in texts]
+    sizes = [len(article.encode()) for article in texts]
     scored = sum(len(request.tokens) - request.first for request in requests)
     return Protocol(
         task=LM_EVAL_TASK,
@@ -156,7 +156,7 @@ def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: 
         source=source,
         requests=requests,
         finish=partial(
-            per_word_and_byte, counts=[len(some) for some in windows], words=words, sizes=sizes, texts=found
+            per_word_and_byte, counts=[len(some) for some in windows], words=words, sizes=sizes, texts=texts
         ),
         facts={
             "seq_length": seq_length,
@@ -164,12 +164,12 @@ def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: 
             "T": scored,
             "T_o": sum(words),
             "bytes": sum(sizes),
-            "N": len(found),
+            "N": len(texts),
             "windows": len(requests),
             "standard_errors": "to first order, over articles (lm-eval gives none)",
         },
         counts=(
-            f"{len(found):,} articles in {len(requests):,} windows of {seq_length:,} tokens, T = {scored:,}, "
+            f"{len(texts):,} articles in {len(requests):,} windows of {seq_length:,} tokens, T = {scored:,}, "
             f"T_o = {sum(words):,}, {sum(sizes):,} bytes"
         ),
         warnings=form_warning(source, wants_unk=False),
@@ -187,8 +187,8 @@ def per_word_and_byte(
     bit = math.log(2)
     return Outcome(
         metrics={
-            "word_perplexity": Metric(exp(per_word), of_exp(per_word, error_word)),
-            "byte_perplexity": Metric(exp(per_byte), of_exp(per_byte, error_byte)),
+            "word_perplexity": Metric(exp(per_word), exp_stderr(per_word, error_word)),
+            "byte_perplexity": Metric(exp(per_byte), exp_stderr(per_byte, error_byte)),
             "bits_per_byte": Metric(per_byte / bit, None if error_byte is None else error_byte / bit),
         },
         samples=[
@@ -230,14 +230,14 @@ HEADINGS = ("====", "===", "==")
 
 
 def detokenise(text: str) -> str:
-    """The text with the artefacts of WikiText's tokenisation undone. README.md lists the rules."""
+    """The text with the artefacts of WikiText's tokenisation undone, by the rules of the guide."""
     text = text.replace("s '", "s'")
     for mark in NUMBER_MARKS:
         text = text.replace(f" @{mark}@ ", mark)
     for mark in ENDING_MARKS:  # one after the other: each finds the spaces that the one before left
         text = text.replace(f" {mark} ", f"{mark} ")
     for opening, closing in PAIRS:
-        text = hug(text, opening, closing)
+        text = strip_inside(text, opening, closing)
     for heading in HEADINGS:
         text = text.replace(" ".join(heading), heading)
     for apart, together in ((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")):
@@ -245,7 +245,7 @@ def detokenise(text: str) -> str:
     return text
 
 
-def hug(text: str, opening: str, closing: str) -> str:
+def strip_inside(text: str, opening: str, closing: str) -> str:
     """Take the white space off inside each pair of marks, which are not nested: "( 24 in )" to "(24 in)"."""
     inside = rf"{re.escape(opening)}\s*([^{re.escape(closing)}]*?)\s*{re.escape(closing)}"
-    return re.sub(inside, lambda found: f"{opening}{found[1]}{closing}", text)
+    return re.sub(inside, lambda match: f"{opening}{match[1]}{closing}", text)

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from mlm.inference.trained import (
     load_tokenizer,
     load_trained,
     named_checkpoint,
-    vocabulary_problem,
 )
+from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from mlm.util.results import folder_problem, named, write_result
@@ -43,9 +44,8 @@ def preflight(config: GenerateConfig) -> list[str]:
         named = named_checkpoint(config.ckpt)
         if problem := continuation_problem(config.ckpt, named.config.model):
             return [problem]
-        tokenizer = tokenizer_of(config, named.path)
-        problem = vocabulary_problem(config.tokenizer, tokenizer, named.config.model)
-        problems = [*filter(None, [problem, folder_problem(config.out)])]
+        tokenizer = tokenizer_of(config, named.path, named.config.model)
+        problems = [*filter(None, [folder_problem(config.out)])]
         if "" in config.stop:
             problems.append('stop="" would end every text at once; give texts of one character or more')
         if config.prompt != STDIN:  # which can be read once
@@ -60,27 +60,27 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     for chunk in trained.model.chunks:
         chunk.to(trained.model.dtype)  # every step reads all weights: once in this dtype, not cast each time
-    tokenizer = tokenizer_of(config, trained.path)
+    tokenizer = tokenizer_of(config, trained.path, trained.config.model)
     prompts = share_prompts(config, tokenizer, ctx)
     texts = [(prompt, sample) for prompt in prompts for sample in range(config.num_samples)]
     numbers = [n + (s << SAMPLE_BITS) for n in range(len(prompts)) for s in range(config.num_samples)]
     if ctx.is_main:
         warn_of_long(prompts, trained.config.model.max_positions)
     started = time.perf_counter()
-    found = continuations(
+    tokens = continuations(
         trained,
         [prompt.ids for prompt, _ in texts],
-        sampling(config),
+        Sampling(**{each.name: getattr(config, each.name) for each in fields(Sampling)}),
         ctx=ctx,
         eod_id=ends_of(tokenizer, trained.path),
         numbers=numbers,
         until=ends_at(tokenizer, config.stops),
-        leave=reader_has_left if config.out is None else lambda: False,
+        should_stop=is_output_closed if config.out is None else lambda: False,
     )
     many = ctx.is_main and config.out is not None and len(texts) > 1
     with progress_bar("continuing", len(texts), shown=many) as advance:
         alone = config.out is None
-        new = show(found, texts, tokenizer, config.stops, shown=ctx.is_main, alone=alone, advance=advance)
+        new = show(tokens, texts, tokenizer, config.stops, shown=ctx.is_main, alone=alone, advance=advance)
     if not ctx.is_main:
         return
     seconds, count = time.perf_counter() - started, sum(map(len, new))
@@ -93,14 +93,14 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def reader_has_left() -> bool:
+def is_output_closed() -> bool:
     """True once nothing can be printed, as after `| head -1`."""
     return bool(getattr(sys.stdout, "is_lost", False))
 
 
-def tokenizer_of(config: GenerateConfig, path: Path) -> Tokenizer:
+def tokenizer_of(config: GenerateConfig, path: Path, model: ModelConfig) -> Tokenizer:
     """Return the tokenizer, for chat=true with its template. Raises UserError."""
-    tokenizer = load_tokenizer(config.tokenizer, path)
+    tokenizer = load_tokenizer(config.tokenizer, path, model)
     if config.chat:
         tokenizer.chat_template = load_chat_template(
             config.chat_template, config.tokenizer, path, tokenizer, key="chat_template"
@@ -112,20 +112,6 @@ def ends_of(tokenizer: Tokenizer, path: Path) -> Collection[int]:
     """Return the tokens that end a text: of a document, or of an answer."""
     template = tokenizer.chat_template
     return (tokenizer.eod_id,) if template is None else turn_ends(template, tokenizer, path)
-
-
-def sampling(config: GenerateConfig) -> Sampling:
-    """Sampling settings of the command."""
-    return Sampling(
-        max_new_tokens=config.max_new_tokens,
-        min_new_tokens=config.min_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        repetition_penalty=config.repetition_penalty,
-        seed=config.seed,
-        batch_size=config.batch_size,
-    )
 
 
 def warn_of_long(prompts: Iterable[Prompt], max_positions: int) -> None:
@@ -140,7 +126,7 @@ def warn_of_long(prompts: Iterable[Prompt], max_positions: int) -> None:
 
 
 def show(
-    found: Iterable[tuple[int, int | None]],
+    tokens: Iterable[tuple[int, int | None]],
     texts: list[tuple[Prompt, int]],
     tokenizer: Tokenizer,
     stops: Sequence[str] = (),
@@ -159,7 +145,7 @@ def show(
     if stream:
         stream.begin(printed_ids(texts[0][0]))
     ended, printed = set(), 0
-    for index, token in found:
+    for index, token in tokens:
         if token is None:
             ended.add(index)
             advance(1)

@@ -36,11 +36,6 @@ def test_an_artefact_is_undone(apart: str, together: str) -> None:
     assert detokenise(apart) == together
 
 
-def test_marks_at_the_end_of_a_line_lose_the_space_before_the_newline_only() -> None:
-    """Both sources have it so: the rule for " . " has taken the space that the rule for newlines leaves."""
-    assert detokenise("end . \nNext") == "end.\nNext"
-
-
 def test_it_is_what_lm_eval_makes_of_a_text() -> None:
     theirs = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext").wikitext_detokenizer
     assert detokenise(WIKITEXT) == theirs({"page": WIKITEXT})

@@ -4,12 +4,11 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mlm.evaluate.zero_shot import lambada, sources
-from mlm.evaluate.zero_shot.protocol import Protocol, distinct
-from mlm.inference.scoring import Request, Score, score
+from mlm.evaluate.zero_shot.protocol import Protocol, deduplicate
+from mlm.inference.scoring import Score, score
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from tests.evaluate.zero_shot import reference
@@ -67,17 +66,11 @@ def test_context_and_word_are_tokenised_apart_or_together() -> None:
 
 def test_protocols_that_agree_on_tokens_share_a_request(tmp_path: Path) -> None:
     requests = [*built(tmp_path, strict=True).requests, *built(tmp_path, strict=False).requests]
-    kept, where = distinct(requests)
+    kept, where = deduplicate(requests)
     assert len(kept) < len(requests)
     for request, place in zip(requests, where, strict=True):
         assert kept[place].tokens.tolist() == request.tokens.tolist()
         assert kept[place].first == request.first
-
-
-def test_requests_that_score_other_tokens_of_a_text_are_two() -> None:
-    tokens = np.arange(5)
-    kept, where = distinct([Request(tokens, 2), Request(tokens, 3), Request(tokens.copy(), 2)])
-    assert ([request.first for request in kept], where) == ([2, 3], [0, 1, 0])
 
 
 @pytest.mark.parametrize("strict", [True, False])

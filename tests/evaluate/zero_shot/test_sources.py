@@ -1,15 +1,15 @@
 """Texts from files and the Hub: every form gives the same text, every problem names its place."""
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mlm.data import records
 from mlm.evaluate.zero_shot import sources
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import UserError
 from tests.evaluate.zero_shot.texts import PASSAGES, WIKITEXT, write_lambada, write_wikitext
 
 
@@ -126,36 +126,20 @@ def test_text_that_is_no_utf8_is_named_by_line(tmp_path: Path) -> None:
         sources.wikitext(str(path), raw=False)
 
 
-def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    path = tmp_path / "lambada.parquet"
-    path.write_bytes(b"PAR1 and nothing more")
-    with pytest.raises(CorruptFileError, match=r"lambada\.parquet"):
-        sources.lambada(str(path), standard=False)
-
-
-def test_a_file_too_large_to_be_a_test_split_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sources, "MAX_BYTES", 10)
-    with pytest.raises(UserError, match="10 is the limit"):
-        sources.wikitext(str(write_wikitext(tmp_path)), raw=False)
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], list[str]]:
     """A Hub that holds what is put into it."""
     held: dict[tuple[str, str], list[str]] = {}
 
-    def load_dataset(name: str, config: str, *, split: str) -> dict[str, list[str]]:
+    def load_dataset(name: str, config: str, *, split: str) -> list[dict[str, str]]:
         assert split == "test"
-        if (name, config) not in held:
+        if (key := (name.removeprefix("hf://datasets/"), config)) not in held:
             raise ConnectionError("no network")
-        return {"text": held[name, config]}
+        return [{"text": text} for text in held[key]]
 
     module: Any = SimpleNamespace(load_dataset=load_dataset)
-    monkeypatch.setattr(sources, "load_extra", lambda name, setting: module)
-    sources.hub_column.cache_clear()
+    monkeypatch.setattr(records, "load_extra", lambda name, setting: module)
+    records.hub_records.cache_clear()
     return held
 
 
@@ -182,14 +166,5 @@ def test_a_text_has_the_same_digest_from_the_hub_as_from_a_file(
 def test_without_the_hub_the_file_to_bring_is_named(hub: dict[tuple[str, str], list[str]]) -> None:
     with pytest.raises(UserError, match=r"bring wiki\.test\.tokens as a file and give data\.path=…"):
         sources.wikitext(None, raw=False)
-    with pytest.raises(
-        UserError, match=r"a passage under `text` in each line as a file and give data\.standard_path"
-    ):
+    with pytest.raises(UserError, match=r"a passage under `text` in each line and give data\.standard_path"):
         sources.lambada(None, standard=True)
-
-
-@pytest.mark.timeout(20)  # reading it waits for a writer
-def test_a_pipe_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UserError, match=r"wikitext=.*pipe: is a pipe or device: give a file"):
-        sources.read_file(str(tmp_path / "pipe"), key="wikitext")

@@ -36,14 +36,6 @@ def test_every_token_but_the_first_is_scored_once(num_tokens: int, stride: int) 
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-def test_windows_begin_every_stride_and_read_seq_length_tokens_but_the_last(stride: int) -> None:
-    windows = list(wikitext103.overlapping_windows(61, SEQ_LENGTH, stride))
-    assert [begin for begin, _, _ in windows] == [n * stride for n in range(len(windows))]
-    assert {end - 1 - begin for begin, _, end in windows[:-1]} == {SEQ_LENGTH}
-    assert windows[-1][2] == 61
-
-
-@pytest.mark.parametrize("stride", STRIDES)
 def test_perplexities_are_those_of_the_protocols_text(tmp_path: Path, stride: int) -> None:
     model = write_model(tmp_path / "model")
     protocol = whole(tmp_path, stride)
@@ -66,7 +58,7 @@ def test_words_are_counted_before_detokenising(tmp_path: Path) -> None:
 def test_errors_come_from_stretches_of_seq_length_tokens(tmp_path: Path) -> None:
     protocol = whole(tmp_path, 5)
     scores = [Score(float(n), False, len(r.tokens) - r.first) for n, r in enumerate(protocol.requests)]
-    stretches = wikitext103.in_stretches(scores, SEQ_LENGTH)
+    stretches = wikitext103.sum_stretches(scores, SEQ_LENGTH)
     assert math.fsum(loss for loss, _ in stretches) == math.fsum(s.loss for s in scores)
     assert all(tokens >= SEQ_LENGTH for _, tokens in stretches[:-1])
     assert max(tokens for _, tokens in stretches) < SEQ_LENGTH + 5

@@ -1,0 +1,106 @@
+"""Records of files and of data sets of the Hub: a dict by column, with its location. Nothing is executed."""
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.extras import load_extra
+
+Record = dict[str, Any]
+Located = tuple[str, Record]
+"""Location of a record (file:line), and the record."""
+
+SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
+BATCH_ROWS = 64
+
+
+def read_records(file: Path) -> Iterator[Located]:
+    """Yield the records of a file of SUFFIXES. Raises UserError, CorruptFileError."""
+    readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
+    if file.suffix not in SUFFIXES:
+        raise UserError(f"{file}: is of no known form: give a {', '.join(SUFFIXES)} file")
+    with readable(file):
+        yield from readers.get(file.suffix, _table_records)(file)
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Name a file that cannot be read. Raises UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}: give a file that can be read") from error
+
+
+def _jsonl_records(file: Path) -> Iterator[Located]:
+    """Yield one object per line; blank lines are skipped."""
+    with open(file, "rb") as f:
+        for number, line in enumerate(f, 1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
+                raise UserError(f"{file}:{number}: not a line of JSON: fix or delete it") from error
+            if not isinstance(record, dict):
+                raise UserError(f"{file}:{number}: not a JSON object: fix or delete it")
+            yield f"{file}:{number}", record
+
+
+def _table_records(file: Path) -> Iterator[Located]:
+    """Yield the rows below a line of column names. In a .tsv quotes are ordinary characters, as in GLUE's."""
+    form: dict[str, Any] = (
+        {"dialect": "excel-tab", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {"dialect": "excel"}
+    )
+    with open(file, encoding="utf-8-sig", newline="") as f:
+        reader = csv.DictReader(f, **form)
+        try:
+            for row in reader:
+                yield f"{file}:{reader.line_num}", {key: row[key] for key in row if key is not None}
+        except csv.Error as error:
+            raise UserError(f"{file}:{reader.line_num}: {error}: fix it, or make a .jsonl of it") from error
+        except UnicodeDecodeError as error:
+            place = f"{file}:{reader.line_num + 1}"
+            raise UserError(f"{place}: is not UTF-8 ({error.reason}): convert it") from error
+
+
+def _parquet_records(file: Path) -> Iterator[Located]:
+    """Yield the rows of a Parquet table. Needs pyarrow."""
+    pa, pq = (load_extra(module, str(file)) for module in ("pyarrow", "pyarrow.parquet"))
+    row = 0
+    try:
+        with pq.ParquetFile(file, pre_buffer=False) as table:
+            for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"{file}:row {row}", record
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise CorruptFileError(f"{file} is no Parquet file, or a damaged one: replace it") from error
+
+
+@lru_cache(maxsize=4)
+def hub_records(name: str, config: str | None, split: str, *, key: str, bring: str) -> Sequence[Record]:
+    """Return the rows of a split of a data set on the Hub. No code of a data set is run.
+
+    Raises UserError, which names the setting `key` and the files to `bring` in place of the Hub's.
+    """
+    datasets = load_extra("datasets", f"{key}=null")
+    try:
+        # the prefix keeps `datasets` from taking a folder of the same name for it
+        rows: Sequence[Record] = datasets.load_dataset(f"hf://datasets/{name}", config, split=split)
+    except Exception as error:  # of datasets, huggingface_hub, httpx and pyarrow: no base class in common
+        reason = " ".join(str(error).split())[:200]
+        source = " ".join(filter(None, (name, config, split)))
+        raise UserError(
+            f"{key}=null: {source} could not be loaded from the Hub ({type(error).__name__}: {reason}): "
+            f"bring {bring} and give {key}=…"
+        ) from error
+    return rows
