@@ -36,7 +36,7 @@ from bench.machine import REPOSITORY, commit_of, cpu_model
 from rich.console import Console
 from rich.table import Table
 
-from mlm.corpus.sections import DedupConfig
+from mlm.corpus.config import DedupConfig
 from mlm.reproduce.plays import installed_plays, scenes
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError

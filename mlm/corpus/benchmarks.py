@@ -190,19 +190,9 @@ def save_benchmarks(texts: Iterable[EvaluationText], path: Path) -> None:
 
 def load_benchmarks(path: Path) -> list[EvaluationText]:
     """Read the texts that `save_benchmarks` wrote. Raises CorruptFileError."""
-    damaged = CorruptFileError(
-        f"{path} is not a file of evaluation texts: delete the work folder and build again"
-    )
-    texts = list[EvaluationText]()
-    with open(path, "rb") as f:
-        for line in f:
-            try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise damaged from error
-            if not (
-                isinstance(fields, list) and len(fields) == 3 and all(isinstance(x, str) for x in fields)
-            ):
-                raise damaged
-            texts.append(EvaluationText(*fields))
-    return texts
+    try:
+        with open(path, "rb") as f:
+            return [EvaluationText(*json.loads(line)) for line in f]
+    except (ValueError, TypeError) as error:
+        fix = "delete the work folder and build again"
+        raise CorruptFileError(f"{path} is not a file of evaluation texts: {fix}") from error

@@ -1,7 +1,7 @@
 """`mlm data build`: from raw text to a corpus in Megatron's .bin/.idx."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,10 @@ from rich.console import Console
 from mlm.config.build import to_dict
 from mlm.corpus.benchmarks import read_benchmarks, save_benchmarks
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.finding import Found, find_all
+from mlm.corpus.read.finding import find_all
+from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import digests_of, group, parts_of_text, split_inputs, with_digests, write_inputs
-from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, Plan, shard_bytes
+from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, Plan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import (
     move,
     outcome,
@@ -63,19 +64,17 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         stack.enter_context(sole_build(out / OUT_LOCK, f"out={out}"))
         stack.enter_context(explain_disk_errors(work))
         stack.enter_context(sole_build(work / LOCK, f"work={work}"))
-        digested = with_digests(found.inputs, work, console)
+        inputs = with_digests(found.inputs, work)
         tokenizer.save(work / TOKENIZER)
         evaluation = prepare_evaluation(config, work)
-        size = shard_bytes(sum(item.bytes for item in digested))
-        parts = parts_of_text(digested, parse_split(config.split))
+        size = shard_bytes(sum(item.bytes for item in inputs))
+        parts = parts_of_text(inputs, parse_split(config.split))
         if parts is not None:
             print_split_of_one_text(config, console)
         config = with_min_tokens(config, is_one_text=parts is not None)
-        shards = tuple(parts or split_inputs(digested, size))
-        plan = Plan(
-            config, work, digested, shards, group(digested, shards, size), tokenizer.digest, evaluation
-        )
-        made_of = ingredients(plan, tokenizer)
+        shards = parts or split_inputs(inputs, size)
+        plan = make_plan(config, work, inputs, shards, group(shards, size), tokenizer.digest, evaluation)
+        made_of = ingredients(plan, inputs, tokenizer)
         try:
             receipt = reusable(out, made_of)
         except UserError:
@@ -86,7 +85,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
             console.print(f"{out} is up to date", soft_wrap=True)
         else:
             write_atomic(out / MARKER, b"")
-            receipt = build(plan, found, made_of, out, console)
+            receipt = build(plan, inputs, found.account(), made_of, out, console)
         if receipt is None:
             return None
         warn(config, console)
@@ -170,12 +169,19 @@ def print_split_of_one_text(config: DataBuildConfig, console: Console) -> None:
     )
 
 
-def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Console) -> Receipt | None:
+def build(
+    plan: Plan,
+    inputs: Sequence[Input],
+    not_read: dict[str, Any],
+    made_of: Receipt,
+    out: Path,
+    console: Console,
+) -> Receipt | None:
     """Run the stages and publish their output. Returns None while jobs on a cluster are running."""
     path, executor = plan.save(), plan.config.executor
     if executor.kind == "local":
         workers = executor.workers or len(os.sched_getaffinity(0))
-        run_stages(plan, path, workers, console)
+        run_stages(plan, workers)
     else:
         try:
             from mlm.corpus.stages.cluster import run_ray, run_slurm
@@ -188,18 +194,18 @@ def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Consol
             run_ray(plan, path)
         elif not run_slurm(plan, path, console):
             return None
-    facts = outcome(plan) | {"not_read": found.account()}
+    facts = outcome(plan) | {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
     move(plan.work / TOKENIZER, out / TOKENIZER)
-    listed = [*write_rejected(plan, out), *write_inputs(plan.inputs, out)]
+    listed = [*write_rejected(plan, out), *write_inputs(inputs, out)]
     receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, *listed])
     (out / MARKER).unlink()
     console.print(summary(out, receipt))
     return receipt
 
 
-def ingredients(plan: Plan, tokenizer: Tokenizer) -> Receipt:
+def ingredients(plan: Plan, inputs: Sequence[Input], tokenizer: Tokenizer) -> Receipt:
     """Everything that the output is a function of."""
     config = to_dict(plan.config)
     settings = (
@@ -222,7 +228,7 @@ def ingredients(plan: Plan, tokenizer: Tokenizer) -> Receipt:
         "split": list(parse_split(plan.config.split)) if plan.is_divided else None,
         "seed": plan.config.seed,
         **{key: config[key] for key in ("eod", "keep_ids") if config[key]},  # older receipts lack them
-        "inputs": digests_of({item.name: item.digest for item in plan.inputs}),
+        "inputs": digests_of({item.name: item.digest for item in inputs}),
     }
 
 

@@ -20,9 +20,12 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
+from mlm.corpus.minhash import Hashes, ngram_hashes
+from mlm.corpus.pieces import pieces_of
+from mlm.util.splitmix import mix
+
 Words = NDArray[np.int32]
 Ints = NDArray[np.int64]
-Hashes = NDArray[np.uint64]
 
 WORD = re.compile(r"[^\W_]+")
 SEPARATORS = re.compile(r"[^\w\x00-\x7f]+")  # non-ASCII, and neither letter nor digit
@@ -34,10 +37,7 @@ IGNORABLE = re.compile(  # Default_Ignorable_Code_Point of Unicode 16
 )
 UNKNOWN = re.compile(r"<unk>|@@UNKNOWN@@", re.IGNORECASE)  # a lost word: nothing matches across it
 SPLIT_NEGATION = re.compile(r"(?<=\w)\s+(?=n['’]t\b)", re.IGNORECASE)  # "did n't" of the Penn Treebank
-MULTIPLIER = 0xD1342543DE82EF95  # odd, of good spectrum (arXiv:2001.05304, table 6): only speed depends on it
 BLOCK = 1 << 15  # words processed at a time: their hashes stay in a core's cache
-BITS_PER_NGRAM = 32  # of the filter before the lookup: 3 % of other n-grams pass
-MAX_BITS = 28
 
 
 def words(text: str) -> list[bytes]:
@@ -60,6 +60,16 @@ def spans(text: str) -> tuple[Ints, Ints]:
 
     If letters are composed, a word extends between two white spaces.
     """
+    begins, ends, done = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
+    for piece in pieces_of(text):
+        begin, end = _spans(piece)
+        begins.append(begin + done)
+        ends.append(end + done)
+        done += len(piece)
+    return np.concatenate(begins), np.concatenate(ends)
+
+
+def _spans(text: str) -> tuple[Ints, Ints]:
     units: list[str] | str = text
     folded = text.casefold()
     if not text.isascii() and (IGNORABLE.search(text) or not unicodedata.is_normalized("NFKC", text)):
@@ -129,8 +139,7 @@ class NGrams:
                 flat.append(0)
         self._words = np.array(flat, dtype=np.int32)  # [e]
         self._starts, self._owners = np.array(starts, dtype=np.int64), np.array(owners, dtype=np.int64)
-        bits = np.random.PCG64(np.random.SeedSequence(0))
-        self._keys = np.asarray(bits.random_raw(len(self._numbers) + 1))  # hash of each word
+        self._keys = mix(np.arange(1, len(self._numbers) + 2, dtype=np.uint64))  # hash of each word
         sizes = np.array(lengths, dtype=np.int64)
         self._tables = [self._table(n, sizes, ngram) for n in sorted({*np.minimum(sizes, ngram).tolist()})]
         self.num_ngrams = np.zeros(len(texts), dtype=np.int64)
@@ -139,8 +148,7 @@ class NGrams:
 
     def find(self, text: str) -> Hits | None:
         """Find the known n-grams of a text, ordered by first word and length; None if there is none."""
-        found = words(text)
-        numbers = np.fromiter(map(self._numbers.get, found, repeat(0)), dtype=np.int32, count=len(found))
+        numbers = np.concatenate([np.empty(0, np.int32), *map(self._numbers_of, pieces_of(text))])
         hits = [hit for table in self._tables for hit in self._find(table, numbers)]
         if not hits:
             return None
@@ -148,19 +156,22 @@ class NGrams:
         order = np.lexsort((end, begin))
         return Hits(begin[order], end[order], self._text_of(place[order]))
 
+    def _numbers_of(self, piece: str) -> Words:
+        """Return the number of each word: i32 [w]."""
+        listed = words(piece)
+        return np.fromiter(map(self._numbers.get, listed, repeat(0)), dtype=np.int32, count=len(listed))
+
     def _find(self, table: "Table", numbers: Words) -> Iterator[tuple[Ints, Ints, Ints]]:
         """Yield (first word, end, position in the evaluation words) of known n-grams of one length."""
         n = table.ngram
         for start in range(0, len(numbers) - n + 1, BLOCK):
             hashes = ngram_hashes(self._keys[numbers[start : start + BLOCK + n - 1]], n)
-            candidates = np.flatnonzero(table.may_hold(hashes))
-            if not len(candidates):
-                continue
-            begin = start + candidates
-            place = table.places_of(hashes[candidates], numbers, begin, self._words)
-            known = place >= 0
-            if known.any():
-                yield begin[known], begin[known] + n, place[known]
+            at = np.minimum(np.searchsorted(table.hashes, hashes), len(table.hashes) - 1)
+            candidates = np.flatnonzero(table.hashes[at] == hashes)
+            begin, place = start + candidates, table.places[at[candidates]]
+            same = (windows(self._words, place, n) == windows(numbers, begin, n)).all(axis=1)
+            if same.any():
+                yield begin[same], begin[same] + n, place[same]
 
     def _table(self, n: int, sizes: Ints, ngram: int) -> "Table":
         """Index the n-grams of length n: of longer runs if n is `ngram`, else the runs of that length."""
@@ -168,13 +179,8 @@ class NGrams:
         count = sizes[mine] - n + 1
         first = np.repeat(self._starts[mine] - (np.cumsum(count) - count), count)
         places = first + np.arange(count.sum())
-        hashes = np.concatenate(
-            [
-                ngram_hashes(self._keys[self._words[at : at + BLOCK + n - 1]], n)
-                for at in range(0, len(self._words) - n + 1, BLOCK)
-            ]
-        )
-        return Table.of(n, hashes[places], places, self._words)
+        hashes, firsts = np.unique(ngram_hashes(self._keys[self._words], n)[places], return_index=True)
+        return Table(n, hashes, places[firsts])
 
     def _text_of(self, places: Ints) -> Ints:
         """Return the evaluation text at a position in the evaluation words."""
@@ -183,86 +189,15 @@ class NGrams:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Distinct n-grams of one length, by hash.
-
-    Attributes:
-        hashes  uint64 [m]   sorted
-        places  int64 [m]    first position of the n-gram in the evaluation words
-        filter  uint8        one bit per value of a hash's highest bits: 1 if any hash has it
-        most    int          maximum of n-grams that share a hash: 1, barring a collision
-    """
+    """Distinct n-grams of one length, by hash. Of two that share a hash (1 in 2^64) the first is known."""
 
     ngram: int
     hashes: Hashes
+    """Sorted: [m]."""
     places: Ints
-    filter: NDArray[np.uint8]
-    shift: np.uint64
-    most: int
-
-    @classmethod
-    def of(cls, n: int, hashes: Hashes, places: Ints, evaluation: Words) -> "Table":
-        """Make the table of the n-grams at `places`, which are sorted; of equal ones the first is kept."""
-        order = np.argsort(hashes, kind="stable")
-        hashes, places = hashes[order], places[order]
-        equal = hashes[1:] == hashes[:-1]
-        again = np.flatnonzero(equal)
-        same = windows(evaluation, places[again], n) == windows(evaluation, places[again + 1], n)
-        keep = np.ones(len(hashes), dtype=bool)
-        keep[again[same.all(axis=1)] + 1] = False
-        hashes, places = hashes[keep], places[keep]
-        most = int(np.unique(hashes, return_counts=True)[1].max())
-        bits = min(max(16, (len(hashes) * BITS_PER_NGRAM - 1).bit_length()), MAX_BITS)
-        shift = np.uint64(64 - bits)
-        present = np.zeros(1 << bits, dtype=bool)
-        present[(hashes >> shift).astype(np.int64)] = True
-        return cls(n, hashes, places, np.packbits(present, bitorder="little"), shift, most)
-
-    def may_hold(self, hashes: Hashes) -> NDArray[np.uint8]:
-        """Return non-zero where a hash may be in the table, zero where it is not."""
-        top = hashes >> self.shift
-        byte = self.filter[(top >> np.uint64(3)).view(np.int64)]
-        return byte & (np.uint8(1) << (top & np.uint64(7)).astype(np.uint8))
-
-    def places_of(self, hashes: Hashes, numbers: Words, begin: Ints, evaluation: Words) -> Ints:
-        """Return the position of the n-gram at each `begin` in the evaluation words, else -1: int64 [k]."""
-        out = np.full(len(hashes), -1, dtype=np.int64)
-        at = np.searchsorted(self.hashes, hashes)
-        for nth in range(self.most):
-            near = np.minimum(at + nth, len(self.hashes) - 1)
-            tried = np.flatnonzero((self.hashes[near] == hashes) & (out < 0))
-            if len(tried):
-                place = self.places[near[tried]]
-                same = windows(evaluation, place, self.ngram) == windows(numbers, begin[tried], self.ngram)
-                whole = same.all(axis=1)
-                out[tried[whole]] = place[whole]
-        return out
+    """First position of each n-gram in the evaluation words: [m]."""
 
 
 def windows(values: Words, begin: Ints, n: int) -> Words:
     """Return values[b : b + n] for every b in `begin`: [k, n]."""
     return values[begin[:, None] + np.arange(n)]
-
-
-def ngram_hashes(keys: Hashes, n: int) -> Hashes:
-    """Polynomial hash, modulo 2^64, of every n neighbours: uint64 [w] to [max(0, w - n + 1)].
-
-    The hash of 2k neighbours combines two of k, so log2(n) passes suffice.
-    """
-    count = len(keys) - n + 1
-    if count <= 0:
-        return np.empty(0, dtype=np.uint64)
-    out, done = np.zeros(count, dtype=np.uint64), 0
-    power, size = keys, 1  # hash of `size` neighbours
-    while True:
-        if n & size:
-            out = out * factor(size) + power[done : done + count]
-            done += size
-        if 2 * size > n:
-            return out
-        power = power[:-size] * factor(size) + power[size:]
-        size *= 2
-
-
-def factor(size: int) -> np.uint64:
-    """Return MULTIPLIER ** size, modulo 2^64."""
-    return np.uint64(pow(MULTIPLIER, size, 1 << 64))

@@ -12,7 +12,7 @@ here: quadratic time on a long list, and a panic where a full stop follows a non
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 from mlm.util.extras import load_extra
@@ -21,8 +21,6 @@ PARAGRAPH_END = re.compile(r"\n\s*\n")
 WORD = re.compile(r"\w")
 BLOCK = 1 << 12
 """Letters processed at a time, so that time grows linearly. No sentence is longer, save marks after it."""
-HELD = 1 << 17
-"""Letters of a paragraph that are held back until it ends."""
 SPACES = [chr(code) for code in range(0x80, 0x3001) if chr(code).isspace()]
 """Non-ASCII white space."""
 
@@ -46,37 +44,11 @@ def split_sentences(text: str) -> list[str]:
     return [piece for piece in pieces if piece]
 
 
-def long_sentences(pieces: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the sentences of a text that comes in pieces, some at a time."""
-    segment: Segment = load_extra("sentencex", "sentences=true").segment
-    held = ""
-    for piece in pieces:
-        held += piece
-        ends = [found.end() for found in PARAGRAPH_END.finditer(held) if held[found.end() :][:1].strip()]
-        if ends:
-            yield split_sentences(held[: ends[-1]])
-            held = held[ends[-1] :]
-        if len(held) > HELD:
-            # the part of an unfinished paragraph that later letters cannot change
-            inside = held[: m.start()] if (m := PARAGRAPH_END.search(held)) else held
-            begins = list[int]()
-            limits = sentence_limits(inside, segment, begins)
-            settled = set(begins) & {at for at in limits if 0 < at < len(inside) - 2 * BLOCK}
-            if settled:
-                cut = max(settled)
-                parts = (inside[a:b].strip() for a, b in pairwise(at for at in limits if at <= cut))
-                yield [part for part in parts if part]
-                held = held[cut:]
-    yield split_sentences(held)
-
-
-def sentence_limits(paragraph: str, segment: Segment, begins: list[int] | None = None) -> list[int]:
-    """Return starts of sentences of a paragraph, then its end. `begins` receives those of blocks."""
+def sentence_limits(paragraph: str, segment: Segment) -> list[int]:
+    """Return starts of sentences of a paragraph, then its end."""
     limits = [0]
     begin = 0
     while begin < len(paragraph):
-        if begins is not None:
-            begins.append(begin)
         stop = block_end(paragraph, begin)
         pieces = segment("en", plain_spaces(paragraph[begin:stop]))
         assert sum(map(len, pieces)) == stop - begin, "the pieces are the text"

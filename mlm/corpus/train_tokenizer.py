@@ -15,7 +15,7 @@ from mlm.corpus.read.shards import split_inputs
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
 from mlm.util.errors import Problem, UserError
 from mlm.util.results import is_stream, result_problems, write_result
-from mlm.util.terminal import Screen, byte_progress
+from mlm.util.terminal import Screen, count_progress
 
 BYTES = 256
 LETTERS = 1000
@@ -117,19 +117,18 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
 
     def texts() -> Iterator[str]:
         seen = False
-        with byte_progress("reading", sum(item.bytes for item in inputs)) as advance:
+        with count_progress("reading", len(shards)) as advance:
             for shard in shards:
-                documents = read_shard(
+                for document in read_shard(
                     shard,
                     text_key=config.text_key,
                     id_key=None,
                     max_bytes=build.max_document_bytes,
                     reject=reject,
-                    advance=advance,
-                )
-                for document in documents:
+                ):
                     seen = seen or bool(document.text)
                     yield document.text
+                advance(1)
         if not seen:
             raise UserError(f"input={config.input} holds no text to train on; name a file with documents")
 

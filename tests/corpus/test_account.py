@@ -12,9 +12,8 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.corpus.build import run_build
-from mlm.corpus.config import DataInspectConfig, DataVerifyConfig
+from mlm.corpus.config import DataInspectConfig, DataVerifyConfig, DecontaminateConfig, FilterConfig
 from mlm.corpus.inspect import run_inspect
-from mlm.corpus.sections import DecontaminateConfig, FilterConfig
 from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.corpus.verify import run_verify

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from mlm.corpus.config import FilterConfig, NormaliseConfig
 from mlm.corpus.filter import SAMPLE, LanguageFilter, sample
 from mlm.corpus.fix_text import Cleaner
-from mlm.corpus.sections import FilterConfig, NormaliseConfig
 from mlm.util.errors import UserError
 
 ENGLISH = (

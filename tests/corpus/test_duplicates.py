@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlm.corpus import duplicates as module
+from mlm.corpus.config import DedupConfig
 from mlm.corpus.duplicates import (
     Duplicate,
     components,
@@ -20,7 +21,6 @@ from mlm.corpus.duplicates import (
     star_links,
 )
 from mlm.corpus.minhash import NO_KEY, Signer
-from mlm.corpus.sections import DedupConfig
 
 CONFIG = DedupConfig()
 REAL_SHINGLES = module.shingles

@@ -7,8 +7,8 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.filters import gopher_quality_filter
 
+from mlm.corpus.config import FilterConfig
 from mlm.corpus.filter import RULES, active_rules, broken_rule
-from mlm.corpus.sections import FilterConfig
 
 GOPHER = FilterConfig(
     min_words=50,

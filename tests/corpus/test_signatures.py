@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from mlm.corpus.config import DedupConfig
 from mlm.corpus.minhash import BATCH_DOCUMENTS, NO_KEY, Signer, Slots, band_keys
-from mlm.corpus.sections import DedupConfig
 
 CONFIG = DedupConfig(bands=42, rows=6)
 RNG_SEED = 20190917

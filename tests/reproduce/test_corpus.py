@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlm.config.cli.compose import load_config
-from mlm.corpus.checks import check_build
+from mlm.corpus.config import check_build
 from mlm.data.receipt import RECEIPT
 from mlm.reproduce import apt, corpus, text
 from mlm.reproduce.config import ReproduceConfig

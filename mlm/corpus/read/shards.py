@@ -14,14 +14,12 @@ of change as when it was last digested is taken to be the same.
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mlm.corpus.read.finding import kind_of
 from mlm.corpus.read.records import Input, Shard, readable
@@ -31,6 +29,7 @@ from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import INPUTS
 from mlm.util.atomic import digest_bytes, digest_file, write_atomic
 from mlm.util.errors import UserError
+from mlm.util.terminal import byte_progress
 
 OPENING = 1 << 12
 """Bytes of text that take about as long to read as a file takes to open."""
@@ -46,19 +45,16 @@ def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[Shard]:
     return [shard for item in inputs for shard in shards_of(item, shard_bytes)]
 
 
-def group(inputs: Iterable[Input], shards: Sequence[Shard], shard_bytes: int) -> tuple[int, ...]:
+def group(shards: Sequence[Shard], shard_bytes: int) -> tuple[int, ...]:
     """Return starts of groups of neighbouring shards, then the number of shards: each group is a task.
 
     Small files share a task, up to a quarter of `shard_bytes`, so that the number of tasks grows with the
     bytes of the input and not with its files. A group belongs to one part.
     """
-    sizes, many = {item.path: item.bytes for item in inputs}, dict[str, int]()
-    for shard in shards:
-        many[shard.path] = many.get(shard.path, 0) + 1
-    bounds, held = [0], 0
+    count, bounds, held = Counter(shard.path for shard in shards), [0], 0
     for i, shard in enumerate(shards):
         # the size of a Hub's shard is not known
-        size = shard_bytes if shard.kind == "hub" else max(OPENING, sizes[shard.path] // many[shard.path])
+        size = shard_bytes if shard.kind == "hub" else max(OPENING, shard.input.bytes // count[shard.path])
         if i and (held + size > shared_bytes(shard_bytes) or shard.split != shards[i - 1].split):
             bounds.append(i)
             held = 0
@@ -83,7 +79,7 @@ def shards_of(item: Input, shard_bytes: int) -> Iterator[Shard]:
         step = shard_bytes if kind == "jsonl" else max(item.bytes, 1)
         ranges = [(begin, min(begin + step, item.bytes)) for begin in range(0, max(item.bytes, 1), step)]
     for begin, end in ranges:
-        yield Shard(item.path, kind, begin, end, item.split)
+        yield Shard(item, kind, begin, end, item.split)
 
 
 TEXT_END = b"<|endoftext|>"
@@ -118,7 +114,7 @@ def parts_of_text(inputs: Sequence[Input], shares: Sequence[float]) -> list[Shar
     bounds.append(total)
     packing = kind.removeprefix("txt")
     return [
-        Shard(path, f"slice{packing}", begin, end, part)
+        Shard(inputs[0], f"slice{packing}", begin, end, part)
         for (part, _), (begin, end) in zip(wanted, pairwise(bounds), strict=True)
     ]
 
@@ -126,7 +122,7 @@ def parts_of_text(inputs: Sequence[Input], shares: Sequence[float]) -> list[Shar
 def size_of_one(path: str) -> int | None:
     """Return the bytes of the content of a .txt that is one document, None if it is several or none."""
     total = 0
-    for line, length in lines(blocks(path, moved=ignore), SEARCHED):
+    for line, length in lines(blocks(path), SEARCHED):
         if line is not None and line.strip() == TEXT_END:
             return None
         total += length
@@ -150,16 +146,12 @@ def split_before(path: str, target: int, least: int) -> int:
 def between(path: str, begin: int, end: int) -> bytes:
     """Return bytes begin … end - 1 of the content of a file."""
     found, position = bytearray(), 0
-    for block in blocks(path, moved=ignore):
+    for block in blocks(path):
         found += block[max(0, begin - position) : max(0, end - position)]
         position += len(block)
         if position >= end:
             break
     return bytes(found)
-
-
-def ignore(_: int) -> None:
-    """Show no progress."""
 
 
 KNOWN = "digests.json"
@@ -169,31 +161,22 @@ _touched: dict[str, tuple[tuple[int, ...], str]] = {}
 SAVE_EVERY = 1 << 34  # bytes digested between two saves: 16 GiB
 
 
-def with_digests(inputs: Sequence[Input], work: Path, console: Console) -> tuple[Input, ...]:
+def with_digests(inputs: Sequence[Input], work: Path) -> tuple[Input, ...]:
     """Return the inputs with content digests; a Hub dataset has one already. Raises OSError."""
     known, fresh, unsaved = load_known(work / KNOWN), dict[str, list[object]](), 0
-    columns = (TextColumn("input"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     done = list[Input]()
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        row = bar.add_task("input", total=sum(item.bytes for item in inputs))
+    with byte_progress("input", sum(item.bytes for item in inputs)) as advance:
         for item in inputs:
             if item.digest:
                 done.append(item)
                 continue
-            path = Path(item.path)
-            state, key = state_of(item.path), str(path.resolve())
-            entry = known.get(key)
-            if (
-                isinstance(entry, list)
-                and len(entry) == 4
-                and tuple(entry[:3]) == state
-                and isinstance(entry[3], str)
-            ):
-                digest = entry[3]
-                bar.advance(row, item.bytes)
+            state, key = state_of(item.path), os.path.realpath(item.path)
+            *same, digest = known.get(key, [""])
+            if tuple(same) == state:
+                advance(item.bytes)
             else:
                 with readable(item.path):
-                    digest = digest_file(path, lambda count: bar.advance(row, count))
+                    digest = digest_file(Path(item.path), advance)
                 unsaved += item.bytes
             fresh[key] = [*state, digest]
             done.append(item := replace(item, digest=digest, state=state, bytes=state[0]))
@@ -250,10 +233,9 @@ def check_unchanged(item: Input) -> None:
         )
 
 
-def load_known(path: Path) -> dict[str, object]:
+def load_known(path: Path) -> dict[str, list[Any]]:
     """Return the digests of an earlier start; empty if they cannot be read."""
     try:
-        known = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
         return {}
-    return known if isinstance(known, dict) else {}

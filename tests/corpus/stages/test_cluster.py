@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlm.corpus.build import run_build
-from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.sections import ExecutorConfig
+from mlm.corpus.config import DataBuildConfig, ExecutorConfig
 from mlm.corpus.stages import cluster
 from mlm.corpus.stages.plan import PLAN
 from mlm.util.errors import UserError
@@ -115,7 +114,7 @@ def test_bad_input_found_by_a_job_is_reported_and_dependent_jobs_cancelled(sourc
 def test_a_job_with_a_damaged_plan_says_one_line(
     damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = tmp_path / "plan.jsonl"
+    plan = tmp_path / PLAN
     if damage:
         plan.write_bytes(damage)
     monkeypatch.setattr(sys, "argv", ["cluster", str(plan), "clean"])
