@@ -12,7 +12,7 @@ from rich.console import Console
 from mlm.config.build import to_dict
 from mlm.corpus.benchmarks import read_benchmarks, save_benchmarks
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.finding import find_all
+from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import digests_of, group, parts_of_text, split_inputs, with_digests, write_inputs
 from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, Plan, make_plan, shard_bytes
@@ -55,8 +55,8 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         raise UserError(
             f"prepend_bos=true: tokenizer={config.tokenizer} has no beginning-of-sequence token; set false"
         )
-    found, out, work = find_all(config), Path(config.out), work_folder(config)
-    if (warning := found.warning()) is not None:
+    listing, out, work = find_inputs(config), Path(config.out), work_folder(config)
+    if (warning := listing.warning()) is not None:
         console.print(warning, soft_wrap=True, markup=False)
     with explain_disk_errors(out), ExitStack() as stack:
         begun = work.exists()
@@ -64,7 +64,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         stack.enter_context(sole_build(out / OUT_LOCK, f"out={out}"))
         stack.enter_context(explain_disk_errors(work))
         stack.enter_context(sole_build(work / LOCK, f"work={work}"))
-        inputs = with_digests(found.inputs, work)
+        inputs = with_digests(listing.inputs, work)
         tokenizer.save(work / TOKENIZER)
         evaluation = prepare_evaluation(config, work)
         size = shard_bytes(sum(item.bytes for item in inputs))
@@ -85,7 +85,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
             console.print(f"{out} is up to date", soft_wrap=True)
         else:
             write_atomic(out / MARKER, b"")
-            receipt = build(plan, inputs, found.account(), made_of, out, console)
+            receipt = build(plan, inputs, listing.account(), made_of, out, console)
         if receipt is None:
             return None
         warn(config, console)

@@ -109,7 +109,7 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
     build = DataBuildConfig(
         input=config.input, tokenizer="", out="", text_key=config.text_key, unreadable=config.unreadable
     )
-    inputs = [item for item in find_inputs(build) if item.split in (None, "train")]
+    inputs = [item for item in find_inputs(build).inputs if item.split in (None, "train")]
     shards = split_inputs(inputs, SHARD_BYTES)
 
     def reject(record: Rejected) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from mlm.corpus import build as build_module
 from mlm.corpus.build import run_build
-from mlm.corpus.read.finding import Found, search
+from mlm.corpus.read.finding import Listing, search
 from mlm.util.errors import UserError
 from tests.corpus.read.test_shards import names, put
 from tests.corpus.texts import documents, output, plain, quiet, write_jsonl
@@ -37,7 +37,7 @@ def unprivileged() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def reasons(found: Found) -> dict[str, str]:
+def reasons(found: Listing) -> dict[str, str]:
     return {entry.path.name: entry.reason for entry in found.unread}
 
 
@@ -82,7 +82,7 @@ def test_fifos_and_sockets_stop_the_build_unopened(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as s:
         s.bind(str(put(tmp_path / "s", "a.jsonl") / "b.txt"))
         check_stops_and_can_be_skipped(tmp_path / "s", "b.txt", "socket")
-    with pytest.raises(UserError, match=r"input=.*b\.jsonl cannot be read \(FIFO\)"):
+    with pytest.raises(UserError, match=r"cannot be read: .*b\.jsonl \(FIFO\)"):
         search(str(tmp_path / "f/b.jsonl"))
 
 

@@ -51,7 +51,7 @@ def config(**changes: Any) -> DataBuildConfig:
 
 def read(**changes: Any) -> Outcome:
     wanted = config(**changes)
-    shards = split_inputs(find_inputs(wanted), 1)
+    shards = split_inputs(find_inputs(wanted).inputs, 1)
     return read_shards(shards, text_key=wanted.text_key, id_key=wanted.id_key, max_bytes=1000)
 
 
@@ -68,7 +68,7 @@ def test_digest_is_the_commit_and_later_stages_read_that_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = local(tmp_path, monkeypatch, [[{"text": "x"}]])
-    [item] = find_inputs(config(hub_config="old", hub_revision="main"))
+    [item] = find_inputs(config(hub_config="old", hub_revision="main")).inputs
     assert (item.name, item.digest) == ("hub:us/books", f"hub:{COMMIT}:old:train")
     split_inputs([item], 1)
     assert calls == [("hf://datasets/us/books", "old", "main"), ("hf://datasets/us/books", "old", COMMIT)]
@@ -125,7 +125,7 @@ def test_dataset_that_cannot_be_had_says_why(
 
 def test_lost_network_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local(tmp_path, monkeypatch, [[{"text": "x"}]])
-    shards = split_inputs(find_inputs(config()), 1)
+    shards = split_inputs(find_inputs(config()).inputs, 1)
 
     def fail(self: object) -> Iterator[None]:
         raise ConnectionError("gone")

@@ -30,7 +30,7 @@ def test_folder_is_read_to_its_depth_sorted_by_path(tmp_path: Path) -> None:
 def test_hidden_files_are_passed_over_in_silence(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl", ".b.jsonl", ".c/d.jsonl")
     assert names(tmp_path) == [("a.jsonl", None)]
-    assert search(str(tmp_path)).passed_over == ()
+    assert search(str(tmp_path)).warning() is None
 
 
 def test_unknown_files_are_passed_over_and_named(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_file_whose_name_looks_like_a_glob_is_a_file(tmp_path: Path) -> None:
 
 def test_input_knows_path_and_size(tmp_path: Path) -> None:
     put(tmp_path, "a.jsonl")
-    [item] = find_inputs(DataBuildConfig(input=str(tmp_path), tokenizer="t", out="o"))
+    [item] = find_inputs(DataBuildConfig(input=str(tmp_path), tokenizer="t", out="o")).inputs
     assert (item.path, item.bytes, item.digest) == (str(tmp_path / "a.jsonl"), 2, "")
 
 
@@ -83,7 +83,7 @@ def test_input_knows_path_and_size(tmp_path: Path) -> None:
     [
         (["test.jsonl"], "", r"holds test\.jsonl but no train\.jsonl"),
         (["train.jsonl", "train.txt.gz"], "", r"train\.jsonl and train\.txt\.gz, all for the part train"),
-        (["a.csv"], "a.csv", "neither .* rename"),
+        (["a.csv"], "a.csv", "holds no .* rename"),
         (["a.json"], "a.json", "one object per line"),
         (["a.json"], "", "only 1 others such as a.json: a .json file"),
         ([], "absent.jsonl", "does not exist"),
