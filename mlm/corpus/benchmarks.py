@@ -6,7 +6,7 @@ Files:
 - .txt, .tokens: one text per line; in WikiText's form, where `= Title =` begins an article, one per article;
 - .parquet: the column "text", else every column of strings.
 
-They keep their form: ngrams.py ignores the marks of WikiText's tokenisation.
+They keep their form: decontaminate.py ignores the marks of WikiText's tokenisation.
 """
 
 import json

@@ -71,13 +71,6 @@ def test_text_counts_under_the_first_rule_it_breaks() -> None:
     assert verdict("1 2 3 4 5", **limits) == "min_alphabetic_words"
 
 
-@pytest.mark.parametrize("text", ["", " \n"])
-def test_text_without_words_breaks_no_rule_about_shares(text: str) -> None:
-    limits = {rule: 1 for rule in RULES if rule != "min_words"}
-    assert verdict(text, **limits) is None
-    assert verdict(text, min_words=1) == "min_words"
-
-
 def test_verdicts_are_those_of_datatrove_where_the_rules_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both split at white space; no word is punctuation alone, no line empty, no stop word in capitals."""
     monkeypatch.setattr(gopher_quality_filter, "split_into_words", lambda text, language: text.split())

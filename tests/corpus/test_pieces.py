@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlm.corpus import minhash, ngrams, pieces
+from mlm.corpus import decontaminate, minhash, pieces
 from mlm.corpus.config import DedupConfig
 from mlm.corpus.filter import Measures
 from mlm.corpus.minhash import Signer
@@ -31,14 +31,14 @@ def test_measures_words_and_signatures_of_pieces_are_those_of_the_whole(
 ) -> None:
     text = odd_text(seed)
     names = ("words", "mean_word_length", "symbol_ratio", "alphabetic_words", "stop_words", "duplicate_lines")
-    search = ngrams.NGrams([odd_text(seed)[200:600]], ngram=3, min_ngram=2)
+    search = decontaminate.NGrams([odd_text(seed)[200:600]], ngram=3, min_ngram=2)
 
     def results() -> list[object]:
         measures, hits = Measures(text), search.find(text)
         assert hits is not None
         return [
             *(getattr(measures, name) for name in names),
-            *(part.tolist() for part in (*ngrams.spans(text), hits.begin, hits.end)),
+            *(part.tolist() for part in (*decontaminate.spans(text), hits.begin, hits.end)),
             Signer(DedupConfig()).keys([text]).tolist(),
         ]
 

@@ -11,7 +11,7 @@ from mlm.corpus.verify import Check, Expected, run_verify, verify_pair
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, read_receipt
 from mlm.util.atomic import digest_file
-from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.errors import CheckFailedError
 from tests.data.corpora import write_corpus
 
 DOCUMENTS = [[1, 2, 9], [], [7, 9], [5, 6, 9]]
@@ -69,23 +69,9 @@ def test_first_id_out_of_range_is_named_by_document(
         run_verify(DataVerifyConfig(path=str(corpus), vocab_size=7))
 
 
-def test_negative_id_is_named(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "c", [[1], [2, -3]], DTYPES[4])
-    with pytest.raises(CheckFailedError, match="document 1, token 1 of it, is -3, negative"):
-        run_verify(DataVerifyConfig(path=str(tmp_path / "c")))
-
-
 def test_truncated_bin_is_named_with_both_sizes(corpus: Path) -> None:
     (corpus / "train.bin").write_bytes(b"12345")
     with pytest.raises(CheckFailedError, match=r"train\.bin: 5 bytes where the index says 16"):
-        run_verify(DataVerifyConfig(path=str(corpus)))
-
-
-def test_changed_token_is_found_by_the_receipt(corpus: Path) -> None:
-    content = bytearray((corpus / "train.bin").read_bytes())
-    content[0] ^= 3  # 1 becomes 2: a token id like any other
-    (corpus / "train.bin").write_bytes(content)
-    with pytest.raises(CheckFailedError, match=r"train\.bin: is not the file that corpus\.json describes"):
         run_verify(DataVerifyConfig(path=str(corpus)))
 
 
@@ -104,30 +90,11 @@ def test_missing_half_is_named(corpus: Path, name: str) -> None:
         run_verify(DataVerifyConfig(path=str(corpus)))
 
 
-def test_part_that_the_receipt_lists_is_missed(corpus: Path) -> None:
-    write_corpus(corpus / "validation", DOCUMENTS)
-    with_receipt(corpus, "train", "validation")
-    for suffix in ("bin", "idx"):
-        (corpus / f"validation.{suffix}").unlink()
-    with pytest.raises(CheckFailedError, match=r"validation\.bin: is missing"):
-        run_verify(DataVerifyConfig(path=str(corpus)))
-
-
-def test_damaged_receipt_is_a_error(corpus: Path) -> None:
-    (corpus / RECEIPT).write_text("{")
-    assert states(verified(corpus), "receipt") == ["error"]
-
-
 def test_foreign_corpus_without_receipt_passes_with_notes(tmp_path: Path) -> None:
     write_corpus(tmp_path / "c_text_document", DOCUMENTS)
     checks = verified(tmp_path / "c_text_document")
     assert not [check for check in checks if check["state"] == "error"]
     assert states(checks, "token ids") == ["note"]
-
-
-def test_absent_corpus_is_a_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no corpus at path="):
-        run_verify(DataVerifyConfig(path=str(tmp_path / "absent")))
 
 
 def contents(prefix: Path) -> list[list[int]]:

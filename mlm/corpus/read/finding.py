@@ -81,8 +81,8 @@ def check_apart(inputs: Collection[str], setting: str, out: str, work: str | Non
         # files in `out` are the user's only if `out` is the input folder itself, or above it
         if is_below(real, folder) and not is_below(given, folder):
             raise UserError(
-                f"out={out} lies inside {setting} and holds {path}, which no build wrote; set another out=, or "
-                f"move the file"
+                f"out={out} lies inside {setting} and holds {path}, which no build wrote; set another out=, "
+                "or move the file"
             )
 
 

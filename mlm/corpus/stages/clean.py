@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mlm.corpus.fix_text import Cleaner
+from mlm.corpus.filter import Cleaner
 from mlm.corpus.minhash import Signer
 from mlm.corpus.pieces import segments
 from mlm.corpus.read.read import read_shard

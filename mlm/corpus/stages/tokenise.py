@@ -17,8 +17,7 @@ import numpy as np
 
 from mlm.corpus.config import DecontaminateConfig
 from mlm.corpus.decontaminate import Contaminants, count_matches
-from mlm.corpus.pieces import segments
-from mlm.corpus.sentences import split_sentences
+from mlm.corpus.pieces import segments, split_sentences
 from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT, StoredTexts, remove
 from mlm.corpus.stages.match import removed_in
 from mlm.corpus.stages.plan import EVALUATION, Plan, removes_duplicates

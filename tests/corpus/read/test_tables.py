@@ -29,16 +29,6 @@ def test_rows_are_documents(tmp_path: Path, compression: str, use_dictionary: bo
     assert read(path).texts == TEXTS
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
-def test_every_type_of_string_is_text(tmp_path: Path, kind: pa.DataType) -> None:
-    assert read(table(tmp_path / "a.parquet", {"text": pa.array(["é", ""], kind)})).texts == ["é", ""]
-
-
-def test_dictionaries_of_strings_are_text(tmp_path: Path) -> None:
-    column = pa.array(["one", "two", "one"]).dictionary_encode()
-    assert read(table(tmp_path / "a.parquet", {"text": column})).texts == ["one", "two", "one"]
-
-
 @pytest.mark.parametrize("shard_bytes", [1, 5000, 1 << 30])
 def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_bytes: int) -> None:
     path = table(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=7)
@@ -65,12 +55,6 @@ def test_errors_name_the_row(tmp_path: Path) -> None:
         ("a.parquet:row 5", "not_utf8"),
     ]
     assert found.problems == problems
-
-
-def test_ids_are_strings_or_whole_numbers(tmp_path: Path) -> None:
-    for name, ids in {"a": ["x", "y"], "b": [1, 2]}.items():
-        table(tmp_path / f"{name}.parquet", {"text": ["1", "2"], "id": ids})
-    assert [document.id for document in read(tmp_path, id_key="id").documents] == ["x", "y", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -107,11 +91,6 @@ def test_documents_before_damaged_rows_stand(tmp_path: Path) -> None:
     found = read(write(path, bytes(content)))
     assert found.texts == TEXTS[:50]
     assert found.problems == [("a.parquet:row 51", "damaged")]
-
-
-def test_table_without_rows_is_not_an_error(tmp_path: Path) -> None:
-    found = read(table(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}))
-    assert (found.texts, found.problems) == ([], [])
 
 
 MEMORY = """

@@ -124,29 +124,6 @@ def test_a_job_with_a_damaged_plan_says_one_line(
     assert "build again" in line
 
 
-def test_a_damaged_plan_is_written_anew_by_the_next_build(source: Path) -> None:
-    config = plain(source, out=str(source.parent / "again"), executor=SLURM)
-    assert run_build(config, quiet()) is None  # the jobs are done; the corpus is not put together yet
-    (plan,) = (source.parent / "again").rglob(PLAN)
-    whole = plan.read_bytes()
-    plan.write_bytes(whole[:-20])
-    assert run_build(config, quiet()) is not None
-    assert output(Path(config.out)) == output(Path(built_here(source)))
-
-
-def built_here(source: Path) -> str:
-    """The same corpus, built by one process."""
-    config = plain(source, out=str(source.parent / "local"))
-    assert run_build(config, quiet()) is not None
-    return config.out
-
-
-def test_slurm_without_its_commands_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match=r"executor\.kind=slurm needs sbatch"):
-        run_build(plain(source, executor=SLURM), quiet())
-
-
 def test_ray_without_its_package_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(UserError, match=r"executor\.kind=ray needs the package ray"):

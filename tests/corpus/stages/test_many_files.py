@@ -79,16 +79,6 @@ def test_a_task_reads_its_own_part_of_the_plan(tmp_path: Path) -> None:
     assert [whole.shards_of(task) for task in range(3)] == [ranges[:5], ranges[5:11], ranges[11:]]
 
 
-def test_groups_keep_parts_apart_and_large_files_alone() -> None:
-    sizes = {"train": [10, 20, 5_000_000, 7], "validation": [1, 2]}
-    files = [
-        Input(f"{part}{i}.txt", f"{part}{i}.txt", size, "", part)
-        for part, some in sizes.items()
-        for i, size in enumerate(some)
-    ]
-    assert group(split_inputs(files, 1 << 23), 1 << 23) == (0, 2, 3, 4, 6)
-
-
 def test_files_that_share_a_task_give_the_same_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
