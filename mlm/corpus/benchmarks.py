@@ -53,10 +53,10 @@ def read_benchmarks(against: Iterable[str]) -> list[EvaluationText]:
                 f"{KEY}={entry} is a second set named {name} beside {names[name]}: rename the file"
             )
         names[name] = entry
-        found = [text for text in read_set(entry, name) if text.text.strip()]
-        if not found:
+        read = [text for text in read_set(entry, name) if text.text.strip()]
+        if not read:
             raise UserError(f"{KEY}={entry} holds no text: name a file with evaluation texts")
-        texts += found
+        texts += read
     return texts
 
 
@@ -91,10 +91,10 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
                 continue
             try:
                 record = json.loads(line)
-                found = list(strings(record))
+                listed = list(strings(record))
             except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
                 raise UserError(f"{KEY}: {path}:{number}: not a line of JSON: fix or delete it") from error
-            for text in found:
+            for text in listed:
                 yield f"line {number}", text
 
 

@@ -105,7 +105,7 @@ def preflight(config: DataBuildConfig) -> list[str]:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
         return list(error.problems)
-    out, work = claims(config, tokenizer)
+    out, work = claim_arguments(config, tokenizer)
     return [
         *claim_problems(config.out, **out),
         *claim_problems(work_folder(config), **work),
@@ -122,7 +122,7 @@ def place_problems(config: DataBuildConfig) -> list[str]:
     return []
 
 
-def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def claim_arguments(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments with which `out` and the work folder are claimed."""
     reads = [config.input, *config.decontaminate.against]
     key = "out" if config.work is None else "work"
@@ -134,7 +134,7 @@ def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any
 
 def claim_folders(config: DataBuildConfig, tokenizer: Tokenizer) -> None:
     """Make or adopt both folders. Raises UserError if something of the user's is in the way."""
-    out, work = claims(config, tokenizer)
+    out, work = claim_arguments(config, tokenizer)
     if problems := [*place_problems(config), *claim_problems(work_folder(config), **work)]:
         raise UserError(problems[0])
     claim_folder(config.out, **out)

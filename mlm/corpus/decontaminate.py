@@ -211,21 +211,21 @@ def cut(text: str, matches: Sequence[Match], config: DecontaminateConfig) -> lis
     return [piece for piece in pieces if len(piece) >= max(1, config.min_piece)]
 
 
-def is_of_word(letter: str) -> bool:
+def is_word_letter(letter: str) -> bool:
     """True for what words are made of, marks that combine and letters that matching ignores included."""
     return letter.isalnum() or unicodedata.category(letter) in ("Mn", "Mc", "Me", "Cf")
 
 
 def left_of_word(text: str, at: int) -> int:
     """Return the nearest position at or before `at` that is not inside a word."""
-    while 0 < at < len(text) and is_of_word(text[at - 1]) and is_of_word(text[at]):
+    while 0 < at < len(text) and is_word_letter(text[at - 1]) and is_word_letter(text[at]):
         at -= 1
     return at
 
 
 def right_of_word(text: str, at: int) -> int:
     """Return the nearest position at or after `at` that is not inside a word."""
-    while 0 < at < len(text) and is_of_word(text[at - 1]) and is_of_word(text[at]):
+    while 0 < at < len(text) and is_word_letter(text[at - 1]) and is_word_letter(text[at]):
         at += 1
     return at
 
@@ -288,8 +288,8 @@ def _spans(text: str) -> tuple[Ints, Ints]:
     if not text.isascii() and (IGNORABLE.search(text) or not unicodedata.is_normalized("NFKC", text)):
         units = [unit for piece in SPACES.findall(text) for unit in units_of(piece)]
         folded = "".join(plain_form(unit).casefold() for unit in units)
-    found = np.array([match.span() for match in WORD.finditer(folded)], dtype=np.int64).reshape(-1, 2)
-    begin, end = found[:, 0], found[:, 1]
+    words_at = np.array([match.span() for match in WORD.finditer(folded)], dtype=np.int64).reshape(-1, 2)
+    begin, end = words_at[:, 0], words_at[:, 1]
     if len(folded) == len(text) and units is text:  # casefolding never shortens, so no letter grew
         return begin, end
     after = np.cumsum([len(unit) for unit in units])
@@ -308,8 +308,8 @@ def units_of(piece: str) -> list[str]:
 def runs(text: str) -> Iterator[list[bytes]]:
     """Yield runs of words of an evaluation text, split where a word was replaced by `<unk>`."""
     for part in UNKNOWN.split(SPLIT_NEGATION.sub("", text)):
-        if found := words(part):
-            yield found
+        if run := words(part):
+            yield run
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,9 +339,9 @@ class NGrams:
         flat, starts, lengths, owners = list[int](), list[int](), list[int](), list[int]()
         self.covered = np.zeros(len(texts), dtype=bool)
         for number, text in enumerate(texts):
-            found = list(runs(text))
-            chosen = [run for run in found if len(run) >= ngram]
-            if not chosen and found and len(longest := max(found, key=len)) >= min_ngram:
+            all_runs = list(runs(text))
+            chosen = [run for run in all_runs if len(run) >= ngram]
+            if not chosen and all_runs and len(longest := max(all_runs, key=len)) >= min_ngram:
                 chosen = [longest]
             self.covered[number] = bool(chosen)
             for run in chosen:

@@ -40,9 +40,9 @@ def links_of_band(keys: Hashes) -> Numbers:
     Memory: `keys` and two more arrays of its size, and what is returned.
     """
     members = np.flatnonzero(_repeated(keys) & (keys != NO_KEY))
-    found = keys[members]
-    order = np.argsort(found, kind="stable")  # in each group the documents keep their order
-    return star_links(members[order], _changes(found[order]))
+    shared = keys[members]
+    order = np.argsort(shared, kind="stable")  # in each group the documents keep their order
+    return star_links(members[order], _changes(shared[order]))
 
 
 def star_links(documents: Numbers, boundaries: Numbers) -> Numbers:
@@ -99,7 +99,7 @@ def duplicates_in(
     shared = _repeated(keys.reshape(-1)).reshape(keys.shape) & (keys != NO_KEY)
     kept = _Kept(config, text_of, estimates=len(component) > SMALL)
     decided: dict[bytes, tuple[int, float]] = {}  # by digest of a text: the kept document and the similarity
-    found = []
+    duplicates = []
     for document, its_keys, its_shared in zip(component.tolist(), keys, shared, strict=True):
         proposing = its_keys[its_shared].tolist()
         if not proposing:
@@ -115,8 +115,8 @@ def duplicates_in(
                     decided[digest] = document, 1.0
                 continue
             decided[digest] = similar
-        found.append(Duplicate(document, *decided[digest]))
-    return found
+        duplicates.append(Duplicate(document, *decided[digest]))
+    return duplicates
 
 
 def digest_of_text(text: str) -> bytes:

@@ -96,9 +96,9 @@ def fix_text(text: str) -> str:
 def fix_lines(text: str, config: ftfy.TextFixerConfig) -> str:
     """Fix a text of whole lines under one configuration."""
     parts, done = list[str](), 0
-    while (found := UNUSUAL.search(text, done)) is not None:
-        begin = text.rfind("\n", done, found.start()) + 1 or done
-        end = text.find("\n", found.start()) + 1 or len(text)
+    while (letter := UNUSUAL.search(text, done)) is not None:
+        begin = text.rfind("\n", done, letter.start()) + 1 or done
+        end = text.find("\n", letter.start()) + 1 or len(text)
         parts.append(straight(text[done:begin]))
         parts += (ftfy.fix_text(piece, config) for piece in parts_of_line(text[begin:end]))
         done = end

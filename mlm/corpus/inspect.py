@@ -273,14 +273,14 @@ def show_receipt(out: Console, receipt: Receipt) -> None:
     facts = {key: receipt.get(key) for key in ("format", "tokenizer", "vocab_size", "eod_id", "seed", "read")}
     for key, value in (facts | {"rejected": receipt.get("rejected")} | sections).items():
         if value not in (None, {}):
-            add_row(made, key, in_words(value))
+            add_row(made, key, format_entry(value))
     removed = receipt.get("removed")
     for rule, count in removed.items() if isinstance(removed, dict) else ():
-        add_row(made, f"removed by {rule}", in_words(count))
+        add_row(made, f"removed by {rule}", format_entry(count))
     out.print(made)
 
 
-def in_words(value: Any) -> str:
+def format_entry(value: Any) -> str:
     """Format a table of the receipt in one line, without unset values."""
     if not isinstance(value, dict):
         return str(value)

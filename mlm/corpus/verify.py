@@ -183,9 +183,9 @@ def fill(f: Any, buffer: bytearray) -> int:
 
 def digest_of(path: Path, advance: Advance, expected: Expected) -> str:
     """Digest of a file, empty if absent. A file whose size differs from the receipt's is not read."""
-    entry, found = expected.entry("files", path.name), size_of(path)
-    if entry.get("bytes", found) != found:
-        return f"{found} bytes, not {plain(entry['bytes'])}"
+    entry, num_bytes = expected.entry("files", path.name), size_of(path)
+    if entry.get("bytes", num_bytes) != num_bytes:
+        return f"{num_bytes} bytes, not {plain(entry['bytes'])}"
     return digest_file(path, advance) if path.is_file() and "digest" in entry else ""
 
 
@@ -203,12 +203,12 @@ def digest_check(path: Path, digest: str, expected: Expected) -> Check:
 
 def counts(name: str, index: Index, expected: Expected) -> Iterator[Check]:
     """Compare the numbers of documents, sequences and tokens with the receipt."""
-    found = {"documents": index.num_documents, "sequences": index.num_sequences, "tokens": index.num_tokens}
-    recorded = {key: value for key, value in expected.entry("splits", name).items() if key in found}
+    counted = {"documents": index.num_documents, "sequences": index.num_sequences, "tokens": index.num_tokens}
+    recorded = {key: value for key, value in expected.entry("splits", name).items() if key in counted}
     wrong = [
-        f"{found[key]:,} {key}, {RECEIPT} records {recorded[key]}"
+        f"{counted[key]:,} {key}, {RECEIPT} records {recorded[key]}"
         for key in recorded
-        if found[key] != recorded[key]
+        if counted[key] != recorded[key]
     ]
     if recorded:
         yield Check(idx_path(Path(name)).name, "counts", "error" if wrong else "ok", "; ".join(wrong))

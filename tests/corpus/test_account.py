@@ -68,9 +68,9 @@ def test_receipt_balances_in_documents_and_bytes(source: Path) -> None:
     pieces = sum(count.get("pieces", 0) for count in removed)
     whole = kept["documents"] - (cut["pieces"] - pieces)
     assert receipt["read"]["documents"] == documents + cut["documents"] + whole
-    assert receipt["mended"]["bytes"] == -32  # curly quotes take three bytes each
+    assert receipt["fixed"]["bytes"] == -32  # curly quotes take three bytes each
     assert (
-        receipt["read"]["bytes"] + receipt["mended"]["bytes"]
+        receipt["read"]["bytes"] + receipt["fixed"]["bytes"]
         == sum(count["bytes"] for count in removed) + cut["bytes"] + kept["bytes"]
     )
 

@@ -125,7 +125,7 @@ class Listing:
         """Warn in a line of files that are not read; None if all are read."""
         lines, errors = list[str](), [entry for entry in self.unread if entry.is_error]
         if errors:
-            lines.append(f"not read: {in_words(errors)}")
+            lines.append(f"not read: {list_entries(errors)}")
         names = [entry.path.name for entry in self.unread if entry.reason in (UNKNOWN_FORMAT, NO_PART)]
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -143,7 +143,7 @@ class Listing:
         }
 
 
-def in_words(entries: Sequence[Unread]) -> str:
+def list_entries(entries: Sequence[Unread]) -> str:
     """List some files with their reasons."""
     named = ", ".join(f"{entry.path} ({entry.reason})" for entry in entries[:3])
     return named + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
@@ -178,7 +178,7 @@ def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error"
     errors = [entry for entry in listing.unread if entry.is_error]
     if errors and (unreadable == "error" or not listing.inputs):
         fix = "fix them or set unreadable=skip" if unreadable == "error" else "name another"
-        raise UserError(f"{setting} holds files that cannot be read: {in_words(errors)}; {fix}")
+        raise UserError(f"{setting} holds files that cannot be read: {list_entries(errors)}; {fix}")
     if not listing.inputs:
         others = [entry.path for entry in listing.unread if entry.reason != HIDDEN]
         held = f", only {len(others)} others such as {others[0].name}" if others else ""

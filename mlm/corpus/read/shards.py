@@ -133,25 +133,25 @@ def size_of_one(path: str) -> int | None:
 def split_before(path: str, target: int, least: int) -> int:
     """Return the last position in (least, target] where a paragraph, a line or a word ends."""
     begin = max(least, target - SEARCHED)
-    window = between(path, begin, target)
+    window = read_range(path, begin, target)
     for end in ENDS:
-        if found := list(end.finditer(window)):
-            return begin + found[-1].end()
+        if ends := list(end.finditer(window)):
+            return begin + ends[-1].end()
     at = len(window)
     while at and window[at - 1] & 0xC0 == 0x80:  # not inside a letter
         at -= 1
     return begin + max(0, at - 1) if at else target
 
 
-def between(path: str, begin: int, end: int) -> bytes:
+def read_range(path: str, begin: int, end: int) -> bytes:
     """Return bytes begin … end - 1 of the content of a file."""
-    found, position = bytearray(), 0
+    content, position = bytearray(), 0
     for block in blocks(path):
-        found += block[max(0, begin - position) : max(0, end - position)]
+        content += block[max(0, begin - position) : max(0, end - position)]
         position += len(block)
         if position >= end:
             break
-    return bytes(found)
+    return bytes(content)
 
 
 KNOWN = "digests.json"
@@ -213,8 +213,8 @@ def write_inputs(inputs: Sequence[Input], out: Path) -> list[str]:
 def state_of(path: str) -> tuple[int, int, int]:
     """Return size and times of change of a file. Raises UserError if it is missing."""
     with readable(path):
-        found = os.stat(path)
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def check_unchanged(item: Input) -> None:

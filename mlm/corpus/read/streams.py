@@ -200,9 +200,9 @@ def first_line(path: str, begin: int, end: int) -> int | None:
     # from the byte before: when it is a newline, a line starts at `begin`
     position = begin - 1
     for block in raw_blocks(path, position):
-        found = block.find(b"\n")
-        if found >= 0:
-            start = position + found + 1
+        newline = block.find(b"\n")
+        if newline >= 0:
+            start = position + newline + 1
             return start if start < end else None
         position += len(block)
         if position >= end:

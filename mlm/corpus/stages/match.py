@@ -144,7 +144,7 @@ def verify(plan: Plan, task: int) -> None:
     stage, grouped = plan.stages["verify"], plan.stages["group"].folder
     members, bounds = load(grouped / "members.npy"), load(grouped / "bounds.npy")
     texts, duplicates = CleanTexts(plan), []
-    begin, end = share(bounds, task, stage.tasks)
+    begin, end = component_range(bounds, task, stage.tasks)
     for i in range(begin, end):
         component = members[bounds[i] : bounds[i + 1]]
         if len(component) > 1:
@@ -154,7 +154,7 @@ def verify(plan: Plan, task: int) -> None:
     stage.finish(task, {}, [save(stage.folder / f"{task:05d}.npy", removed)])
 
 
-def share(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
+def component_range(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
     """Return the range of components of a task: about as many documents as every other."""
     limits = np.array([task, task + 1]) * int(bounds[-1]) // tasks
     begin, end = np.searchsorted(bounds, limits, side="left").tolist()
@@ -175,15 +175,15 @@ def gather(plan: Plan, _: int) -> None:
     stage.finish(0, {}, files)
 
 
-def removed_in(plan: Plan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def removal_masks(plan: Plan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Masks of a task's documents to remove: near-duplicates, and ids seen before. Both [documents]."""
     folder = plan.stages["gather"].folder
     begin, end = load(folder / "firsts.npy")[task : task + 2].tolist()
-    near, again = (among(load(folder / f"{name}.npy"), begin, end) for name in ("near", "again"))
+    near, again = (mask_of(load(folder / f"{name}.npy"), begin, end) for name in ("near", "again"))
     return near, again
 
 
-def among(documents: Ids, begin: int, end: int) -> NDArray[np.bool_]:
+def mask_of(documents: Ids, begin: int, end: int) -> NDArray[np.bool_]:
     """Mask of the documents begin … end - 1 that are among others, which are sorted: bool [end - begin]."""
     mask = np.zeros(end - begin, dtype=bool)
     first, last = np.searchsorted(documents, [begin, end])

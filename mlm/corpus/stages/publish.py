@@ -86,7 +86,7 @@ def outcome(plan: Plan) -> Facts:
     matches = {name.removeprefix(MATCHES): n for name, n in total.items() if name.startswith(MATCHES)}
     facts = {
         "read": tree["read"],
-        "mended": tree["fixed"],
+        "fixed": tree["fixed"],
         "rejected": tree.get("rejected", {}),
         "removed": removed,
         "cut": cut,
@@ -121,7 +121,7 @@ def add_up(counts: Iterable[Mapping[str, int]], key: str) -> int:
 def reject_empty_parts(plan: Plan, facts: Facts) -> None:
     """Raise UserError if a part of the corpus received no document."""
     kept = add_up(facts["splits"].values(), "documents")
-    removed = {rule: words for rule, gone in facts["removed"].items() if (words := in_words(gone))}
+    removed = {rule: words for rule, gone in facts["removed"].items() if (words := describe_removed(gone))}
     rules = ", ".join(f"{rule} {words}" for rule, words in removed.items())
     for part, counts in facts["splits"].items():
         config, where = plan.config, f"input={plan.config.input}"
@@ -139,7 +139,7 @@ def reject_empty_parts(plan: Plan, facts: Facts) -> None:
         raise UserError(f"{where}: the rules left no document ({rules}): loosen them, or set recipe=plain")
 
 
-def in_words(gone: dict[str, int]) -> str:
+def describe_removed(gone: dict[str, int]) -> str:
     """Return the numbers of documents, and of pieces of others, that a rule removed; empty for none."""
     documents, pieces = gone["documents"], gone.get("pieces", 0)
     return " and ".join([f"{documents:,}"] * (documents > 0) + [f"{pieces:,} pieces"] * (pieces > 0))
@@ -176,7 +176,7 @@ def summary(out: Path, receipt: Facts) -> Group:
         add_row(parts, split, *numbers, f"{count['bytes'] / count['tokens']:.2f}")
     gone = table(f"of {receipt['read']['documents']:,} documents read", "removed by", "documents#", "bytes#")
     for rule, count in receipt["removed"].items():
-        add_row(gone, rule, in_words(count) or "0", f"{count['bytes']:,}")
+        add_row(gone, rule, describe_removed(count) or "0", f"{count['bytes']:,}")
     if (cut := receipt["cut"]) is not None:
         add_row(gone, "cut to pieces", f"{cut['documents']:,}", f"{cut['bytes']:,}")
     for rule, documents in receipt["rejected"].items():

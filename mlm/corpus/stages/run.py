@@ -24,7 +24,7 @@ from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
 from mlm.util.terminal import Advance, count_progress
 
-WORK: dict[str, Callable[[Plan, int], None]] = {
+STAGE_FUNCTIONS: dict[str, Callable[[Plan, int], None]] = {
     "clean": clean_stage.run,
     "match": match_stage.match,
     "group": match_stage.group,
@@ -45,7 +45,7 @@ def run_task(plan: Plan, stage: str, task: int, *, all_cores: bool = False) -> N
         return
     try:
         with library_threads(all_cores=all_cores):
-            WORK[stage](plan, task)
+            STAGE_FUNCTIONS[stage](plan, task)
     except UserError as error:
         write_atomic(error_path(folder, task), str(error).encode(errors="surrogateescape"))
         raise
@@ -152,7 +152,7 @@ class Workers:
         return ProcessPoolExecutor(
             self.count,
             mp_context=self._context,
-            initializer=end_with,
+            initializer=exit_with_parent,
             initargs=(self._theirs,),
         )
 
@@ -169,7 +169,7 @@ def ignore_interrupts_in_workers() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def end_with(pipe: Connection) -> None:
+def exit_with_parent(pipe: Connection) -> None:
     """End this worker when the other end of the pipe is closed: the command is done, or was killed."""
 
     def watch() -> None:

@@ -19,7 +19,7 @@ from mlm.corpus.config import DecontaminateConfig
 from mlm.corpus.decontaminate import Contaminants, count_matches
 from mlm.corpus.pieces import segments, split_sentences
 from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT, StoredTexts, remove
-from mlm.corpus.stages.match import removed_in
+from mlm.corpus.stages.match import removal_masks
 from mlm.corpus.stages.plan import EVALUATION, Plan, removes_duplicates
 from mlm.data.corpus_files import origins_of, parse_split, part_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
@@ -85,7 +85,7 @@ def pieces(plan: Plan, task: int, texts: StoredTexts, counts: Counter[str]) -> I
     """Yield what remains of the documents of a task."""
     config, contaminants, matches = plan.config, load_contaminants(plan), Counter[str]()
     none = np.zeros(len(texts), dtype=bool)
-    near, again = removed_in(plan, task) if removes_duplicates(config) else (none, none)
+    near, again = removal_masks(plan, task) if removes_duplicates(config) else (none, none)
     shares, split = parse_split(config.split), plan.shards_of(task)[0].split
     prefix = plan.stages["clean"].folder / f"{task:05d}"
     origins = IndexedDataset(origins_of(prefix), allow_empty=True) if config.keep_ids else None
