@@ -69,16 +69,16 @@ def read_jsonl(shard: Shard, intake: Intake) -> Iterator[Document]:
             place = Place(shard.path, number, before=before)
             if line is not None and position == 0:
                 line = line.removeprefix(BOM)
+            position += length
             if line is None or (line and not line.isspace()):
                 try:
                     document = json_document(line, intake, place)
                 except BadRecordError as error:
                     intake.reject(place, error)
                 else:
+                    del line  # a long one is held once
                     yield document
-                    del document  # free a long one before the next is read
-            position += length
-            del line
+                    del document
     except DamagedError as error:
         intake.damaged(Place(shard.path, number + 1, before=before), error)
 
@@ -113,9 +113,9 @@ def read_text(shard: Shard, intake: Intake) -> Iterator[Document]:
             except BadRecordError as error:
                 intake.reject(place, error)
             else:
+                del content  # a long one is held once
                 yield document
                 del document
-            del content
     except DamagedError as error:
         intake.damaged(Place(shard.path, error.line or place.number), error)
 

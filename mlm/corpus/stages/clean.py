@@ -126,6 +126,7 @@ class Cleaning:
             kept.append(document.text)
             self._writer.add_document(np.frombuffer(content, dtype=TEXT))
             self._note(document)
+            del content  # a long one is held once
         if self._signer is not None:
             self.keys.append(self._signer.keys(kept))
 

@@ -138,9 +138,9 @@ class Plan:
             stages = {
                 name: Stage(name, tasks, path.parent / folder) for name, tasks, folder in saved.pop("stages")
             }
-            config = from_dict(DataBuildConfig, saved.pop("config"))
-            lists = {key: tuple(saved.pop(key)) for key in ("parts", "offsets", "sizes")}
-            return cls(config=config, work=path.parent, stages=stages, **lists, **saved)
+            saved["config"] = from_dict(DataBuildConfig, saved["config"])
+            saved |= {key: tuple(saved[key]) for key in ("parts", "offsets", "sizes")}
+            return cls(work=path.parent, stages=stages, **saved)
         except (OSError, ValueError, TypeError, KeyError) as error:
             remedy = "delete the work folder and build again"
             raise CorruptFileError(f"{path} is not the plan of a build: {remedy}") from error
