@@ -15,7 +15,7 @@ from mlm.corpus.read.shards import split_inputs
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
 from mlm.util.errors import Problem, UserError
 from mlm.util.results import is_stream, result_problems, write_result
-from mlm.util.terminal import Screen, count_progress
+from mlm.util.terminal import Screen, progress_bar
 
 BYTES = 256
 LETTERS = 1000
@@ -117,7 +117,7 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
 
     def texts() -> Iterator[str]:
         seen = False
-        with count_progress("reading", len(shards)) as advance:
+        with progress_bar("reading", len(shards)) as advance:
             for shard in shards:
                 for document in read_shard(
                     shard,

@@ -29,7 +29,7 @@ from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import INPUTS
 from mlm.util.atomic import digest_bytes, digest_file, write_atomic
 from mlm.util.errors import UserError
-from mlm.util.terminal import byte_progress
+from mlm.util.terminal import progress_bar
 
 OPENING = 1 << 12
 """Bytes of text that take about as long to read as a file takes to open."""
@@ -165,7 +165,7 @@ def with_digests(inputs: Sequence[Input], work: Path) -> tuple[Input, ...]:
     """Return the inputs with content digests; a Hub dataset has one already. Raises OSError."""
     known, fresh, unsaved = load_known(work / KNOWN), dict[str, list[object]](), 0
     done = list[Input]()
-    with byte_progress("input", sum(item.bytes for item in inputs)) as advance:
+    with progress_bar("input", sum(item.bytes for item in inputs), in_bytes=True) as advance:
         for item in inputs:
             if item.digest:
                 done.append(item)

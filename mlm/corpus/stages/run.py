@@ -22,7 +22,7 @@ from mlm.corpus.stages.plan import Plan, Stage
 from mlm.corpus.stages.publish import merge
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
-from mlm.util.terminal import Advance, count_progress
+from mlm.util.terminal import Advance, progress_bar
 
 STAGE_FUNCTIONS: dict[str, Callable[[Plan, int], None]] = {
     "clean": clean_stage.run,
@@ -98,7 +98,7 @@ def run_stages(plan: Plan, workers: int) -> None:
             tasks = stage.unfinished()
             if stage.tasks == len(plan.sizes):
                 tasks.sort(key=lambda task: -plan.sizes[task])  # the last to finish is then a short one
-            with count_progress(f"{number}/{len(plan.stages)} {stage.name}", len(tasks)) as advance:
+            with progress_bar(f"{number}/{len(plan.stages)} {stage.name}", len(tasks)) as advance:
                 pool.run(plan, stage, tasks, advance)
 
 
