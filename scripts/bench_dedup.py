@@ -37,7 +37,7 @@ from demo_corpus import read_plays, scenes
 from rich.console import Console
 from rich.table import Table
 
-from mlm.corpus.sections import DedupConfig
+from mlm.corpus.config import DedupConfig
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
 

@@ -6,7 +6,7 @@ Files:
 - .txt, .tokens: one text per line; in WikiText's form, where `= Title =` begins an article, one per article;
 - .parquet: the column "text", else every column of strings.
 
-They keep their form: ngrams.py ignores the marks of WikiText's tokenisation.
+They keep their form: decontaminate.py ignores the marks of WikiText's tokenisation.
 """
 
 import json
@@ -53,10 +53,10 @@ def read_benchmarks(against: Iterable[str]) -> list[EvaluationText]:
                 f"{KEY}={entry} is a second set named {name} beside {names[name]}: rename the file"
             )
         names[name] = entry
-        found = [text for text in read_set(entry, name) if text.text.strip()]
-        if not found:
+        read = [text for text in read_set(entry, name) if text.text.strip()]
+        if not read:
             raise UserError(f"{KEY}={entry} holds no text: name a file with evaluation texts")
-        texts += found
+        texts += read
     return texts
 
 
@@ -91,10 +91,10 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
                 continue
             try:
                 record = json.loads(line)
-                found = list(strings(record))
+                listed = list(strings(record))
             except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
                 raise UserError(f"{KEY}: {path}:{number}: not a line of JSON: fix or delete it") from error
-            for text in found:
+            for text in listed:
                 yield f"line {number}", text
 
 
@@ -190,19 +190,9 @@ def save_benchmarks(texts: Iterable[EvaluationText], path: Path) -> None:
 
 def load_benchmarks(path: Path) -> list[EvaluationText]:
     """Read the texts that `save_benchmarks` wrote. Raises CorruptFileError."""
-    damaged = CorruptFileError(
-        f"{path} is not a file of evaluation texts: delete the work folder and build again"
-    )
-    texts = list[EvaluationText]()
-    with open(path, "rb") as f:
-        for line in f:
-            try:
-                fields = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise damaged from error
-            if not (
-                isinstance(fields, list) and len(fields) == 3 and all(isinstance(x, str) for x in fields)
-            ):
-                raise damaged
-            texts.append(EvaluationText(*fields))
-    return texts
+    try:
+        with open(path, "rb") as f:
+            return [EvaluationText(*json.loads(line)) for line in f]
+    except (ValueError, TypeError) as error:
+        fix = "delete the work folder and build again"
+        raise CorruptFileError(f"{path} is not a file of evaluation texts: {fix}") from error

@@ -1,7 +1,7 @@
 """`mlm data build`: from raw text to a corpus in Megatron's .bin/.idx."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +12,10 @@ from rich.console import Console
 from mlm.config.build import to_dict
 from mlm.corpus.benchmarks import read_benchmarks, save_benchmarks
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.finding import Found, find_all
+from mlm.corpus.read.finding import find_inputs
+from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import digests_of, group, parts_of_text, split_inputs, with_digests, write_inputs
-from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, Plan, shard_bytes
+from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, Plan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import (
     move,
     outcome,
@@ -54,8 +55,8 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         raise UserError(
             f"prepend_bos=true: tokenizer={config.tokenizer} has no beginning-of-sequence token; set false"
         )
-    found, out, work = find_all(config), Path(config.out), work_folder(config)
-    if (warning := found.warning()) is not None:
+    listing, out, work = find_inputs(config), Path(config.out), work_folder(config)
+    if (warning := listing.warning()) is not None:
         console.print(warning, soft_wrap=True, markup=False)
     with explain_disk_errors(out), ExitStack() as stack:
         begun = work.exists()
@@ -63,19 +64,17 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         stack.enter_context(sole_build(out / OUT_LOCK, f"out={out}"))
         stack.enter_context(explain_disk_errors(work))
         stack.enter_context(sole_build(work / LOCK, f"work={work}"))
-        digested = with_digests(found.inputs, work)
+        inputs = with_digests(listing.inputs, work)
         tokenizer.save(work / TOKENIZER)
         evaluation = prepare_evaluation(config, work)
-        size = shard_bytes(sum(item.bytes for item in digested))
-        parts = parts_of_text(digested, parse_split(config.split))
+        size = shard_bytes(sum(item.bytes for item in inputs))
+        parts = parts_of_text(inputs, parse_split(config.split))
         if parts is not None:
             print_split_of_one_text(config, console)
         config = with_min_tokens(config, is_one_text=parts is not None)
-        shards = tuple(parts or split_inputs(digested, size))
-        plan = Plan(
-            config, work, digested, shards, group(digested, shards, size), tokenizer.digest, evaluation
-        )
-        made_of = ingredients(plan, tokenizer)
+        shards = parts or split_inputs(inputs, size)
+        plan = make_plan(config, work, inputs, shards, group(shards, size), tokenizer.digest, evaluation)
+        made_of = ingredients(plan, inputs, tokenizer)
         try:
             receipt = reusable(out, made_of)
         except UserError:
@@ -86,7 +85,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
             console.print(f"{out} is up to date", soft_wrap=True)
         else:
             write_atomic(out / MARKER, b"")
-            receipt = build(plan, found, made_of, out, console)
+            receipt = build(plan, inputs, listing.account(), made_of, out, console)
         if receipt is None:
             return None
         warn(config, console)
@@ -106,7 +105,7 @@ def preflight(config: DataBuildConfig) -> list[str]:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
         return list(error.problems)
-    out, work = claims(config, tokenizer)
+    out, work = claim_arguments(config, tokenizer)
     return [
         *claim_problems(config.out, **out),
         *claim_problems(work_folder(config), **work),
@@ -123,7 +122,7 @@ def place_problems(config: DataBuildConfig) -> list[str]:
     return []
 
 
-def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def claim_arguments(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments with which `out` and the work folder are claimed."""
     reads = [config.input, *config.decontaminate.against]
     key = "out" if config.work is None else "work"
@@ -135,7 +134,7 @@ def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any
 
 def claim_folders(config: DataBuildConfig, tokenizer: Tokenizer) -> None:
     """Make or adopt both folders. Raises UserError if something of the user's is in the way."""
-    out, work = claims(config, tokenizer)
+    out, work = claim_arguments(config, tokenizer)
     if problems := [*place_problems(config), *claim_problems(work_folder(config), **work)]:
         raise UserError(problems[0])
     claim_folder(config.out, **out)
@@ -170,12 +169,19 @@ def print_split_of_one_text(config: DataBuildConfig, console: Console) -> None:
     )
 
 
-def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Console) -> Receipt | None:
+def build(
+    plan: Plan,
+    inputs: Sequence[Input],
+    not_read: dict[str, Any],
+    made_of: Receipt,
+    out: Path,
+    console: Console,
+) -> Receipt | None:
     """Run the stages and publish their output. Returns None while jobs on a cluster are running."""
     path, executor = plan.save(), plan.config.executor
     if executor.kind == "local":
         workers = executor.workers or len(os.sched_getaffinity(0))
-        run_stages(plan, path, workers, console)
+        run_stages(plan, workers)
     else:
         try:
             from mlm.corpus.stages.cluster import run_ray, run_slurm
@@ -188,18 +194,18 @@ def build(plan: Plan, found: Found, made_of: Receipt, out: Path, console: Consol
             run_ray(plan, path)
         elif not run_slurm(plan, path, console):
             return None
-    facts = outcome(plan) | {"not_read": found.account()}
+    facts = outcome(plan) | {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
     move(plan.work / TOKENIZER, out / TOKENIZER)
-    listed = [*write_rejected(plan, out), *write_inputs(plan.inputs, out)]
+    listed = [*write_rejected(plan, out), *write_inputs(inputs, out)]
     receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, *listed])
     (out / MARKER).unlink()
     console.print(summary(out, receipt))
     return receipt
 
 
-def ingredients(plan: Plan, tokenizer: Tokenizer) -> Receipt:
+def ingredients(plan: Plan, inputs: Sequence[Input], tokenizer: Tokenizer) -> Receipt:
     """Everything that the output is a function of."""
     config = to_dict(plan.config)
     settings = (
@@ -222,7 +228,7 @@ def ingredients(plan: Plan, tokenizer: Tokenizer) -> Receipt:
         "split": list(parse_split(plan.config.split)) if plan.is_divided else None,
         "seed": plan.config.seed,
         **{key: config[key] for key in ("eod", "keep_ids") if config[key]},  # older receipts lack them
-        "inputs": digests_of({item.name: item.digest for item in plan.inputs}),
+        "inputs": digests_of({item.name: item.digest for item in inputs}),
     }
 
 

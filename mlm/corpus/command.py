@@ -1,8 +1,13 @@
 """The commands `mlm data …`, which make corpora."""
 
 from mlm.config.command import Command
-from mlm.corpus.checks import check_build
-from mlm.corpus.config import DataBuildConfig, DataInspectConfig, DataTokenizerConfig, DataVerifyConfig
+from mlm.corpus.config import (
+    DataBuildConfig,
+    DataInspectConfig,
+    DataTokenizerConfig,
+    DataVerifyConfig,
+    check_build,
+)
 
 COMMANDS = (
     Command(

@@ -8,28 +8,41 @@ cut at more than 10 places removed. It differs in two points:
   too: a model will memorise a passage that is quoted so often. The report names the texts that were matched
   most often, so boilerplate in an evaluation set shows, and can be taken out of it.
 - Megatron-LM widens a cut to the end of a sentence; here to the end of a word.
+
+A word is a run of letters and digits, casefolded, in Unicode form NFKC and without invisible code points
+(soft hyphens, zero-width spaces and joiners, variation selectors). So punctuation, case, line breaks,
+full-width letters and the marks of WikiText's tokenisation (` @-@ `, `@,@`, spaces before commas) make no
+difference. This is for matching alone: the remaining text keeps its letters.
+
+A word of an evaluation text is a number here; a word that is in none is 0, and no n-gram with one matches.
+N-grams are looked up by a 64-bit hash, and hits are compared word by word.
+
+Shapes: w words of a text, e words of all evaluation texts with a 0 after each run, n words of an n-gram.
 """
 
 import json
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mlm.corpus.benchmarks import EvaluationText, load_benchmarks, read_benchmarks
-from mlm.corpus.ngrams import Hits, NGrams, spans, words
-from mlm.corpus.read.long_text import PIECE, Letters, StoredText, at_breaks
-from mlm.corpus.sections import DecontaminateConfig
+from mlm.corpus.config import DecontaminateConfig
+from mlm.corpus.minhash import Hashes, ngram_hashes
+from mlm.corpus.pieces import pieces_of
 from mlm.util.atomic import digest_bytes
+from mlm.util.splitmix import mix
 
 RULE = 3  # number of what counts as a match and what is cut; part of the digest
 TOP = 20  # evaluation texts named in a report
 PREVIEW = 60  # letters of each
-WINDOW = 1 << 12  # letters of a long text searched for the end of a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,8 @@ class Match:
     """Name of the evaluation set."""
     text: int
     """Number of the evaluation text in its set, from 0."""
+    number: int
+    """Number of the evaluation text among those of all sets."""
     num_words: int
     begin: int
     """First letter in the document."""
@@ -51,7 +66,7 @@ class Match:
 class Cleaned:
     """The rest of a document."""
 
-    pieces: list[str] | list[StoredText]
+    pieces: list[str]
     """[the text] itself without a match; no piece if the document is dropped."""
     matches: list[Match]
     letters_removed: int = 0
@@ -62,47 +77,6 @@ class Cleaned:
         if not self.matches:
             return "kept"
         return "cut" if self.pieces else "dropped"
-
-
-@dataclass(slots=True)
-class Run:
-    """Consecutive words that occur in an evaluation text."""
-
-    text: int
-    first: int
-    """Number of the first word, then of the one after the last."""
-    after: int
-    begin: int
-    """First letter, then the one after the last."""
-    end: int
-
-    @property
-    def words(self) -> int:
-        """Number of words."""
-        return self.after - self.first
-
-
-def merged(runs: Iterable[Run]) -> list[Run]:
-    """Merge overlapping and touching runs of the same evaluation text."""
-    found, reach = list[Run](), 0
-    for run in runs:
-        if found and found[-1].text == run.text and run.first <= reach:
-            found[-1].after, found[-1].end = max(found[-1].after, run.after), max(found[-1].end, run.end)
-        else:
-            found.append(run)
-        reach = max(reach, run.after)
-    return found
-
-
-def last_words(text: str, count: int) -> str:
-    """Return the end of a text, from a word's start, with `count` words or more; "" for one long word."""
-    size = 16 * (count + 1)
-    while size < len(text):
-        begin = next((at for at in range(len(text) - size, len(text)) if text[at].isspace()), len(text))
-        if len(words(tail := text[begin:])) >= count:
-            return tail
-        size *= 2
-    return text if len(text) < 4 * PIECE else ""
 
 
 class Contaminants:
@@ -139,41 +113,6 @@ class Contaminants:
             pieces = cut(text, matches, self.config)
         return Cleaned(pieces, matches, len(text) - sum(map(len, pieces)))
 
-    def clean_long(self, text: StoredText) -> Cleaned:
-        """Do the same for a long text, window by window."""
-        found = merged(self._long_runs(text)) if self._texts else []
-        if not found:
-            return Cleaned([text], [])
-        matches = [Match(*self._numbers[run.text], run.words, run.begin, run.end) for run in found]
-        letters, pieces = Letters(text), list[tuple[int, int]]()
-        if self.config.action == "cut":
-            pieces = cut_long(letters, matches, self.config)
-        kept = sum(end - begin for begin, end in pieces)
-        return Cleaned([letters.part(*piece) for piece in pieces], matches, len(letters) - kept)
-
-    def _long_runs(self, text: StoredText) -> Iterator[Run]:
-        """Yield the runs of words of a long text that occur in evaluation texts, in order.
-
-        Each window begins with the last words of the one before, so none is missed at its edge.
-        """
-        before, letter, word = "", 0, 0  # letter and word at which the window begins
-        for piece in at_breaks(text.pieces()):
-            window = before + piece
-            known = len(words(before))
-            if (hits := self._ngrams.find(window)) is not None and (fresh := hits.end > known).any():
-                begin, end = spans(window)
-                for b, e, number in zip(hits.begin[fresh], hits.end[fresh], hits.text[fresh], strict=True):
-                    yield Run(
-                        int(number),
-                        word + int(b),
-                        word + int(e),
-                        letter + int(begin[b]),
-                        letter + int(end[e - 1]),
-                    )
-            before = last_words(window, self.config.ngram - 1)
-            word += len(words(window)) - len(words(before))
-            letter += len(window) - len(before)
-
     def describe(self) -> dict[str, dict[str, int]]:
         """Count, for each set, its texts, those too short to search for, and distinct n-grams. Plain JSON."""
         out = {
@@ -190,37 +129,38 @@ class Contaminants:
             entry["ngrams"] += ngrams
         return out
 
-    def report(self, tally: "Tally") -> dict[str, Any]:
-        """Summarise a corpus as plain JSON: counts per set, and the texts matched most often."""
-        where = dict(zip(self._numbers, self._texts, strict=True))
-        hit = [
-            (-count, name, int(number))
-            for name, texts in tally.texts.items()
-            for number, count in texts.items()
-        ]
+    def report(self, counts: Mapping[str, int]) -> dict[str, Any]:
+        """Summarise a corpus as plain JSON: counts per set, and the texts matched most often.
+
+        `counts` are those of `count_matches`, of all documents.
+        """
+        documents = [counts.get(f"text {number}", 0) for number in range(len(self._texts))]
+        hit = sorted(
+            (-count, *self._numbers[number], number) for number, count in enumerate(documents) if count
+        )
+        texts_hit = Counter(name for _, name, *_ in hit)
         return {
             "digest": self.digest,
-            "documents_cut": tally.cut,
-            "documents_dropped": tally.dropped,
-            "letters_removed": tally.letters_removed,
+            "documents_cut": counts.get("cut", 0),
+            "documents_dropped": counts.get("dropped", 0),
+            "letters_removed": counts.get("letters", 0),
             "sets": {
-                name: facts
-                | {"texts_hit": len(tally.texts.get(name, {})), "documents": tally.documents.get(name, 0)}
+                name: facts | {"texts_hit": texts_hit[name], "documents": counts.get(f"set {name}", 0)}
                 for name, facts in self.describe().items()
             },
             "most_hit": [
                 {
                     "set": name,
-                    "text": number,
-                    "place": where[name, number].place,
-                    "begins": where[name, number].text[:PREVIEW],
+                    "text": in_set,
+                    "place": self._texts[number].place,
+                    "begins": self._texts[number].text[:PREVIEW],
                     "documents": -count,
                 }
-                for count, name, number in sorted(hit)[:TOP]
+                for count, name, in_set, number in hit[:TOP]
             ],
         }
 
-    def _matches(self, text: str, hits: Hits) -> list[Match]:
+    def _matches(self, text: str, hits: "Hits") -> list[Match]:
         """Join overlapping and touching n-grams of the same evaluation text to matches."""
         fresh = np.ones(len(hits.begin), dtype=bool)
         reach = np.maximum.accumulate(hits.end)
@@ -238,149 +178,54 @@ class Contaminants:
         out = list[Match]()
         for number, count, begin, end in rows:
             name, in_set = self._numbers[number]
-            out.append(Match(name, in_set, count, begin, end))
+            out.append(Match(name, in_set, number, count, begin, end))
         return out
 
 
-@dataclass(slots=True)
-class Tally:
-    """Counts of what was removed. Every task has its own; `merge` adds them up."""
-
-    cut: int = 0
-    """Documents of which a part is left."""
-    dropped: int = 0
-    letters_removed: int = 0
-    documents: dict[str, int] = field(default_factory=dict)
-    """Documents with a match, by set."""
-    texts: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Documents with a match, by set and number of the evaluation text."""
-
-    def add(self, cleaned: Cleaned) -> None:
-        """Count one document."""
-        if not cleaned.matches:
-            return
-        self.cut += cleaned.fate == "cut"
-        self.dropped += cleaned.fate == "dropped"
-        self.letters_removed += cleaned.letters_removed
-        for name in {match.set for match in cleaned.matches}:
-            add_up(self.documents, {name: 1})
-        for name, number in {(match.set, match.text) for match in cleaned.matches}:
-            add_up(self.texts.setdefault(name, {}), {str(number): 1})
-
-    def to_json(self) -> dict[str, Any]:
-        """The counts as dictionaries, strings and numbers."""
-        return asdict(self)
-
-    @classmethod
-    def merge(cls, tallies: Iterable[Mapping[str, Any]]) -> "Tally":
-        """Add up what `to_json` returned."""
-        out = cls()
-        for tally in tallies:
-            out.cut += tally["cut"]
-            out.dropped += tally["dropped"]
-            out.letters_removed += tally["letters_removed"]
-            add_up(out.documents, tally["documents"])
-            for name, counts in tally["texts"].items():
-                add_up(out.texts.setdefault(name, {}), counts)
-        return out
-
-
-def add_up(into: dict[str, int], counts: Mapping[str, int]) -> None:
-    """Add counts to counts."""
-    for key, count in counts.items():
-        into[key] = into.get(key, 0) + count
+def count_matches(counts: Counter[str], cleaned: Cleaned) -> None:
+    """Count a document with a match: its fate, letters removed, the sets and evaluation texts it matches."""
+    if cleaned.matches:
+        counts[cleaned.fate] += 1
+        counts["letters"] += cleaned.letters_removed
+        counts.update({f"set {match.set}" for match in cleaned.matches})
+        counts.update({f"text {match.number}" for match in cleaned.matches})
 
 
 def cut(text: str, matches: Sequence[Match], config: DecontaminateConfig) -> list[str]:
     """Return the pieces that are long enough; none if the document is cut at too many places."""
-    widened = (
-        (
-            left_of_word(text, max(0, match.begin - config.margin)),
-            right_of_word(text, min(len(text), match.end + config.margin)),
-        )
-        for match in sorted(matches, key=lambda match: match.begin)
-    )
-    pieces = [text[a:b] for a, b in between(widened, len(text), config.max_matches)]
+    cuts = list[list[int]]()
+    for match in sorted(matches, key=lambda match: match.begin):
+        begin = left_of_word(text, max(0, match.begin - config.margin))
+        end = right_of_word(text, min(len(text), match.end + config.margin))
+        if cuts and begin <= cuts[-1][1]:
+            cuts[-1][1] = max(cuts[-1][1], end)
+        else:
+            cuts.append([begin, end])
+    if len(cuts) > config.max_matches:
+        return []
+    edges = [0, *(edge for pair in cuts for edge in pair), len(text)]
+    pieces = [text[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True)]
     # White space is stripped at cuts, not at the ends of the document.
     pieces = [piece.lstrip() if i else piece for i, piece in enumerate(pieces)]
     pieces = [piece.rstrip() if i < len(pieces) - 1 else piece for i, piece in enumerate(pieces)]
     return [piece for piece in pieces if len(piece) >= max(1, config.min_piece)]
 
 
-def between(cuts: Iterable[tuple[int, int]], letters: int, most: int) -> list[tuple[int, int]]:
-    """Return the pieces before, between and after cuts; none if there are more than `most` cuts."""
-    apart = list[list[int]]()
-    for begin, end in cuts:
-        if apart and begin <= apart[-1][1]:
-            apart[-1][1] = max(apart[-1][1], end)
-        else:
-            apart.append([begin, end])
-    if len(apart) > most:
-        return []
-    edges = [0, *(edge for pair in apart for edge in pair), letters]
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def cut_long(
-    letters: Letters, matches: Sequence[Match], config: DecontaminateConfig
-) -> list[tuple[int, int]]:
-    """Do as `cut`; return first letter and end of each piece."""
-    total = len(letters)
-    widened = (
-        (
-            left_end(letters, max(0, match.begin - config.margin)),
-            right_end(letters, min(total, match.end + config.margin)),
-        )
-        for match in sorted(matches, key=lambda match: match.begin)
-    )
-    found, pieces = between(widened, total, config.max_matches), list[tuple[int, int]]()
-    for i, (begin, end) in enumerate(found):
-        while i and begin < end and letters.between(begin, begin + 1).isspace():
-            begin += 1
-        while i < len(found) - 1 and begin < end and letters.between(end - 1, end).isspace():
-            end -= 1
-        if end - begin >= max(1, config.min_piece):
-            pieces.append((begin, end))
-    return pieces
-
-
-def left_end(letters: Letters, at: int) -> int:
-    """Do as `left_of_word`, window by window."""
-    while 0 < at < len(letters):
-        low = max(0, at - WINDOW)
-        found = left_of_word(letters.between(low, at + 1), at - low)
-        at = low + found
-        if found or not low:
-            break
-    return at
-
-
-def right_end(letters: Letters, at: int) -> int:
-    """Do as `right_of_word`, window by window."""
-    while 0 < at < len(letters):
-        high = min(len(letters), at + WINDOW)
-        found = right_of_word(letters.between(at - 1, high), 1)
-        at += found - 1
-        if at < high:
-            break
-    return at
-
-
-def is_of_word(letter: str) -> bool:
+def is_word_letter(letter: str) -> bool:
     """True for what words are made of, marks that combine and letters that matching ignores included."""
     return letter.isalnum() or unicodedata.category(letter) in ("Mn", "Mc", "Me", "Cf")
 
 
 def left_of_word(text: str, at: int) -> int:
     """Return the nearest position at or before `at` that is not inside a word."""
-    while 0 < at < len(text) and is_of_word(text[at - 1]) and is_of_word(text[at]):
+    while 0 < at < len(text) and is_word_letter(text[at - 1]) and is_word_letter(text[at]):
         at -= 1
     return at
 
 
 def right_of_word(text: str, at: int) -> int:
     """Return the nearest position at or after `at` that is not inside a word."""
-    while 0 < at < len(text) and is_of_word(text[at - 1]) and is_of_word(text[at]):
+    while 0 < at < len(text) and is_word_letter(text[at - 1]) and is_word_letter(text[at]):
         at += 1
     return at
 
@@ -390,3 +235,182 @@ def digest_of(config: DecontaminateConfig, texts: Iterable[EvaluationText]) -> s
     rules = {key: value for key, value in asdict(config).items() if key != "against"}
     content = [RULE, rules, [[text.set, text.place, text.text] for text in texts]]
     return digest_bytes(json.dumps(content, sort_keys=True).encode())
+
+
+Words = NDArray[np.int32]
+Ints = NDArray[np.int64]
+
+WORD = re.compile(r"[^\W_]+")
+SEPARATORS = re.compile(r"[^\w\x00-\x7f]+")  # non-ASCII, and neither letter nor digit
+KEPT = bytes(c if c >= 128 or chr(c).isalnum() else 32 for c in range(256))
+SPACES = re.compile(r"\s+|\S+")
+IGNORABLE = re.compile(  # Default_Ignorable_Code_Point of Unicode 16
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]+"
+)
+UNKNOWN = re.compile(r"<unk>|@@UNKNOWN@@", re.IGNORECASE)  # a lost word: nothing matches across it
+SPLIT_NEGATION = re.compile(r"(?<=\w)\s+(?=n['’]t\b)", re.IGNORECASE)  # "did n't" of the Penn Treebank
+BLOCK = 1 << 15  # words processed at a time: their hashes stay in a core's cache
+
+
+def words(text: str) -> list[bytes]:
+    """Return the words of a text, in UTF-8."""
+    folded = plain_form(text).casefold()
+    if not folded.isascii():
+        folded = SEPARATORS.sub(" ", folded)
+    return folded.encode().translate(KEPT).split()
+
+
+def plain_form(text: str) -> str:
+    """Return a text in the form that is compared."""
+    if text.isascii():
+        return text
+    return unicodedata.normalize("NFKC", IGNORABLE.sub("", text))  # returns at once what is in this form
+
+
+def spans(text: str) -> tuple[Ints, Ints]:
+    """Return begin and end of each of `words(text)` in the text: letters, int64 [w] each.
+
+    If letters are composed, a word extends between two white spaces.
+    """
+    begins, ends, done = [np.empty(0, np.int64)], [np.empty(0, np.int64)], 0
+    for piece in pieces_of(text):
+        begin, end = _spans(piece)
+        begins.append(begin + done)
+        ends.append(end + done)
+        done += len(piece)
+    return np.concatenate(begins), np.concatenate(ends)
+
+
+def _spans(text: str) -> tuple[Ints, Ints]:
+    units: list[str] | str = text
+    folded = text.casefold()
+    if not text.isascii() and (IGNORABLE.search(text) or not unicodedata.is_normalized("NFKC", text)):
+        units = [unit for piece in SPACES.findall(text) for unit in units_of(piece)]
+        folded = "".join(plain_form(unit).casefold() for unit in units)
+    words_at = np.array([match.span() for match in WORD.finditer(folded)], dtype=np.int64).reshape(-1, 2)
+    begin, end = words_at[:, 0], words_at[:, 1]
+    if len(folded) == len(text) and units is text:  # casefolding never shortens, so no letter grew
+        return begin, end
+    after = np.cumsum([len(unit) for unit in units])
+    grown = [len(plain_form(unit).casefold()) for unit in units]
+    unit_of = np.repeat(np.arange(len(units)), grown)
+    return np.append(0, after)[unit_of[begin]], after[unit_of[end - 1]]
+
+
+def units_of(piece: str) -> list[str]:
+    """Split a piece without white space into parts that normalise separately: its letters, if they do."""
+    if piece.isascii() or "".join(map(plain_form, piece)) == plain_form(piece):
+        return list(piece)
+    return [piece]
+
+
+def runs(text: str) -> Iterator[list[bytes]]:
+    """Yield runs of words of an evaluation text, split where a word was replaced by `<unk>`."""
+    for part in UNKNOWN.split(SPLIT_NEGATION.sub("", text)):
+        if run := words(part):
+            yield run
+
+
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """N-grams of a text that occur in evaluation texts, by position in the text. int64 [hits] each."""
+
+    begin: Ints
+    """First word."""
+    end: Ints
+    """One past the last word."""
+    text: Ints
+    """Number of the first evaluation text that holds the n-gram."""
+
+
+class NGrams:
+    """The n-grams of evaluation texts.
+
+    If a text has no run of `ngram` words, its longest is matched whole if it has at least `min_ngram`.
+
+    Attributes:
+        num_ngrams  int64 [texts]   distinct n-grams of each text that no earlier text holds
+        covered     bool [texts]    True if any run of the text is long enough
+    """
+
+    def __init__(self, texts: Sequence[str], *, ngram: int, min_ngram: int) -> None:
+        self._numbers: dict[bytes, int] = {}
+        flat, starts, lengths, owners = list[int](), list[int](), list[int](), list[int]()
+        self.covered = np.zeros(len(texts), dtype=bool)
+        for number, text in enumerate(texts):
+            all_runs = list(runs(text))
+            chosen = [run for run in all_runs if len(run) >= ngram]
+            if not chosen and all_runs and len(longest := max(all_runs, key=len)) >= min_ngram:
+                chosen = [longest]
+            self.covered[number] = bool(chosen)
+            for run in chosen:
+                starts.append(len(flat))
+                lengths.append(len(run))
+                owners.append(number)
+                flat += [self._numbers.setdefault(word, len(self._numbers) + 1) for word in run]
+                flat.append(0)
+        self._words = np.array(flat, dtype=np.int32)  # [e]
+        self._starts, self._owners = np.array(starts, dtype=np.int64), np.array(owners, dtype=np.int64)
+        self._keys = mix(np.arange(1, len(self._numbers) + 2, dtype=np.uint64))  # hash of each word
+        sizes = np.array(lengths, dtype=np.int64)
+        self._tables = [self._table(n, sizes, ngram) for n in sorted({*np.minimum(sizes, ngram).tolist()})]
+        self.num_ngrams = np.zeros(len(texts), dtype=np.int64)
+        for table in self._tables:
+            np.add.at(self.num_ngrams, self._text_of(table.places), 1)
+
+    def find(self, text: str) -> Hits | None:
+        """Find the known n-grams of a text, ordered by first word and length; None if there is none."""
+        numbers = np.concatenate([np.empty(0, np.int32), *map(self._numbers_of, pieces_of(text))])
+        hits = [hit for table in self._tables for hit in self._find(table, numbers)]
+        if not hits:
+            return None
+        begin, end, place = (np.concatenate(part) for part in zip(*hits, strict=True))
+        order = np.lexsort((end, begin))
+        return Hits(begin[order], end[order], self._text_of(place[order]))
+
+    def _numbers_of(self, piece: str) -> Words:
+        """Return the number of each word: i32 [w]."""
+        listed = words(piece)
+        return np.fromiter(map(self._numbers.get, listed, repeat(0)), dtype=np.int32, count=len(listed))
+
+    def _find(self, table: "Table", numbers: Words) -> Iterator[tuple[Ints, Ints, Ints]]:
+        """Yield (first word, end, position in the evaluation words) of known n-grams of one length."""
+        n = table.ngram
+        for start in range(0, len(numbers) - n + 1, BLOCK):
+            hashes = ngram_hashes(self._keys[numbers[start : start + BLOCK + n - 1]], n)
+            at = np.minimum(np.searchsorted(table.hashes, hashes), len(table.hashes) - 1)
+            candidates = np.flatnonzero(table.hashes[at] == hashes)
+            begin, place = start + candidates, table.places[at[candidates]]
+            same = (windows(self._words, place, n) == windows(numbers, begin, n)).all(axis=1)
+            if same.any():
+                yield begin[same], begin[same] + n, place[same]
+
+    def _table(self, n: int, sizes: Ints, ngram: int) -> "Table":
+        """Index the n-grams of length n: of longer runs if n is `ngram`, else the runs of that length."""
+        mine = sizes >= n if n == ngram else sizes == n
+        count = sizes[mine] - n + 1
+        first = np.repeat(self._starts[mine] - (np.cumsum(count) - count), count)
+        places = first + np.arange(count.sum())
+        hashes, firsts = np.unique(ngram_hashes(self._keys[self._words], n)[places], return_index=True)
+        return Table(n, hashes, places[firsts])
+
+    def _text_of(self, places: Ints) -> Ints:
+        """Return the evaluation text at a position in the evaluation words."""
+        return self._owners[np.searchsorted(self._starts, places, side="right") - 1]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Distinct n-grams of one length, by hash. Of two that share a hash (1 in 2^64) the first is known."""
+
+    ngram: int
+    hashes: Hashes
+    """Sorted: [m]."""
+    places: Ints
+    """First position of each n-gram in the evaluation words: [m]."""
+
+
+def windows(values: Words, begin: Ints, n: int) -> Words:
+    """Return values[b : b + n] for every b in `begin`: [k, n]."""
+    return values[begin[:, None] + np.arange(n)]

@@ -8,25 +8,13 @@ first of equals is kept, and the result is a function of the corpus and the conf
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mlm.corpus.minhash import (
-    NO_KEY,
-    AnyHashes,
-    Hashes,
-    Numbers,
-    Signer,
-    SpilledHashes,
-    long_shingles,
-    ranges_of,
-    shingles,
-)
-from mlm.corpus.read.long_text import StoredText
-from mlm.corpus.sections import DedupConfig
+from mlm.corpus.config import DedupConfig
+from mlm.corpus.minhash import NO_KEY, Hashes, Numbers, Signer, shingles
 
 # What bounds the work on a component of thousands of documents that share boilerplate. All are counts of
 # documents, so the result depends on no clock, machine or number of workers.
@@ -52,9 +40,9 @@ def links_of_band(keys: Hashes) -> Numbers:
     Memory: `keys` and two more arrays of its size, and what is returned.
     """
     members = np.flatnonzero(_repeated(keys) & (keys != NO_KEY))
-    found = keys[members]
-    order = np.argsort(found, kind="stable")  # in each group the documents keep their order
-    return star_links(members[order], _changes(found[order]))
+    shared = keys[members]
+    order = np.argsort(shared, kind="stable")  # in each group the documents keep their order
+    return star_links(members[order], _changes(shared[order]))
 
 
 def star_links(documents: Numbers, boundaries: Numbers) -> Numbers:
@@ -97,23 +85,21 @@ def components(links: Numbers, num_documents: int) -> tuple[Numbers, Numbers]:
 def duplicates_in(
     component: Numbers,
     keys_of: Callable[[Numbers], Hashes],
-    text_of: Callable[[int], str | StoredText],
+    text_of: Callable[[int], str],
     config: DedupConfig,
-    folder: Path | None = None,
 ) -> list[Duplicate]:
     """Return the documents of one component to remove, in corpus order.
 
     `component` [k] holds document numbers, ascending; keys_of(documents [k]) are their band keys [k, bands],
-    text_of(document) is its text. The shingles of long texts are in files in `folder`. Memory: about
-    3 * bands * 8 bytes per document of the component, shingles up to CACHED_BYTES, and the sketches
-    (bands * rows bytes each) of the kept ones.
+    text_of(document) is its text. Memory: about 3 * bands * 8 bytes per document of the component, shingles
+    up to CACHED_BYTES, and the sketches (bands * rows bytes each) of the kept ones.
     """
     keys = keys_of(component)
     # A key that no other document of the component has proposes no candidates.
     shared = _repeated(keys.reshape(-1)).reshape(keys.shape) & (keys != NO_KEY)
-    kept = _Kept(config, text_of, folder, estimates=len(component) > SMALL)
+    kept = _Kept(config, text_of, estimates=len(component) > SMALL)
     decided: dict[bytes, tuple[int, float]] = {}  # by digest of a text: the kept document and the similarity
-    found = []
+    duplicates = []
     for document, its_keys, its_shared in zip(component.tolist(), keys, shared, strict=True):
         proposing = its_keys[its_shared].tolist()
         if not proposing:
@@ -121,7 +107,7 @@ def duplicates_in(
         text = text_of(document)
         digest = digest_of_text(text)
         if digest not in decided:
-            hashes = shingles_of(text, config, folder)
+            hashes = shingles_of(text, config)
             similar = kept.first_similar(hashes, proposing)
             if similar is None:
                 kept.add(document, hashes, proposing)
@@ -129,25 +115,18 @@ def duplicates_in(
                     decided[digest] = document, 1.0
                 continue
             decided[digest] = similar
-        found.append(Duplicate(document, *decided[digest]))
-    return found
+        duplicates.append(Duplicate(document, *decided[digest]))
+    return duplicates
 
 
-def digest_of_text(text: str | StoredText) -> bytes:
+def digest_of_text(text: str) -> bytes:
     """Digest of a text's UTF-8."""
-    if isinstance(text, str):
-        return bytes(xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass")))
-    found = xxhash.xxh3_128()
-    for block in text.blocks():
-        found.update(block)
-    return bytes(found.digest())
+    return bytes(xxhash.xxh3_128_digest(text.encode("utf-8", "surrogatepass")))
 
 
-def shingles_of(text: str | StoredText, config: DedupConfig, folder: Path | None) -> AnyHashes:
-    """Return the set of shingles of a text: in memory, or on disk for a long one."""
-    if isinstance(text, str):
-        return shingles(text, ngram=config.ngram, unit=config.unit)
-    return SpilledHashes(long_shingles(text.pieces(), ngram=config.ngram, unit=config.unit), folder)
+def shingles_of(text: str, config: DedupConfig) -> Hashes:
+    """Return the set of shingles of a text."""
+    return shingles(text, ngram=config.ngram, unit=config.unit)
 
 
 @dataclass(slots=True)
@@ -155,8 +134,7 @@ class _Kept:
     """The documents of a component that are kept so far. A position is a number among them."""
 
     config: DedupConfig
-    text_of: Callable[[int], str | StoredText]
-    folder: Path | None
+    text_of: Callable[[int], str]
     estimates: bool
     """True if signatures choose among candidates."""
     documents: list[int] = field(default_factory=list)
@@ -168,7 +146,7 @@ class _Kept:
     """Low byte of each slot of each signature (b-bit minwise hashing, Li and König 2010): [>= n, slots]."""
     sketch: NDArray[np.uint8] = field(init=False)
     """Of the latest document."""
-    cache: OrderedDict[int, AnyHashes] = field(default_factory=OrderedDict)
+    cache: OrderedDict[int, Hashes] = field(default_factory=OrderedDict)
     """Shingles by position, the least recently used first."""
     cached_bytes: int = 0
 
@@ -176,7 +154,7 @@ class _Kept:
         self.sketches = np.empty((0, self.config.bands * self.config.rows), np.uint8)
         self.sketch = np.empty(0, np.uint8)
 
-    def first_similar(self, hashes: AnyHashes, keys: list[int]) -> tuple[int, float] | None:
+    def first_similar(self, hashes: Hashes, keys: list[int]) -> tuple[int, float] | None:
         """Return the earliest candidate above the threshold and its similarity with a document's `hashes`."""
         if self.estimates:
             self.sketch = self._sketch_of(hashes)
@@ -188,7 +166,7 @@ class _Kept:
                 return self.documents[position], similarity
         return None
 
-    def add(self, document: int, hashes: AnyHashes, keys: list[int]) -> None:
+    def add(self, document: int, hashes: Hashes, keys: list[int]) -> None:
         """Keep a document; `first_similar` was called for it just before."""
         position = len(self.documents)
         self.documents.append(document)
@@ -218,23 +196,20 @@ class _Kept:
         best = np.argsort(-estimate, kind="stable")[:COMPARED]
         return np.sort(candidates[best])
 
-    def _sketch_of(self, hashes: AnyHashes) -> NDArray[np.uint8]:
+    def _sketch_of(self, hashes: Hashes) -> NDArray[np.uint8]:
         """The low bytes of a signature [slots]."""
-        parts = hashes.ranges() if isinstance(hashes, SpilledHashes) else [hashes]
-        slots = Signer(self.config).long_slots(parts)
-        assert slots is not None, "a proposed document has shingles"
-        return (slots[0] & 0xFF).astype(np.uint8)
+        return (Signer(self.config).slots_of(hashes)[0] & 0xFF).astype(np.uint8)
 
-    def _hashes_of(self, position: int) -> AnyHashes:
+    def _hashes_of(self, position: int) -> Hashes:
         """Return the shingles of a kept document."""
         if position in self.cache:
             self.cache.move_to_end(position)
             return self.cache[position]
-        hashes = shingles_of(self.text_of(self.documents[position]), self.config, self.folder)
+        hashes = shingles_of(self.text_of(self.documents[position]), self.config)
         self._remember(position, hashes)
         return hashes
 
-    def _remember(self, position: int, hashes: AnyHashes) -> None:
+    def _remember(self, position: int, hashes: Hashes) -> None:
         self.cache[position] = hashes
         self.cached_bytes += hashes.nbytes
         while self.cached_bytes > CACHED_BYTES and len(self.cache) > 1:
@@ -242,20 +217,12 @@ class _Kept:
             self.cached_bytes -= oldest.nbytes
 
 
-def jaccard(a: AnyHashes, b: AnyHashes) -> float:
+def jaccard(a: Hashes, b: Hashes) -> float:
     """Return the exact Jaccard similarity of two sets of hashes, each sorted and unique."""
-    if isinstance(a, SpilledHashes) or isinstance(b, SpilledHashes):
-        common = sum(map(in_common, ranges_of(a), ranges_of(b)))
-    else:
-        common = in_common(a, b)
-    return common / (len(a) + len(b) - common)
-
-
-def in_common(a: Hashes, b: Hashes) -> int:
-    """Count the hashes that both sets hold."""
     both = np.concatenate((a, b))
     both.sort(kind="stable")  # two runs: merged in linear time
-    return int(np.count_nonzero(both[1:] == both[:-1]))
+    common = int(np.count_nonzero(both[1:] == both[:-1]))
+    return common / (len(both) - common)
 
 
 def _repeated(values: NDArray) -> NDArray[np.bool_]:

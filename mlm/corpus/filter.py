@@ -1,10 +1,24 @@
-"""Filters: the languages a document may be in, and the quality rules that it must pass.
+"""Cleaning of a document: text fixed with ftfy, its language identified, and quality rules applied.
+
+ftfy fixes mojibake, quotes, ligatures, control characters and line breaks. The settings are its own, as in
+Megatron-LM's cleaning of web text, but for two:
+
+- `fix_character_width` is off. It would rewrite the punctuation of Chinese and Japanese, where the full-width
+  forms are the proper ones, and changes nothing in English.
+- Lines are fixed in pieces of at most 4,096 letters, split after a space. ftfy takes up to a million letters
+  at once, and on some texts (long runs of combining marks, `&amp;amp;amp;…`) its time grows with the
+  square of that: minutes for one document.
+
+In code, curly quotes become straight, CRLF becomes LF, HTML entities are resolved only before the first `<`
+of a document (so not in HTML or XML), and indentation stays.
+
+ftfy runs at 2 to 20 MB/s. It is not given a line that it cannot change: one of ASCII without `&` and control
+characters, and of quotes, dashes and dots, whose curly forms are replaced here.
 
 The rules are those of Rae et al. 2021 (arXiv:2112.11446), table A1 and appendix A.1.1. Words are separated by
 white space; a line is one that holds more than white space, stripped of it at both ends. A document counts
 under the first rule it breaks, in the order of RULES; one without words breaks `min_words` if that is set,
-and no rule about shares. A word longer than a piece of a long text counts as one with a letter if its first
-piece has one.
+and no rule about shares.
 
 datatrove's GopherQualityFilter splits words with a tokenizer of the language. Beside it we count a word of
 punctuation alone as a word, ignore the case of stop words, leave empty lines out of shares of lines, and take
@@ -19,21 +33,95 @@ model is a NumPy archive, loaded without pickle.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, lru_cache
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-import xxhash
-from numpy.typing import NDArray
+import ftfy
 
 from mlm.config.suggest import nearest
-from mlm.corpus.read.long_text import Letters, at_breaks
-from mlm.corpus.sections import FilterConfig
+from mlm.corpus.config import FilterConfig, NormaliseConfig
+from mlm.corpus.pieces import pieces_of
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
+
+LANGUAGE = "language"
+
+
+class Cleaner:
+    """Fixes a text and names the rule that drops it.
+
+    Raises UserError for languages that are not known or when the detector is not installed.
+    """
+
+    def __init__(self, normalise: NormaliseConfig, filter: FilterConfig) -> None:
+        self.fixes, self.rules = normalise.ftfy, active_rules(filter)
+        self.is_wanted = (
+            LanguageFilter(normalise.languages, normalise.min_language_score) if normalise.languages else None
+        )
+
+    def __call__(self, text: str) -> tuple[str, str | None]:
+        """Return the fixed text, and `language` or the key of FilterConfig that drops it; None to keep it.
+
+        A blank text passes (`min_words` aside); `min_tokens` is tested with the tokenizer.
+        """
+        if self.fixes:
+            text = fix_text(text)
+        if not text or text.isspace():
+            return text, broken_rule(text, self.rules)
+        if self.is_wanted is not None and not self.is_wanted(text):
+            return text, LANGUAGE
+        return text, broken_rule(text, self.rules)
+
+
+PART = 4096
+CONFIG = ftfy.TextFixerConfig(fix_character_width=False, explain=False)
+VERBATIM = CONFIG._replace(unescape_html=False)
+
+# Every byte of “”‘’–—… in a Windows code page continues a UTF-8 sequence and none begins one (in Mac Roman
+# it is the other way round), so such a line cannot be UTF-8 that was taken for something else.
+UNUSUAL = re.compile("[^\t\n\x0c -%'-~“”‘’–—…]")
+"""A letter that ftfy may change or treat as mojibake; `&` is one."""
+
+
+def fix_text(text: str) -> str:
+    """Return a text as ftfy fixes it, line by line."""
+    if (markup := text.find("<")) < 0:
+        return fix_lines(text, CONFIG)
+    begin = text.rfind("\n", 0, markup) + 1
+    return fix_lines(text[:begin], CONFIG) + fix_lines(text[begin:], VERBATIM)
+
+
+def fix_lines(text: str, config: ftfy.TextFixerConfig) -> str:
+    """Fix a text of whole lines under one configuration."""
+    parts, done = list[str](), 0
+    while (letter := UNUSUAL.search(text, done)) is not None:
+        begin = text.rfind("\n", done, letter.start()) + 1 or done
+        end = text.find("\n", letter.start()) + 1 or len(text)
+        parts.append(straight(text[done:begin]))
+        parts += (ftfy.fix_text(piece, config) for piece in parts_of_line(text[begin:end]))
+        done = end
+    parts.append(straight(text[done:]))
+    return "".join(parts)
+
+
+def straight(text: str) -> str:
+    """Return a text with straight quotes."""
+    if text.isascii():
+        return text
+    return text.replace("“", '"').replace("”", '"').replace("‘", "'").replace("’", "'")
+
+
+def parts_of_line(line: str) -> Iterator[str]:
+    """Split a line into parts of at most PART letters, after a space if there is one."""
+    begin = 0
+    while len(line) - begin > PART:
+        end = line.rfind(" ", begin, begin + PART) + 1 or begin + PART
+        yield line[begin:end]
+        begin = end
+    yield line[begin:]
+
 
 SAMPLE = 500  # letters looked at in each of three places
 
@@ -60,11 +148,7 @@ class LanguageFilter:
 
     def __call__(self, text: str) -> bool:
         """True if a text is in one of the languages."""
-        return self.accepts(sample(text))
-
-    def accepts(self, sample: str) -> bool:
-        """True if a sample of a text is in one of the languages."""
-        language, score = self.detector.classify(sample)
+        language, score = self.detector.classify(sample(text))
         return language in self.languages and score >= self.least_score
 
 
@@ -82,14 +166,6 @@ def sample(text: str) -> str:
     return "\n".join((text[:SAMPLE], text[middle : middle + SAMPLE], text[-SAMPLE:]))
 
 
-def long_sample(letters: Letters) -> str:
-    """Return the same of a long text."""
-    total = len(letters)
-    middle = (total - SAMPLE) // 2
-    places = ((0, SAMPLE), (middle, middle + SAMPLE), (total - SAMPLE, total))
-    return "\n".join(letters.between(*place) for place in places)
-
-
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 BULLETS = ("•", "‣", "◦", "▪", "-", "*")
 ELLIPSES = ("…", "...")
@@ -97,15 +173,23 @@ LETTER = re.compile(r"[^\W\d_]")
 
 
 class Measures:
-    """Statistics of a text that the rules test, computed once."""
+    """Statistics of a text that the rules test, counted when first asked for."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     @cached_property
-    def words(self) -> list[str]:
-        """Words, separated by white space."""
-        return self.text.split()
+    def _counts(self) -> Counter[str]:
+        """Statistics of words: their number, their letters, words with a letter, different stop words."""
+        counts, stop_words = Counter[str](), set[str]()
+        for piece in pieces_of(self.text):
+            words = piece.split()
+            counts["words"] += len(words)
+            counts["letters"] += len("".join(words))
+            counts["alphabetic"] += sum(word.isalpha() or LETTER.search(word) is not None for word in words)
+            stop_words |= STOP_WORDS.intersection(map(str.lower, words))
+        counts["stop words"] = len(stop_words)
+        return counts
 
     @cached_property
     def lines(self) -> list[str]:
@@ -113,25 +197,30 @@ class Measures:
         return [line for line in map(str.strip, self.text.splitlines()) if line]
 
     @property
+    def words(self) -> int:
+        """Number of words, separated by white space."""
+        return self._counts["words"]
+
+    @property
     def mean_word_length(self) -> float:
-        """In letters, punctuation included."""
-        return len("".join(self.words)) / len(self.words)
+        """Mean length of a word in letters, punctuation included."""
+        return self._counts["letters"] / self.words
 
     @property
     def symbol_ratio(self) -> float:
         """`#`, or ellipses, per word: the greater of the two."""
         count = self.text.count
-        return max(count("#"), sum(map(count, ELLIPSES))) / len(self.words)
+        return max(count("#"), sum(map(count, ELLIPSES))) / self.words
 
     @property
     def alphabetic_words(self) -> float:
         """Share of words with a letter."""
-        return sum(word.isalpha() or LETTER.search(word) is not None for word in self.words) / len(self.words)
+        return self._counts["alphabetic"] / self.words
 
     @property
     def stop_words(self) -> int:
         """Number of STOP_WORDS that occur."""
-        return len(STOP_WORDS.intersection(map(str.lower, self.words)))
+        return self._counts["stop words"]
 
     @property
     def bullet_lines(self) -> float:
@@ -149,53 +238,9 @@ class Measures:
         return 1 - len(set(self.lines)) / len(self.lines)
 
 
-class AnyMeasures(Protocol):
-    """Statistics of a text, in memory or in pieces."""
-
-    @property
-    def words(self) -> Sized:
-        """Words, separated by white space."""
-        ...
-
-    @property
-    def mean_word_length(self) -> float:
-        """Mean length of a word in letters, punctuation included."""
-        ...
-
-    @property
-    def symbol_ratio(self) -> float:
-        """`#`, or ellipses, per word: the greater of the two."""
-        ...
-
-    @property
-    def alphabetic_words(self) -> float:
-        """Share of words with a letter."""
-        ...
-
-    @property
-    def stop_words(self) -> int:
-        """Number of STOP_WORDS that occur."""
-        ...
-
-    @property
-    def bullet_lines(self) -> float:
-        """Share of lines that begin with a bullet."""
-        ...
-
-    @property
-    def ellipsis_lines(self) -> float:
-        """Share of lines that end with an ellipsis."""
-        ...
-
-    @property
-    def duplicate_lines(self) -> float:
-        """Share of lines that repeat an earlier one."""
-        ...
-
-
-RULES: dict[str, Callable[[AnyMeasures, float], bool]] = {
-    "min_words": lambda text, limit: len(text.words) < limit,
-    "max_words": lambda text, limit: len(text.words) > limit,
+RULES: dict[str, Callable[[Measures, float], bool]] = {
+    "min_words": lambda text, limit: text.words < limit,
+    "max_words": lambda text, limit: text.words > limit,
     "min_mean_word_length": lambda text, limit: text.mean_word_length < limit,
     "max_mean_word_length": lambda text, limit: text.mean_word_length > limit,
     "max_symbol_ratio": lambda text, limit: text.symbol_ratio > limit,
@@ -217,152 +262,8 @@ def active_rules(config: FilterConfig) -> dict[str, float]:
 
 def broken_rule(text: str, rules: dict[str, float]) -> str | None:
     """Return the first rule that a text breaks, None if it passes all."""
-    return broken_by(Measures(text), rules)
-
-
-def broken_by(measures: AnyMeasures, rules: dict[str, float]) -> str | None:
-    """Return the first rule that a text with these statistics breaks, None if it passes all."""
+    measures = Measures(text)
     for rule, limit in rules.items():
         if (rule in NEED_NO_WORDS or measures.words) and RULES[rule](measures, limit):
             return rule
     return None
-
-
-AT_ONCE = 1 << 21
-"""Distinct lines that are held at a time, 8 bytes each."""
-
-Pieces = Callable[[], Iterator[str]]
-
-
-@dataclass
-class SpannedLine:
-    """A line that spans several pieces, stripped of white space at both ends."""
-
-    head: str = ""
-    tail: str = ""
-    """Its last three letters, the length of an ellipsis."""
-
-    def __post_init__(self) -> None:
-        self._all, self._digest, self._spaces = xxhash.xxh3_64(), xxhash.xxh3_64(), ""
-
-    def add(self, part: str) -> None:
-        """Append a part of the line, line end and all."""
-        part = part if self.head else part.lstrip()
-        body = part.rstrip()
-        if not body:
-            self._spaces = (self._spaces + part)[-3:]
-            self._all.update(part.encode())
-            return
-        self.head = self.head or body[:1]
-        self.tail = (self.tail + self._spaces + body)[-3:]
-        self._all.update(body.encode())
-        self._digest = self._all.copy()
-        self._spaces = part[len(body) :]
-        self._all.update(self._spaces.encode())
-
-    @property
-    def digest(self) -> int:
-        """Digest of the stripped line."""
-        return int(self._digest.intdigest())
-
-
-def lines_of(pieces: Pieces) -> Iterator[list[str] | SpannedLine]:
-    """Yield the non-blank lines, stripped: several at a time, or one that spans pieces."""
-    spanned: SpannedLine | None = None
-    for piece in at_breaks(pieces()):
-        parts = piece.splitlines(keepends=True)
-        if spanned is not None:
-            spanned.add(first := parts.pop(0))
-            if first.splitlines()[0] != first:
-                if spanned.head:
-                    yield spanned
-                spanned = None
-        if spanned is None and parts and parts[-1].splitlines()[0] == parts[-1]:
-            spanned = SpannedLine()
-            spanned.add(parts.pop())
-        yield [line for line in map(str.strip, parts) if line]
-    if spanned is not None and spanned.head:
-        yield spanned
-
-
-class LongMeasures:
-    """Measures of a text that comes in pieces; its properties are those of Measures."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-        self._words, self._letters, self._with_letter = 0, 0, 0
-        self._stop_words, symbols = set[str](), Counter[str]()
-        in_word = False  # the piece before ended inside a word
-        for piece in at_breaks(pieces()):
-            found = piece.split()
-            self._letters += sum(map(len, found))
-            if in_word and not piece[0].isspace():
-                found = found[1:]
-            self._words += len(found)
-            self._with_letter += sum(word.isalpha() or LETTER.search(word) is not None for word in found)
-            self._stop_words |= STOP_WORDS.intersection(map(str.lower, found))
-            symbols.update({symbol: piece.count(symbol) for symbol in ("#", *ELLIPSES)})
-            in_word = not piece[-1].isspace()
-        self._symbols = max(symbols["#"], sum(symbols[e] for e in ELLIPSES))
-
-    @property
-    def words(self) -> range:
-        """Words, separated by white space."""
-        return range(self._words)
-
-    @property
-    def mean_word_length(self) -> float:
-        """Mean length of a word in letters, punctuation included."""
-        return self._letters / self._words
-
-    @property
-    def symbol_ratio(self) -> float:
-        """`#`, or ellipses, per word: the greater of the two."""
-        return self._symbols / self._words
-
-    @property
-    def alphabetic_words(self) -> float:
-        """Share of words with a letter."""
-        return self._with_letter / self._words
-
-    @property
-    def stop_words(self) -> int:
-        """Number of STOP_WORDS that occur."""
-        return len(self._stop_words)
-
-    @cached_property
-    def _lines(self) -> Counter[str]:
-        count = Counter[str]()
-        for found in lines_of(self._pieces):
-            some = [(found.head, found.tail)] if isinstance(found, SpannedLine) else [(f, f) for f in found]
-            count["all"] += len(some)
-            count["bullets"] += sum(head.startswith(BULLETS) for head, _ in some)
-            count["ellipses"] += sum(tail.endswith(ELLIPSES) for _, tail in some)
-        return count
-
-    @property
-    def bullet_lines(self) -> float:
-        """Share of lines that begin with a bullet."""
-        return self._lines["bullets"] / self._lines["all"]
-
-    @property
-    def ellipsis_lines(self) -> float:
-        """Share of lines that end with an ellipsis."""
-        return self._lines["ellipses"] / self._lines["all"]
-
-    @property
-    def duplicate_lines(self) -> float:
-        """Share of lines that repeat an earlier one, by 64-bit digests, a share of the lines at a time."""
-        shares = -(-self._lines["all"] // AT_ONCE)
-        return 1 - sum(map(self._different, range(shares), [shares] * shares)) / self._lines["all"]
-
-    def _different(self, share: int, shares: int) -> int:
-        """Count the distinct lines whose digest leaves the remainder `share`."""
-        digests = (
-            np.array([found.digest], dtype=np.uint64)
-            if isinstance(found, SpannedLine)
-            else np.array([xxhash.xxh3_64_intdigest(line.encode()) for line in found], dtype=np.uint64)
-            for found in lines_of(self._pieces)
-        )
-        mine: list[NDArray[np.uint64]] = [d[d % np.uint64(shares) == share] for d in digests]
-        return len(np.unique(np.concatenate(mine)))

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,50 +29,8 @@ SAMPLE_LETTERS = 200
 Count = Callable[[Index, int, int], NDArray[np.int64]]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The beginning of a document."""
-
-    document: int
-    tokens: int
-    """Of the whole document."""
-    text: str | None
-    """None without a tokenizer that knows the ids."""
-    ids: list[int]
-    """Of the beginning."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Distribution of a count over documents."""
-
-    min: int
-    median: int
-    """The lower of the two in the middle."""
-    mean: float
-    max: int
-    histogram: list[tuple[int, int, int]]
-    """(from, to, documents): 0, 1, 2 to 3, 4 to 7, …"""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Contents of one .bin/.idx pair."""
-
-    prefix: str
-    dtype: str
-    version: int
-    sequences: int
-    documents: int
-    tokens: int
-    bytes: int
-    """Of the .bin."""
-    tokens_per_document: Spread
-    sequences_per_document: Spread
-    ends_with_eod: float | None
-    """Share of the checked documents; None if the end-of-document token is not known."""
-    looked_at: int
-    samples: list[Sample]
+Facts = dict[str, Any]
+"""What was counted, as the result file holds it."""
 
 
 def run_inspect(config: DataInspectConfig) -> None:
@@ -88,16 +45,15 @@ def run_inspect(config: DataInspectConfig) -> None:
     tokenizer, note = tokenizer_for(config, folder)
     eod_id = eod_of(receipt, tokenizer)
     indices = [size_of(prefix.with_name(f"{prefix.name}.idx")) for prefix in prefixes]
-    found = list[Facts]()
+    corpora = list[Facts]()
     with progress_bar("reading", sum(indices), in_bytes=True) as advance:
         for prefix, count in zip(prefixes, indices, strict=True):
-            found.append(facts_of(prefix, tokenizer, eod_id, config.samples))
+            corpora.append(facts_of(prefix, tokenizer, eod_id, config.samples))
             advance(count)
     if config.out is not None:
-        corpora = [asdict(facts) for facts in found]
         result = {"task": "data inspect", "path": config.path, "corpora": corpora, "receipt": receipt}
         write_result(config.out, result)
-    show(config, found, receipt, note)
+    show(config, corpora, receipt, note)
 
 
 def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
@@ -169,20 +125,20 @@ def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samp
     """Inspect one pair in constant memory. Raises UserError, CorruptFileError."""
     corpus = IndexedDataset(prefix, allow_empty=True)
     share, looked_at = ends_with(corpus, eod_id)
-    return Facts(
-        prefix=str(prefix),
-        dtype=corpus.dtype.name,
-        version=VERSION,
-        sequences=corpus.num_sequences,
-        documents=corpus.num_documents,
-        tokens=corpus.num_tokens,
-        bytes=corpus.bin_path.stat().st_size,
-        tokens_per_document=spread(corpus.index, tokens_of),
-        sequences_per_document=spread(corpus.index, sequences_of),
-        ends_with_eod=share,
-        looked_at=looked_at,
-        samples=[sample_of(corpus, number, tokenizer) for number in spaced(corpus.num_documents, samples)],
-    )
+    return {
+        "prefix": str(prefix),
+        "dtype": corpus.dtype.name,
+        "version": VERSION,
+        "sequences": corpus.num_sequences,
+        "documents": corpus.num_documents,
+        "tokens": corpus.num_tokens,
+        "bytes": corpus.bin_path.stat().st_size,
+        "tokens_per_document": spread(corpus.index, tokens_of),
+        "sequences_per_document": spread(corpus.index, sequences_of),
+        "ends_with_eod": share,
+        "looked_at": looked_at,
+        "samples": [sample_of(corpus, number, tokenizer) for number in spaced(corpus.num_documents, samples)],
+    }
 
 
 def tokens_of(index: Index, begin: int, end: int) -> NDArray[np.int64]:
@@ -195,14 +151,15 @@ def sequences_of(index: Index, begin: int, end: int) -> NDArray[np.int64]:
     return np.diff(index.document_indices[begin : end + 1])
 
 
-def spread(index: Index, count: Count) -> Spread:
+def spread(index: Index, count: Count) -> Facts:
     """Return min, median, mean, max and histogram of a count in constant memory; median exact below 2**32.
 
-    Two passes find the median: the first its upper 16 bits, the second the lower ones.
+    The histogram holds (from, to, documents): 0, 1, 2 to 3, 4 to 7, … The median is the lower of the two in
+    the middle; two passes find it: the first its upper 16 bits, the second the lower ones.
     """
     documents = index.num_documents
     if documents == 0:
-        return Spread(0, 0, 0.0, 0, [])
+        return {"min": 0, "median": 0, "mean": 0.0, "max": 0, "histogram": []}
 
     def chunks() -> Iterator[NDArray[np.int64]]:
         for begin in range(0, documents, CHUNK):
@@ -222,7 +179,8 @@ def spread(index: Index, count: Count) -> Spread:
     low = int(np.searchsorted(np.cumsum(lower), middle - int(upper[:high].sum()), side="right"))
     present = np.flatnonzero(logs)
     bins = [(1 << k >> 1, (1 << k) - 1, int(logs[k])) for k in range(present[0], present[-1] + 1)]
-    return Spread(least, (high << BITS) + low, total / documents, most, bins)
+    median = (high << BITS) + low
+    return {"min": least, "median": median, "mean": total / documents, "max": most, "histogram": bins}
 
 
 def ends_with(corpus: IndexedDataset, eod_id: int | None) -> tuple[float | None, int]:
@@ -246,69 +204,65 @@ def spaced(count: int, wanted: int) -> list[int]:
     return [(2 * i + 1) * count // (2 * number) for i in range(number)]
 
 
-def sample_of(corpus: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> Sample:
-    """The beginning of a document."""
+def sample_of(corpus: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> Facts:
+    """Return the beginning of a document: text, if a tokenizer knows the ids, and ids."""
     document = corpus.document(number)
     ids = [int(token) for token in document[:SAMPLE_TOKENS]]
     text = None
     if tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids):
         text = tokenizer.decode(ids)[:SAMPLE_LETTERS]
-    return Sample(number, len(document), text, ids)
+    return {"document": number, "tokens": len(document), "text": text, "ids": ids}
 
 
 def share_of(facts: Facts) -> str:
     """Describe the share of documents that end with the end-of-document token."""
-    if facts.ends_with_eod is None:
-        return "unknown"
-    return f"{facts.ends_with_eod:.1%} of {facts.looked_at:,}"
+    share = facts["ends_with_eod"]
+    return "unknown" if share is None else f"{share:.1%} of {facts['looked_at']:,}"
 
 
 HEADER_ROWS: dict[str, Callable[[Facts], str]] = {
-    "tokens are": lambda facts: f"{facts.dtype} (version {facts.version})",
-    "documents": lambda facts: f"{facts.documents:,}",
-    "sequences": lambda facts: f"{facts.sequences:,}",
-    "tokens": lambda facts: f"{facts.tokens:,}",
-    "size of .bin": lambda facts: size(facts.bytes),
+    "tokens are": lambda facts: f"{facts['dtype']} (version {facts['version']})",
+    "documents": lambda facts: f"{facts['documents']:,}",
+    "sequences": lambda facts: f"{facts['sequences']:,}",
+    "tokens": lambda facts: f"{facts['tokens']:,}",
+    "size of .bin": lambda facts: size(facts["bytes"]),
     "end with end-of-document": share_of,
 }
 
 
-def show(config: DataInspectConfig, found: list[Facts], receipt: Receipt | None, note: str | None) -> None:
+def show(config: DataInspectConfig, corpora: list[Facts], receipt: Receipt | None, note: str | None) -> None:
     """Print the tables."""
-    out = console()
-    made = table(f"data inspect · {config.path}", "", *(f"{Path(facts.prefix).name}#" for facts in found))
+    out, names = console(), [Path(facts["prefix"]).name for facts in corpora]
+    header = table(f"data inspect · {config.path}", "", *(f"{name}#" for name in names))
     for name, cell in HEADER_ROWS.items():
-        add_row(made, name, *map(cell, found))
-    out.print(made)
-    for facts in found:
-        show_spread(out, f"{Path(facts.prefix).name}: tokens per document", facts.tokens_per_document)
-        if facts.sequences != facts.documents:
-            title = f"{Path(facts.prefix).name}: sequences per document"
-            show_spread(out, title, facts.sequences_per_document)
+        add_row(header, name, *map(cell, corpora))
+    out.print(header)
+    samples = table("samples", "", "document#", "tokens#", "begins")
+    for name, facts in zip(names, corpora, strict=True):
+        show_spread(out, f"{name}: tokens per document", facts["tokens_per_document"])
+        if facts["sequences"] != facts["documents"]:
+            show_spread(out, f"{name}: sequences per document", facts["sequences_per_document"])
+        for sample in facts["samples"]:
+            begins = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"][:16]))
+            add_row(samples, name, f"{sample['document']:,}", f"{sample['tokens']:,}", begins)
     if receipt is not None:
         show_receipt(out, receipt)
-    if config.samples and any(facts.samples for facts in found):
-        made = table("samples", "", "document#", "tokens#", "begins")
-        for facts in found:
-            for sample in facts.samples:
-                begins = sample.text if sample.text is not None else " ".join(map(str, sample.ids[:16]))
-                add_row(made, Path(facts.prefix).name, f"{sample.document:,}", f"{sample.tokens:,}", begins)
-        out.print(made)
+    if samples.row_count:
+        out.print(samples)
         if note is not None:
             out.print(f"note: {plain(note)}")
     if config.out is not None:
         out.print(f"written to {named(config.out)}")
 
 
-def show_spread(out: Console, title: str, found: Spread) -> None:
+def show_spread(out: Console, title: str, spread: Facts) -> None:
     """Print a histogram as bars."""
-    summary = f"min {found.min:,} · median {found.median:,} · mean {found.mean:,.1f} · max {found.max:,}"
-    made = table(f"{title}: {summary}", "from#", "to#", "documents#", "")
-    longest = max((documents for *_, documents in found.histogram), default=1)
-    for low, high, documents in found.histogram:
-        bar = "█" * -(-documents * BAR // longest)
-        add_row(made, f"{low:,}", f"{high:,}", f"{documents:,}", bar)
-    out.print(made)
+    summary = f"min {spread['min']:,} · median {spread['median']:,} · mean {spread['mean']:,.1f}"
+    bars = table(f"{title}: {summary} · max {spread['max']:,}", "from#", "to#", "documents#", "")
+    longest = max((documents for *_, documents in spread["histogram"]), default=1)
+    for low, high, documents in spread["histogram"]:
+        add_row(bars, f"{low:,}", f"{high:,}", f"{documents:,}", "█" * -(-documents * BAR // longest))
+    out.print(bars)
 
 
 def show_receipt(out: Console, receipt: Receipt) -> None:
@@ -319,14 +273,14 @@ def show_receipt(out: Console, receipt: Receipt) -> None:
     facts = {key: receipt.get(key) for key in ("format", "tokenizer", "vocab_size", "eod_id", "seed", "read")}
     for key, value in (facts | {"rejected": receipt.get("rejected")} | sections).items():
         if value not in (None, {}):
-            add_row(made, key, in_words(value))
+            add_row(made, key, format_entry(value))
     removed = receipt.get("removed")
     for rule, count in removed.items() if isinstance(removed, dict) else ():
-        add_row(made, f"removed by {rule}", in_words(count))
+        add_row(made, f"removed by {rule}", format_entry(count))
     out.print(made)
 
 
-def in_words(value: Any) -> str:
+def format_entry(value: Any) -> str:
     """Format a table of the receipt in one line, without unset values."""
     if not isinstance(value, dict):
         return str(value)

@@ -1,4 +1,4 @@
-r"""MinHash signatures of documents: shingles, band keys, and shingles of long texts on disk.
+r"""MinHash signatures of documents: shingles and band keys.
 
 Shingles are the n-grams of a document as a set of 64-bit hashes. Text is normalised first: case-folded, and
 every run of anything but letters, marks, digits and `_` becomes a space (`\w` of Unicode TS 18, annex C,
@@ -15,20 +15,17 @@ rensa's R-MinHash, after the fast similarity sketching of Dahlgaard, Knudsen and
 Shapes: T units (words, or characters of the normalised text) of D documents laid end to end.
 """
 
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
+from unicodedata import category
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 from rensa import RMinHash
 
-from mlm.corpus.read.long_text import at_breaks
-from mlm.corpus.sections import DedupConfig
+from mlm.corpus.config import DedupConfig
 from mlm.util.splitmix import mix
 
 Hashes = NDArray[np.uint64]
@@ -63,35 +60,12 @@ def flat_shingles(texts: Sequence[str], *, ngram: int, unit: Unit) -> tuple[Hash
     return _ngrams(units, counts, ngram)
 
 
-def long_shingles(pieces: Iterable[str], *, ngram: int, unit: Unit) -> Iterator[Hashes]:
-    """Yield the n-grams of a text that comes in pieces: together those of `flat_shingles`.
-
-    A word longer than a piece counts as several.
-    """
-    before, seen, spaced = np.empty(0, np.uint64), 0, True
-    for piece in at_breaks(iter(pieces)):
-        normal = normalise(piece)
-        if unit == "word":
-            units, _ = _words([normal])
-        else:
-            text = " ".join(normal.decode().split())
-            # white space between two letters is one space, wherever the pieces are split
-            first = " " if text and seen and (spaced or normal[:1] == b" ") else ""
-            spaced = normal[-1:] == b" " if text else spaced or bool(normal)
-            units, _ = _hash_characters([first + text])
-        seen += len(units)
-        units = np.concatenate((before, units))
-        if seen >= ngram and len(units) >= ngram:
-            yield _ngrams(units, np.array([len(units)]), ngram)[0]
-        before = units[max(0, len(units) - ngram + 1) :]
-    if 0 < seen < ngram:
-        yield _ngrams(before, np.array([len(before)]), ngram)[0]
-
-
 def normalise(text: str) -> bytes:
     """Return case-folded text as UTF-8, with a space for whatever separates words."""
     if text.isascii():
         return text.encode("ascii").translate(ASCII_OR_MORE)
+    if len(text) > BLOCK:  # letter by letter: any pieces give the result of the whole
+        return b"".join(normalise(text[begin : begin + BLOCK]) for begin in range(0, len(text), BLOCK))
     # JSON can spell lone surrogates; they are not letters and become spaces
     codes = np.frombuffer(text.casefold().encode("utf-32-le", "surrogatepass"), "<u4")
     return np.where(_in_words()[codes], codes, SPACE).astype("<u4").tobytes().decode("utf-32-le").encode()
@@ -100,8 +74,6 @@ def normalise(text: str) -> bytes:
 @lru_cache(maxsize=1)
 def _in_words() -> NDArray[np.bool_]:
     """Mask of code points that are part of words: bool [0x110000]. Made at the first non-ASCII text."""
-    from unicodedata import category
-
     every = map(chr, range(0x110000))
     return np.fromiter((c.isalnum() or c == "_" or category(c)[0] == "M" for c in every), bool, 0x110000)
 
@@ -109,14 +81,13 @@ def _in_words() -> NDArray[np.bool_]:
 def _words(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
     """Hash each word [T], and count the words of each document [D]."""
     ends = np.cumsum([len(text) + 1 for text in normal], dtype=np.int64)  # of documents, in bytes
-    text = b" ".join([*normal, b""])
-    hashes, starts = [], []
+    text, before = b" ".join([*normal, b""]), np.zeros(len(ends), np.int64)
+    hashes = [np.empty(0, np.uint64)]
     for begin, block in _blocks(text):
-        found, words = _hash_words(block)
+        starts, words = _hash_words(block)
         hashes.append(words)
-        starts.append(found + begin)
-    before = np.searchsorted(_joined(starts, np.int64), ends)
-    return _joined(hashes, np.uint64), np.diff(before, prepend=0)
+        before += np.searchsorted(starts, ends - begin)
+    return np.concatenate(hashes), np.diff(before, prepend=0)
 
 
 def _blocks(text: bytes) -> Iterator[tuple[int, bytes]]:
@@ -155,11 +126,7 @@ _LOW_BYTES: Hashes = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  
 
 def _characters(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
     """Hash each character of text with single spaces [T], and count them per document [D]."""
-    return _hash_characters([" ".join(text.decode().split()) for text in normal])
-
-
-def _hash_characters(texts: Sequence[str]) -> tuple[Hashes, Numbers]:
-    """Hash each character [T], and count them per document [D]."""
+    texts = [" ".join(text.decode().split()) for text in normal]
     units = np.frombuffer("".join(texts).encode("utf-32-le"), "<u4").astype(np.uint64)
     mix(units)
     return units, np.array([len(text) for text in texts], np.int64)
@@ -178,23 +145,24 @@ def _ngrams(units: Hashes, counts: Numbers, n: int) -> tuple[Hashes, Numbers]:
     offsets = np.concatenate(([0], np.cumsum(np.maximum(counts - n + 1, 0))))
     if not offsets[-1]:
         return np.empty(0, np.uint64), offsets
-    total = len(units) - n + 1
-    hashes = units[:total].copy()
-    for k in range(1, n):  # polynomial in FOLD, modulo 2^64
-        hashes *= np.uint64(FOLD)
-        hashes += units[k : total + k]
+    hashes = ngram_hashes(units, n)
     mix(hashes)
     if len(counts) == 1:
         return hashes, offsets
     whole = np.ones(len(units), np.bool_)
     for k in range(1, n):  # those that begin less than n units before a document's end run into the next
         whole[ends[ends >= k] - k] = False
-    return hashes[whole[:total]], offsets
+    return hashes[whole[: len(hashes)]], offsets
 
 
-def _joined(pieces: list[NDArray], dtype: type) -> NDArray:
-    """Concatenate the pieces; there may be none."""
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype)
+def ngram_hashes(units: Hashes, n: int) -> Hashes:
+    """Return a hash of every n neighbours, a polynomial in FOLD modulo 2^64: [w] to [max(0, w - n + 1)]."""
+    total = max(0, len(units) - n + 1)
+    hashes = units[:total].copy()
+    for k in range(1, n):
+        hashes *= np.uint64(FOLD)
+        hashes += units[k : total + k]
+    return hashes
 
 
 Slots = NDArray[np.uint32]
@@ -206,7 +174,7 @@ SEED = 1
 # core. What fits the processor's caches is also hashed twice as fast.
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = {"word": 1 << 18, "character": 1 << 16}
-AT_ONCE = 1 << 16  # shingles of a long text signed at a time
+AT_ONCE = 1 << 16  # shingles of one text signed at a time
 _MULTIPLIER = np.uint64(0xFF51AFD7ED558CCD)
 
 
@@ -218,7 +186,7 @@ class Signer:
     """
 
     def __init__(self, config: DedupConfig) -> None:
-        self.config = config
+        self.config, self.width = config, config.bands * config.rows
 
     def keys(self, texts: Sequence[str]) -> Hashes:
         """Return one key per band of each text: uint64 [n, bands], NO_KEY for a text without words.
@@ -229,36 +197,25 @@ class Signer:
         keys = np.full((len(texts), bands), NO_KEY, np.uint64)
         for begin, flat, offsets in self._batches(texts):
             full = np.flatnonzero(np.diff(offsets))
-            keys[begin + full] = band_keys(self.slots(flat, offsets)[full], bands)
+            slots = self.slots_of(flat) if len(offsets) == 2 else self.slots(flat, offsets)[full]
+            keys[begin + full] = band_keys(slots, bands)
         return keys
 
-    def long_keys(self, pieces: Iterable[str]) -> Hashes:
-        """Return the keys of one text that comes in pieces: uint64 [1, bands]."""
-        slots = self.long_slots(long_shingles(pieces, ngram=self.config.ngram, unit=self.config.unit))
-        if slots is None:
-            return np.full((1, self.config.bands), NO_KEY, np.uint64)
-        return band_keys(slots, self.config.bands)
-
-    def long_slots(self, shingles: Iterable[Hashes]) -> Slots | None:
-        """Return the signature [1, bands * rows] of a set whose shingles come in parts; None without any.
+    def slots_of(self, hashes: Hashes) -> Slots:
+        """Return the signature [1, bands * rows] of one set of shingles; [0, …] of an empty one.
 
         A slot holds a minimum over the set, so the signature of a union is the minimum of signatures.
         """
-        found: Slots | None = None
-        for part in shingles:
-            for begin in range(0, len(part), AT_ONCE):
-                some = part[begin : begin + AT_ONCE]
-                slots = self.slots(some, np.array([0, len(some)]))
-                found = slots if found is None else np.minimum(found, slots)
-        return found
+        parts = [hashes[begin : begin + AT_ONCE] for begin in range(0, len(hashes), AT_ONCE)]
+        slots = [self.slots(part, np.array([0, len(part)])) for part in parts]
+        return np.minimum.reduce(slots) if slots else np.empty((0, self.width), np.uint32)
 
     def slots(self, flat: Hashes, offsets: Numbers) -> Slots:
         """Return signatures [n, bands * rows] of the sets of shingles flat[offsets[i]:offsets[i + 1]]."""
-        width = self.config.bands * self.config.rows
         matrix = RMinHash.digest_matrix_from_flat_token_hashes(
-            np.ascontiguousarray(flat), offsets.astype(np.uint64), num_perm=width, seed=SEED
+            np.ascontiguousarray(flat), offsets.astype(np.uint64), num_perm=self.width, seed=SEED
         )
-        return np.array(matrix.to_rows(), np.uint32).reshape(-1, width)
+        return np.array(matrix.to_rows(), np.uint32).reshape(-1, self.width)
 
     def _batches(self, texts: Sequence[str]) -> Iterator[tuple[int, Hashes, Numbers]]:
         """Yield the texts a few at a time: number of the first, shingles, offsets."""
@@ -274,7 +231,7 @@ class Signer:
 
 def band_keys(slots: Slots, bands: int) -> Hashes:
     """Return a strong 64-bit hash of each band of each signature: [n, bands * rows] to [n, bands]."""
-    bands_of = slots.reshape(len(slots), bands, -1)
+    bands_of = slots.reshape(len(slots), bands, slots.shape[1] // bands)
     keys = np.broadcast_to(np.arange(1, bands + 1, dtype=np.uint64), (len(slots), bands)).copy()
     for row in range(bands_of.shape[2]):
         keys ^= bands_of[:, :, row]
@@ -284,54 +241,3 @@ def band_keys(slots: Slots, bands: int) -> Hashes:
     keys ^= keys >> np.uint64(29)
     keys[keys == NO_KEY] = 1
     return keys
-
-
-BITS = 6
-RANGES = 1 << BITS
-"""Ranges of hashes, by their highest bits; one is in memory at a time."""
-SHIFT = np.uint64(64 - BITS)
-EDGES: Hashes = np.arange(1, RANGES, dtype=np.uint64) << SHIFT
-
-
-class SpilledHashes:
-    """A set of hashes of a long text, in an unnamed file, read a range at a time."""
-
-    nbytes = 1 << 20
-    """Weight in a cache: one open file."""
-
-    def __init__(self, parts: Iterable[Hashes], folder: Path | None) -> None:
-        self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._bounds = [0]
-        with ExitStack() as stack:
-            ranges = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in range(RANGES)]
-            for part in parts:
-                in_order = np.sort(part)
-                for file, some in zip(ranges, split_by_range(in_order), strict=True):
-                    file.write(some.tobytes())
-            for file in ranges:
-                file.seek(0)
-                found = np.unique(np.frombuffer(file.read(), dtype=np.uint64))
-                self._file.write(found.tobytes())
-                self._bounds.append(self._bounds[-1] + len(found))
-
-    def __len__(self) -> int:
-        return self._bounds[-1]
-
-    def ranges(self) -> Iterator[Hashes]:
-        """Yield the hashes of each range, sorted."""
-        for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
-            self._file.seek(8 * begin)
-            yield np.frombuffer(self._file.read(8 * (end - begin)), dtype=np.uint64)
-
-
-AnyHashes = Hashes | SpilledHashes
-
-
-def split_by_range(hashes: Hashes) -> list[Hashes]:
-    """Split sorted hashes by range."""
-    return np.split(hashes, np.searchsorted(hashes, EDGES))
-
-
-def ranges_of(hashes: AnyHashes) -> Iterable[Hashes]:
-    """Return the hashes of each range."""
-    return hashes.ranges() if isinstance(hashes, SpilledHashes) else split_by_range(hashes)

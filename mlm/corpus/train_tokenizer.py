@@ -109,7 +109,7 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
     build = DataBuildConfig(
         input=config.input, tokenizer="", out="", text_key=config.text_key, unreadable=config.unreadable
     )
-    inputs = [item for item in find_inputs(build) if item.split in (None, "train")]
+    inputs = [item for item in find_inputs(build).inputs if item.split in (None, "train")]
     shards = split_inputs(inputs, SHARD_BYTES)
 
     def reject(record: Rejected) -> None:
@@ -117,19 +117,18 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
 
     def texts() -> Iterator[str]:
         seen = False
-        with progress_bar("reading", sum(item.bytes for item in inputs), in_bytes=True) as advance:
+        with progress_bar("reading", len(shards)) as advance:
             for shard in shards:
-                documents = read_shard(
+                for document in read_shard(
                     shard,
                     text_key=config.text_key,
                     id_key=None,
                     max_bytes=build.max_document_bytes,
                     reject=reject,
-                    advance=advance,
-                )
-                for document in documents:
+                ):
                     seen = seen or bool(document.text)
                     yield document.text
+                advance(1)
         if not seen:
             raise UserError(f"input={config.input} holds no text to train on; name a file with documents")
 

@@ -3,7 +3,6 @@
 Every byte is read, once: the tokens are checked while they are digested. Memory stays constant.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,18 +10,16 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from mlm.corpus.config import DataVerifyConfig
 from mlm.data.corpus_files import (
-    MARKER,
     TOKENIZER,
     corpora_at,
     eod_of,
     size_of,
     tokenizer_beside,
 )
-from mlm.data.indexed import CHUNK, REBUILD, Index, bin_path, idx_path
+from mlm.data.indexed import REBUILD, Index, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
 from mlm.util.atomic import digest_file, digest_name
 from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
@@ -51,14 +48,9 @@ class Expected:
     vocab_size: int | None
     eod_id: int | None
 
-    def file(self, name: str) -> dict[str, Any]:
-        """The receipt's entry of a file; empty when it has none."""
-        entry = (self.receipt or {}).get("files", {}).get(name, {})
-        return entry if isinstance(entry, dict) else {}
-
-    def part(self, name: str) -> dict[str, Any]:
-        """The receipt's counts of a part; empty when it has none."""
-        entry = (self.receipt or {}).get("splits", {}).get(name, {})
+    def entry(self, section: str, name: str) -> dict[str, Any]:
+        """The receipt's facts on a file (`files`) or part (`splits`); empty when it has none."""
+        entry = (self.receipt or {}).get(section, {}).get(name, {})
         return entry if isinstance(entry, dict) else {}
 
 
@@ -72,14 +64,10 @@ def run_verify(config: DataVerifyConfig) -> None:
         for prefix in prefixes:
             checks += verify_pair(prefix, expected, advance)
         checks += [digest_check(path, digest_of(path, advance, expected), expected) for path in others]
-    if Path(config.path).is_dir():
-        checks += strays(folder, prefixes, expected)
     if config.out is not None:
         whole = not any(check.state == "error" for check in checks)
-        found = [asdict(check) for check in checks]
-        write_result(
-            config.out, {"task": "data verify", "path": config.path, "whole": whole, "checks": found}
-        )
+        facts = {"whole": whole, "checks": [asdict(check) for check in checks]}
+        write_result(config.out, {"task": "data verify", "path": config.path, **facts})
     show(config, checks)
     errors = [check for check in checks if check.state == "error"]
     if errors:
@@ -127,114 +115,62 @@ def verify_pair(prefix: Path, expected: Expected, advance: Advance) -> list[Chec
         digests = [digest_check(path, digest_of(path, advance, expected), expected) for path in (idx, tokens)]
         return [Check(idx.name, "header", "error", reason(error, idx)), *digests]
     problem = index.problem()
-    needed, found = index.num_tokens * index.dtype.itemsize, tokens.stat().st_size
-    size_problem = "" if needed == found else f"{found} bytes where the index says {needed}"
-    if found > needed:  # what follows the tokens is not read, however much it is
+    needed, size = index.num_tokens * index.dtype.itemsize, tokens.stat().st_size
+    size_problem = "" if needed == size else f"{size} bytes where the index says {needed}"
+    if size > needed:  # what follows the tokens is not read, however much it is
         return [Check(tokens.name, "size", "error", size_problem)]
     sound = problem is None and not size_problem
-    scan = Scan(index if sound else None, index.dtype, expected)
-    checks = [
+    return [
         Check(idx.name, "header", "ok", f"{index.dtype.name}, {index.num_documents:,} documents"),
         Check(idx.name, "pointers and boundaries", "error" if problem else "ok", problem or ""),
         Check(tokens.name, "size", "error" if size_problem else "ok", size_problem),
-        *scan.read(tokens, advance),
+        *scan(tokens, index, expected, advance, sound=sound),
         digest_check(idx, digest_of(idx, advance, expected), expected),
         *(counts(prefix.name, index, expected) if sound else ()),
-        *(empty_documents(idx.name, index) if sound else ()),
     ]
-    return checks
 
 
-class Scan:
-    """One pass over a .bin: token ids, ends of documents, digest.
+def scan(path: Path, index: Index, expected: Expected, advance: Advance, *, sound: bool) -> Iterator[Check]:
+    """Read a .bin once: check its token ids, count end-of-document tokens, digest it. Raises OSError.
 
-    `index` is None if it is damaged: errors are then located by their position in the .bin alone.
+    Not `sound`, the index is damaged: a wrong token is then located by its position in the .bin alone.
     """
+    digest, position, buffer, dtype = xxhash.xxh3_128(), 0, bytearray(BLOCK), index.dtype
+    limit, wrong, end_tokens = expected.vocab_size, None, 0
+    with open(path, "rb", buffering=0) as f:
+        while count := fill(f, buffer):
+            block = memoryview(buffer)[:count]
+            digest.update(block)
+            ids = np.frombuffer(block[: count - count % dtype.itemsize], dtype=dtype)
+            if wrong is None and len(ids) and (ids.min() < 0 or (limit is not None and ids.max() >= limit)):
+                mask = (ids < 0) if limit is None else (ids < 0) | (ids >= limit)
+                wrong = int(ids[mask.argmax()]), position + int(mask.argmax())
+            if expected.eod_id is not None:
+                end_tokens += int((ids == expected.eod_id).sum())
+            position += len(ids)
+            advance(count)
+    if wrong is not None:
+        yield Check(path.name, "token ids", "error", describe(*wrong, limit, index if sound else None))
+    elif limit is None:
+        yield Check(path.name, "token ids", "note", "not compared: no vocabulary known, set vocab_size=…")
+    else:
+        yield Check(path.name, "token ids", "ok", f"below {limit:,}")
+    recorded = expected.entry("splits", path.stem).get("end_tokens")
+    if sound and expected.eod_id is not None and recorded is not None:
+        detail = f"{end_tokens:,} end-of-document tokens, {RECEIPT} records {plain(recorded)}"
+        agrees = recorded == end_tokens  # no text may hold one
+        yield Check(path.name, "end-of-document tokens", *(("ok",) if agrees else ("error", detail)))
+    yield digest_check(path, digest_name(digest), expected)
 
-    def __init__(self, index: Index | None, dtype: np.dtype[Any], expected: Expected) -> None:
-        self.index, self.dtype, self.expected = index, dtype, expected
-        self.bad: str | None = None
-        self.documents_done = self.without_eod = self.end_tokens = 0
 
-    def read(self, path: Path, advance: Advance) -> list[Check]:
-        """Check the file. Raises OSError."""
-        digest, position, buffer = xxhash.xxh3_128(), 0, bytearray(BLOCK)
-        with open(path, "rb", buffering=0) as f:
-            while count := fill(f, buffer):
-                block = memoryview(buffer)[:count]
-                digest.update(block)
-                ids = np.frombuffer(block[: count - count % self.dtype.itemsize], dtype=self.dtype)
-                self.check_ids(ids, position)
-                position += len(ids)
-                advance(count)
-        limit = self.expected.vocab_size
-        state, detail = ("error", self.bad) if self.bad else ("ok", f"below {limit:,}" if limit else "")
-        if limit is None and not self.bad:
-            state, detail = "note", "not compared: no vocabulary known, set vocab_size=…"
-        checks = [Check(path.name, "token ids", state, detail)]
-        if self.expected.eod_id is not None and self.index is not None:
-            checks += [self.ends(path.name), *self.number_of_ends(path)]
-        return [*checks, digest_check(path, digest_name(digest), self.expected)]
-
-    def check_ids(self, ids: NDArray[Any], position: int) -> None:
-        """Check the tokens from `position` on."""
-        if not len(ids):
-            return
-        limit = self.expected.vocab_size
-        if self.bad is None and (ids.min() < 0 or (limit is not None and ids.max() >= limit)):
-            wrong = (ids < 0) if limit is None else (ids < 0) | (ids >= limit)
-            self.bad = self.describe(int(ids[wrong.argmax()]), position + int(wrong.argmax()))
-        if self.expected.eod_id is not None:
-            self.end_tokens += int((ids == self.expected.eod_id).sum())
-            if self.index is not None:
-                self.count_ends(ids, position)
-
-    def describe(self, token: int, position: int) -> str:
-        """Describe a wrong token and its position."""
-        limit = self.expected.vocab_size
-        bound = "negative" if token < 0 else f"not below vocab_size={limit}"
-        if self.index is None:
-            return f"token {position} is {token}, {bound}"
-        document = self.index.document_of(position)
-        start = int(self.index.document_starts(document, document)[0])
-        return f"document {document}, token {position - start} of it, is {token}, {bound}"
-
-    def count_ends(self, ids: NDArray[Any], position: int) -> None:
-        """Count the documents that end in these tokens without the end-of-document token."""
-        assert self.index is not None
-        index, end = self.index, position + len(ids)
-        # documents whose successor starts at or before the end of the block end in it, or before it
-        after = bisect_right(
-            range(index.num_documents + 1),
-            end,
-            lo=self.documents_done,
-            key=lambda document: int(index.document_starts(document, document)[0]),
-        )
-        while self.documents_done < after - 1:
-            stop = min(after - 1, self.documents_done + CHUNK)
-            starts = index.document_starts(self.documents_done, stop)
-            ends = starts[1:][np.diff(starts) > 0]
-            self.without_eod += int((ids[ends - 1 - position] != self.expected.eod_id).sum())
-            self.documents_done = stop
-
-    def number_of_ends(self, path: Path) -> Iterator[Check]:
-        """Compare the number of end-of-document tokens with that of the receipt: no text may hold one."""
-        recorded = self.expected.part(path.stem).get("end_tokens")
-        if recorded is not None:
-            detail = f"{self.end_tokens:,} end-of-document tokens, {RECEIPT} records {plain(recorded)}"
-            agrees = recorded == self.end_tokens
-            yield Check(path.name, "end-of-document tokens", *(("ok",) if agrees else ("error", detail)))
-
-    def ends(self, name: str) -> Check:
-        """Report documents that do not end with the end-of-document token."""
-        assert self.index is not None
-        if not self.without_eod:
-            return Check(name, "ends of documents", "ok")
-        detail = (
-            f"{self.without_eod:,} of {self.index.num_documents:,} do not end with the token "
-            f"{self.expected.eod_id}: as when append_eod=false"
-        )
-        return Check(name, "ends of documents", "note", detail)
+def describe(token: int, position: int, limit: int | None, index: Index | None) -> str:
+    """Describe a wrong token and its position."""
+    bound = "negative" if token < 0 else f"not below vocab_size={limit}"
+    if index is None:
+        return f"token {position} is {token}, {bound}"
+    document = index.document_of(position)
+    start = int(index.document_starts(document, document)[0])
+    return f"document {document}, token {position - start} of it, is {token}, {bound}"
 
 
 def fill(f: Any, buffer: bytearray) -> int:
@@ -247,15 +183,15 @@ def fill(f: Any, buffer: bytearray) -> int:
 
 def digest_of(path: Path, advance: Advance, expected: Expected) -> str:
     """Digest of a file, empty if absent. A file whose size differs from the receipt's is not read."""
-    entry, found = expected.file(path.name), size_of(path)
-    if entry.get("bytes", found) != found:
-        return f"{found} bytes, not {plain(entry['bytes'])}"
+    entry, num_bytes = expected.entry("files", path.name), size_of(path)
+    if entry.get("bytes", num_bytes) != num_bytes:
+        return f"{num_bytes} bytes, not {plain(entry['bytes'])}"
     return digest_file(path, advance) if path.is_file() and "digest" in entry else ""
 
 
 def digest_check(path: Path, digest: str, expected: Expected) -> Check:
     """Compare a file with its entry in the receipt."""
-    entry = expected.file(path.name)
+    entry = expected.entry("files", path.name)
     if not path.is_file():
         return Check(path.name, "digest", "error", f"is missing, {RECEIPT} lists it")
     if "digest" not in entry:
@@ -267,44 +203,21 @@ def digest_check(path: Path, digest: str, expected: Expected) -> Check:
 
 def counts(name: str, index: Index, expected: Expected) -> Iterator[Check]:
     """Compare the numbers of documents, sequences and tokens with the receipt."""
-    found = {"documents": index.num_documents, "sequences": index.num_sequences, "tokens": index.num_tokens}
-    recorded = {key: value for key, value in expected.part(name).items() if key in found}
+    counted = {"documents": index.num_documents, "sequences": index.num_sequences, "tokens": index.num_tokens}
+    recorded = {key: value for key, value in expected.entry("splits", name).items() if key in counted}
     wrong = [
-        f"{found[key]:,} {key}, {RECEIPT} records {recorded[key]}"
+        f"{counted[key]:,} {key}, {RECEIPT} records {recorded[key]}"
         for key in recorded
-        if found[key] != recorded[key]
+        if counted[key] != recorded[key]
     ]
     if recorded:
         yield Check(idx_path(Path(name)).name, "counts", "error" if wrong else "ok", "; ".join(wrong))
-
-
-def empty_documents(name: str, index: Index) -> Iterator[Check]:
-    """Report documents without a token."""
-    empty = 0
-    for begin in range(0, index.num_documents, CHUNK):
-        starts = index.document_starts(begin, min(begin + CHUNK, index.num_documents))
-        empty += int((np.diff(starts) == 0).sum())
-    if empty:
-        yield Check(name, "empty documents", "note", f"{empty:,} documents hold no token")
 
 
 def other_files(expected: Expected, prefixes: list[Path]) -> list[str]:
     """Files that the receipt lists in addition to the pairs."""
     pairs = {path(prefix).name for prefix in prefixes for path in (bin_path, idx_path)}
     return [name for name in (expected.receipt or {}).get("files", {}) if name not in pairs]
-
-
-def strays(folder: Path, prefixes: list[Path], expected: Expected) -> Iterator[Check]:
-    """Report files in the folder that are not part of the corpus."""
-    if (folder / MARKER).exists():
-        yield Check(MARKER, "stray files", "note", "a build is under way here, or was interrupted")
-    for partial in sorted(folder.glob(".*.partial")):
-        yield Check(partial.name, "stray files", "note", "left by a writer that was killed")
-    if expected.receipt is None:
-        return
-    for path in (path(prefix) for prefix in prefixes for path in (bin_path, idx_path)):
-        if path.is_file() and not expected.file(path.name):
-            yield Check(path.name, "stray files", "note", f"{RECEIPT} does not list it")
 
 
 def show(config: DataVerifyConfig, checks: list[Check]) -> None:

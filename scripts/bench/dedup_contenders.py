@@ -16,9 +16,9 @@ from itertools import pairwise
 import numpy as np
 
 from bench.dedup_corpus import NGRAM, grams
+from mlm.corpus.config import DedupConfig
 from mlm.corpus.duplicates import components, duplicates_in, links_of_band, star_links
 from mlm.corpus.minhash import Signer
-from mlm.corpus.sections import DedupConfig
 
 Steps = dict[str, float]
 SLOTS = 128  # of the libraries that decide by a signature's estimate: the default of both

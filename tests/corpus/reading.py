@@ -15,7 +15,6 @@ class Outcome:
 
     documents: list[Document] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
-    advanced: list[int] = field(default_factory=list)
 
     @property
     def texts(self) -> list[str]:
@@ -50,7 +49,6 @@ def read_shards(shards: list[Shard], *, text_key: str, id_key: str | None, max_b
             id_key=id_key,
             max_bytes=max_bytes,
             reject=outcome.rejected.append,
-            advance=outcome.advanced.append,
         )
     return outcome
 

@@ -28,11 +28,6 @@ def written(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def test_jsonl_gives_the_key_text_first(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.jsonl", '{"text": "one", "label": "no"}\n\n{"text": "two"}\n')
-    assert read(path) == [("line 1", "one"), ("line 3", "two")]
-
-
 def test_jsonl_without_text_gives_every_string_inside(tmp_path: Path) -> None:
     record = {"article": "a b", "options": [["c", "d"]], "answers": {"first": "e"}, "id": 4}
     path = written(tmp_path / "race.jsonl", json.dumps(record))
@@ -96,14 +91,6 @@ def test_two_sets_of_one_name_are_rejected(tmp_path: Path) -> None:
         read_benchmarks(paths)
 
 
-def test_file_too_large_for_an_evaluation_set_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlm.corpus.benchmarks.MAX_BYTES", 3)
-    with pytest.raises(UserError, match="has 4 bytes, 3 is the limit"):
-        read(written(tmp_path / "a.txt", "text"))
-
-
 def hub(monkeypatch: pytest.MonkeyPatch, load_dataset: Callable[..., object]) -> None:
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
 
@@ -136,19 +123,7 @@ def test_set_that_the_hub_does_not_give_asks_for_a_file(monkeypatch: pytest.Monk
     assert "\n" not in str(e.value)
 
 
-def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'mlm\[data\]'"):
-        read_benchmarks(["lambada"])
-
-
 def test_saved_texts_come_back(tmp_path: Path) -> None:
     texts = [EvaluationText("a", "line 1", "one\n\u2028two"), EvaluationText("b", "line 9", "three \ud800")]
     save_benchmarks(texts, tmp_path / "saved.jsonl")
     assert load_benchmarks(tmp_path / "saved.jsonl") == texts
-
-
-@pytest.mark.parametrize("content", [b"{", b'["a", "b"]', b'["a", "b", 3]', b"\xff"])
-def test_damaged_saved_texts_are_rejected(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(CorruptFileError, match="not a file of evaluation texts"):
-        load_benchmarks(written(tmp_path / "saved.jsonl", content))

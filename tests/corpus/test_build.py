@@ -2,16 +2,13 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from mlm.corpus.build import run_build
-from mlm.corpus.stages.publish import reject_empty_parts
 from mlm.data.indexed import IndexedDataset
-from mlm.util.atomic import digest_file
 from mlm.util.errors import UserError
 from tests.corpus.texts import documents, plain, quiet, write_jsonl
 
@@ -53,21 +50,6 @@ def test_receipt_counts_documents_tokens_and_bytes(source: Path) -> None:
     assert receipt["removed"] == {"empty": {"documents": 1, "bytes": 0}}
 
 
-def test_receipt_names_files_by_digest(source: Path) -> None:
-    receipt = build(source)
-    out = source.parent / "out"
-    files = [path for path in out.iterdir() if path.name not in ("corpus.json", ".mlm.json")]
-    expected = {path.name: digest_file(path) for path in files}
-    assert {name: entry["digest"] for name, entry in receipt["files"].items()} == expected
-
-
-def test_tokenizer_travels_with_the_corpus(source: Path) -> None:
-    receipt = build(source)
-    copied = source.parent / "out" / "tokenizer.json"
-    assert copied.read_bytes() == (source.parent / "tokenizer.json").read_bytes()
-    assert receipt["tokenizer"] == digest_file(copied)
-
-
 def test_one_file_is_divided_by_document(source: Path) -> None:
     write_jsonl(source / "all.jsonl", [f"document {i}" for i in range(60)])
     build(source / "all.jsonl", out=str(source / "out"), split="0.6,0.2,0.2")
@@ -76,23 +58,6 @@ def test_one_file_is_divided_by_document(source: Path) -> None:
         f"document {i}<|endoftext|>" for i in range(60)
     )
     assert all(parts)
-
-
-def test_part_with_share_zero_is_left_out(source: Path) -> None:
-    build(source / "train.jsonl", out=str(source / "out"), split="1,0,0")
-    assert sorted(path.name for path in (source / "out").glob("*.bin")) == ["train.bin"]
-
-
-def test_part_that_gets_no_document_is_named(source: Path) -> None:
-    with pytest.raises(UserError, match=r"test got none of the 6 documents.*split=1,0,0.0000001"):
-        build(source / "train.jsonl", split="1,0,0.0000001")
-
-
-def test_batches_do_not_change_the_output(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = build(source)
-    for stage in ("clean", "tokenise"):
-        monkeypatch.setattr(f"mlm.corpus.stages.{stage}.BATCH_DOCUMENTS", 1)
-    assert build(source, out=str(source.parent / "again"))["files"] == whole["files"]
 
 
 def test_equal_build_is_up_to_date(source: Path) -> None:
@@ -145,24 +110,6 @@ def test_empty_corpus_is_a_users_mistake(source: Path, content: str) -> None:
         build(source)
 
 
-def test_empty_corpus_names_what_its_rules_removed() -> None:
-    """Of a rule that removed only pieces of cut documents, these; of one that removed nothing, nothing."""
-    removed = {
-        "min_words": {"documents": 1200, "bytes": 9},
-        "min_tokens": {"documents": 0, "bytes": 5, "pieces": 2},
-        "empty": {"documents": 1, "bytes": 0, "pieces": 3},
-        "near_duplicate": {"documents": 0, "bytes": 0},
-    }
-    facts = {"removed": removed, "splits": {"train": {"documents": 0}}}
-    plan = SimpleNamespace(
-        config=SimpleNamespace(input="text"), is_divided=True, shards=[SimpleNamespace(split=None)]
-    )
-    with pytest.raises(UserError) as caught:
-        reject_empty_parts(plan, facts)  # type: ignore[arg-type]
-    found = str(caught.value).partition("no document ")[2]
-    assert found.startswith("(min_words 1,200, min_tokens 2 pieces, empty 1 and 3 pieces): loosen")
-
-
 def test_full_disk_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -170,12 +117,6 @@ def test_full_disk_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("mlm.data.indexed.IndexedWriter.add_document", fail)
     with pytest.raises(UserError, match=r"out=.*No space left on device: free space"):
         build(source)
-
-
-def test_build_ends_with_a_table(source: Path) -> None:
-    console = quiet()
-    build(source, console)
-    assert "validation" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_work_is_gone_when_the_corpus_is_there(source: Path) -> None:

@@ -1,7 +1,5 @@
 """`mlm data build` deletes and replaces only what it wrote."""
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +8,8 @@ from typing import Any
 import pytest
 
 from mlm.config.cli import main
-from mlm.corpus.build import preflight, run_build, sole_build
+from mlm.corpus.build import preflight, run_build
 from mlm.util.errors import UserError
-from mlm.util.ownership import MARKER
 from tests.corpus.texts import plain, quiet, write_jsonl
 
 TEXTS = ["the cat sat", "é on the mat", "a hat", "the rat", "sat in the hat", "that cat"]
@@ -52,14 +49,6 @@ def test_work_folder_of_the_users_keeps_what_is_in_it(source: Path) -> None:
     assert contents(mine) == before
 
 
-def test_work_folder_is_left_whole_by_a_build_that_is_up_to_date(source: Path) -> None:
-    build(source)
-    mine = source.parent / "s"
-    write_jsonl(mine / "thesis.jsonl", ["mine"])
-    build(source, work=str(mine))
-    assert (mine / "thesis.jsonl").exists()
-
-
 def test_work_in_the_input_folder_is_rejected(source: Path) -> None:
     before = contents(source)
     assert "is the input" in rejected(source, work=str(source))
@@ -81,23 +70,6 @@ def test_a_projects_own_work_folder_is_kept(source: Path) -> None:
     mine.write_text("mine")
     assert "holds work, which mlm did not write" in rejected(source)
     assert mine.read_text() == "mine"
-
-
-def test_work_as_a_link_loses_neither_the_link_nor_its_target(source: Path) -> None:
-    target = source.parent / "scratch"
-    write_jsonl(target / "thesis.jsonl", ["mine"])
-    (source.parent / "s").symlink_to(target)
-    build(source, work=str(source.parent / "s"))
-    assert (source.parent / "s").is_symlink()
-    assert (target / "thesis.jsonl").exists()
-
-
-def test_out_with_files_of_the_users_in_the_way_is_rejected(source: Path) -> None:
-    out = source.parent / "out"
-    out.mkdir()
-    (out / "tokenizer.json").write_text("{}")
-    assert "holds tokenizer.json, which mlm did not write" in rejected(source)
-    assert contents(out) == {"tokenizer.json": b"{}"}
 
 
 def test_out_that_holds_the_tokenizer_alone_is_taken(source: Path) -> None:
@@ -128,35 +100,6 @@ def test_two_builds_into_one_out_are_kept_apart_whatever_their_work(source: Path
         build(source, work=str(source.parent / "other"))
     process.communicate("")
     assert contents(out) == before
-
-
-@pytest.mark.parametrize("stands", ["fifo", "link", "folder"])
-def test_a_lock_that_is_no_plain_file_is_an_error_and_no_hang(tmp_path: Path, stands: str) -> None:
-    lock, target = tmp_path / ".lock", tmp_path / "precious"
-    target.write_text("mine")
-    {"fifo": os.mkfifo, "link": lambda p: p.symlink_to(target), "folder": Path.mkdir}[stands](lock)
-    with pytest.raises(OSError, match=r"regular file|symbolic links|directory"), sole_build(lock, "out=x"):
-        pass
-    assert target.read_text() == "mine"
-    assert os.path.lexists(lock)
-
-
-def test_command_rejects_the_users_folder_before_it_reads(
-    source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = source.parent / "proj"
-    (out / "work").mkdir(parents=True)
-    (out / "work" / "main.c").write_text("mine")
-    tokenizer = plain(source).tokenizer
-    assert main(["data", "build", f"input={source}", f"tokenizer={tokenizer}", f"out={out}"]) == 2
-    said = f"mlm data build: out={out}: holds work, which mlm did not write; name a new folder\n"
-    assert capsys.readouterr().err == said
-    assert list(contents(out)) == ["work/main.c"]
-
-
-def test_receipt_and_marker_agree_that_the_folder_is_ours(source: Path) -> None:
-    build(source)
-    assert json.loads((source.parent / "out" / MARKER).read_text())["kind"] == "corpus"
 
 
 def test_tokenizer_replaces_no_file_of_the_users_and_reads_nothing_first(

@@ -4,9 +4,8 @@ import sys
 
 import pytest
 
-from mlm.corpus.filter import SAMPLE, LanguageFilter, sample
-from mlm.corpus.fix_text import Cleaner
-from mlm.corpus.sections import FilterConfig, NormaliseConfig
+from mlm.corpus.config import FilterConfig, NormaliseConfig
+from mlm.corpus.filter import SAMPLE, Cleaner, LanguageFilter, sample
 from mlm.util.errors import UserError
 
 ENGLISH = (
@@ -28,29 +27,9 @@ def test_text_is_fixed_before_the_rules_are_applied() -> None:
     assert Cleaner(NormaliseConfig(), FilterConfig(min_words=2))("“one”\u2028two") == ('"one"\ntwo', None)
 
 
-def test_text_stays_as_it_is_without_ftfy() -> None:
-    assert Cleaner(OFF, NO_RULE)("“one”\r\n") == ("“one”\r\n", None)
-
-
-def test_min_tokens_is_not_judged_here() -> None:
-    assert Cleaner(OFF, FilterConfig(min_tokens=100))("one") == ("one", None)
-
-
-@pytest.mark.parametrize("text", ["", " \n"])
-def test_text_of_white_space_has_no_language(text: str) -> None:
-    cleaner = Cleaner(NormaliseConfig(languages=("en",)), FilterConfig(min_stop_words=2))
-    assert cleaner(text) == (text, None)
-
-
 def test_language_is_identified_before_the_rules() -> None:
     cleaner = Cleaner(NormaliseConfig(languages=("en",)), FilterConfig(min_stop_words=2))
     assert [cleaner(text)[1] for text in (ENGLISH, GERMAN)] == [None, "language"]
-
-
-def test_languages_are_kept_by_their_codes(english: LanguageFilter) -> None:
-    assert english(ENGLISH)
-    assert not english(GERMAN)
-    assert LanguageFilter(["fr", "de"], 0.65)(GERMAN)
 
 
 def test_text_below_the_least_score_is_of_no_language(english: LanguageFilter) -> None:
@@ -73,14 +52,6 @@ def test_language_of_a_long_text_is_identified_at_three_positions() -> None:
 def test_unknown_language_names_the_nearest(code: str, meant: str) -> None:
     with pytest.raises(UserError, match=rf"normalise\.languages=\[{code}\].*{meant}"):
         Cleaner(NormaliseConfig(languages=(code,)), NO_RULE)
-
-
-def test_missing_detector_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "py3langid.langid", None)
-    with pytest.raises(
-        UserError, match=r"normalise\.languages=\[en\] needs the package py3langid.*mlm\[data\]"
-    ):
-        Cleaner(NormaliseConfig(languages=("en",)), NO_RULE)
 
 
 def test_detector_is_not_loaded_unless_languages_are_set(monkeypatch: pytest.MonkeyPatch) -> None:

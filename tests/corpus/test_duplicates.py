@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlm.corpus import duplicates as module
+from mlm.corpus.config import DedupConfig
 from mlm.corpus.duplicates import (
     Duplicate,
     components,
@@ -19,8 +20,7 @@ from mlm.corpus.duplicates import (
     links_of_band,
     star_links,
 )
-from mlm.corpus.minhash import NO_KEY, Signer
-from mlm.corpus.sections import DedupConfig
+from mlm.corpus.minhash import NO_KEY
 
 CONFIG = DedupConfig()
 REAL_SHINGLES = module.shingles
@@ -113,12 +113,6 @@ def test_a_document_goes_above_the_threshold_only() -> None:
     assert found_in([above, at], config) == []
 
 
-def test_the_earliest_partner_that_stays_is_named() -> None:
-    config = DedupConfig(threshold=0.4, ngram=1)
-    a, b = words(1, 2, 3, 7), words(4, 5, 6, 7)
-    assert found_in([a, b, words(1, 2, 3, 4, 5, 6, 7)], config) == [Duplicate(2, 0, 4 / 7)]
-
-
 def test_a_document_that_goes_takes_nobody_with_it() -> None:
     """0 and 1 are similar, 1 and 2 are, 0 and 2 are not: 2 stays."""
     config = DedupConfig(threshold=0.5, ngram=1)
@@ -131,15 +125,6 @@ def test_only_documents_that_share_a_key_are_compared() -> None:
     keys[2, 5] = keys[0, 5]
     base = words(*range(50))
     assert found_in([base, base + " x", base + " y"], keys=keys) == [Duplicate(2, 0, pytest.approx(46 / 47))]
-
-
-def test_documents_without_words_stay() -> None:
-    keys = np.full((3, 42), NO_KEY, np.uint64)
-    assert found_in(["...", "...", "?"], keys=keys) == []
-
-
-def test_at_threshold_1_nothing_goes() -> None:
-    assert found_in(["same text"] * 3, DedupConfig(threshold=1.0)) == []
 
 
 def test_equal_documents_are_read_once_and_hashed_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +172,6 @@ def test_signatures_skip_no_pair_that_exact_comparison_finds(monkeypatch: pytest
     assert found_in(corpus.texts) == without != []
 
 
-def test_shingles_that_left_the_cache_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = plant(made_up_paragraphs(), seed=5, limit=20).texts
-    cached = found_in(texts)
-    monkeypatch.setattr(module, "CACHED_BYTES", 1)
-    assert found_in(texts) == cached != []
-
-
 def made_up_paragraphs(num_words: int = 120_000) -> list[str]:
     """Paragraphs of words drawn by Zipf's law."""
     rng = np.random.default_rng(6)
@@ -211,11 +189,3 @@ def test_planted_duplicates_are_found_and_nothing_else_goes(unit: str) -> None:
     assert sum(pairs.get(pair, 0) > config.threshold for pair in corpus.planted) > 60
     assert found["recall"] >= 0.98
     assert found["precision"] == 1
-
-
-def test_similarities_reported_are_those_of_ngrams_spelled_out() -> None:
-    corpus = plant(made_up_paragraphs(), seed=8, limit=60)
-    pairs = similar_pairs(corpus.texts, "word", least=0.3)
-    keys = Signer(CONFIG).keys(corpus.texts)
-    for duplicate in found_in(corpus.texts, keys=keys):
-        assert duplicate.jaccard == pairs[duplicate.kept, duplicate.document]

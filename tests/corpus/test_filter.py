@@ -7,8 +7,8 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.filters import gopher_quality_filter
 
+from mlm.corpus.config import FilterConfig
 from mlm.corpus.filter import RULES, active_rules, broken_rule
-from mlm.corpus.sections import FilterConfig
 
 GOPHER = FilterConfig(
     min_words=50,
@@ -69,13 +69,6 @@ def test_text_counts_under_the_first_rule_it_breaks() -> None:
     limits = {"min_stop_words": 1, "min_alphabetic_words": 0.5, "min_words": 5}
     assert verdict("1 2 3", **limits) == "min_words"
     assert verdict("1 2 3 4 5", **limits) == "min_alphabetic_words"
-
-
-@pytest.mark.parametrize("text", ["", " \n"])
-def test_text_without_words_breaks_no_rule_about_shares(text: str) -> None:
-    limits = {rule: 1 for rule in RULES if rule != "min_words"}
-    assert verdict(text, **limits) is None
-    assert verdict(text, min_words=1) == "min_words"
 
 
 def test_verdicts_are_those_of_datatrove_where_the_rules_agree(monkeypatch: pytest.MonkeyPatch) -> None:

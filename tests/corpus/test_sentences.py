@@ -1,13 +1,10 @@
 """Sentences: where they end, and that nothing of the text is lost."""
 
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlm.corpus.sentences import BLOCK, split_sentences
-from mlm.util.errors import UserError
+from mlm.corpus.pieces import BLOCK, split_sentences
 
 PIECES = ["a", "B", " ", ".", "\n", "\n\n", "!", '"', "(", ")", "1.", "é", "😀", "。", "Mr. ", "\u3000", "«"]
 
@@ -37,16 +34,6 @@ def test_sentences_hold_the_whole_text(text: str) -> None:
     assert letters(split_sentences(text)) == letters([text])
 
 
-@given(st.lists(st.sampled_from(PIECES)).map("".join))
-def test_no_sentence_is_empty_or_padded(text: str) -> None:
-    sentences = split_sentences(text)
-    assert all(sentence and sentence == sentence.strip() for sentence in sentences)
-
-
-def test_marks_belong_to_the_sentence_before_them() -> None:
-    assert split_sentences("*Exeunt.* ***") == ["*Exeunt.* ***"]
-
-
 def test_marks_of_the_next_paragraph_stay_apart() -> None:
     assert split_sentences("They leave.\n\n* * *\n\nThey return.") == ["They leave.", "* * *", "They return."]
 
@@ -65,17 +52,6 @@ def test_text_without_a_full_stop_falls_into_blocks(unit: str) -> None:
     assert letters(sentences) == letters([text])
 
 
-@pytest.mark.parametrize("text", ["", " \n\t ", "\n" * 5000, "\u3000"])
-def test_text_of_white_space_has_no_sentence(text: str) -> None:
-    assert split_sentences(text) == []
-
-
 def test_spaces_outside_ascii_before_a_full_stop_are_borne() -> None:
     """sentencex 1.0 alone stops in a panic here."""
     assert split_sentences("B\u3000. Then.") == ["B\u3000.", "Then."]
-
-
-def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sentencex", None)
-    with pytest.raises(UserError, match=r"sentences=true needs .*sentencex.*pip install 'mlm\[data\]'"):
-        split_sentences("A text.")

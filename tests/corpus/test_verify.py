@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mlm.corpus.config import DataVerifyConfig
@@ -12,7 +11,7 @@ from mlm.corpus.verify import Check, Expected, run_verify, verify_pair
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, read_receipt
 from mlm.util.atomic import digest_file
-from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.errors import CheckFailedError
 from tests.data.corpora import write_corpus
 
 DOCUMENTS = [[1, 2, 9], [], [7, 9], [5, 6, 9]]
@@ -57,12 +56,7 @@ def corpus(tmp_path: Path) -> Path:
 
 def test_whole_corpus_passes(corpus: Path) -> None:
     checks = verified(corpus)
-    assert {check["state"] for check in checks if check["name"] != "empty documents"} == {"ok"}
-
-
-def test_empty_documents_are_counted_as_a_note(corpus: Path) -> None:
-    (check,) = [check for check in verified(corpus) if check["name"] == "empty documents"]
-    assert (check["state"], check["detail"]) == ("note", "1 documents hold no token")
+    assert {check["state"] for check in checks} == {"ok"}
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 8, 1 << 22])
@@ -75,39 +69,9 @@ def test_first_id_out_of_range_is_named_by_document(
         run_verify(DataVerifyConfig(path=str(corpus), vocab_size=7))
 
 
-def test_negative_id_is_named(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "c", [[1], [2, -3]], DTYPES[4])
-    with pytest.raises(CheckFailedError, match="document 1, token 1 of it, is -3, negative"):
-        run_verify(DataVerifyConfig(path=str(tmp_path / "c")))
-
-
-@pytest.mark.parametrize("block", [1, 2, 3, 8, 1 << 22])
-def test_documents_without_an_end_are_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
-    monkeypatch.setattr("mlm.corpus.verify.BLOCK", 2 * block)
-    monkeypatch.setattr("mlm.corpus.verify.CHUNK", 2)
-    rng = np.random.default_rng(0)
-    documents = [rng.integers(0, 10, n).tolist() for n in (3, 0, 1, 5, 0, 0, 2, 1)]
-    write_corpus(tmp_path / "train", documents)
-    (tmp_path / RECEIPT).write_text(json.dumps({"vocab_size": 10, "eod_id": EOD}))
-    missing = sum(document[-1] != EOD for document in documents if document)
-    (check,) = [check for check in verified(tmp_path) if check["name"] == "ends of documents"]
-    assert check["state"] == "note"
-    assert check["detail"].startswith(f"{missing} of 8 ")
-
-
 def test_truncated_bin_is_named_with_both_sizes(corpus: Path) -> None:
     (corpus / "train.bin").write_bytes(b"12345")
     with pytest.raises(CheckFailedError, match=r"train\.bin: 5 bytes where the index says 16"):
-        run_verify(DataVerifyConfig(path=str(corpus)))
-
-
-def test_changed_token_is_found_by_the_receipt(corpus: Path) -> None:
-    content = bytearray((corpus / "train.bin").read_bytes())
-    content[0] ^= 3  # 1 becomes 2: a token id like any other
-    (corpus / "train.bin").write_bytes(content)
-    with pytest.raises(CheckFailedError, match=r"train\.bin: is not the file that corpus\.json describes"):
         run_verify(DataVerifyConfig(path=str(corpus)))
 
 
@@ -126,43 +90,11 @@ def test_missing_half_is_named(corpus: Path, name: str) -> None:
         run_verify(DataVerifyConfig(path=str(corpus)))
 
 
-def test_part_that_the_receipt_lists_is_missed(corpus: Path) -> None:
-    write_corpus(corpus / "validation", DOCUMENTS)
-    with_receipt(corpus, "train", "validation")
-    for suffix in ("bin", "idx"):
-        (corpus / f"validation.{suffix}").unlink()
-    with pytest.raises(CheckFailedError, match=r"validation\.bin: is missing"):
-        run_verify(DataVerifyConfig(path=str(corpus)))
-
-
-@pytest.mark.parametrize("name", [".building", ".train.bin.7.partial"])
-def test_what_a_killed_writer_left_is_noted(corpus: Path, name: str) -> None:
-    (corpus / name).write_bytes(b"")
-    (check,) = [check for check in verified(corpus) if check["name"] == "stray files"]
-    assert (check["file"], check["state"]) == (name, "note")
-
-
-def test_corpus_the_receipt_does_not_list_is_noted(corpus: Path) -> None:
-    write_corpus(corpus / "other", DOCUMENTS)
-    found = {check["file"] for check in verified(corpus) if check["name"] == "stray files"}
-    assert found == {"other.bin", "other.idx"}
-
-
-def test_damaged_receipt_is_a_error(corpus: Path) -> None:
-    (corpus / RECEIPT).write_text("{")
-    assert states(verified(corpus), "receipt") == ["error"]
-
-
 def test_foreign_corpus_without_receipt_passes_with_notes(tmp_path: Path) -> None:
     write_corpus(tmp_path / "c_text_document", DOCUMENTS)
     checks = verified(tmp_path / "c_text_document")
     assert not [check for check in checks if check["state"] == "error"]
     assert states(checks, "token ids") == ["note"]
-
-
-def test_absent_corpus_is_a_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no corpus at path="):
-        run_verify(DataVerifyConfig(path=str(tmp_path / "absent")))
 
 
 def contents(prefix: Path) -> list[list[int]]:

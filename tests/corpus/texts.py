@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.sections import (
+from mlm.corpus.config import (
+    DataBuildConfig,
     DecontaminateConfig,
     DedupConfig,
     ExecutorConfig,

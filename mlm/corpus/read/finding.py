@@ -4,9 +4,9 @@ import errno
 import glob
 import os
 import stat
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,11 @@ def formats(path: Path) -> tuple[str, str | None]:
     return path.name, None
 
 
-def part_name(path: Path) -> str | None:
-    """Return the part that a readable file is named after: train for train.jsonl.gz."""
+def part_name(path: Path, root: Path) -> str | None:
+    """Return the part that a readable file of the folder `root` is named after: train for train.jsonl.gz."""
     stem, kind = formats(path)
-    return stem if kind is not None and stem in SPLITS and path.name.startswith(stem) else None
-
-
-def remedy_for(path: Path) -> str:
-    """Suggest a fix for a file of unknown format."""
-    if path.suffix.lower() == ".json":
-        return "a .json file is one value; write one object per line and call it .jsonl"
-    return "rename it to its format, or convert it"
+    is_part = path.parent == root and kind is not None and stem in SPLITS and path.name.startswith(stem)
+    return stem if is_part else None
 
 
 OF_BUILDS = ("corpus", "corpus-work")  # types of folders
@@ -72,24 +66,24 @@ def check_apart(inputs: Collection[str], setting: str, out: str, work: str | Non
 
     `inputs` are paths of files. Raises UserError.
     """
-    place = os.path.realpath(out)
-    between = os.path.realpath(work) if work is not None else os.path.join(place, "work")
+    folder = os.path.realpath(out)
+    between = os.path.realpath(work or os.path.join(out, "work"))
     given = os.path.realpath(setting.partition("=")[2])
-    written = {os.path.join(place, name) for name in IN_OUT}
     for path in inputs:
         real = os.path.realpath(path)
-        key, folder = ("work", between) if is_below(real, between) else ("out", place)
-        shown = work if key == "work" and work is not None else out
-        if real in written:
+        if real in {os.path.join(folder, name) for name in IN_OUT}:
             raise UserError(f"out={out} would replace the input {path}; set another out=")
-        # other files in `out` are the user's only if `out` is the input folder itself
+        if is_below(real, between):
+            raise UserError(
+                f"work={work or between} holds {path}, which no build wrote; set another work=, or move "
+                "the file"
+            )
+        # files in `out` are the user's only if `out` is the input folder itself, or above it
         if is_below(real, folder) and not is_below(given, folder):
             raise UserError(
-                f"{key}={shown} lies inside {setting} and holds {path}, which no build wrote; set another "
-                f"{key}=, or move the file"
+                f"out={out} lies inside {setting} and holds {path}, which no build wrote; set another out=, "
+                "or move the file"
             )
-        if key == "work" and is_below(real, between):
-            raise UserError(f"{key}={shown} holds the input {path}; set another {key}=")
 
 
 def is_below(path: str, folder: str) -> bool:
@@ -102,12 +96,12 @@ LISTED = 100
 """Limit on the files that a receipt names for each reason; all are counted."""
 UNKNOWN_FORMAT, NO_PART, OWN, HIDDEN = "unknown format", "no part of the corpus", "written by mlm", "hidden"
 READ_ALREADY = "link to a folder that is read already"
-SPECIAL_FILES = (
-    (stat.S_ISFIFO, "FIFO"),
-    (stat.S_ISSOCK, "socket"),
-    (stat.S_ISCHR, "device"),
-    (stat.S_ISBLK, "device"),
-)
+SPECIAL_FILES = {
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +115,19 @@ class Unread:
 
 
 @dataclass(frozen=True)
-class Found:
+class Listing:
     """The contents of an input path."""
 
     inputs: tuple[Input, ...]
     unread: tuple[Unread, ...] = ()
 
-    @property
-    def passed_over(self) -> tuple[Path, ...]:
-        """Files of an unknown format, or that are not a part of the corpus."""
-        return tuple(entry.path for entry in self.unread if entry.reason in (UNKNOWN_FORMAT, NO_PART))
-
     def warning(self) -> str | None:
         """Warn in a line of files that are not read; None if all are read."""
         lines, errors = list[str](), [entry for entry in self.unread if entry.is_error]
         if errors:
-            lines.append(f"not read: {in_words(errors)}")
-        if names := [path.name for path in self.passed_over]:
+            lines.append(f"not read: {list_entries(errors)}")
+        names = [entry.path.name for entry in self.unread if entry.reason in (UNKNOWN_FORMAT, NO_PART)]
+        if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             known = f"neither {READABLE}, nor a part train, validation or test"
             lines.append(f"not read: {', '.join(names[:5])}{more} ({known})")
@@ -145,131 +135,102 @@ class Found:
 
     def account(self) -> dict[str, Any]:
         """Count what is not read by reason, and name the first files. Plain JSON."""
-        counts, named = Counter[str](), dict[str, list[str]]()
+        files: dict[str, list[str]] = {}
         for entry in self.unread:
-            counts[entry.reason] += 1
-            files = named.setdefault(entry.reason, [])
-            if len(files) < LISTED:
-                files.append(str(entry.path))
-        return {reason: {"count": counts[reason], "files": named[reason]} for reason in sorted(counts)}
+            files.setdefault(entry.reason, []).append(str(entry.path))
+        return {
+            reason: {"count": len(some), "files": some[:LISTED]} for reason, some in sorted(files.items())
+        }
 
 
-def in_words(entries: Sequence[Unread]) -> str:
+def list_entries(entries: Sequence[Unread]) -> str:
     """List some files with their reasons."""
     named = ", ".join(f"{entry.path} ({entry.reason})" for entry in entries[:3])
     return named + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
 
 
-def find_inputs(config: DataBuildConfig) -> list[Input]:
-    """Return the inputs of a build in corpus order. Raises UserError for none, or two for one part."""
-    return list(find_all(config).inputs)
+def find_inputs(config: DataBuildConfig) -> Listing:
+    """Return the inputs of a build in corpus order, and the files beside them that are not read.
 
-
-def find_all(config: DataBuildConfig) -> Found:
-    """Return the inputs of a build, and the files beside them that are not read. Raises UserError."""
+    Raises UserError for none, or two for one part.
+    """
     hub = HubSource(config.input, config.hub_config, config.hub_split, config.hub_revision)
-    found = search(config.input, hub, unreadable=config.unreadable)
+    listing = search(config.input, hub, unreadable=config.unreadable)
     if config.out and not config.input.startswith(HUB):
-        check_apart([item.path for item in found.inputs], f"input={config.input}", config.out, config.work)
-    return found
+        check_apart([item.path for item in listing.inputs], f"input={config.input}", config.out, config.work)
+    return listing
 
 
-def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error") -> Found:
+def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error") -> Listing:
     """Find the contents of an `input=`: a Hub dataset, a file, a folder or a glob. Raises UserError."""
     if path.startswith(HUB):
         dataset, size, digest = find_hub(hub or HubSource(path))
-        return Found((Input(path, dataset, size, digest, None),))
+        return Listing((Input(path, dataset, size, digest, None),))
     root, setting = Path(path), f"input={path}"
     if root.is_dir():
-        found = in_folder(root, *visible_files(root))
+        listing = in_folder(root, *visible_files(root))
     elif os.path.lexists(root):
-        found = one_file(root)
+        listing = readable_files([root], root.parent, [])
     elif any(letter in path for letter in WILDCARDS):
-        found = in_glob(path)
+        listing = in_glob(path)
     else:
         raise UserError(f"{setting} does not exist: name a file {READABLE}, a folder or a glob of them")
-    errors = [entry for entry in found.unread if entry.is_error]
-    if errors and unreadable == "error":
-        raise UserError(
-            f"{setting} holds files that cannot be read: {in_words(errors)}; fix them or set unreadable=skip"
-        )
-    if not found.inputs:
-        raise UserError(nothing_in(setting, [entry for entry in found.unread if entry.reason != HIDDEN]))
-    return found
+    errors = [entry for entry in listing.unread if entry.is_error]
+    if errors and (unreadable == "error" or not listing.inputs):
+        fix = "fix them or set unreadable=skip" if unreadable == "error" else "name another"
+        raise UserError(f"{setting} holds files that cannot be read: {list_entries(errors)}; {fix}")
+    if not listing.inputs:
+        others = [entry.path for entry in listing.unread if entry.reason != HIDDEN]
+        held = f", only {len(others)} others such as {others[0].name}" if others else ""
+        fix = "name another"
+        if others:
+            fix = "rename it to its format, or convert it"
+            if others[0].suffix.lower() == ".json":
+                fix = "a .json file is one value; write one object per line and call it .jsonl"
+        raise UserError(f"{setting} holds no {READABLE}{held}: {fix}")
+    return listing
 
 
-def nothing_in(setting: str, unread: Sequence[Unread]) -> str:
-    """Describe an input without a file that can be read."""
-    if errors := [entry for entry in unread if entry.is_error]:
-        return f"{setting} holds nothing that can be read: {in_words(errors)}; fix it or name another"
-    hint = remedy_for(unread[0].path) if unread else "name another"
-    held = f", only {len(unread)} others such as {unread[0].path.name}" if unread else ""
-    return f"{setting} holds no {READABLE}{held}: {hint}"
-
-
-def one_file(path: Path) -> Found:
-    """Return a file that is named itself. Raises UserError."""
-    if (reason := problem_of(path)) is not None:
-        raise UserError(f"input={path} cannot be read ({reason}); name a file {READABLE}, a folder or a glob")
-    if kind_of(path) is None:
-        raise UserError(f"input={path} is neither {READABLE}: {remedy_for(path)}")
-    return Found((file_input(path, path.parent, None),))
-
-
-def in_folder(root: Path, files: list[Path], unread: list[Unread]) -> Found:
+def in_folder(root: Path, files: list[Path], unread: list[Unread]) -> Listing:
     """Return the parts of a folder with train.*, else every readable file below it, sorted by path."""
-    named: dict[str, list[Path]] = {split: [] for split in SPLITS}
-    for file in files:
-        if file.parent == root and (part := part_name(file)) is not None:
-            named[part].append(file)
-    if not any(named.values()):
-        return chosen(files, root, unread)
-    if not named["train"]:
-        held_out = next(file for some in named.values() for file in some)
+    parts: dict[Path, str] = {file: part for file in files if (part := part_name(file, root)) is not None}
+    if not parts:
+        return readable_files(files, root, unread)
+    named = sorted(parts, key=lambda file: SPLITS.index(parts[file]))
+    if "train" not in parts.values():
         raise UserError(
-            f"input={root} holds {held_out.name} but no train.jsonl or the like: add it, or name "
+            f"input={root} holds {named[0].name} but no train.jsonl or the like: add it, or name "
             f"the files of one corpus by a glob"
         )
-    for split, candidates in named.items():
-        if len(candidates) > 1:
-            names = " and ".join(file.name for file in candidates)
-            raise UserError(f"input={root} holds {names}, all for the part {split}: keep one of them")
-    parts = {file for some in named.values() for file in some}
+    for one, other in pairwise(named):
+        if parts[one] == parts[other]:
+            raise UserError(
+                f"input={root} holds {one.name} and {other.name}, all for the part {parts[one]}: "
+                "keep one of them"
+            )
     others = [Unread(file, NO_PART) for file in files if file not in parts]
     # beside the parts nothing is read anyway
-    unread = [e if is_part(e.path, root) else Unread(e.path, e.reason) for e in unread]
-    found = chosen([file for split in SPLITS for file in named[split]], root, [*unread, *others])
-    return Found(tuple(as_part(item) for item in found.inputs), found.unread)
+    unread = [
+        replace(entry, is_error=entry.is_error and part_name(entry.path, root) is not None)
+        for entry in unread
+    ]
+    listing = readable_files(named, root, [*unread, *others])
+    return replace(
+        listing, inputs=tuple(replace(item, split=parts[Path(item.path)]) for item in listing.inputs)
+    )
 
 
-def is_part(path: Path, root: Path) -> bool:
-    """True for a file that is named after a part."""
-    return path.parent == root and part_name(path) is not None
-
-
-def as_part(item: Input) -> Input:
-    """Return an input as the part that it is named after."""
-    return Input(item.name, item.path, item.bytes, item.digest, part_name(Path(item.path)))
-
-
-def in_glob(pattern: str) -> Found:
+def in_glob(pattern: str) -> Listing:
     """Return the files that a glob matches, sorted by path. Raises UserError."""
     first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
-    paths = sorted(map(Path, glob.glob(pattern, recursive=True)))
     unread = list(unreadable_folders(pattern))
-    files = [path for path in paths if not path.is_dir()]
+    files = [path for path in sorted(map(Path, glob.glob(pattern, recursive=True))) if not path.is_dir()]
     if not files and not unread:
         raise UserError(f"input={pattern} matches no file: quote it from the shell; ** descends into folders")
-    kept, ours = list[Path](), dict[Path, set[str]]()
-    for file in files:
-        folder = file.parent
-        if folder not in ours:
-            ours[folder] = own_below(folder)
-        if file.name in ours[folder]:
-            unread.append(Unread(file, OWN))
-        else:
-            kept.append(file)
-    return chosen(kept, Path(pattern[:first] + "x").parent, unread)
+    own = {folder: own_below(folder) for folder in {file.parent for file in files}}
+    unread += [Unread(file, OWN) for file in files if file.name in own[file.parent]]
+    kept = [file for file in files if file.name not in own[file.parent]]
+    return readable_files(kept, Path(pattern[:first] + "x").parent, unread)
 
 
 def own_below(folder: Path) -> set[str]:
@@ -299,20 +260,20 @@ def unreadable_folders(pattern: str) -> Iterator[Unread]:
         parent = os.path.dirname(parent)
 
 
-def chosen(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Found:
-    """Return the files that can be read as inputs, and the others with their reasons."""
-    inputs, left = list[Input](), list(unread)
+def readable_files(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:
+    """Return the files that can be read as inputs, named by their paths below `root`, and the others."""
+    inputs, others = list[Input](), list(unread)
     for file in files:
         known = kind_of(file) is not None
         reason = problem_of(file, opened=known)
         if reason is not None:
             # a link that leads nowhere may have been one to a folder
-            left.append(Unread(file, reason, is_error=known or not file.suffix))
+            others.append(Unread(file, reason, is_error=known or not file.suffix))
         elif not known:
-            left.append(Unread(file, UNKNOWN_FORMAT))
+            others.append(Unread(file, UNKNOWN_FORMAT))
         else:
-            inputs.append(file_input(file, root, None))
-    return Found(tuple(inputs), tuple(sorted(left, key=lambda entry: entry.path)))
+            inputs.append(Input(file.relative_to(root).as_posix(), str(file), file.stat().st_size, "", None))
+    return Listing(tuple(inputs), tuple(sorted(others, key=lambda entry: entry.path)))
 
 
 def visible_files(root: Path) -> tuple[list[Path], list[Unread]]:
@@ -332,24 +293,19 @@ def visible_files(root: Path) -> tuple[list[Path], list[Unread]]:
             folders.clear()
             continue
         seen.add(real)
-        own = own_names(folder, (*folders, *names))
-        for name in (*folders, *names):
-            if name in own:
-                unread.append(Unread(folder / name, OWN))
-            elif name.startswith("."):
-                unread.append(Unread(folder / name, HIDDEN))
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in own)
-        files += [folder / name for name in names if not name.startswith(".") and name not in own]
+        reasons = {name: HIDDEN for name in (*folders, *names) if name.startswith(".")}
+        reasons |= dict.fromkeys(own_names(folder, (*folders, *names)), OWN)
+        unread += [Unread(folder / name, reason) for name, reason in reasons.items()]
+        folders[:] = sorted(name for name in folders if name not in reasons)
+        files += [folder / name for name in names if name not in reasons]
     return sorted(files), unread
 
 
 def problem_of(path: Path, *, opened: bool = True) -> str | None:
     """Return the reason why a file cannot be read, None if it can. `opened`: also try to open it."""
     try:
-        mode = os.stat(path).st_mode
-        for is_kind, name in SPECIAL_FILES:
-            if is_kind(mode):
-                return name
+        if (name := SPECIAL_FILES.get(stat.S_IFMT(os.stat(path).st_mode))) is not None:
+            return name
         if opened:
             os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except FileNotFoundError:
@@ -362,8 +318,3 @@ def problem_of(path: Path, *, opened: bool = True) -> str | None:
 def reason_of(error: OSError) -> str:
     """Describe an error of the operating system."""
     return "circular link" if error.errno == errno.ELOOP else (error.strerror or type(error).__name__).lower()
-
-
-def file_input(path: Path, root: Path, split: str | None) -> Input:
-    """Return a file as an input; its name is its path below `root`."""
-    return Input(path.relative_to(root).as_posix(), str(path), path.stat().st_size, "", split)

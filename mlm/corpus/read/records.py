@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from mlm.corpus.read.long_text import LONG, LongText, StringText
 from mlm.util.errors import UserError, type_of
 
 ID = "id"
@@ -49,7 +48,7 @@ class Input:
 class Shard:
     """Range of an input that one task reads. Plain values, which JSON can hold."""
 
-    path: str
+    input: Input
     kind: str
     """jsonl, txt, slice (also .gz, .zst, .bz2, .xz), parquet or hub. A slice is a part of one text."""
     begin: int
@@ -57,6 +56,11 @@ class Shard:
     shards of a Hub dataset."""
     end: int
     split: str | None
+
+    @property
+    def path(self) -> str:
+        """Path of the input."""
+        return self.input.path
 
 
 @contextmanager
@@ -107,21 +111,16 @@ class Place:
         return f"{self.source}:{self.unit}{self.line}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Document:
     """One text and its origin. The text may be empty."""
 
-    content: str | LongText
+    text: str
     num_bytes: int
-    """Bytes of the text in UTF-8."""
+    """Bytes of the text in UTF-8, as it was read."""
     place: Place
     id: str | None = None
     """Value under `id_key`; None if no key is set."""
-
-    @property
-    def text(self) -> str:
-        """The whole text, even if long."""
-        return self.content if isinstance(self.content, str) else "".join(self.content.pieces())
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,19 +185,7 @@ class Intake:
         text = record[self.text_key]
         if not isinstance(text, str):
             raise BadRecordError("text_type", f'"{self.text_key}" holds {type_of(text)}, not a text')
-        size = self.measure(text)
-        content = text if size <= LONG else StringText(text)
-        return Document(content, size, place, self.identity(record))
-
-    def long_document(self, text: LongText, record: Mapping[str, Any], place: Place) -> Document:
-        """Make the document of a long text and the other keys of its record. Raises BadRecordError."""
-        size = letters = 0
-        for piece in text.pieces():
-            size += self.measure(piece, letters)
-            letters += len(piece)
-        if size > self.max_bytes:
-            raise self.too_long("text")
-        return Document(text, size, place, self.identity(record))
+        return Document(text, self.measure(text), place, self.identity(record))
 
     def without_text(self, keys: Iterable[str]) -> BadRecordError:
         """Return the error of a record that has only these keys or columns."""
@@ -206,15 +193,15 @@ class Intake:
         detail = f'no key "{self.text_key}" (its keys: {known}; text_key names the one with the text)'
         return BadRecordError("no_text", detail)
 
-    def measure(self, text: str, before: int = 0) -> int:
-        """Count UTF-8 bytes of a text, or of a piece after `before` letters. Raises BadRecordError."""
+    def measure(self, text: str) -> int:
+        """Count UTF-8 bytes of a text. Raises BadRecordError."""
         if text.isascii():
             size = len(text)
         else:
             try:
                 size = len(text.encode("utf-8"))
             except UnicodeEncodeError as error:  # JSON can spell what UTF-8 cannot encode
-                detail = f"half a surrogate pair at letter {before + error.start + 1}"
+                detail = f"half a surrogate pair at letter {error.start + 1}"
                 raise BadRecordError("surrogate", detail) from error
         if size > self.max_bytes:
             raise self.too_long("text")

@@ -14,6 +14,7 @@ of change as when it was last digested is taken to be the same.
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -44,19 +45,16 @@ def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[Shard]:
     return [shard for item in inputs for shard in shards_of(item, shard_bytes)]
 
 
-def group(inputs: Iterable[Input], shards: Sequence[Shard], shard_bytes: int) -> tuple[int, ...]:
+def group(shards: Sequence[Shard], shard_bytes: int) -> tuple[int, ...]:
     """Return starts of groups of neighbouring shards, then the number of shards: each group is a task.
 
     Small files share a task, up to a quarter of `shard_bytes`, so that the number of tasks grows with the
     bytes of the input and not with its files. A group belongs to one part.
     """
-    sizes, many = {item.path: item.bytes for item in inputs}, dict[str, int]()
-    for shard in shards:
-        many[shard.path] = many.get(shard.path, 0) + 1
-    bounds, held = [0], 0
+    count, bounds, held = Counter(shard.path for shard in shards), [0], 0
     for i, shard in enumerate(shards):
         # the size of a Hub's shard is not known
-        size = shard_bytes if shard.kind == "hub" else max(OPENING, sizes[shard.path] // many[shard.path])
+        size = shard_bytes if shard.kind == "hub" else max(OPENING, shard.input.bytes // count[shard.path])
         if i and (held + size > shared_bytes(shard_bytes) or shard.split != shards[i - 1].split):
             bounds.append(i)
             held = 0
@@ -81,7 +79,7 @@ def shards_of(item: Input, shard_bytes: int) -> Iterator[Shard]:
         step = shard_bytes if kind == "jsonl" else max(item.bytes, 1)
         ranges = [(begin, min(begin + step, item.bytes)) for begin in range(0, max(item.bytes, 1), step)]
     for begin, end in ranges:
-        yield Shard(item.path, kind, begin, end, item.split)
+        yield Shard(item, kind, begin, end, item.split)
 
 
 TEXT_END = b"<|endoftext|>"
@@ -116,7 +114,7 @@ def parts_of_text(inputs: Sequence[Input], shares: Sequence[float]) -> list[Shar
     bounds.append(total)
     packing = kind.removeprefix("txt")
     return [
-        Shard(path, f"slice{packing}", begin, end, part)
+        Shard(inputs[0], f"slice{packing}", begin, end, part)
         for (part, _), (begin, end) in zip(wanted, pairwise(bounds), strict=True)
     ]
 
@@ -124,7 +122,7 @@ def parts_of_text(inputs: Sequence[Input], shares: Sequence[float]) -> list[Shar
 def size_of_one(path: str) -> int | None:
     """Return the bytes of the content of a .txt that is one document, None if it is several or none."""
     total = 0
-    for line, length in lines(blocks(path, moved=ignore), SEARCHED):
+    for line, length in lines(blocks(path), SEARCHED):
         if line is not None and line.strip() == TEXT_END:
             return None
         total += length
@@ -135,29 +133,25 @@ def size_of_one(path: str) -> int | None:
 def split_before(path: str, target: int, least: int) -> int:
     """Return the last position in (least, target] where a paragraph, a line or a word ends."""
     begin = max(least, target - SEARCHED)
-    window = between(path, begin, target)
+    window = read_range(path, begin, target)
     for end in ENDS:
-        if found := list(end.finditer(window)):
-            return begin + found[-1].end()
+        if ends := list(end.finditer(window)):
+            return begin + ends[-1].end()
     at = len(window)
     while at and window[at - 1] & 0xC0 == 0x80:  # not inside a letter
         at -= 1
     return begin + max(0, at - 1) if at else target
 
 
-def between(path: str, begin: int, end: int) -> bytes:
+def read_range(path: str, begin: int, end: int) -> bytes:
     """Return bytes begin … end - 1 of the content of a file."""
-    found, position = bytearray(), 0
-    for block in blocks(path, moved=ignore):
-        found += block[max(0, begin - position) : max(0, end - position)]
+    content, position = bytearray(), 0
+    for block in blocks(path):
+        content += block[max(0, begin - position) : max(0, end - position)]
         position += len(block)
         if position >= end:
             break
-    return bytes(found)
-
-
-def ignore(_: int) -> None:
-    """Show no progress."""
+    return bytes(content)
 
 
 KNOWN = "digests.json"
@@ -176,20 +170,13 @@ def with_digests(inputs: Sequence[Input], work: Path) -> tuple[Input, ...]:
             if item.digest:
                 done.append(item)
                 continue
-            path = Path(item.path)
-            state, key = state_of(item.path), str(path.resolve())
-            entry = known.get(key)
-            if (
-                isinstance(entry, list)
-                and len(entry) == 4
-                and tuple(entry[:3]) == state
-                and isinstance(entry[3], str)
-            ):
-                digest = entry[3]
+            state, key = state_of(item.path), os.path.realpath(item.path)
+            *same, digest = known.get(key, [""])
+            if tuple(same) == state:
                 advance(item.bytes)
             else:
                 with readable(item.path):
-                    digest = digest_file(path, advance)
+                    digest = digest_file(Path(item.path), advance)
                 unsaved += item.bytes
             fresh[key] = [*state, digest]
             done.append(item := replace(item, digest=digest, state=state, bytes=state[0]))
@@ -226,8 +213,8 @@ def write_inputs(inputs: Sequence[Input], out: Path) -> list[str]:
 def state_of(path: str) -> tuple[int, int, int]:
     """Return size and times of change of a file. Raises UserError if it is missing."""
     with readable(path):
-        found = os.stat(path)
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def check_unchanged(item: Input) -> None:
@@ -246,10 +233,9 @@ def check_unchanged(item: Input) -> None:
         )
 
 
-def load_known(path: Path) -> dict[str, object]:
+def load_known(path: Path) -> dict[str, list[Any]]:
     """Return the digests of an earlier start; empty if they cannot be read."""
     try:
-        known = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
         return {}
-    return known if isinstance(known, dict) else {}

@@ -29,16 +29,16 @@ class DamagedError(Exception):
     """Line reached, where it is known."""
 
 
-def blocks(path: str, *, begin: int = 0, moved: Callable[[int], None]) -> Iterator[bytes]:
+def blocks(path: str, *, begin: int = 0) -> Iterator[bytes]:
     """Yield the content of a file from byte `begin` on (0 for compressed ones), in blocks of at most 256 KiB.
 
-    `moved` is called with the bytes of the file that were read. Raises DamagedError after the last sound
-    block, and UserError if the file cannot be read or the package for Zstandard is missing.
+    Raises DamagedError after the last sound block, and UserError if the file cannot be read or the package
+    for Zstandard is missing.
     """
     name = path.lower()
     if name.endswith(".zst"):
-        return zstd_blocks(path, moved)
-    raw = raw_blocks(path, begin, moved)
+        return zstd_blocks(path)
+    raw = raw_blocks(path, begin)
     if name.endswith(".gz"):
         return gzip_blocks(raw)
     if name.endswith(".bz2"):
@@ -48,7 +48,7 @@ def blocks(path: str, *, begin: int = 0, moved: Callable[[int], None]) -> Iterat
     return raw
 
 
-def raw_blocks(path: str, begin: int, moved: Callable[[int], None]) -> Iterator[bytes]:
+def raw_blocks(path: str, begin: int) -> Iterator[bytes]:
     """Yield the bytes of a file unchanged."""
     with ExitStack() as stack:
         with readable(path):
@@ -59,7 +59,6 @@ def raw_blocks(path: str, begin: int, moved: Callable[[int], None]) -> Iterator[
                 block = f.read(BLOCK)
             if not block:
                 return
-            moved(len(block))
             yield block
 
 
@@ -130,10 +129,10 @@ def packed_blocks(source: Iterator[bytes], new: Callable[[], Unpacker], *, padde
         raise DamagedError(EMPTY if first else "truncated")
 
 
-def zstd_blocks(path: str, moved: Callable[[int], None]) -> Iterator[bytes]:
+def zstd_blocks(path: str) -> Iterator[bytes]:
     """Unpack frames one after the other. A window above 128 MiB (zstd --long=28) counts as damage."""
     pyarrow = load_extra("pyarrow", f"input {path}")
-    position = 0
+    is_first = True
     with ExitStack() as stack:
         with readable(path):
             f = stack.enter_context(pyarrow.OSFile(path))
@@ -141,12 +140,11 @@ def zstd_blocks(path: str, moved: Callable[[int], None]) -> Iterator[bytes]:
         while True:
             with readable(path), explain_damage():
                 block = stream.read(ZSTD_BLOCK)
-                count, position = f.tell() - position, f.tell()
             if not block:
-                if not position and not f.size():
+                if is_first and not f.size():
                     raise DamagedError(EMPTY)
                 return
-            moved(count)
+            is_first = False
             yield block
 
 
@@ -201,10 +199,10 @@ def first_line(path: str, begin: int, end: int) -> int | None:
         return begin
     # from the byte before: when it is a newline, a line starts at `begin`
     position = begin - 1
-    for block in raw_blocks(path, position, lambda count: None):
-        found = block.find(b"\n")
-        if found >= 0:
-            start = position + found + 1
+    for block in raw_blocks(path, position):
+        newline = block.find(b"\n")
+        if newline >= 0:
+            start = position + newline + 1
             return start if start < end else None
         position += len(block)
         if position >= end:

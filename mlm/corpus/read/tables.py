@@ -6,7 +6,7 @@ reject a dataset that needs a script, and only formats that hold text are accept
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
-from mlm.corpus.read.long_text import LONG, Utf8Text
 from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard, readable
 from mlm.corpus.read.streams import DamagedError, explain_damage
 from mlm.util.errors import UserError
@@ -64,7 +63,7 @@ def group_rows(file: Any) -> list[int]:
     return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
 
 
-def read_parquet(shard: Shard, intake: Intake, moved: Callable[[int], None]) -> Iterator[Document]:
+def read_parquet(shard: Shard, intake: Intake) -> Iterator[Document]:
     """Yield documents of the row groups that begin in the shard."""
     row = shard.begin
     try:
@@ -85,7 +84,6 @@ def read_parquet(shard: Shard, intake: Intake, moved: Callable[[int], None]) -> 
                         intake.reject(place, bad)
                     else:
                         yield document
-                moved(len(batch))
     except DamagedError as error:
         intake.damaged(Place(shard.path, row + 1, unit="row "), error)
 
@@ -124,14 +122,6 @@ def row_document(batch: Any, index: int, intake: Intake, place: Place) -> Docume
     value = getattr(value, "value", value)  # of a dictionary
     if value is not None and value.is_valid and value.as_buffer().size > intake.max_bytes:
         raise intake.too_long("text")
-    if value is not None and value.is_valid and value.as_buffer().size > LONG:
-        text = Utf8Text(memoryview(value.as_buffer()), 0, value.as_buffer().size)
-        if (problem := text.problem()) is not None:
-            detail = f'"{intake.text_key}" is not UTF-8 ({problem[0]} at byte {problem[1] + 1})'
-            raise BadRecordError("not_utf8", detail)
-        keys = [] if intake.id_key is None else [intake.id_key]
-        others = {key: python_value(batch.column(key)[index], key) for key in keys}
-        return intake.long_document(text, others, place)
     record = {intake.text_key: None if value is None else python_value(value, intake.text_key)}
     if intake.id_key is not None:
         record[intake.id_key] = python_value(batch.column(intake.id_key)[index], intake.id_key)

@@ -22,8 +22,7 @@ from datatrove.utils.stats import PipelineStats
 from loguru import logger
 from rich.console import Console
 
-from mlm.corpus.sections import ExecutorConfig
-from mlm.corpus.stages.markers import is_done
+from mlm.corpus.config import ExecutorConfig
 from mlm.corpus.stages.plan import Plan, Stage
 from mlm.corpus.stages.run import first_error, run_task
 from mlm.util.atomic import write_atomic
@@ -43,11 +42,11 @@ class Task(PipelineStep):
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         """Do task `rank`."""
-        run_task(self.plan, self.stage, rank)
+        run_task(Plan.load(self.plan), self.stage, rank)
 
 
-class Ours:
-    """Our changes to an executor: task markers decide what is done, and a rank runs its task alone.
+class MarkerBasedExecutor:
+    """Mixin of datatrove's executors: markers of tasks decide what is done, and a rank runs its task alone.
 
     datatrove would log every rank to a file and its failures as tracebacks.
     """
@@ -57,21 +56,21 @@ class Ours:
 
     def is_rank_completed(self, rank: int) -> bool:
         """True if the task's marker is there."""
-        return is_done(self.stage.folder, rank)
+        return self.stage.is_done(rank)
 
     def get_incomplete_ranks(
         self, ranks: Iterable[int] | None = None, skip_completed: Any = None
     ) -> list[int]:
         """Return the tasks without a marker."""
         candidates = range(self.stage.tasks) if ranks is None else ranks
-        return [rank for rank in candidates if not is_done(self.stage.folder, rank)]
+        return [rank for rank in candidates if not self.stage.is_done(rank)]
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
         self.pipeline[0](None, rank, self.stage.tasks)
         return PipelineStats()
 
 
-class Slurm(Ours, SlurmPipelineExecutor):
+class Slurm(MarkerBasedExecutor, SlurmPipelineExecutor):
     """A job array."""
 
     plan: Path
@@ -90,7 +89,7 @@ class Slurm(Ours, SlurmPipelineExecutor):
         (Path(self.stage.folder) / "datatrove" / "executor.pik").unlink(missing_ok=True)
 
 
-class Ray(Ours, RayPipelineExecutor):
+class Ray(MarkerBasedExecutor, RayPipelineExecutor):
     """Tasks of a Ray cluster."""
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
@@ -123,7 +122,7 @@ def run_slurm(plan: Plan, path: Path, console: Console) -> bool:
 
     Raises UserError: no SLURM here, no partition, or what a task found wrong with its input.
     """
-    if all(not unfinished(stage) for stage in plan.stages.values()):
+    if all(not stage.unfinished() for stage in plan.stages.values()):
         return True
     if shutil.which("sbatch") is None or plan.config.executor.partition is None:
         raise UserError(
@@ -142,7 +141,9 @@ def run_slurm(plan: Plan, path: Path, console: Console) -> bool:
         raise UserError(errors[0])
     if waiting:
         for stage in plan.stages.values():
-            console.print(f"{stage.name}: {stage.tasks - len(unfinished(stage))} of {stage.tasks} tasks done")
+            console.print(
+                f"{stage.name}: {stage.tasks - len(stage.unfinished())} of {stage.tasks} tasks done"
+            )
         console.print(f"jobs {' '.join(waiting)} are in the queue: run this again when they have finished")
         return False
     submit(plan, path, console)
@@ -155,7 +156,7 @@ def submit(plan: Plan, path: Path, console: Console) -> None:
     ids, before = list[str](), None
     for stage in plan.stages.values():
         stage.folder.mkdir(parents=True, exist_ok=True)
-        left = unfinished(stage)
+        left = stage.unfinished()
         if not left:
             continue
         executor = slurm(stage, path.resolve(), plan.config.executor)
@@ -172,11 +173,6 @@ def submit(plan: Plan, path: Path, console: Console) -> None:
         console.print(f"{stage.name}: {len(left)} tasks, job {before}")
     write_atomic(plan.work / JOBS, json.dumps(ids).encode())
     console.print("submitted: run this again to see their progress and to finish the corpus")
-
-
-def unfinished(stage: Stage) -> list[int]:
-    """Tasks of a stage that have left no marker."""
-    return [task for task in range(stage.tasks) if not is_done(stage.folder, task)]
 
 
 def submitted(work: Path) -> list[str]:
@@ -214,7 +210,7 @@ def run_ray(plan: Plan, path: Path) -> None:
     config = plan.config.executor
     for stage in plan.stages.values():
         stage.folder.mkdir(parents=True, exist_ok=True)
-        if not unfinished(stage):
+        if not stage.unfinished():
             continue
         executor = Ray(
             [Task(path.resolve(), stage.name)],
@@ -225,7 +221,7 @@ def run_ray(plan: Plan, path: Path) -> None:
         )
         executor.stage = stage
         executor.run()
-        if left := unfinished(stage):
+        if left := stage.unfinished():
             raise UserError(
                 first_error(stage)
                 or f"{stage.folder}: tasks {left[:10]} failed: see Ray's logs, then run this again"

@@ -19,10 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.corpus.duplicates import components, duplicates_in, links_of_band, star_links
-from mlm.corpus.read.long_text import StoredText
 from mlm.corpus.stages.clean import StoredTexts, save
-from mlm.corpus.stages.markers import Advance, counts_of, write_marker
-from mlm.corpus.stages.plan import Plan
+from mlm.corpus.stages.plan import Plan, Stage
 
 Ids = NDArray[np.int64]
 
@@ -33,12 +31,12 @@ PASSES = 64
 
 
 @lru_cache(maxsize=1)
-def first_documents(folder: Path, tasks: int) -> Ids:
-    """Number of the first document of each task, then of all documents: [tasks + 1].
+def first_documents(stage: Stage) -> Ids:
+    """Number of the first document of each task of `clean`, then of all documents: [tasks + 1].
 
     Kept between the tasks of a process. A stage's folder is named after all that its counts depend on.
     """
-    kept = [counts["kept"] for counts in counts_of(folder, tasks)]
+    kept = [counts["kept/documents"] for counts in stage.counts()]
     return np.concatenate([[0], np.cumsum(kept)]).astype(np.int64)
 
 
@@ -48,7 +46,7 @@ class CleanTexts:
     def __init__(self, plan: Plan) -> None:
         stage = plan.stages["clean"]
         self.folder = stage.folder
-        self.firsts = first_documents(stage.folder, stage.tasks)
+        self.firsts = first_documents(stage)
         """Number of each shard's first document, then of all documents: [shards + 1]."""
         self._shards: dict[int, tuple[StoredTexts, NDArray[np.uint64]]] = {}
 
@@ -60,21 +58,21 @@ class CleanTexts:
         path = self.folder / f"{shard:05d}.{name}.npy"
         return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
-    def text(self, document: int) -> str | StoredText:
+    def text(self, document: int) -> str:
         """One text."""
         shard = int(np.searchsorted(self.firsts, document, side="right")) - 1
-        return self._open(shard)[0].text(document - int(self.firsts[shard]))
+        return self._open(shard)[0].read(document - int(self.firsts[shard])).decode()
 
     def keys(self, documents: Ids) -> NDArray[np.uint64]:
         """Band keys of documents in ascending order: [k, bands]."""
         shards = np.searchsorted(self.firsts, documents, side="right") - 1
         begins = np.flatnonzero(np.diff(shards, prepend=-1))
         ends = [*begins[1:].tolist(), len(documents)]
-        found = [
+        keys = [
             self._open(int(shards[a]))[1][:, documents[a:b] - self.firsts[shards[a]]].T
             for a, b in zip(begins.tolist(), ends, strict=True)
         ]
-        return np.concatenate(found)
+        return np.concatenate(keys)
 
     def _open(self, shard: int) -> tuple[StoredTexts, NDArray[np.uint64]]:
         if shard not in self._shards:
@@ -91,17 +89,16 @@ class CleanTexts:
 
 def match(plan: Plan, task: int) -> None:
     """Links of one band; of the last task, the documents whose id was seen before."""
-    texts, folder = CleanTexts(plan), plan.stages["match"].folder
-    path = folder / f"{task:05d}.npy"
-    if task < plan.stages["match"].tasks - 1:
-        found = [documents[links_of_band(keys)] for documents, keys in slices(texts, task)]
-        links = np.concatenate([np.empty((0, 2), dtype=np.int64), *found])
-        write_marker(folder, task, {"links": len(links)}, [save(path, links)])
+    texts, stage = CleanTexts(plan), plan.stages["match"]
+    path = stage.folder / f"{task:05d}.npy"
+    if task < stage.tasks - 1:
+        links = [documents[links_of_band(keys)] for documents, keys in slices(texts, task)]
+        stage.finish(task, {}, [save(path, np.concatenate([np.empty((0, 2), dtype=np.int64), *links]))])
         return
     seen_before = [np.empty(0, dtype=np.int64)]
     if plan.config.id_key is not None:
         seen_before += [documents[repeated(ids)] for documents, ids in slices(texts, None)]
-    write_marker(folder, task, {"links": 0}, [save(path, np.sort(np.concatenate(seen_before)))])
+    stage.finish(task, {}, [save(path, np.sort(np.concatenate(seen_before)))])
 
 
 def slices(texts: CleanTexts, band: int | None) -> Iterator[tuple[Ids, NDArray[np.uint64]]]:
@@ -128,7 +125,7 @@ def repeated(ids: NDArray[np.uint64]) -> Ids:
 
 def group(plan: Plan, _: int) -> None:
     """Components of all links. One band after another is folded in, so that few links are held at a time."""
-    before, folder = plan.stages["match"], plan.stages["group"].folder
+    before, stage = plan.stages["match"], plan.stages["group"]
     total, bands = len(CleanTexts(plan)), before.tasks - 1
     links = np.empty((0, 2), dtype=np.int64)
     for band in range(bands):
@@ -138,34 +135,26 @@ def group(plan: Plan, _: int) -> None:
     # A document that is removed for its id proposes nothing, but may connect others.
     stays = ~np.isin(members, load(before.folder / f"{bands:05d}.npy"))
     bounds = np.append(0, np.cumsum(stays))[bounds]
-    files = [save(folder / "members.npy", members[stays]), save(folder / "bounds.npy", bounds)]
-    write_marker(folder, 0, {"components": len(bounds) - 1, "documents": int(stays.sum())}, files)
+    files = [("members", members[stays]), ("bounds", bounds)]
+    stage.finish(0, {}, [save(stage.folder / f"{name}.npy", values) for name, values in files])
 
 
 def verify(plan: Plan, task: int) -> None:
     """Duplicates among this task's share of the components."""
     stage, grouped = plan.stages["verify"], plan.stages["group"].folder
     members, bounds = load(grouped / "members.npy"), load(grouped / "bounds.npy")
-    texts, advance = CleanTexts(plan), Advance(stage.folder, task)
-    begin, end = share(bounds, task, stage.tasks)
-    found = []
+    texts, duplicates = CleanTexts(plan), []
+    begin, end = component_range(bounds, task, stage.tasks)
     for i in range(begin, end):
         component = members[bounds[i] : bounds[i + 1]]
         if len(component) > 1:
-            found += duplicates_in(component, texts.keys, texts.text, plan.config.dedup, stage.folder)
-        advance(len(component))
+            duplicates += duplicates_in(component, texts.keys, texts.text, plan.config.dedup)
     texts.close()
-    found.sort(key=lambda duplicate: duplicate.document)
-    pairs = np.array([(d.document, d.kept) for d in found], dtype=np.int64).reshape(-1, 2)
-    similarity = np.array([d.jaccard for d in found], dtype=np.float64)
-    files = [
-        save(stage.folder / f"{task:05d}.npy", pairs),
-        save(stage.folder / f"{task:05d}.jaccard.npy", similarity),
-    ]
-    write_marker(stage.folder, task, {"duplicates": len(pairs)}, files)
+    removed = np.array([duplicate.document for duplicate in duplicates], dtype=np.int64)
+    stage.finish(task, {}, [save(stage.folder / f"{task:05d}.npy", removed)])
 
 
-def share(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
+def component_range(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
     """Return the range of components of a task: about as many documents as every other."""
     limits = np.array([task, task + 1]) * int(bounds[-1]) // tasks
     begin, end = np.searchsorted(bounds, limits, side="left").tolist()
@@ -175,31 +164,31 @@ def share(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
 def gather(plan: Plan, _: int) -> None:
     """The near-duplicates that all tasks of `verify` found, and those of ids, sorted."""
     verified, matched, stage = (plan.stages[name] for name in ("verify", "match", "gather"))
-    found = [load(verified.folder / f"{task:05d}.npy")[:, 0] for task in range(verified.tasks)]
-    near = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *found]))
+    removed = [load(verified.folder / f"{task:05d}.npy") for task in range(verified.tasks)]
+    near = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *removed]))
     again = load(matched.folder / f"{matched.tasks - 1:05d}.npy")
     files = [
         save(stage.folder / "near.npy", near),
         save(stage.folder / "again.npy", again),
         save(stage.folder / "firsts.npy", CleanTexts(plan).firsts),
     ]
-    write_marker(stage.folder, 0, {"near": len(near), "again": len(again)}, files)
+    stage.finish(0, {}, files)
 
 
-def removed_in(plan: Plan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def removal_masks(plan: Plan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Masks of a task's documents to remove: near-duplicates, and ids seen before. Both [documents]."""
     folder = plan.stages["gather"].folder
     begin, end = load(folder / "firsts.npy")[task : task + 2].tolist()
-    near, again = (among(load(folder / f"{name}.npy"), begin, end) for name in ("near", "again"))
+    near, again = (mask_of(load(folder / f"{name}.npy"), begin, end) for name in ("near", "again"))
     return near, again
 
 
-def among(documents: Ids, begin: int, end: int) -> NDArray[np.bool_]:
+def mask_of(documents: Ids, begin: int, end: int) -> NDArray[np.bool_]:
     """Mask of the documents begin … end - 1 that are among others, which are sorted: bool [end - begin]."""
-    found = np.zeros(end - begin, dtype=bool)
+    mask = np.zeros(end - begin, dtype=bool)
     first, last = np.searchsorted(documents, [begin, end])
-    found[documents[first:last] - begin] = True
-    return found
+    mask[documents[first:last] - begin] = True
+    return mask
 
 
 def load(path: Path) -> Ids:

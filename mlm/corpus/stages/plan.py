@@ -1,20 +1,22 @@
-"""The plan of a build: its inputs, its stages, and the folder of each.
+"""The plan of a build: its stages, the folder of each, the markers of finished tasks, the files of each task.
 
-The plan is a file in the work folder, so that a task on another machine can read it: a line of JSON for the
-build, and one for each task with the files that it reads. A task parses its own alone: its memory does not
-grow with the files of the build. A stage's folder is named after the digest of all that its output is a
-function of: its contents were made by equal stages from equal inputs, whichever build made them, and can be
-reused.
+The plan is in the work folder, so that a task on another machine can read it: plan.json for the build, and in
+plan.jsonl a line with the shards of each task. A task reads its own line alone: its memory does not grow with
+the files of the build.
+
+A stage's folder is named after the digest of all that its output is a function of: its contents were made by
+equal stages from equal inputs, whichever build made them, and can be reused. The marker of a task is written
+last and atomically: where it is, the files are complete. So a build that was killed continues.
 """
 
 import json
-import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mlm.config.build import from_dict, to_dict
 from mlm.corpus.config import DataBuildConfig
@@ -24,13 +26,11 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.util.atomic import digest_bytes, write_atomic
 from mlm.util.errors import CorruptFileError
 
-VERSION = 2  # of what the stages write; part of every stage's digest
-PLAN = "plan.jsonl"
+VERSION = 3  # of what the stages write; part of every stage's digest
+PLAN = "plan.json"
+TASKS = "plan.jsonl"
 TOKENIZER = "tokenizer.json"
 EVALUATION = "evaluation.jsonl"
-MAX_LINE_BYTES = 1 << 30
-READERS = ("clean", "tokenise")
-"""Stages whose tasks have files of their own."""
 NAME_DIGITS = 16  # hexadecimal digits of a digest in a folder's name
 
 
@@ -43,208 +43,202 @@ class Stage:
     folder: Path
     """Folder of its tasks' files."""
 
+    def marker(self, task: int) -> Path:
+        """Path of the marker of a task."""
+        return self.folder / f"{task:05d}.done.json"
 
-@dataclass(frozen=True)
-class Outline:
-    """Stages and parts of a whole build; a task is told them, and reads a part of its files."""
+    def is_done(self, task: int) -> bool:
+        """True if a task has left its marker."""
+        return self.marker(task).exists()
 
-    stages: dict[str, Stage]
-    """By name, in their order."""
-    parts: tuple[str, ...]
-    """Of the corpus: those of the input folder, or those with a share."""
-    is_divided: bool
-    """True if documents are assigned to parts; False if the input folder has parts."""
+    def unfinished(self) -> list[int]:
+        """Tasks without a marker."""
+        return [task for task in range(self.tasks) if not self.is_done(task)]
+
+    def finish(self, task: int, counts: dict[str, Any], files: Sequence[Path] = ()) -> None:
+        """Mark a task as done, with its counts and the sizes of its files. Raises OSError."""
+        sizes = {file.name: file.stat().st_size for file in files}
+        write_atomic(self.marker(task), json.dumps({"counts": counts, "files": sizes}).encode())
+
+    def reopen_incomplete(self) -> None:
+        """Delete the markers of tasks whose files are gone or of another size: they run again."""
+        for task in range(self.tasks):
+            try:
+                sizes = json.loads(self.marker(task).read_bytes())["files"]
+                if all((self.folder / name).stat().st_size == size for name, size in sizes.items()):
+                    continue
+            except (OSError, ValueError):
+                pass
+            self.marker(task).unlink(missing_ok=True)
+
+    def counts(self) -> list[dict[str, Any]]:
+        """Return the counts of all tasks; the stage is finished."""
+        return [json.loads(self.marker(task).read_bytes())["counts"] for task in range(self.tasks)]
+
+    def total(self) -> Counter[str]:
+        """Add up the counts of all tasks, in the order of their first occurrence."""
+        total = Counter[str]()
+        for counts in self.counts():
+            total.update(counts)
+        return total
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A build, as its tasks see it. All of it is a function of configuration and inputs."""
+    """A build, as the command and its tasks see it."""
 
     config: DataBuildConfig
     work: Path
-    inputs: tuple[Input, ...]
-    """Files of the build; in a task those that it reads, if any."""
-    shards: tuple[Shard, ...]
-    """Of these inputs."""
-    bounds: tuple[int, ...]
-    """First shard of each task of the stages that read them, then the number of shards."""
     tokenizer: str
     """Digest of tokenizer.json."""
     evaluation: str | None
     """Digest of the evaluation texts to keep out, None where there are none."""
-    told: Outline | None = None
-    """In a task, what the plan says of the build, whose inputs it has not read."""
+    parts: tuple[str, ...]
+    """Parts of the corpus: those of the input folder, or those with a share."""
+    is_divided: bool
+    """True if documents are assigned to parts; False if the input folder has parts."""
+    stages: dict[str, Stage]
+    """By name, in their order."""
+    offsets: tuple[int, ...]
+    """First byte of each task's line in plan.jsonl."""
+    sizes: tuple[int, ...]
+    """Bytes (or rows) that each of these tasks reads."""
 
-    @property
-    def removes(self) -> bool:
-        """True if documents are compared with each other."""
-        return self.config.dedup.enabled or self.config.id_key is not None
-
-    def shards_of(self, task: int) -> tuple[Shard, ...]:
-        """The shards that a task of the stages `clean` and `tokenise` works on."""
-        return self.shards[self.bounds[task] : self.bounds[task + 1]]
-
-    def input_of(self, shard: Shard) -> Input:
-        """The input that a shard is of."""
-        return self._by_path[shard.path]
-
-    @cached_property
-    def _by_path(self) -> dict[str, Input]:
-        return {item.path: item for item in self.inputs}
-
-    @property
-    def stages(self) -> dict[str, Stage]:
-        """The stages by name, in their order."""
-        return self.outline.stages
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The parts of the corpus."""
-        return self.outline.parts
-
-    @property
-    def is_divided(self) -> bool:
-        """True if documents are assigned to parts; False if the input folder has parts."""
-        return self.outline.is_divided
-
-    @cached_property
-    def outline(self) -> Outline:
-        """Stages and parts of the whole build."""
-        if self.told is not None:
-            return self.told
-        given = {shard.split for shard in self.shards if shard.split}
-        shares = dict(zip(SPLITS, parse_split(self.config.split), strict=True))
-        parts = tuple(part for part in SPLITS if (part in given if given else shares[part] > 0))
-        return Outline(self._stages(len(parts)), parts, not any(item.split for item in self.inputs))
-
-    def _stages(self, parts: int) -> dict[str, Stage]:
-        many = len(self.bounds) - 1
-        tasks = {"clean": many}
-        if self.removes:
-            bands = self.config.dedup.bands if self.config.dedup.enabled else 0
-            tasks |= {"match": bands + 1, "group": 1, "verify": many, "gather": 1}
-        tasks |= {"tokenise": many, "merge": parts}
-        stages, before = dict[str, Stage](), digest_bytes(b"")
-        for name, count in tasks.items():
-            made_of = json.dumps([VERSION, name, count, before, self._ingredients(name)], sort_keys=True)
-            before = digest_bytes(made_of.encode())
-            digest = before.partition(":")[2][:NAME_DIGITS]
-            stages[name] = Stage(name, count, self.work / f"{name}-{digest}")
-        return stages
-
-    def _ingredients(self, stage: str) -> Any:
-        """Everything a stage's output depends on other than the stages before it."""
-        config = to_dict(self.config)
-        match stage:
-            case "clean":
-                keys = (
-                    "text_key",
-                    "id_key",
-                    "keep_ids",
-                    "bad_input",
-                    "max_document_bytes",
-                    "normalise",
-                    "filter",
-                )
-                signature = {
-                    key: config["dedup"][key] for key in ("enabled", "ngram", "unit", "bands", "rows")
-                }
-                inputs = [(item.name, item.bytes, item.digest, item.split) for item in self.inputs]
-                # a foreign shard is named by its file; where the folder lies does not matter
-                shards = [(shard.kind, shard.begin, shard.end, shard.split) for shard in self.shards]
-                counted = self.tokenizer if self.config.filter.min_tokens is not None else None
-                return [{key: config[key] for key in keys}, signature, inputs, shards, self.bounds, counted]
-            case "verify":
-                return config["dedup"]["threshold"]
-            case "tokenise":
-                keys = ("split", "seed", "eod", "append_eod", "prepend_bos", "sentences", "decontaminate")
-                return [{key: config[key] for key in keys}, self.tokenizer, self.evaluation]
-            case _:
-                return None
+    def shards_of(self, task: int) -> list[Shard]:
+        """Read the shards that a task of the stages `clean` and `tokenise` works on."""
+        with open(self.work / TASKS, "rb") as file:
+            file.seek(self.offsets[task])
+            shards = json.loads(file.readline())
+        return [as_shard(shard) for shard in shards]
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer, kept between the tasks of a process. Raises UserError, CorruptFileError."""
         return _load_tokenizer(self.work / TOKENIZER, self.tokenizer, self.config.eod)
 
     def save(self) -> Path:
-        """Write the plan into the work folder; its path is returned. Raises OSError."""
-        # The lines are made twice, so that they are never in memory together.
-        ends = [*accumulate(map(len, self._task_lines()), initial=0)]
-        head = {
+        """Write the plan into the work folder; return its path. Raises OSError."""
+        content = {
             "config": to_dict(self.config),
-            "ends": ends,
             "tokenizer": self.tokenizer,
             "evaluation": self.evaluation,
-            "stages": [(stage.name, stage.tasks, stage.folder.name) for stage in self.stages.values()],
             "parts": self.parts,
             "is_divided": self.is_divided,
+            "stages": [(stage.name, stage.tasks, stage.folder.name) for stage in self.stages.values()],
+            "offsets": self.offsets,
+            "sizes": self.sizes,
         }
-        path = self.work / PLAN
-        write_atomic(path, lambda f: f.writelines(chain([_line(head)], self._task_lines())))
-        return path
-
-    def _task_lines(self) -> Iterator[bytes]:
-        for task in range(len(self.bounds) - 1):
-            shards = self.shards_of(task)
-            inputs = {shard.path: self.input_of(shard) for shard in shards}
-            yield _line([[asdict(item) for item in inputs.values()], [asdict(shard) for shard in shards]])
+        write_atomic(self.work / PLAN, json.dumps(content).encode())
+        return self.work / PLAN
 
     @classmethod
-    def load(cls, path: Path, stage: str = "", task: int = 0) -> "Plan":
-        """Return the plan in a work folder, as a task of a stage sees it. Raises CorruptFileError."""
+    def load(cls, path: Path) -> "Plan":
+        """Return the plan in a work folder. Raises CorruptFileError."""
         try:
-            state = path.stat()
-        except FileNotFoundError as error:
-            raise CorruptFileError(f"{path} is missing: build again") from error
-        try:
-            plan, starts = _load_head(path, state.st_ino, state.st_size, state.st_mtime_ns)
-            return plan.of_task(path, starts[task], task) if stage in READERS else plan
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+            saved = json.loads(path.read_bytes())
+            stages = {
+                name: Stage(name, tasks, path.parent / folder) for name, tasks, folder in saved.pop("stages")
+            }
+            saved["config"] = from_dict(DataBuildConfig, saved["config"])
+            saved |= {key: tuple(saved[key]) for key in ("parts", "offsets", "sizes")}
+            return cls(work=path.parent, stages=stages, **saved)
+        except (OSError, ValueError, TypeError, KeyError) as error:
             remedy = "delete the work folder and build again"
             raise CorruptFileError(f"{path} is not the plan of a build: {remedy}") from error
 
-    def of_task(self, path: Path, start: int, task: int) -> "Plan":
-        """Return this plan with the files of a task, whose line begins at byte `start`."""
-        with open(path, "rb") as file:
-            file.seek(start)
-            inputs, shards = json.loads(file.readline(MAX_LINE_BYTES))
-        return replace(
-            self,
-            inputs=tuple(Input(**item | {"state": tuple(item["state"])}) for item in inputs),
-            shards=tuple(Shard(**shard) for shard in shards),
-            bounds=(*(0,) * (task + 1), len(shards)),
-        )
+
+def make_plan(
+    config: DataBuildConfig,
+    work: Path,
+    inputs: Sequence[Input],
+    shards: Sequence[Shard],
+    bounds: Sequence[int],
+    tokenizer: str,
+    evaluation: str | None,
+) -> Plan:
+    """Plan a build, and write the shards of each task.
+
+    `bounds` are the first shard of each task, then the number of shards; `tokenizer` and `evaluation` are
+    digests. Raises OSError.
+    """
+    given = {shard.split for shard in shards if shard.split}
+    shares = dict(zip(SPLITS, parse_split(config.split), strict=True))
+    parts = tuple(part for part in SPLITS if (part in given if given else shares[part] > 0))
+    many = len(bounds) - 1
+    tasks = {"clean": many}
+    if removes_duplicates(config):
+        bands = config.dedup.bands if config.dedup.enabled else 0
+        tasks |= {"match": bands + 1, "group": 1, "verify": many, "gather": 1}
+    tasks |= {"tokenise": many, "merge": len(parts)}
+    ingredients = stage_ingredients(config, inputs, shards, bounds, tokenizer, evaluation)
+    stages, before = dict[str, Stage](), digest_bytes(b"")
+    for name, count in tasks.items():
+        made_of = json.dumps([VERSION, name, count, before, ingredients.get(name)], sort_keys=True)
+        before = digest_bytes(made_of.encode())
+        stages[name] = Stage(name, count, work / f"{name}-{before.partition(':')[2][:NAME_DIGITS]}")
+    is_divided = not any(item.split for item in inputs)
+    ranges = list(pairwise(bounds))
+    sizes = tuple(sum(shard.end - shard.begin for shard in shards[begin:end]) for begin, end in ranges)
+    offsets = tuple(write_tasks(work / TASKS, [shards[begin:end] for begin, end in ranges]))
+    return Plan(config, work, tokenizer, evaluation, parts, is_divided, stages, offsets, sizes)
 
 
-def _line(content: Any) -> bytes:
-    return json.dumps(content).encode() + b"\n"
+def removes_duplicates(config: DataBuildConfig) -> bool:
+    """True if documents are compared with each other."""
+    return config.dedup.enabled or config.id_key is not None
 
 
-@lru_cache(maxsize=1)
-def _load_head(path: Path, *_: int) -> tuple[Plan, list[int]]:
-    """Return the plan without files, and where the line of each task begins; read once in a process."""
-    with open(path, "rb") as file:
-        head = json.loads(file.readline(MAX_LINE_BYTES))
-        begin = file.tell()
-    stages = {name: _stage(path.parent, name, tasks, folder) for name, tasks, folder in head["stages"]}
-    plan = Plan(
-        config=from_dict(DataBuildConfig, head["config"]),
-        work=path.parent,
-        inputs=(),
-        shards=(),
-        bounds=(0,),
-        tokenizer=head["tokenizer"],
-        evaluation=head["evaluation"],
-        told=Outline(stages, tuple(head["parts"]), head["is_divided"]),
-    )
-    return plan, [begin + int(end) for end in head["ends"][:-1]]
+def stage_ingredients(
+    config: DataBuildConfig,
+    inputs: Sequence[Input],
+    shards: Sequence[Shard],
+    bounds: Sequence[int],
+    tokenizer: str,
+    evaluation: str | None,
+) -> dict[str, Any]:
+    """Return everything that the output of each stage depends on other than the stages before it."""
+    values = to_dict(config)
+
+    def settings(*keys: str) -> dict[str, Any]:
+        return {key: values[key] for key in keys}
+
+    return {
+        "clean": [
+            settings(
+                *("text_key", "id_key", "keep_ids", "bad_input", "max_document_bytes", "normalise", "filter")
+            ),
+            {key: values["dedup"][key] for key in ("enabled", "ngram", "unit", "bands", "rows")},
+            [(item.name, item.bytes, item.digest, item.split) for item in inputs],
+            # where the folder of an input lies does not matter
+            [(shard.kind, shard.begin, shard.end, shard.split) for shard in shards],
+            bounds,
+            tokenizer if config.filter.min_tokens is not None else None,
+        ],
+        "verify": config.dedup.threshold,
+        "tokenise": [
+            settings("split", "seed", "eod", "append_eod", "prepend_bos", "sentences", "decontaminate"),
+            tokenizer,
+            evaluation,
+        ],
+    }
 
 
-def _stage(work: Path, name: str, tasks: int, folder: str) -> Stage:
-    """Return a stage that a plan names; its folder must be one of ours. Raises ValueError, TypeError."""
-    if not re.fullmatch(rf"[a-z]+-[0-9a-f]{{{NAME_DIGITS}}}", folder) or not folder.startswith(f"{name}-"):
-        raise ValueError(f"{folder} is no folder of stage {name}")
-    return Stage(name, int(tasks), work / folder)
+def write_tasks(path: Path, tasks: Iterable[Sequence[Shard]]) -> list[int]:
+    """Write a line with the shards of each task; return where each line begins. Raises OSError."""
+    offsets = list[int]()
+
+    def write(f: BinaryIO) -> None:
+        for shards in tasks:
+            offsets.append(f.tell())
+            f.write(json.dumps([asdict(shard) for shard in shards]).encode() + b"\n")
+
+    write_atomic(path, write)
+    return offsets
+
+
+def as_shard(values: dict[str, Any]) -> Shard:
+    """Return the shard of a line of plan.jsonl."""
+    item = values.pop("input")
+    return Shard(input=Input(**item | {"state": tuple(item["state"])}), **values)
 
 
 @lru_cache(maxsize=1)

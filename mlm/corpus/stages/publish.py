@@ -4,30 +4,27 @@ import errno
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rich.console import Console, Group
-from rich.table import Table
 
-from mlm.corpus.decontaminate import Tally
 from mlm.corpus.stages.clean import TEXT
-from mlm.corpus.stages.markers import Advance, Counts, counts_of, write_marker
 from mlm.corpus.stages.plan import Plan
-from mlm.corpus.stages.tokenise import load_contaminants
+from mlm.corpus.stages.tokenise import MATCHES, load_contaminants
 from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.receipt import REJECTED
 from mlm.util.atomic import fsync_directory, write_atomic
 from mlm.util.errors import UserError
+from mlm.util.terminal import add_row, table
 
 
 def merge(plan: Plan, task: int) -> None:
     """Merge one part. The result stays in the work folder until all parts are complete."""
     stage, tokenised = plan.stages["merge"], plan.stages["tokenise"]
     part = plan.parts[task]
-    advance = Advance(stage.folder, task)
     names, files = [part], list[Path]()
     if plan.config.keep_ids:
         names.append(origins_of(Path(part)).name)
@@ -37,11 +34,9 @@ def merge(plan: Plan, task: int) -> None:
         dtype = TEXT if suffix else token_dtype(plan.load_tokenizer().vocab_size)
         with IndexedWriter(stage.folder / name, dtype) as writer:
             for shard in shards:
-                found = IndexedDataset(shard, allow_empty=True)
-                writer.append(found)
-                advance(0 if suffix else found.num_tokens)
+                writer.append(IndexedDataset(shard, allow_empty=True))
         files += [bin_path(stage.folder / name), idx_path(stage.folder / name)]
-    write_marker(stage.folder, task, {}, files)
+    stage.finish(task, {}, files)
 
 
 def publish(plan: Plan, out: Path) -> list[str]:
@@ -78,90 +73,73 @@ Facts = dict[str, Any]
 
 
 def outcome(plan: Plan) -> Facts:
-    """Return the counts of a finished build: documents read, removed by each rule, and kept in each part."""
-    cleaned, tokenised = (plan.stages[name] for name in ("clean", "tokenise"))
-    read = counts_of(cleaned.folder, cleaned.tasks)
-    written = counts_of(tokenised.folder, tokenised.tasks)
-    num_bytes = total(counts["removed_bytes"] for counts in (*read, *written))
-    documents = total(counts["removed"] for counts in (*read, *written))
-    pieces = total(counts["removed_pieces"] for counts in written)
-    cut = total(counts["cut"] for counts in written)
+    """Return the counts of a finished build: documents read, removed by each rule, and kept in each part.
+
+    All that was read is kept, removed or cut away, in documents and in bytes. Pieces replace a document that
+    is cut; fixing text changes its bytes.
+    """
+    total = plan.stages["clean"].total()
+    total.update(plan.stages["tokenise"].total())
+    tree = nested(total)
+    removed = {rule: {"documents": 0} | counts for rule, counts in tree.get("removed", {}).items()}
+    contaminants, cut = load_contaminants(plan), tree.get("cut")
+    matches = {name.removeprefix(MATCHES): n for name, n in total.items() if name.startswith(MATCHES)}
     facts = {
-        "read": {key: sum(counts[key] for counts in read) for key in ("documents", "bytes")},
-        "mended": {"bytes": sum(counts["mended_bytes"] for counts in read)},
-        "rejected": total(counts["rejected"] for counts in read),
-        "removed": {
-            rule: {"documents": documents.get(rule, 0), "bytes": num_bytes[rule]}
-            | ({"pieces": pieces[rule]} if rule in pieces else {})
-            for rule in {**documents, **pieces}
-        },
-        "cut": cut if cut.get("documents") else None,
-        "contamination": contamination(plan, written),
-        "splits": {part: total(counts["parts"][part] for counts in written) for part in plan.parts},
+        "read": tree["read"],
+        "fixed": tree["fixed"],
+        "rejected": tree.get("rejected", {}),
+        "removed": removed,
+        "cut": cut,
+        "contamination": contaminants.report(matches) if contaminants else None,
+        "splits": tree["splits"],
     }
-    check_balance(facts)
+    gone, kept, cut = list(removed.values()), list(tree["splits"].values()), Counter(cut)
+    documents = add_up(gone, "documents") + add_up(gone, "pieces") + add_up(kept, "documents")
+    assert tree["read"]["documents"] + cut["pieces"] == documents + cut["documents"], facts
+    num_bytes = add_up(gone, "bytes") + add_up(kept, "bytes") + cut["bytes"]
+    assert tree["read"]["bytes"] + tree["fixed"]["bytes"] == num_bytes, facts
     return facts
 
 
-def check_balance(facts: Facts) -> None:
-    """Assert that all that was read is kept, removed or cut away, in documents and in bytes.
-
-    Pieces replace a document that is cut; fixing text changes its bytes.
-    """
-    removed, kept, cut = facts["removed"].values(), facts["splits"].values(), facts["cut"] or {}
-    come = facts["read"]["documents"] + cut.get("pieces", 0)
-    gone = sum(count["documents"] + count.get("pieces", 0) for count in removed) + cut.get("documents", 0)
-    assert come == gone + sum(count["documents"] for count in kept), facts
-    come = facts["read"]["bytes"] + facts["mended"]["bytes"]
-    gone = sum(count["bytes"] for count in removed) + cut.get("bytes", 0)
-    assert come == gone + sum(count["bytes"] for count in kept), facts
+def nested(counts: Mapping[str, int]) -> Facts:
+    """Return counts named `a/b/c` as dictionaries in dictionaries."""
+    tree: Facts = {}
+    for name, count in counts.items():
+        *path, last = name.split("/")
+        branch = tree
+        for key in path:
+            branch = branch.setdefault(key, {})
+        branch[last] = count
+    return tree
 
 
-def contamination(plan: Plan, written: list[Counts]) -> Facts | None:
-    """Report on text of evaluation sets that was cut out, None if no sets were given."""
-    if plan.evaluation is None:
-        return None
-    return load_contaminants(plan).report(Tally.merge(counts["contamination"] for counts in written))
-
-
-def total(counts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Add up counters, key by key, in the order of first occurrence."""
-    added = Counter[str]()
-    for count in counts:
-        for key, value in count.items():
-            added[key] += value
-    return dict(added)
+def add_up(counts: Iterable[Mapping[str, int]], key: str) -> int:
+    """Add up one count of many."""
+    return sum(each.get(key, 0) for each in counts)
 
 
 def reject_empty_parts(plan: Plan, facts: Facts) -> None:
     """Raise UserError if a part of the corpus received no document."""
-    kept = sum(counts["documents"] for counts in facts["splits"].values())
-    removed = {rule: words for rule, gone in facts["removed"].items() if (words := in_words(gone))}
+    kept = add_up(facts["splits"].values(), "documents")
+    removed = {rule: words for rule, gone in facts["removed"].items() if (words := describe_removed(gone))}
+    rules = ", ".join(f"{rule} {words}" for rule, words in removed.items())
     for part, counts in facts["splits"].items():
+        config, where = plan.config, f"input={plan.config.input}"
         if counts["documents"]:
             continue
-        config, divided = plan.config, plan.is_divided
-        if removed and plan.shards[0].split and divided:
-            rules = ", ".join(removed)
+        if kept and plan.is_divided:
+            loosen = f", or loosen the rules ({rules})" if rules else ""
             raise UserError(
-                f"input={config.input} is one text, and {rules} removed its part for {part}: loosen the "
-                f"rule, or set recipe=plain"
+                f"{part} got none of the {kept} documents of {where} with split={config.split}: give it a "
+                f"larger share, or 0 to leave it out{loosen}"
             )
-        if kept and divided:
-            raise UserError(
-                f"{part} got none of the {kept} documents of input={config.input} with split={config.split}: "
-                f"give it a larger share, or 0 to leave it out"
-            )
-        where = config.input if divided else f"{config.input}, its part {part},"
+        where += "" if plan.is_divided else f", its part {part},"
         if removed.keys() <= {"empty"}:
-            raise UserError(f"input={where} holds no text: the corpus is empty; name a file with documents")
-        rules = ", ".join(f"{rule} {words}" for rule, words in removed.items())
-        raise UserError(
-            f"input={where}: the rules left no document ({rules}): loosen them, or set recipe=plain"
-        )
+            raise UserError(f"{where} holds no text: the corpus is empty; name a file with documents")
+        raise UserError(f"{where}: the rules left no document ({rules}): loosen them, or set recipe=plain")
 
 
-def in_words(gone: dict[str, int]) -> str:
+def describe_removed(gone: dict[str, int]) -> str:
     """Return the numbers of documents, and of pieces of others, that a rule removed; empty for none."""
     documents, pieces = gone["documents"], gone.get("pieces", 0)
     return " and ".join([f"{documents:,}"] * (documents > 0) + [f"{pieces:,} pieces"] * (pieces > 0))
@@ -185,25 +163,25 @@ def write_rejected(plan: Plan, out: Path) -> list[str]:
 
 def summary(out: Path, receipt: Facts) -> Group:
     """Return the tables that a build ends with."""
-    parts = Table(title=f"{out} · vocabulary {receipt['vocab_size']}", title_justify="left")
-    for heading in ("part", "documents", "tokens", "bytes", "bytes/token"):
-        parts.add_column(heading, justify="left" if heading == "part" else "right")
+    parts = table(
+        f"{out} · vocabulary {receipt['vocab_size']}",
+        "part",
+        "documents#",
+        "tokens#",
+        "bytes#",
+        "bytes/token#",
+    )
     for split, count in receipt["splits"].items():
         numbers = [f"{count[key]:,}" for key in ("documents", "tokens", "bytes")]
-        parts.add_row(split, *numbers, f"{count['bytes'] / count['tokens']:.2f}")
-    tables = [parts]
-    if receipt["removed"] or receipt["rejected"]:
-        gone = Table(title=f"of {receipt['read']['documents']:,} documents read", title_justify="left")
-        for heading in ("removed by", "documents", "bytes"):
-            gone.add_column(heading, justify="left" if heading == "removed by" else "right")
-        for rule, count in receipt["removed"].items():
-            gone.add_row(rule, in_words(count) or "0", f"{count['bytes']:,}")
-        if (cut := receipt["cut"]) is not None:
-            gone.add_row("cut to pieces", f"{cut['documents']:,}", f"{cut['bytes']:,}")
-        for rule, documents in receipt["rejected"].items():
-            gone.add_row(f"bad input: {rule} (see {REJECTED})", f"{documents:,}", "")
-        tables.append(gone)
-    return Group(*tables)
+        add_row(parts, split, *numbers, f"{count['bytes'] / count['tokens']:.2f}")
+    gone = table(f"of {receipt['read']['documents']:,} documents read", "removed by", "documents#", "bytes#")
+    for rule, count in receipt["removed"].items():
+        add_row(gone, rule, describe_removed(count) or "0", f"{count['bytes']:,}")
+    if (cut := receipt["cut"]) is not None:
+        add_row(gone, "cut to pieces", f"{cut['documents']:,}", f"{cut['bytes']:,}")
+    for rule, documents in receipt["rejected"].items():
+        add_row(gone, f"bad input: {rule} (see {REJECTED})", f"{documents:,}", "")
+    return Group(parts, gone) if gone.row_count else Group(parts)
 
 
 def warn(config: Any, console: Console) -> None:

@@ -12,52 +12,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.stages import match as match_stage
 from mlm.corpus.stages import tokenise as tokenise_stage
-from mlm.corpus.stages.markers import UnitsDone, counts_of, is_done, withdraw_if_damaged
 from mlm.corpus.stages.plan import Plan, Stage
 from mlm.corpus.stages.publish import merge
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
+from mlm.util.terminal import Advance, progress_bar
 
-
-def units_of(plan: Plan, stage: str) -> list[int]:
-    """Return the amount of work of each task, in the unit of its progress; earlier stages are done."""
-    match stage:
-        case "clean":
-            many = plan.stages["clean"].tasks
-            return [max(1, sum(s.end - s.begin for s in plan.shards_of(task))) for task in range(many)]
-        case "tokenise":
-            cleaned = plan.stages["clean"]
-            return [max(1, count["kept_bytes"]) for count in counts_of(cleaned.folder, cleaned.tasks)]
-        case "verify":
-            tasks = plan.stages["verify"].tasks
-            documents = counts_of(plan.stages["group"].folder, 1)[0]["documents"]
-            return [max(1, documents // tasks)] * tasks
-        case "merge":
-            tokenised = plan.stages["tokenise"]
-            counts = counts_of(tokenised.folder, tokenised.tasks)
-            return [max(1, sum(count["parts"][part]["tokens"] for count in counts)) for part in plan.parts]
-        case _:
-            return [1] * plan.stages[stage].tasks
-
-
-WORK: dict[str, Callable[[Plan, int], None]] = {
+STAGE_FUNCTIONS: dict[str, Callable[[Plan, int], None]] = {
     "clean": clean_stage.run,
     "match": match_stage.match,
     "group": match_stage.group,
@@ -68,18 +35,17 @@ WORK: dict[str, Callable[[Plan, int], None]] = {
 }
 
 
-def run_task(path: Path, stage: str, task: int, *, all_cores: bool = False) -> None:
-    """Do one task of the plan at `path`, unless it is done. Raises UserError for bad input.
+def run_task(plan: Plan, stage: str, task: int, *, all_cores: bool = False) -> None:
+    """Do one task, unless it is done. Raises UserError for bad input.
 
     The error is written to a file too: a command that submitted the task to a cluster reads it.
     """
-    plan = Plan.load(path, stage, task)
     folder = plan.stages[stage].folder
-    if is_done(folder, task):
+    if plan.stages[stage].is_done(task):
         return
     try:
         with library_threads(all_cores=all_cores):
-            WORK[stage](plan, task)
+            STAGE_FUNCTIONS[stage](plan, task)
     except UserError as error:
         write_atomic(error_path(folder, task), str(error).encode(errors="surrogateescape"))
         raise
@@ -121,22 +87,19 @@ def library_threads(*, all_cores: bool) -> Iterator[None]:
                 os.environ[name] = value
 
 
-REFRESH_S = 0.5
-
-
-def run_stages(plan: Plan, path: Path, workers: int, console: Console) -> None:
+def run_stages(plan: Plan, workers: int) -> None:
     """Run the unfinished tasks of every stage. Raises UserError for bad input, KeyboardInterrupt."""
     with Workers(workers) as pool:
-        for stage in plan.stages.values():
+        for number, stage in enumerate(plan.stages.values(), 1):
             stage.folder.mkdir(parents=True, exist_ok=True)
             for partial in stage.folder.glob(".*.partial"):  # of a task that was killed
                 partial.unlink(missing_ok=True)
-            left = [task for task in range(stage.tasks) if not withdraw_if_damaged(stage.folder, task)]
-            if left:
-                units = units_of(plan, stage.name)
-                left.sort(key=lambda task: -units[task])  # the last to finish is then a short one
-                with watched(plan, stage, units, console):
-                    pool.run(path, stage, left)
+            stage.reopen_incomplete()
+            tasks = stage.unfinished()
+            if stage.tasks == len(plan.sizes):
+                tasks.sort(key=lambda task: -plan.sizes[task])  # the last to finish is then a short one
+            with progress_bar(f"{number}/{len(plan.stages)} {stage.name}", len(tasks)) as advance:
+                pool.run(plan, stage, tasks, advance)
 
 
 class Workers:
@@ -150,20 +113,22 @@ class Workers:
         self._ours, self._theirs = self._context.Pipe()
         self._pool: ProcessPoolExecutor | None = None
 
-    def run(self, path: Path, stage: Stage, tasks: list[int]) -> None:
-        """Do the given tasks of a stage, in any order."""
-        if self.count == 1 or len(tasks) == 1:
+    def run(self, plan: Plan, stage: Stage, tasks: list[int], advance: Advance) -> None:
+        """Do the given tasks of a stage, in any order. `advance` receives 1 for each."""
+        if self.count == 1 or len(tasks) <= 1:
             # A task that has the machine to itself lets the libraries use its cores.
             for task in tasks:
-                run_task(path, stage.name, task, all_cores=self.count > 1)
+                run_task(plan, stage.name, task, all_cores=self.count > 1)
+                advance(1)
             return
         pool = self._pool = self._pool or self._start()
         try:
-            doing = [pool.submit(run_task, path, stage.name, task) for task in tasks]
+            doing = [pool.submit(run_task, plan, stage.name, task) for task in tasks]
             # the pool watches the workers it had at the last submission: submit a trifle
             pool.submit(os.getpid)
             for done in as_completed(doing):
                 done.result()
+                advance(1)
         except BrokenProcessPool as error:
             raise UserError(
                 f"executor.workers={self.count}: a worker was killed in stage {stage.name}, perhaps for "
@@ -187,7 +152,7 @@ class Workers:
         return ProcessPoolExecutor(
             self.count,
             mp_context=self._context,
-            initializer=end_with,
+            initializer=exit_with_parent,
             initargs=(self._theirs,),
         )
 
@@ -204,15 +169,7 @@ def ignore_interrupts_in_workers() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-class Pipe(Protocol):
-    """One end of a pipe between processes. Nothing is sent through it."""
-
-    def recv_bytes(self) -> bytes:
-        """Wait for a message, or for the other end to be closed."""
-        ...
-
-
-def end_with(pipe: Pipe) -> None:
+def exit_with_parent(pipe: Connection) -> None:
     """End this worker when the other end of the pipe is closed: the command is done, or was killed."""
 
     def watch() -> None:
@@ -221,35 +178,3 @@ def end_with(pipe: Pipe) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def watched(plan: Plan, stage: Stage, totals: list[int], console: Console) -> Iterator[None]:
-    """Show a bar with the time left while a stage runs, on a terminal."""
-    number = list(plan.stages).index(stage.name) + 1
-    columns = (
-        TextColumn(f"{number}/{len(plan.stages)} {stage.name}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("tasks"),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    over, units_done = threading.Event(), UnitsDone(stage.folder, totals)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        row = bar.add_task(stage.name, total=max(1, sum(totals)))
-
-        def refresh() -> None:
-            while not over.wait(REFRESH_S):
-                bar.update(row, completed=units_done())
-
-        thread = threading.Thread(target=refresh, daemon=True)
-        if console.is_terminal:
-            thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            if thread.is_alive():
-                thread.join()

@@ -10,7 +10,7 @@ from mlm.config.cli.commands import SPECS
 from mlm.config.cli.compose import compose_values, load_config
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import flatten, leaves
-from mlm.corpus.checks import check_build
+from mlm.corpus.config import check_build
 from mlm.finetune.checks import check_finetune
 from mlm.models.config import ModelConfig
 from mlm.optim.schedule import learning_rate

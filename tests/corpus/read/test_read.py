@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import RULES, Rejected
 from mlm.corpus.read.shards import split_inputs
 from mlm.util.errors import UserError
-from tests.corpus.reading import Outcome, read, write
+from tests.corpus.reading import read, write
 
 GOOD = b'{"text": "x"}\n'
 
@@ -29,16 +28,6 @@ def test_jsonl_gives_a_document_per_line(tmp_path: Path) -> None:
 def test_document_counts_utf8_bytes(tmp_path: Path) -> None:
     found = read(jsonl(tmp_path, b'{"text": "\\u00e9a"}\n{"text": "\\ud83d\\ude00"}\n{"text": ""}\n'))
     assert [document.num_bytes for document in found.documents] == [3, 4, 0]
-
-
-def test_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", b"\xef\xbb\xbf" + GOOD)
-    write(tmp_path / "b.txt", b"\xef\xbb\xbfx")
-    assert read(tmp_path).texts == ["x", "x"]
-
-
-def test_nul_is_a_letter(tmp_path: Path) -> None:
-    assert read(jsonl(tmp_path, b'{"text": "a\\u0000b"}')).texts == ["a\0b"]
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 2, 13, 14, 15, 16, 29, 64, 1000])
@@ -57,12 +46,6 @@ def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_
         "10",
     ]
     assert found.problems == [("a.jsonl:8", "not_object")]
-    assert sum(found.advanced) == len(content)
-
-
-def test_cut_file_has_no_shard_beyond_its_end(tmp_path: Path) -> None:
-    shards = split_inputs(search(str(jsonl(tmp_path, GOOD * 10))).inputs, 50)
-    assert [(shard.begin, shard.end) for shard in shards] == [(0, 50), (50, 100), (100, 140)]
 
 
 @pytest.mark.parametrize("shard_bytes", [10, 1 << 20])
@@ -101,7 +84,7 @@ def test_error_ends_the_reading_if_the_callback_raises(tmp_path: Path) -> None:
         raise UserError(f"{problem.place_text}: {problem.detail}")
 
     [shard] = split_inputs(search(str(jsonl(tmp_path, GOOD + b"[]\n" + GOOD))).inputs, 1000)
-    found = read_shard(shard, text_key="text", id_key=None, max_bytes=99, reject=refuse, advance=print)
+    found = read_shard(shard, text_key="text", id_key=None, max_bytes=99, reject=refuse)
     assert next(found).text == "x"
     with pytest.raises(UserError, match=r"a\.jsonl:2: a list, not a JSON object"):
         next(found)
@@ -133,11 +116,6 @@ def test_truncated_file_is_one_error_and_its_beginning_is_read(tmp_path: Path, n
     assert int(place.rpartition(":")[2]) in (
         (reached,) if "jsonl" in name else (2 * reached - 1, 2 * reached)
     )
-    assert sum(found.advanced) == len(file) // 2
-
-
-def test_text_is_one_document_without_separators(tmp_path: Path) -> None:
-    assert read(write(tmp_path / "a.txt", b"one\n\ntwo\n")).texts == ["one\n\ntwo\n"]
 
 
 def test_text_documents_end_at_separator_lines(tmp_path: Path) -> None:
@@ -161,16 +139,6 @@ def test_text_document_above_the_bound_is_rejected(tmp_path: Path, long: bytes) 
     assert found.problems == [("a.txt:3", "too_long")]
 
 
-def test_text_document_above_the_bound_is_not_held(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", b"a short line\n" * 300_000)
-    tracemalloc.start()
-    try:
-        assert read(path, max_bytes=1000).problems == [("a.txt:1", "too_long")]
-        assert tracemalloc.get_traced_memory()[1] < 3 << 20  # a block and its lines; the file has 3.9 MB
-    finally:
-        tracemalloc.stop()
-
-
 def test_id_is_a_string_or_a_whole_number(tmp_path: Path) -> None:
     lines = b'{"text": "x", "id": "a"}\n{"text": "x", "id": 7}\n'
     assert [document.id for document in read(jsonl(tmp_path, lines), id_key="id").documents] == ["a", "7"]
@@ -189,23 +157,3 @@ def test_id_is_a_string_or_a_whole_number(tmp_path: Path) -> None:
 def test_bad_id_is_rejected(tmp_path: Path, value: str, rule: str) -> None:
     found = read(jsonl(tmp_path, b'{"text": "x"%s}\n' % value.encode()), id_key="id")
     assert (found.texts, found.problems) == ([], [("a.jsonl:1", rule)])
-
-
-def test_plain_text_has_no_id(tmp_path: Path) -> None:
-    assert read(write(tmp_path / "a.txt", b"x"), id_key="id").problems == [("a.txt:1", "no_id")]
-
-
-def test_lines_before_a_shard_are_counted_for_errors_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unwanted(self: object) -> int:
-        raise AssertionError("counted")
-
-    monkeypatch.setattr("mlm.corpus.read.records.LinesBefore.count", unwanted)
-    assert len(read(jsonl(tmp_path, GOOD * 10), shard_bytes=50).texts) == 10
-
-
-def test_empty_files_are_not_an_error(tmp_path: Path) -> None:
-    write(tmp_path / "b.txt", b"")
-    found: Outcome = read(jsonl(tmp_path, b"").parent)
-    assert (found.documents, found.rejected) == ([], [])

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.finding import find_inputs, search
+from mlm.corpus.read.finding import search
 from mlm.util.errors import UserError
 
 
@@ -27,20 +26,10 @@ def test_folder_is_read_to_its_depth_sorted_by_path(tmp_path: Path) -> None:
     assert found == ["a/b/c.parquet", "a/z.txt.gz", "a.JSONL.zst", "b.jsonl", "c.txt"]
 
 
-def test_hidden_files_are_passed_over_in_silence(tmp_path: Path) -> None:
-    put(tmp_path, "a.jsonl", ".b.jsonl", ".c/d.jsonl")
-    assert names(tmp_path) == [("a.jsonl", None)]
-    assert search(str(tmp_path)).passed_over == ()
-
-
 def test_unknown_files_are_passed_over_and_named(tmp_path: Path) -> None:
     found = search(str(put(tmp_path, "a.jsonl", "b.csv", "c.json", "d.gz")))
     assert [item.name for item in found.inputs] == ["a.jsonl"]
     assert "not read: b.csv, c.json, d.gz" in str(found.warning())
-
-
-def test_nothing_to_warn_of_when_all_is_read(tmp_path: Path) -> None:
-    assert search(str(put(tmp_path, "a.jsonl"))).warning() is None
 
 
 def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
@@ -67,23 +56,12 @@ def test_glob_takes_the_files_it_names(tmp_path: Path) -> None:
     assert names(f"{tmp_path}/text/[ac].*") == [("a.jsonl", None), ("c.txt", None)]
 
 
-def test_file_whose_name_looks_like_a_glob_is_a_file(tmp_path: Path) -> None:
-    put(tmp_path, "a[1].jsonl", "a1.jsonl")
-    assert names(tmp_path / "a[1].jsonl") == [("a[1].jsonl", None)]
-
-
-def test_input_knows_path_and_size(tmp_path: Path) -> None:
-    put(tmp_path, "a.jsonl")
-    [item] = find_inputs(DataBuildConfig(input=str(tmp_path), tokenizer="t", out="o"))
-    assert (item.path, item.bytes, item.digest) == (str(tmp_path / "a.jsonl"), 2, "")
-
-
 @pytest.mark.parametrize(
     ("files", "path", "message"),
     [
         (["test.jsonl"], "", r"holds test\.jsonl but no train\.jsonl"),
         (["train.jsonl", "train.txt.gz"], "", r"train\.jsonl and train\.txt\.gz, all for the part train"),
-        (["a.csv"], "a.csv", "neither .* rename"),
+        (["a.csv"], "a.csv", "holds no .* rename"),
         (["a.json"], "a.json", "one object per line"),
         (["a.json"], "", "only 1 others such as a.json: a .json file"),
         ([], "absent.jsonl", "does not exist"),

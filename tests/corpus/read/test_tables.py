@@ -29,23 +29,12 @@ def test_rows_are_documents(tmp_path: Path, compression: str, use_dictionary: bo
     assert read(path).texts == TEXTS
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
-def test_every_type_of_string_is_text(tmp_path: Path, kind: pa.DataType) -> None:
-    assert read(table(tmp_path / "a.parquet", {"text": pa.array(["é", ""], kind)})).texts == ["é", ""]
-
-
-def test_dictionaries_of_strings_are_text(tmp_path: Path) -> None:
-    column = pa.array(["one", "two", "one"]).dictionary_encode()
-    assert read(table(tmp_path / "a.parquet", {"text": column})).texts == ["one", "two", "one"]
-
-
 @pytest.mark.parametrize("shard_bytes", [1, 5000, 1 << 30])
 def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_bytes: int) -> None:
     path = table(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=7)
     found = read(path, shard_bytes=shard_bytes)
     assert found.texts == TEXTS
     assert [str(document.place) for document in found.documents] == [f"{path}:row {i}" for i in range(1, 101)]
-    assert sum(found.advanced) == 100
 
 
 def test_file_is_split_where_row_groups_begin(tmp_path: Path) -> None:
@@ -66,12 +55,6 @@ def test_errors_name_the_row(tmp_path: Path) -> None:
         ("a.parquet:row 5", "not_utf8"),
     ]
     assert found.problems == problems
-
-
-def test_ids_are_strings_or_whole_numbers(tmp_path: Path) -> None:
-    for name, ids in {"a": ["x", "y"], "b": [1, 2]}.items():
-        table(tmp_path / f"{name}.parquet", {"text": ["1", "2"], "id": ids})
-    assert [document.id for document in read(tmp_path, id_key="id").documents] == ["x", "y", "1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -110,11 +93,6 @@ def test_documents_before_damaged_rows_stand(tmp_path: Path) -> None:
     assert found.problems == [("a.parquet:row 51", "damaged")]
 
 
-def test_table_without_rows_is_not_an_error(tmp_path: Path) -> None:
-    found = read(table(tmp_path / "a.parquet", {"text": pa.array([], pa.string())}))
-    assert (found.texts, found.problems) == ([], [])
-
-
 MEMORY = """
 import resource, sys
 from tests.corpus.reading import read
@@ -125,7 +103,7 @@ import pyarrow.parquet
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 before, total = peak(), 0
 [shard] = split_inputs(search(sys.argv[1]).inputs, 1 << 30)
-for document in read_shard(shard, text_key="text", id_key=None, max_bytes=1 << 30, reject=print, advance=id):
+for document in read_shard(shard, text_key="text", id_key=None, max_bytes=1 << 30, reject=print):
     total += document.num_bytes
 print(total >> 20, peak() - before)
 """

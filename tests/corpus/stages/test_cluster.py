@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlm.corpus.build import run_build
-from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.sections import ExecutorConfig
+from mlm.corpus.config import DataBuildConfig, ExecutorConfig
 from mlm.corpus.stages import cluster
 from mlm.corpus.stages.plan import PLAN
 from mlm.util.errors import UserError
@@ -115,7 +114,7 @@ def test_bad_input_found_by_a_job_is_reported_and_dependent_jobs_cancelled(sourc
 def test_a_job_with_a_damaged_plan_says_one_line(
     damage: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = tmp_path / "plan.jsonl"
+    plan = tmp_path / PLAN
     if damage:
         plan.write_bytes(damage)
     monkeypatch.setattr(sys, "argv", ["cluster", str(plan), "clean"])
@@ -123,29 +122,6 @@ def test_a_job_with_a_damaged_plan_says_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert str(plan) in line
     assert "build again" in line
-
-
-def test_a_damaged_plan_is_written_anew_by_the_next_build(source: Path) -> None:
-    config = plain(source, out=str(source.parent / "again"), executor=SLURM)
-    assert run_build(config, quiet()) is None  # the jobs are done; the corpus is not put together yet
-    (plan,) = (source.parent / "again").rglob(PLAN)
-    whole = plan.read_bytes()
-    plan.write_bytes(whole[:-20])
-    assert run_build(config, quiet()) is not None
-    assert output(Path(config.out)) == output(Path(built_here(source)))
-
-
-def built_here(source: Path) -> str:
-    """The same corpus, built by one process."""
-    config = plain(source, out=str(source.parent / "local"))
-    assert run_build(config, quiet()) is not None
-    return config.out
-
-
-def test_slurm_without_its_commands_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match=r"executor\.kind=slurm needs sbatch"):
-        run_build(plain(source, executor=SLURM), quiet())
 
 
 def test_ray_without_its_package_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ from mlm.corpus.build import run_build
 from mlm.corpus.read import shards
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, split_inputs
-from mlm.corpus.stages import markers, plan
+from mlm.corpus.stages import plan
 from mlm.data.receipt import read_receipt
-from mlm.util.errors import CorruptFileError
 from tests.corpus.texts import documents, output, plain, quiet, thorough, words, write_jsonl
 
 
@@ -41,10 +40,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return wrapper
 
-    monkeypatch.setattr(markers, "read_marker", counted("markers", markers.read_marker))
+    monkeypatch.setattr(plan.Stage, "marker", counted("markers", plan.Stage.marker))
     monkeypatch.setattr(np, "load", counted("arrays", np.load))
-    from_dict = plan.from_dict
-    monkeypatch.setattr(plan, "from_dict", counted("plans", from_dict))
     return counts
 
 
@@ -62,66 +59,24 @@ def test_files_opened_grow_with_the_number_of_tasks(
         assert receipt is not None
         assert receipt["removed"]["near_duplicate"]["documents"] == 2
         found.append(dict(calls))
-    assert found[1]["plans"] == found[0]["plans"] == 1
     for name in ("markers", "arrays"):
         assert found[1][name] <= 4.5 * found[0][name], found
 
 
 def test_small_files_share_tasks() -> None:
     files = [Input(f"{i}.txt", f"{i}.txt", 100, "", None) for i in range(20_000)]
-    bounds = group(files, split_inputs(files, 1 << 23), 1 << 23)
+    bounds = group(split_inputs(files, 1 << 23), 1 << 23)
     assert len(bounds) - 1 == 40  # 20,000 files at 4 KiB each in tasks of 2 MiB
     assert (bounds[0], bounds[-1]) == (0, 20_000)
 
 
 def test_a_task_reads_its_own_part_of_the_plan(tmp_path: Path) -> None:
     source = many_files(tmp_path / "text", 12)
-    inputs = tuple(Input(path.name, str(path), 100, "", None) for path in sorted(source.iterdir()))
-    ranges = tuple(split_inputs(inputs, 1 << 23))
-    whole = plan.Plan(plain(source), tmp_path, inputs, ranges, (0, 5, 11, 12), "sha256:0", None)
-    path = whole.save()
-    for task in range(3):
-        for stage in ("clean", "tokenise"):
-            found = plan.Plan.load(path, stage, task)
-            assert found.shards_of(task) == whole.shards_of(task)
-            assert [found.input_of(shard) for shard in found.shards] == [
-                whole.input_of(shard) for shard in whole.shards_of(task)
-            ]
-            assert len(found.inputs) == (5, 6, 1)[task]
-    alone = plan.Plan.load(path, "merge", 1)
-    assert (alone.inputs, alone.outline) == ((), whole.outline)
-
-
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        (b'"clean-', b'"../clean-'),
-        (b'"clean-', b'"match-'),
-        (b'"ends": [0', b'"ends": [1'),
-        (b'"ends": [0', b'"ends": ["'),
-        (b'"parts"', b'"part"'),
-        (b'{"name"', b'{"nam"'),
-    ],
-)
-def test_a_plan_that_was_changed_is_named(tmp_path: Path, old: bytes, new: bytes) -> None:
-    source = many_files(tmp_path / "text", 3)
-    inputs = tuple(Input(path.name, str(path), 100, "", None) for path in sorted(source.iterdir()))
-    ranges = tuple(split_inputs(inputs, 1 << 23))
-    path = plan.Plan(plain(source), tmp_path, inputs, ranges, (0, 3), "sha256:0", None).save()
-    assert old in path.read_bytes()
-    path.write_bytes(path.read_bytes().replace(old, new, 1))
-    with pytest.raises(CorruptFileError, match="is not the plan of a build: delete the work folder"):
-        plan.Plan.load(path, "clean", 0)
-
-
-def test_groups_keep_parts_apart_and_large_files_alone() -> None:
-    sizes = {"train": [10, 20, 5_000_000, 7], "validation": [1, 2]}
-    files = [
-        Input(f"{part}{i}.txt", f"{part}{i}.txt", size, "", part)
-        for part, some in sizes.items()
-        for i, size in enumerate(some)
-    ]
-    assert group(files, split_inputs(files, 1 << 23), 1 << 23) == (0, 2, 3, 4, 6)
+    inputs = [Input(path.name, str(path), 100, "", None, (1, 2)) for path in sorted(source.iterdir())]
+    ranges = split_inputs(inputs, 1 << 23)
+    whole = plan.make_plan(plain(source), tmp_path, inputs, ranges, (0, 5, 11, 12), "sha256:0", None)
+    assert plan.Plan.load(whole.save()) == whole
+    assert [whole.shards_of(task) for task in range(3)] == [ranges[:5], ranges[5:11], ranges[11:]]
 
 
 def test_files_that_share_a_task_give_the_same_corpus(

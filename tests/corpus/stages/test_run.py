@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from mlm.corpus.stages import run
-from mlm.corpus.stages.plan import Stage
+from mlm.corpus.stages.plan import Plan, Stage
 from mlm.corpus.stages.run import Workers
 from mlm.util.errors import UserError
 
@@ -20,7 +21,7 @@ def note_pid(path: Path) -> None:
     (path / str(os.getpid())).touch()
 
 
-def killed_or_long(path: Path, stage: str, task: int, *, all_cores: bool = False) -> None:
+def killed_or_long(path: Any, stage: str, task: int, *, all_cores: bool = False) -> None:
     """Task 1 is killed once the other is under way, which takes long."""
     note_pid(path)
     while len(list(path.iterdir())) < 2:
@@ -30,7 +31,7 @@ def killed_or_long(path: Path, stage: str, task: int, *, all_cores: bool = False
     time.sleep(600)
 
 
-def long(path: Path, stage: str, task: int, *, all_cores: bool = False) -> None:
+def long(path: Any, stage: str, task: int, *, all_cores: bool = False) -> None:
     """A task in the middle of something."""
     note_pid(path)
     time.sleep(600)
@@ -52,7 +53,7 @@ def test_a_killed_worker_is_reported_in_a_line_and_ends_the_others(
     monkeypatch.setattr(run, "run_task", killed_or_long)
     said = r"executor\.workers=2: a worker was killed in stage clean"
     with pytest.raises(UserError, match=said), Workers(2) as workers:
-        workers.run(tmp_path, Stage("clean", 2, tmp_path), [0, 1])
+        workers.run(cast(Plan, tmp_path), Stage("clean", 2, tmp_path), [0, 1], int)
     assert len(pids_in(tmp_path)) == 2
     wait_until_gone(pids_in(tmp_path))
 
@@ -68,7 +69,7 @@ run.run_task = long
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 path = Path(sys.argv[1])
 with run.Workers(2) as workers:
-    workers.run(path, Stage("clean", 2, path), [0, 1])
+    workers.run(path, Stage("clean", 2, path), [0, 1], int)
 """
 
 

@@ -1,0 +1,88 @@
+"""A long text is processed in pieces with the result of the whole, and memory does not multiply with it."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlm.corpus import decontaminate, minhash, pieces
+from mlm.corpus.config import DedupConfig
+from mlm.corpus.filter import Measures
+from mlm.corpus.minhash import Signer
+from mlm.corpus.pieces import pieces_of, segments
+from mlm.data.tokenizer import Tokenizer
+from tests.corpus.texts import small_tokenizer, words, write_jsonl
+
+ODD = [" ", " ", " ", "\n", "\r\n", ". ", "... ", "…", "# ", "\n- ", " “q” ", "Ã©", "\t", "İ", "ß", "e\u0301"]
+ODD += ["😀", "\u00ad", "x" * 90, "   \n  ", "\u2028", "中文", "\x0b", "...."]
+
+
+def odd_text(seed: int, count: int = 120) -> str:
+    rng = random.Random(seed)
+    return "".join(word + rng.choice(ODD) for word in words(rng, count))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_measures_words_and_signatures_of_pieces_are_those_of_the_whole(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = odd_text(seed)
+    names = ("words", "mean_word_length", "symbol_ratio", "alphabetic_words", "stop_words", "duplicate_lines")
+    search = decontaminate.NGrams([odd_text(seed)[200:600]], ngram=3, min_ngram=2)
+
+    def results() -> list[object]:
+        measures, hits = Measures(text), search.find(text)
+        assert hits is not None
+        return [
+            *(getattr(measures, name) for name in names),
+            *(part.tolist() for part in (*decontaminate.spans(text), hits.begin, hits.end)),
+            Signer(DedupConfig()).keys([text]).tolist(),
+        ]
+
+    whole = results()
+    monkeypatch.setattr(pieces, "PIECE", 50)
+    monkeypatch.setattr(minhash, "BLOCK", 70)
+    monkeypatch.setattr(minhash, "AT_ONCE", 30)
+    assert len(list(pieces_of(text))) > 5
+    assert "".join(pieces_of(text)) == text
+    assert results() == whole
+
+
+def test_tokens_of_segments_are_those_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.load(small_tokenizer(tmp_path))
+    monkeypatch.setattr(pieces, "PIECE", 200)
+    monkeypatch.setattr(pieces, "WINDOW", 187)
+    monkeypatch.setattr(pieces, "AROUND", 12)
+    for seed in range(6):
+        text = " ".join(words(random.Random(seed), 300)) + odd_text(seed, 20)
+        found = tokenizer.encode_batch(list(segments(tokenizer, text)))
+        assert len(found) > 5
+        assert np.concatenate(found).tolist() == tokenizer.encode(text)
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from mlm.corpus.config import DedupConfig, FilterConfig, NormaliseConfig
+from tests.corpus.texts import plain, quiet, write_jsonl
+from mlm.corpus.build import run_build
+text = plain(Path(sys.argv[1]), dedup=DedupConfig(), normalise=NormaliseConfig(), filter=FilterConfig())
+run_build(plain(Path(sys.argv[2]), dedup=DedupConfig()), quiet())
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run_build(text, quiet())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_does_not_multiply_with_a_document(tmp_path: Path) -> None:
+    """A 4 MB document takes less than 100 MB beside what a small one takes; at once it took some 450."""
+    text = " ".join(words(random.Random(0), 4000)) + "\n"
+    long = write_jsonl(tmp_path / "long/a.jsonl", [text * (4_000_000 // len(text))])
+    short = write_jsonl(tmp_path / "short/a.jsonl", [text])
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(long), str(short)], check=True, capture_output=True, text=True
+    )
+    assert int(done.stdout.split()[-1]) < 100_000
