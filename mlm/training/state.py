@@ -1,9 +1,7 @@
 """A trainer's state as a checkpoint, and back."""
 
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ from torch import Tensor
 import mlm
 from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import checkpoints
+from mlm.checkpoint.native.folders import set_aside
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
-from mlm.checkpoint.native.rollback import set_aside
 from mlm.checkpoint.native.run_state import check_run_state
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
@@ -93,7 +90,7 @@ def counters(trainer: Trainer) -> dict[str, Any]:
         "config": to_dict(replace(trainer.config, data=replace(trainer.config.data, change=False))),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
         **({"data": {"segments": encode(trainer.history)}} if trainer.history else {}),
-        LINEAGE: trainer.past.encode(round(time.time(), 3)),
+        LINEAGE: trainer.past.encode(),
         **trainer.extra_state,
     }
 
@@ -219,28 +216,12 @@ def check_identity(
 
 
 def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
-    """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since.
-
-    A checkpoint of an older version does not know its ancestors: those older than it in its folder are taken.
-    """
-    lineage = Lineage.of(manifest.state)
-    if lineage is None:
-        lineage = Lineage(tuple(older_saves(path.parent, manifest.step)))
+    """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since."""
     since = changes_since(config, manifest.state["config"], manifest.step)
     if later := set_aside(path.parent, path):
         since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)
     changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
-    return Past(lineage, changes).after(Save(manifest.step, manifest.save_id))
-
-
-def older_saves(root: Path, step: int) -> Iterator[Save]:
-    """The saves before a step whose manifests can be read and know no ancestors."""
-    for other, path in checkpoints(root).items():
-        if other < step:
-            with suppress(UserError, OSError):
-                manifest = read_manifest(path)
-                if Lineage.of(manifest.state) is None:
-                    yield Save(other, manifest.save_id)
+    return Past(Lineage.of(manifest.state), changes).after(Save(manifest.step, manifest.save_id))
 
 
 def load_weights(

@@ -18,9 +18,9 @@ from mlm.checkpoint.commands.config import ExportHFConfig
 from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
 from mlm.checkpoint.commands.model_card import CARD, model_card
 from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
-from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.run_state import FINETUNING, label_names, texts
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.shard_file import Form, write_stream

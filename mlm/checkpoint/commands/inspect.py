@@ -56,7 +56,6 @@ def result_of(path: Path, manifest: Manifest) -> dict[str, Any]:
         "task": "ckpt inspect",
         "path": str(path),
         "format": FORMAT,
-        "format_version": manifest.version,
         "step": manifest.step,
         "consumed_samples": samples,
         "consumed_tokens": samples * length if type(samples) is type(length) is int else None,
@@ -140,7 +139,6 @@ def facts_of(result: dict[str, Any]) -> dict[str, str]:
     """Name and value of facts listed once."""
     written_by, files = result["written_by"], len(result["files"])
     facts = {
-        "format": f"{result['format']}, version {result['format_version']}",
         "step": f"{result['step']:,}",
         "seen": seen(result),
         "model": model_line(result["model"]),

@@ -1,10 +1,10 @@
 """`mlm ckpt prune`: delete old checkpoints of a run, and what killed saves left.
 
-Kept: the newest keep_last whole checkpoints, multiples of keep_every, the one `latest` names, and those of
-another branch than that one: what a roll-back abandoned is its owner's to delete by hand. Whole is meant
-as names and sizes tell, which is quick; with verify=true every byte is read. A damaged checkpoint never
-counts as kept. It is deleted when keep_last whole ones are newer, as a whole one would be; a newer one stays
-until its owner has looked at it: it may be the only trace of those steps.
+Kept: the newest keep_last whole checkpoints, multiples of keep_every, the one `latest` names and newer ones,
+and what a roll-back set aside: that is its owner's to delete by hand. Whole is meant as names and sizes tell,
+which is quick; with verify=true every byte is read. A damaged checkpoint never counts as kept. It is deleted
+when keep_last whole ones are newer, as a whole one would be; a newer one stays until its owner has looked at
+it: it may be the only trace of those steps.
 """
 
 import os
@@ -16,14 +16,13 @@ from pathlib import Path
 from mlm.checkpoint.commands.config import CkptPruneConfig
 from mlm.checkpoint.native.folders import (
     REPLACED,
+    candidates,
     checkpoints,
     clear_up,
     discard,
-    is_of_another_branch,
     leftovers,
     locate,
     named_latest,
-    plain_name,
     problem_of,
 )
 from mlm.checkpoint.native.format import RESTORE, CheckpointError
@@ -81,15 +80,14 @@ def look(root: Path, config: CkptPruneConfig) -> list[Item]:
 
         most, every = config.keep_last, config.keep_every
         old = set(outdated(root, keep_last=most, keep_every=every, since=since, problem=problem))
-    head = next((path for path in found if plain_name(path) == named_latest(root)), None)
-    items = []
+    items, counted = list[Item](), candidates(root)
     for path in found:
         why = problems[path] if path in problems else problem_of(path)
-        what = "whole" if why is None else f"damaged: {said_shortly(path, why)}"
+        what = "whole" if why is None else f"damaged: {shorten(path, why)}"
         if why is None and (doubt := doubt_of(path, since)):
             what += f", doubtful: {doubt}"
-        if head is not None and is_of_another_branch(path, head):
-            what += ", of another branch than latest: kept and not counted"
+        if path not in counted:
+            what += ", newer than latest: kept and not counted"
         items.append(Item(path, bytes_of(path), what, path in old))
     return items + [Item(path, bytes_of(path), "left by a killed save", True) for path in leftovers(root)]
 
@@ -100,7 +98,7 @@ def read_all(path: Path, progress: Callable[[int], None]) -> str | None:
     return None if found.loads else f"{found.problems[0].file}: {found.problems[0].why}"
 
 
-def said_shortly(path: Path, why: str) -> str:
+def shorten(path: Path, why: str) -> str:
     """Return a problem without the directory and the remedy, for a row of a table."""
     return why.removeprefix(f"{path}/").removesuffix(f". {RESTORE}")
 

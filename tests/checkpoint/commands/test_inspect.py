@@ -18,7 +18,7 @@ def test_result_has_these_keys(tmp_path: Path) -> None:
     assert mlm("ckpt", "inspect", write_run(tmp_path / "run"), f"out={tmp_path}/x.json") == 0
     result = read(tmp_path / "x.json")
     assert list(result) == [
-        *("task", "path", "format", "format_version", "step", "consumed_samples", "consumed_tokens"),
+        *("task", "path", "format", "step", "consumed_samples", "consumed_tokens"),
         *("weights_only", "optimizer_state", "missing", "model", "layout", "resharded_to", "loss_scale"),
         *("bytes", "dtypes", "groups", "files", "tensors", "state", "config", "written_by", "save_id"),
         *("digest", "versions"),
