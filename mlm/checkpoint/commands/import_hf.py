@@ -7,10 +7,9 @@ checkpoint are compared before that gets its name.
 from dataclasses import replace
 from pathlib import Path
 
-from rich.table import Table
-
 from mlm.checkpoint.commands.config import ImportHFConfig
 from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
+from mlm.checkpoint.commands.result import model_columns, show_table
 from mlm.checkpoint.huggingface.folder import AGAIN, TOKENIZER, HFModel, find_file, read_json, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import JSON
@@ -22,7 +21,7 @@ from mlm.models.huggingface import TokenIds
 from mlm.models.huggingface import show as show_value
 from mlm.training.run_folder import out_problems, write_imported
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
-from mlm.util.terminal import Screen, byte_progress
+from mlm.util.terminal import byte_progress
 
 SETTINGS = "tokenizer_config.json"
 
@@ -173,21 +172,6 @@ def show(
     config: ImportHFConfig, found: HFModel, path: Path, notes: list[str], agreement: Agreement | None
 ) -> None:
     """Print the table and notes."""
-    table, model = Table(title=f"import hf · {config.source}", title_justify="left"), found.config
-    for name in ("class", "parameters", "layers", "hidden", "heads", "positions", "vocabulary"):
-        table.add_column(name, justify="right")
-    numbers = (
-        model.num_parameters(),
-        model.num_layers,
-        model.hidden_size,
-        model.num_heads,
-        model.max_positions,
-        model.vocab_size,
-    )
-    table.add_row(found.architecture, *(f"{number:,}" for number in numbers))
-    console = Screen(highlight=False, markup=False, soft_wrap=True)
-    console.print(table)
-    for note in (*found.notes, *notes):
-        console.print(f"note: {note}")
-    console.print(str(agreement or NOT_COMPARED))
-    console.print(f"written to {path}")
+    columns = {"class": found.architecture, **model_columns(found.config)}
+    lines = str(agreement or NOT_COMPARED), f"written to {path}"
+    show_table(f"import hf · {config.source}", columns, (*map(str, found.notes), *notes), *lines)

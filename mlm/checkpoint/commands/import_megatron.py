@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from rich.table import Table
-
 from mlm.checkpoint.commands.config import ImportMegatronConfig
+from mlm.checkpoint.commands.result import model_columns, show_table
 from mlm.checkpoint.megatron.files import RankFiles, check_records, find_files, is_zip, unreadable
 from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
 from mlm.checkpoint.native.format import JSON
@@ -12,7 +11,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.training.run_folder import out_problems, write_imported
 from mlm.util.atomic import digest_file
 from mlm.util.errors import UserError
-from mlm.util.terminal import Screen, byte_progress
+from mlm.util.terminal import byte_progress
 
 
 def preflight(config: ImportMegatronConfig) -> list[str]:
@@ -88,26 +87,11 @@ def describe_source(
 
 def show(config: ImportMegatronConfig, found: MegatronModel, path: Path, tokenizer: Tokenizer | None) -> None:
     """Print the table and notes."""
-    model, files = found.model, found.files
     iteration = "" if found.iteration is None else f" · iteration {found.iteration}"
-    layout = f"tp={files.tp} pp={files.pp} vp={found.vp}"
-    table = Table(title=f"import megatron · {config.source}{iteration} · {layout}", title_justify="left")
-    cells = {
-        "parameters": f"{model.num_parameters():,}",
-        "layers": str(model.num_layers),
-        "hidden": str(model.hidden_size),
-        "heads": str(model.num_heads),
-        "positions": str(model.max_positions),
-        "vocabulary": f"{model.vocab_size:,}",
-    }
-    for name in cells:
-        table.add_column(name, justify="right")
-    table.add_row(*cells.values())
-    console = Screen(highlight=False, markup=False, soft_wrap=True)
-    console.print(table)
-    for note in (*found.notes, *remarks(found, tokenizer)):
-        console.print(f"note: {note}")
-    console.print(f"written to {path}")
+    layout = f"tp={found.files.tp} pp={found.files.pp} vp={found.vp}"
+    title = f"import megatron · {config.source}{iteration} · {layout}"
+    notes = (*found.notes, *remarks(found, tokenizer))
+    show_table(title, model_columns(found.model), notes, f"written to {path}")
 
 
 def remarks(found: MegatronModel, tokenizer: Tokenizer | None) -> list[str]:

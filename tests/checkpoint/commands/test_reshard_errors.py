@@ -125,6 +125,7 @@ class TestSecondTry:
         assert capsys.readouterr().out == f"{path}: there already, as this command writes it\n"
         assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == before
 
+    @pytest.mark.slow
     def test_after_a_kill_at_any_file_operation_ends_with_the_same_bytes(self, tmp_path: Path) -> None:
         small = replace(spec(), model=replace(spec().model, num_layers=2))
         trained(shape_context(), tmp_path / "run", small)
