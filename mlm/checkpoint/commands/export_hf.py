@@ -302,7 +302,7 @@ def show(
     """Print the table and notes."""
     size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
     columns = {
-        "class": source.architecture,
+        "class#": source.architecture,
         "parameters#": f"{source.model.num_parameters():,}",
         "step#": source.manifest.step,
         "files#": len(files),

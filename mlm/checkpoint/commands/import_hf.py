@@ -85,17 +85,17 @@ def convert(config: ImportHFConfig) -> tuple[HFModel, Path, list[str], Agreement
     ids, padding = ids_to_keep(model, tokenizer)
     with byte_progress("reading", tensors.num_bytes) as advance:
         files = tensors.digests(advance)
-    found: list[Agreement] = []
+    agreements: list[Agreement] = []
     path = write_imported(
         Path(config.out),
         model.config,
         tensors.read,
-        source=describe_source(name, revision, files) | described(ids),
+        source=describe_source(name, revision, files) | ids_as_json(ids),
         tokenizer=tokenizer,
         filled=tensors.filled,
-        check=lambda run: found.append(compare_logits(folder, run)) if config.verify else None,
+        check=lambda run: agreements.append(compare_logits(folder, run)) if config.verify else None,
     )
-    return model, path, [*notes, *padding], found[0] if found else None
+    return model, path, [*notes, *padding], agreements[0] if agreements else None
 
 
 def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, list[str]]:
@@ -108,7 +108,7 @@ def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, 
     return replace(ids, pad=None), [f"pad_token_id={ids.pad} is not kept: it {why}"]
 
 
-def described(ids: TokenIds) -> dict[str, JSON]:
+def ids_as_json(ids: TokenIds) -> dict[str, JSON]:
     """Return padding and labels as part of the checkpoint's source."""
     pad: dict[str, JSON] = {} if ids.pad is None else {"pad_token_id": ids.pad}
     return {**pad, **({"labels": list(ids.labels)} if ids.labels else {})}
@@ -169,9 +169,9 @@ def unread_tokens(folder: Path, tokenizer: Tokenizer) -> list[str]:
 
 
 def show(
-    config: ImportHFConfig, found: HFModel, path: Path, notes: list[str], agreement: Agreement | None
+    config: ImportHFConfig, model: HFModel, path: Path, notes: list[str], agreement: Agreement | None
 ) -> None:
     """Print the table and notes."""
-    columns = {"class": found.architecture, **model_columns(found.config)}
+    columns = {"class#": model.architecture, **model_columns(model.config)}
     lines = str(agreement or NOT_COMPARED), f"written to {path}"
-    show_table(f"import hf · {config.source}", columns, (*map(str, found.notes), *notes), *lines)
+    show_table(f"import hf · {config.source}", columns, (*map(str, model.notes), *notes), *lines)

@@ -52,7 +52,7 @@ def result_of(path: Path, manifest: Manifest) -> dict[str, Any]:
     state = manifest.state
     weights_only = state.get("weights_only") is True
     samples, length = dig(state, "consumed_samples"), dig(state, "config", "data", "seq_length")
-    found = groups(manifest)
+    grouped = groups(manifest)
     return {
         "task": "ckpt inspect",
         "path": str(path),
@@ -61,18 +61,18 @@ def result_of(path: Path, manifest: Manifest) -> dict[str, Any]:
         "consumed_samples": samples,
         "consumed_tokens": samples * length if type(samples) is type(length) is int else None,
         "weights_only": weights_only,
-        "optimizer_state": any(name.startswith("optimizer.") for name in found),
+        "optimizer_state": any(name.startswith("optimizer.") for name in grouped),
         "missing": [
             key for key in TRAINING_KEYS if key not in state and not (weights_only and key != "config")
         ],
         "model": {key: dig(state, "config", "model", key) for key in MODEL_KEYS}
-        | {"parameters": found["model"].elements if "model" in found else None},
+        | {"parameters": grouped["model"].elements if "model" in grouped else None},
         "layout": dig(state, "config", "parallel"),
         "resharded_to": dig(state, "reshard", "layout"),
         "loss_scale": dig(state, "scaler", "scale"),
         "bytes": sum(file.bytes for file in manifest.files.values()),
         "dtypes": sorted({DTYPE_NAMES[entry.dtype] for entry in manifest.tensors.values()}),
-        "groups": {name: asdict(group) for name, group in found.items()},
+        "groups": {name: asdict(group) for name, group in grouped.items()},
         "files": {name: asdict(file) for name, file in sorted(manifest.files.items())},
         "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
         "state": {key: value for key, value in state.items() if key not in ("config", "versions")},
@@ -93,15 +93,15 @@ def dig(value: JSON, *keys: str) -> JSON:
 
 def groups(manifest: Manifest) -> dict[str, Group]:
     """Tensors by purpose: `optimizer.exp_avg.X` belongs to optimizer.exp_avg, `model.X` to model."""
-    found: dict[str, Group] = {}
+    grouped: dict[str, Group] = {}
     for name, entry in manifest.tensors.items():
         words = name.split(".")
-        group = found.setdefault(".".join(words[: 2 if words[0] == "optimizer" else 1]), Group())
+        group = grouped.setdefault(".".join(words[: 2 if words[0] == "optimizer" else 1]), Group())
         group.tensors += 1
         group.elements += prod(entry.shape)
         group.bytes += prod(entry.shape) * entry.dtype.itemsize
         group.dtypes = tuple(sorted({*group.dtypes, DTYPE_NAMES[entry.dtype]}))
-    return dict(sorted(found.items()))
+    return dict(sorted(grouped.items()))
 
 
 def _tensor(entry: TensorEntry) -> dict[str, Any]:
@@ -117,8 +117,8 @@ def show(result: dict[str, Any], manifest: Manifest, *, with_tensors: bool) -> N
     """Print the tables."""
     out = console()
     facts = table(f"ckpt inspect · {result['path']}", "", "")
-    for name, said in facts_of(result).items():
-        add_row(facts, name, said)
+    for name, fact in facts_of(result).items():
+        add_row(facts, name, fact)
     out.print(facts)
     made = table("tensors by purpose", "", "tensors#", "elements#", "size#", "dtype")
     for name, group in result["groups"].items():

@@ -42,7 +42,7 @@ class Item:
     bytes: int
     what: str
     """ "whole", "damaged: …" or "left by a killed save"."""
-    goes: bool
+    is_outdated: bool
 
 
 def run(config: CkptPruneConfig) -> None:
@@ -56,7 +56,7 @@ def run(config: CkptPruneConfig) -> None:
         raise UserError(f"ckpt={config.ckpt}: is one checkpoint; set ckpt=… to its run directory")
     with nullcontext() if config.dry_run else sole_writer(root, setting="ckpt"):
         try:
-            items = look(root, config)
+            items = list_items(root, config)
             left = [] if config.dry_run else delete(root, items)
         except OSError as error:
             raise CheckpointError(
@@ -67,21 +67,21 @@ def run(config: CkptPruneConfig) -> None:
         raise CheckpointError(f"{left[0]}: could not be deleted: make it and its folder writable")
 
 
-def look(root: Path, config: CkptPruneConfig) -> list[Item]:
+def list_items(root: Path, config: CkptPruneConfig) -> list[Item]:
     """All items of the folder, checkpoints first, to keep or delete. Raises OSError and CheckpointError."""
-    found, since = list(checkpoints(root).values()), diverged_since(root.parent / FILE_NAME)
+    paths, since = list(checkpoints(root).values()), diverged_since(root.parent / FILE_NAME)
     problems: dict[Path, str | None] = {}
-    with byte_progress("verifying", sum(map(shard_bytes, found))) as advance:
+    with byte_progress("verifying", sum(map(shard_bytes, paths))) as advance:
 
         def problem(path: Path) -> str | None:
             if path not in problems:
-                problems[path] = read_all(path, advance) if config.verify else problem_of(path)
+                problems[path] = byte_problem(path, advance) if config.verify else problem_of(path)
             return problems[path]
 
         most, every = config.keep_last, config.keep_every
         old = set(outdated(root, keep_last=most, keep_every=every, since=since, problem=problem))
     items, counted = list[Item](), candidates(root)
-    for path in found:
+    for path in paths:
         why = problems[path] if path in problems else problem_of(path)
         what = "whole" if why is None else f"damaged: {shorten(path, why)}"
         if why is None and (doubt := doubt_of(path, since)):
@@ -92,10 +92,10 @@ def look(root: Path, config: CkptPruneConfig) -> list[Item]:
     return items + [Item(path, bytes_of(path), "left by a killed save", True) for path in leftovers(root)]
 
 
-def read_all(path: Path, progress: Callable[[int], None]) -> str | None:
+def byte_problem(path: Path, progress: Callable[[int], None]) -> str | None:
     """Why a checkpoint cannot be loaded, every byte read."""
-    found = verify_checkpoint(path, progress)
-    return None if found.loads else f"{found.problems[0].file}: {found.problems[0].why}"
+    verified = verify_checkpoint(path, progress)
+    return None if verified.loads else f"{verified.problems[0].file}: {verified.problems[0].why}"
 
 
 def shorten(path: Path, why: str) -> str:
@@ -116,7 +116,9 @@ def delete(root: Path, items: list[Item]) -> list[Path]:
     Returns what could not be deleted. Raises OSError.
     """
     killed = leftovers(root)
-    failed = [item.path for item in items if item.goes and item.path not in killed and not discard(item.path)]
+    failed = [
+        item.path for item in items if item.is_outdated and item.path not in killed and not discard(item.path)
+    ]
     clear_up(root)
     return failed + leftovers(root)
 
@@ -126,13 +128,13 @@ def show(config: CkptPruneConfig, root: Path, items: list[Item], left: list[Path
     goes = "would be deleted" if config.dry_run else "deleted"
     made = table(f"ckpt prune · {root}", "", "size#", "", "")
     for item in items:
-        done = "not deleted" if item.path in left else goes if item.goes else "kept"
+        done = "not deleted" if item.path in left else goes if item.is_outdated else "kept"
         add_row(made, item.path.name, size(item.bytes), done, item.what)
     out = console()
     out.print(made)
-    freed = sum(item.bytes for item in items if item.goes and item.path not in left)
+    freed = sum(item.bytes for item in items if item.is_outdated and item.path not in left)
     out.print(f"{size(freed)} {'would be ' if config.dry_run else ''}freed")
-    damaged = [item for item in items if item.what.startswith("damaged") and not item.goes]
+    damaged = [item for item in items if item.what.startswith("damaged") and not item.is_outdated]
     if damaged:
         out.print(f"damaged, kept and not counted: {len(damaged)}. Restore from a copy, or delete by hand")
     named = named_latest(root)

@@ -74,7 +74,7 @@ def preflight(config: ReshardConfig) -> list[str]:
     """Return what is wrong with the checkpoint, the layout or `out`; no tensor is read."""
     try:
         plan = make_plan(config)
-        if problems := claim_problems(plan.out, "run", **claimed(plan)):
+        if problems := claim_problems(plan.out, "run", **claim_arguments(plan)):
             return problems
         if published(plan.root, plan.manifest.step, plan.save_id) is None:
             new_tokenizer(plan)
@@ -120,12 +120,12 @@ def stage_ranks_of(num_layers: int, pp: int, vp: int) -> dict[int | str, int]:
 
 def history(path: Path, manifest: Manifest, trained: PretrainConfig) -> tuple[str, ParallelConfig]:
     """Save id of the save that a checkpoint comes from, whatever lay between, and its own layout."""
-    said = manifest.state.get("reshard")
-    if said is None:
+    recorded = manifest.state.get("reshard")
+    if recorded is None:
         return manifest.save_id, trained.parallel
     try:
-        tp, pp, vp = (int(said["layout"][key]) for key in ("tp", "pp", "vp"))
-        return str(said["origin"]), ParallelConfig(tp=tp, pp=pp, vp=vp)
+        tp, pp, vp = (int(recorded["layout"][key]) for key in ("tp", "pp", "vp"))
+        return str(recorded["origin"]), ParallelConfig(tp=tp, pp=pp, vp=vp)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{path}: does not record what it was resharded from. {RESTORE}") from error
 
@@ -147,30 +147,30 @@ def run(config: ReshardConfig) -> None:
     """Split, publish, and print a table. Raises UserError, and leaves no checkpoint then."""
     plan = make_plan(config)
     with writing_to(config.out):
-        claim_folder(plan.out, "run", **claimed(plan))
+        claim_folder(plan.out, "run", **claim_arguments(plan))
     with sole_writer(plan.root):
         if published(plan.root, plan.manifest.step, plan.save_id) is not None:
-            path = write(plan, lambda count: None)
+            path = write_checkpoint(plan, lambda count: None)
             print(f"{path}: there already, as this command writes it")
             return
         clear_up(plan.root)
         check_space(plan.root, plan.count, f"out={plan.out}")
         begin = time.perf_counter()
         with byte_progress("resharding", plan.count) as advance:
-            path = write(plan, advance)
+            path = write_checkpoint(plan, advance)
         show(plan, path, time.perf_counter() - begin)
         if note := best_note(config.ckpt, plan.source):
             print(f"note: {note}")
 
 
-def claimed(plan: Plan) -> dict[str, Any]:
+def claim_arguments(plan: Plan) -> dict[str, Any]:
     """Files at the top of `out`: a tokenizer that is the source's is not in the way."""
     source = run_directory(plan.source) / TOKENIZER
     same = {TOKENIZER: source.read_bytes()} if source.is_file() else {}
     return {"inputs": [plan.source], "writes": (CHECKPOINTS, TOKENIZER), "same": same}
 
 
-def write(plan: Plan, advance: Advance) -> Path:
+def write_checkpoint(plan: Plan, advance: Advance) -> Path:
     """Write the checkpoint, and the tokenizer beside it first. Returns the step-… directory."""
     if (tokenizer := new_tokenizer(plan)) is not None:
         try:
@@ -230,12 +230,12 @@ def show(plan: Plan, path: Path, seconds: float) -> None:
     ):
         files, count = manifest.files.values(), f"{len(manifest.tensors):,}"
         total = size(sum(entry.bytes for entry in files))
-        add_row(made, word, described(layout), f"{len(files):,}", count, total)
+        add_row(made, word, layout_text(layout), f"{len(files):,}", count, total)
     out = console()
     out.print(made)
     out.print(f"{path} in {seconds:,.1f} s, {size(int(plan.count / seconds))}/s")
 
 
-def described(layout: ParallelConfig) -> str:
+def layout_text(layout: ParallelConfig) -> str:
     """`tp=2 pp=2`."""
     return f"tp={layout.tp} pp={layout.pp}" + (f" vp={layout.vp}" if layout.vp > 1 else "")

@@ -62,18 +62,20 @@ def run(config: CkptRollbackConfig) -> None:
 
 def find_step(root: Path, config: CkptRollbackConfig) -> int:
     """Return the step to move to: the one asked for, or the newest good one. Raises UserError."""
-    found = reachable(root)
+    paths = reachable(root)
     if config.step is None:
         good = newest_good(root, diverged_since(root.parent / FILE_NAME))
         if good is None:
             raise CorruptFileError(
-                f"{root}: no checkpoint is good; name one with step=… (of {listed(found)})"
+                f"{root}: no checkpoint is good; name one with step=… (of {step_list(paths)})"
             )
         return step_of(good)
-    if config.step not in found:
-        raise UserError(f"step={config.step}: no checkpoint to move to; set step=… to one of {listed(found)}")
-    if problem := problem_of(found[config.step]):
-        raise CorruptFileError(f"step={config.step}: {problem}; set step=… to another of {listed(found)}")
+    if config.step not in paths:
+        raise UserError(
+            f"step={config.step}: no checkpoint to move to; set step=… to one of {step_list(paths)}"
+        )
+    if problem := problem_of(paths[config.step]):
+        raise CorruptFileError(f"step={config.step}: {problem}; set step=… to another of {step_list(paths)}")
     return config.step
 
 
@@ -111,10 +113,10 @@ def move_latest(root: Path, step: int) -> list[Move]:
     return restored + newer
 
 
-def listed(found: dict[int, Path]) -> str:
+def step_list(paths: dict[int, Path]) -> str:
     """Return steps, those set aside marked."""
     return ", ".join(
-        f"{step}{'' if path.name == step_name(step) else ' (set aside)'}" for step, path in found.items()
+        f"{step}{'' if path.name == step_name(step) else ' (set aside)'}" for step, path in paths.items()
     )
 
 

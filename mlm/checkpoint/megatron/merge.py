@@ -18,16 +18,16 @@ from mlm.checkpoint.megatron.args import (
     Settings,
     Sizes,
     check_layout,
+    describe_value,
     family_names,
     mappings,
     model_config,
     notes,
-    say,
     shape_config,
     true_vocabulary,
-    unsupported,
+    unsupported_arguments,
 )
-from mlm.checkpoint.megatron.files import RankFiles, read_file, shown
+from mlm.checkpoint.megatron.files import RankFiles, printable, read_file
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import parameters
@@ -117,7 +117,7 @@ def open_checkpoint(
     settings = Settings(ranks[0, 0].get("args"), files.files[0, 0])
     vp = _num_chunks(files.files[0, 0], ranks[0, 0])
     chunks = {rank: _chunks(files, rank, content, vp) for rank, content in ranks.items()}
-    kind = kind_of({files.files[rank]: found for rank, found in chunks.items()}, settings)
+    kind = kind_of({files.files[rank]: parts for rank, parts in chunks.items()}, settings)
     check_layout(settings, files.tp, files.pp)
     version = _check_one_run(files, ranks)
     parts, num_layers = _merge(files, chunks, mappings()[kind])
@@ -153,7 +153,7 @@ def _num_chunks(path: Path, content: Mapping[str, Any]) -> int:
     if not count:
         keys = ", ".join(sorted(content)[:6])
         raise CorruptFileError(
-            f"{path}: holds no model (it has {shown(keys) or 'nothing'}): name another iteration"
+            f"{path}: holds no model (it has {printable(keys) or 'nothing'}): name another iteration"
         )
     return count
 
@@ -170,17 +170,19 @@ def _chunks(files: RankFiles, rank: tuple[int, int], content: Mapping[str, Any],
 def _check_one_run(files: RankFiles, ranks: Mapping[tuple[int, int], dict[str, Any]]) -> float:
     """Return the version of all files. Raises CorruptFileError if they are not of one save."""
     for key in ("iteration", "checkpoint_version"):
-        found = {rank: content.get(key) for rank, content in ranks.items()}
-        for rank, value in found.items():
-            if type(value) not in (int, float, type(None)) or value != found[0, 0]:
+        values = {rank: content.get(key) for rank, content in ranks.items()}
+        for rank, value in values.items():
+            if type(value) not in (int, float, type(None)) or value != values[0, 0]:
                 raise CorruptFileError(
-                    f"{files.files[rank]}: {key}={say(value)}, but {say(found[0, 0])} in "
+                    f"{files.files[rank]}: {key}={describe_value(value)}, but "
+                    f"{describe_value(values[0, 0])} in "
                     f"{files.files[0, 0].parent.name}: files of different saves, copy them again"
                 )
     version = ranks[0, 0].get("checkpoint_version") or 0
     if version not in _VERSIONS:
         raise UserError(
-            f"{files.files[0, 0]}: checkpoint_version={say(version)}: 0, 1.0, 2.0 and 3.0 are known"
+            f"{files.files[0, 0]}: checkpoint_version={describe_value(version)}: "
+            "0, 1.0, 2.0 and 3.0 are known"
         )
     return float(version)
 
@@ -262,9 +264,9 @@ def _check_shapes(
         assert tensor.split is not None
         dim = tp_dims[name] = tensor.split.tp_dim
         if len({part.shape for part in held}) > 1 or whole_shape(held, dim) != tensor.shape:
-            found = " + ".join(str(list(part.shape)) for part in held[:4])
+            shapes = " + ".join(str(list(part.shape)) for part in held[:4])
             raise CorruptFileError(
-                f"{files.path}: {name} is {found} in its {files.tp} tensor-parallel ranks, "
+                f"{files.path}: {name} is {shapes} in its {files.tp} tensor-parallel ranks, "
                 f"{list(tensor.shape)} is needed in all: some are missing or of another model"
             )
     return tp_dims
@@ -274,7 +276,7 @@ def named_values(path: Path, chunk: Any) -> dict[str, Any]:
     """Flatten a dictionary of dictionaries: dotted name -> value, in order. Raises CorruptFileError."""
     if not isinstance(chunk, dict):
         raise CorruptFileError(f"{path}: its model is no dictionary: copy it again")
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     open_nodes: list[tuple[str, int, Any]] = [("", 0, chunk)]
     visited = 0
     while open_nodes:
@@ -282,15 +284,15 @@ def named_values(path: Path, chunk: Any) -> dict[str, Any]:
         visited += 1
         if not isinstance(node, dict):
             if not prefix.endswith("_extra_state."):  # Transformer Engine's, of FP8 training
-                found[prefix.removesuffix(".")] = node
+                named[prefix.removesuffix(".")] = node
             continue
         too_many = depth > _MAX_DEPTH or visited > _MAX_NODES
         if too_many or not all(type(key) is str for key in node):
             raise CorruptFileError(
-                f"{path}: {shown(prefix) or 'model'} is no dictionary of names: copy it again"
+                f"{path}: {printable(prefix) or 'model'} is no dictionary of names: copy it again"
             )
         open_nodes += [(f"{prefix}{key}.", depth + 1, value) for key, value in reversed(node.items())]
-    return found
+    return named
 
 
 def kind_of(parts: Mapping[Path, Iterable[Named]], settings: Settings) -> str:
@@ -299,7 +301,7 @@ def kind_of(parts: Mapping[Path, Iterable[Named]], settings: Settings) -> str:
     Raises ConfigError for arguments that no family supports, UserError for a name that none has.
     """
     known = mappings()
-    problems = {kind: unsupported(settings, mapping) for kind, mapping in known.items()}
+    problems = {kind: unsupported_arguments(settings, mapping) for kind, mapping in known.items()}
     if all(problems.values()):
         raise ConfigError(next(iter(problems.values())))
     fitting = list(known)
@@ -318,7 +320,7 @@ def no_part(path: Path, theirs: str) -> UserError:
     """Return the error of a name that no family has."""
     names = family_names().replace(" and ", " or ")
     return UserError(
-        f"{path}: {shown(theirs)} is no part of {names} as mlm has them: only these are imported"
+        f"{path}: {printable(theirs)} is no part of {names} as mlm has them: only these are imported"
     )
 
 
@@ -353,7 +355,7 @@ def _plain(path: Path, name: str, value: Any) -> Tensor:
         or not value.numel()
     ):
         raise CorruptFileError(
-            f"{path}: {shown(name)} is not a plain tensor of floating-point numbers: copy it again"
+            f"{path}: {printable(name)} is not a plain tensor of floating-point numbers: copy it again"
         )
     return value.detach()
 

@@ -5,12 +5,12 @@ check is a few passes over arrays, and `Chunk` objects are made only of the chun
 """
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,17 +34,17 @@ class Chunk:
     region: Region
 
 
-class Chunks(Sequence[Chunk]):
+class Chunks(Collection[Chunk]):
     """The chunks of one tensor, kept in columns: file [n], offset and size [n, dims].
 
-    `file` numbers the names in `names`. A slice is a tuple of Chunk.
+    `file` numbers the names in `names`.
     """
 
     def __init__(self, names: Sequence[str], file: Ints, offset: Ints, size: Ints) -> None:
         self.names, self.file, self.offset, self.size = names, file, offset, size
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], dims: int) -> "Chunks":
+    def of(cls, chunks: Collection[Chunk], dims: int) -> "Chunks":
         """The columns of some chunks of a tensor of `dims` dims."""
         if isinstance(chunks, Chunks):
             return chunks
@@ -56,20 +56,14 @@ class Chunks(Sequence[Chunk]):
     def __len__(self) -> int:
         return len(self.file)
 
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
-    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
-        if isinstance(index, slice):
-            return tuple(self._chunks(np.arange(len(self))[index]))
-        return next(self._chunks(np.array([range(len(self))[index]])))
+    def __contains__(self, chunk: object) -> bool:
+        return any(each == chunk for each in self)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self._chunks(np.arange(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        return isinstance(other, Collection) and tuple(self) == tuple(other)
 
     def overlapping(self, wanted: Region) -> Iterator[Chunk]:
         """The chunks that hold an element of `wanted`."""
@@ -130,7 +124,7 @@ def padded(numbers: Ints, dims: int, fill: int) -> npt.NDArray[np.int64]:
 
 
 def columns_of(
-    shapes: Sequence[tuple[int, ...]], chunks: Sequence[Sequence[Chunk]], files: Sequence[str]
+    shapes: Sequence[tuple[int, ...]], chunks: Sequence[Collection[Chunk]], files: Sequence[str]
 ) -> Columns:
     """Return the chunks of each tensor in columns; `files` gives the order of files."""
     dims, place = dims_of(shapes), {name: number for number, name in enumerate(files)}
@@ -277,12 +271,12 @@ class _Corners:
             at = dims[:, column : column + 1]
             ends = [np.take_along_axis(side, at, 1)[:, 0].astype(np.uint64) for side in (low, high)]
             hashes = {
-                bits | end << column: mix((found ^ ends[end]) + np.uint64(column + 1))
-                for bits, found in hashes.items()
+                bits | end << column: mix((hashed ^ ends[end]) + np.uint64(column + 1))
+                for bits, hashed in hashes.items()
                 for end in (0, 1)
             }
         total = np.zeros(len(tensor), np.uint64)
-        for bits, found in hashes.items():
-            counted = np.where(unused & bits, np.uint64(0), found)
+        for bits, hashed in hashes.items():
+            counted = np.where(unused & bits, np.uint64(0), hashed)
             total = total - counted if bits.bit_count() % 2 else total + counted
         return total

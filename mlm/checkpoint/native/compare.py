@@ -77,8 +77,8 @@ class Comparison:
     @property
     def differing(self) -> tuple[TensorDifference, ...]:
         """The tensors of which an element differs, the most different first."""
-        found = [tensor for tensor in self.tensors if tensor.differing]
-        return tuple(sorted(found, key=lambda t: (-t.relative, -t.largest, -t.differing, t.name)))
+        differing = [tensor for tensor in self.tensors if tensor.differing]
+        return tuple(sorted(differing, key=lambda t: (-t.relative, -t.largest, -t.differing, t.name)))
 
 
 def compare_checkpoints(
@@ -168,8 +168,8 @@ def _magnitude(x: Tensor) -> float:
     """Largest absolute finite element; 0 when there is none."""
     if x.is_floating_point():
         low, high = x.aminmax()  # quick, and NaN where there is one
-        found = max(-float(low), float(high))
-        if math.isfinite(found):
-            return found
+        largest = max(-float(low), float(high))
+        if math.isfinite(largest):
+            return largest
     whole = x.double()
     return float(torch.where(whole.isfinite(), whole, 0.0).abs().max())

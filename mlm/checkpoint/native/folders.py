@@ -62,14 +62,14 @@ def checkpoints(root: Path) -> dict[int, Path]:
     A step that a kill caught between being moved aside and being replaced is found where it was moved to.
     Raises CheckpointError when `root` cannot be read.
     """
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     try:
         for path in sorted(root.iterdir()) if root.is_dir() else []:  # "." sorts before "s": step-N wins
             if (match := STEP_NAME.fullmatch(path.name.removeprefix(REPLACED))) and path.is_dir():
-                found[int(match[1])] = path
+                paths[int(match[1])] = path
     except OSError as e:
         raise CheckpointError(f"{e.filename}: cannot be read: {e.strerror}. Make it readable") from e
-    return dict(sorted(found.items()))
+    return dict(sorted(paths.items()))
 
 
 @dataclass(frozen=True)
@@ -229,11 +229,11 @@ def resolve(path: str | Path, setting: str = "ckpt") -> Path:
     return place if alone else latest_checkpoint(place) or _refuse_empty(path, setting)
 
 
-def best_note(path: str | Path, found: Path) -> str | None:
+def best_note(path: str | Path, chosen: Path) -> str | None:
     """Return the line for the user where `resolve(path)` is the best checkpoint of a finetuned run."""
-    if found.parent != Path(path) / BEST / CHECKPOINTS:
+    if chosen.parent != Path(path) / BEST / CHECKPOINTS:
         return None
-    return f"{path} is a finetuned run: its best checkpoint is taken, {found}; name a step-… for another"
+    return f"{path} is a finetuned run: its best checkpoint is taken, {chosen}; name a step-… for another"
 
 
 def locate(path: str | Path, setting: str = "ckpt") -> tuple[Path, bool]:
@@ -304,10 +304,10 @@ def foreign_in(directory: Path) -> str | None:
         listed = set(read_summary(directory).files)
     except UserError:
         listed = set()
-    found = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(directory)}
-    if MANIFEST in found and not listed and not any(map(SHARD.fullmatch, found)):
+    entries = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(directory)}
+    if MANIFEST in entries and not listed and not any(map(SHARD.fullmatch, entries)):
         return MANIFEST if regular_size(directory / MANIFEST) else None
-    for name, is_file in sorted(found.items()):
+    for name, is_file in sorted(entries.items()):
         ours = name == MANIFEST or name in listed or SHARD.fullmatch(name) or PARTIAL.fullmatch(name)
         if not (ours and is_file):
             return name

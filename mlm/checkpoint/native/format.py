@@ -12,7 +12,7 @@ import stat
 import sys
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -86,7 +86,7 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Sequence[Chunk]
+    chunks: Collection[Chunk]
     split: Split | None = None
     """Split over layouts, if the writer knew it."""
     norm: float | None = field(default=None, compare=False)
@@ -231,12 +231,12 @@ def regular_size(path: Path) -> int:
     Raises CorruptFileError.
     """
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         raise CorruptFileError(f"{path}: missing, the checkpoint is not whole. {RESTORE}") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise CorruptFileError(f"{path}: is a link or special file. {RESTORE}")
-    return found.st_size
+    return status.st_size
 
 
 def decode_manifest(encoded: bytes, path: Path, *, with_chunks: bool = True) -> Manifest:
@@ -319,17 +319,17 @@ def _build_tensor(name: str, entry: JSON) -> TensorEntry:
     return TensorEntry(shape, DTYPES[entry["dtype"]], (), split, norm, before)
 
 
-def _build_norm(said: JSON) -> float | None:
-    if said is None or said == "not finite":
-        return said and math.nan
-    if type(said) not in (int, float) or not 0 <= said <= sys.float_info.max:
-        raise ValueError(f"{str(said)[:40]} is no norm")
-    return float(said)
+def _build_norm(value: JSON) -> float | None:
+    if value is None or value == "not finite":
+        return value and math.nan
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{str(value)[:40]} is no norm")
+    return float(value)
 
 
-def build_split(name: str, said: JSON, shape: tuple[int, ...]) -> Split:
+def build_split(name: str, value: JSON, shape: tuple[int, ...]) -> Split:
     """A Split from its JSON. Raises ValueError, KeyError or TypeError when it is none for this shape."""
-    split = Split(said["tp_dim"], said["stage"], _whole_number(said["multiple"]))
+    split = Split(value["tp_dim"], value["stage"], _whole_number(value["multiple"]))
     dim, stage = split.tp_dim, split.stage
     if (dim is not None and _whole_number(dim) >= len(shape)) or not split.multiple:
         raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")

@@ -50,11 +50,11 @@ def with_norms(
     before: Mapping[str, float | None],
 ) -> dict[str, TensorEntry]:
     """Add to entries the norms of their parts on all ranks, and those of the checkpoint before."""
-    found: dict[str, list[float]] = {}
+    pieces: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
-            found.setdefault(name, []).append(value)
-    norms = {name: joint_norm(values) for name, values in found.items()}
+            pieces.setdefault(name, []).append(value)
+    norms = {name: joint_norm(values) for name, values in pieces.items()}
     return {
         name: replace(entry, norm=norms.get(name), norm_before=before.get(name))
         for name, entry in tensors.items()

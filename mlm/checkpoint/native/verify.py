@@ -75,9 +75,9 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
 
 def check_whole(directory: Path, progress: Callable[[int], None] = lambda count: None) -> None:
     """Raise CorruptFileError for a file whose bytes are not those that were saved; strays do not matter."""
-    found = verify_checkpoint(directory, progress)
-    if not found.loads:
-        problem = found.problems[0]
+    verified = verify_checkpoint(directory, progress)
+    if not verified.loads:
+        problem = verified.problems[0]
         raise CorruptFileError(f"{directory / problem.file}: {problem.why}. {RESTORE}")
 
 
@@ -115,10 +115,10 @@ def _strays(directory: Path, manifest: Manifest) -> tuple[list[FileProblem], lis
     """Return files that are not listed: a shard is a problem, as its own checkpoint may lack it."""
     problems, warnings = [], []
     try:
-        found = sorted(path.name for path in directory.iterdir())
+        names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
         return [_problem(directory, error)], []
-    for name in found:
+    for name in names:
         if name in manifest.files or name == MANIFEST:
             continue
         if name.endswith(".safetensors"):

@@ -98,12 +98,6 @@ def test_name_from_a_checkpoint_cannot_steer_the_terminal(tmp_path: Path, capsys
     assert "model.[bold]w" in out
 
 
-def test_no_tensor_is_read(tmp_path: Path) -> None:
-    path = checkpoint(write_run(tmp_path / "run"), 3)
-    (path / "rank-00000.safetensors").unlink()
-    assert mlm("ckpt", "inspect", path) == 0
-
-
 def test_damaged_manifest_ends_with_1(tmp_path: Path, capsys: Output) -> None:
     path = checkpoint(write_run(tmp_path / "run"), 3)
     (path / "manifest.json").write_text("{}")

@@ -116,9 +116,3 @@ def test_a_folder_in_use_is_left_alone(run: Path, capsys: Output, monkeypatch: p
         assert mlm("ckpt", "rollback", run, "step=3") == 2
     assert "in use by process" in capsys.readouterr().err
     assert named_latest(run / CHECKPOINTS) == step_name(5)
-
-
-def test_what_is_set_aside_is_not_pruned(run: Path) -> None:
-    mlm("ckpt", "rollback", run, "step=3")
-    assert mlm("ckpt", "prune", run, "keep_last=1") == 0
-    assert names(run) == [f"aside-{step_name(4)}", f"aside-{step_name(5)}", step_name(3)]

@@ -86,14 +86,6 @@ def test_one_checkpoint_is_verified_by_itself(tmp_path: Path) -> None:
     assert len(read(tmp_path / "x.json")["checkpoints"]) == 1
 
 
-def test_manifest_that_is_gone_does_not_hide_the_others(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    (checkpoint(run, 1) / "manifest.json").unlink()
-    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
-    found = read(tmp_path / "x.json")["checkpoints"]
-    assert [(each["step"], each["whole"]) for each in found] == [(None, False), (2, True), (3, True)]
-
-
 @pytest.mark.parametrize(
     ("latest", "damaged", "continues"), [(3, (), 3), (1, (), 1), (3, (3,), 2), (2, (2, 3), 1)]
 )
@@ -106,13 +98,6 @@ def test_run_continues_from_what_latest_names_else_the_newest_before_it_that_loa
         damage(checkpoint(run, step))
     mlm("ckpt", "verify", run, f"out={tmp_path}/x.json")
     assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, continues))
-
-
-def test_newest_is_so_by_number_not_by_name(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=(99_999_999, 100_000_000))
-    (run / CHECKPOINTS / LATEST).unlink()
-    mlm("ckpt", "verify", run, f"out={tmp_path}/x.json")
-    assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, 100_000_000))
 
 
 def test_stale_shard_is_damage_but_a_run_continues(tmp_path: Path) -> None:

@@ -70,13 +70,6 @@ def test_each_rank_s_file_holds_its_pieces(tmp_path: Path) -> None:
     }
 
 
-def test_nothing_but_files_and_manifest_is_published(tmp_path: Path) -> None:
-    assert sorted(content(write(tmp_path))) == [
-        "manifest.json",
-        *(f"rank-0000{n}.safetensors" for n in range(4)),
-    ]
-
-
 def test_what_is_written_loads_whole(tmp_path: Path) -> None:
     loaded = {name: torch.zeros_like(x) for name, x in FULL.items()}
     manifest = load(write(tmp_path), loaded)
@@ -86,11 +79,6 @@ def test_what_is_written_loads_whole(tmp_path: Path) -> None:
 
 def test_the_manifest_keeps_the_splits(tmp_path: Path) -> None:
     assert {name: entry.split for name, entry in read_manifest(write(tmp_path)).tensors.items()} == SPLITS
-
-
-def test_it_becomes_the_latest_checkpoint(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    assert latest_checkpoint(tmp_path) == path
 
 
 def test_progress_hears_of_every_byte(tmp_path: Path) -> None:
