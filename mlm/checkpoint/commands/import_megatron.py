@@ -11,7 +11,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.training.run_folder import out_problems, write_imported
 from mlm.util.atomic import digest_file
 from mlm.util.errors import UserError
-from mlm.util.terminal import byte_progress
+from mlm.util.terminal import progress_bar
 
 
 def preflight(config: ImportMegatronConfig) -> list[str]:
@@ -64,7 +64,9 @@ def digest_files(files: RankFiles) -> dict[str, str]:
     Raises CorruptFileError where one differs, UserError where a file cannot be read.
     """
     paths = files.files.values()
-    with byte_progress("reading", sum(path.stat().st_size * (1 + is_zip(path)) for path in paths)) as advance:
+    with progress_bar(
+        "reading", sum(path.stat().st_size * (1 + is_zip(path)) for path in paths), in_bytes=True
+    ) as advance:
         digests = {}
         for path in paths:
             try:

@@ -31,7 +31,7 @@ from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.util.errors import UserError
 from mlm.util.lock import sole_writer
-from mlm.util.terminal import add_row, byte_progress, console, plain, size, table
+from mlm.util.terminal import add_row, console, plain, progress_bar, size, table
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def list_items(root: Path, config: CkptPruneConfig) -> list[Item]:
     """All items of the folder, checkpoints first, to keep or delete. Raises OSError and CheckpointError."""
     paths, since = list(checkpoints(root).values()), diverged_since(root.parent / FILE_NAME)
     problems: dict[Path, str | None] = {}
-    with byte_progress("verifying", sum(map(shard_bytes, paths))) as advance:
+    with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
 
         def problem(path: Path) -> str | None:
             if path not in problems:

@@ -29,12 +29,11 @@ from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig
 from mlm.training.config import PretrainConfig
 from mlm.training.run_folder import check_space
-from mlm.util.atomic import write_atomic
-from mlm.util.bounded import read_bounded
+from mlm.util.atomic import read_bounded, write_atomic
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, writing_to
 from mlm.util.lock import sole_writer
 from mlm.util.ownership import claim_folder, claim_problems
-from mlm.util.terminal import Advance, add_row, byte_progress, console, size, table
+from mlm.util.terminal import Advance, add_row, console, progress_bar, size, table
 
 TRAINING_STATE = ("applied_steps", "scaler", LINEAGE)
 """State of the optimizer in a checkpoint: left out with weights alone."""
@@ -156,7 +155,7 @@ def run(config: ReshardConfig) -> None:
         clear_up(plan.root)
         check_space(plan.root, plan.count, f"out={plan.out}")
         begin = time.perf_counter()
-        with byte_progress("resharding", plan.count) as advance:
+        with progress_bar("resharding", plan.count, in_bytes=True) as advance:
             path = write_checkpoint(plan, advance)
         show(plan, path, time.perf_counter() - begin)
         if note := best_note(config.ckpt, plan.source):

@@ -23,7 +23,6 @@ from mlm.checkpoint.native.folders import (
 from mlm.checkpoint.native.format import CheckpointError, read_summary
 from mlm.checkpoint.native.lineage import Save
 from mlm.checkpoint.native.retention import doubt_of, newest_good
-from mlm.launch.typed import program
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.util.atomic import fsync_directory
 from mlm.util.errors import CorruptFileError, UserError
@@ -133,5 +132,5 @@ def show(ckpt: str, path: Path, before: str | None, moves: list[Move]) -> None:
         out.print(f"note: {plain(path.name)} is doubtful: {plain(doubt)}")
     out.print(f"a run continues from it: type its command with what is to change, or resume={plain(ckpt)}")
     if before and before != path.name:
-        undo = [*program(), "ckpt", "rollback", ckpt, str(int(before.rpartition("-")[2]))]
+        undo = ["mlm", "ckpt", "rollback", ckpt, str(int(before.rpartition("-")[2]))]
         out.print(f"until it does, this undoes it: {plain(shlex.join(undo))}")

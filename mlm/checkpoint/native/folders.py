@@ -23,9 +23,9 @@ from mlm.checkpoint.native.format import (
 )
 from mlm.checkpoint.native.lineage import Lineage, Save
 from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
-from mlm.util.access import owner_of
 from mlm.util.atomic import digest_bytes, fsync_directory
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.ownership import owner_of
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from mlm.checkpoint.native.format import (
     RESTORE,
     FileEntry,
 )
-from mlm.util.atomic import CHUNK, digest_name
-from mlm.util.bounded import parse_json
+from mlm.util.atomic import CHUNK, digest_name, parse_json
 from mlm.util.errors import CorruptFileError
 
 PIECE = 1 << 18  # bytes digested at a time: in the processor's cache

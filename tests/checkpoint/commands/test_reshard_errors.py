@@ -94,7 +94,7 @@ class TestRefusals:
         assert content(tmp_path / "checkpoints" / STEP) == before
 
     def test_its_own_source(self, source: Path) -> None:
-        with pytest.raises(UserError, match="none is overwritten"):
+        with pytest.raises(UserError, match="holds the input"):
             to(source, source, 2)
 
     def test_place_where_another_tokenizer_is(self, tmp_path: Path, source: Path) -> None:
