@@ -27,9 +27,9 @@ from rich.table import Table
 
 import mlm
 from mlm.checkpoint.native.declaration import declare_shards, file_name, merge_declared
-from mlm.checkpoint.native.fit import plan_reading
 from mlm.checkpoint.native.folders import problem_of
-from mlm.checkpoint.native.format import CHUNKS, MANIFEST, FileEntry, Manifest, read_manifest, write_manifest
+from mlm.checkpoint.native.format import MANIFEST, FileEntry, Manifest, read_manifest, write_manifest
+from mlm.checkpoint.native.reader import plan_reading
 from mlm.checkpoint.native.slices import Shard, Split
 from mlm.util.atomic import write_atomic
 
@@ -109,7 +109,7 @@ def measure(tp: int, dp: int, rounds: int, folder: Path) -> dict[str, Any]:
         "ranks": tp * dp,
         "chunks": sum(len(entry.chunks) for entry in manifest.tensors.values()),
         "bytes_declared": sum(map(len, declared)),
-        "bytes": {name: (folder / name).stat().st_size for name in (MANIFEST, CHUNKS)},
+        "bytes": (folder / MANIFEST).stat().st_size,
         "rank_0_s": least["merge_s"] + least["write_s"] + least["look_s"],
         "load_s": least["read_s"] + least["plan_s"],
         "chunks_read": sum(map(len, readings.values())),
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         for dp in args.dp:
             each = measure(args.tp, dp, args.rounds, folder)
             found.append(each)
-            size = sum(each["bytes"].values()) / 1e6
+            size = each["bytes"] / 1e6
             keys = ("rank_0_s", "merge_s", "write_s", "look_s", "load_s", "read_s", "plan_s")
             numbers = (f"{each[key]:.2f}" for key in keys)
             made.add_row(f"{each['ranks']:,}", f"{each['chunks']:,}", f"{size:.0f}", *numbers)

@@ -93,10 +93,9 @@ class Past:
     changes: tuple[dict[str, Any], ...] = ()
     """Allowed changes so far: step, key, from, to."""
 
-    def encode(self, saved_at: float) -> dict[str, Any]:
-        """As JSON values, for a checkpoint saved now."""
-        lineage = replace(self.lineage, saved_at=saved_at)
-        return {**lineage.encode(), "changes": list(self.changes)}
+    def encode(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**self.lineage.encode(), "changes": list(self.changes)}
 
     def after(self, save: Save) -> "Past":
         """The past of the next checkpoint."""

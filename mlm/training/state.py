@@ -1,6 +1,5 @@
 """A trainer's state as a checkpoint, and back."""
 
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +12,8 @@ from torch import Tensor
 import mlm
 from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.folders import set_aside
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
-from mlm.checkpoint.native.rollback import set_aside
 from mlm.checkpoint.native.run_state import check_run_state
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
@@ -90,7 +89,7 @@ def counters(trainer: Trainer) -> dict[str, Any]:
         "config": to_dict(replace(trainer.config, data=replace(trainer.config.data, change=False))),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
         **({"data": {"segments": encode(trainer.history)}} if trainer.history else {}),
-        LINEAGE: trainer.past.encode(round(time.time(), 3)),
+        LINEAGE: trainer.past.encode(),
         **trainer.extra_state,
     }
 
@@ -212,12 +211,11 @@ def check_identity(
 
 def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
     """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since."""
-    lineage = Lineage.of(manifest.state) or Lineage()
     since = changes_since(config, manifest.state["config"], manifest.step)
     if later := set_aside(path.parent, path):
         since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)
     changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
-    return Past(lineage, changes).after(Save(manifest.step, manifest.save_id))
+    return Past(Lineage.of(manifest.state), changes).after(Save(manifest.step, manifest.save_id))
 
 
 def load_weights(

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mlm.checkpoint.native.format import read_manifest
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.finetune import evaluate, run
@@ -203,13 +204,13 @@ def losses(out: Path) -> list[float]:
 def weights(root: Path) -> dict[str, Tensor]:
     """The tensors of the only checkpoint in a folder, put together of the files of its ranks."""
     (path,) = root.glob("step-*")
-    tensors = read(path / "manifest.json")["tensors"]
+    tensors = read_manifest(path).tensors
     files = {file.name: load_file(file) for file in path.glob("*.safetensors")}
-    whole = {name: torch.zeros(entry["shape"], dtype=torch.float64) for name, entry in tensors.items()}
+    whole = {name: torch.zeros(entry.shape, dtype=torch.float64) for name, entry in tensors.items()}
     for name, entry in tensors.items():
-        for file, offset, size in entry["chunks"]:
-            place = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-            whole[name][place] = files[file][name]
+        for chunk in entry.chunks:
+            place = tuple(slice(o, o + n) for o, n in zip(*chunk.region, strict=True))
+            whole[name][place] = files[chunk.file][name]
     return whole
 
 

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 import torch
 
+from mlm.checkpoint.native.columns import Chunk, columns_of, encode_columns
 from mlm.checkpoint.native.folders import latest_checkpoint
-from mlm.checkpoint.native.format import MANIFEST, FileEntry, canonical, read_manifest
-from mlm.checkpoint.native.shard_file import read_header
+from mlm.checkpoint.native.format import MANIFEST, FileEntry, canonical, pack, read_manifest
+from mlm.checkpoint.native.reader import CheckedFile, read_header
+from mlm.checkpoint.native.slices import Region
 from mlm.data.epochs import load_checked
 from mlm.data.indexed import HEADER, MAGIC, IndexedDataset
 from mlm.data.receipt import read_receipt
@@ -63,15 +65,19 @@ def payloads(marker: Path) -> dict[str, bytes]:
     return {**found, "numpy objects": file.getvalue()}
 
 
-def manifest_of(shape: list[int], chunks: list[Any], files: dict[str, Any]) -> dict[str, Any]:
-    """A manifest of one tensor."""
+def manifest_of(shape: list[int], offsets: list[list[int]], size: list[int]) -> dict[str, Any]:
+    """A manifest of one tensor, in chunks of `size` at these offsets: each in a file of 8 bytes."""
+    names = [f"{number:06d}.safetensors" for number in range(len(offsets))]
+    chunks = [Chunk(name, Region(tuple(o), tuple(size))) for name, o in zip(names, offsets, strict=True)]
+    dims = tuple(shape[: len(size)] if offsets else [0])
     return {
         "format": "mlm-checkpoint",
         "version": 1,
         "step": 1,
         "save_id": "x",
-        "files": files,
-        "tensors": {"w": {"shape": shape, "dtype": "F32", "chunks": chunks}},
+        "files": {name: {"bytes": 8, "digest": DIGEST, "blocks": [DIGEST]} for name in names},
+        "tensors": {"w": {"shape": shape, "dtype": "F32", "split": None, "norms": None}},
+        "chunks": pack(encode_columns(columns_of([dims], [chunks], names))),
         "state": {},
     }
 
@@ -79,13 +85,6 @@ def manifest_of(shape: list[int], chunks: list[Any], files: dict[str, Any]) -> d
 def signed(body: dict[str, Any]) -> bytes:
     """A manifest with the digest that belongs to it."""
     return canonical({**body, "digest": digest_bytes(canonical(body))})
-
-
-def many_chunks(offset: Callable[[int], list[int]], size: list[int], shape: list[int], count: int) -> bytes:
-    """A manifest of `count` chunks, pairwise comparison of which takes minutes."""
-    names = [f"{number}.safetensors" for number in range(count)]
-    chunks = [[name, offset(number), size] for number, name in enumerate(names)]
-    return signed(manifest_of(shape, chunks, {name: {"bytes": 8, "digest": DIGEST} for name in names}))
 
 
 def sparse(path: Path, head: bytes, size: int) -> None:
@@ -97,7 +96,9 @@ def sparse(path: Path, head: bytes, size: int) -> None:
 
 def read_shard(path: Path) -> object:
     """The header of a shard whose manifest lists its true size."""
-    return read_header(path, FileEntry(path.stat().st_size, ""), "x")
+    size = path.stat().st_size
+    with CheckedFile(path, FileEntry(size, "", ())) as f:
+        return read_header(f, "x")
 
 
 def read_folder(path: Path) -> object:
@@ -123,7 +124,9 @@ def npy(header: str) -> bytes:
 
 
 COUNT = 40_000
-PLAIN = manifest_of([0], [], {})  # sound
+PLAIN = manifest_of([0], [], [])  # sound
+ROW = [[0, number] for number in range(COUNT)]
+BOMB = pack(bytes((1 << 28) + 40))
 HEADER_SIZE = (4 * MIB).to_bytes(8, "little")
 Case = tuple[str, Callable[[Path], object] | bytes, Callable[[Path], object]]
 CASES: dict[str, Case] = {
@@ -132,30 +135,27 @@ CASES: dict[str, Case] = {
     "manifest with a number of 5000 digits": (MANIFEST, b'{"format":1' + b"0" * 5000 + b"}", read_folder),
     "manifest with a number beyond floats": (MANIFEST, signed(PLAIN)[:-1] + b',"x":1e999}', read_folder),
     "manifest with a key twice": (MANIFEST, b'{"step":2,' + signed(PLAIN)[1:], read_folder),
-    "manifest with a negative offset": (
+    "manifest with a negative offset": (MANIFEST, signed(manifest_of([2], [[-1]], [2])), read_folder),
+    "manifest whose chunks unpack to more than the limit": (
         MANIFEST,
-        signed(
-            manifest_of(
-                [2], [["a.safetensors", [-1], [2]]], {"a.safetensors": {"bytes": 8, "digest": DIGEST}}
-            )
-        ),
+        signed(PLAIN | {"chunks": BOMB}),
         read_folder,
     ),
-    "manifest of an enormous shape": (MANIFEST, signed(manifest_of([2**62] * 32, [], {})), read_folder),
-    "manifest of too many dims": (MANIFEST, signed(manifest_of([1] * 33, [], {})), read_folder),
+    "manifest of an enormous shape": (MANIFEST, signed(manifest_of([2**62] * 32, [], [])), read_folder),
+    "manifest of too many dims": (MANIFEST, signed(manifest_of([1] * 33, [], [])), read_folder),
     "manifest whose tensor's name moves the cursor": (
         MANIFEST,
-        signed({**PLAIN, "tensors": {"w\x1b[2J\n": {"shape": [0], "dtype": "F32", "chunks": []}}}),
+        signed({**PLAIN, "tensors": {"w\x1b[2J\n": PLAIN["tensors"]["w"]}}),
         read_folder,
     ),
     "chunks that overlap, all along one dim": (
         MANIFEST,
-        lambda p: p.write_bytes(many_chunks(lambda n: [0, n], [1, 2], [1, COUNT + 1], COUNT)),
+        lambda p: p.write_bytes(signed(manifest_of([1, COUNT + 1], ROW, [1, 2]))),
         read_folder,
     ),
     "chunks that tile in columns": (
         MANIFEST,
-        lambda p: p.write_bytes(many_chunks(lambda n: [0, n], [1, 1], [1, COUNT], COUNT)),
+        lambda p: p.write_bytes(signed(manifest_of([1, COUNT], ROW, [1, 1]))),
         read_folder,
     ),
     "shard with a header of brackets": (

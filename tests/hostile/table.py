@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.checkpoint.native.helpers import forge_chunks
+
 Edit = Callable[[dict[str, Any]], Any]
 
 ESC = "\x1b]0;owned\x07\x1b[2J"
@@ -41,6 +43,11 @@ def rename(body: dict[str, Any], old: str, new: str) -> None:
     body["tensors"][new] = body["tensors"].pop(old)
 
 
+def forge(column: str, value: Any) -> Edit:
+    """Change the first number of a column of chunks."""
+    return lambda body: forge_chunks(body, lambda columns: columns[column].__setitem__(0, value))
+
+
 MANIFESTS: dict[str, Edit] = dict(
     [
         *each("step", [-1, 1.5, True, "2", 10**18, 1 << 63, None, ...], "step"),
@@ -53,10 +60,17 @@ MANIFESTS: dict[str, Edit] = dict(
         *each("tensors", [[], None, 3], "tensors"),
         *each("shape", [[], [-1], [HUGE], [1 << 62] * 4, "16", [1.5], [True], None], "tensors", QKV, "shape"),
         *each("dtype", ["F8", 3, None, ESC], "tensors", QKV, "dtype"),
-        *each("chunks", [[], None, [[SHARD]], [[SHARD, [0], [1]]] * 2, 7], "tensors", QKV, "chunks"),
-        *each("offset", [[HUGE, 0], [-1, 0], [0]], "tensors", QKV, "chunks", 0, 1),
-        *each("size", [[0, 0], [HUGE, 16], []], "tensors", QKV, "chunks", 0, 2),
-        *each("file", ["../x.safetensors", ESC, 3], "tensors", QKV, "chunks", 0, 0),
+        *each("chunks", [[], None, "", "?", "AAAA", 7], "chunks"),
+        *(
+            (f"{column} {value!r}", forge(column, value))
+            for column, values in {
+                "offset": [(HUGE, 0), (-1, 0)],
+                "size": [(0, 0), (HUGE, 16)],
+                "file": [-1, HUGE // 2**20],
+                "tensor": [-1, 1, HUGE // 2**20],
+            }.items()
+            for value in values
+        ),
         *each("split", [{}, [], 3], "tensors", QKV, "split"),
         *(
             (f"split {key} {value!r}", put("tensors", QKV, "split", to=SPLIT | {key: value}))
@@ -71,7 +85,7 @@ MANIFESTS: dict[str, Edit] = dict(
         ("long name", lambda body: rename(body, QKV, "m" * 1000)),
         (
             "tensor of 2^45 elements",
-            lambda body: body["tensors"][QKV].update(shape=[HUGE], chunks=[[SHARD, [0], [HUGE]]]),
+            lambda body: body["tensors"][QKV].update(shape=[HUGE, 1]),
         ),
         ("state", put("state", to=[])),
     ]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import MANIFEST, decode_manifest, read_manifest
-from mlm.checkpoint.native.shard_file import read_header
+from mlm.checkpoint.native.reader import CheckedFile
 from mlm.config.cli import main
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.epochs import load_checked
@@ -202,7 +202,7 @@ class TestPaths:
     @example("a" * 300 + ".safetensors")
     @example("-a.safetensors")
     def test_name_that_is_read_stays_inside(self, name: str) -> None:
-        body = manifest_of([0], [], {name: {"bytes": 1, "digest": DIGEST}})
+        body = manifest_of([0], [], []) | {"files": {name: {"bytes": 0, "digest": DIGEST, "blocks": []}}}
         try:
             manifest = decode_manifest(signed(body), Path("manifest.json"))
         except CorruptFileError:
@@ -217,7 +217,7 @@ class TestPaths:
         assert found.isprintable()
 
     def test_plain_name_is_read(self) -> None:
-        body = manifest_of([0], [], {SHARD: {"bytes": 1, "digest": DIGEST}})
+        body = manifest_of([0], [], []) | {"files": {SHARD: {"bytes": 0, "digest": DIGEST, "blocks": []}}}
         assert list(decode_manifest(signed(body), Path("manifest.json")).files) == [SHARD]
 
     def test_folder_in_place_of_a_shard_is_rejected(self, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ class TestPaths:
         (path / SHARD).unlink()
         (path / SHARD).mkdir()
         with pytest.raises(CorruptFileError, match="a link or special file"):
-            read_header(path / SHARD, read_manifest(path).files[SHARD], "x")
+            CheckedFile(path / SHARD, read_manifest(path).files[SHARD])
 
 
 @pytest.fixture(scope="module")

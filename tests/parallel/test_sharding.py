@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from mlm.checkpoint.native.slices import Region, tiling_problem
+from mlm.checkpoint.native.slices import Region
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice, ParameterShard, load_whole, parameter_shards
+from tests.checkpoint.native.helpers import tiling_of
 
 VOCAB, PADDED, HIDDEN = 13, 24, 12
 
@@ -61,9 +62,7 @@ def test_the_owners_rectangles_tile_every_parameter(tp: int, dp: int) -> None:
             assert piece.fits(shapes[s.name])
             if s.is_owner and piece.volume:
                 pieces[s.name].append(piece)
-    assert {name: tiling_problem(shapes[name], found) for name, found in pieces.items()} == dict.fromkeys(
-        shapes
-    )
+    assert {name: tiling_of(shapes[name], found) for name, found in pieces.items()} == dict.fromkeys(shapes)
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 3), (4, 2)])

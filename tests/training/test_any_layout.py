@@ -5,16 +5,15 @@ elsewhere shows. The vocabulary is GPT-2's, whose padding depends on tp; six lay
 two where four or five ranks share them.
 """
 
-import json
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from mlm.checkpoint.native.format import read_manifest
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.adamw import MOMENTS, applied_steps, ensure_state, moment
@@ -186,15 +185,15 @@ def test_files_hold_each_element_once_as_the_safetensors_library_reads_them(
     saved: dict[str, Path], layout: str
 ) -> None:
     """Put together from the manifest's offsets: no hole, nothing twice, and the known numbers."""
-    manifest = read_json(saved[layout] / "manifest.json")
-    whole = {name: torch.full(entry["shape"], float("nan")) for name, entry in manifest["tensors"].items()}
+    tensors = read_manifest(saved[layout]).tensors
+    whole = {name: torch.full(entry.shape, float("nan")) for name, entry in tensors.items()}
     stored = 0
     for file in sorted(saved[layout].glob("*.safetensors")):
         with safe_open(file, framework="pt") as f:
             for name in f.keys():  # noqa: SIM118 (not a mapping)
-                ((offset, size),) = (c[1:] for c in manifest["tensors"][name]["chunks"] if c[0] == file.name)
+                (region,) = (c.region for c in tensors[name].chunks if c.file == file.name)
                 piece = f.get_tensor(name)
-                whole[name][tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] = piece
+                whole[name][tuple(slice(o, o + n) for o, n in zip(*region, strict=True))] = piece
                 stored += piece.numel()
     h = HIDDEN
     parameters = (VOCAB + POSITIONS) * h + LAYERS * (12 * h * h + 13 * h) + 2 * h
@@ -205,8 +204,8 @@ def test_files_hold_each_element_once_as_the_safetensors_library_reads_them(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_tied_table_is_stored_once(saved: dict[str, Path], layout: str) -> None:
     """One entry of 50,257 rows, cut over tp (and dp) alone, however many stages hold it."""
-    tensors = read_json(saved[layout] / "manifest.json")["tensors"]
-    tables = [name for name, entry in tensors.items() if VOCAB in entry["shape"]]
+    tensors = read_manifest(saved[layout]).tensors
+    tables = [name for name, entry in tensors.items() if VOCAB in entry.shape]
     assert tables == [
         "model.token.weight",
         "optimizer.exp_avg.token.weight",
@@ -215,11 +214,7 @@ def test_the_tied_table_is_stored_once(saved: dict[str, Path], layout: str) -> N
     parallel = LAYOUTS[layout]
     cuts = parallel.tp * ((parallel.dp or 1) if parallel.zero else 1)
     for name in tables:
-        chunks = sorted((offset[0], size[0]) for _, offset, size in tensors[name]["chunks"])
+        chunks = sorted((c.region.offset[0], c.region.size[0]) for c in tensors[name].chunks)
         ends = [begin + rows for begin, rows in chunks]
         assert [begin for begin, _ in chunks] == [0, *ends[:-1]]
         assert (ends[-1], len(chunks)) == (VOCAB, cuts)
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_bytes())

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from mlm.checkpoint.native.folders import LATEST, latest_checkpoint, step_name
-from mlm.checkpoint.native.retention import outdated
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.parallel.mesh import shape_context
 from mlm.training.config import CheckpointConfig
@@ -30,7 +29,7 @@ def go(out: Path, *ends: int, keep_last: int = 9) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1, 2, 4 and 6; then a roll-back to 2, and steps 3 and 5: 4 and 6 are abandoned."""
+    """Steps 1, 2, 4 and 6; then a roll-back to 2, and steps 3 and 5: 4 and 6 are set aside."""
     out = tmp_path_factory.mktemp("run")
     go(out, 1, 2, 4, 6)
     (out / "checkpoints" / LATEST).write_text(f"{step_name(2)}\n")
@@ -55,27 +54,26 @@ def test_a_checkpoint_names_the_saves_it_descends_from(root: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [shutil.rmtree, lambda path: (path / "manifest.json").unlink()])
-def test_a_lost_checkpoint_gives_way_to_its_parent_not_to_an_abandoned_branch(
-    root: Path, loss: object
-) -> None:
+def test_a_lost_checkpoint_gives_way_to_its_parent_not_to_an_abandoned_one(root: Path, loss: object) -> None:
     loss(root / step_name(5))  # type: ignore[operator]
     assert latest_checkpoint(root) == root / step_name(3)
 
 
-def test_where_the_whole_branch_is_damaged_the_abandoned_one_is_not_taken(root: Path) -> None:
-    for step in (1, 2, 3, 5):
+def test_the_first_save_after_going_back_sets_the_abandoned_ones_aside(root: Path) -> None:
+    names = [path.name for path in sorted(root.glob("*step-*"))]
+    assert names == [f"aside-{step_name(step)}" for step in (4, 6)] + [step_name(s) for s in (1, 2, 3, 5)]
+
+
+def test_where_all_up_to_latest_are_damaged_a_newer_one_is_named_not_taken(root: Path) -> None:
+    (root / LATEST).write_text(step_name(3))
+    for step in (1, 2, 3):
         damage(root, step)
-    with pytest.raises(CorruptFileError, match=r"step-00000006 is of another branch.*write its name"):
+    with pytest.raises(CorruptFileError, match=r"To continue from step-00000005, write its name into"):
         latest_checkpoint(root)
 
 
-def test_a_name_written_by_hand_is_followed(root: Path) -> None:
-    (root / LATEST).write_text(step_name(6))
-    assert latest_checkpoint(root) == root / step_name(6)
-
-
 @pytest.mark.parametrize("place", [0, 6, 12, 20, -3])
-def test_a_flipped_bit_in_latest_is_reported_and_the_live_branch_continues(
+def test_a_flipped_bit_in_latest_is_reported_and_the_newest_continues(
     root: Path, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     content = bytearray((root / LATEST).read_bytes())
@@ -85,15 +83,14 @@ def test_a_flipped_bit_in_latest_is_reported_and_the_live_branch_continues(
     assert "latest: " in caplog.text
 
 
-def test_without_latest_the_branch_that_was_saved_last_continues(root: Path) -> None:
+def test_without_latest_the_newest_continues(root: Path) -> None:
     (root / LATEST).unlink()
     assert latest_checkpoint(root) == root / step_name(5)
 
 
-def test_retention_counts_the_live_branch_and_leaves_the_other(root: Path) -> None:
-    assert [path.name for path in outdated(root, keep_last=2, keep_every=0)] == [step_name(1), step_name(2)]
-
-
-def test_a_save_prunes_its_own_branch_alone(root: Path) -> None:
+def test_a_save_prunes_its_own_past_alone(root: Path) -> None:
     go(root.parent, 7, keep_last=1)
-    assert sorted(path.name for path in root.glob("step-*")) == [step_name(step) for step in (4, 6, 7)]
+    assert [path.name for path in sorted(root.glob("*step-*"))] == [
+        *(f"aside-{step_name(step)}" for step in (4, 6)),
+        step_name(7),
+    ]

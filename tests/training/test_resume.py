@@ -85,25 +85,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning_that_na
     assert steps_of(trainer, 4) == straight[1][4:]
 
 
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
-def test_damaged_columns_of_chunks_give_way_to_the_one_before(
-    out: Path,
-    straight: tuple[Path, list[float]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    damage: Callable[[Path], object],
-) -> None:
-    monkeypatch.setattr("mlm.checkpoint.native.format.MOST_LISTED", -1)
-    trainer = Trainer(spec(out), shape_context())
-    resume(trainer)
-    assert save(trainer, out).name == STEPS[2]
-    damage(out / "checkpoints" / STEPS[2] / "chunks.bin")
-    trainer = Trainer(spec(out), shape_context())
-    assert resume(trainer) == out / "checkpoints" / STEPS[1]
-    assert f"{STEPS[2]}/chunks.bin" in caplog.text
-    assert steps_of(trainer, 4) == straight[1][4:]
-
-
 def test_two_damaged_ones_give_way_to_the_third(out: Path, caplog: pytest.LogCaptureFixture) -> None:
     flip(out / "checkpoints" / STEPS[2] / "rank-00000.safetensors")
     cut(out / "checkpoints" / STEPS[1] / "manifest.json")

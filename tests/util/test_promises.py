@@ -309,7 +309,7 @@ def checkpoints(tmp_path: Path) -> Path:
 
 def test_pruning_deletes_checkpoints_alone(checkpoints: Path) -> None:
     mine = {n: v for n, v in state(checkpoints).items() if n.endswith(("notes.txt", ".latest-x"))}
-    prune(checkpoints, 4, keep_last=1, keep_every=0)
+    prune(checkpoints, keep_last=1, keep_every=0)
     clear_up(checkpoints)
     assert main(["ckpt", "prune", str(checkpoints.parent), "keep_last=1"]) in (0, 1)
     after = state(checkpoints)
@@ -355,7 +355,7 @@ def test_deletions_follow_no_link(checkpoints: Path, tmp_path: Path) -> None:
     (checkpoints / "step-00000003").symlink_to(archive)
     before = state(archive)
     assert not discard(checkpoints / "step-00000003")
-    prune(checkpoints, 4, keep_last=1, keep_every=0)
+    prune(checkpoints, keep_last=1, keep_every=0)
     assert (checkpoints / "step-00000003").is_symlink()
     work = claim_folder(tmp_path / "work", "corpus-work")
     (work / "clean-0123456789abcdef").symlink_to(archive)

@@ -120,7 +120,7 @@ CONVERSION = (
         about=(
             "Reshards a checkpoint for tp, pp and vp, in one process and a memory that its largest tensor "
             "bounds: each rank of that layout then reads one file. Training needs no such step: any layout "
-            "loads any checkpoint. The source is verified on the way; killed, the same command continues."
+            "loads any checkpoint. The source is verified on the way."
         ),
         examples=(
             (

@@ -26,13 +26,13 @@ def run(config: CkptDiffConfig) -> None:
     first, second = resolve(config.first, "first"), resolve(config.second, "second")
     total = compared_bytes(read_manifest(first), read_manifest(second))
     with progress_bar("comparing", total, in_bytes=True) as advance:
-        found = compare_checkpoints(first, second, advance)
-    others = state_differences(found.first, found.second)
+        comparison = compare_checkpoints(first, second, advance)
+    others = state_differences(comparison.first, comparison.second)
     if config.out is not None:
-        write_result(config.out, result_of(first, second, found, others))
-    show(first, second, found, others)
-    if not found.equal:
-        raise CheckFailedError(f"{second} is not {first}: {sentence(found)}")
+        write_result(config.out, result_of(first, second, comparison, others))
+    show(first, second, comparison, others)
+    if not comparison.equal:
+        raise CheckFailedError(f"{second} is not {first}: {sentence(comparison)}")
 
 
 def without_lineage(state: Mapping[str, JSON]) -> dict[str, JSON]:
@@ -57,46 +57,48 @@ def state_differences(first: Manifest, second: Manifest) -> Differences:
     return others
 
 
-def result_of(first: Path, second: Path, found: Comparison, others: Differences) -> dict[str, Any]:
+def result_of(first: Path, second: Path, comparison: Comparison, others: Differences) -> dict[str, Any]:
     """Every difference, and every tensor's, for machines."""
-    sides = ((first, found.first), (second, found.second))
+    sides = ((first, comparison.first), (second, comparison.second))
     return {
         "task": "ckpt diff",
         **{
             name: {"path": str(path), "step": manifest.step, "digest": manifest.digest}
             for name, (path, manifest) in zip(("first", "second"), sides, strict=True)
         },
-        "equal": found.equal,
+        "equal": comparison.equal,
         **{
             kind: {key: {"first": here, "second": there} for key, here, there in differences}
             for kind, differences in others.items()
         },
-        "only_first": list(found.only_first),
-        "only_second": list(found.only_second),
-        "forms": [asdict(form) for form in found.forms],
-        "tensors": [asdict(tensor) | {"relative": tensor.relative} for tensor in found.tensors],
+        "only_first": list(comparison.only_first),
+        "only_second": list(comparison.only_second),
+        "forms": [asdict(form) for form in comparison.forms],
+        "tensors": [asdict(tensor) | {"relative": tensor.relative} for tensor in comparison.tensors],
         "versions_here": versions(),
     }
 
 
-def sentence(found: Comparison) -> str:
+def sentence(comparison: Comparison) -> str:
     """Return the differences of the tensors in a line."""
-    alike, differing = len(found.tensors), found.differing
-    said = []
+    alike, differing = len(comparison.tensors), comparison.differing
+    parts = []
     if differing:
         most = differing[0]
-        said.append(
+        parts.append(
             f"{len(differing)} of {alike} tensors differ, {plain(most.name)} most: by {most.largest:.1e}, "
             f"{most.relative:.1e} of its largest element"
         )
-    if found.forms:
-        said.append(f"{len(found.forms)} have another shape or dtype")
-    if found.only_first or found.only_second:
-        said.append(f"{len(found.only_first)} are only in the first, {len(found.only_second)} in the second")
-    return "; ".join(said) or f"all {alike} tensors are equal bit for bit"
+    if comparison.forms:
+        parts.append(f"{len(comparison.forms)} have another shape or dtype")
+    if comparison.only_first or comparison.only_second:
+        parts.append(
+            f"{len(comparison.only_first)} are only in the first, {len(comparison.only_second)} in the second"
+        )
+    return "; ".join(parts) or f"all {alike} tensors are equal bit for bit"
 
 
-def show(first: Path, second: Path, found: Comparison, others: Differences) -> None:
+def show(first: Path, second: Path, comparison: Comparison, others: Differences) -> None:
     """Print the tables."""
     out = console()
     out.print(f"first   {first}\nsecond  {second}")
@@ -108,24 +110,24 @@ def show(first: Path, second: Path, found: Comparison, others: Differences) -> N
             out.print(made)
         else:
             out.print(f"{kind}: the same")
-    show_forms(out, found)
-    if found.differing:
-        shown = found.differing[:SHOWN]
-        count = f"the {len(shown)} that differ most of {len(found.differing)}"
+    show_forms(out, comparison)
+    if comparison.differing:
+        shown = comparison.differing[:SHOWN]
+        count = f"the {len(shown)} that differ most of {len(comparison.differing)}"
         made = table(f"tensors: {count}", "", "elements#", "differing#", "largest#", "relative#")
         for tensor in shown:
             numbers = f"{tensor.largest:.1e}", f"{tensor.relative:.1e}"
             add_row(made, tensor.name, f"{tensor.elements:,}", f"{tensor.differing:,}", *numbers)
         out.print(made)
-    if found.equal:
-        out.print(f"tensors: {sentence(found)}")
+    if comparison.equal:
+        out.print(f"tensors: {sentence(comparison)}")
 
 
-def show_forms(out: Console, found: Comparison) -> None:
+def show_forms(out: Console, comparison: Comparison) -> None:
     """Tensors that cannot be compared."""
-    rows = [(form.name, form.first, form.second) for form in found.forms]
-    rows += [(name, "there", ABSENT) for name in found.only_first]
-    rows += [(name, ABSENT, "there") for name in found.only_second]
+    rows = [(form.name, form.first, form.second) for form in comparison.forms]
+    rows += [(name, "there", ABSENT) for name in comparison.only_first]
+    rows += [(name, ABSENT, "there") for name in comparison.only_second]
     if rows:
         made = table("tensors that are not in both, or not alike", "", "first", "second")
         for row in rows[:SHOWN]:

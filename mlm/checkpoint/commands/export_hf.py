@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from mlm.checkpoint.commands.config import ExportHFConfig
 from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
 from mlm.checkpoint.commands.model_card import CARD, model_card
+from mlm.checkpoint.commands.result import show_table
 from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
-from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.run_state import FINETUNING, label_names, texts
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.shard_file import Form, write_stream
@@ -37,7 +37,7 @@ from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
 from mlm.training.run_folder import GB, new_folder, out_problems
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
-from mlm.util.terminal import Advance, Screen, progress_bar
+from mlm.util.terminal import Advance, progress_bar
 
 SAFETENSORS_FOR = {"format": "pt"}
 """`__metadata__` that transformers requires."""
@@ -300,21 +300,18 @@ def show(
     is_folded: bool,
 ) -> None:
     """Print the table and notes."""
-    table = Table(title=f"export hf · {source.path}", title_justify="left")
-    for name in ("class", "parameters", "step", "files", "GB"):
-        table.add_column(name, justify="right")
     size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
-    numbers = (f"{source.model.num_parameters():,}", str(source.manifest.step), str(len(files)))
-    table.add_row(source.architecture, *numbers, f"{size / GB:.3g}")
-    console = Screen(highlight=False, markup=False, soft_wrap=True)
-    console.print(table)
-    if note := best_note(config.ckpt, source.path):
-        console.print(f"note: {note}")
+    columns = {
+        "class#": source.architecture,
+        "parameters#": f"{source.model.num_parameters():,}",
+        "step#": source.manifest.step,
+        "files#": len(files),
+        "GB#": f"{size / GB:.3g}",
+    }
+    notes = [best_note(config.ckpt, source.path)]
     if source.tokenizer is None:
-        console.print(f"note: no tokenizer: {run_directory(source.path)} holds no tokenizer.json")
+        notes.append(f"no tokenizer: {run_directory(source.path)} holds no tokenizer.json")
     if is_folded:
-        console.print(
-            "note: the classifier's bias, which the class has no parameter for, is in the norm before it"
-        )
-    console.print(str(agreement or NOT_COMPARED))
-    console.print(f"written to {config.out}")
+        notes.append("the classifier's bias, which the class has no parameter for, is in the norm before it")
+    lines = str(agreement or NOT_COMPARED), f"written to {config.out}"
+    show_table(f"export hf · {source.path}", columns, filter(None, notes), *lines)

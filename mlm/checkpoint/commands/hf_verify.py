@@ -40,9 +40,9 @@ class Agreement:
 
     def __str__(self) -> str:
         largest = self.names[0].removesuffix("s") if len(self.names) == 1 else "of each"
-        found = f"largest difference {self.difference:.1e} of the largest {largest}"
+        agreement = f"largest difference {self.difference:.1e} of the largest {largest}"
         names = " and ".join(self.names)
-        return f"{names} agree with those of transformers: {found}, {self.tokens} random tokens"
+        return f"{names} agree with those of transformers: {agreement}, {self.tokens} random tokens"
 
 
 def extra_problems(verify: bool) -> list[str]:
@@ -73,11 +73,11 @@ def compare_logits(folder: Path, run: Path) -> Agreement:
     reference = reference_outputs(model)
     worst = 0.0
     for name, want in reference.items():
-        found = ours.get(name)
-        if found is None or found.shape != want.shape:
-            said = "none" if found is None else str(list(found.shape))
+        actual = ours.get(name)
+        if actual is None or actual.shape != want.shape:
+            shape = "none" if actual is None else str(list(actual.shape))
             raise CheckFailedError(
-                f"{folder}: transformers gives {name} of {list(want.shape)}, ours are {said}: not the same "
+                f"{folder}: transformers gives {name} of {list(want.shape)}, ours are {shape}: not the same "
                 f"model. Nothing was written"
             )
         if not want.isfinite().all():
@@ -85,7 +85,7 @@ def compare_logits(folder: Path, run: Path) -> Agreement:
                 f"{folder}: {name} of transformers are not all finite: nothing to compare with. Nothing "
                 "was written; repair the weights, or set verify=false"
             )
-        difference = relative_difference(found, want)
+        difference = relative_difference(actual, want)
         if not difference <= TOLERANCE:  # a NaN too
             raise CheckFailedError(
                 f"{folder}: {name} differ from those of transformers by {difference:.1e} of the largest, "
@@ -95,10 +95,10 @@ def compare_logits(folder: Path, run: Path) -> Agreement:
     return Agreement(tuple(reference), worst, int(Probe.of(model.config).lengths.sum()))
 
 
-def relative_difference(found: Tensor, want: Tensor) -> float:
-    """Return the largest difference in units of the largest number of `want`."""
-    largest = float(want.abs().max())
-    return float((found - want).abs().max()) / largest if largest else float(found.abs().max())
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference in units of the largest number of `expected`."""
+    largest = float(expected.abs().max())
+    return float((actual - expected).abs().max()) / largest if largest else float(actual.abs().max())
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
     family = family_of(trained.config.model.kind)
     assert family.huggingface is not None, "read from a folder, or about to be exported"
     name_outputs = family.huggingface.our_outputs
-    found: Outputs = {}
+    outputs: Outputs = {}
 
     def forward(chunk: Transformer, probe: Probe, x: Tensor | None) -> Tensor:
         inputs = inputs_of(probe, ctx.device, reads_both_ways=not family.causal)
@@ -123,12 +123,12 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
         if chunk.stage.is_last:
             mask = probe.mask.to(ctx.device)
             logits = {"logits": y[mask] if head == "span" else y}
-            found.update(logits if is_finetuned else name_outputs(chunk, y, mask))
+            outputs.update(logits if is_finetuned else name_outputs(chunk, y, mask))
         return y
 
     for _ in trained.model.evaluate([Probe.of(trained.config.model)], forward):
         pass
-    return {name: value.cpu() for name, value in found.items()}
+    return {name: value.cpu() for name, value in outputs.items()}
 
 
 def inputs_of(probe: Probe, device: torch.device, *, reads_both_ways: bool) -> Inputs:
@@ -147,10 +147,10 @@ def reference_outputs(model: HFModel) -> Outputs:
     """
     theirs = _load(model)
     with _blames_folder(model, "run"):
-        found = model.mapping.their_outputs(theirs, Probe.of(model.config), model.content)
+        outputs = model.mapping.their_outputs(theirs, Probe.of(model.config), model.content)
     del theirs
     gc.collect()
-    return found
+    return outputs
 
 
 def _load(model: HFModel) -> Any:

@@ -7,10 +7,9 @@ checkpoint are compared before that gets its name.
 from dataclasses import replace
 from pathlib import Path
 
-from rich.table import Table
-
 from mlm.checkpoint.commands.config import ImportHFConfig
 from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
+from mlm.checkpoint.commands.result import model_columns, show_table
 from mlm.checkpoint.huggingface.folder import AGAIN, TOKENIZER, HFModel, find_file, read_json, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import JSON
@@ -22,7 +21,7 @@ from mlm.models.huggingface import TokenIds
 from mlm.models.huggingface import show as show_value
 from mlm.training.run_folder import out_problems, write_imported
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
-from mlm.util.terminal import Screen, progress_bar
+from mlm.util.terminal import progress_bar
 
 SETTINGS = "tokenizer_config.json"
 
@@ -86,17 +85,17 @@ def convert(config: ImportHFConfig) -> tuple[HFModel, Path, list[str], Agreement
     ids, padding = ids_to_keep(model, tokenizer)
     with progress_bar("reading", tensors.num_bytes, in_bytes=True) as advance:
         files = tensors.digests(advance)
-    found: list[Agreement] = []
+    agreements: list[Agreement] = []
     path = write_imported(
         Path(config.out),
         model.config,
         tensors.read,
-        source=describe_source(name, revision, files) | described(ids),
+        source=describe_source(name, revision, files) | ids_as_json(ids),
         tokenizer=tokenizer,
         filled=tensors.filled,
-        check=lambda run: found.append(compare_logits(folder, run)) if config.verify else None,
+        check=lambda run: agreements.append(compare_logits(folder, run)) if config.verify else None,
     )
-    return model, path, [*notes, *padding], found[0] if found else None
+    return model, path, [*notes, *padding], agreements[0] if agreements else None
 
 
 def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, list[str]]:
@@ -109,7 +108,7 @@ def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, 
     return replace(ids, pad=None), [f"pad_token_id={ids.pad} is not kept: it {why}"]
 
 
-def described(ids: TokenIds) -> dict[str, JSON]:
+def ids_as_json(ids: TokenIds) -> dict[str, JSON]:
     """Return padding and labels as part of the checkpoint's source."""
     pad: dict[str, JSON] = {} if ids.pad is None else {"pad_token_id": ids.pad}
     return {**pad, **({"labels": list(ids.labels)} if ids.labels else {})}
@@ -170,24 +169,9 @@ def unread_tokens(folder: Path, tokenizer: Tokenizer) -> list[str]:
 
 
 def show(
-    config: ImportHFConfig, found: HFModel, path: Path, notes: list[str], agreement: Agreement | None
+    config: ImportHFConfig, model: HFModel, path: Path, notes: list[str], agreement: Agreement | None
 ) -> None:
     """Print the table and notes."""
-    table, model = Table(title=f"import hf · {config.source}", title_justify="left"), found.config
-    for name in ("class", "parameters", "layers", "hidden", "heads", "positions", "vocabulary"):
-        table.add_column(name, justify="right")
-    numbers = (
-        model.num_parameters(),
-        model.num_layers,
-        model.hidden_size,
-        model.num_heads,
-        model.max_positions,
-        model.vocab_size,
-    )
-    table.add_row(found.architecture, *(f"{number:,}" for number in numbers))
-    console = Screen(highlight=False, markup=False, soft_wrap=True)
-    console.print(table)
-    for note in (*found.notes, *notes):
-        console.print(f"note: {note}")
-    console.print(str(agreement or NOT_COMPARED))
-    console.print(f"written to {path}")
+    columns = {"class#": model.architecture, **model_columns(model.config)}
+    lines = str(agreement or NOT_COMPARED), f"written to {path}"
+    show_table(f"import hf · {config.source}", columns, (*map(str, model.notes), *notes), *lines)

@@ -16,6 +16,7 @@ from mlm.checkpoint.native.slices import describe
 from mlm.util.terminal import add_row, console, plain, size, table
 
 MODEL_KEYS = ("kind", "num_layers", "hidden_size", "num_heads", "vocab_size")
+MODEL_FACTS = ("{}", "layers {}", "hidden {}", "heads {}", "vocabulary {}", "parameters {:,}")
 FIRST = ("tp", "pp", "vp", "dp")  # of a layout's keys
 TRAINING_KEYS = ("config", "consumed_samples", "applied_steps", "scaler")
 """Keys of the state of a training run."""
@@ -51,28 +52,27 @@ def result_of(path: Path, manifest: Manifest) -> dict[str, Any]:
     state = manifest.state
     weights_only = state.get("weights_only") is True
     samples, length = dig(state, "consumed_samples"), dig(state, "config", "data", "seq_length")
-    found = groups(manifest)
+    grouped = groups(manifest)
     return {
         "task": "ckpt inspect",
         "path": str(path),
         "format": FORMAT,
-        "format_version": manifest.version,
         "step": manifest.step,
         "consumed_samples": samples,
         "consumed_tokens": samples * length if type(samples) is type(length) is int else None,
         "weights_only": weights_only,
-        "optimizer_state": any(name.startswith("optimizer.") for name in found),
+        "optimizer_state": any(name.startswith("optimizer.") for name in grouped),
         "missing": [
             key for key in TRAINING_KEYS if key not in state and not (weights_only and key != "config")
         ],
         "model": {key: dig(state, "config", "model", key) for key in MODEL_KEYS}
-        | {"parameters": found["model"].elements if "model" in found else None},
+        | {"parameters": grouped["model"].elements if "model" in grouped else None},
         "layout": dig(state, "config", "parallel"),
         "resharded_to": dig(state, "reshard", "layout"),
         "loss_scale": dig(state, "scaler", "scale"),
         "bytes": sum(file.bytes for file in manifest.files.values()),
         "dtypes": sorted({DTYPE_NAMES[entry.dtype] for entry in manifest.tensors.values()}),
-        "groups": {name: asdict(group) for name, group in found.items()},
+        "groups": {name: asdict(group) for name, group in grouped.items()},
         "files": {name: asdict(file) for name, file in sorted(manifest.files.items())},
         "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
         "state": {key: value for key, value in state.items() if key not in ("config", "versions")},
@@ -93,15 +93,15 @@ def dig(value: JSON, *keys: str) -> JSON:
 
 def groups(manifest: Manifest) -> dict[str, Group]:
     """Tensors by purpose: `optimizer.exp_avg.X` belongs to optimizer.exp_avg, `model.X` to model."""
-    found: dict[str, Group] = {}
+    grouped: dict[str, Group] = {}
     for name, entry in manifest.tensors.items():
         words = name.split(".")
-        group = found.setdefault(".".join(words[: 2 if words[0] == "optimizer" else 1]), Group())
+        group = grouped.setdefault(".".join(words[: 2 if words[0] == "optimizer" else 1]), Group())
         group.tensors += 1
         group.elements += prod(entry.shape)
         group.bytes += prod(entry.shape) * entry.dtype.itemsize
         group.dtypes = tuple(sorted({*group.dtypes, DTYPE_NAMES[entry.dtype]}))
-    return dict(sorted(found.items()))
+    return dict(sorted(grouped.items()))
 
 
 def _tensor(entry: TensorEntry) -> dict[str, Any]:
@@ -117,12 +117,13 @@ def show(result: dict[str, Any], manifest: Manifest, *, with_tensors: bool) -> N
     """Print the tables."""
     out = console()
     facts = table(f"ckpt inspect · {result['path']}", "", "")
-    for name, said in facts_of(result).items():
-        add_row(facts, name, said)
+    for name, fact in facts_of(result).items():
+        add_row(facts, name, fact)
     out.print(facts)
     made = table("tensors by purpose", "", "tensors#", "elements#", "size#", "dtype")
     for name, group in result["groups"].items():
-        add_row(made, name, *_counts(group), ", ".join(group["dtypes"]))
+        counts = f"{group['tensors']:,}", f"{group['elements']:,}", size(group["bytes"])
+        add_row(made, name, *counts, ", ".join(group["dtypes"]))
     out.print(made)
     made = table("files", "", "size#", "digest")
     for name, file in result["files"].items():
@@ -132,78 +133,56 @@ def show(result: dict[str, Any], manifest: Manifest, *, with_tensors: bool) -> N
         show_tensors(out, manifest)
 
 
-def _counts(group: dict[str, Any]) -> tuple[str, str, str]:
-    return f"{group['tensors']:,}", f"{group['elements']:,}", size(group["bytes"])
-
-
 def facts_of(result: dict[str, Any]) -> dict[str, str]:
-    """Name and value of facts listed once."""
-    written_by, files = result["written_by"], len(result["files"])
+    """Name and value of facts listed once; those that the checkpoint does not record are left out."""
+    samples, tokens, missing = (result[key] for key in ("consumed_samples", "consumed_tokens", "missing"))
+    source = dig(result, "state", "source")
     facts = {
-        "format": f"{result['format']}, version {result['format_version']}",
         "step": f"{result['step']:,}",
-        "seen": seen(result),
-        "model": model_line(result["model"]),
+        "seen": joined({"{:,} samples": samples, "{:,} tokens": tokens}),
+        "model": joined(dict(zip(MODEL_FACTS, result["model"].values(), strict=True))),
         "trained at": layout_line(result["layout"]),
         "data": data_line(dig(result, "state", "data", "segments")),
-        "made from": source_line(dig(result, "state", "source")),
+        "made from": " ".join(str(dig(source, key)) for key in ("kind", "name") if source is not None),
+        "iteration": joined({"{:,}": dig(source, "iteration")}),
         "resharded to": layout_line(result["resharded_to"]),
-        "files": f"{files:,}, {size(result['bytes'])}",
+        "files": f"{len(result['files']):,}, {size(result['bytes'])}",
         "dtypes": ", ".join(result["dtypes"]),
         "optimizer state": "yes" if result["optimizer_state"] else "no: weights alone",
-        "loss scale": str(result["loss_scale"]),
-        "written by": layout_line(written_by),
+        "loss scale": "" if result["loss_scale"] is None else str(result["loss_scale"]),
+        "written by": layout_line(result["written_by"]),
         "save id": result["save_id"],
         "digest": result["digest"],
-        "missing": ", ".join(result["missing"]),
+        "missing": missing and f"{', '.join(missing)}: not the state of a training run",
     }
-    if result["missing"]:
-        facts["missing"] += ": not the state of a training run"
-    return {name: said for name, said in facts.items() if said and said != "None"}
+    return {name: fact for name, fact in facts.items() if fact}
 
 
-def seen(result: dict[str, Any]) -> str:
-    """Samples and tokens."""
-    samples, tokens = result["consumed_samples"], result["consumed_tokens"]
-    if type(samples) is not int:
-        return ""
-    return f"{samples:,} samples" + (f", {tokens:,} tokens" if tokens is not None else "")
+def joined(facts: dict[str, JSON]) -> str:
+    """Numbers and words by their format, those that are known: `24 samples, 384 tokens`."""
+    known = [
+        form.format(value)
+        for form, value in facts.items()
+        if type(value) is int or (isinstance(value, str) and ":," not in form)
+    ]
+    return ", ".join(known)
 
 
-def model_line(model: dict[str, Any]) -> str:
-    """`gpt2, layers 12, hidden 768, heads 12, vocabulary 50257, parameters 124,439,808`, as far as known."""
-    words = {"num_layers": "layers {}", "hidden_size": "hidden {}", "num_heads": "heads {}"}
-    words |= {"kind": "{}", "vocab_size": "vocabulary {}"}
-    said = [words[key].format(model[key]) for key in MODEL_KEYS if model[key] is not None]
-    if model["parameters"] is not None:
-        said.append(f"parameters {model['parameters']:,}")
-    return ", ".join(said)
-
-
-def data_line(said: JSON) -> str:
+def data_line(segments: JSON) -> str:
     """Name and share of each corpus of the newest blend: `wiki 30.00%, web 70.00% since sample 4,096`."""
-    newest = said[-1] if isinstance(said, list) and said else None
+    newest = segments[-1] if isinstance(segments, list) and segments else None
     sources, begin = dig(newest, "sources"), dig(newest, "from_sample")
     shares = [(dig(s, "name"), dig(s, "weight")) for s in (sources if isinstance(sources, list) else [])]
     line = ", ".join(f"{name} {share:.2%}" for name, share in shares if isinstance(share, float))
     return f"{line} since sample {begin:,}" if line and isinstance(begin, int) and begin else line
 
 
-def source_line(said: JSON) -> str:
-    """Source of an imported checkpoint: `megatron gpt2_345m, iteration 500,000`."""
-    if said is None:
-        return ""
-    iteration = dig(said, "iteration")
-    line = " ".join(str(dig(said, key)) for key in ("kind", "name"))
-    return f"{line}, iteration {iteration:,}" if type(iteration) is int else line
-
-
-def layout_line(said: JSON) -> str:
+def layout_line(layout: JSON) -> str:
     """{"tp": 2, "pp": 1} as `tp=2 pp=1`."""
-    if not isinstance(said, dict):
-        return "" if said is None else str(said)
-    ordered = sorted(said.items(), key=lambda item: FIRST.index(item[0]) if item[0] in FIRST else len(FIRST))
-    return " ".join(f"{key}={str(value).lower()}" for key, value in ordered if value is not None)
+    if not isinstance(layout, dict):
+        return "" if layout is None else str(layout)
+    keys = sorted(layout, key=[*FIRST, *layout].index)
+    return " ".join(f"{key}={str(layout[key]).lower()}" for key in keys if layout[key] is not None)
 
 
 def show_tensors(out: Console, manifest: Manifest) -> None:

@@ -1,10 +1,10 @@
 """`mlm ckpt prune`: delete old checkpoints of a run, and what killed saves left.
 
-Kept: the newest keep_last whole checkpoints, multiples of keep_every, the one `latest` names, and those of
-another branch than that one: what a roll-back abandoned is its owner's to delete by hand. Whole is meant
-as names and sizes tell, which is quick; with verify=true every byte is read. A damaged checkpoint never
-counts as kept. It is deleted when keep_last whole ones are newer, as a whole one would be; a newer one stays
-until its owner has looked at it: it may be the only trace of those steps.
+Kept: the newest keep_last whole checkpoints, multiples of keep_every, the one `latest` names and newer ones,
+and what a roll-back set aside: that is its owner's to delete by hand. Whole is meant as names and sizes tell,
+which is quick; with verify=true every byte is read. A damaged checkpoint never counts as kept. It is deleted
+when keep_last whole ones are newer, as a whole one would be; a newer one stays until its owner has looked at
+it: it may be the only trace of those steps.
 """
 
 import os
@@ -16,14 +16,13 @@ from pathlib import Path
 from mlm.checkpoint.commands.config import CkptPruneConfig
 from mlm.checkpoint.native.folders import (
     REPLACED,
+    candidates,
     checkpoints,
     clear_up,
     discard,
-    is_of_another_branch,
     leftovers,
     locate,
     named_latest,
-    plain_name,
     problem_of,
 )
 from mlm.checkpoint.native.format import RESTORE, CheckpointError
@@ -43,7 +42,7 @@ class Item:
     bytes: int
     what: str
     """ "whole", "damaged: …" or "left by a killed save"."""
-    goes: bool
+    is_outdated: bool
 
 
 def run(config: CkptPruneConfig) -> None:
@@ -57,7 +56,7 @@ def run(config: CkptPruneConfig) -> None:
         raise UserError(f"ckpt={config.ckpt}: is one checkpoint; set ckpt=… to its run directory")
     with nullcontext() if config.dry_run else sole_writer(root, setting="ckpt"):
         try:
-            items = look(root, config)
+            items = list_items(root, config)
             left = [] if config.dry_run else delete(root, items)
         except OSError as error:
             raise CheckpointError(
@@ -68,39 +67,38 @@ def run(config: CkptPruneConfig) -> None:
         raise CheckpointError(f"{left[0]}: could not be deleted: make it and its folder writable")
 
 
-def look(root: Path, config: CkptPruneConfig) -> list[Item]:
+def list_items(root: Path, config: CkptPruneConfig) -> list[Item]:
     """All items of the folder, checkpoints first, to keep or delete. Raises OSError and CheckpointError."""
-    found, since = list(checkpoints(root).values()), diverged_since(root.parent / FILE_NAME)
+    paths, since = list(checkpoints(root).values()), diverged_since(root.parent / FILE_NAME)
     problems: dict[Path, str | None] = {}
-    with progress_bar("verifying", sum(map(shard_bytes, found)), in_bytes=True) as advance:
+    with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
 
         def problem(path: Path) -> str | None:
             if path not in problems:
-                problems[path] = read_all(path, advance) if config.verify else problem_of(path)
+                problems[path] = byte_problem(path, advance) if config.verify else problem_of(path)
             return problems[path]
 
         most, every = config.keep_last, config.keep_every
         old = set(outdated(root, keep_last=most, keep_every=every, since=since, problem=problem))
-    head = next((path for path in found if plain_name(path) == named_latest(root)), None)
-    items = []
-    for path in found:
+    items, counted = list[Item](), candidates(root)
+    for path in paths:
         why = problems[path] if path in problems else problem_of(path)
-        what = "whole" if why is None else f"damaged: {said_shortly(path, why)}"
+        what = "whole" if why is None else f"damaged: {shorten(path, why)}"
         if why is None and (doubt := doubt_of(path, since)):
             what += f", doubtful: {doubt}"
-        if head is not None and is_of_another_branch(path, head):
-            what += ", of another branch than latest: kept and not counted"
+        if path not in counted:
+            what += ", newer than latest: kept and not counted"
         items.append(Item(path, bytes_of(path), what, path in old))
     return items + [Item(path, bytes_of(path), "left by a killed save", True) for path in leftovers(root)]
 
 
-def read_all(path: Path, progress: Callable[[int], None]) -> str | None:
+def byte_problem(path: Path, progress: Callable[[int], None]) -> str | None:
     """Why a checkpoint cannot be loaded, every byte read."""
-    found = verify_checkpoint(path, progress)
-    return None if found.loads else f"{found.problems[0].file}: {found.problems[0].why}"
+    verified = verify_checkpoint(path, progress)
+    return None if verified.loads else f"{verified.problems[0].file}: {verified.problems[0].why}"
 
 
-def said_shortly(path: Path, why: str) -> str:
+def shorten(path: Path, why: str) -> str:
     """Return a problem without the directory and the remedy, for a row of a table."""
     return why.removeprefix(f"{path}/").removesuffix(f". {RESTORE}")
 
@@ -118,7 +116,9 @@ def delete(root: Path, items: list[Item]) -> list[Path]:
     Returns what could not be deleted. Raises OSError.
     """
     killed = leftovers(root)
-    failed = [item.path for item in items if item.goes and item.path not in killed and not discard(item.path)]
+    failed = [
+        item.path for item in items if item.is_outdated and item.path not in killed and not discard(item.path)
+    ]
     clear_up(root)
     return failed + leftovers(root)
 
@@ -128,13 +128,13 @@ def show(config: CkptPruneConfig, root: Path, items: list[Item], left: list[Path
     goes = "would be deleted" if config.dry_run else "deleted"
     made = table(f"ckpt prune · {root}", "", "size#", "", "")
     for item in items:
-        done = "not deleted" if item.path in left else goes if item.goes else "kept"
+        done = "not deleted" if item.path in left else goes if item.is_outdated else "kept"
         add_row(made, item.path.name, size(item.bytes), done, item.what)
     out = console()
     out.print(made)
-    freed = sum(item.bytes for item in items if item.goes and item.path not in left)
+    freed = sum(item.bytes for item in items if item.is_outdated and item.path not in left)
     out.print(f"{size(freed)} {'would be ' if config.dry_run else ''}freed")
-    damaged = [item for item in items if item.what.startswith("damaged") and not item.goes]
+    damaged = [item for item in items if item.what.startswith("damaged") and not item.is_outdated]
     if damaged:
         out.print(f"damaged, kept and not counted: {len(damaged)}. Restore from a copy, or delete by hand")
     named = named_latest(root)

@@ -1,12 +1,15 @@
-"""The JSON result of the `mlm ckpt` commands."""
+"""What the commands on checkpoints write and print alike."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 import mlm
+from mlm.models.config import ModelConfig
 from mlm.tracking.history import finite
 from mlm.util import results as result_files
+from mlm.util.terminal import add_row, console, table
 
 
 def versions() -> dict[str, str]:
@@ -17,3 +20,25 @@ def versions() -> dict[str, str]:
 def write_result(out: str, result: dict[str, Any]) -> None:
     """Write the JSON for machines; numbers that are not finite become null. Raises UserError."""
     result_files.write_result(out, {key: finite(value) for key, value in result.items()})
+
+
+def show_table(title: str, columns: dict[str, object], notes: Iterable[str], *lines: str) -> None:
+    """Print a table of one row, a line for each note, and more lines."""
+    made, out = table(title, *columns), console()
+    add_row(made, *columns.values())
+    out.print(made)
+    for line in (*(f"note: {note}" for note in notes), *lines):
+        out.print(line)
+
+
+def model_columns(model: ModelConfig) -> dict[str, object]:
+    """Sizes of an imported model."""
+    numbers = {
+        "parameters": model.num_parameters(),
+        "layers": model.num_layers,
+        "hidden": model.hidden_size,
+        "heads": model.num_heads,
+        "positions": model.max_positions,
+        "vocabulary": model.vocab_size,
+    }
+    return {f"{name}#": f"{number:,}" for name, number in numbers.items()}

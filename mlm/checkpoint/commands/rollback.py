@@ -1,22 +1,41 @@
 """`mlm ckpt rollback`: continue a run from an earlier checkpoint; newer ones are set aside."""
 
+import os
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.checkpoint.commands.config import CkptRollbackConfig
 from mlm.checkpoint.native.folders import (
+    ancestors_of,
+    checkpoints,
+    clear_up,
+    free_name,
     locate,
     named_latest,
+    plain_name,
+    point_latest,
     problem_of,
+    set_aside,
     step_name,
+    step_of,
 )
-from mlm.checkpoint.native.format import CheckpointError
+from mlm.checkpoint.native.format import CheckpointError, read_summary
+from mlm.checkpoint.native.lineage import Save
 from mlm.checkpoint.native.retention import doubt_of, newest_good
-from mlm.checkpoint.native.rollback import Move, move_latest, reachable
 from mlm.tracking.history import FILE_NAME, diverged_since
+from mlm.util.atomic import fsync_directory
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import sole_writer
 from mlm.util.terminal import console, plain
+
+
+@dataclass(frozen=True)
+class Move:
+    """A checkpoint that was renamed."""
+
+    before: Path
+    after: Path
 
 
 def run(config: CkptRollbackConfig) -> None:
@@ -42,25 +61,61 @@ def run(config: CkptRollbackConfig) -> None:
 
 def find_step(root: Path, config: CkptRollbackConfig) -> int:
     """Return the step to move to: the one asked for, or the newest good one. Raises UserError."""
-    found = reachable(root)
+    paths = reachable(root)
     if config.step is None:
         good = newest_good(root, diverged_since(root.parent / FILE_NAME))
         if good is None:
             raise CorruptFileError(
-                f"{root}: no checkpoint is good; name one with step=… (of {listed(found)})"
+                f"{root}: no checkpoint is good; name one with step=… (of {step_list(paths)})"
             )
-        return int(good.name.rpartition("-")[2])
-    if config.step not in found:
-        raise UserError(f"step={config.step}: no checkpoint to move to; set step=… to one of {listed(found)}")
-    if problem := problem_of(found[config.step]):
-        raise CorruptFileError(f"step={config.step}: {problem}; set step=… to another of {listed(found)}")
+        return step_of(good)
+    if config.step not in paths:
+        raise UserError(
+            f"step={config.step}: no checkpoint to move to; set step=… to one of {step_list(paths)}"
+        )
+    if problem := problem_of(paths[config.step]):
+        raise CorruptFileError(f"step={config.step}: {problem}; set step=… to another of {step_list(paths)}")
     return config.step
 
 
-def listed(found: dict[int, Path]) -> str:
+def reachable(root: Path) -> dict[int, Path]:
+    """Checkpoints by step that `latest` can be moved to: those in their place, and its set aside descendants.
+
+    Raises OSError, and CheckpointError when `root` cannot be read.
+    """
+    present, name = checkpoints(root), named_latest(root)
+    head = next((path for path in present.values() if plain_name(path) == name), None)
+    return dict(sorted({**(set_aside(root, head) if head else {}), **present}.items()))
+
+
+def move_latest(root: Path, step: int) -> list[Move]:
+    """Point `latest` at a reachable step, with its ancestors in their place and what is newer set aside.
+
+    A kill at any instant leaves a `latest` that can be loaded; the same call then does the rest. Raises
+    OSError and what reading the manifest of `step` raises.
+    """
+    clear_up(root)
+    paths = reachable(root)
+    past, restored, newer = ancestors_of(paths[step]), list[Move](), list[Move]()
+    for other, path in paths.items():
+        in_place = path.name == step_name(other)
+        if other > step and in_place:
+            newer.append(Move(path, free_name(root, other)))
+        elif not in_place and (other == step or Save(other, read_summary(path).save_id) in past):
+            restored.append(Move(path, root / step_name(other)))
+    for move in restored:
+        os.rename(move.before, move.after)
+    point_latest(root, step)
+    for move in newer:
+        os.rename(move.before, move.after)
+    fsync_directory(root)
+    return restored + newer
+
+
+def step_list(paths: dict[int, Path]) -> str:
     """Return steps, those set aside marked."""
     return ", ".join(
-        f"{step}{'' if path.name == step_name(step) else ' (set aside)'}" for step, path in found.items()
+        f"{step}{'' if path.name == step_name(step) else ' (set aside)'}" for step, path in paths.items()
     )
 
 

@@ -25,19 +25,19 @@ def run(config: CkptVerifyConfig) -> None:
     place, alone = locate(config.ckpt)
     paths = [place] if alone else [*checkpoints(place).values(), *best_of(place)]
     with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
-        found = [verify_checkpoint(path, advance) for path in paths]
-    start = None if alone else continued_from(place, found)
+        results = [verify_checkpoint(path, advance) for path in paths]
+    start = None if alone else continued_from(place, results)
     if config.out is not None:
-        write_result(config.out, result_of(config.ckpt, found, start))
-    show(config.ckpt, found, start, in_run=not alone)
-    bad = [each for each in found if not each.whole]
+        write_result(config.out, result_of(config.ckpt, results, start))
+    show(config.ckpt, results, start, in_run=not alone)
+    bad = [each for each in results if not each.whole]
     if bad:
         first, verb = bad[0].problems[0], "is" if len(bad) == 1 else "are"
         remedy = "Restore it from a copy, or delete it"
         if isinstance(first, NotFinite):
             remedy = "Go back to one that is whole with mlm ckpt rollback, or delete it"
         raise CorruptFileError(
-            f"{len(bad)} of {len(found)} checkpoints {verb} {word_of(first)}: "
+            f"{len(bad)} of {len(results)} checkpoints {verb} {word_of(first)}: "
             f"{bad[0].path / plain(first.file)}: {plain(first.why)}. {remedy}"
         )
     problem = None if alone else read_pointer(place).problem
@@ -56,18 +56,18 @@ def best_of(place: Path) -> list[Path]:
     return list(checkpoints(best).values()) if place.name == CHECKPOINTS and best.is_dir() else []
 
 
-def continued_from(root: Path, found: list[Verified]) -> Path | None:
+def continued_from(root: Path, results: list[Verified]) -> Path | None:
     """The checkpoint a run there would continue from: the one `latest` names, else its nearest ancestor."""
-    sound = {each.path for each in found if each.loads}
+    sound = {each.path for each in results if each.loads}
     return next((path for path in candidates(root) if path in sound), None)
 
 
-def result_of(ckpt: str, found: list[Verified], start: Path | None) -> dict[str, Any]:
-    """All that was found, for machines."""
+def result_of(ckpt: str, results: list[Verified], start: Path | None) -> dict[str, Any]:
+    """All findings, for machines."""
     return {
         "task": "ckpt verify",
         "ckpt": ckpt,
-        "whole": all(each.whole for each in found),
+        "whole": all(each.whole for each in results),
         "continues_from": None if start is None else str(start),
         "checkpoints": [
             {
@@ -80,16 +80,16 @@ def result_of(ckpt: str, found: list[Verified], start: Path | None) -> dict[str,
                 "faults": [asdict(problem) for problem in each.problems],
                 "warnings": list(each.warnings),
             }
-            for each in found
+            for each in results
         ],
         "versions": versions(),
     }
 
 
-def show(ckpt: str, found: list[Verified], start: Path | None, *, in_run: bool) -> None:
+def show(ckpt: str, results: list[Verified], start: Path | None, *, in_run: bool) -> None:
     """Print a line per checkpoint, and one per further problem."""
     made = table(f"ckpt verify · {ckpt}", "checkpoint", "step#", "files#", "size#", "")
-    for each in found:
+    for each in results:
         manifest = each.manifest
         cells: tuple[object, ...] = ("", "", "")
         if manifest is not None:
@@ -102,7 +102,7 @@ def show(ckpt: str, found: list[Verified], start: Path | None, *, in_run: bool) 
             add_row(made, "", "", "", "", line)
     out = console()
     out.print(made)
-    for each in found:
+    for each in results:
         for line in each.warnings:
             out.print(f"note: {plain(line)}")
     if in_run:

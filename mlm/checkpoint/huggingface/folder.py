@@ -49,7 +49,7 @@ def find_file(folder: Path, name: str) -> Path | None:
         return None
     try:
         target, root = path.resolve(strict=True), folder.resolve()
-        found = target.stat()
+        status = target.stat()
     except (OSError, RuntimeError) as error:
         raise UserError(f"{path}: cannot be opened: {error}. Make it readable, or {AGAIN.lower()}") from error
     allowed = [root]
@@ -57,11 +57,11 @@ def find_file(folder: Path, name: str) -> Path | None:
         allowed += [root.parents[1] / "blobs", root.parents[2] / "blobs"]
     if not any(target.is_relative_to(parent) for parent in allowed):
         raise UserError(f"{path}: a link that leads out of the folder. Put the file itself there")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{path}: no plain file. {AGAIN}")
     most = MAX_BYTES.get(name)
-    if most is not None and found.st_size > most:
-        raise UserError(f"{path}: {found.st_size} bytes, {most} is the limit. {AGAIN}")
+    if most is not None and status.st_size > most:
+        raise UserError(f"{path}: {status.st_size} bytes, {most} is the limit. {AGAIN}")
     return target
 
 
@@ -202,8 +202,8 @@ def _headers(settings: HFSettings, files: Mapping[str, Path]) -> dict[str, tuple
     folder, mapping = settings.folder, settings.mapping
     for file, path in files.items():
         with reading(folder / file):
-            found = read_safetensors_header(path, AGAIN)[1]
-        for theirs, layout in found.items():
+            header = read_safetensors_header(path, AGAIN)[1]
+        for theirs, layout in header.items():
             name = mapping.plain(theirs)
             if name in out:
                 raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {AGAIN}")

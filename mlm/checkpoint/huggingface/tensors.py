@@ -15,7 +15,7 @@ from mlm.checkpoint.huggingface.folder import (
     reading,
 )
 from mlm.checkpoint.native.format import DTYPE_NAMES
-from mlm.checkpoint.native.shard_file import copy_region
+from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
 from mlm.models.huggingface import Location, show

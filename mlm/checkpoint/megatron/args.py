@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.megatron.files import shown
+from mlm.checkpoint.megatron.files import printable
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
 from mlm.models.megatron import MegatronMapping
@@ -19,8 +19,8 @@ from mlm.util.errors import CorruptFileError, UserError
 
 def mappings() -> dict[str, MegatronMapping]:
     """Return kind of model -> its mapping, in the order in which they are tried."""
-    found = {kind: family_of(kind).megatron for kind in SHIPPED}
-    return {kind: mapping for kind, mapping in found.items() if mapping is not None}
+    known = {kind: family_of(kind).megatron for kind in SHIPPED}
+    return {kind: mapping for kind, mapping in known.items() if mapping is not None}
 
 
 def family_names() -> str:
@@ -75,33 +75,37 @@ class Settings:
         return default
 
     def _odd(self, name: str, value: Any) -> CorruptFileError:
-        return CorruptFileError(f"{self.path}: args.{name}={say(value)} is out of range: copy it again")
+        return CorruptFileError(
+            f"{self.path}: args.{name}={describe_value(value)} is out of range: copy it again"
+        )
 
 
-def say(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a value for a message; one of a type that args do not have is named by its type."""
     if type(value) is int and abs(value) >= 1 << 63:
         return "(a huge number)"
     plain = value is None or type(value) in (bool, int, float, str)
-    return shown(str(value)) if plain else f"({type(value).__name__})"
+    return printable(str(value)) if plain else f"({type(value).__name__})"
 
 
-def imported(mapping: MegatronMapping) -> str:
+def import_summary(mapping: MegatronMapping) -> str:
     """Return what is imported, for a message about something else."""
     return f"mlm imports {family_names()}: {mapping.summary}"
 
 
-def unsupported(settings: Settings, mapping: MegatronMapping) -> list[str]:
+def unsupported_arguments(settings: Settings, mapping: MegatronMapping) -> list[str]:
     """Return a line for each argument that makes a model which the family is not."""
-    values, ours = settings.values, imported(mapping)
+    values, ours = settings.values, import_summary(mapping)
     problems = [
-        f"args.{name}={say(values[name])}: {ours}"
+        f"args.{name}={describe_value(values[name])}: {ours}"
         for name, supported in mapping.args.items()
         if name in values and not any(values[name] is one or _equal(values[name], one) for one in supported)
     ]
     heads = settings.number("num_attention_heads")
     if not is_usual_softmax_scale(settings, heads):
-        problems.append(f"args.softmax_scale={say(values['softmax_scale'])}, not 1/sqrt(head width): {ours}")
+        problems.append(
+            f"args.softmax_scale={describe_value(values['softmax_scale'])}, not 1/sqrt(head width): {ours}"
+        )
     if values.get("group_query_attention") is True and settings.number("num_query_groups") != heads:
         problems.append(f"args.group_query_attention=True with fewer groups than heads: {ours}")
     return [f"{settings.path}: {problem}" for problem in problems]
@@ -119,15 +123,15 @@ def is_usual_softmax_scale(settings: Settings, heads: int | None) -> bool:
 
 def check_layout(settings: Settings, tp: int, pp: int) -> None:
     """Raise CorruptFileError if the run had more or fewer ranks than there are files."""
-    for names, found in (
+    for names, count in (
         (("tensor_model_parallel_size", "model_parallel_size"), tp),
         (("pipeline_model_parallel_size",), pp),
     ):
-        said = settings.number(*names)
-        if said is not None and said != found:
+        recorded = settings.number(*names)
+        if recorded is not None and recorded != count:
             raise CorruptFileError(
-                f"{settings.path}: args.{names[0]}={said}, but there are files of {found}: "
-                f"{'copy the others too' if said > found else 'delete those of another run'}"
+                f"{settings.path}: args.{names[0]}={recorded}, but there are files of {count}: "
+                f"{'copy the others too' if recorded > count else 'delete those of another run'}"
             )
 
 
@@ -161,15 +165,17 @@ def model_config(
         "max_positions": ("max_position_embeddings",),
     }
     for name, names in pairs.items():
-        said, found = settings.number(*names), sizes.fields.get(name)
-        if said is not None and found is not None and said != found:
+        recorded, actual = settings.number(*names), sizes.fields.get(name)
+        if recorded is not None and actual is not None and recorded != actual:
             raise CorruptFileError(
-                f"{path}: args.{names[0]}={said}, but the files make {found}: they are not of one run"
+                f"{path}: args.{names[0]}={recorded}, but the files make {actual}: they are not of one run"
             )
-    said_heads = settings.number("num_attention_heads")
-    if said_heads and num_heads and said_heads != num_heads:
-        raise UserError(f"num_heads={num_heads}: args.num_attention_heads={said_heads}: leave num_heads out")
-    heads = said_heads or num_heads
+    recorded_heads = settings.number("num_attention_heads")
+    if recorded_heads and num_heads and recorded_heads != num_heads:
+        raise UserError(
+            f"num_heads={num_heads}: args.num_attention_heads={recorded_heads}: leave num_heads out"
+        )
+    heads = recorded_heads or num_heads
     if heads is None:
         raise UserError(
             f"{path}: does not record the number of attention heads: give num_heads=… "
@@ -177,7 +183,7 @@ def model_config(
         )
     width = settings.number("kv_channels") or h // heads
     if h % heads or heads % sizes.tp or width * heads != h:
-        remedy = "give another num_heads=…" if said_heads is None else imported(mappings()[kind])
+        remedy = "give another num_heads=…" if recorded_heads is None else import_summary(mappings()[kind])
         raise UserError(
             f"num_heads={heads} does not fit hidden_size={h} at tp={sizes.tp}, heads of {width} columns: "
             f"{remedy}"
@@ -230,7 +236,7 @@ def true_vocabulary(
 
 def notes(settings: Settings, kind: str) -> tuple[str, ...]:
     """Return what differs a little from the run that wrote it, one line each."""
-    found = list(mappings()[kind].notes(settings.values))
+    lines = list(mappings()[kind].notes(settings.values))
     if not settings.known:
-        found.append("it holds no args: dropout, layer norm epsilon and initial weights take mlm's defaults")
-    return tuple(found)
+        lines.append("it holds no args: dropout, layer norm epsilon and initial weights take mlm's defaults")
+    return tuple(lines)

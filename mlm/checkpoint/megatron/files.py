@@ -11,7 +11,7 @@ Source: NVIDIA/Megatron-LM, megatron/checkpointing.py, get_checkpoint_name(s) fr
 
 The files are pickles, programs that build objects. They are read by torch's weights-only unpickler, which
 builds tensors and plain containers. Beside these it is given `argparse.Namespace`, and for the classes of
-`SET_ASIDE` a stub that keeps nothing: no function of these files is ever looked up or called.
+`IGNORED_GLOBALS` a stub that keeps nothing: no function of these files is ever looked up or called.
 """
 
 import argparse
@@ -39,7 +39,7 @@ DISTRIBUTED = (".metadata", "metadata.json", "common.pt", "*.distcp")
 """Files of Megatron-LM's newer formats, torch_dist and zarr."""
 ZIP_MAGIC = b"PK\x03\x04"
 
-SET_ASIDE = (
+IGNORED_GLOBALS = (
     # the state of numpy's generator, and numpy numbers in schedules
     "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct",
@@ -86,10 +86,10 @@ RESAVE = (
 )
 
 
-class SetAside:
-    """Stub for the classes and functions of `SET_ASIDE`: takes anything, keeps nothing."""
+class IgnoredGlobal:
+    """Stub for the classes and functions of `IGNORED_GLOBALS`: takes anything, keeps nothing."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "SetAside":
+    def __new__(cls, *args: Any, **kwargs: Any) -> "IgnoredGlobal":
         """Ignore the arguments."""
         return super().__new__(cls)
 
@@ -120,10 +120,10 @@ def find_files(source: str | Path) -> RankFiles:
     try:
         return _rank_files(_step_folder(Path(source)))
     except OSError as error:
-        raise unreadable(Path(error.filename or source), error) from error
+        raise unreadable_error(Path(error.filename or source), error) from error
 
 
-def unreadable(path: Path, error: OSError) -> UserError:
+def unreadable_error(path: Path, error: OSError) -> UserError:
     """Return the error of a file that cannot be read."""
     return UserError(f"{path}: {error.strerror or error}: make it readable, or copy it to where it is")
 
@@ -148,12 +148,12 @@ def _step_folder(source: Path) -> Path:
 def _named_latest(source: Path) -> Path:
     file = source / LATEST
     with open(file, "rb") as f:
-        said = f.read(64).strip().decode("ascii", "replace")
-    if said != "release" and not said.isdecimal():
+        iteration = f.read(64).strip().decode("ascii", "replace")
+    if iteration != "release" and not iteration.isdecimal():
         raise CorruptFileError(
-            f"{file}: {said!r} is no iteration: name one of the folders in {source} instead"
+            f"{file}: {iteration!r} is no iteration: name one of the folders in {source} instead"
         )
-    step = source / (said if said == "release" else f"iter_{int(said):07d}")
+    step = source / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
     if not step.is_dir():
         raise CorruptFileError(
             f"{file}: names {step.name}, which is not there: copy it too, or name another folder in {source}"
@@ -162,7 +162,7 @@ def _named_latest(source: Path) -> Path:
 
 
 def _rank_files(step: Path) -> RankFiles:
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     with_pipeline: set[bool] = set()
     for folder in sorted(step.iterdir()):
         numbers = RANK_FOLDER.fullmatch(folder.name)
@@ -179,22 +179,22 @@ def _rank_files(step: Path) -> RankFiles:
             )
         if len(present) > 1:
             raise CorruptFileError(f"{folder}: holds {' and '.join(MODEL_FILES)}: delete the older one")
-        found[int(numbers[1]), int(numbers[2] or 0)] = present[0]
+        files[int(numbers[1]), int(numbers[2] or 0)] = present[0]
         with_pipeline.add(numbers[2] is not None)
-    if not found:
+    if not files:
         raise _nothing_found(step)
     if len(with_pipeline) > 1:
         raise CorruptFileError(
             f"{step}: holds mp_rank_XX and mp_rank_XX_YYY, of two layouts: delete the older ones"
         )
-    tp, pp = (1 + max(numbers) for numbers in zip(*found, strict=True))
+    tp, pp = (1 + max(numbers) for numbers in zip(*files, strict=True))
     for t, p in ((t, p) for t in range(tp) for p in range(pp)):
-        if (t, p) not in found:
+        if (t, p) not in files:
             name = f"mp_rank_{t:02d}_{p:03d}" if True in with_pipeline else f"mp_rank_{t:02d}"
             raise CorruptFileError(
                 f"{step}: {name}/{MODEL_FILES[0]} is missing, of tp={tp} pp={pp} ranks: copy it too"
             )
-    return RankFiles(step, found, tp, pp)
+    return RankFiles(step, files, tp, pp)
 
 
 def _nothing_found(step: Path) -> UserError:
@@ -227,7 +227,7 @@ def check_records(path: Path, progress: Callable[[int], None] = lambda count: No
                         progress(len(block))
     # a RuntimeError, or a kind of it, is zipfile's word for an encrypted record and for an unknown method
     except (zipfile.BadZipFile, EOFError, RuntimeError) as error:
-        raise damaged(path, error) from error
+        raise damaged_error(path, error) from error
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -239,19 +239,19 @@ def read_file(path: Path) -> dict[str, Any]:
         mapped = is_zip(path)
         if mapped:
             _check_stored(path)
-        with _only_ours(), warnings.catch_warnings():
+        with _restricted_globals(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the age of the format
             if mapped and (named := serialization.get_unsafe_globals_in_checkpoint(path)):
-                raise rejected(path, ", ".join(sorted(named)[:3]))
+                raise rejected_error(path, ", ".join(sorted(named)[:3]))
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except UserError:
         raise
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     except Exception as error:  # what a damaged or hostile file can raise has no end
         if named_one := re.search(r"GLOBAL (\S+)", str(error)):
-            raise rejected(path, named_one[1]) from None
-        raise damaged(path, error) from error
+            raise rejected_error(path, named_one[1]) from None
+        raise damaged_error(path, error) from error
     if type(content) is not dict or not all(type(key) is str for key in content):
         raise CorruptFileError(f"{path}: holds no named parts: is it a Megatron-LM checkpoint?")
     return content
@@ -265,7 +265,7 @@ def _check_stored(path: Path) -> None:
 
 
 @contextmanager
-def _only_ours() -> Iterator[None]:
+def _restricted_globals() -> Iterator[None]:
     """Limit torch's unpickler to its own names, Namespace and the stubs.
 
     Libraries add their classes when they are imported.
@@ -273,27 +273,29 @@ def _only_ours() -> Iterator[None]:
     others = serialization.get_safe_globals()
     serialization.clear_safe_globals()
     try:
-        serialization.add_safe_globals([argparse.Namespace, *((SetAside, name) for name in SET_ASIDE)])
+        serialization.add_safe_globals(
+            [argparse.Namespace, *((IgnoredGlobal, name) for name in IGNORED_GLOBALS)]
+        )
         yield
     finally:
         serialization.clear_safe_globals()
         serialization.add_safe_globals(others)
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """Words of a file for a message: one line, nothing that a terminal obeys."""
     return (text if text.isprintable() else ascii(text))[:120]
 
 
-def rejected(path: Path, name: str) -> CorruptFileError:
+def rejected_error(path: Path, name: str) -> CorruptFileError:
     """Return the error of a file that names a class or function it does not need."""
     return CorruptFileError(
-        f"{path}: refers to {shown(name)}, which is not data; nothing was executed: {RESAVE}"
+        f"{path}: refers to {printable(name)}, which is not data; nothing was executed: {RESAVE}"
     )
 
 
-def damaged(path: Path, error: Exception) -> CorruptFileError:
+def damaged_error(path: Path, error: Exception) -> CorruptFileError:
     """Return the error of a file that is damaged or of another format."""
     lines = str(error).split("WeightsUnpickler error: ")[-1].strip().splitlines()
-    reason = shown(lines[0].split(". In PyTorch")[0]) if lines else type(error).__name__
+    reason = printable(lines[0].split(". In PyTorch")[0]) if lines else type(error).__name__
     return CorruptFileError(f"{path}: damaged, or not written by torch.save ({reason}): copy it again")

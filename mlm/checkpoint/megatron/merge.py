@@ -6,7 +6,7 @@ qkv rows depends on checkpoint_version: NVIDIA/Megatron-LM, megatron/checkpointi
 fix_query_key_value_ordering.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,29 +18,28 @@ from mlm.checkpoint.megatron.args import (
     Settings,
     Sizes,
     check_layout,
+    describe_value,
+    family_names,
     mappings,
     model_config,
     notes,
-    say,
     shape_config,
     true_vocabulary,
+    unsupported_arguments,
 )
-from mlm.checkpoint.megatron.files import RankFiles, read_file, shown
-from mlm.checkpoint.megatron.tensors import (
-    Named,
-    check_replicas,
-    kind_of,
-    named_values,
-    our_names,
-    whole_shape,
-)
+from mlm.checkpoint.megatron.files import RankFiles, printable, read_file
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import parameters
 from mlm.models.config import ModelConfig
 from mlm.models.megatron import HEAD, MegatronMapping
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MAX_DEPTH, _MAX_NODES = 8, 1 << 17  # of the dictionaries in a file; they may hold themselves
+
+Named = Mapping[str, Any]
+"""Part of the model in a file: Megatron-LM's names -> values."""
 _VERSIONS = (0, 1.0, 2.0, 3.0)
 Parts = dict[str, tuple[Tensor, ...]]
 """Our name -> the tensor of each tensor-parallel rank."""
@@ -118,7 +117,7 @@ def open_checkpoint(
     settings = Settings(ranks[0, 0].get("args"), files.files[0, 0])
     vp = _num_chunks(files.files[0, 0], ranks[0, 0])
     chunks = {rank: _chunks(files, rank, content, vp) for rank, content in ranks.items()}
-    kind = kind_of({files.files[rank]: found for rank, found in chunks.items()}, settings)
+    kind = kind_of({files.files[rank]: parts for rank, parts in chunks.items()}, settings)
     check_layout(settings, files.tp, files.pp)
     version = _check_one_run(files, ranks)
     parts, num_layers = _merge(files, chunks, mappings()[kind])
@@ -154,7 +153,7 @@ def _num_chunks(path: Path, content: Mapping[str, Any]) -> int:
     if not count:
         keys = ", ".join(sorted(content)[:6])
         raise CorruptFileError(
-            f"{path}: holds no model (it has {shown(keys) or 'nothing'}): name another iteration"
+            f"{path}: holds no model (it has {printable(keys) or 'nothing'}): name another iteration"
         )
     return count
 
@@ -171,17 +170,19 @@ def _chunks(files: RankFiles, rank: tuple[int, int], content: Mapping[str, Any],
 def _check_one_run(files: RankFiles, ranks: Mapping[tuple[int, int], dict[str, Any]]) -> float:
     """Return the version of all files. Raises CorruptFileError if they are not of one save."""
     for key in ("iteration", "checkpoint_version"):
-        found = {rank: content.get(key) for rank, content in ranks.items()}
-        for rank, value in found.items():
-            if type(value) not in (int, float, type(None)) or value != found[0, 0]:
+        values = {rank: content.get(key) for rank, content in ranks.items()}
+        for rank, value in values.items():
+            if type(value) not in (int, float, type(None)) or value != values[0, 0]:
                 raise CorruptFileError(
-                    f"{files.files[rank]}: {key}={say(value)}, but {say(found[0, 0])} in "
+                    f"{files.files[rank]}: {key}={describe_value(value)}, but "
+                    f"{describe_value(values[0, 0])} in "
                     f"{files.files[0, 0].parent.name}: files of different saves, copy them again"
                 )
     version = ranks[0, 0].get("checkpoint_version") or 0
     if version not in _VERSIONS:
         raise UserError(
-            f"{files.files[0, 0]}: checkpoint_version={say(version)}: 0, 1.0, 2.0 and 3.0 are known"
+            f"{files.files[0, 0]}: checkpoint_version={describe_value(version)}: "
+            "0, 1.0, 2.0 and 3.0 are known"
         )
     return float(version)
 
@@ -263,9 +264,133 @@ def _check_shapes(
         assert tensor.split is not None
         dim = tp_dims[name] = tensor.split.tp_dim
         if len({part.shape for part in held}) > 1 or whole_shape(held, dim) != tensor.shape:
-            found = " + ".join(str(list(part.shape)) for part in held[:4])
+            shapes = " + ".join(str(list(part.shape)) for part in held[:4])
             raise CorruptFileError(
-                f"{files.path}: {name} is {found} in its {files.tp} tensor-parallel ranks, "
+                f"{files.path}: {name} is {shapes} in its {files.tp} tensor-parallel ranks, "
                 f"{list(tensor.shape)} is needed in all: some are missing or of another model"
             )
     return tp_dims
+
+
+def named_values(path: Path, chunk: Any) -> dict[str, Any]:
+    """Flatten a dictionary of dictionaries: dotted name -> value, in order. Raises CorruptFileError."""
+    if not isinstance(chunk, dict):
+        raise CorruptFileError(f"{path}: its model is no dictionary: copy it again")
+    named: dict[str, Any] = {}
+    open_nodes: list[tuple[str, int, Any]] = [("", 0, chunk)]
+    visited = 0
+    while open_nodes:
+        prefix, depth, node = open_nodes.pop()
+        visited += 1
+        if not isinstance(node, dict):
+            if not prefix.endswith("_extra_state."):  # Transformer Engine's, of FP8 training
+                named[prefix.removesuffix(".")] = node
+            continue
+        too_many = depth > _MAX_DEPTH or visited > _MAX_NODES
+        if too_many or not all(type(key) is str for key in node):
+            raise CorruptFileError(
+                f"{path}: {printable(prefix) or 'model'} is no dictionary of names: copy it again"
+            )
+        open_nodes += [(f"{prefix}{key}.", depth + 1, value) for key, value in reversed(node.items())]
+    return named
+
+
+def kind_of(parts: Mapping[Path, Iterable[Named]], settings: Settings) -> str:
+    """Return the kind of model whose family has all these names, and supports the run's arguments.
+
+    Raises ConfigError for arguments that no family supports, UserError for a name that none has.
+    """
+    known = mappings()
+    problems = {kind: unsupported_arguments(settings, mapping) for kind, mapping in known.items()}
+    if all(problems.values()):
+        raise ConfigError(next(iter(problems.values())))
+    fitting = list(known)
+    for path, chunks in parts.items():
+        for theirs in (name for chunk in chunks for name in chunk):
+            fitting = [kind for kind in fitting if known[kind].our_name(theirs) is not None]
+            if not fitting:
+                raise no_part(path, theirs)
+    best = min(fitting, key=lambda kind: bool(problems[kind]))  # the first that supports the arguments
+    if problems[best]:
+        raise ConfigError(problems[best])
+    return best
+
+
+def no_part(path: Path, theirs: str) -> UserError:
+    """Return the error of a name that no family has."""
+    names = family_names().replace(" and ", " or ")
+    return UserError(
+        f"{path}: {printable(theirs)} is no part of {names} as mlm has them: only these are imported"
+    )
+
+
+def our_names(
+    path: Path, chunk: Named, mapping: MegatronMapping, first_layer: int
+) -> tuple[dict[str, Tensor], int]:
+    """Return the tensors of one part of the model under our names, and its number of layers."""
+    named: dict[str, Tensor] = {}
+    layers: set[int] = set()
+    for theirs, value in chunk.items():
+        ours = mapping.our_name(theirs, first_layer)
+        if ours is None or ours in named:
+            raise no_part(path, theirs)
+        named[ours] = _plain(path, theirs, value)
+        if ours.startswith("layers."):
+            layers.add(int(ours.split(".")[1]) - first_layer)
+    if layers != set(range(len(layers))):
+        raise CorruptFileError(f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy it again")
+    return named, len(layers)
+
+
+def _plain(path: Path, name: str, value: Any) -> Tensor:
+    """Return a tensor whose elements are all in the file: strides could make a few bytes one of any size."""
+    if (
+        not isinstance(value, Tensor)
+        or type(value) not in (Tensor, torch.nn.Parameter)
+        or value.layout is not torch.strided
+        or value.device.type != "cpu"
+        or value.dtype not in _DTYPES
+        or not value.is_contiguous()
+        or not 1 <= value.ndim <= 2
+        or not value.numel()
+    ):
+        raise CorruptFileError(
+            f"{path}: {printable(name)} is not a plain tensor of floating-point numbers: copy it again"
+        )
+    return value.detach()
+
+
+def whole_shape(held: tuple[Tensor, ...], dim: int | None) -> tuple[int, ...]:
+    """Return the shape of the tensor of which these are the tensor-parallel parts."""
+    shape = list(held[0].shape)
+    if dim is not None and dim < len(shape):
+        shape[dim] *= len(held)
+    return tuple(shape)
+
+
+def check_replicas(
+    files: RankFiles, parts: Mapping[str, tuple[Tensor, ...]], tp_dims: Mapping[str, int | None]
+) -> None:
+    """Raise CorruptFileError unless copies in several ranks are equal.
+
+    Raises UserError for an output layer that is not the token table.
+    """
+    for name, held in parts.items():
+        if tp_dims[name] is None:
+            for t, part in enumerate(held):
+                if not _same_bits(part, held[0]):
+                    raise CorruptFileError(
+                        f"{files.path}: {name} differs between tensor-parallel ranks 0 and {t}, which hold "
+                        f"copies of it: they are of different saves, take another iteration"
+                    )
+    for t, head in enumerate(parts.get(HEAD, ())):
+        if not _same_bits(head, parts["token.weight"][t]):
+            raise UserError(
+                f"{files.path}: the output layer differs from the token table in tensor-parallel rank {t}: "
+                f"mlm has tied embeddings only"
+            )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return True for copies, NaN included."""
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

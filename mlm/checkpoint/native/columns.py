@@ -5,16 +5,17 @@ check is a few passes over arrays, and `Chunk` objects are made only of the chun
 """
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias, overload
+from math import prod
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from mlm.checkpoint.native.slices import MAX_CUT_DIMS, Region, describe, tiling_problem
+from mlm.checkpoint.native.slices import Region, describe
 from mlm.util.splitmix import mix
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -22,7 +23,7 @@ Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 ROWS = 1 << 20
 """Chunks per pass of a check: bounds its memory."""
-LARGEST_SUM = 1 << 62
+MAX_CUT_DIMS = 4  # layouts split a tensor along one or two
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,17 @@ class Chunk:
     region: Region
 
 
-class Chunks(Sequence[Chunk]):
+class Chunks(Collection[Chunk]):
     """The chunks of one tensor, kept in columns: file [n], offset and size [n, dims].
 
-    `file` numbers the names in `names`. A slice is a tuple of Chunk.
+    `file` numbers the names in `names`.
     """
 
     def __init__(self, names: Sequence[str], file: Ints, offset: Ints, size: Ints) -> None:
         self.names, self.file, self.offset, self.size = names, file, offset, size
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], dims: int) -> "Chunks":
+    def of(cls, chunks: Collection[Chunk], dims: int) -> "Chunks":
         """The columns of some chunks of a tensor of `dims` dims."""
         if isinstance(chunks, Chunks):
             return chunks
@@ -55,23 +56,14 @@ class Chunks(Sequence[Chunk]):
     def __len__(self) -> int:
         return len(self.file)
 
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Chunk, ...]: ...
-    def __getitem__(self, index: int | slice) -> Chunk | tuple[Chunk, ...]:
-        if isinstance(index, slice):
-            return tuple(self._chunks(np.arange(len(self))[index]))
-        return next(self._chunks(np.array([range(len(self))[index]])))
+    def __contains__(self, chunk: object) -> bool:
+        return any(each == chunk for each in self)
 
     def __iter__(self) -> Iterator[Chunk]:
         return self._chunks(np.arange(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
+        return isinstance(other, Collection) and tuple(self) == tuple(other)
 
     def overlapping(self, wanted: Region) -> Iterator[Chunk]:
         """The chunks that hold an element of `wanted`."""
@@ -126,54 +118,45 @@ def dims_of(shapes: Sequence[tuple[int, ...]]) -> int:
 
 def padded(numbers: Ints, dims: int, fill: int) -> npt.NDArray[np.int64]:
     """`numbers` [n, d] with `dims` columns."""
-    if numbers.shape[1] == dims:
-        return numbers.astype(np.int64, copy=False)
     wide = np.full((len(numbers), dims), fill, np.int64)
     wide[:, : numbers.shape[1]] = numbers
     return wide
 
 
-def encode_columns(
-    shapes: Sequence[tuple[int, ...]], chunks: Sequence[Sequence[Chunk]], files: Sequence[str]
-) -> bytes:
-    """The content of chunks.bin: the chunks of each tensor, in the order of `files`."""
+def columns_of(
+    shapes: Sequence[tuple[int, ...]], chunks: Sequence[Collection[Chunk]], files: Sequence[str]
+) -> Columns:
+    """Return the chunks of each tensor in columns; `files` gives the order of files."""
     dims, place = dims_of(shapes), {name: number for number, name in enumerate(files)}
-    numbers: dict[int, Ints] = {}  # by the identity of a list of names: that of all tensors is one
-    of_file, offsets, sizes = [], [], []
+    none = np.zeros((0, dims), np.int64)
+    of_file, offsets, sizes = [np.zeros(0, np.int32)], [none], [none]
     for shape, mine in zip(shapes, chunks, strict=True):
         rows = Chunks.of(mine, len(shape))
-        held = numbers.get(id(rows.names)) if isinstance(mine, Chunks) else None
-        if held is None:
-            held = np.array([place.get(name, -1) for name in rows.names], np.int32)
-            if isinstance(mine, Chunks):
-                numbers[id(rows.names)] = held
-        of_file.append(held[rows.file])
+        of_file.append(np.array([place.get(name, -1) for name in rows.names], np.int32)[rows.file])
         offsets.append(padded(rows.offset, dims, 0))
         sizes.append(padded(rows.size, dims, 1))
-    if not chunks:
-        return b""
-    tensor = np.repeat(np.arange(len(chunks)), [len(mine) for mine in chunks])
-    file, offset, size = (np.concatenate(parts) for parts in (of_file, offsets, sizes))
-    if (np.diff(tensor * len(files) + file) <= 0).any():
-        order = np.lexsort((file, tensor))
-        file, offset, size = file[order], offset[order], size[order]
-    columns = ((tensor, "<i4"), (file, "<i4"), (offset, "<i8"), (size, "<i8"))
-    return b"".join(column.astype(kind, copy=False).tobytes() for column, kind in columns)
+    tensor = np.repeat(np.arange(len(chunks), dtype=np.int32), [len(mine) for mine in chunks])
+    file = np.concatenate(of_file)
+    order = np.lexsort((file, tensor))
+    offset, size = (np.concatenate(parts)[order] for parts in (offsets, sizes))
+    return Columns(shapes, tensor, file[order], offset, size)
 
 
-def row_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Bytes of a chunk in chunks.bin."""
-    return 8 + 16 * dims_of(shapes)
+def encode_columns(columns: Columns) -> bytes:
+    """The columns, one after the other: tensor and file int32 [n], offset and size int64 [n, dims]."""
+    numbers = ((columns.tensor, "<i4"), (columns.file, "<i4"), (columns.offset, "<i8"), (columns.size, "<i8"))
+    return b"".join(column.astype(kind, copy=False).tobytes() for column, kind in numbers)
 
 
-def decode_columns(content: bytes, shapes: Sequence[tuple[int, ...]], count: int, files: int) -> Columns:
-    """The inverse of `encode_columns`: `count` chunks in `files` files.
+def decode_columns(content: bytes, shapes: Sequence[tuple[int, ...]], files: int) -> Columns:
+    """The inverse of `encode_columns`, for chunks in `files` files.
 
     Raises ValueError unless the chunks name tensors and files that exist, in ascending order, each once.
     """
     dims = dims_of(shapes)
-    if count * row_bytes(shapes) != len(content):
-        raise ValueError(f"{len(content)} bytes cannot be {count} chunks of {dims} dims")
+    count, rest = divmod(len(content), 8 + 16 * dims)
+    if rest:
+        raise ValueError(f"{len(content)} bytes are no chunks of {dims} dims")
     tensor = np.frombuffer(content, "<i4", count)
     file = np.frombuffer(content, "<i4", count, 4 * count)
     offset = np.frombuffer(content, "<i8", count * dims, 8 * count).reshape(count, dims)
@@ -188,25 +171,21 @@ def decode_columns(content: bytes, shapes: Sequence[tuple[int, ...]], count: int
 
 
 def check_sizes(columns: Columns, itemsizes: Sequence[int], files: Mapping[str, int]) -> None:
-    """Raise ValueError if a file (name → bytes) is too small for its chunks.
+    """Raise ValueError if a file (name → bytes) is too small for its chunks, which are inside their tensors.
 
-    Memory is allocated by the shapes of tensors. The chunks are inside their tensors.
+    Memory is allocated by the shapes of tensors. Sums are rounded; a file's header is compared exactly.
     """
-    names, itemsize = list(files), np.array(itemsizes, np.int64)
-    rough, needed = np.zeros(len(names)), np.zeros(len(names), np.int64)
+    names, itemsize = list(files), np.array(itemsizes, np.float64)
+    needed = np.zeros(len(names))
     for rows in columns.blocks():
         volume = columns.size[rows].astype(np.float64).prod(1) * itemsize[columns.tensor[rows]]
-        rough += np.bincount(columns.file[rows], volume, len(names))
-        if (rough > LARGEST_SUM).any():  # would overflow int64
-            raise ValueError(f"{names[int(rough.argmax())]} cannot hold its tensors")
-        exact = columns.size[rows].prod(1) * itemsize[columns.tensor[rows]]
-        np.add.at(needed, columns.file[rows], exact)
+        needed += np.bincount(columns.file[rows], volume, len(names))
     for name, count in zip(names, needed.tolist(), strict=True):
-        if count > files[name]:
-            raise ValueError(f"{name} of {files[name]} bytes cannot hold {count} bytes of tensors")
+        if count * (1 - 1e-9) > files[name]:
+            raise ValueError(f"{name} of {files[name]} bytes cannot hold {count:.0f} bytes of tensors")
 
 
-def columns_problem(columns: Columns, names: Sequence[str]) -> str | None:
+def tiling_problem(columns: Columns, names: Sequence[str]) -> str | None:
     """The first tensor whose chunks do not hold each element exactly once, and why; None when there is none.
 
     `names` are those of the tensors. The work is linear in the chunks, however they lie.
@@ -216,14 +195,15 @@ def columns_problem(columns: Columns, names: Sequence[str]) -> str | None:
         shape = columns.shapes[number]
         piece = Region(*(tuple(c[row, : len(shape)].tolist()) for c in (columns.offset, columns.size)))
         return f"{names[number]}: piece {describe(piece)} is not inside shape {list(shape)}"
-    found = _untiled(columns)
-    if found is None:
+    untiled = _untiled(columns)
+    if untiled is None:
         return None
-    chunks = columns.by_tensor(())[found]
-    pieces = [
-        Region(tuple(o), tuple(n)) for o, n in zip(chunks.offset.tolist(), chunks.size.tolist(), strict=True)
-    ]
-    return f"{names[found]}: {tiling_problem(columns.shapes[found], pieces)}"
+    shape, chunks = columns.shapes[untiled], columns.by_tensor(())[untiled]
+    if len(chunks) and (chunks.size.min(0) < shape).sum() > MAX_CUT_DIMS:
+        return f"{names[untiled]}: it is split along more than {MAX_CUT_DIMS} dims"
+    held, full = sum(prod(size) for size in chunks.size.tolist()), prod(shape)
+    why = "there is a hole" if held < full else "pieces overlap"
+    return f"{names[untiled]}: its {len(chunks)} pieces hold {held} of {full} elements: {why}"
 
 
 def _outside(columns: Columns) -> int | None:
@@ -239,9 +219,9 @@ def _outside(columns: Columns) -> int | None:
 def _untiled(columns: Columns) -> int | None:
     """Number of the first tensor that is not tiled by its chunks, which are inside it.
 
-    How often each element is held is a sum of products of steps (see `tiling_problem`): corners of pieces, up
-    and down, that must cancel. Their salted hashes then add up to 0; of corners that do not cancel, they do
-    so with a probability of about 2^-64, unless the attacker knows the salt.
+    How often each element is held is a sum of products of steps, up at a piece's offset and down at its end:
+    corners of pieces that must cancel. Their salted hashes then add up to 0; those of corners that do not
+    cancel do so with a probability of about 2^-64, unless the attacker knows the salt.
     """
     full = columns.full
     cut = np.zeros(full.shape, np.bool_)
@@ -291,12 +271,12 @@ class _Corners:
             at = dims[:, column : column + 1]
             ends = [np.take_along_axis(side, at, 1)[:, 0].astype(np.uint64) for side in (low, high)]
             hashes = {
-                bits | end << column: mix((found ^ ends[end]) + np.uint64(column + 1))
-                for bits, found in hashes.items()
+                bits | end << column: mix((hashed ^ ends[end]) + np.uint64(column + 1))
+                for bits, hashed in hashes.items()
                 for end in (0, 1)
             }
         total = np.zeros(len(tensor), np.uint64)
-        for bits, found in hashes.items():
-            counted = np.where(unused & bits, np.uint64(0), found)
+        for bits, hashed in hashes.items():
+            counted = np.where(unused & bits, np.uint64(0), hashed)
             total = total - counted if bits.bit_count() % 2 else total + counted
         return total

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.native.checked_file import CheckedFile
-from mlm.checkpoint.native.columns import Chunk
 from mlm.checkpoint.native.format import (
     DTYPE_NAMES,
     RESTORE,
@@ -19,15 +17,13 @@ from mlm.checkpoint.native.format import (
     TensorEntry,
     read_manifest,
 )
-from mlm.checkpoint.native.shard_file import Stored, copy_region, read_header
+from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.slices import Region
-from mlm.util.errors import CorruptFileError
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype to compare an element's bits in, by its bytes."""
 
 BLOCK = 1 << 22  # bytes of a tensor compared at a time: 4 MiB, up to four times that in float64
-OPEN_FILES = 64  # of one checkpoint at a time; a process may have 1024 on most systems
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,8 @@ class Comparison:
     @property
     def differing(self) -> tuple[TensorDifference, ...]:
         """The tensors of which an element differs, the most different first."""
-        found = [tensor for tensor in self.tensors if tensor.differing]
-        return tuple(sorted(found, key=lambda t: (-t.relative, -t.largest, -t.differing, t.name)))
+        differing = [tensor for tensor in self.tensors if tensor.differing]
+        return tuple(sorted(differing, key=lambda t: (-t.relative, -t.largest, -t.differing, t.name)))
 
 
 def compare_checkpoints(
@@ -133,61 +129,6 @@ def _form(entry: TensorEntry) -> str:
     return f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)}"
 
 
-class Reader:
-    """Reads any region of any tensor of a checkpoint, with a bounded number of open files.
-
-    Blocks are compared with their digests as they are read; files of older versions have none.
-    A context manager: leaving it closes the files.
-    """
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self.directory = directory
-        self.manifest = manifest
-        self._headers: dict[str, dict[str, Stored]] = {}
-        self._open: dict[str, CheckedFile] = {}
-        self._recent: CheckedFile | None = None
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for file in self._open.values():
-            file.close()
-        self._open.clear()
-
-    def read(self, name: str, wanted: Region) -> Tensor:
-        """Return those elements, on CPU, of the stored dtype. Raises CorruptFileError and OSError."""
-        entry = self.manifest.tensors[name]
-        target = torch.empty(wanted.size, dtype=entry.dtype)
-        for chunk in entry.overlapping(wanted):
-            if region := wanted.intersect(chunk.region):
-                stored = self._stored(name, entry, chunk)
-                view = target[region.within(wanted)]
-                copy_region(self._file(chunk.file), stored, region, chunk.region, view)
-        return target
-
-    def _stored(self, name: str, entry: TensorEntry, chunk: Chunk) -> Stored:
-        path = self.directory / chunk.file
-        if chunk.file not in self._headers:
-            listed = self.manifest.files[chunk.file]
-            self._headers[chunk.file] = read_header(path, listed, self.manifest.save_id)
-        stored = self._headers[chunk.file].get(name)
-        if stored is None or (stored.dtype, stored.shape) != (entry.dtype, chunk.region.size):
-            raise CorruptFileError(f"{path}: does not hold {name} as listed. {RESTORE}")
-        return stored
-
-    def _file(self, name: str) -> CheckedFile:
-        if name not in self._open:
-            if len(self._open) >= OPEN_FILES:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[name] = CheckedFile(self.directory / name, self.manifest.files[name])
-        file = self._open[name]
-        if self._recent is not None and self._recent is not file:
-            self._recent.release()  # one block in memory, however many files are open
-        self._recent = file
-        return file
-
-
 def _compare(first: Reader, second: Reader, name: str, progress: Callable[[int], None]) -> TensorDifference:
     entry = first.manifest.tensors[name]
     differing, largest, scale = 0, 0.0, 0.0
@@ -227,8 +168,8 @@ def _magnitude(x: Tensor) -> float:
     """Largest absolute finite element; 0 when there is none."""
     if x.is_floating_point():
         low, high = x.aminmax()  # quick, and NaN where there is one
-        found = max(-float(low), float(high))
-        if math.isfinite(found):
-            return found
+        largest = max(-float(low), float(high))
+        if math.isfinite(largest):
+            return largest
     whole = x.double()
     return float(torch.where(whole.isfinite(), whole, 0.0).abs().max())

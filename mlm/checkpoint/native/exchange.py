@@ -60,7 +60,7 @@ class Ranks:
         if self.group is None:
             return [value]
         mine = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        return [found.numpy().tobytes() for found in self._gather(mine, False)]
+        return [part.numpy().tobytes() for part in self._gather(mine, False)]
 
     def _gather(self, mine: Tensor, to_all: bool) -> list[Tensor]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
@@ -75,7 +75,7 @@ class Ranks:
                 dist.all_gather(received, padded, group=self.group)
             else:
                 dist.gather(padded, received if self.is_main else None, group=self.group, group_dst=0)
-        return [found[:n] for found, n in zip(received, sizes, strict=False)]
+        return [content[:n] for content, n in zip(received, sizes, strict=False)]
 
     def broadcast(self, value: JSON) -> JSON:
         """Rank 0's value, on every rank."""

@@ -1,4 +1,4 @@
-"""The folder of checkpoints: publication, `latest`, retention, and finding the one to load.
+"""The folder of checkpoints: publication, `latest`, and finding the one to load.
 
 Names that begin with a dot are work in progress: `.saving-…` a save that did not finish, `.replaced-step-N`
 the old step-N while a new one takes its place, `.trash-…` one being deleted. The next save clears them up.
@@ -9,32 +9,21 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from mlm.checkpoint.native.format import (
-    CHUNKS,
     MANIFEST,
     CheckpointError,
     Manifest,
-    Summary,
-    read_chunks,
     read_manifest,
     read_summary,
     regular_size,
 )
-from mlm.checkpoint.native.lineage import (
-    MAX_POINTER_BYTES,
-    STEP_NAME,
-    Lineage,
-    Pointer,
-    Save,
-    decode_pointer,
-    encode_pointer,
-)
+from mlm.checkpoint.native.lineage import Lineage, Save
 from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
-from mlm.util.atomic import fsync_directory
+from mlm.util.atomic import digest_bytes, fsync_directory
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.ownership import owner_of
 
@@ -48,11 +37,15 @@ BEST = "best"
 EVIDENCE = "not-finite-"
 """Begins the name of a state that was not finite: evidence, which nothing loads, counts or deletes."""
 SAVING, REPLACED, TRASH, NEW_LATEST = ".saving-", ".replaced-", ".trash-", ".latest-"
+STEP_NAME = re.compile(r"step-(\d{8,18})")
+ASIDE = re.compile(r"aside-step-(\d{8,18})(-\d+)?")
+"""A checkpoint that a roll-back, or the training after it, renamed: nothing loads, counts or deletes it."""
+MAX_POINTER_BYTES = 1 << 10
 _STEP = r"step-\d{8,18}"
 LEFT = re.compile(rf"\.(saving-{_STEP}-[\w-]+|replaced-{_STEP}|trash-(saving-|replaced-)?{_STEP}(-[\w-]+)?)")
 """Folders that killed saves and deletions leave."""
 LEFT_POINTER = re.compile(rf"\.latest-{_STEP}(-[\w-]+)?")
-SHARD = re.compile(r"rank-\d{5,}\.safetensors(\.done)?")
+SHARD = re.compile(r"rank-\d{5,}\.safetensors")
 PARTIAL = re.compile(r"\.nfs\w+|\..+\.\d+\.partial")
 """Files that a file system or `write_atomic` leaves for a while."""
 
@@ -69,26 +62,41 @@ def checkpoints(root: Path) -> dict[int, Path]:
     A step that a kill caught between being moved aside and being replaced is found where it was moved to.
     Raises CheckpointError when `root` cannot be read.
     """
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     try:
         for path in sorted(root.iterdir()) if root.is_dir() else []:  # "." sorts before "s": step-N wins
             if (match := STEP_NAME.fullmatch(path.name.removeprefix(REPLACED))) and path.is_dir():
-                found[int(match[1])] = path
+                paths[int(match[1])] = path
     except OSError as e:
         raise CheckpointError(f"{e.filename}: cannot be read: {e.strerror}. Make it readable") from e
-    return dict(sorted(found.items()))
+    return dict(sorted(paths.items()))
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Content of `latest`."""
+
+    name: str | None
+    """Name of the directory; None when there is no such file, or it cannot be believed."""
+    problem: str | None = None
+    """Reason why it cannot be believed."""
 
 
 def read_pointer(root: Path) -> Pointer:
-    """Content of the file `latest`, empty when there is none."""
+    """Content of the file `latest`: a name and a digest of it, or a name alone, as a user writes it."""
     path = root / LATEST
     try:
         if not path.is_file():  # a pipe would block
             return Pointer(None)
         with open(path, "rb") as f:
-            return decode_pointer(f.read(MAX_POINTER_BYTES + 1))
+            name, *digest = f.read(MAX_POINTER_BYTES).decode("ascii", "replace").strip().split("\n")
     except OSError as error:
         return Pointer(None, problem=f"it cannot be read: {error.strerror}")
+    if digest and digest != [digest_bytes(name.encode())]:
+        return Pointer(None, problem="its digest does not match its content: it was altered or damaged")
+    if not STEP_NAME.fullmatch(name):
+        return Pointer(None, problem="it names no checkpoint (step-…)")
+    return Pointer(name)
 
 
 def named_latest(root: Path) -> str | None:
@@ -106,9 +114,8 @@ def latest_checkpoint(root: Path) -> Path | None:
     pointer, problems = read_pointer(root), list[str]()
     if pointer.problem:
         problems.append(f"{root / LATEST}: {pointer.problem}")
-    tried = set[Path]()
-    for path in candidates(root):
-        tried.add(path)
+    tried = candidates(root)
+    for path in tried:
         if problem := problem_of(path):
             problems.append(problem)
             continue
@@ -117,19 +124,12 @@ def latest_checkpoint(root: Path) -> Path | None:
         if problems:
             log.warning("%s; continuing from the newest whole checkpoint, %s", problems[0], path)
         return path
-    others = [path for path in checkpoints(root).values() if path not in tried]
-    if not (tried or others):
+    newer = [path for path in checkpoints(root).values() if path not in tried]
+    if not (tried or newer):
         return None
-    gone = problems[0] if problems else f"{root / LATEST} names {pointer.name}, which is gone"
-    raise CorruptFileError(f"{root}: no checkpoint is whole. {gone}{hint_of_branches(root, others)}")
-
-
-def hint_of_branches(root: Path, others: list[Path]) -> str:
-    """The remedy where only checkpoints of another branch are left; empty where there are none."""
-    if not others:
-        return ""
-    name = plain_name(others[-1])
-    return f". {name} is of another branch: to continue from it, write its name into {root / LATEST}"
+    why = problems[0] if problems else f"{root / LATEST} names {pointer.name}, which is gone"
+    remedy = newer and f". To continue from {plain_name(newer[-1])}, write its name into {root / LATEST}"
+    raise CorruptFileError(f"{root}: no checkpoint is whole. {why}{remedy or ''}")
 
 
 def plain_name(path: Path) -> str:
@@ -137,90 +137,66 @@ def plain_name(path: Path) -> str:
     return path.name.removeprefix(REPLACED)
 
 
-def candidates(root: Path) -> Iterator[Path]:
-    """The checkpoints to continue from, the best first, whole or not: one, then its ancestors.
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's directory."""
+    return int(plain_name(path).removeprefix("step-"))
 
-    The first is the one that `latest` names; where that file is missing or damaged, the end of the branch
-    that was saved last. Checkpoints of older versions do not know their ancestors: those are all that are
-    older. Manifests are read as far as the caller iterates. Raises CheckpointError when `root` cannot be
-    read.
+
+def candidates(root: Path) -> list[Path]:
+    """The checkpoints to continue from, the best first, whole or not: `latest`, then all that are older.
+
+    Newer ones are of a past that a user went back from; where `latest` is missing or damaged, there are none.
+    Raises CheckpointError when `root` cannot be read.
     """
-    found, pointer = checkpoints(root), read_pointer(root)
-    if pointer.name is None:
-        yield from _without_pointer(found)
-        return
-    step = int(pointer.name.removeprefix("step-"))
-    if (head := found.get(step)) is not None:
-        yield head
-    manifest = None if head is None else _manifest(head)
-    if pointer.save_id is not None and (manifest is None or manifest.save_id == pointer.save_id):
-        past: tuple[Save, ...] | None = pointer.ancestors
-    else:
-        lineage = Lineage.of(manifest.state) if manifest is not None else None
-        past = lineage.ancestors if lineage is not None else None
-    yield from _past(found, step, past)
+    paths, name = list(checkpoints(root).values()), named_latest(root)
+    newest = step_of(Path(name)) if name else max(map(step_of, paths), default=0)
+    return [path for path in reversed(paths) if step_of(path) <= newest]
 
 
-def _past(found: dict[int, Path], step: int, past: tuple[Save, ...] | None) -> Iterator[Path]:
-    """Ancestors of a step that are there, the newest first; without knowledge, all older ones."""
-    if past is None:
-        yield from (path for other, path in reversed(found.items()) if other < step)
-        return
-    for save in reversed(past):
-        path = found.get(save.step)
-        if path is None or save.step == step:  # a step saved again has taken its place
-            continue
-        manifest = _manifest(path)
-        if manifest is None or manifest.save_id == save.save_id:
-            yield path
-
-
-def _without_pointer(found: dict[int, Path]) -> Iterator[Path]:
-    """Damaged ones that are newer than the end of the branch that was saved last, that end, its ancestors."""
-    known = {step: manifest for step, path in found.items() if (manifest := _manifest(path))}
-    past = {step: Lineage.of(manifest.state) for step, manifest in known.items()}
-    named = {save for lineage in past.values() if lineage for save in lineage.ancestors}
-    ends = [
-        (lineage.saved_at if (lineage := past[step]) else 0.0, step)
-        for step, manifest in known.items()
-        if Save(step, manifest.save_id) not in named
-    ]
-    if not ends:
-        yield from reversed(found.values())
-        return
-    head = max(ends)[1]
-    yield from (path for step, path in reversed(found.items()) if step > head and step not in known)
-    yield found[head]
-    lineage = past[head]
-    yield from _past(found, head, lineage.ancestors if lineage else None)
-
-
-def _manifest(path: Path) -> Summary | None:
-    """The manifest of a checkpoint, None when it cannot be read or is not its own."""
-    try:
-        manifest = read_summary(path)
-    except (UserError, OSError):
-        return None
-    return None if is_of_another_step(manifest, path) else manifest
-
-
-def is_of_another_step(manifest: Manifest | Summary, directory: Path) -> bool:
+def is_of_another_step(manifest: Manifest, directory: Path) -> bool:
     """True if a manifest does not belong in a directory of this step-… name."""
     name = plain_name(directory)
     return STEP_NAME.fullmatch(name) is not None and name != step_name(manifest.step)
 
 
-def is_of_another_branch(path: Path, head: Path) -> bool:
-    """True if a checkpoint is neither an ancestor nor a descendant of `head`, by their recorded pasts."""
-    mine, live = _manifest(path), _manifest(head)
-    if path == head or mine is None or live is None:
-        return False
-    past, live_past = Lineage.of(mine.state), Lineage.of(live.state)
-    if past is None and live_past is None:
-        return False
-    descends = past is not None and Save(live.step, live.save_id) in past.ancestors
-    leads_here = live_past is not None and Save(mine.step, mine.save_id) in live_past.ancestors
-    return not (descends or leads_here)
+def set_aside(root: Path, head: Path) -> dict[int, Path]:
+    """Checkpoints by step that were set aside and that descend from `head`. Raises OSError."""
+    try:
+        manifest = read_summary(head)
+    except UserError:
+        return {}
+    save = Save(manifest.step, manifest.save_id)
+    aside = {int(match[1]): path for path in sorted(root.iterdir()) if (match := ASIDE.fullmatch(path.name))}
+    return {step: path for step, path in sorted(aside.items()) if save in ancestors_of(path)}
+
+
+def ancestors_of(path: Path) -> tuple[Save, ...]:
+    """The saves that a checkpoint descends from; none if it cannot be read."""
+    try:
+        return Lineage.of(read_summary(path).state).ancestors
+    except (UserError, OSError):
+        return ()
+
+
+def set_newer_aside(root: Path, manifest: Manifest) -> None:
+    """Rename what is newer than the parent of a new checkpoint: its run went back, and took another path.
+
+    A checkpoint of its own step is left to be replaced. Raises OSError and CheckpointError.
+    """
+    if not (ancestors := Lineage.of(manifest.state).ancestors):
+        return
+    for step, path in checkpoints(root).items():
+        if step > ancestors[-1].step and step != manifest.step:
+            os.rename(path, free_name(root, step))
+
+
+def free_name(root: Path, step: int) -> Path:
+    """Return a name for a checkpoint to set aside: another one may have been of this step."""
+    path, number = root / f"aside-{step_name(step)}", 1
+    while os.path.lexists(path):
+        number += 1
+        path = root / f"aside-{step_name(step)}-{number}"
+    return path
 
 
 def problem_of(directory: Path) -> str | None:
@@ -231,8 +207,6 @@ def problem_of(directory: Path) -> str | None:
             return f"{directory / MANIFEST}: of step {manifest.step}, copied here from another checkpoint"
         if (name := first_not_finite(manifest.tensors)) is not None:
             return f"{directory}: {describe_not_finite(name)}"
-        if manifest.chunks is not None:
-            read_chunks(directory / CHUNKS, manifest.chunks)
         for name, entry in manifest.files.items():
             if (size := regular_size(directory / name)) != entry.bytes:
                 return f"{directory / name}: {size} bytes, the manifest says {entry.bytes}"
@@ -255,11 +229,11 @@ def resolve(path: str | Path, setting: str = "ckpt") -> Path:
     return place if alone else latest_checkpoint(place) or _refuse_empty(path, setting)
 
 
-def best_note(path: str | Path, found: Path) -> str | None:
+def best_note(path: str | Path, chosen: Path) -> str | None:
     """Return the line for the user where `resolve(path)` is the best checkpoint of a finetuned run."""
-    if found.parent != Path(path) / BEST / CHECKPOINTS:
+    if chosen.parent != Path(path) / BEST / CHECKPOINTS:
         return None
-    return f"{path} is a finetuned run: its best checkpoint is taken, {found}; name a step-… for another"
+    return f"{path} is a finetuned run: its best checkpoint is taken, {chosen}; name a step-… for another"
 
 
 def locate(path: str | Path, setting: str = "ckpt") -> tuple[Path, bool]:
@@ -291,16 +265,13 @@ def _refuse_empty(path: str | Path, setting: str) -> NoReturn:
     )
 
 
-def open_staging(root: Path, step: int, save_id: str, *, keep: bool = False) -> Path:
-    """A fresh directory to write a checkpoint into; removes leftovers of killed saves. Raises OSError.
-
-    With `keep` a directory that an earlier try with the same save id left is reused as it is.
-    """
+def open_staging(root: Path, step: int, save_id: str) -> Path:
+    """A fresh directory to write a checkpoint into; removes leftovers of killed saves. Raises OSError."""
     root.mkdir(parents=True, exist_ok=True)
     fsync_directory(root.parent)
     staging = staging_path(root, step, save_id)
-    clear_up(root, keep=staging if keep else None)
-    staging.mkdir(exist_ok=keep)
+    clear_up(root)
+    staging.mkdir()
     return staging
 
 
@@ -325,8 +296,7 @@ def _is_moved_aside(path: Path) -> bool:
 def foreign_in(directory: Path) -> str | None:
     """First entry of a checkpoint directory that mlm did not write, None if all is ours. Raises OSError.
 
-    A link is not ours, nor is a folder or a file of another name than the manifest, its chunks or those that
-    it lists.
+    A link is not ours, nor is a folder or a file of another name than the manifest or those that it lists.
     """
     if directory.is_symlink():
         return "a link"
@@ -334,22 +304,20 @@ def foreign_in(directory: Path) -> str | None:
         listed = set(read_summary(directory).files)
     except UserError:
         listed = set()
-    found = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(directory)}
-    if MANIFEST in found and not listed and not any(map(SHARD.fullmatch, found)):
+    entries = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(directory)}
+    if MANIFEST in entries and not listed and not any(map(SHARD.fullmatch, entries)):
         return MANIFEST if regular_size(directory / MANIFEST) else None
-    for name, is_file in sorted(found.items()):
-        ours = (
-            name in (MANIFEST, CHUNKS) or name in listed or SHARD.fullmatch(name) or PARTIAL.fullmatch(name)
-        )
+    for name, is_file in sorted(entries.items()):
+        ours = name == MANIFEST or name in listed or SHARD.fullmatch(name) or PARTIAL.fullmatch(name)
         if not (ours and is_file):
             return name
     return None
 
 
-def clear_up(root: Path, *, keep: Path | None = None) -> None:
-    """Finish or delete what killed saves left, but for the directory `keep`. Raises OSError."""
+def clear_up(root: Path) -> None:
+    """Finish or delete what killed saves left. Raises OSError."""
     for path in list(root.iterdir()):
-        if path == keep or not _is_left(path):
+        if not _is_left(path):
             continue
         if _is_moved_aside(path):
             os.rename(path, root / path.name.removeprefix(REPLACED))
@@ -373,7 +341,7 @@ def publish(staging: Path, root: Path, manifest: Manifest) -> None:
     final, replaced = root / name, root / f"{REPLACED}{name}"
     pointer = root / f"{NEW_LATEST}{staging.name.removeprefix(SAVING)}"
     try:
-        _write_pointer(pointer, manifest)  # first: a full disk shows before anything is renamed
+        _write_pointer(pointer, name)  # first: a full disk shows before anything is renamed
         fsync_directory(staging)
         if os.path.lexists(final):
             if (foreign := foreign_in(final)) is not None:
@@ -396,15 +364,15 @@ def publish(staging: Path, root: Path, manifest: Manifest) -> None:
 def point_latest(root: Path, step: int) -> None:
     """Point `latest` at a step that is published. Raises OSError, and what `read_manifest` raises."""
     pointer = root / f"{NEW_LATEST}{step_name(step)}"
-    _write_pointer(pointer, read_manifest(root / step_name(step)))
+    read_manifest(root / step_name(step))
+    _write_pointer(pointer, step_name(step))
     os.replace(pointer, root / LATEST)
     fsync_directory(root)
 
 
-def _write_pointer(pointer: Path, manifest: Manifest) -> None:
-    content = encode_pointer(step_name(manifest.step), manifest.save_id, Lineage.of(manifest.state))
+def _write_pointer(pointer: Path, name: str) -> None:
     with open(pointer, "xb") as f:
-        f.write(content)
+        f.write(f"{name}\n{digest_bytes(name.encode())}\n".encode())
         f.flush()
         os.fsync(f.fileno())
 

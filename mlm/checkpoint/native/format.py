@@ -10,8 +10,9 @@ import math
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,12 +23,12 @@ from mlm.checkpoint.native.columns import (
     Chunk,
     Chunks,
     check_sizes,
-    columns_problem,
+    columns_of,
     decode_columns,
     encode_columns,
-    row_bytes,
+    tiling_problem,
 )
-from mlm.checkpoint.native.slices import Region, Split, tiling_problem
+from mlm.checkpoint.native.slices import Region, Split
 from mlm.util.atomic import digest_bytes, parse_json, read_bounded, write_atomic
 from mlm.util.errors import CorruptFileError, UserError
 
@@ -35,14 +36,10 @@ JSON: TypeAlias = Any
 """A JSON value: null, boolean, finite number, string, list, or object with string keys."""
 
 FORMAT = "mlm-checkpoint"
-VERSION = 2
-"""The newest version. Version 1 lists the chunks in the manifest, version 2 in CHUNKS."""
+VERSION = 1
 MANIFEST = "manifest.json"
-CHUNKS = "chunks.bin"
-MOST_LISTED = 1 << 16
-"""Chunks up to which version 1 is written, which older releases read too."""
 MAX_MANIFEST_BYTES = 1 << 26  # 64 MiB
-MAX_CHUNKS_BYTES = 1 << 30  # 1 GiB: 26 million chunks of two dims
+MAX_CHUNKS_BYTES = 1 << 28  # 256 MiB unpacked: 6.7 million chunks of two dims
 DIGEST_BLOCK = 1 << 24
 """Bytes of a shard file that one of its block digests covers: 16 MiB."""
 MAX_DIMS = 32
@@ -88,17 +85,17 @@ class TensorEntry:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Sequence[Chunk]
+    chunks: Collection[Chunk]
     split: Split | None = None
     """Split over layouts, if the writer knew it."""
     norm: float | None = field(default=None, compare=False)
-    """L2 norm, NaN if an element is not finite; None from older versions, or of a dtype without it."""
+    """L2 norm, NaN if an element is not finite; None of integers, and of what no training run saved."""
     norm_before: float | None = field(default=None, compare=False)
     """Norm in the checkpoint before, or in the last one before weights jumped."""
 
     def overlapping(self, wanted: Region) -> Iterable[Chunk]:
-        """The chunks that hold an element of `wanted`, and perhaps others."""
-        return self.chunks.overlapping(wanted) if isinstance(self.chunks, Chunks) else self.chunks
+        """The chunks that hold an element of `wanted`."""
+        return Chunks.of(self.chunks, len(self.shape)).overlapping(wanted)
 
 
 @dataclass(frozen=True)
@@ -107,8 +104,8 @@ class FileEntry:
 
     bytes: int
     digest: str
-    blocks: tuple[str, ...] = ()
-    """Digests of its consecutive blocks of DIGEST_BLOCK bytes; empty from older versions."""
+    blocks: tuple[str, ...]
+    """Digests of its consecutive blocks of DIGEST_BLOCK bytes."""
 
 
 @dataclass(frozen=True)
@@ -121,79 +118,36 @@ class Manifest:
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileEntry]
     state: Mapping[str, JSON]
-    version: int = 1
     digest: str = ""
     """Digest of the manifest, and through the files' digests of the whole checkpoint."""
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A manifest without the chunks of CHUNKS. Reading it costs little, however many there are."""
-
-    step: int
-    save_id: str
-    files: Mapping[str, FileEntry]
-    state: Mapping[str, JSON]
-    chunks: FileEntry | None
-    """The file CHUNKS; None of version 1."""
-    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
-    """Without chunks in version 2: shapes and norms."""
-
-
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest of a directory that holds its shards, and CHUNKS where it has one.
+    """Write the manifest of a directory that holds its shards.
 
     Raises ValueError or TypeError when `state` cannot be said in JSON, CorruptFileError when what was written
     could not be read, OSError.
     """
-    path, content = directory / MANIFEST, _chunks_content(manifest)
-    encoded = _encode(manifest, content)
-    if content is not None:
-        write_atomic(directory / CHUNKS, content)
+    path, encoded = directory / MANIFEST, encode_manifest(manifest)
     decode_manifest(encoded, path)  # what is published can be read
     write_atomic(path, encoded)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The content of MANIFEST. Raises as `write_manifest` does."""
-    return _encode(manifest, _chunks_content(manifest))
-
-
-def _chunks_content(manifest: Manifest) -> bytes | None:
-    """The content of CHUNKS, None of a checkpoint that needs none. Raises ValueError."""
-    entries = [manifest.tensors[name] for name in sorted(manifest.tensors)]
-    shapes, count = [entry.shape for entry in entries], sum(len(entry.chunks) for entry in entries)
-    if count <= MOST_LISTED:
-        return None
-    if (size := count * row_bytes(shapes)) > MAX_CHUNKS_BYTES:
-        raise ValueError(f"{count} chunks need {size} bytes, {MAX_CHUNKS_BYTES} is the limit")
-    return encode_columns(shapes, [entry.chunks for entry in entries], sorted(manifest.files))
-
-
-def _encode(manifest: Manifest, content: bytes | None) -> bytes:
-    tensors = {
-        name: {
-            "shape": list(entry.shape),
-            "dtype": DTYPE_NAMES[entry.dtype],
-            **({"chunks": _encode_chunks(entry.chunks)} if content is None else {}),
-            **({"split": asdict(entry.split)} if entry.split else {}),
-            **(
-                {}
-                if entry.norm is None
-                else {"norms": [_encode_norm(entry.norm_before), _encode_norm(entry.norm)]}
-            ),
-        }
-        for name, entry in manifest.tensors.items()
-    }
-    columns = {} if content is None else {"chunks": {"bytes": len(content), "digest": digest_bytes(content)}}
+    names = sorted(manifest.tensors)
+    entries = [manifest.tensors[name] for name in names]
+    columns = columns_of(
+        [entry.shape for entry in entries], [entry.chunks for entry in entries], sorted(manifest.files)
+    )
     body = {
         "format": FORMAT,
-        "version": 1 if content is None else 2,
-        **columns,
+        "version": VERSION,
         "step": manifest.step,
         "save_id": manifest.save_id,
-        "files": {name: _encode_file(entry) for name, entry in manifest.files.items()},
-        "tensors": tensors,
+        "files": {name: asdict(entry) for name, entry in manifest.files.items()},
+        "tensors": dict(zip(names, map(_encode_tensor, entries), strict=True)),
+        "chunks": pack(encode_columns(columns)),
         # Through JSON once: keys that are numbers would be sorted otherwise when the digest is checked.
         "state": json.loads(json.dumps(manifest.state, allow_nan=False)),
     }
@@ -204,18 +158,36 @@ def _encode(manifest: Manifest, content: bytes | None) -> bytes:
     return encoded
 
 
+def pack(content: bytes) -> str:
+    """Bytes as a JSON string: deflated, in base64."""
+    return b64encode(zlib.compress(content, 1)).decode()
+
+
+def unpack(packed: JSON) -> bytes:
+    """The inverse of `pack`. Raises ValueError, also for more than MAX_CHUNKS_BYTES."""
+    inflate = zlib.decompressobj()
+    try:
+        content = inflate.decompress(b64decode(packed, validate=True), MAX_CHUNKS_BYTES + 1)
+    except zlib.error as error:
+        raise ValueError(f"its chunks are no deflated columns ({error})") from error
+    if len(content) > MAX_CHUNKS_BYTES or not inflate.eof:
+        raise ValueError(f"its chunks end early, or have more than {MAX_CHUNKS_BYTES} bytes")
+    return content
+
+
+def _encode_tensor(entry: TensorEntry) -> dict[str, JSON]:
+    norms = None if entry.norm is None else [_encode_norm(entry.norm_before), _encode_norm(entry.norm)]
+    return {
+        "shape": list(entry.shape),
+        "dtype": DTYPE_NAMES[entry.dtype],
+        "split": entry.split and asdict(entry.split),
+        "norms": norms,
+    }
+
+
 def _encode_norm(norm: float | None) -> float | str | None:
     """Six digits of a norm; JSON has no NaN."""
     return norm if norm is None else "not finite" if math.isnan(norm) else float(f"{norm:.6g}")
-
-
-def _encode_chunks(chunks: Sequence[Chunk]) -> list[JSON]:
-    return [[c.file, list(c.region.offset), list(c.region.size)] for c in chunks]
-
-
-def _encode_file(entry: FileEntry) -> dict[str, JSON]:
-    blocks = {"blocks": list(entry.blocks)} if entry.blocks else {}
-    return {"bytes": entry.bytes, "digest": entry.digest, **blocks}
 
 
 def canonical(value: JSON) -> bytes:
@@ -224,7 +196,7 @@ def canonical(value: JSON) -> bytes:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory with its chunks, checked alone: no shard is opened.
+    """The manifest of a checkpoint directory, checked alone: no shard is opened.
 
     Raises CorruptFileError when it is missing, altered, malformed, names a file outside the directory, or
     when the chunks of a tensor leave a hole or overlap; UserError when there is no such directory or the
@@ -233,25 +205,12 @@ def read_manifest(directory: Path) -> Manifest:
     return decode_manifest(_read(directory), directory / MANIFEST)
 
 
-def read_summary(directory: Path) -> Summary:
-    """The manifest of a checkpoint directory without its tensors; CHUNKS is not opened.
+def read_summary(directory: Path) -> Manifest:
+    """The manifest without its chunks, which are not checked: quick, however many there are.
 
     Raises as `read_manifest` does.
     """
-    body, digest = _parse(_read(directory), path := directory / MANIFEST)
-    with _damage_named(path):
-        manifest, chunks = _build(body, digest)
-    return Summary(manifest.step, manifest.save_id, manifest.files, manifest.state, chunks, manifest.tensors)
-
-
-def read_chunks(path: Path, entry: FileEntry) -> bytes:
-    """The content of a file CHUNKS, which is `entry`. Raises CorruptFileError where it is not, OSError."""
-    if (size := regular_size(path)) != entry.bytes:
-        raise CorruptFileError(f"{path}: {size} bytes, the manifest says {entry.bytes}. {RESTORE}")
-    content = read_bounded(path, entry.bytes, RESTORE)
-    if (digest := digest_bytes(content)) != entry.digest:
-        raise CorruptFileError(f"{path}: damaged, digest {digest}, not {entry.digest}. {RESTORE}")
-    return content
+    return decode_manifest(_read(directory), directory / MANIFEST, with_chunks=False)
 
 
 def _read(directory: Path) -> bytes:
@@ -271,62 +230,19 @@ def regular_size(path: Path) -> int:
     Raises CorruptFileError.
     """
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         raise CorruptFileError(f"{path}: missing, the checkpoint is not whole. {RESTORE}") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise CorruptFileError(f"{path}: is a link or special file. {RESTORE}")
-    return found.st_size
+    return status.st_size
 
 
-def decode_manifest(encoded: bytes, path: Path) -> Manifest:
-    """The inverse of `encode_manifest`: `path` is its present or future location, beside its CHUNKS.
-
-    Raises as `read_manifest` does.
-    """
-    body, digest = _parse(encoded, path)
-    with _damage_named(path):
-        manifest, chunks = _build(body, digest)
-    return manifest if chunks is None else _with_chunks(manifest, chunks, path.with_name(CHUNKS))
-
-
-def _with_chunks(manifest: Manifest, entry: FileEntry, path: Path) -> Manifest:
-    """The manifest, its chunks read from `path`. Raises CorruptFileError, OSError."""
-    content, names = read_chunks(path, entry), list(manifest.tensors)
-    entries, files = list(manifest.tensors.values()), sorted(manifest.files)
-    shapes = [tensor.shape for tensor in entries]
+def decode_manifest(encoded: bytes, path: Path, *, with_chunks: bool = True) -> Manifest:
+    """The inverse of `encode_manifest`; `path` is for messages. Raises as `read_manifest` does."""
     try:
-        columns = decode_columns(content, shapes, entry.bytes // row_bytes(shapes), len(files))
-        if problem := columns_problem(columns, names):
-            raise ValueError(problem)
-        itemsizes = [tensor.dtype.itemsize for tensor in entries]
-        check_sizes(columns, itemsizes, {name: manifest.files[name].bytes for name in files})
-    except ValueError as error:
-        raise CorruptFileError(f"{path}: damaged chunks, {error}. {RESTORE}") from error
-    chunks = columns.by_tensor(files)
-    tensors = {n: replace(t, chunks=c) for n, t, c in zip(names, entries, chunks, strict=True)}
-    return replace(manifest, tensors=tensors)
-
-
-def _parse(encoded: bytes, path: Path) -> tuple[dict[str, JSON], str]:
-    """The JSON object of a manifest without its digest, which holds, and the digest."""
-    with _damage_named(path):
-        body = parse_json(encoded)
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
-            raise ValueError(f'its "format" is not "{FORMAT}"')
-        if type(body.get("version")) is int and body["version"] > VERSION:
-            raise UserError(f"{path}: format version {body['version']}, known up to {VERSION}. Upgrade mlm")
-        digest = body.pop("digest", None)
-        if digest != digest_bytes(canonical(body)):
-            raise ValueError("its digest does not match its content: it was altered")
-        return body, digest
-
-
-@contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    """Turn what a malformed manifest raises into a CorruptFileError that names it."""
-    try:
-        yield
+        body, digest = _parse(encoded, path)
+        return _build(body, digest, with_chunks)
     except UserError:
         raise
     except KeyError as e:
@@ -335,11 +251,22 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise CorruptFileError(f"{path}: damaged manifest, {e}. {RESTORE}") from e
 
 
-def _build(body: dict[str, JSON], digest: str) -> tuple[Manifest, FileEntry | None]:
-    """The manifest, and the file CHUNKS where it has one: the tensors have no chunks then."""
-    version = body["version"]
-    if type(version) is not int or version not in (1, 2):
-        raise ValueError(f"version {str(version)[:40]!r}")
+def _parse(encoded: bytes, path: Path) -> tuple[dict[str, JSON], str]:
+    """The JSON object of a manifest without its digest, which holds, and the digest."""
+    body = parse_json(encoded)
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise ValueError(f'its "format" is not "{FORMAT}"')
+    if type(body.get("version")) is int and body["version"] > VERSION:
+        raise UserError(f"{path}: format version {body['version']}, known up to {VERSION}. Upgrade mlm")
+    digest = body.pop("digest", None)
+    if digest != digest_bytes(canonical(body)):
+        raise ValueError("its digest does not match its content: it was altered")
+    return body, digest
+
+
+def _build(body: dict[str, JSON], digest: str, with_chunks: bool) -> Manifest:
+    if type(body["version"]) is not int or body["version"] != VERSION:
+        raise ValueError(f"version {str(body['version'])[:40]!r}")
     if not all(isinstance(body[name], dict) for name in ("files", "tensors", "state")):
         raise ValueError("files, tensors or state is not an object")
     files: dict[str, FileEntry] = {}
@@ -347,86 +274,61 @@ def _build(body: dict[str, JSON], digest: str) -> tuple[Manifest, FileEntry | No
         if not FILE_NAME.fullmatch(name):
             raise ValueError(f"file name {name!r} is not allowed")
         size = _whole_number(entry["bytes"])
-        blocks = _build_blocks(name, entry.get("blocks"), size)
-        files[name] = FileEntry(size, _digest(entry["digest"]), blocks)
-    names, listed = sorted(body["tensors"]), version == 1
-    tensors = {name: _build_tensor(name, body["tensors"][name], files if listed else None) for name in names}
-    if listed:
-        _check_sizes(tensors, files)
-    chunks = None if listed else _build_chunks(body["chunks"], [entry.shape for entry in tensors.values()])
+        files[name] = FileEntry(size, _digest(entry["digest"]), _build_blocks(name, entry["blocks"], size))
+    tensors = {name: _build_tensor(name, body["tensors"][name]) for name in sorted(body["tensors"])}
+    if with_chunks:
+        tensors = _with_chunks(tensors, files, unpack(body["chunks"]))
     state, step, save_id = body["state"], _whole_number(body["step"]), body["save_id"]
     if step > MAX_STEP:
         raise ValueError(f"step {step} is not in range")
     if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > MAX_SAVE_ID:
         raise ValueError(f"save_id {str(save_id)[:40]!r} is not allowed")
-    return Manifest(step, save_id, tensors, files, state, version, digest), chunks
+    return Manifest(step, save_id, tensors, files, state, digest)
 
 
-def _build_chunks(said: JSON, shapes: Sequence[tuple[int, ...]]) -> FileEntry:
-    size = _whole_number(said["bytes"])
-    if size > MAX_CHUNKS_BYTES or size % row_bytes(shapes):
-        raise ValueError(f"{CHUNKS} cannot have {size} bytes")
-    return FileEntry(size, _digest(said["digest"]))
+def _with_chunks(
+    tensors: Mapping[str, TensorEntry], files: Mapping[str, FileEntry], content: bytes
+) -> dict[str, TensorEntry]:
+    """Add to sorted tensors their chunks, which tile them and fit into the files."""
+    entries, names = list(tensors.values()), sorted(files)
+    columns = decode_columns(content, [entry.shape for entry in entries], len(files))
+    if problem := tiling_problem(columns, list(tensors)):
+        raise ValueError(problem)
+    itemsizes = [entry.dtype.itemsize for entry in entries]
+    check_sizes(columns, itemsizes, {name: files[name].bytes for name in names})
+    chunks = columns.by_tensor(names)
+    return {n: replace(entry, chunks=c) for (n, entry), c in zip(tensors.items(), chunks, strict=True)}
 
 
-def _check_sizes(tensors: Mapping[str, TensorEntry], files: Mapping[str, FileEntry]) -> None:
-    """Raise ValueError where a file is too small for its chunks: memory is taken for what tensors say."""
-    needed = dict.fromkeys(files, 0)
-    for entry in tensors.values():
-        for chunk in entry.chunks:
-            needed[chunk.file] += chunk.region.volume * entry.dtype.itemsize
-    for name, count in needed.items():
-        if count > files[name].bytes:
-            raise ValueError(f"{name} of {files[name].bytes} bytes cannot hold {count} bytes of tensors")
-
-
-def _build_blocks(name: str, said: JSON, size: int) -> tuple[str, ...]:
-    if said is None:
-        return ()
-    if not isinstance(said, list) or len(said) != -(-size // DIGEST_BLOCK):
+def _build_blocks(name: str, blocks: JSON, size: int) -> tuple[str, ...]:
+    if not isinstance(blocks, list) or len(blocks) != -(-size // DIGEST_BLOCK):
         raise ValueError(f"{name} does not have a digest for each of its blocks")
-    return tuple(_digest(digest) for digest in said)
+    return tuple(map(_digest, blocks))
 
 
-def _build_tensor(name: str, entry: JSON, files: Mapping[str, FileEntry] | None) -> TensorEntry:
-    """A tensor; without `files` its chunks are not listed with it."""
+def _build_tensor(name: str, entry: JSON) -> TensorEntry:
+    """A tensor without its chunks."""
     if not name.isprintable() or len(name) > MAX_NAME:  # names are printed, on terminals too
         raise ValueError(f"tensor name {name[:40]!r} is not allowed")
     shape = _numbers(entry["shape"])
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has unknown dtype {entry['dtype']!r}")
-    chunks = () if files is None else _build_listed(name, entry["chunks"], shape, files)
-    split = build_split(name, entry["split"], shape) if "split" in entry else None
-    before, norm = map(_build_norm, entry.get("norms", (None, None)))
-    return TensorEntry(shape, DTYPES[entry["dtype"]], chunks, split, norm, before)
+    split = None if entry["split"] is None else build_split(name, entry["split"], shape)
+    before, norm = (None, None) if entry["norms"] is None else map(_build_norm, entry["norms"])
+    return TensorEntry(shape, DTYPES[entry["dtype"]], (), split, norm, before)
 
 
-def _build_norm(said: JSON) -> float | None:
-    if said is None or said == "not finite":
-        return said and math.nan
-    if type(said) not in (int, float) or not 0 <= said <= sys.float_info.max:
-        raise ValueError(f"{str(said)[:40]} is no norm")
-    return float(said)
+def _build_norm(value: JSON) -> float | None:
+    if value is None or value == "not finite":
+        return value and math.nan
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{str(value)[:40]} is no norm")
+    return float(value)
 
 
-def _build_listed(
-    name: str, said: JSON, shape: tuple[int, ...], files: Mapping[str, FileEntry]
-) -> tuple[Chunk, ...]:
-    chunks = []
-    for file, offset, size in said:
-        if file not in files:
-            raise ValueError(f"{name} is in {file!r}, which is not listed")
-        chunks.append(Chunk(file, Region(_numbers(offset), _numbers(size))))
-    if len({chunk.file for chunk in chunks}) < len(chunks):
-        raise ValueError(f"{name} has two chunks in one file")
-    if problem := tiling_problem(shape, [chunk.region for chunk in chunks]):
-        raise ValueError(f"{name}: {problem}")
-    return tuple(chunks)
-
-
-def build_split(name: str, said: JSON, shape: tuple[int, ...]) -> Split:
+def build_split(name: str, value: JSON, shape: tuple[int, ...]) -> Split:
     """A Split from its JSON. Raises ValueError, KeyError or TypeError when it is none for this shape."""
-    split = Split(said["tp_dim"], said["stage"], _whole_number(said["multiple"]))
+    split = Split(value["tp_dim"], value["stage"], _whole_number(value["multiple"]))
     dim, stage = split.tp_dim, split.stage
     if (dim is not None and _whole_number(dim) >= len(shape)) or not split.multiple:
         raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")

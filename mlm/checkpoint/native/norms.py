@@ -15,56 +15,26 @@ JUMP = 100.0
 LEAST_RMS = 0.01
 """Root mean square of a weight that can jump: biases begin at zero, and grow by any factor."""
 NOT_FINITE, LARGEST = math.nan, sys.float_info.max
-
-
-class NormSums:
-    """Norms of the tensors of a file, summed block by block while it is digested, in the processor's cache.
-
-    Args:
-        places: name, dtype, first byte and end of each tensor in the file.
-    """
-
-    def __init__(self, places: Sequence[tuple[str, torch.dtype, int, int]]) -> None:
-        self._places = [place for place in places if place[1].is_floating_point and place[2] < place[3]]
-        self._next = 0
-        self._squares = [0.0] * len(self._places)
-
-    def update(self, start: int, block: memoryview | bytearray) -> None:
-        """Take the next bytes of the file, from byte `start` on. No element lies in two blocks."""
-        end = start + len(block)
-        for number in range(self._next, len(self._places)):
-            _, dtype, begin, stop = self._places[number]
-            if begin >= end:
-                break
-            first, last = max(begin, start), min(stop, end)
-            count = (last - first) // dtype.itemsize
-            self._squares[number] += square(
-                torch.frombuffer(block, dtype=dtype, count=count, offset=first - start)
-            )
-            self._next += stop <= end
-
-    @property
-    def norms(self) -> dict[str, float]:
-        """Norm of each tensor of what was taken."""
-        return {place[0]: _root(value) for place, value in zip(self._places, self._squares, strict=True)}
+PIECE = 1 << 16  # elements summed at a time: in the processor's cache, by one thread
 
 
 def norm(x: Tensor) -> float:
     """L2 norm; NaN if an element is not finite, whatever the size of those that are."""
-    return _root(square(x.detach().reshape(-1)))
+    total = sum(map(_square, x.detach().reshape(-1).split(PIECE)))
+    return min(math.sqrt(total), LARGEST) if total == total else NOT_FINITE
 
 
-def square(x: Tensor) -> float:
+def _square(x: Tensor) -> float:
     """Sum of squares of [n] numbers; NaN if one is not finite, infinite if the sum of finite ones is."""
-    if x.dtype in (torch.float32, torch.float64) and math.isfinite(found := torch.dot(x, x).item()):
-        return found
+    if x.dtype in (torch.float32, torch.float64) and math.isfinite(value := torch.dot(x, x).item()):
+        return value
     wide = x.double()  # squares beyond the range of the dtype, or an element that is not finite
     return torch.dot(wide, wide).item() if wide.isfinite().all() else NOT_FINITE
 
 
-def _root(square: float) -> float:
-    """Finite of finite numbers: infinite sums are of float64 alone."""
-    return min(math.sqrt(square), LARGEST) if square == square else NOT_FINITE
+def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Norms of the floating-point tensors."""
+    return {name: norm(x) for name, x in tensors.items() if x.dtype.is_floating_point}
 
 
 def joint_norm(norms: Sequence[float]) -> float:
@@ -80,11 +50,11 @@ def with_norms(
     before: Mapping[str, float | None],
 ) -> dict[str, TensorEntry]:
     """Add to entries the norms of their parts on all ranks, and those of the checkpoint before."""
-    found: dict[str, list[float]] = {}
+    pieces: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
-            found.setdefault(name, []).append(value)
-    norms = {name: joint_norm(values) for name, values in found.items()}
+            pieces.setdefault(name, []).append(value)
+    norms = {name: joint_norm(values) for name, values in pieces.items()}
     return {
         name: replace(entry, norm=norms.get(name), norm_before=before.get(name))
         for name, entry in tensors.items()

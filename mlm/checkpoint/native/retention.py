@@ -7,13 +7,12 @@ from pathlib import Path
 
 from mlm.checkpoint.native.folders import (
     candidates,
-    checkpoints,
     discard,
     foreign_in,
-    is_of_another_branch,
     named_latest,
     plain_name,
     problem_of,
+    step_of,
 )
 from mlm.checkpoint.native.format import CheckpointError, read_summary
 from mlm.checkpoint.native.norms import largest_jump
@@ -23,13 +22,10 @@ from mlm.util.errors import UserError
 log = logging.getLogger(__name__)
 
 
-def prune(root: Path, step: int, *, keep_last: int, keep_every: int) -> None:
-    """Delete old checkpoints after `step` was saved. Never raises: a leftover is no failed save.
-
-    Steps after `step` are kept: they belong to a run that was rolled back, and deleting is the user's call.
-    """
+def prune(root: Path, *, keep_last: int, keep_every: int) -> None:
+    """Delete old checkpoints after a save. Never raises: a leftover is no failed save."""
     try:
-        old = outdated(root, keep_last=keep_last, keep_every=keep_every, upto=step)
+        old = outdated(root, keep_last=keep_last, keep_every=keep_every)
     except CheckpointError as e:
         log.warning("old checkpoints were not pruned: %s", e)
         return
@@ -42,27 +38,21 @@ def outdated(
     *,
     keep_last: int,
     keep_every: int,
-    upto: int | None = None,
     since: int | None = None,
     problem: Callable[[Path], str | None] = problem_of,
 ) -> list[Path]:
-    """The checkpoints up to step `upto` (None: all) that retention deletes, oldest first.
+    """The checkpoints that retention deletes, oldest first.
 
     Kept: the `keep_last` newest good ones, at least one, and whatever is newer; multiples of `keep_every`
-    (0: none); the one `latest` names; and those of another branch than that one, which count for nothing: a
-    user rolled back, and deleting what was abandoned is theirs. Good are whole ones that are not doubtful. A
-    damaged one, of which `problem(directory)` says why, never counts as kept: it is deleted when `keep_last`
-    good ones are newer, so where none is good nothing is. Of doubtful ones `keep_last` are kept besides;
-    where no step from `since` on was finite, the weights before it are doubtful too.
-    `problem` is called from the newest on, as long as it matters. Raises CheckpointError when `root` cannot
-    be read.
+    (0: none); the one `latest` names, and what is newer than that. Good are whole ones that are not doubtful.
+    A damaged one, of which `problem(directory)` says why, never counts as kept: it is deleted when
+    `keep_last` good ones are newer, so where none is good nothing is. Of doubtful ones `keep_last` are kept
+    besides. `since` is that of `doubt_of`. `problem` is called from the newest on, as long as it matters.
+    Raises CheckpointError when `root` cannot be read.
     """
-    named, found, old = named_latest(root), checkpoints(root), list[Path]()
+    named, old = named_latest(root), list[Path]()
     most, good, doubtful = max(keep_last, 1), 0, 0
-    head = next((path for path in found.values() if plain_name(path) == named), None)
-    for step, path in reversed(found.items()):
-        if (upto is not None and step > upto) or (head and is_of_another_branch(path, head)):
-            continue
+    for path in candidates(root):
         if good < most:
             if doubt_of(path, since) is None:
                 good += problem(path) is None
@@ -70,7 +60,8 @@ def outdated(
             doubtful += 1
             if doubtful <= most:
                 continue
-        if not (keep_every and step % keep_every == 0) and path != head and _is_deletable(path):
+        is_kept = (keep_every and step_of(path) % keep_every == 0) or plain_name(path) == named
+        if not is_kept and _is_deletable(path):
             old.append(path)
     return old[::-1]
 
@@ -78,9 +69,10 @@ def outdated(
 def doubt_of(directory: Path, since: int | None = None) -> str | None:
     """Why a checkpoint may be of a run that has gone wrong; None if its manifest does not say so.
 
-    `since` is the first of the run's steps that were not finite, if it has diverged.
+    `since` is the first of the run's steps that were not finite, if it has diverged: the weights before it
+    are doubtful too.
     """
-    if since is not None and _step_of(directory) >= since - 1:
+    if since is not None and step_of(directory) >= since - 1:
         return f"no step after it was finite since step {since}"
     try:
         summary = read_summary(directory)
@@ -88,32 +80,22 @@ def doubt_of(directory: Path, since: int | None = None) -> str | None:
         return None
     if since := not_finite_since(summary.state):
         return f"steps are not finite since step {since}"
-    jump = jump_of(directory)
+    jump = largest_jump(summary.tensors)
     return jump and f"the norm of {jump[0]} is {jump[1]:.3g} times what it was"
-
-
-def jump_of(directory: Path) -> tuple[str, float] | None:
-    """The weight that grew most since the checkpoint before, and its factor; None if none jumped."""
-    return largest_jump(read_summary(directory).tensors)
 
 
 def newest_good(root: Path, since: int | None = None) -> Path | None:
     """The newest checkpoint to continue from that is whole and not doubtful; None if there is none.
 
-    Where all are doubtful, the newest one whose weights have not jumped.
-
-    If no step from `since` on was finite, the weights after step `since` - 1 are not good: an older one is
-    taken. Of the branch that `latest` names. Raises CheckpointError when `root` cannot be read.
+    Where all are doubtful, the newest one before step `since` - 1 whose weights have not jumped: steps that
+    are not finite change no weight. Raises CheckpointError when `root` cannot be read.
     """
-    found = [path for path in candidates(root) if since is None or _step_of(path) < since - 1]
-    whole = [path for path in found if problem_of(path) is None]
-    good = [path for path in whole if doubt_of(path) is None]
-    # steps that are not finite change no weight: where all else is lacking, those before them may do
-    return next(iter([*good, *(path for path in whole if jump_of(path) is None)]), None)
-
-
-def _step_of(directory: Path) -> int:
-    return int(plain_name(directory).removeprefix("step-"))
+    whole = [path for path in candidates(root) if problem_of(path) is None]
+    for path in whole:
+        if doubt_of(path, since) is None:
+            return path
+    before = [path for path in whole if since is None or step_of(path) < since - 1]
+    return next((path for path in before if largest_jump(read_summary(path).tensors) is None), None)
 
 
 def _is_deletable(path: Path) -> bool:

@@ -35,8 +35,8 @@ def _scaler_problem(scaler: JSON) -> str | None:
     if not isinstance(scaler, dict):
         return "its scaler is no object"
     limits = {"scale": 2.0**127, "clean_steps": MOST_COUNTED, "skipped": MOST_COUNTED}
-    found = next((why for key, most in limits.items() if (why := _out_of_range(scaler, key, most))), None)
-    return found or (None if scaler["scale"] > 0 else "its scale=0 is out of range")
+    problem = next((why for key, most in limits.items() if (why := _out_of_range(scaler, key, most))), None)
+    return problem or (None if scaler["scale"] > 0 else "its scale=0 is out of range")
 
 
 def _out_of_range(state: Mapping[str, JSON], key: str, most: float) -> str | None:

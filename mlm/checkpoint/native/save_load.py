@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mlm.checkpoint.native.checked_file import CheckedFile, Signature
 from mlm.checkpoint.native.declaration import declare_shards, file_name, merge_declared
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.fit import Reading, check_fit, plan_reading
 from mlm.checkpoint.native.folders import (
     EVIDENCE,
     discard,
@@ -27,6 +25,7 @@ from mlm.checkpoint.native.folders import (
     open_staging,
     publish,
     resolve,
+    set_newer_aside,
     staging_path,
     step_name,
 )
@@ -46,15 +45,15 @@ from mlm.checkpoint.native.norms import (
     describe_not_finite,
     first_not_finite,
     largest_jump,
-    norm,
+    norms_of,
     with_norms,
 )
+from mlm.checkpoint.native.reader import Reader, Reading, plan_reading
 from mlm.checkpoint.native.retention import prune
-from mlm.checkpoint.native.shard_file import copy_region, header_of, write_shard_file
+from mlm.checkpoint.native.shard_file import write_shard_file
 from mlm.checkpoint.native.slices import Shard
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.watch import Watch
-from mlm.util.atomic import digest_file
 from mlm.util.errors import CorruptFileError, UserError
 
 log = logging.getLogger(__name__)
@@ -70,6 +69,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
+LISTED = 3  # problems that a message lists
 REMEDIES = {
     errno.ENOSPC: "Free space there, or set out=… to another disk",
     errno.EDQUOT: "Free some of your quota, or set out=… to another disk",
@@ -128,8 +128,9 @@ def save_checkpoint(
 
         def complete() -> None:
             if ranks.is_main:
-                found = with_norms(tensors, [norms for *_, norms in parts.values()], _norms_before(root))
-                publish_manifest(staging, root, Manifest(step, save_id, found, files, state))
+                norms = [norms for *_, norms in parts.values()]
+                entries = with_norms(tensors, norms, _norms_before(root))
+                publish_manifest(staging, root, Manifest(step, save_id, entries, files, state))
 
         ranks.together(complete, explain)
     except BaseException:
@@ -137,7 +138,7 @@ def save_checkpoint(
             discard(staging)
         raise
     if ranks.is_main and may_prune():
-        prune(root, step, keep_last=keep_last, keep_every=keep_every)
+        prune(root, keep_last=keep_last, keep_every=keep_every)
     return root / step_name(step)
 
 
@@ -151,9 +152,9 @@ def _norms_before(root: Path) -> Mapping[str, float | None]:
     return {name: entry.norm_before if jumped else entry.norm for name, entry in tensors.items()}
 
 
-def file_entry(said: JSON) -> FileEntry:
+def file_entry(written: JSON) -> FileEntry:
     """Return a file entry from what `write_shards` returns."""
-    size, digest, blocks, _ = said
+    size, digest, blocks, _ = written
     return FileEntry(size, digest, tuple(blocks))
 
 
@@ -175,12 +176,8 @@ def write_shards(
     tensors, path = stored_tensors(shards), staging / file_name(rank)
     if not tensors:
         return None
-    if staged is not None:
-        entry, norms = staged.write(path), staged.norms
-    else:
-        entry = write_shard_file(path, tensors, save_id)
-        norms = {name: norm(x) for name, x in tensors.items() if x.dtype.is_floating_point}
-    return [entry.bytes, entry.digest, entry.blocks, norms]
+    entry = staged.write(path) if staged else write_shard_file(path, tensors, save_id)
+    return [entry.bytes, entry.digest, entry.blocks, norms_of(staged.tensors if staged else tensors)]
 
 
 def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
@@ -204,6 +201,7 @@ def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
             "good checkpoint is deleted for this one",
             *(manifest.step, *jump),
         )
+    set_newer_aside(root, manifest)
     publish(staging, root, manifest)
 
 
@@ -254,12 +252,25 @@ def load_checkpoint(
     unwanted = [name for name in extra if not (allow_extra and allow_extra(name))]
 
     def plan() -> dict[str, list[Reading]]:
-        check_fit(path, manifest, wanted, unwanted, allow_missing, cast, config or {})
+        _check_fit(path, manifest, wanted, unwanted, allow_missing, cast, config or {})
         return plan_reading(manifest, wanted)
 
     readings = ranks.together(plan, explain)
-    known = ranks.together(lambda: _verify(path, manifest, readings, ranks), explain)
-    ranks.together(lambda: _fill(path, manifest, readings, known, ranks), explain)
+    share = sorted(manifest.files)[ranks.rank :: ranks.world_size]
+    with Reader(path, manifest) as reader, torch.no_grad():
+
+        def check() -> None:
+            for file in sorted({*share, *readings}):
+                reader.check(file, readings.get(file, ()))
+
+        def fill() -> None:
+            for file in sorted({*share, *readings}):
+                reader.copy(file, readings.get(file, ()))
+                if file in share:
+                    reader.check_all(file)
+
+        ranks.together(check, explain)
+        ranks.together(fill, explain)
     return manifest
 
 
@@ -271,59 +282,68 @@ def read_finite(path: Path) -> Manifest:
     return manifest
 
 
-def _verify(
-    path: Path, manifest: Manifest, readings: Mapping[str, list[Reading]], ranks: Ranks
-) -> dict[str, Signature]:
-    """Check size, save id and header of this rank's share of the files and of those it will read.
-
-    Files without block digests, of older versions, are digested whole: each by one rank, before any reads
-    them. Returns what each file is now, for `_fill` to find the same.
-    """
-    share = _share(manifest, ranks)
-    seen = {}
-    for name in sorted({*share, *readings}):
-        with CheckedFile(path / name, manifest.files[name], raw=True) as f:
-            seen[name] = f.found
-            headers = header_of(f, manifest.save_id)
-        for part in readings.get(name, ()):
-            found = headers.get(part.name)
-            if found is None or (found.dtype, found.shape) != (part.dtype, part.chunk.size):
-                raise CorruptFileError(f"{path / name}: does not hold {part.name} as listed. {RESTORE}")
-    for name in share:
-        entry = manifest.files[name]
-        if not entry.blocks and (digest := digest_file(path / name)) != entry.digest:
-            raise CorruptFileError(f"{path / name}: damaged, digest {digest}, not {entry.digest}. {RESTORE}")
-    return seen
-
-
-def _share(manifest: Manifest, ranks: Ranks) -> list[str]:
-    """Return the files that this rank checks."""
-    return sorted(manifest.files)[ranks.rank :: ranks.world_size]
-
-
-def _fill(
-    path: Path,
-    manifest: Manifest,
-    readings: Mapping[str, list[Reading]],
-    known: Mapping[str, Signature],
-    ranks: Ranks,
-) -> None:
-    """Copy what is wanted from blocks compared as they are read, then compare the rest of the share."""
-    share = set(_share(manifest, ranks))
-    with torch.no_grad():
-        for file in sorted({*share, *readings}):
-            with CheckedFile(path / file, manifest.files[file], known[file]) as f:
-                headers = header_of(f, manifest.save_id)
-                parts = readings.get(file, [])
-                for part in sorted(parts, key=lambda part: headers[part.name].begin):
-                    copy_region(f, headers[part.name], part.region, part.chunk, part.target)
-                if file in share:
-                    f.check_all()
-                f.check_unchanged()
-
-
 def _explain_load(path: Path, rank: int, error: Exception) -> UserError:
     if isinstance(error, OSError):
         where = error.filename or path
         return CheckpointError(f"{where}: cannot be read (rank {rank}): {error.strerror}. {RESTORE}")
     return CheckpointError(f"{path}: could not be loaded (rank {rank}): {type(error).__name__}: {error}")
+
+
+def _check_fit(
+    path: Path,
+    manifest: Manifest,
+    wanted: Mapping[str, Shard],
+    unwanted: list[str],
+    allow_missing: Callable[[str], bool] | None,
+    cast: bool,
+    config: Mapping[str, JSON],
+) -> None:
+    """Raise one UserError that lists the first few names, shapes and dtypes that differ."""
+    problems = [f"{name} is not in it" for name in _missing(manifest, wanted, allow_missing)]
+    problems += [f"{name} is in it, not here" for name in unwanted]
+    problems += _shape_problems(manifest, wanted)
+    what, remedy = "another model", "Set model=… as it was trained, or ckpt=… to another checkpoint"
+    if not problems:
+        problems = _dtype_problems(manifest, wanted, cast)
+        what, remedy = "another precision", "Set precision=… as it was trained"
+    if problems:
+        listed = "; ".join(problems[:LISTED]) + (
+            f"; and {len(problems) - LISTED} more" if problems[LISTED:] else ""
+        )
+        settings = "".join(f"; {line}" for line in _differing(config, manifest.state.get("config")))
+        raise UserError(f"{path}: checkpoint of {what}: {listed}{settings}. {remedy}")
+
+
+def _missing(
+    manifest: Manifest, wanted: Mapping[str, Shard], allow_missing: Callable[[str], bool] | None
+) -> list[str]:
+    lacking = [name for name in wanted if name not in manifest.tensors]
+    return [name for name in lacking if not (allow_missing and allow_missing(name))]
+
+
+def _shape_problems(manifest: Manifest, wanted: Mapping[str, Shard]) -> list[str]:
+    return [
+        f"{name} has shape {list(shard.global_shape)} here, {list(manifest.tensors[name].shape)} there"
+        for name, shard in wanted.items()
+        if name in manifest.tensors and manifest.tensors[name].shape != tuple(shard.global_shape)
+    ]
+
+
+def _dtype_problems(manifest: Manifest, wanted: Mapping[str, Shard], cast: bool) -> list[str]:
+    problems = []
+    for name, shard in wanted.items():
+        if name in manifest.tensors:
+            here, there = shard.tensor.dtype, manifest.tensors[name].dtype
+            convertible = cast and here.is_floating_point and there.is_floating_point
+            if here != there and not convertible:
+                problems.append(f"{name} is {here} here, {there} there")
+    return problems
+
+
+def _differing(here: Mapping[str, JSON], there: JSON) -> Iterator[str]:
+    """The settings below `model` in which two configs differ."""
+    mine, theirs = here.get("model"), there.get("model") if isinstance(there, dict) else None
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        for key in mine:
+            if key in theirs and mine[key] != theirs[key]:
+                yield f"model.{key} is {mine[key]} here, {theirs[key]} there"

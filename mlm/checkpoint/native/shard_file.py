@@ -1,4 +1,4 @@
-"""One shard file: safetensors, written as a stream and read in blocks, so that memory stays small.
+"""One shard file: safetensors, written as a stream, so that memory stays small; and its header, read.
 
 Layout (https://huggingface.co/docs/safetensors): u64 little-endian header length, JSON header padded with
 spaces to 8 bytes, then the tensors end to end. Ours are ordered by descending element size, so each is
@@ -9,15 +9,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor
 
-from mlm.checkpoint.native.checked_file import CheckedFile, Digester
+from mlm.checkpoint.native import format as layout
 from mlm.checkpoint.native.format import (
     DTYPE_NAMES,
     DTYPES,
@@ -27,30 +27,14 @@ from mlm.checkpoint.native.format import (
     RESTORE,
     FileEntry,
 )
-from mlm.checkpoint.native.slices import Region
-from mlm.util.atomic import CHUNK, parse_json
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.atomic import CHUNK, digest_name, parse_json
+from mlm.util.errors import CorruptFileError
 
+PIECE = 1 << 18  # bytes digested at a time: in the processor's cache
 MAX_HEADER_BYTES = 1 << 26  # 64 MiB; parsed JSON takes many times its size (safetensors allows 100 MB)
-BLOCK = 1 << 24  # bytes of rows read at a time: 16 MiB
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor inside a shard file: `begin` is its first byte, counted from the start of the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """Dtype and shape of a tensor to write: all that a header needs, before the tensor is there."""
 
     dtype: torch.dtype
@@ -60,6 +44,60 @@ class Form:
     def num_bytes(self) -> int:
         """Bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+class Stored(NamedTuple):
+    """A tensor inside a shard file: `begin` is its first byte, counted from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def form(self) -> Form:
+        """Dtype and shape."""
+        return Form(self.dtype, self.shape)
+
+
+class Readable(Protocol):
+    """What of a binary file the reader of headers uses."""
+
+    def seek(self, position: int, /) -> object:
+        """Set the place of the next read."""
+
+    def read(self, count: int, /) -> bytes:
+        """At most `count` bytes."""
+
+
+class Digester:
+    """Digests of a file and of its blocks, taken on the way to the disk."""
+
+    def __init__(self) -> None:
+        self._whole, self._block = xxhash.xxh3_128(), xxhash.xxh3_128()
+        self._room, self._size = layout.DIGEST_BLOCK, 0
+        self._blocks: list[str] = []
+
+    def update(self, content: memoryview) -> None:
+        """The next bytes of the file."""
+        self._size += len(content)
+        while len(content):
+            count = min(self._room, PIECE)
+            piece, content = content[:count], content[count:]
+            self._whole.update(piece)
+            self._block.update(piece)
+            self._room -= len(piece)
+            if not self._room:
+                self._end_block()
+
+    def entry(self) -> FileEntry:
+        """Size and digests of all bytes received."""
+        if self._room < layout.DIGEST_BLOCK:
+            self._end_block()
+        return FileEntry(self._size, digest_name(self._whole), tuple(self._blocks))
+
+    def _end_block(self) -> None:
+        self._blocks.append(digest_name(self._block))
+        self._block, self._room = xxhash.xxh3_128(), layout.DIGEST_BLOCK
 
 
 T = TypeVar("T", Tensor, Form)
@@ -136,24 +174,6 @@ def _bytes_of(tensor: Tensor, form: Form) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def read_header(path: Path, entry: FileEntry, save_id: str) -> dict[str, Stored]:
-    """The tensors of a shard file, every offset checked against the file.
-
-    Raises CorruptFileError when the file is missing, of another size than `entry` says, not safetensors,
-    or of another save.
-    """
-    with CheckedFile(path, entry, raw=True) as f:  # names damage better than a digest would
-        return header_of(f, save_id)
-
-
-def header_of(f: CheckedFile, save_id: str) -> dict[str, Stored]:
-    """The tensors of an open shard file; raises as `read_header` does."""
-    metadata, stored = _parse_header(f, Path(f.name), f.size, RESTORE)
-    if metadata.get("save_id") != save_id:
-        raise CorruptFileError(f"{f.name}: is a shard of another save. {RESTORE}")
-    return stored
-
-
 def read_safetensors_header(
     path: Path, remedy: str = RESTORE
 ) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
@@ -162,12 +182,13 @@ def read_safetensors_header(
     Raises CorruptFileError, ending in `remedy`, when it is none or holds a dtype we do not know.
     """
     with open(path, "rb") as f:
-        return _parse_header(f, path, path.stat().st_size, remedy)
+        return parse_header(f, path, path.stat().st_size, remedy)
 
 
-def _parse_header(
-    f: BinaryIO | CheckedFile, path: Path, size: int, remedy: str
+def parse_header(
+    f: Readable, path: Path, size: int, remedy: str
 ) -> tuple[Mapping[str, JSON], dict[str, Stored]]:
+    """`read_safetensors_header` of an open file of `size` bytes; `path` is for messages."""
     f.seek(0)
     length = int.from_bytes(f.read(8), "little")
     if not 0 < length <= min(MAX_HEADER_BYTES, size - 8):
@@ -200,39 +221,3 @@ def _stored_tensors(header: dict[str, JSON], *, start: int, size: int) -> dict[s
     if start + end != size:
         raise ValueError(f"tensors end at byte {start + end} of {size}")
     return stored
-
-
-def copy_region(
-    f: BinaryIO | CheckedFile, stored: Stored, region: Region, chunk: Region, target: Tensor
-) -> None:
-    """Copy the part `region` of a stored `chunk` (both in global coordinates) into `target`, in place.
-
-    `target` has the shape of `region`, any device and strides, and the stored dtype or another floating
-    one. Reads whole rows of dim 0, at most BLOCK bytes (or one row) at a time. Raises CorruptFileError when
-    the file ends early, UserError when a finite number would become infinite in the dtype of `target`.
-    """
-    columns = region.within(chunk)
-    rows, tail = columns[0] if columns else slice(0, 1), stored.shape[1:]
-    if not columns:
-        target = target.unsqueeze(0)
-    row_items = prod(tail)
-    row_bytes = row_items * stored.dtype.itemsize
-    step = max(1, BLOCK // row_bytes)
-    buffer = bytearray(min(step, rows.stop - rows.start) * row_bytes)
-    for first in range(rows.start, rows.stop, step):
-        count = min(step, rows.stop - first)
-        f.seek(stored.begin + first * row_bytes)
-        if f.readinto(memoryview(buffer)[: count * row_bytes]) != count * row_bytes:  # type: ignore[union-attr]
-            raise CorruptFileError(f"{f.name}: ends early. {RESTORE}")
-        block = torch.frombuffer(buffer, dtype=stored.dtype, count=count * row_items).view(count, *tail)
-        piece = block[(slice(None), *columns[1:])]
-        target[first - rows.start : first - rows.start + count].copy_(_converted(piece, target.dtype, f.name))
-
-
-def _converted(piece: Tensor, dtype: torch.dtype, file: str) -> Tensor:
-    if piece.dtype == dtype:
-        return piece
-    converted = piece.to(dtype)
-    if torch.isfinite(piece).sum() != torch.isfinite(converted).sum():
-        raise UserError(f"{file}: holds numbers too large for {dtype}. Load it with a wider precision.dtype")
-    return converted

@@ -1,16 +1,10 @@
-"""Regions of a global tensor: intersection, tiling, and the shards of ranks."""
+"""Regions of a global tensor, and the shards of ranks."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice, product
 from math import prod
 from typing import NamedTuple
 
 from torch import Tensor
-
-MAX_CUT_DIMS = 4  # layouts split a tensor along one or two
-MAX_COMPARED = 100_000  # pairs of pieces looked at to name two that overlap
 
 
 class Region(NamedTuple):
@@ -90,47 +84,6 @@ class Shard:
     def region(self) -> Region:
         """Region of the global tensor."""
         return Region(tuple(self.offset), tuple(self.tensor.shape))
-
-
-def tiling_problem(shape: tuple[int, ...], pieces: Sequence[Region]) -> str | None:
-    """Return why `pieces` do not hold each element of `shape` exactly once; None if they do.
-
-    Costs the same for each piece, however they lie: half a million forged ones must not stall a reader.
-    """
-    for piece in pieces:
-        if not piece.fits(shape) or not piece.volume:
-            return f"piece {describe(piece)} is not inside shape {list(shape)}"
-    cut = [d for d, full in enumerate(shape) if any(piece.size[d] != full for piece in pieces)]
-    if len(cut) > MAX_CUT_DIMS:
-        return f"it is split along {len(cut)} dims, {MAX_CUT_DIMS} is the limit"
-    if _tile(shape, pieces, cut):
-        return None
-    for a, b in islice(combinations(sorted(pieces), 2), MAX_COMPARED):
-        if a.intersect(b):
-            return f"pieces {describe(a)} and {describe(b)} overlap"
-    held = sum(piece.volume for piece in pieces)
-    return f"{held} of its {prod(shape)} elements are held: there is a hole, or pieces overlap"
-
-
-def _tile(shape: tuple[int, ...], pieces: Sequence[Region], cut: Sequence[int]) -> bool:
-    """Return True if pieces inside `shape`, each whole along all dims but `cut`, hold each element once.
-
-    How often each element is held is a sum of products of steps, up at a piece's offset and down at its end.
-    Such sums are equal where their steps are, corner by corner.
-    """
-    if not prod(shape):
-        return not pieces
-    steps: Counter[tuple[int, ...]] = Counter()
-    for piece in pieces:
-        _add_steps(steps, [(piece.offset[d], piece.offset[d] + piece.size[d]) for d in cut], 1)
-    _add_steps(steps, [(0, shape[d]) for d in cut], -1)
-    return not any(steps.values())
-
-
-def _add_steps(steps: "Counter[tuple[int, ...]]", spans: Sequence[tuple[int, int]], weight: int) -> None:
-    for ends in product((0, 1), repeat=len(spans)):
-        corner = tuple(span[end] for span, end in zip(spans, ends, strict=True))
-        steps[corner] += -weight if sum(ends) % 2 else weight
 
 
 def describe(piece: Region) -> str:

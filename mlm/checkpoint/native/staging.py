@@ -15,14 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.native.checked_file import Digester
 from mlm.checkpoint.native.format import FileEntry
-from mlm.checkpoint.native.norms import NormSums
-from mlm.checkpoint.native.shard_file import header_bytes, in_order
+from mlm.checkpoint.native.shard_file import Digester, header_bytes, in_order
 
 ALIGNMENT = 4096  # of address, offset and length under O_DIRECT
 BLOCK = 1 << 24  # bytes per write: 16 MiB
-PIECE = 1 << 18  # bytes digested and summed while they are in the processor's cache
 
 
 def _lock_pages(address: int, size: int) -> bool:
@@ -50,9 +47,8 @@ class StagedFile:
         self._size = 0
         """Bytes of the file that is staged; 0 when none is."""
         self._failure: Exception | None = None
-        self._places: list[tuple[str, torch.dtype, int, int]] = []
-        self.norms: dict[str, float] = {}
-        """Norm of each tensor, once the file is written."""
+        self.tensors: dict[str, Tensor] = {}
+        """The copies."""
         self._locked: int | None = None
         """Address of the memory, if CUDA knows it as page-locked."""
 
@@ -63,7 +59,7 @@ class StagedFile:
 
         On CUDA, the caller's current stream orders the copies.
         """
-        self._size, self._failure = 0, None
+        self._size, self._failure, self.tensors = 0, None, {}
         try:
             self._fill(tensors, save_id)
         except Exception as error:
@@ -75,11 +71,11 @@ class StagedFile:
         size = len(header) + sum(x.numel() * x.element_size() for _, x in ordered)
         memory = self._allocate(size, page_locked=any(x.is_cuda for _, x in ordered))
         memory[: len(header)] = np.frombuffer(header, np.uint8)
-        begin, self._places = len(header), []
+        begin = len(header)
         for name, x in ordered:
             end = begin + x.numel() * x.element_size()
-            torch.from_numpy(memory[begin:end]).view(x.dtype).view(x.shape).copy_(x.detach())
-            self._places.append((name, x.dtype, begin, end))
+            self.tensors[name] = torch.from_numpy(memory[begin:end]).view(x.dtype).view(x.shape)
+            self.tensors[name].copy_(x.detach())
             begin = end
         self._size = size
 
@@ -120,16 +116,13 @@ class StagedFile:
 
     def _write(self, path: Path, flags: int) -> FileEntry:
         assert self._memory is not None
-        size, digester, sums = self._size, Digester(), NormSums(self._places)
+        size, digester = self._size, Digester()
         padded = -(-size // ALIGNMENT) * ALIGNMENT
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o666)
         try:
             with memoryview(self._memory) as content:
                 for start in range(0, size, BLOCK):
-                    for begin in range(start, min(start + BLOCK, size), PIECE):
-                        piece = content[begin : min(begin + PIECE, start + BLOCK, size)]
-                        digester.update(piece)
-                        sums.update(begin, piece)
+                    digester.update(content[start : min(start + BLOCK, size)])
                     done, end = start, min(start + BLOCK, padded)
                     while done < end:
                         done += os.write(descriptor, content[done:end])
@@ -137,5 +130,4 @@ class StagedFile:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        self.norms = sums.norms
         return digester.entry()

@@ -47,14 +47,14 @@ class TokenizerDigest:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "TokenizerDigest | None":
         """Entry of a checkpoint's state; None for one of an older version, or without a tokenizer."""
-        said = state.get(KEY)
-        if not isinstance(said, dict):
+        entry = state.get(KEY)
+        if not isinstance(entry, dict):
             return None
-        digest, vocabulary = said.get("digest"), said.get("vocabulary")
+        digest, vocabulary = entry.get("digest"), entry.get("vocabulary")
         if not (isinstance(digest, str) and DIGEST.fullmatch(digest)):
             return None
         known = isinstance(vocabulary, str) and DIGEST.fullmatch(vocabulary)
-        eod_id = said.get("eod_id")
+        eod_id = entry.get("eod_id")
         return cls(digest, vocabulary if known else None, eod_id if type(eod_id) is int else None)
 
 

@@ -3,21 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
-import torch
-
-from mlm.checkpoint.native.folders import REPLACED
-from mlm.checkpoint.native.format import CHUNKS, MANIFEST, RESTORE, Manifest, read_manifest
-from mlm.checkpoint.native.lineage import STEP_NAME
-from mlm.checkpoint.native.norms import NormSums, describe_not_finite, first_not_finite, with_norms
-from mlm.checkpoint.native.shard_file import read_header
+from mlm.checkpoint.native.folders import REPLACED, STEP_NAME
+from mlm.checkpoint.native.format import MANIFEST, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
+from mlm.checkpoint.native.reader import CheckedFile, read_header
+from mlm.checkpoint.native.shard_file import Form
 from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_beside, file_beside
-from mlm.util.atomic import digest_file
 from mlm.util.errors import CorruptFileError, UserError
-
-Forms: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of each tensor in a file."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +54,11 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     try:
         manifest = read_manifest(directory)
     except (UserError, OSError) as error:
-        path = directory / (CHUNKS if _is_about(directory / CHUNKS, error) else MANIFEST)
-        return Verified(directory, None, (_problem(path, error),), (), loads=False)
+        return Verified(directory, None, (_problem(directory / MANIFEST, error),), (), loads=False)
     problems: list[FileProblem] = []
-    held, norms = _held(manifest), list[dict[str, float]]()
+    forms = _forms(manifest)
     for name in sorted(manifest.files):
-        problems += _file_problems(directory / name, manifest, held[name], norms, progress)
+        problems += _file_problems(directory / name, manifest, forms[name], progress)
     strays, warnings = _strays(directory, manifest)
     try:
         check_beside(directory, manifest.state)
@@ -75,17 +67,17 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     named = STEP_NAME.fullmatch(directory.name.removeprefix(REPLACED))
     if named and int(named[1]) != manifest.step:
         warnings.append(f"{directory.name} holds step {manifest.step}: it was renamed")
-    bad = None if problems else first_not_finite(with_norms(manifest.tensors, norms, {}))
+    bad = first_not_finite(manifest.tensors)
     if bad is not None:
-        problems.append(NotFinite(next(f for f in held if bad in held[f]), describe_not_finite(bad)))
+        problems.append(NotFinite(next(f for f in forms if bad in forms[f]), describe_not_finite(bad)))
     return Verified(directory, manifest, (*problems, *strays), tuple(warnings), loads=not problems)
 
 
 def check_whole(directory: Path, progress: Callable[[int], None] = lambda count: None) -> None:
     """Raise CorruptFileError for a file whose bytes are not those that were saved; strays do not matter."""
-    found = verify_checkpoint(directory, progress)
-    if not found.loads:
-        problem = found.problems[0]
+    verified = verify_checkpoint(directory, progress)
+    if not verified.loads:
+        problem = verified.problems[0]
         raise CorruptFileError(f"{directory / problem.file}: {problem.why}. {RESTORE}")
 
 
@@ -97,36 +89,25 @@ def shard_bytes(directory: Path) -> int:
         return 0
 
 
-def _held(manifest: Manifest) -> dict[str, Forms]:
-    """Return the tensors of each file by the manifest."""
-    held: dict[str, Forms] = {name: {} for name in manifest.files}
+def _forms(manifest: Manifest) -> dict[str, dict[str, Form]]:
+    """Return dtype and shape of the tensors of each file by the manifest."""
+    forms: dict[str, dict[str, Form]] = {name: {} for name in manifest.files}
     for name, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
-            held[chunk.file][name] = tensor.dtype, chunk.region.size
-    return held
+            forms[chunk.file][name] = Form(tensor.dtype, chunk.region.size)
+    return forms
 
 
 def _file_problems(
-    path: Path,
-    manifest: Manifest,
-    held: Forms,
-    norms: list[dict[str, float]],
-    progress: Callable[[int], None],
+    path: Path, manifest: Manifest, forms: dict[str, Form], progress: Callable[[int], None]
 ) -> list[FileProblem]:
-    """Return the problems of a file, and add the norms of its tensors to `norms`."""
-    entry = manifest.files[path.name]
     try:
-        stored = read_header(path, entry, manifest.save_id)
-        places = [(name, s.dtype, s.begin, s.begin + s.num_bytes) for name, s in stored.items()]
-        sums = NormSums(places)
-        digest = digest_file(path, progress, lambda start, block: sums.update(start, bytearray(block)))
-        norms.append(sums.norms)
+        with CheckedFile(path, manifest.files[path.name]) as f:
+            stored = {name: tensor.form for name, tensor in read_header(f, manifest.save_id).items()}
+            f.check_all(progress)
     except (UserError, OSError) as error:
         return [_problem(path, error)]
-    if digest != entry.digest:
-        return [FileProblem(path.name, f"its digest is {digest}, the manifest says {entry.digest}")]
-    found = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
-    unlike = sorted(name for name in held.keys() | found.keys() if held.get(name) != found.get(name))
+    unlike = sorted(name for name in forms.keys() | stored.keys() if forms.get(name) != stored.get(name))
     return [FileProblem(path.name, f"does not hold {unlike[0]} as listed")] if unlike else []
 
 
@@ -134,23 +115,17 @@ def _strays(directory: Path, manifest: Manifest) -> tuple[list[FileProblem], lis
     """Return files that are not listed: a shard is a problem, as its own checkpoint may lack it."""
     problems, warnings = [], []
     try:
-        found = sorted(path.name for path in directory.iterdir())
+        names = sorted(path.name for path in directory.iterdir())
     except OSError as error:
         return [_problem(directory, error)], []
-    for name in found:
-        if name in manifest.files or name in ((MANIFEST,) if manifest.version == 1 else (MANIFEST, CHUNKS)):
+    for name in names:
+        if name in manifest.files or name == MANIFEST:
             continue
         if name.endswith(".safetensors"):
             problems.append(FileProblem(name, "not listed in the manifest: a shard of another save"))
         else:
             warnings.append(f"{directory.name}/{name} is no part of the checkpoint")
     return problems, warnings
-
-
-def _is_about(path: Path, error: UserError | OSError) -> bool:
-    if isinstance(error, OSError):
-        return str(error.filename) == str(path)
-    return str(error).startswith(f"{path}: ")
 
 
 def _problem(path: Path, error: UserError | OSError) -> FileProblem:

@@ -8,7 +8,7 @@ import torch
 
 from mlm.config.cli import main
 from mlm.parallel.config import ParallelConfig
-from tests.checkpoint.native.helpers import pieces, save, save_as_older, save_pieces
+from tests.checkpoint.native.helpers import pieces, save, save_pieces, save_unchecked
 from tests.checkpoints_on_disk import checkpoint, mlm, read, shorten, tensors, write_run
 
 Output = pytest.CaptureFixture[str]
@@ -87,7 +87,7 @@ def test_tensors_of_one_side_and_other_shapes_are_reported(tmp_path: Path, capsy
 
 def test_infinite_difference_is_null_in_json(tmp_path: Path) -> None:
     a = save(tmp_path / "a", 1, {"x": torch.ones(2)})
-    b = save_as_older(tmp_path / "b", 1, {"x": torch.tensor([1.0, math.nan])})
+    b = save_unchecked(tmp_path / "b", 1, {"x": torch.tensor([1.0, math.nan])})
     assert mlm("ckpt", "diff", a, b, f"out={tmp_path}/x.json") == 1
     assert read(tmp_path / "x.json")["tensors"][0]["largest"] is None
 

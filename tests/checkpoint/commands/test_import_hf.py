@@ -145,21 +145,6 @@ def test_import_says_how_near_the_logits_are(
     assert f"written to {tmp_path}/run/checkpoints/step-00000000" in out
 
 
-def test_import_without_verification_says_so(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import_model(folder, tmp_path / "run", verify=False)
-    assert "not verified: logits were not compared" in capsys.readouterr().out
-
-
-def test_dropout_taken_differently_is_said(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    edit_config(folder, embd_pdrop=0.5)
-    import_model(folder, tmp_path / "run", verify=False)
-    assert "note: embd_pdrop=0.5 is not kept" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("names", "note"),
     [

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ from tests.checkpoint.commands.reshard_runs import (
 from tests.ranks import run_on_ranks
 from tests.training.test_trainer import steps_of
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,7 +42,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class TestBytes:
     """The output is a function of the saved state and the target layout alone."""
 
-    @pytest.mark.parametrize("target", [(4, 1), (4, 2), (1, 3), (4, 5)], ids=str)
+    @pytest.mark.parametrize("target", [slow((4, 1)), (4, 2), slow((1, 3)), (4, 5)], ids=str)
     def test_are_the_same_by_way_of_another_layout(
         self, tmp_path: Path, source: Path, target: tuple[int, ...]
     ) -> None:
@@ -69,9 +72,9 @@ class TestBytes:
     ("model", "layout"),
     [
         ({}, {"tp": 2, "pp": 2}),
-        ({}, {"tp": 4}),
-        ({}, {"pp": 3}),
-        ({"num_layers": 6}, {"pp": 2, "vp": 3}),
+        slow({}, {"tp": 4}),
+        slow({}, {"pp": 3}),
+        slow({"num_layers": 6}, {"pp": 2, "vp": 3}),
         ({"vocab_multiple": 128}, {"tp": 4}),  # three ranks hold padding alone
     ],
     ids=str,

@@ -6,11 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch import Tensor
 
 from mlm.checkpoint.commands import reshard
 from mlm.checkpoint.native.folders import latest_checkpoint
-from mlm.config.cli import main
 from mlm.parallel.mesh import shape_context
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import sole_writer
@@ -45,8 +43,8 @@ class TestRefusals:
     def test_checkpoint_that_does_not_say_how_it_is_split(self, tmp_path: Path) -> None:
         trained(shape_context(), tmp_path / "run", spec())
         path = tmp_path / "run" / "checkpoints" / STEP
-        edit_manifest(path, lambda body: [entry.pop("split") for entry in body["tensors"].values()])
-        with pytest.raises(UserError, match=r"Load and save it once, with mlm pretrain ckpt=") as told:
+        edit_manifest(path, lambda body: [entry.update(split=None) for entry in body["tensors"].values()])
+        with pytest.raises(UserError, match=r"does not record how") as told:
             to(tmp_path / "run", tmp_path / "out", 2)
         assert "\n" not in str(told.value)
 
@@ -84,7 +82,7 @@ class TestRefusals:
         monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=1000))
         with pytest.raises(UserError, match=r"out=.*needs 0\.\d+ GB, 0\.00 GB are free"):
             to(source, tmp_path / "out", 2)
-        assert not (tmp_path / "out").exists()
+        assert not list((tmp_path / "out").rglob("*.safetensors"))
 
     @pytest.mark.parametrize("how", [{"tp": 4}, {"tp": 2, "weights_only": True}], ids=str)
     def test_place_where_another_checkpoint_is(
@@ -96,7 +94,7 @@ class TestRefusals:
         assert content(tmp_path / "checkpoints" / STEP) == before
 
     def test_its_own_source(self, source: Path) -> None:
-        with pytest.raises(UserError, match="none is overwritten"):
+        with pytest.raises(UserError, match="holds the input"):
             to(source, source, 2)
 
     def test_place_where_another_tokenizer_is(self, tmp_path: Path, source: Path) -> None:
@@ -127,35 +125,7 @@ class TestSecondTry:
         assert capsys.readouterr().out == f"{path}: there already, as this command writes it\n"
         assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == before
 
-    def test_after_completion_finds_a_file_missing(self, tmp_path: Path, source: Path) -> None:
-        (to(source, tmp_path, 2) / "rank-00001.safetensors").unlink()
-        with pytest.raises(CorruptFileError, match="Delete it, and run this again"):
-            to(source, tmp_path, 2)
-
-    def test_after_an_interrupt_continues(
-        self,
-        tmp_path: Path,
-        source: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        """Ctrl-C in the second file: one line, exit code 130; the first file stays."""
-        straight = content(to(source, tmp_path / "straight", 4))
-        words = ["reshard", str(source), f"out={tmp_path / 'out'}", "--tp", "4"]
-        with monkeypatch.context() as patch:
-            patch.setattr(reshard.Reader, "read", interrupted_at("up.weight", 3 * LAYERS + 2))
-            assert main(words) == 130
-        said = capsys.readouterr()
-        assert "the same command continues" in said.err
-        assert said.err.count("\n") == 1
-        root = tmp_path / "out" / "checkpoints"
-        assert latest_checkpoint(root) is None
-        (first,) = root.glob(".saving-*/rank-00000.safetensors")
-        node = first.stat().st_ino
-        assert main(words) == 0
-        assert content(root / STEP) == straight
-        assert (root / STEP / "rank-00000.safetensors").stat().st_ino == node
-
+    @pytest.mark.slow
     def test_after_a_kill_at_any_file_operation_ends_with_the_same_bytes(self, tmp_path: Path) -> None:
         small = replace(spec(), model=replace(spec().model, num_layers=2))
         trained(shape_context(), tmp_path / "run", small)
@@ -175,16 +145,3 @@ class TestSecondTry:
             left = sorted(path.name for path in (out / "checkpoints").iterdir())
             assert left == [".lock", "latest", STEP]
         assert number > 30
-
-
-def interrupted_at(tensor: str, time: int) -> object:
-    """Reader.read that is interrupted when it is asked for such a tensor for the n-th time."""
-    read, seen = reshard.Reader.read, [0]
-
-    def reading(self: reshard.Reader, name: str, wanted: object) -> Tensor:
-        seen[0] += name.endswith(tensor)
-        if seen[0] == time:
-            raise KeyboardInterrupt
-        return read(self, name, wanted)  # type: ignore[arg-type]
-
-    return reading

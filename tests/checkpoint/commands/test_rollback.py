@@ -10,14 +10,14 @@ from mlm.checkpoint.native.folders import latest_checkpoint, named_latest, step_
 from mlm.training.state import CHECKPOINTS
 from mlm.util.lock import sole_writer
 from tests.checkpoint.native.helpers import save
-from tests.checkpoints_on_disk import checkpoint, damage, mlm, shorten, tensors, training_state, write_run
+from tests.checkpoints_on_disk import checkpoint, mlm, shorten, tensors, training_state
 
 Output = pytest.CaptureFixture[str]
 
 
 def add(run: Path, step: int, past: list[int], value: float = 1.0) -> None:
     """A checkpoint that descends from those of `past`; one of another value is another save."""
-    lineage = {"ancestors": [[s, f"id{s}"] for s in past], "saved_at": float(step), "changes": []}
+    lineage = {"ancestors": [[s, f"id{s}"] for s in past], "changes": []}
     state: dict[str, Any] = {**training_state(step), "lineage": lineage}
     save_id = f"id{step}" + "b" * (value != 1.0)
     save(run / CHECKPOINTS, step, tensors(value), state=state, save_id=save_id, keep_last=99)
@@ -116,17 +116,3 @@ def test_a_folder_in_use_is_left_alone(run: Path, capsys: Output, monkeypatch: p
         assert mlm("ckpt", "rollback", run, "step=3") == 2
     assert "in use by process" in capsys.readouterr().err
     assert named_latest(run / CHECKPOINTS) == step_name(5)
-
-
-def test_what_is_set_aside_is_not_pruned(run: Path) -> None:
-    mlm("ckpt", "rollback", run, "step=3")
-    assert mlm("ckpt", "prune", run, "keep_last=1") == 0
-    assert names(run) == [f"aside-{step_name(4)}", f"aside-{step_name(5)}", step_name(3)]
-
-
-def test_a_run_of_an_older_version_goes_back_too(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    damage(checkpoint(run, 1))
-    assert mlm("ckpt", "rollback", run, "step=2") == 0
-    assert mlm("ckpt", "rollback", run, "step=3") == 0
-    assert names(run) == [step_name(step) for step in (1, 2, 3)]

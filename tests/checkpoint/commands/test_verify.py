@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from mlm.checkpoint.native.folders import LATEST
+from mlm.checkpoint.native.format import NotFiniteError
 from mlm.training.state import CHECKPOINTS
-from tests.checkpoint.native.helpers import save_as_older
+from tests.checkpoint.native.helpers import save
 from tests.checkpoints_on_disk import (
     checkpoint,
     damage,
@@ -14,7 +15,6 @@ from tests.checkpoints_on_disk import (
     read,
     shorten,
     tensors,
-    training_state,
     write_run,
 )
 
@@ -57,18 +57,13 @@ def test_all_of_a_run_are_verified_and_the_first_damaged_is_named(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["model.w", "optimizer.exp_avg.w"])
-def test_weights_of_an_older_version_that_are_not_finite_are_named(
-    tmp_path: Path, capsys: Output, name: str
-) -> None:
-    run = write_run(tmp_path / "run", steps=(1,))
+def test_a_state_kept_aside_is_named_not_finite(tmp_path: Path, capsys: Output, name: str) -> None:
     bad = tensors()
     bad[name][2, 1] = float("nan")
-    save_as_older(run / CHECKPOINTS, 2, bad, state=training_state(2), keep_last=9)
-    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
-    said = capsys.readouterr()
-    assert f"not finite: {name}. Go back to one that is whole with mlm ckpt rollback" in said.err
-    assert said.out.count("whole") == 1
-    assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, 1))
+    with pytest.raises(NotFiniteError):
+        save(tmp_path, 2, bad)
+    assert mlm("ckpt", "verify", tmp_path / "not-finite-step-00000002") == 1
+    assert f"not finite: {name}. Go back to one that is whole with" in capsys.readouterr().err
 
 
 def test_the_best_checkpoint_of_a_finetuned_run_is_verified_too(tmp_path: Path, capsys: Output) -> None:
@@ -91,14 +86,6 @@ def test_one_checkpoint_is_verified_by_itself(tmp_path: Path) -> None:
     assert len(read(tmp_path / "x.json")["checkpoints"]) == 1
 
 
-def test_manifest_that_is_gone_does_not_hide_the_others(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    (checkpoint(run, 1) / "manifest.json").unlink()
-    assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
-    found = read(tmp_path / "x.json")["checkpoints"]
-    assert [(each["step"], each["whole"]) for each in found] == [(None, False), (2, True), (3, True)]
-
-
 @pytest.mark.parametrize(
     ("latest", "damaged", "continues"), [(3, (), 3), (1, (), 1), (3, (3,), 2), (2, (2, 3), 1)]
 )
@@ -111,13 +98,6 @@ def test_run_continues_from_what_latest_names_else_the_newest_before_it_that_loa
         damage(checkpoint(run, step))
     mlm("ckpt", "verify", run, f"out={tmp_path}/x.json")
     assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, continues))
-
-
-def test_newest_is_so_by_number_not_by_name(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=(99_999_999, 100_000_000))
-    (run / CHECKPOINTS / LATEST).unlink()
-    mlm("ckpt", "verify", run, f"out={tmp_path}/x.json")
-    assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, 100_000_000))
 
 
 def test_stale_shard_is_damage_but_a_run_continues(tmp_path: Path) -> None:

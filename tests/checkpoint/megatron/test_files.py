@@ -185,7 +185,7 @@ def test_stand_ins_keep_nothing_and_call_nothing(tmp_path: Path) -> None:
         content["args"].model_type,
         content["args"].save,
     ):
-        assert type(value).__name__ == "SetAside"
+        assert type(value).__name__ == "IgnoredGlobal"
         assert not vars(value)
 
 
@@ -225,7 +225,7 @@ def test_namespace_is_the_only_class_that_is_built(tmp_path: Path) -> None:
         "argparse.Namespace",
         "torch.Tensor",
         "torch.dtype",
-        "mlm.checkpoint.megatron.files.SetAside",
+        "mlm.checkpoint.megatron.files.IgnoredGlobal",
     }
 
 
@@ -256,4 +256,4 @@ def test_every_class_that_megatron_itself_allows_is_set_aside_or_taken() -> None
     """Megatron-LM loads such files by a list of its own (megatron/core/safe_globals.py)."""
     allowed = megatron_core("safe_globals").SAFE_GLOBALS
     names = {f"{each.__module__}.{each.__qualname__}" for each in allowed}
-    assert names - {"argparse.Namespace"} <= set(megatron_files.SET_ASIDE)
+    assert names - {"argparse.Namespace"} <= set(megatron_files.IGNORED_GLOBALS)

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mlm.checkpoint.native import declaration, save_load
+from mlm.checkpoint.native.columns import Chunk, columns_of, tiling_problem
 from mlm.checkpoint.native.folders import open_staging, step_name
-from mlm.checkpoint.native.format import MANIFEST, Manifest, canonical
+from mlm.checkpoint.native.format import MANIFEST, Manifest, canonical, pack, unpack
 from mlm.checkpoint.native.save_load import Shard, load_checkpoint, save_checkpoint
+from mlm.checkpoint.native.slices import Region
 from mlm.util.atomic import digest_bytes
 
 ALONE: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None}
@@ -38,8 +41,8 @@ def load(path: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Manifest
     return load_checkpoint(path, {n: Shard.whole(t) for n, t in tensors.items()}, **(ALONE | settings))
 
 
-def save_as_older(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
-    """Save as versions before norms did, which looked at no number."""
+def save_unchecked(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
+    """Save without norms, whatever the numbers."""
     with mock.patch.object(save_load, "with_norms", lambda entries, parts, before: entries):
         return save(root, step, tensors, **settings)
 
@@ -81,7 +84,24 @@ def edit_manifest(path: Path, edit: Callable[[dict[str, Any]], Any], *, sign: bo
     (path / MANIFEST).write_bytes(canonical(body))
 
 
-def without_blocks(body: dict[str, Any]) -> None:
-    """An edit that makes the manifest one of an older version: a digest per file, none per block."""
-    for entry in body["files"].values():
-        entry.pop("blocks")
+def edit_chunks(path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the columns of chunks in a manifest, signed."""
+    edit_manifest(path, lambda body: forge_chunks(body, edit))
+
+
+def forge_chunks(body: dict[str, Any], edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the columns of chunks: `edit` receives tensor, file, offset and size as arrays."""
+    dims = max(1, *(len(tensor["shape"]) for tensor in body["tensors"].values()))
+    content = unpack(body["chunks"])
+    count = len(content) // (8 + 16 * dims)
+    numbers = np.frombuffer(content[: 8 * count], "<i4").reshape(2, count).copy()
+    places = np.frombuffer(content[8 * count :], "<i8").reshape(2, count, dims).copy()
+    columns = dict(zip(("tensor", "file", "offset", "size"), (*numbers, *places), strict=True))
+    edit(columns)
+    body["chunks"] = pack(b"".join(column.tobytes() for column in columns.values()))
+
+
+def tiling_of(shape: tuple[int, ...], regions: Sequence[Region]) -> str | None:
+    """Why the regions do not hold each element of a tensor once; None if they do."""
+    chunks = [Chunk(f"{number:04d}", region) for number, region in enumerate(regions)]
+    return tiling_problem(columns_of([shape], [chunks], [chunk.file for chunk in chunks]), ["w"])

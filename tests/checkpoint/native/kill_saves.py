@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from mlm.checkpoint.native import format as format_module
 from mlm.checkpoint.native.save_load import latest_checkpoint
 from tests.checkpoint.native.helpers import load, save, weights
 
@@ -107,6 +106,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["columns"]:
-        format_module.MOST_LISTED = -1
     main(Path(sys.argv[1]))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mlm.checkpoint.native import compare
+from mlm.checkpoint.native import reader as reader_module
 from mlm.checkpoint.native.compare import (
     Comparison,
     FormDifference,
@@ -22,16 +23,24 @@ from mlm.checkpoint.native.compare import (
 )
 from mlm.checkpoint.native.format import DTYPES
 from mlm.checkpoint.native.save_load import read_manifest
-from mlm.checkpoint.native.slices import Region, tiling_problem
+from mlm.checkpoint.native.slices import Region
 from mlm.util.errors import CorruptFileError, UserError
-from tests.checkpoint.native.helpers import edit_manifest, pieces, save, save_as_older, save_pieces, weights
+from tests.checkpoint.native.helpers import (
+    edit_manifest,
+    pieces,
+    save,
+    save_pieces,
+    save_unchecked,
+    tiling_of,
+    weights,
+)
 
 SHARD = "rank-00000.safetensors"
 
 
 def compared(folder: Path, first: dict[str, Tensor], second: dict[str, Tensor]) -> Comparison:
     """Of numbers that need not be finite."""
-    one, other = (save_as_older(folder / name, 1, x) for name, x in (("first", first), ("second", second)))
+    one, other = (save_unchecked(folder / name, 1, x) for name, x in (("first", first), ("second", second)))
     return compare_checkpoints(one, other)
 
 
@@ -71,7 +80,7 @@ def test_figures_are_those_of_the_whole_tensors(
     b = torch.where(torch.rand(7, 7, generator=generator) < 0.3, torch.randn(7, 7, generator=generator), a)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "BLOCK", block)
-        patch.setattr(compare, "OPEN_FILES", 2)
+        patch.setattr(reader_module, "OPEN_FILES", 2)
         one = save_pieces(Path(folder, "a"), 1, [{"x": piece} for piece in pieces(a, first)])
         two = save_pieces(Path(folder, "b"), 1, [{"x": piece} for piece in pieces(b, second)])
         (found,) = compare_checkpoints(one, two).tensors
@@ -164,13 +173,13 @@ def test_row_blocks_tile_a_tensor_and_are_small(
 ) -> None:
     monkeypatch.setattr(compare, "BLOCK", 40)
     blocks = list(row_blocks(shape, 4))
-    assert tiling_problem(shape, blocks) is None
+    assert tiling_of(shape, blocks) is None
     row = math.prod(shape[1:]) * 4
     assert all(block.volume * 4 <= max(40, row) for block in blocks)
 
 
 def test_number_of_open_files_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "OPEN_FILES", 2)
+    monkeypatch.setattr(reader_module, "OPEN_FILES", 2)
     x = torch.randn(10, 2)
     path = save_pieces(tmp_path, 1, [{"x": piece} for piece in pieces(x, [[2, 4, 6, 8]])])
     with Reader(path, read_manifest(path)) as reader:
@@ -196,8 +205,8 @@ def test_file_that_holds_another_tensor_than_listed_is_an_error(tmp_path: Path) 
     """The manifest is signed anew: a forgery, or two checkpoints mixed with care."""
     one, two = save(tmp_path / "one", 1, weights()), save(tmp_path / "two", 1, weights())
 
-    def swap(body: dict[str, dict[str, object]]) -> None:
-        body["tensors"]["w"] = body["tensors"]["b"]
+    def swap(body: dict[str, dict[str, dict[str, object]]]) -> None:
+        body["tensors"]["w"]["dtype"] = "I32"
 
     edit_manifest(two, swap)
     edit_manifest(one, swap)

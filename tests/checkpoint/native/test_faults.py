@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mlm.checkpoint.native import save_load
+from mlm.checkpoint.native import reader, save_load
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Shard,
@@ -24,7 +24,7 @@ from mlm.checkpoint.native.save_load import (
 )
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CorruptFileError, UserError
-from tests.checkpoint.native.helpers import edit_manifest, load, save, weights, without_blocks
+from tests.checkpoint.native.helpers import load, save, weights
 from tests.ranks import run_on_ranks
 
 
@@ -35,10 +35,9 @@ def mean_of(path: Path) -> float:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("form", [[], ["columns"]], ids=["listed", "columns"])
-def test_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path, form: list[str]) -> None:
+def test_kill_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """Before each file operation of a save, of a new step and of the same one again; and at random."""
-    command = [sys.executable, "-m", "tests.checkpoint.native.kill_saves", str(tmp_path), *form]
+    command = [sys.executable, "-m", "tests.checkpoint.native.kill_saves", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -127,7 +126,7 @@ def test_unreadable_shard_is_an_error(tmp_path: Path) -> None:
     path = save(tmp_path, 1, weights())
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path / "rank-00000.safetensors"))
     with (
-        mock.patch.object(save_load, "CheckedFile", side_effect=denied),
+        mock.patch.object(reader, "CheckedFile", side_effect=denied),
         pytest.raises(
             CheckpointError, match=r"rank-00000.safetensors: cannot be read \(rank 0\): Permission"
         ),
@@ -236,16 +235,3 @@ def test_damaged_file_fails_all_ranks_and_reaches_no_tensor(tmp_path: Path, name
         assert kind == CorruptFileError.__name__
         assert f"{name}: damaged" in message
         assert touched in (0.0, 8.0, 16.0)  # untouched, or a piece that is whole
-
-
-def files_digested(ctx: ParallelContext, path: Path) -> list[str]:
-    with mock.patch.object(save_load, "digest_file", wraps=save_load.digest_file) as digest:
-        load_on(ctx, path, shards_of(ctx.rank, 0.0))
-    return [call.args[0].name for call in digest.call_args_list]
-
-
-def test_each_file_without_block_digests_is_digested_by_one_rank(tmp_path: Path) -> None:
-    run_on_ranks(save_on, tmp_path, 1, tp=2)
-    edit_manifest(tmp_path / "step-00000001", without_blocks)
-    first, second = run_on_ranks(files_digested, tmp_path / "step-00000001", tp=2)
-    assert (first, second) == (["rank-00000.safetensors"], ["rank-00001.safetensors"])

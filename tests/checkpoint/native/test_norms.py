@@ -1,6 +1,5 @@
 """Norms of saved tensors, and what a save does with a state that is not finite or has blown up."""
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -9,20 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.native import staging
 from mlm.checkpoint.native.folders import EVIDENCE, latest_checkpoint, step_name
 from mlm.checkpoint.native.format import NotFiniteError, read_manifest
 from mlm.checkpoint.native.norms import joint_norm, norm
 from mlm.checkpoint.native.retention import doubt_of, newest_good, outdated
 from mlm.checkpoint.native.run_state import INCIDENTS, NOT_FINITE_SINCE
-from mlm.checkpoint.native.save_load import load_checkpoint
 from mlm.checkpoint.native.slices import Shard
-from mlm.checkpoint.native.staging import StagedFile
 from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import load, save
 from tests.ranks import run_on_ranks
 
-SAVE_ID = "0123456789abcdef0123456789abcdef"
 NAN, INF = float("nan"), float("inf")
 
 
@@ -32,7 +27,7 @@ def model(value: float = 1.0, moment: float = 1e-9) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_norm_is_the_l2_norm_in_every_dtype(dtype: torch.dtype) -> None:
-    x = torch.randn(37, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(37_000, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert norm(x.t()) == pytest.approx(float(x.double().norm()), rel=1e-5)
 
 
@@ -54,30 +49,10 @@ def test_large_finite_numbers_are_finite(x: Tensor, expected: float) -> None:
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_one_number_that_is_not_finite_shows(bad: float, dtype: torch.dtype) -> None:
-    x = torch.zeros(1000, dtype=dtype)
-    x[777] = bad
+    x = torch.zeros(200_000, dtype=dtype)
+    x[177_777] = bad
     assert math.isnan(norm(x))
     assert math.isnan(joint_norm([1.0, norm(x)]))
-
-
-def test_a_staged_file_sums_norms_over_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of many blocks, and many tensors in a block, whatever their order and dtype."""
-    monkeypatch.setattr(staging, "BLOCK", 4096)
-    draw = torch.Generator().manual_seed(0)
-    held = {f"t{n}": torch.randn(n * 97 + 1, 3, generator=draw) for n in range(30)}
-    held |= {
-        "half": held["t3"].half(),
-        "wide": held["t5"].double(),
-        "whole": torch.arange(9),
-        "empty": held["t1"][:0],
-    }
-    file = StagedFile()
-    file.fill(held, SAVE_ID)
-    file.write(tmp_path / "file")
-    floats = {name: x for name, x in held.items() if x.is_floating_point() and x.numel()}
-    assert file.norms == pytest.approx(
-        {name: float(x.double().norm()) for name, x in floats.items()}, rel=1e-5
-    )
 
 
 def test_the_manifest_has_norms_beside_those_of_the_checkpoint_before(tmp_path: Path) -> None:
@@ -177,12 +152,3 @@ def test_weights_before_steps_that_were_never_finite_are_not_good(tmp_path: Path
         save(tmp_path, step, model(), keep_last=9)
     assert newest_good(tmp_path, since=4) == tmp_path / step_name(2)
     assert newest_good(tmp_path, since=2) is None
-
-
-def test_a_checkpoint_without_norms_loads(tmp_path: Path) -> None:
-    path, target = save(tmp_path, 1, model(3.0)), model(0.0)
-    body = json.loads((path / "manifest.json").read_bytes())
-    assert body["tensors"]["model.w"]["norms"] == [None, 14.6969]
-    shards = {name: Shard.whole(x) for name, x in target.items()}
-    load_checkpoint(path, shards, rank=0, world_size=1, group=None)
-    assert target["model.w"].eq(3.0).all()

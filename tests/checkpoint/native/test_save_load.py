@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mlm.checkpoint.native import shard_file
+from mlm.checkpoint.native import reader, shard_file
 from mlm.checkpoint.native.format import DTYPES, MANIFEST
 from mlm.checkpoint.native.save_load import CheckpointError, Shard, load_checkpoint
 from mlm.util.errors import CorruptFileError, UserError
@@ -65,7 +65,7 @@ def test_parameter_that_needs_gradients_is_saved_and_filled(tmp_path: Path) -> N
 
 
 def test_tensor_larger_than_a_read_block_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_file, "BLOCK", 40)  # two rows of four float32 and a bit
+    monkeypatch.setattr(reader, "BLOCK", 40)  # two rows of four float32 and a bit
     monkeypatch.setattr(shard_file, "CHUNK", 7)
     tensors = {"w": torch.randn(9, 4), "wide": torch.randn(2, 50), "scalar": torch.tensor(3.0)}
     loaded = blank(tensors)
@@ -109,7 +109,7 @@ def test_two_pieces_to_three_and_back_are_the_same_bits(
 
 def test_pieces_that_leave_a_hole_are_not_saved(tmp_path: Path) -> None:
     first, _, last = pieces(weights()["w"], [[2, 4]])
-    with pytest.raises(CheckpointError, match="w: 16 of its 24 elements are held: there is a hole"):
+    with pytest.raises(CheckpointError, match="w: its 2 pieces hold 16 of 24 elements: there is a hole"):
         save_pieces(tmp_path, 1, [{"w": first}, {"w": last}])
 
 
