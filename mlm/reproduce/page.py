@@ -5,12 +5,15 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup as Html
+
 from mlm.reproduce.conclusion import Cell, Conclusion
 from mlm.reproduce.experiment import Experiment
 from mlm.reproduce.results import Results
-from mlm.tracking.html.curves import curves_of, named
-from mlm.tracking.html.elements import Html, block, details, join, paragraph, table, text
-from mlm.tracking.html.shell import page
+from mlm.tracking.page.html import block, curves_of, details, page, paragraph, table, text
+from mlm.tracking.page.html import name_with_line as named
+
+join = Html().join
 
 MOST_CURVES = 20
 

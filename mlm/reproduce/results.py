@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.logged import steps_of
 from mlm.tracking.history import FILE_NAME
-from mlm.tracking.html.runs import Run, read_run
+from mlm.tracking.page.runs import Run, read_run
 from mlm.util.bounded import parse_json, read_bounded
 from mlm.util.errors import CorruptFileError
 

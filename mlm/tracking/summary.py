@@ -18,7 +18,7 @@ from mlm.util.ownership import SUMMARY_MARK, is_summary
 Rows = Sequence[tuple[str, str]]
 PROGRESS = ("step", "validation", "scores", "saved", "save_failed")
 """Records of steps that are done; one of an incident may be of a step that was taken back."""
-MOST_ATTEMPTS = 6  # listed with their commands: the first and the newest
+MAX_ATTEMPTS = 6  # listed with their commands: the first and the newest
 
 FILES = (  # pattern in the run directory, what it holds
     ("*.yaml", "the composed configuration: every setting of this run"),
@@ -108,7 +108,7 @@ def write_summary(
 def started(records: Sequence[dict[str, Any]]) -> Rows:
     """Return rows on each attempt: the command as it was typed, and when and where it was started."""
     attempts = [r for r in records if r["kind"] == "run" and "command" in r]
-    shown = attempts if len(attempts) <= MOST_ATTEMPTS else [attempts[0], *attempts[1 - MOST_ATTEMPTS :]]
+    shown = attempts if len(attempts) <= MAX_ATTEMPTS else [attempts[0], *attempts[1 - MAX_ATTEMPTS :]]
     rows = []
     for run in shown:
         step = run["start_step"]

@@ -9,7 +9,7 @@ import numpy as np
 from mlm.reproduce.config import ReproduceConfig
 from mlm.reproduce.experiment import Experiment
 from mlm.reproduce.results import Record, Results, Times
-from mlm.tracking.html.runs import Run
+from mlm.tracking.page.runs import Run
 
 ROUNDS = 3
 
