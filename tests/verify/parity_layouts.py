@@ -10,9 +10,10 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import TrainConfig
-from mlm.verify.parity.compare import Report, compare
-from mlm.verify.parity.config import ParityConfig
-from mlm.verify.parity.verdict import Verdict, judge
+from mlm.verify.compare import Report, compare
+from mlm.verify.config import ParityConfig
+from mlm.verify.parity import judge
+from mlm.verify.verdict import Verdict
 
 VOCAB, SEQ, MICRO_BATCH = 61, 16, 2
 VOCAB_OF_DOCUMENTS, EOD = 11, 3

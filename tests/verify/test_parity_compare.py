@@ -12,8 +12,9 @@ from mlm.data.sampler import Plan
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import StepOutcome, Trainer
-from mlm.verify.parity.compare import Comparison, Report, compare, one_process
-from mlm.verify.parity.verdict import Verdict, judge
+from mlm.verify.compare import Comparison, Report, compare, one_process
+from mlm.verify.parity import judge
+from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
 from tests.verify.parity_layouts import (
     BERT_LAYOUTS,

@@ -24,7 +24,7 @@ from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.training.trainer import StepOutcome, Trainer
-from mlm.verify.parity.verdict import Verdict
+from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
 from tests.verify.parity_layouts import Layout, verdict_of
 
