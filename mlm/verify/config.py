@@ -1,4 +1,4 @@
-"""Run specs of `mlm parity` and `mlm verify-resume`, and their checks: those of a pretraining run and more."""
+"""Run specs of `mlm parity` and `mlm verify-resume`: those of a pretraining run and more; their checks."""
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal, TypeVar

@@ -95,6 +95,7 @@ def test_losses_of_the_check_are_those_of_plain_training(checked: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_counter_altered_before_resuming_is_different_from_the_first_step_on(
     checked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
