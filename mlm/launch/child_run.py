@@ -1,4 +1,4 @@
-"""Commands in processes of their own that can be killed whole: `mlm verify-resume`, `mlm reproduce`."""
+"""Commands in processes of their own that can be killed whole."""
 
 import os
 import signal
@@ -30,26 +30,20 @@ def child_run(words: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
 
     Its output goes to `log`. If this process dies, the kernel kills the command.
     """
-    process = started([sys.executable, "-P", "-m", "mlm", *words], log)
-    try:
-        yield process
-    finally:
-        kill(process)
-
-
-def started(arguments: list[str], log: Path, folder: Path | None = None) -> "subprocess.Popen[bytes]":
-    """Start a program in a folder, its output in `log`; it dies with this process. Raises OSError."""
     with open(log, "wb") as output:
-        return subprocess.Popen(
-            arguments,
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "mlm", *words],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=folder,
             env=plain_environment(os.environ),
             start_new_session=True,  # Ctrl-C is for the command that started it
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
+    try:
+        yield process
+    finally:
+        kill(process)
 
 
 def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -124,13 +124,6 @@ KINDS: dict[str, Kind] = {
     "exported-model": Kind("an exported model", ("*",)),
     "predictions": Kind("predictions", ("*.tsv", "*.json"), older=_is_older_predictions),
     "verify-resume": Kind("a verify-resume", ()),
-    "reproduce": Kind(
-        "experiments of mlm reproduce",
-        (
-            *("steps", "runs", "results", "text", "corpora", "corpus", "corpus-bert"),
-            *("v1-*", "ptdp-*", "sp-*", "nanogpt-*"),
-        ),
-    ),
     "unfinished": Kind("an import or export that did not finish", (), older=_is_older_unfinished),
 }
 """Folders that mlm makes. In a user's folder, names in `writes` are never replaced."""

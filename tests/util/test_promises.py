@@ -37,7 +37,6 @@ OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()
 KIND = {
     **dict.fromkeys(("pretrain", "finetune", "reshard", "import_hf", "import_megatron"), "run"),
     **{"data_build": "corpus", "export_hf": "exported-model", "verify_resume": "verify-resume"},
-    "reproduce": "reproduce",
     **{"eval_task": "predictions", "parity": "verify-resume"},
 }
 """Kind of the folder that a command's `out` becomes."""
