@@ -1,7 +1,7 @@
 """HTML pages that open from disk and load nothing, and the curves of runs on them.
 
 ```python
-curves, data = curves_of(read_runs(["runs/a", "runs/b"]))
+curves, data = curves_of([read_run(Path("runs/a"), "a"), read_run(Path("runs/b"), "b")])
 content = page("Two runs", [("runs", "Runs", table(…)), ("curves", "Curves", curves)], data=data)
 write_result("two.html", content)
 ```
@@ -118,11 +118,6 @@ def paragraph(*parts: object) -> Markup:
     return macro("parts.html", "paragraph", parts)
 
 
-def details(title: str, content: Markup) -> Markup:
-    """Return content behind a title that opens it."""
-    return macro("parts.html", "details", title, content)
-
-
 def block(content: str, longest: int = 20_000) -> Markup:
     """Return preformatted text."""
     return macro("parts.html", "block", text(content, longest))
@@ -236,8 +231,3 @@ def _rounded(value: float) -> float | int | None:
         return None
     whole = value.is_integer() and abs(value) < LARGEST
     return int(value) if whole else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
-
-
-def name_with_line(index: int, run: Run) -> Markup:
-    """Return the name of the run at `index` of the page's data, after its line as its curves are drawn."""
-    return macro("parts.html", "named", index, run.name)

@@ -238,11 +238,6 @@ def names_of(folders: Sequence[str]) -> list[str]:
     return names
 
 
-def read_runs(folders: Sequence[str]) -> list[Run]:
-    """Read runs, each named by its folder. Raises UserError, CorruptFileError."""
-    return [read_run(Path(folder), name) for folder, name in zip(folders, names_of(folders), strict=True)]
-
-
 def read_run(folder: Path, name: str) -> Run:
     """Read a run. Raises UserError, CorruptFileError."""
     run = Run(name, folder)

@@ -9,7 +9,7 @@ import pytest
 from markupsafe import Markup
 
 from mlm.tracking.page.html import curves_of, page, paragraph, table, thin
-from mlm.tracking.page.runs import read_runs
+from mlm.tracking.page.runs import read_run
 from tests.tracking.page.made import some_run
 
 NAUGHTY = "</title></script><script>alert(1)</script>"
@@ -30,8 +30,7 @@ def test_texts_are_escaped() -> None:
 
 
 def test_curves_of_run_folders_bring_their_data_and_scripts(tmp_path: Path) -> None:
-    folders = [str(some_run(tmp_path / name)) for name in ("a", "b")]
-    curves, data = curves_of(read_runs(folders))
+    curves, data = curves_of([read_run(some_run(tmp_path / name), name) for name in ("a", "b")])
     found = page("Experiment", [("curves", "Curves", curves)], data=data).decode()
     assert [run["name"] for run in data["runs"]] == ["a", "b"]
     assert data["charts"][0] == {"key": "step:loss", "title": "Training loss", "unit": "nats per token"}
