@@ -21,7 +21,7 @@ from mlm.tracking.history import FILE_NAME, History
 from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 from mlm.tracking.panel import Display, LivePanel, PlainLines
 from mlm.util.errors import UserError
-from mlm.util.streams import LastingStream
+from mlm.util.system import LastingStream
 from mlm.util.terminal import Screen
 
 if TYPE_CHECKING:

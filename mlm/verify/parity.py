@@ -11,7 +11,6 @@ import torch
 from rich.table import Table
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.launch.doctor.host import available_memory
 from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
 from mlm.parallel.mesh import ParallelContext
@@ -19,7 +18,8 @@ from mlm.training.corpora import corpus_problems
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import CheckFailedError, UserError, writing_to
 from mlm.util.results import result_problems
-from mlm.util.terminal import add_row, count_progress, table
+from mlm.util.system import available_memory
+from mlm.util.terminal import add_row, progress_bar, table
 from mlm.verify.compare import Difference, Report, StepReport, compare
 from mlm.verify.config import ParityConfig, comparable, describe_layout
 from mlm.verify.verdict import FLOOR, TOLERANCES, Tolerance, Verdict, write_and_show
@@ -94,7 +94,7 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
             out.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=out.parent):  # a full disk is reported before all is computed
                 pass
-    with count_progress("comparing", config.steps, shown=ctx.is_main) as advance:
+    with progress_bar("comparing", config.steps, shown=ctx.is_main) as advance:
         report = compare(config, ctx, lambda: advance(1))
     verdict = judge(report, config.precision.dtype, config.optimizer.kind)
     if ctx.is_main:

@@ -17,7 +17,7 @@ from mlm.training.state import CHECKPOINTS
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError, show
 from mlm.util.ownership import delete_owned
-from mlm.util.terminal import count_progress
+from mlm.util.terminal import progress_bar
 from mlm.verify.config import KillPlan, VerifyResumeConfig
 
 TASK = "verify-resume"
@@ -109,7 +109,7 @@ class Rehearsal:
     ) -> None:
         """Until the process has ended or `until` holds; meanwhile show its progress."""
         metrics, shown, done = self.out / name / FILE_NAME, 0.0, self.plan.first
-        with count_progress(what, self.plan.last - self.plan.first) as advance:
+        with progress_bar(what, self.plan.last - self.plan.first) as advance:
             while process.poll() is None and not until():
                 if time.monotonic() - shown > SHOW_S and metrics.exists():
                     now = max(done, *read_steps(metrics), 0)

@@ -23,7 +23,7 @@ from mlm.util.atomic import write_atomic
 from mlm.util.errors import CheckFailedError, UserError, writing_to
 from mlm.util.lock import sole_writer
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
-from mlm.util.terminal import add_row, byte_progress, table
+from mlm.util.terminal import add_row, progress_bar, table
 from mlm.verify.config import (
     KillPlan,
     VerifyResumeConfig,
@@ -188,7 +188,7 @@ def collect(out: Path, plan: KillPlan) -> Runs:
     """Read the records of both runs. Raises UserError for unreadable checkpoints, OSError for metrics."""
     first, second = (out / name / CHECKPOINTS / step_name(plan.last) for name in (STRAIGHT, RESUMED))
     count = compared_bytes(read_manifest(first), read_manifest(second))
-    with byte_progress("comparing the last checkpoints", count) as advance:
+    with progress_bar("comparing the last checkpoints", count, in_bytes=True) as advance:
         final = compare_checkpoints(first, second, advance)
     straight, resumed = (read_steps(out / name / FILE_NAME) for name in (STRAIGHT, RESUMED))
     return Runs(plan, straight, resumed, read_starts(out / RESUMED / FILE_NAME), final)

@@ -10,7 +10,7 @@ from mlm.config.tree import out_of_range
 from mlm.tracking.config import ReportConfig
 from mlm.tracking.history import FILE_NAME
 from mlm.util.errors import Absent, Problem
-from mlm.util.folder_types import kind_of_folder
+from mlm.util.ownership import kind_of_folder
 from mlm.util.results import folder_problem, is_stream
 
 MAX_RUNS = 20
