@@ -1,6 +1,5 @@
 """`mlm verify-resume`: does a killed run resume as if nothing had happened? Every step, then every tensor."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +18,6 @@ from mlm.tracking.history import FILE_NAME, read_records
 from mlm.training.corpora import corpus_problems
 from mlm.training.run_tokenizer import tokenizer_of
 from mlm.training.state import CHECKPOINTS, INCIDENTS, is_weights_only
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import CheckFailedError, UserError, writing_to
 from mlm.util.lock import sole_writer
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
@@ -168,8 +166,7 @@ def run(config: VerifyResumeConfig) -> None:
     with writing_to(config.out):
         claim_folder(out, TASK, writes=WRITES)
     with writing_to(config.out), sole_writer(out, wait_s=0.0):
-        delete_owned(out, TASK, names=(STRAIGHT, RESUMED, *FILES), keep_folder=True)
-        write_atomic(out / RESULT, json.dumps({"task": TASK, "equal": None}).encode())
+        delete_owned(out, TASK, names=WRITES, keep_folder=True)
         rehearsal = Rehearsal(config, plan)
         rehearsal.run_straight()
         kill = rehearsal.run_killed()
