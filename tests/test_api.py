@@ -131,8 +131,9 @@ class TestSurface:
         files = {file.distribution_path for file in WheelBuilder(str(ROOT)).recurse_included_files()}
         assert {"mlm/py.typed", "mlm/__init__.py"} <= files
         assert {
-            f"mlm/tracking/html/assets/uPlot.{end}" for end in ("iife.min.js", "min.css", "LICENSE")
+            f"mlm/tracking/page/assets/uPlot.{end}" for end in ("iife.min.js", "min.css", "LICENSE")
         } <= files
+        assert "mlm/tracking/page/templates/page.html" in files
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from mlm.finetune.task_type import check_installed
 from mlm.finetune.training import Material, finetune, spec_of
 from mlm.inference.trained import checkpoint_problems
 from mlm.parallel.mesh import ParallelContext
-from mlm.tracking.trackers import missing_extras
+from mlm.tracking.reporter import missing_extras
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.resume import start_problems
 from mlm.util.errors import UserError, attempt

@@ -14,8 +14,7 @@ from mlm.plan.memory import GIB
 from mlm.plan.memory import PARTS as MEMORY_PARTS
 from mlm.plan.report import TIME_COLUMNS, label
 from mlm.plan.search import Planned
-from mlm.tracking.html.elements import block, image, table
-from mlm.tracking.html.shell import page
+from mlm.tracking.page.html import block, image, page, table
 from mlm.util.results import CREATOR
 
 INK = "#333333"

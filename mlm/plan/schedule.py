@@ -13,8 +13,7 @@ from mlm.plan import picture, terminal
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, record, simulate, title
 from mlm.plan.timeline import timeline
-from mlm.tracking.html.elements import join, paragraph, table
-from mlm.tracking.html.shell import page
+from mlm.tracking.page.html import page, paragraph, table
 from mlm.util.errors import UserError
 from mlm.util.results import named, write_result
 from mlm.util.terminal import Screen
@@ -66,7 +65,7 @@ def schedule_page(plan: Plan, config: PlanScheduleConfig) -> bytes:
         for row in rank_numbers(plan)
     ]
     ranks = table(["rank", "idle", "peak in flight", "sends", "receives"], rows)
-    parts = [("schedule", "Schedule", join([paragraph(words), drawn])), ("ranks", "Ranks", ranks)]
+    parts = [("schedule", "Schedule", paragraph(words) + drawn), ("ranks", "Ranks", ranks)]
     return page(title(config), parts)
 
 

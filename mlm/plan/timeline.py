@@ -2,21 +2,22 @@
 
 from collections.abc import Sequence
 
+from markupsafe import Markup, escape
+
 from mlm.parallel.pipeline.actions import Op, Plan, Span
 from mlm.plan.terminal import INPUT_GRADIENT, NAMES
-from mlm.tracking.html.elements import Html, text
 
 WIDTH, ROW = 1000, 24
 """Width of a drawing and height of a stage, in units of its own."""
 
 
-def timeline(plan: Plan) -> Html:
+def timeline(plan: Plan) -> Markup:
     """Draw who computes what when, with a legend."""
     lines = plan.timeline
-    return Html(drawing(lines, plan.num_stages // len(lines), plan.makespan, "schedule") + legend(lines))
+    return Markup(drawing(lines, plan.num_stages // len(lines), plan.makespan, "schedule") + legend(lines))
 
 
-def drawing(lines: Sequence[Sequence[Span]], chunks: int, whole: float, name: str) -> Html:
+def drawing(lines: Sequence[Sequence[Span]], chunks: int, whole: float, name: str) -> Markup:
     """Draw a line of computations for each stage, over a time of `whole`; `name` is read aloud."""
     scale, height, parts = WIDTH / whole, ROW * len(lines), []
     for rank, spans in enumerate(lines):
@@ -32,17 +33,17 @@ def drawing(lines: Sequence[Sequence[Span]], chunks: int, whole: float, name: st
             )
             if width > 7 * len(label):
                 parts.append(f'<text x="{x + width / 2:.4g}" y="{y + 16}">{label}</text>')
-    return Html(
-        f'<div class="wide" tabindex="0" role="region" aria-label="{text(name)}"><svg class="schedule" '
+    return Markup(
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(name)}"><svg class="schedule" '
         f'role="img" viewBox="0 0 {WIDTH} {height}" aria-label="a line per stage, time to the right">'
         f"{''.join(parts)}</svg></div>"
     )
 
 
-def legend(lines: Sequence[Sequence[Span]]) -> Html:
+def legend(lines: Sequence[Sequence[Span]]) -> Markup:
     """Name the colours of a drawing."""
     used = {span.action.op for spans in lines for span in spans}
     backward = INPUT_GRADIENT if Op.WEIGHT in used else NAMES[Op.BACKWARD]
     names = [(op.value, backward if op is Op.BACKWARD else NAMES[op]) for op in Op if op in used]
     keys = "".join(f'<span class="key op{letter}">{letter}</span> {name} ' for letter, name in names)
-    return Html(f'<p class="legend">{keys}<span class="key idle"> </span> idle</p>\n')
+    return Markup(f'<p class="legend">{keys}<span class="key idle"> </span> idle</p>\n')

@@ -1,9 +1,12 @@
-"""Settings of what a run reports."""
+"""Settings of what a run reports, and of `mlm report`."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, Forbid
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, Bound, Forbid, InputPath, ResultFile
+
+WAIT = Bound(lambda x: 0 < x <= 86_400, "above 0 and at most 86400, a day")
+"""Longer waits overflow a browser's timer, which then reloads without a pause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,3 +26,19 @@ class LogConfig:
     """Write TensorBoard events below out/tensorboard (needs the extra `mlm[tensorboard]`)."""
     wandb_project: Annotated[str | None, Also("wandb", "wandb_log")] = None
     """Weights & Biases project to log to (needs the extra `mlm[wandb]`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportConfig:
+    """The run spec of `mlm report`: runs on one page."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    runs: tuple[InputPath, ...]
+    """Run folders, at most 20; other paths among them are skipped."""
+    out: ResultFile = "report.html"
+    """Page to write, .html."""
+    watch: bool = False
+    """Write the page again while the runs go on, and show them here, until they are finished or stopped."""
+    every_s: Annotated[float, WAIT] = 5.0
+    """Seconds between updates with watch=true, at most a day (86400)."""

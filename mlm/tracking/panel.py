@@ -3,9 +3,10 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -194,40 +195,27 @@ class PlainLines(Display):
 class LivePanel(Display):
     """A panel at the bottom of the terminal, drawn by its own thread from the last numbers reported."""
 
-    def __init__(
-        self,
-        console: Console,
-        *,
-        title: str,
-        header: Sequence[tuple[str, str]],
-        start_step: int,
-        total_steps: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(
-            console, title=title, header=header, start_step=start_step, total_steps=total_steps, clock=clock
-        )
-        self.working: tuple[int, int] | None = None
-        self.end: float | None = None
-        self.metrics: StepMetrics | None = None
-        self.validated: tuple[int, float, float, Parts] | None = None
-        self.scored: dict[str, tuple[int, Parts, bool]] = {}
-        self.announcement: str | None = None
-        self.loss_unit = LOSS_UNIT
-        counter = "[dim]step[/] [bold]{task.completed:,}/{task.total:,}"
-        self.bar = Progress(TextColumn(counter), BarColumn(None), TaskProgressColumn(), expand=True)
-        self.task = self.bar.add_task("", total=max(total_steps, 1))
-        self.live = Live(
-            console=console,
-            get_renderable=self.render,
-            refresh_per_second=REFRESH_HZ,
-            vertical_overflow="crop",
-        )
+    working: tuple[int, int] | None = None
+    """Micro-batch in progress, of how many."""
+    end: float | None = None
+    metrics: StepMetrics | None = None
+    validated: tuple[int, float, float, Parts] | None = None
+    scored: Mapping[str, tuple[int, Parts, bool]] = MappingProxyType({})
+    """By split: step, metrics, True if they are the best so far."""
+    announcement: str | None = None
+    live: Live | None = None
+    loss_unit = LOSS_UNIT
 
     def start(self, run: dict[str, object]) -> None:
         """Begin."""
         super().start(run)
         self.loss_unit = str(run.get("loss_unit", LOSS_UNIT))
+        self.live = Live(
+            console=self.console,
+            get_renderable=self.render,
+            refresh_per_second=REFRESH_HZ,
+            vertical_overflow="crop",
+        )
         self.live.start()
         self.console.show_cursor(True)  # kill -9 then leaves nothing to restore
 
@@ -242,7 +230,7 @@ class LivePanel(Display):
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
         """Take the metrics of a split."""
-        self.scored[split] = (step, metrics, is_best)
+        self.scored = {**self.scored, split: (step, metrics, is_best)}
 
     def advance(self, step: int) -> None:
         """Note the steps issued so far."""
@@ -261,19 +249,22 @@ class LivePanel(Display):
     def announce(self, text: str) -> bool:
         """Have the panel's thread draw the line, which the panel would otherwise overwrite."""
         self.announcement = text
-        return self.live.is_started
+        return self.live is not None and self.live.is_started
 
     def close(self) -> None:
         """End."""
         self.end, self.announcement, self.working = self.clock(), None, None
-        self.live.stop()
+        if self.live is not None:
+            self.live.stop()
 
     def render(self) -> RenderableType:
         """Return the panel as of now."""
-        self.bar.update(self.task, completed=self.done)
+        counter = "[dim]step[/] [bold]{task.completed:,}/{task.total:,}"
+        bar = Progress(TextColumn(counter), BarColumn(None), TaskProgressColumn(), expand=True)
+        bar.add_task("", total=max(self.total_steps, 1), completed=self.done)
         width = max(20, min(MAX_WIDTH, self.console.width - ECHO_WIDTH))
         inside = width - 4  # of the border
-        rows: list[RenderableType] = [self.bar]
+        rows: list[RenderableType] = [bar]
         if self.metrics is not None:
             rows.append(Columns(self.cells(self.metrics), equal=True, expand=True, padding=(0, 2)))
         if self.validated is not None:

@@ -1,12 +1,16 @@
-"""The reporter of a training run: rank 0 writes to metrics.jsonl, the terminal and the trackers."""
+"""The reporter of a training run: rank 0 writes to metrics.jsonl, the terminal and the trackers.
+
+TensorBoard and Weights & Biases are optional extras, imported only when asked for.
+"""
 
 import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Self, TextIO, cast
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 import torch
 from rich.console import Console
@@ -14,12 +18,14 @@ from rich.console import Console
 import mlm
 from mlm.tracking.config import LogConfig
 from mlm.tracking.history import FILE_NAME, History
-from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics
+from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
 from mlm.tracking.panel import Display, LivePanel, PlainLines
-from mlm.tracking.trackers import build_trackers
 from mlm.util.errors import UserError
 from mlm.util.system import LastingStream
 from mlm.util.terminal import Screen
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class Reporter:
@@ -164,3 +170,117 @@ def make_display(
     return kind(
         console, title=title, header=header, start_step=start_step, total_steps=total_steps, clock=clock
     )
+
+
+def missing_extras(config: LogConfig) -> list[str]:
+    """Return a line per requested tracker that is not installed. Imports none of them."""
+    project = config.wandb_project
+    wanted = (
+        ("tensorboard", config.tensorboard, "log.tensorboard=true", "log.tensorboard=false"),
+        ("wandb", bool(project), f"log.wandb_project={project}", "log.wandb_project=null"),
+    )
+    return [
+        f"{setting} needs {package}, which is not installed: pip install 'mlm[{package}]', or set {off}"
+        for package, is_on, setting, off in wanted
+        if is_on and find_spec(package) is None
+    ]
+
+
+def build_trackers(out: Path, config: LogConfig, start_step: int) -> list[Sink]:
+    """Return the requested trackers. Raises UserError if one is not installed."""
+    if missing := missing_extras(config):
+        raise UserError("; ".join(missing))
+    trackers: list[Sink] = []
+    if config.tensorboard:
+        trackers.append(TensorBoard(out / "tensorboard", start_step))
+    if config.wandb_project:
+        trackers.append(WeightsAndBiases(out, config.wandb_project))
+    return trackers
+
+
+def scalars(metrics: StepMetrics) -> dict[str, float]:
+    """Return the numbers of a step as tracker tags, without null values."""
+    numbers = flat(metrics)
+    del numbers["step"]
+    return {f"train/{name}": value for name, value in numbers.items() if value is not None}
+
+
+class Tracker(Sink):
+    """A destination that takes numbers by tag and step."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue values; the tracker's own thread writes them."""
+        raise NotImplementedError
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Take a logged step."""
+        self.log(metrics.step, scalars(metrics))
+
+    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
+        """Take a validation."""
+        self.log(step, {"validation/loss": loss, "validation/perplexity": perplexity, **of_parts(parts)})
+
+    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
+        """Take the metrics of a split."""
+        self.log(step, {f"{split}/{name}": value for name, value in metrics.items()})
+
+
+class TensorBoard(Tracker):
+    """Writes events to `folder`; events of an earlier attempt after `start_step` are hidden."""
+
+    def __init__(self, folder: Path, start_step: int) -> None:
+        self.folder = folder
+        self.start_step = start_step
+        self.writer: SummaryWriter | None = None
+
+    def start(self, run: dict[str, object]) -> None:
+        """Begin."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(log_dir=str(self.folder), purge_step=self.start_step + 1)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue values."""
+        assert self.writer is not None, "TensorBoard.start() comes first"
+        for tag, value in values.items():
+            self.writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        """End."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+class WeightsAndBiases(Tracker):
+    """Logs to a project; each attempt is a separate W&B run, grouped by the run directory's name."""
+
+    def __init__(self, out: Path, project: str) -> None:
+        self.out = out
+        self.project = project
+        self.run: Any = None  # wandb.Run
+
+    def start(self, run: dict[str, object]) -> None:
+        """Open the W&B run. Raises UserError if W&B rejects it (no login, no network)."""
+        import wandb
+
+        name = self.out.resolve().name
+        try:
+            self.run = wandb.init(project=self.project, name=name, group=name, dir=str(self.out), config=run)
+        except wandb.errors.Error as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise UserError(
+                f"log.wandb_project={self.project}: {reason}. Run `wandb login`, or set WANDB_MODE=offline, "
+                "or log.wandb_project=null"
+            ) from error
+        # Our own step axis: W&B's counter must never fall, ours does when a run resumes.
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send values."""
+        self.run.log({"step": step, **values})
+
+    def close(self) -> None:
+        """End."""
+        if self.run is not None:
+            self.run.finish()

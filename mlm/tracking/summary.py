@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +20,7 @@ SUMMARY_MARK = "<!-- Written by mlm, which replaces this file. -->"
 HEAD = 1 << 10  # bytes in which the mark is
 PROGRESS = ("step", "validation", "scores", "saved", "save_failed")
 """Records of steps that are done; one of an incident may be of a step that was taken back."""
-MOST_ATTEMPTS = 6  # listed with their commands: the first and the newest
+MAX_ATTEMPTS = 6  # listed with their commands: the first and the newest
 
 FILES = (  # pattern in the run directory, what it holds
     ("*.yaml", "the composed configuration: every setting of this run"),
@@ -95,7 +95,7 @@ def write_summary(
         or "Nothing was logged.",
         comparison(steps, predicted),
         "## Files",
-        table(present(out)),
+        table([(f"`{path.name}`", text) for pattern, text in FILES for path in sorted(out.glob(pattern))]),
         "## How to continue",
         "From the folder that it was started in:",
         commands(out, resume, done, total_steps, prompt, validation, trusted),
@@ -117,7 +117,7 @@ def is_summary(path: Path) -> bool:
 def started(records: Sequence[dict[str, Any]]) -> Rows:
     """Return rows on each attempt: the command as it was typed, and when and where it was started."""
     attempts = [r for r in records if r["kind"] == "run" and "command" in r]
-    shown = attempts if len(attempts) <= MOST_ATTEMPTS else [attempts[0], *attempts[1 - MOST_ATTEMPTS :]]
+    shown = attempts if len(attempts) <= MAX_ATTEMPTS else [attempts[0], *attempts[1 - MAX_ATTEMPTS :]]
     rows = []
     for run in shown:
         step = run["start_step"]
@@ -170,26 +170,30 @@ def wall_time(records: Sequence[dict[str, Any]]) -> float:
 
 def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]], unit: str) -> Rows:
     """Return the final numbers that were logged, losses in `unit`."""
-    rows = []
-    if steps:
-        rows.append(("training loss", f"{number(steps[-1]['loss'])} {unit} at step {steps[-1]['step']:,}"))
+
+    def loss(record: dict[str, Any]) -> str:
+        return f"{number(record['loss'])} {unit} at step {record['step']:,}"
+
+    rows = [("training loss", loss(steps[-1]))] if steps else []
     if validations:
         last = validations[-1]
-        rows.append(("validation loss", f"{number(last['loss'])} {unit} at step {last['step']:,}"))
-        rows.append(("validation perplexity", number(last["perplexity"], digits=2)))
-        parts = {key: loss for key, loss in last.items() if key.startswith("validation/")}
+        rows += [
+            ("validation loss", loss(last)),
+            ("validation perplexity", number(last["perplexity"], digits=2)),
+        ]
+        parts = {key: part for key, part in last.items() if key.startswith("validation/")}
         rows += [part_row(key.partition("/")[2], value, unit) for key, value in parts.items()]
         if scored := [v for v in validations if v["loss"] is not None]:
-            best = min(scored, key=lambda v: v["loss"])
-            rows.append(("best validation loss", f"{number(best['loss'])} {unit} at step {best['step']:,}"))
-    if rates := values(steps, "tokens_per_s"):
-        rows.append(("tokens/s of all ranks (median)", f"{median(rates):,.0f}"))
-    if flops := values(steps, "tflops"):
-        rows.append(("model TFLOP/s per device (median)", quantity(median(flops))))
-    if shares := values(steps, "mfu"):
-        rows.append(("MFU (median)", f"{median(shares):.1%}"))
-    if memory := values(steps, "memory_bytes"):
-        rows.append(("memory of rank 0 (most logged)", f"{max(memory) / 2**30:.2f} GiB"))
+            rows.append(("best validation loss", loss(min(scored, key=lambda v: v["loss"]))))
+    summaries = (
+        ("tokens/s of all ranks (median)", "tokens_per_s", median, "{:,.0f}".format),
+        ("model TFLOP/s per device (median)", "tflops", median, quantity),
+        ("MFU (median)", "mfu", median, "{:.1%}".format),
+        ("memory of rank 0 (most logged)", "memory_bytes", max, lambda size: f"{size / 2**30:.2f} GiB"),
+    )
+    for name, key, pick, form in summaries:
+        if numbers := values(steps, key):
+            rows.append((name, form(pick(numbers))))
     if steps and steps[-1]["skipped_steps"]:
         rows.append(("steps skipped for overflow", f"{steps[-1]['skipped_steps']:,}"))
     return rows
@@ -200,34 +204,20 @@ def comparison(steps: Sequence[dict[str, Any]], predicted: Predicted | None) -> 
     if predicted is None or not steps:
         return ""
     later = steps[1:] or steps  # the first step warms up
-    rows = [
-        compared("seconds per step", predicted.step_s, values(later, "step_time_s"), median, "{:.4g}"),
-        compared(
-            "memory of rank 0, GiB",
-            predicted.memory_bytes / 2**30,
-            [size / 2**30 for size in values(steps, "memory_bytes")],
-            max,
-            "{:.2f}",
-        ),
-        compared("MFU", predicted.mfu, values(later, "mfu"), median, "{:.1%}"),
-    ]
+    sizes = [size / 2**30 for size in values(steps, "memory_bytes")]
+    pairs = (
+        ("seconds per step", "{:.4g}", predicted.step_s, values(later, "step_time_s"), median),
+        ("memory of rank 0, GiB", "{:.2f}", predicted.memory_bytes / 2**30, sizes, max),
+        ("MFU", "{:.1%}", predicted.mfu, values(later, "mfu"), median),
+    )
+    lines = ["| | predicted | measured | |", "| --- | --- | --- | --- |"]
+    for name, form, expected, measured, pick in pairs:
+        if expected is not None and measured:
+            number = pick(measured)
+            off = f"{number / expected - 1:+.0%}"
+            lines.append(f"| {name} | {form.format(expected)} | {form.format(number)} | {off} |")
     of = f" for {escaped(predicted.hardware)}" if predicted.hardware else ""
-    heading = f"Predicted{of} (`mlm plan`), and measured:\n\n| | predicted | measured | |\n"
-    return heading + "\n".join(["| --- | --- | --- | --- |", *filter(None, rows)])
-
-
-def compared(
-    name: str,
-    expected: float | None,
-    measured: Sequence[float],
-    pick: Callable[[Sequence[float]], float],
-    form: str,
-) -> str:
-    """Return a row of a predicted number and the measured one, with its difference; or nothing."""
-    if expected is None or not measured:
-        return ""
-    found = pick(measured)
-    return f"| {name} | {form.format(expected)} | {form.format(found)} | {found / expected - 1:+.0%} |"
+    return "\n".join([f"Predicted{of} (`mlm plan`), and measured:\n", *lines])
 
 
 def part_row(name: str, value: float | None, unit: str) -> tuple[str, str]:
@@ -247,12 +237,6 @@ def number(value: float | None, digits: int = 4) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
 
 
-def present(out: Path) -> Rows:
-    """Return the files of the run directory, with their contents."""
-    found = [(path.name, text) for pattern, text in FILES for path in sorted(out.glob(pattern))]
-    return [(f"`{name}`", text) for name, text in found]
-
-
 def commands(
     out: Path,
     resume: Sequence[str],
@@ -263,18 +247,16 @@ def commands(
     trusted: str | None,
 ) -> str:
     """Return a shell block: resume or extend, evaluate, generate."""
-    if done < total_steps:
-        go_on = [f"# resume after step {done}", shlex.join(resume)]
-    else:
-        go_on = [
-            f"# train on; schedule.decay_steps={total_steps} keeps the learning rate where it ended",
-            extended(resume, total_steps),
-        ]
-    lines = [*go_on]
+    lines = [f"# resume after step {done}", shlex.join(resume)]
+    if done >= total_steps:
+        keeps = f"schedule.decay_steps={total_steps} keeps the learning rate where it ended"
+        lines = [f"# train on; {keeps}", extended(resume, total_steps)]
     trust = f"{TRUST}={trusted} " if trusted else ""
-    score = f"{trust}mlm eval loss {override('ckpt', str(out))}"
-    scores = [f"{score} {override('path', path)}" for path in validation] if len(validation) > 1 else [score]
     if validation:
+        score = f"{trust}mlm eval loss {override('ckpt', str(out))}"
+        scores = (
+            [f"{score} {override('path', path)}" for path in validation] if len(validation) > 1 else [score]
+        )
         lines += ["", "# loss and perplexity on held-out text", *scores]
     if prompt is not None:
         sample = f"{trust}mlm generate {override('ckpt', str(out))} {override('prompt', prompt)}"

@@ -13,7 +13,7 @@ from mlm.tracking.panel import human
 from mlm.tracking.summary import SUMMARY_MARK, escaped, is_summary
 from mlm.util.atomic import read_bounded, write_atomic
 from mlm.util.errors import UserError, show
-from mlm.util.results import is_result, write_result
+from mlm.util.results import write_result
 from mlm.util.terminal import add_row, console, table
 
 FORMAT = "mlm-sweep-1"
@@ -25,18 +25,18 @@ KILLED = 128
 FINISHED, STOPPED, INTERRUPTED, FAILED = "finished", "stopped", "interrupted", "failed"
 NOT_STARTED = "not started"
 
-Run = dict[str, Any]
+Row = dict[str, Any]
 """One run of a sweep, as in sweep.json."""
 
 
-def run_of(settings: Mapping[str, str], out: str | None, exit_code: int | None) -> Run:
+def run_of(settings: Mapping[str, str], out: str | None, exit_code: int | None) -> Row:
     """Return the row of a run from the metrics in its folder; exit_code None: the run was not started.
 
     Keys: settings (what the sweep varies), out, exit_code, state, and numbers where some were logged: step,
     total_steps, tokens, tokens_per_s (median), loss (last), loss_unit, validation_loss (last),
     best_validation_loss, best_step, and of a run on a task score (the best of its first metric) and metric.
     """
-    row: Run = {"settings": dict(settings), "out": out, "exit_code": exit_code}
+    row: Row = {"settings": dict(settings), "out": out, "exit_code": exit_code}
     if out is None or exit_code is None:
         return {**row, "state": NOT_STARTED if exit_code is None else _state(exit_code, {})}
     seeds = sorted(Path(out).glob(f"seed-*/{FILE_NAME}"))
@@ -85,7 +85,7 @@ def numbers_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def best_of(runs: Sequence[Run]) -> Run | None:
+def best_of(runs: Sequence[Row]) -> Row | None:
     """Return the run with the highest score, or else the lowest validation loss; None if there is none.
 
     Runs that failed count too if they have one: their best checkpoint may be kept.
@@ -96,7 +96,7 @@ def best_of(runs: Sequence[Run]) -> Run | None:
     return min(validated, key=lambda run: float(run["best_validation_loss"]), default=None)
 
 
-def cells(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+def cells(runs: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows, without empty columns; a heading that ends in "#" is of numbers."""
     best, keys = best_of(runs), list(dict.fromkeys(key for run in runs for key in run["settings"]))
     has_validation = any("validation_loss" in run for run in runs)
@@ -128,21 +128,21 @@ def cells(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     return headings, rows
 
 
-def title(runs: Sequence[Run]) -> str:
+def title(runs: Sequence[Row]) -> str:
     """Return the number of runs and the unit of their losses."""
     kind = "validation" if any("validation_loss" in run for run in runs) else "training"
     unit = next((f" · {kind} loss in {run['loss_unit']}" for run in runs if "loss_unit" in run), "")
     return f"sweep of {len(runs)} runs{unit.replace('in per', 'per')}"
 
 
-def state_in_words(run: Run) -> str:
+def state_in_words(run: Row) -> str:
     """Return the state of a run with its step or exit code."""
     if run["state"] == STOPPED:
         return f"{STOPPED} after step {run['step']:,.0f} of {run['total_steps']:,.0f}"
     return f"{run['state']} (exit code {run['exit_code']})" if run["exit_code"] else str(run["state"])
 
 
-def report_sweep(runs: Sequence[Run], command: Sequence[str]) -> None:
+def report_sweep(runs: Sequence[Row], command: Sequence[str]) -> None:
     """Print the table and write it beside the runs, with those of earlier sweeps there."""
     headings, rows = cells(runs)
     made = table(title(runs), *headings)
@@ -160,16 +160,17 @@ def report_sweep(runs: Sequence[Run], command: Sequence[str]) -> None:
         screen.print(f"the table could not be written: {error}")
 
 
-def write_sweep(runs: Sequence[Run], command: Sequence[str]) -> list[Path]:
+def write_sweep(runs: Sequence[Row], command: Sequence[str]) -> list[Path]:
     """Write sweep.md and sweep.json in the folder that holds the runs; return them, none without a folder.
 
-    A file of the user's own of that name stays, and sweep.mlm.md or sweep.mlm.json is written. Raises
-    OSError, UserError.
+    Raises OSError, and UserError where a file of the user's own has such a name.
     """
     folder = folder_of([Path(run["out"]) for run in runs if run["out"]])
     if folder is None:
         return []
-    data, text = own_name(folder / JSON, is_result), own_name(folder / MARKDOWN, is_summary)
+    data, text = folder / JSON, folder / MARKDOWN
+    if os.path.lexists(text) and not (text.is_file() and is_summary(text)):
+        raise UserError(f"{text} was not written by mlm; move it")
     everything = merged(data, runs)
     headings, rows = cells(everything)
     best = best_of(everything)
@@ -195,16 +196,9 @@ def folder_of(outs: Sequence[Path]) -> Path | None:
     return folder if is_near and folder.is_dir() else None
 
 
-def own_name(path: Path, is_ours: Any) -> Path:
-    """Return a path that is free or ours, or else its name with .mlm before the ending."""
-    if not os.path.lexists(path) or (path.is_file() and not path.is_symlink() and is_ours(path)):
-        return path
-    return path.with_name(f"{path.stem}.mlm{path.suffix}")
-
-
-def merged(data: Path, runs: Sequence[Run]) -> list[Run]:
+def merged(data: Path, runs: Sequence[Row]) -> list[Row]:
     """Return the runs of an earlier table whose folders are still there, and `runs` in place of the same."""
-    earlier, mine = list[Run](), {run["out"] for run in runs}
+    earlier, mine = list[Row](), {run["out"] for run in runs}
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError):
         found = json.loads(read_bounded(data, MAX_BYTES, "move it"))
         known = [run for run in found["runs"] if run["out"] and run["out"] not in mine]

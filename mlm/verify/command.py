@@ -1,19 +1,16 @@
 """The commands `mlm parity` and `mlm verify-resume`."""
 
 from mlm.config.command import Command
-from mlm.verify.parity.checks import check_parity
-from mlm.verify.parity.config import ParityConfig
-from mlm.verify.resume.checks import check_verify_resume
-from mlm.verify.resume.config import VerifyResumeConfig
+from mlm.verify.config import ParityConfig, VerifyResumeConfig, check_parity, check_verify_resume
 
 COMMANDS = (
     Command(
         words=("parity",),
         config="parity",
         spec=ParityConfig,
-        target="mlm.verify.parity.run:run",
+        target="mlm.verify.parity:run",
         check=check_parity,
-        preflight="mlm.verify.parity.run:preflight",
+        preflight="mlm.verify.parity:preflight",
         out_is_run_folder=True,
         own_choices=("precision=fp64", "cluster=local"),
         summary="check that a layout trains exactly as one process does, before using a cluster",
@@ -54,9 +51,9 @@ COMMANDS = (
         words=("verify-resume",),
         config="verify_resume",
         spec=VerifyResumeConfig,
-        target="mlm.verify.resume.run:run",
+        target="mlm.verify.resume:run",
         local_check=check_verify_resume,
-        preflight="mlm.verify.resume.run:preflight",
+        preflight="mlm.verify.resume:preflight",
         own_choices=("cluster=local",),
         summary="check that a killed run resumes as if nothing had happened",
         about=(

@@ -25,8 +25,8 @@ from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
-from mlm.verify.parity.compare import Difference
-from mlm.verify.parity.verdict import FLOOR, TOLERANCES
+from mlm.verify.compare import Difference
+from mlm.verify.verdict import FLOOR, TOLERANCES
 
 STEPS = 4
 DROPOUT = 0.1

@@ -24,7 +24,7 @@ from mlm.parallel import collectives, mesh, sharded
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.training.trainer import Trainer
-from mlm.verify.parity.verdict import TOLERANCES
+from mlm.verify.verdict import TOLERANCES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
 TIMEOUT_S = 60.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mlm.parallel import collectives, mesh
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.verify.parity.verdict import Verdict
+from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
 from tests.verify.parity_layouts import Layout, verdict_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from mlm.tracking.config import LogConfig
 from mlm.tracking.metrics import flat
-from mlm.tracking.trackers import WeightsAndBiases
+from mlm.tracking.reporter import WeightsAndBiases
 from mlm.util.errors import UserError
 from tests.tracking.reporting import read_metrics, reporter, shown, step_metrics, terminal
 

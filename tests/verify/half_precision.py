@@ -35,8 +35,8 @@ from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.corpora import train_dataset
 from mlm.training.trainer import StepOutcome, Trainer
-from mlm.verify.parity.compare import Comparison, Difference, Report, _batches, _step, one_process
-from mlm.verify.parity.config import ParityConfig
+from mlm.verify.compare import Comparison, Difference, Report, _batches, _step, one_process
+from mlm.verify.config import ParityConfig, comparable
 from tests.ranks import run_on_ranks
 from tests.verify.parity_layouts import Layout
 
@@ -61,7 +61,7 @@ def config_of(layout: Layout) -> ParityConfig:
     With Adam's usual eps the first steps are the gradient's sign, which rounding decides for small ones.
     """
     optimizer = OptimizerConfig(lr=1e-3, eps=1e-2, clip_grad_norm=0.1)
-    return replace(layout.config(STEPS), optimizer=optimizer).comparable()
+    return comparable(replace(layout.config(STEPS), optimizer=optimizer))
 
 
 def compare_half(

@@ -1,8 +1,11 @@
 """The layouts that are compared with one process, and the tiny run they are compared on."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
@@ -10,9 +13,18 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import TrainConfig
-from mlm.verify.parity.compare import Report, compare
-from mlm.verify.parity.config import ParityConfig
-from mlm.verify.parity.verdict import Verdict, judge
+from mlm.verify.compare import Report, compare
+from mlm.verify.config import ParityConfig
+from mlm.verify.parity import judge
+from mlm.verify.verdict import Verdict
+
+
+def slow_but_every(n: int, cases: Iterable[Any]) -> list[Any]:
+    """Cases of a test of which only each n-th is not slow."""
+    return [
+        case if i % n == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)
+    ]
+
 
 VOCAB, SEQ, MICRO_BATCH = 61, 16, 2
 VOCAB_OF_DOCUMENTS, EOD = 11, 3

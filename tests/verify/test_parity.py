@@ -13,9 +13,8 @@ from mlm.config.tree import leaves
 from mlm.parallel.mesh import shape_context
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError
-from mlm.verify.parity.checks import check_parity
-from mlm.verify.parity.config import FIRST_LOSS_SCALE, ParityConfig
-from mlm.verify.parity.run import memory_problem, needed_bytes, run
+from mlm.verify.config import FIRST_LOSS_SCALE, ParityConfig, check_parity, comparable
+from mlm.verify.parity import memory_problem, needed_bytes, run
 from tests.config.cli.doubles import Cli, make_cli
 from tests.verify.parity_layouts import LAYOUTS
 
@@ -83,12 +82,12 @@ def test_a_typed_precision_wins(cli: Cli) -> None:
 
 
 def test_a_named_corpus_is_read(tmp_path: Path) -> None:
-    assert parity(f"data.path={tmp_path}").comparable().data.kind == "indexed"
-    assert parity().comparable().data.kind == "synthetic"
+    assert comparable(parity(f"data.path={tmp_path}")).data.kind == "indexed"
+    assert comparable(parity()).data.kind == "synthetic"
 
 
 def test_float16_begins_below_its_overflow() -> None:
-    assert parity("precision=fp16").comparable().precision.initial_loss_scale == FIRST_LOSS_SCALE
+    assert comparable(parity("precision=fp16")).precision.initial_loss_scale == FIRST_LOSS_SCALE
 
 
 def test_one_process_differs_in_its_layout_alone() -> None:
@@ -133,7 +132,7 @@ def test_a_disk_that_fills_while_comparing_is_one_line(
     def full(path: Path, _: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("mlm.verify.parity.run.write_result", full)
+    monkeypatch.setattr("mlm.verify.verdict.write_result", full)
     small = ("steps=1", "model.hidden_size=16", "data.seq_length=16", "train.global_batch_size=2")
     with pytest.raises(UserError, match=r"out=.*No space left on device"):
         run(parity(f"out={tmp_path}", *small), shape_context())

@@ -5,8 +5,9 @@ from math import inf, nan
 
 import pytest
 
-from mlm.verify.parity.compare import Difference, Pair, Report, StepReport
-from mlm.verify.parity.verdict import TOLERANCES, judge, relative
+from mlm.verify.compare import Difference, Pair, Report, StepReport
+from mlm.verify.parity import judge, relative
+from mlm.verify.verdict import TOLERANCES
 
 NAMES = ("token.weight", "layers.0.attention_norm.bias", "layers.0.mlp.up.weight", "final_norm.bias")
 

@@ -10,9 +10,9 @@ import pytest
 
 from mlm.checkpoint.native.compare import Comparison, FormDifference, TensorDifference
 from mlm.checkpoint.native.format import Manifest
-from mlm.verify.parity.verdict import FLOOR, TOLERANCES
-from mlm.verify.resume.config import KillPlan
-from mlm.verify.resume.verdict import Allowed, Runs, allowed, beyond, judge, read_starts, read_steps
+from mlm.verify.config import KillPlan
+from mlm.verify.resume import Allowed, Runs, allowed, beyond, judge, read_starts, read_steps
+from mlm.verify.verdict import FLOOR, TOLERANCES
 
 SAME, OTHER = allowed("fp32", same_layout=True), allowed("fp32", same_layout=False)
 FP32 = TOLERANCES["fp32"]

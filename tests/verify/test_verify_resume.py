@@ -23,10 +23,10 @@ from mlm.optim.schedule import learning_rate
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError
 from mlm.util.ownership import claim_folder
-from mlm.verify.resume import rehearsal as resume_runs
-from mlm.verify.resume.config import KillPlan, VerifyResumeConfig
-from mlm.verify.resume.rehearsal import Kill, Rehearsal
-from mlm.verify.resume.run import first_step, out_problems, preflight
+from mlm.verify import rehearsal as resume_runs
+from mlm.verify.config import KillPlan, VerifyResumeConfig
+from mlm.verify.rehearsal import Kill, Rehearsal
+from mlm.verify.resume import first_step, preflight
 from tests.checkpoint.native.helpers import edit_manifest, save, weights
 from tests.config.cli.doubles import Cli, make_cli
 
@@ -95,6 +95,7 @@ def test_losses_of_the_check_are_those_of_plain_training(checked: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_counter_altered_before_resuming_is_different_from_the_first_step_on(
     checked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +193,7 @@ def test_a_run_that_is_always_over_before_the_kill_is_tried_again_then_reported(
     (tmp_path / "straight").mkdir()
     saved = [json.dumps({"kind": "saved", "step": step, "time": step / 100}) for step in (2, 4)]
     (tmp_path / "straight/metrics.jsonl").write_text("\n".join(saved) + "\n")
-    rehearsal = Rehearsal(verify_resume("steps=2", f"out={tmp_path}"), KillPlan(0, 2, 4), lambda *_: None)
+    rehearsal = Rehearsal(verify_resume("steps=2", f"out={tmp_path}"), KillPlan(0, 2, 4))
     with pytest.raises(UserError, match=r"steps=2: 5 runs were over .* such as steps=8"):
         rehearsal.run_killed()
     assert len(started) == 5
@@ -254,39 +255,11 @@ def test_as_a_rank_of_a_launcher_it_is_rejected(monkeypatch: pytest.MonkeyPatch,
     assert "start this plainly" in problem
 
 
-@pytest.mark.parametrize(
-    "left", [[], ["verify-resume.json", "straight", "resumed", "killed.log", ".lock"]], ids=len
-)
-def test_a_folder_of_its_own_is_taken_again(tmp_path: Path, left: list[str]) -> None:
-    for name in left:
-        (tmp_path / name).write_text('{"task": "verify-resume"}')
-    assert out_problems(tmp_path) == []
-    assert out_problems(tmp_path / "new") == []
-
-
-@pytest.mark.parametrize(
-    "left",
-    [
-        ["notes.txt"],
-        ["checkpoints"],
-        ["verify-resume.json", "notes.txt"],
-        ["straight"],  # no mark of an earlier check: someone else's
-    ],
-    ids=str,
-)
-def test_a_folder_that_holds_anything_else_is_rejected(tmp_path: Path, left: list[str]) -> None:
-    for name in left:
-        (tmp_path / name).write_text('{"task": "verify-resume"}')
-    (problem,) = out_problems(tmp_path)
-    assert "which is not of an earlier verify-resume: name another folder" in problem
-
-
-def test_a_result_of_another_command_is_no_mark(tmp_path: Path) -> None:
-    (tmp_path / "verify-resume.json").write_text('{"task": "parity"}')
-    assert len(out_problems(tmp_path)) == 1
-
-
-def test_a_file_in_the_place_of_the_folder_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("")
-    (problem,) = out_problems(tmp_path / "out")
-    assert "is a file;" in problem
+def test_a_folder_with_its_files_is_taken_again_and_a_users_own_are_not(tmp_path: Path) -> None:
+    config = verify_resume(f"out={tmp_path}")
+    (tmp_path / "straight").write_text("mine")
+    assert "holds straight, which mlm did not write" in preflight(config)[0]
+    (tmp_path / "straight").unlink()
+    claim_folder(tmp_path, "verify-resume")
+    (tmp_path / "straight").mkdir()
+    assert preflight(config) == []

@@ -3,8 +3,7 @@
 import pytest
 
 from mlm.config.cli.compose import load_config
-from mlm.verify.resume.checks import check_verify_resume, problems_here, same_layout
-from mlm.verify.resume.config import VerifyResumeConfig
+from mlm.verify.config import VerifyResumeConfig, check_halves, check_verify_resume, is_same_layout
 
 
 def verify_resume(*overrides: str) -> VerifyResumeConfig:
@@ -38,9 +37,9 @@ def test_a_problem_names_the_half_it_is_in(words: list[str], begins: str) -> Non
 def test_masks_of_fused_attention_on_a_gpu_depend_on_tp() -> None:
     """No other mask depends on the layout."""
     config = verify_resume("model.attention_dropout=0.1", "model.hidden_dropout=0.1", "resumed.tp=2")
-    (problem,) = problems_here(config, local_devices=2)
+    (problem,) = check_halves(config, local_devices=2)
     assert str(problem).startswith("model.attention_dropout=0.1 on a GPU draws other masks at resumed.tp=2")
-    assert problems_here(config, local_devices=None) == []
+    assert check_halves(config, local_devices=None) == []
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_masks_of_fused_attention_on_a_gpu_depend_on_tp() -> None:
 )
 def test_bits_are_asked_for_where_nothing_of_the_layout_changes(words: list[str], same: bool) -> None:
     """dp=null is one replica on a CPU."""
-    assert same_layout(verify_resume(*words), local_devices=None) is same
+    assert is_same_layout(verify_resume(*words), local_devices=None) is same
 
 
 def test_other_hosts_are_no_remedy() -> None:

@@ -1,1 +1,1 @@
-"""`mlm report`: runs as one page for a browser, and as tables in a terminal."""
+"""The page of runs: `mlm report`."""

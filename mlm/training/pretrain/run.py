@@ -33,9 +33,8 @@ from mlm.plan.forecast import predicted
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import Peak, peak_flops
-from mlm.tracking.reporter import Reporter, training_console
+from mlm.tracking.reporter import Reporter, missing_extras, training_console
 from mlm.tracking.summary import write_summary
-from mlm.tracking.trackers import missing_extras
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import (
     ValidationSet,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlm.tracking.html import curves
+from mlm.tracking.page import html
 
-SCRIPT = Path(curves.__file__).parent / "assets/curves.js"
+SCRIPT = Path(html.__file__).parent / "assets/curves.js"
 NODE = shutil.which("node")
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mlm.tracking.html.rows import Column
-from mlm.tracking.html.runs import Run, read_run
-from mlm.tracking.page.page import MOST_BYTES, make_page
+from mlm.tracking.page.report import MAX_BYTES, make_page
+from mlm.tracking.page.runs import Column, Run, read_run
 from mlm.util.results import is_result
 from tests.tracking.page.made import some_run, started, stepped, validated, write_run
 
@@ -179,7 +178,7 @@ def test_twenty_long_runs_fit(tmp_path: Path) -> None:
         runs.append(Run(f"run {number}", tmp_path, tables={"step": table}))
     content = make_page(runs)
     page = Page(content)
-    assert len(content) < MOST_BYTES == 2_000_000
+    assert len(content) < MAX_BYTES == 2_000_000
     assert all(1e9 in run["curves"]["step:loss"]["y"] for run in page.data["runs"])
     assert "drawn as their first, last, lowest and highest value" in page.text
 
@@ -205,7 +204,7 @@ def test_twenty_runs_with_all_that_files_can_hold_fit(tmp_path: Path) -> None:
         for number in range(20)
     ]
     content = make_page(runs)
-    assert len(content) < MOST_BYTES
+    assert len(content) < MAX_BYTES
     assert "and is left out; name fewer runs to see it" in Page(content).text
 
 

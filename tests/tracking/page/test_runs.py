@@ -1,15 +1,14 @@
 """A run's folder is read whatever a kill or another program left in it."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlm.tracking.html import runs
-from mlm.tracking.html.runs import Run, RunReader, names_of, read_run
-from mlm.tracking.page.parts import notes_on, state
+from mlm.tracking.page.runs import Rows, names_of, number, read_run
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import sole_writer
 from tests.tracking.page.made import some_run, started, stepped, validated, write_run
@@ -89,8 +88,8 @@ def test_a_run_that_patience_ended_is_finished(tmp_path: Path, steps: int, is_fi
 )
 def test_a_run_has_its_state(tmp_path: Path, records: list[dict[str, Any]], expected: str) -> None:
     run = read_run(write_run(tmp_path / "a", *records), "a")
-    assert state(run) == expected
-    lines = [line for line in notes_on(run) if "failed" in line]
+    assert run.state == expected
+    lines = [line for line in run.notes if "failed" in line]
     error = "a: failed at step 10: out of memory; lower train.micro_batch_size"
     assert lines == ([error] if expected == "failed" else [])
 
@@ -98,10 +97,10 @@ def test_a_run_has_its_state(tmp_path: Path, records: list[dict[str, Any]], expe
 def test_a_run_whose_checkpoints_are_locked_is_running(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", started(time=1.8e9), stepped(10))
     with sole_writer(folder / "checkpoints"):
-        assert state(read_run(folder, "a")) == "running since 2027-01-15 08:00"
+        assert read_run(folder, "a").state == "running since 2027-01-15 08:00"
         with pytest.raises(UserError, match="in use by"), sole_writer(folder / "checkpoints", wait_s=0):
             pass
-    assert state(read_run(folder, "a")) == "stopped"
+    assert read_run(folder, "a").state == "stopped"
 
 
 def test_a_folder_of_finished_seeds_is_finished(tmp_path: Path) -> None:
@@ -125,76 +124,32 @@ def test_runs_are_named_by_what_tells_them_apart() -> None:
     assert names_of(["x/a", "y/a", "b"]) == ["x/a", "y/a", "b"]
 
 
-def append(run: Path, text: str) -> None:
-    with open(run / "metrics.jsonl", "a") as f:
-        f.write(text)
+def test_of_a_step_logged_twice_the_later_value_holds() -> None:
+    rows = Rows()
+    for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
+        rows.add({"step": step, "loss": loss})
+    table = rows.table()
+    assert table["step"].tolist() == [1, 2, 3]
+    assert table["loss"].tolist() == [5.0, 4.5, 3.0]
 
 
-def line(record: dict[str, Any]) -> str:
-    return json.dumps(record) + "\n"
+def test_steps_after_the_one_that_is_returned_to_are_dropped() -> None:
+    rows = Rows()
+    for step in (1, 2, 3):
+        rows.add({"step": step, "loss": 1.0 * step})
+    rows.drop_after(1)
+    rows.add({"step": 2, "loss": 9.0})
+    assert rows.table()["loss"].tolist() == [1.0, 9.0]
 
 
-def facts(run: Run) -> object:
-    """What a page shows of a run's metrics."""
-    tables = {
-        kind: {name: column.tolist() for name, column in table.items()} for kind, table in run.tables.items()
-    }
-    lists = [list(each) for each in (run.attempts, run.incidents, run.saves, run.ranks, run.samples)]
-    return repr((tables, lists, run.seconds, run.last_time, run.damaged, run.kept, run.settings))
+def test_a_column_that_comes_later_begins_with_gaps_and_their_number_is_bounded() -> None:
+    rows = Rows()
+    rows.add({"step": 1})
+    rows.add({"step": 2, **{f"name {n}": 1.0 for n in range(1000)}})
+    assert math.isnan(rows.columns["name 0"][0])
+    assert len(rows.columns) < 100
 
 
-def test_what_was_appended_is_read_alone_and_the_run_is_that_of_the_whole_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parsed, parse = list[bytes](), runs.parse
-    run = some_run(tmp_path / "a", steps=200)
-    reader = RunReader(run, "a")
-    reader.read()
-    half = line(stepped(203))
-    monkeypatch.setattr(runs, "parse", lambda text: (parsed.append(text), parse(text))[1])
-    for text, count in (
-        (line(stepped(201)) + line(stepped(202)), 2),
-        ("no record\n", 1),
-        (half[:20], 1),
-        (half[20:] + line(validated(203)), 2),
-        (line(started(202)) + line(stepped(203, loss=9.0)), 2),  # resumed
-    ):
-        append(run, text)
-        parsed.clear()
-        assert facts(reader.read()) == facts(read_run(run, "a"))
-        assert len(parsed) == count + len((run / "metrics.jsonl").read_bytes().splitlines())
-
-
-def test_a_line_that_is_whole_without_its_end_is_read_again(tmp_path: Path) -> None:
-    run = some_run(tmp_path / "a")
-    reader = RunReader(run, "a")
-    append(run, line(stepped(21))[:-1])
-    assert reader.read().done == 21
-    append(run, "\n" + line(stepped(22)))
-    assert facts(reader.read()) == facts(read_run(run, "a"))
-
-
-@pytest.mark.parametrize("how", ["shorter", "replaced", "written over"])
-def test_a_file_that_is_another_is_read_whole(tmp_path: Path, how: str) -> None:
-    run = some_run(tmp_path / "a", steps=50)
-    reader = RunReader(run, "a")
-    assert reader.read().done == 50
-    path, first = run / "metrics.jsonl", line(started())
-    if how == "shorter":
-        path.write_text(first + line(stepped(1)))
-    elif how == "replaced":
-        (run / "new").write_text(path.read_text() + line(stepped(60)))
-        (run / "new").replace(path)
-    else:
-        others = [stepped(step, loss=1.0) for step in range(1, 101)]
-        path.write_text(first + "".join(map(line, others)))
-    assert facts(reader.read()) == facts(read_run(run, "a"))
-
-
-def test_a_file_that_comes_late_is_read(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a")
-    (run / "metrics.jsonl").unlink()
-    reader = RunReader(run, "a")
-    assert reader.read().done == 0
-    append(run, line(started()) + line(stepped(1)))
-    assert reader.read().done == 1
+@pytest.mark.parametrize("value", [None, True, "1", math.nan, math.inf, 10**400, [1]])
+def test_what_is_no_finite_number_is_a_gap(value: object) -> None:
+    assert math.isnan(number(value))

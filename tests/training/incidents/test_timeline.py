@@ -12,9 +12,8 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.pipeline.actions import Action
 from mlm.tracking.config import LogConfig
-from mlm.tracking.html.runs import read_run
-from mlm.tracking.page.drawings import Plans
-from mlm.tracking.page.schedule import draw_schedule
+from mlm.tracking.page.pipeline import RunPlan, draw_schedule
+from mlm.tracking.page.runs import read_run
 from mlm.tracking.reporter import Reporter
 from mlm.training.config import PretrainConfig
 from mlm.training.incidents.timing import Timeline, align_stages, pipeline_line
@@ -117,7 +116,7 @@ def test_a_run_is_drawn_as_measured(tmp_path: Path) -> None:
     spec = replace(spec, out=str(tmp_path / "run"), train=replace(spec.train, steps=3, validate_every=0))
     run_on_ranks(command, run, spec, pp=2)
     assert [each["step"] for each in records(tmp_path / "run", "timeline")] == [2]
-    drawn = draw_schedule(Plans(read_run(tmp_path / "run", "run")))
+    drawn = draw_schedule(RunPlan(read_run(tmp_path / "run", "run")))
     assert "take the means of step 2 (forward " in drawn
     assert drawn.count("<svg") == 2
 

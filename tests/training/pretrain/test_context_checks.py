@@ -17,10 +17,7 @@ from mlm.plan.forecast import GPU_RESERVED, Machine, forecast
 from mlm.plan.hardware import preset
 from mlm.training.checks import check_pretrain
 from mlm.training.config import PretrainConfig
-from mlm.verify.parity.checks import check_parity
-from mlm.verify.parity.config import ParityConfig
-from mlm.verify.resume.checks import problems_here
-from mlm.verify.resume.config import VerifyResumeConfig
+from mlm.verify.config import ParityConfig, VerifyResumeConfig, check_halves, check_parity
 from tests.config.cli.doubles import Cli, make_cli
 
 cli = pytest.fixture(make_cli)
@@ -93,7 +90,7 @@ def test_masks_that_a_gpu_draws_are_not_compared_with_masks_of_places() -> None:
     ]
     resumed = load_config("verify_resume", [*TINY, *dropout, "resumed.cp=1"])
     assert isinstance(resumed, VerifyResumeConfig)
-    (problem,) = problems_here(resumed, local_devices=8)
+    (problem,) = check_halves(resumed, local_devices=8)
     assert "draws other masks at resumed.cp=1 than at cp=2" in problem
 
 

@@ -12,17 +12,16 @@ from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.memory import GIB, MemoryModel
 from mlm.plan.numbers import simulate
 from mlm.plan.shape import Layout
-from mlm.tracking.html.runs import read_run
-from mlm.tracking.page.drawings import Plans, draw_layout, draw_memory
-from mlm.tracking.page.schedule import draw_schedule
+from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_memory, draw_schedule
+from mlm.tracking.page.runs import read_run
 from tests.tracking.page.made import LAYOUT, MODEL, some_run, started, stepped, write_run
 
 
 def plans(
     folder: Path, layout: dict[str, Any] | None = None, *records: dict[str, Any], **changed: Any
-) -> Plans:
+) -> RunPlan:
     own = {**LAYOUT, **(layout or {})}
-    return Plans(
+    return RunPlan(
         read_run(write_run(folder, started(layout=own), stepped(1), *records, **own, **changed), "a")
     )
 
@@ -117,7 +116,7 @@ def timed(changed: dict[tuple[int, int], Any] | None = None) -> dict[str, Any]:
 
 
 def test_a_measured_step_is_drawn_below_the_plan_at_its_scale(tmp_path: Path) -> None:
-    drawn = draw_schedule(plans(tmp_path / "a", {}, timed()))
+    drawn = draw_schedule(plans(tmp_path / "a", {}, timed())).replace("\n", " ")
     planned, measured = drawn.split("<svg")[1:]
     rect = r'class="op[FB]" x="([\d.e+]+)" y="\d+" width="([\d.]+)"'
     ends = [[float(x) + float(width) for x, width in re.findall(rect, each)] for each in (planned, measured)]
@@ -173,7 +172,7 @@ def test_memory_is_that_of_the_plan(tmp_path: Path) -> None:
 )
 def test_settings_that_no_formula_knows_have_no_memory(tmp_path: Path, changed: dict[str, Any]) -> None:
     folder = write_run(tmp_path / "a", stepped(1), **changed)
-    its = Plans(read_run(folder, "a"))
+    its = RunPlan(read_run(folder, "a"))
     assert draw_layout(its)
     draw_schedule(its)
     assert draw_memory(its) == ""
@@ -182,4 +181,4 @@ def test_settings_that_no_formula_knows_have_no_memory(tmp_path: Path, changed: 
 def test_one_rank_has_no_schedule(tmp_path: Path) -> None:
     run = some_run(tmp_path / "a", pp=1)
     (run / "metrics.jsonl").write_text("")
-    assert draw_schedule(Plans(read_run(run, "a"))) == ""
+    assert draw_schedule(RunPlan(read_run(run, "a"))) == ""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlm.checkpoint.native.folders import named_latest, step_name
 from mlm.launch.child_run import child_run, failure_of, kill
@@ -16,17 +17,15 @@ from mlm.training.state import CHECKPOINTS
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError, show
 from mlm.util.ownership import delete_owned
-from mlm.verify.resume.config import KillPlan, VerifyResumeConfig
-from mlm.verify.resume.verdict import read_steps
+from mlm.util.terminal import progress_bar
+from mlm.verify.config import KillPlan, VerifyResumeConfig
 
+TASK = "verify-resume"
 STRAIGHT, RESUMED = "straight", "resumed"
 FILES = (f"{STRAIGHT}.yaml", f"{RESUMED}.yaml", f"{STRAIGHT}.log", "killed.log", f"{RESUMED}.log")
 TRIES = 5
 POLL_S = 0.002  # polling period of `latest`: tiny models are quick
 SHOW_S = 0.2
-
-Show = Callable[[str, int, int], None]
-"""show(which run, steps done, steps in all)."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,16 @@ class Kill:
     """Number of runs it took: one may be over before it is killed."""
 
 
+def read_steps(metrics: Path) -> dict[int, dict[str, Any]]:
+    """The record of each step in a metrics.jsonl. Raises OSError."""
+    return {record["step"]: record for record in read_records(metrics) if record["kind"] == "step"}
+
+
 class Rehearsal:
     """The runs in their folders below `out`, which is there and holds none of them yet."""
 
-    def __init__(self, config: VerifyResumeConfig, plan: KillPlan, tell: Show) -> None:
-        self.plan, self.tell, self.out = plan, tell, Path(config.out)
+    def __init__(self, config: VerifyResumeConfig, plan: KillPlan) -> None:
+        self.plan, self.out = plan, Path(config.out)
         self.layout = [f"{key}={show(value)}" for key, value in config.resumed.chosen.items()]
         for name in (STRAIGHT, RESUMED):
             run = config.training_run(str(self.out / name), plan.last)
@@ -62,16 +66,16 @@ class Rehearsal:
         """
         window_s, log = self._between_checkpoints_s(), self.out / "killed.log"
         for tries in range(1, TRIES + 1):
-            delete_owned(self.out, "verify-resume", names=(RESUMED,), keep_folder=True)
+            delete_owned(self.out, TASK, names=(RESUMED,), keep_folder=True)
             delay_s = random.uniform(0.0, window_s) * 0.5 ** (tries - 1)  # each try is killed earlier
             with child_run(self._words(RESUMED), log) as process:
                 self._wait("run to be killed", RESUMED, process, POLL_S, self._is_saved)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(delay_s)
-                if process.poll() is not None:
-                    failure = failure_of(process, "the run to be killed", log)
-                    if failure is not None:
-                        raise failure
+                if process.poll() is not None and (
+                    failure := failure_of(process, "the run to be killed", log)
+                ):
+                    raise failure
                 kill(process)
             if process.returncode and self._latest(RESUMED) == step_name(self.plan.kill):
                 steps = read_steps(self.out / RESUMED / FILE_NAME)
@@ -103,14 +107,15 @@ class Rehearsal:
         poll_s: float,
         until: Callable[[], bool],
     ) -> None:
-        """Until the process has ended or `until` holds; meanwhile tell of its steps."""
-        metrics, shown = self.out / name / FILE_NAME, 0.0
-        while process.poll() is None and not until():
-            if time.monotonic() - shown > SHOW_S:
-                done = max(read_steps(metrics), default=0) if metrics.exists() else 0
-                self.tell(what, max(0, done - self.plan.first), self.plan.last - self.plan.first)
-                shown = time.monotonic()
-            time.sleep(poll_s)
+        """Until the process has ended or `until` holds; meanwhile show its progress."""
+        metrics, shown, done = self.out / name / FILE_NAME, 0.0, self.plan.first
+        with progress_bar(what, self.plan.last - self.plan.first) as advance:
+            while process.poll() is None and not until():
+                if time.monotonic() - shown > SHOW_S and metrics.exists():
+                    now = max(done, *read_steps(metrics), 0)
+                    advance(now - done)
+                    shown, done = time.monotonic(), now
+                time.sleep(poll_s)
 
     def _words(self, name: str) -> list[str]:
         return ["pretrain", f"resume={self.out / name}.yaml", f"out={self.out / name}"]

@@ -30,7 +30,7 @@ from mlm.training.corpora import train_dataset
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.state import is_stored, load_weights
 from mlm.training.trainer import Trainer
-from mlm.verify.parity.config import ParityConfig
+from mlm.verify.config import ParityConfig, comparable
 
 ROUNDING = 1e-6
 """Float64: where the two gradients of an element differ by more than this share of it (plus Adam's eps), it
@@ -113,7 +113,7 @@ def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], No
 
     `on_step` is called after each. Raises UserError for what the user can fix.
     """
-    config = config.comparable()
+    config = comparable(config)
     layout: Trainer[MicroBatch] = Trainer(config, ctx)
     alone = one_process(config, ctx) if ctx.is_main else None
     if config.ckpt is not None:

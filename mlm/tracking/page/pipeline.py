@@ -1,0 +1,330 @@
+"""A run's layout, its pipeline's schedule as planned and as measured, and its memory, drawn for a page."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from statistics import fmean
+from typing import Any, cast
+
+from markupsafe import Markup
+
+from mlm.config.build import build
+from mlm.models.family import SHIPPED
+from mlm.models.stage import Stage, split_layers
+from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, Span
+from mlm.plan.config import PlanScheduleConfig
+from mlm.plan.memory import GIB, PARTS, MemoryModel, Peak
+from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, simulate, title
+from mlm.plan.report import label
+from mlm.plan.shape import Layout
+from mlm.plan.terminal import NAMES
+from mlm.plan.timeline import drawing, legend, timeline
+from mlm.tracking.page.html import macro
+from mlm.tracking.page.runs import Run, number
+from mlm.training.config import PretrainConfig
+from mlm.util.errors import UserError
+
+TEMPLATE = "pipeline.html"
+COLOURS, PATTERNS = 7, 6  # of page.css
+MAX_DRAWN = {"tp": 8, "cp": 4, "pp": 16}
+"""Ranks drawn along each axis."""
+MAX_RANKS, MAX_STAGES = 64, 16
+MAX_SIZE = 1 << 20
+MAX_SPANS = 1200
+MAX_SIMULATED = 20_000  # computations: half a second
+MAX_STEP_MS = 1e9
+"""A longer step is damage."""
+CPU_RESERVED = 0.3 * GIB
+WAITING = "waiting over pp"
+NOT_RECORDED = ("not recorded", "not recorded")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Facts that follow from a run's settings, which may be damaged or of another version."""
+
+    run: Run
+
+    def size(self, key: str) -> int:
+        """Return a number of the layout or the settings; 1 where there is none."""
+        value = self.run.layout.get(key, self.run.settings.get(key))
+        return value if type(value) is int and 0 < value <= MAX_SIZE else 1
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return {axis: self.size(axis) for axis in ("tp", "cp", "pp", "dp")}
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return prod(self.sizes.values())
+
+    @property
+    def schedule(self) -> str:
+        """The pipeline's schedule."""
+        name = self.run.layout.get("pipeline")
+        return name if name in ("1f1b", "gpipe", "zb_h1") else "1f1b"
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a replica in a step."""
+        batch = self.size("train.global_batch_size")
+        return max(batch // (self.sizes["dp"] * self.size("train.micro_batch_size")), 1)
+
+    @cached_property
+    def stages(self) -> list[list[Stage]]:
+        """Chunks of layers of each pipeline rank; empty where they are not known."""
+        layers, pp, chunks = self.size("model.num_layers"), self.sizes["pp"], self.size("vp")
+        if "model.num_layers" not in self.run.settings or layers < pp * chunks or pp * chunks > 4096:
+            return []
+        every = split_layers(layers, pp * chunks)
+        return [every[rank::pp] for rank in range(pp)]
+
+    @cached_property
+    def config(self) -> PretrainConfig | None:
+        """The run's settings, if they are those of a pretraining run of this version."""
+        if self.run.command != "pretrain":
+            return None
+        try:
+            config = build(PretrainConfig, self.run.settings, check=lambda config: ())
+        except (UserError, ValueError, TypeError):
+            return None
+        return config if config.model.kind in SHIPPED and self.sizes["cp"] == 1 else None
+
+    @property
+    def device(self) -> str:
+        """The type of device: as set, or by PyTorch's build."""
+        chosen = self.run.settings.get("dist.device")
+        versions = self.run.latest.get("versions")
+        torch = str(versions.get("torch", "")) if isinstance(versions, dict) else ""
+        return "cpu" if chosen == "cpu" or (chosen != "cuda" and torch.endswith("+cpu")) else "gpu"
+
+    @cached_property
+    def layout(self) -> Layout | None:
+        """The layout of a run whose settings are known."""
+        if self.config is None:
+            return None
+        train = self.config.train
+        return Layout.of(
+            self.config.parallel,
+            dp=self.sizes["dp"],
+            micro_batch=train.micro_batch_size,
+            global_batch=train.global_batch_size,
+        )
+
+    @property
+    def name(self) -> str:
+        """The layout in a few words."""
+        if self.layout is not None:
+            return label(self.layout)
+        words = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1] or ["one rank"]
+        return " ".join(words) + (f" vp={self.size('vp')} {self.schedule}" if self.sizes["pp"] > 1 else "")
+
+    def peaks(self) -> list[Peak]:
+        """Memory of the first pipeline stages; empty where no formula holds."""
+        if self.config is None or self.layout is None or not self.stages:
+            return []
+        model = MemoryModel(
+            self.config.model,
+            self.config.data.seq_length,
+            self.config.precision.dtype,
+            device=self.device,
+            reserved=CPU_RESERVED if self.device == "cpu" else 0.0,
+        )
+        return [model.peak(self.layout, stage) for stage in range(min(self.layout.pp, MAX_STAGES))]
+
+
+def draw_layout(plan: RunPlan) -> Markup:
+    """Draw the ranks: a row per pipeline stage, a column per replica and tensor-parallel rank."""
+    sizes = plan.sizes
+    shown = {axis: min(sizes[axis], most) for axis, most in MAX_DRAWN.items()}
+    shown["dp"] = max(1, min(sizes["dp"], MAX_RANKS // prod(shown.values())))
+    columns = [(d, c, t) for d in range(shown["dp"]) for c in range(shown["cp"]) for t in range(shown["tp"])]
+    rows = []
+    for p in range(shown["pp"]):
+        cells = [
+            (
+                p % COLOURS,
+                t % PATTERNS,
+                ((p * sizes["dp"] + d) * sizes["cp"] + c) * sizes["tp"] + t,
+                f"P{p} D{d} " + (f"C{c} " if sizes["cp"] > 1 else "") + f"T{t}",
+            )
+            for d, c, t in columns
+        ]
+        rows.append((f"stage P{p}" + (f": {layers_of(plan.stages[p])}" if plan.stages else ""), cells))
+    hidden = [f"{axis}={sizes[axis]}" for axis in shown if shown[axis] < sizes[axis]]
+    return macro(TEMPLATE, "layout", plan, rows, hidden)
+
+
+def layers_of(stages: Sequence[Stage]) -> str:
+    """Return what a pipeline rank holds: `embedding, layers 0–3, output`."""
+    ranges = [
+        f"{stage.layers[0]}–{stage.layers[-1]}" if len(stage.layers) > 1 else f"{stage.layers[0]}"
+        for stage in stages
+    ]
+    noun = "layers" if sum(len(stage.layers) for stage in stages) > 1 else "layer"
+    words = ["embedding"] if stages[0].is_first else []
+    return ", ".join([*words, f"{noun} {', '.join(ranges)}", *(["output"] if stages[-1].is_last else [])])
+
+
+def draw_memory(plan: RunPlan) -> Markup:
+    """Draw the memory of each pipeline stage by part, beside what rank 0 logged; empty without a model."""
+    peaks = plan.peaks()
+    if not peaks:
+        return Markup()
+    least = 0.002 * max(peak.total for peak in peaks)
+    parts = [(n, part) for n, part in enumerate(PARTS) if any(peak.parts[part] >= least for peak in peaks)]
+    return macro(TEMPLATE, "memory", plan, peaks, parts, GIB)
+
+
+def draw_schedule(plan: RunPlan) -> Markup:
+    """Draw the pipeline's schedule as planned and as measured, with idle times; empty without a pipeline."""
+    pp, chunks, batches = plan.sizes["pp"], plan.size("vp"), plan.micro_batches
+    if pp == 1:
+        return Markup()
+    settings = PlanScheduleConfig(pp=pp, vp=chunks, micro_batches=batches, pipeline=cast(Any, plan.schedule))
+    each = 3 * pp * chunks
+    drawn = batches if each * batches <= MAX_SPANS else MAX_SPANS // each // pp * pp
+    measured, planned, some, reason = None, None, None, None
+    try:
+        if each * batches <= MAX_SIMULATED:
+            measured = newest_step(plan, simulate(settings))
+            settings = settings if measured is None else measured.as_costs(settings)
+            planned = simulate(settings)
+        some = simulate(replace(settings, micro_batches=drawn)) if drawn else None
+    except (ScheduleError, ValueError) as error:
+        reason = str(error)
+    formula = closed_bubble(settings)
+    pictures = list(draw_steps(some, measured if drawn == batches else None, chunks))
+    rows = [] if reason else list(stage_rows(plan, planned, formula, measured))
+    names = (title(settings), formula, reason)
+    return macro(TEMPLATE, "schedule", plan, *names, drawn, measured, planned, pictures, rows)
+
+
+def draw_steps(
+    plan: Plan | None, measured: "MeasuredStep | None", chunks: int
+) -> Iterator[tuple[str, Markup]]:
+    """Yield the names and drawings of a plan, and of what was measured below it at the same scale."""
+    if plan is not None and measured is None:
+        yield "", timeline(plan)
+    elif plan is not None and measured is not None:
+        whole = max(plan.makespan, measured.makespan)
+        yield "planned", drawing(plan.timeline, chunks, whole, "planned schedule")
+        yield "measured, at the same scale", drawing(measured.lines, chunks, whole, "measured schedule")
+        yield "", legend(measured.lines)
+
+
+def stage_rows(
+    plan: RunPlan, planned: Plan | None, formula: Formula, measured: "MeasuredStep | None"
+) -> Iterator[list[str]]:
+    """Yield the first stages' idle time as planned (by formula without a simulation) and as measured."""
+    numbers = [] if planned is None else rank_numbers(planned)
+    for stage in range(min(plan.sizes["pp"], MAX_STAGES)):
+        idle, in_flight = formula.value / (1 + formula.value), "not simulated"
+        if planned is not None:
+            idle, in_flight = numbers[stage].idle / planned.makespan, str(numbers[stage].peak_in_flight)
+        idle_of_step = [] if measured is None else [f"{1 - measured.busy[stage] / measured.makespan:.1%}"]
+        yield [f"P{stage}", f"{idle:.1%}", *idle_of_step, in_flight, *waiting_of(plan, stage)]
+
+
+def waiting_of(plan: RunPlan, stage: int) -> tuple[str, str]:
+    """Return the shares of time that a stage's ranks waited and computed, by the newest record of ranks."""
+    records = plan.run.ranks[-1].get("ranks") if plan.run.ranks else None
+    each = plan.world_size // plan.sizes["pp"]
+    if not isinstance(records, list) or len(records) != plan.world_size:
+        return NOT_RECORDED
+    shares = []
+    for times in records[stage * each : (stage + 1) * each]:
+        parts = {name: number(value) for name, value in times.items()} if isinstance(times, dict) else {}
+        total = sum(value for value in parts.values() if value == value)
+        if total > 0:
+            shares.append((parts.get(WAITING, 0.0) / total, parts.get("computing", 0.0) / total))
+    if not shares:
+        return NOT_RECORDED
+    return f"{fmean(wait for wait, _ in shares):.1%}", f"{fmean(busy for _, busy in shares):.1%}"
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Computations of each stage in a step (log.timeline_every): from input to end, in ms."""
+
+    step: int
+    lines: tuple[tuple[Span, ...], ...]
+    one_clock: bool
+    """False if ranks of several hosts were aligned by a barrier."""
+
+    @cached_property
+    def makespan(self) -> float:
+        """Time to the last end."""
+        return max(span.end for line in self.lines for span in line)
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Time that each stage computes."""
+        return [sum(span.end - span.start for span in line) for line in self.lines]
+
+    @property
+    def bubble(self) -> float:
+        """Idle over busy time of the busiest stage, as `Plan.bubble`."""
+        return self.makespan / max(self.busy) - 1
+
+    @cached_property
+    def means(self) -> dict[Op, float]:
+        """Mean duration of each op over stages and micro-batches."""
+        spans = [span for line in self.lines for span in line]
+        used = [op for op in Op if any(span.action.op is op for span in spans)]
+        return {op: fmean(span.end - span.start for span in spans if span.action.op is op) for op in used}
+
+    @property
+    def mean_words(self) -> str:
+        """The means with their names."""
+        return ", ".join(f"{NAMES[op]} {mean:.3g} ms" for op, mean in self.means.items())
+
+    def as_costs(self, settings: PlanScheduleConfig) -> PlanScheduleConfig:
+        """Return the settings of a plan in which each computation takes the mean time that was measured."""
+        return replace(
+            settings,
+            forward_cost=self.means[Op.FORWARD],
+            backward_cost=self.means[Op.BACKWARD],
+            input_gradient_cost=self.means[Op.BACKWARD],
+            weight_gradient_cost=self.means.get(Op.WEIGHT, 0.0),
+        )
+
+
+def newest_step(plan: RunPlan, planned: Plan) -> MeasuredStep | None:
+    """Return the newest step of this plan whose computations were timed; None without one."""
+    actions = [sorted(map(sort_key, (span.action for span in line))) for line in planned.timeline]
+    for record in reversed(plan.run.timelines):
+        step = read_step(record)
+        if [sorted(map(sort_key, (span.action for span in line))) for line in step.lines] == actions:
+            return step
+    return None
+
+
+def read_step(record: Mapping[str, Any]) -> MeasuredStep:
+    """Read a record of a step; damaged computations are left out."""
+    stages = record.get("stages")
+    lines = [
+        tuple(filter(None, map(read_span, rows))) if isinstance(rows, list) else ()
+        for rows in (stages if isinstance(stages, list) else [])
+    ]
+    return MeasuredStep(record["step"], tuple(lines), record.get("aligned") == "clock")
+
+
+def read_span(row: object) -> Span | None:
+    """Read a computation; None if it is damaged."""
+    if not isinstance(row, list) or len(row) != 6:
+        return None
+    op, chunk, micro_batch, *times = row
+    begin, arrived, end = map(number, times)
+    if op not in [each.value for each in Op] or type(chunk) is not int or type(micro_batch) is not int:
+        return None
+    is_sound = 0 <= begin <= arrived < end < MAX_STEP_MS  # false of a NaN
+    return Span(Action(Op(op), chunk, micro_batch), arrived, end) if is_sound else None
+
+
+def sort_key(action: Action) -> tuple[str, int, int]:
+    """Return an action as a key to sort by."""
+    return action.op.value, action.chunk, action.micro_batch

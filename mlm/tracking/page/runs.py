@@ -1,0 +1,339 @@
+"""A run's folder, read whatever a kill or another program left in it."""
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlm.config.plain_yaml import parse as parse_yaml
+from mlm.config.plain_yaml import read_text
+from mlm.config.tree import flatten
+from mlm.tracking.history import FILE_NAME, MAX_BYTES, MAX_LINE, MOVE, parse, step_of
+from mlm.util.atomic import open_bounded, parse_json, read_bounded
+from mlm.util.errors import UserError, visible
+from mlm.util.lock import LOCK, Lock
+
+Column = NDArray[np.float64]
+CONFIG = "config.yaml"
+RESULT = "result.json"  # of finetuning
+MISSING = "–"
+MAX_COLUMNS = 64
+"""Names of numbers in one type of record; a damaged file may have any number."""
+MAX_LISTED = 500
+"""Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
+MAX_FAILURE = 500  # characters
+MAX_TIMELINES = 3  # each may take megabytes
+MAX_SCORES = 100
+MAX_SCORE_BYTES = 1 << 22
+MAX_PROBLEMS = 5
+"""Files of a run that are named as damaged."""
+LARGEST = float(1 << 53)
+
+
+class Rows:
+    """Numbers of one type of record by column, in the order of the file."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, array[float]] = {"step": array("d")}
+
+    def add(self, numbers: Mapping[str, float]) -> None:
+        """Append a row; a column that it lacks gets NaN."""
+        for name in numbers:
+            if name not in self.columns and len(self.columns) < MAX_COLUMNS:
+                self.columns[name] = array("d", [math.nan]) * len(self.columns["step"])
+        for name, column in self.columns.items():
+            column.append(numbers.get(name, math.nan))
+
+    def drop_after(self, step: float) -> None:
+        """Drop the rows after `step`: they are trained again."""
+        keep = np.array(self.columns["step"]) <= step
+        if not keep.all():
+            self.columns = {name: array("d", np.array(c)[keep]) for name, c in self.columns.items()}
+
+    def table(self) -> dict[str, Column]:
+        """Columns with ascending steps; of rows with one step the later one."""
+        table = {name: np.array(column) for name, column in self.columns.items()}
+        order = np.argsort(table["step"], kind="stable")
+        keep = order[np.append(np.diff(table["step"][order]) > 0, True)] if len(order) else order
+        table = {name: column[keep] for name, column in table.items()}
+        for name in ("tokens", "time"):  # an axis never goes back, whatever the clock did
+            if name in table:
+                table[name] = np.fmax.accumulate(table[name])
+        return table
+
+
+def number(value: object) -> float:
+    """A value of JSON as a number; NaN for what is none, or infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        converted = float(value)
+    except OverflowError:
+        return math.nan
+    return converted if math.isfinite(converted) else math.nan
+
+
+def when(seconds: object) -> str:
+    """Return a Unix time as text."""
+    try:
+        return datetime.fromtimestamp(number(seconds), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return MISSING
+
+
+def newest_list() -> "deque[dict[str, Any]]":
+    """Return a list that keeps its newest entries."""
+    return deque(maxlen=MAX_LISTED)
+
+
+@dataclass
+class Run:
+    """Facts and records of a run."""
+
+    name: str
+    folder: Path
+    command: str = ""
+    """pretrain or finetune."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Flat: model.num_layers → 2."""
+    problems: list[str] = field(default_factory=list)
+    """Lines on what could not be read."""
+    attempts: "deque[dict[str, Any]]" = field(default_factory=newest_list)
+    rows: dict[str, Rows] = field(default_factory=dict)
+    """Numbers by type of record; scores of finetuning by their split."""
+    incidents: "deque[dict[str, Any]]" = field(default_factory=newest_list)
+    """Incidents and returns to a checkpoint."""
+    saves: "deque[dict[str, Any]]" = field(default_factory=newest_list)
+    ranks: "deque[dict[str, Any]]" = field(default_factory=newest_list)
+    timelines: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=MAX_TIMELINES))
+    """Times of a pipeline's computations; the newest."""
+    samples: "deque[dict[str, Any]]" = field(default_factory=newest_list)
+    """Continuations of prompts at validations."""
+    failure: str = ""
+    """The error that ended the newest attempt."""
+    is_held: bool = False
+    """True if a process writes checkpoints to it now."""
+    scores: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """Results of evaluations by file name."""
+    kept: frozenset[str] = frozenset()
+    """Names of the checkpoints that are there."""
+    seconds: float = 0.0
+    """From each attempt's start to its last record, summed."""
+    last_time: float = math.nan
+    damaged: int = 0
+    """Lines that are no records."""
+    tables: dict[str, dict[str, Column]] = field(default_factory=dict)
+    """Numbers by type of record and column, steps ascending."""
+
+    @property
+    def latest(self) -> Mapping[str, Any]:
+        """The record of the newest attempt; empty without one."""
+        return self.attempts[-1] if self.attempts else {}
+
+    @property
+    def done(self) -> int:
+        """Steps that are done, as far as was logged."""
+        ends = [int(table["step"][-1]) for table in self.tables.values() if len(table["step"])]
+        return max([*ends, *map(step_of, self.saves)], default=0)
+
+    @property
+    def total(self) -> int | None:
+        """Steps that it is to take."""
+        total = self.latest.get("total_steps", self.settings.get("train.steps"))
+        return total if type(total) is int and 0 < total < LARGEST else None
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all steps are done, or patience ended finetuning at the newest step."""
+        result = dict(self.scores).get(RESULT, {})
+        by_seed = "seeds" in result and not self.attempts  # metrics are in the folders of the seeds
+        ended = by_seed or (self.done > 0 and result.get("steps") == self.done)
+        return ended or (self.total is not None and self.done >= self.total)
+
+    @property
+    def layout(self) -> Mapping[str, Any]:
+        """Settings of the layout: those of the newest attempt, or of the settings."""
+        recorded = self.latest.get("layout")
+        return recorded if isinstance(recorded, dict) else self.settings
+
+    @property
+    def progress(self) -> str:
+        """The steps done, of those to take."""
+        return f"{self.done:,}" + (f" of {self.total:,}" if self.total else "")
+
+    @property
+    def state(self) -> str:
+        """Failed, finished, running since a time, stopped (on request, by a signal), or not started."""
+        if self.failure:
+            return "failed"
+        if self.is_finished:
+            return "finished"
+        if self.is_held:
+            return f"running since {when(self.latest.get('time'))[:16]}"
+        return "stopped" if self.attempts or self.done else "not started"
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines on what a reader must know of the run's files."""
+        lines = self.problems[:MAX_PROBLEMS]
+        if len(self.problems) > MAX_PROBLEMS:
+            lines.append(f"{len(self.problems) - MAX_PROBLEMS} further files are damaged")
+        if self.failure:
+            lines.append(f"failed at step {self.done:,}: {self.failure}")
+        if self.damaged:
+            lines.append(f"{self.damaged:,} damaged lines of metrics.jsonl are left out")
+        if not len(self.column("step", "step")):
+            lines.append("no step is logged yet")
+        elif not len(self.column("validation", "loss")) and self.command != "finetune":
+            lines.append("no validation is logged")
+        for name in ("loss", "grad_norm"):
+            lost = len(self.tables.get("step", {}).get(name, ())) - len(self.column("step", name))
+            if lost:
+                lines.append(f"{lost:,} values of {name} are not finite; their curve has gaps there")
+        return [f"{self.name}: {line}" for line in lines]
+
+    def column(self, kind: str, name: str) -> Column:
+        """Return the finite numbers of a column."""
+        column = self.tables.get(kind, {}).get(name, np.empty(0))
+        return column[np.isfinite(column)]
+
+    def last(self, kind: str, name: str) -> float:
+        """Return the newest number of a column; NaN without one."""
+        column = self.column(kind, name)
+        return float(column[-1]) if len(column) else math.nan
+
+    def lowest(self, kind: str, name: str) -> float:
+        """Return the least number of a column; NaN without one."""
+        return (
+            float(self.column(kind, name).min(initial=math.inf)) if len(self.column(kind, name)) else math.nan
+        )
+
+    def highest(self, kind: str, name: str) -> float:
+        """Return the largest number of a column; NaN without one."""
+        return float(self.column(kind, name).max()) if len(self.column(kind, name)) else math.nan
+
+    def median(self, name: str) -> float:
+        """Return the median of a step's number; NaN without one."""
+        column = self.column("step", name)
+        return float(np.median(column)) if len(column) else math.nan
+
+
+def names_of(folders: Sequence[str]) -> list[str]:
+    """Name folders by their last part, by more of their path where that is ambiguous."""
+    parts = [Path(folder).resolve().parts for folder in folders]
+    names = list[str]()
+    for mine in parts:
+        count = 1
+        others = [other for other in parts if other != mine]
+        while count < len(mine) and any(other[-count:] == mine[-count:] for other in others):
+            count += 1
+        names.append(visible("/".join(mine[-count:]))[-80:])
+    return names
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Read a run. Raises UserError, CorruptFileError."""
+    run = Run(name, folder)
+    try:
+        if (folder / FILE_NAME).exists():
+            read_metrics(run)
+        read_settings(run)
+        read_scores(run)
+        run.is_held = Lock(folder / "checkpoints" / LOCK).is_held()
+        run.kept = frozenset(path.name for path in (folder / "checkpoints").glob("step-*"))
+    except OSError as error:
+        path = error.filename or folder
+        raise UserError(
+            f"runs={folder}: {path}: {error.strerror}; make it readable", keys=("runs",)
+        ) from error
+    run.tables = {kind: rows.table() for kind, rows in run.rows.items()}
+    steps = run.tables.get("step", {})
+    if "memory_bytes" in steps:
+        steps["memory_gib"] = steps["memory_bytes"] / 2**30
+    for kind, table in run.tables.items():
+        if kind != "step" and "tokens" in steps and len(steps["step"]):
+            table["tokens"] = np.interp(table["step"], steps["step"], steps["tokens"])
+    return run
+
+
+def read_metrics(run: Run) -> None:
+    """Add the records of metrics.jsonl to a run; a last line without its end may be being written."""
+    with open_bounded(run.folder / FILE_NAME, MAX_BYTES, MOVE) as f:
+        while line := f.readline(MAX_LINE):
+            record = parse(line)
+            if 0 <= step_of(record) < LARGEST:
+                now, previous = number(record.get("time")), run.last_time
+                if record["kind"] != "run" and now > previous:  # breaks between attempts do not count
+                    run.seconds += now - previous
+                run.last_time = now if now == now else previous
+                add_record(run, record)
+            else:
+                run.damaged += line.endswith(b"\n") and bool(line.strip())
+
+
+def add_record(run: Run, record: dict[str, Any]) -> None:
+    """Add a record to a run."""
+    kind = record["kind"]
+    if kind == "run":
+        run.attempts.append(record)
+        run.failure = ""
+    if kind == "failed":
+        run.failure = visible(str(record.get("error")))[:MAX_FAILURE]
+    if kind in ("run", "rewound"):
+        for rows in run.rows.values():
+            rows.drop_after(step_of(record))
+        keep = (each for each in run.samples if step_of(each) <= step_of(record))
+        run.samples = deque(keep, maxlen=MAX_LISTED)
+    if kind in ("step", "validation", "scores"):
+        table = f"scores/{record.get('split')}"[:80] if kind == "scores" else kind
+        numbers = {
+            str(name)[:80]: number(value)
+            for name, value in record.items()
+            if (value is None or isinstance(value, int | float)) and not isinstance(value, bool)
+        }
+        if len(run.rows) < 16 or table in run.rows:
+            run.rows.setdefault(table, Rows()).add({**numbers, "time": run.seconds})
+    lists = {
+        **{"incident": run.incidents, "rewound": run.incidents, "ranks": run.ranks},
+        **{"saved": run.saves, "save_failed": run.saves, "sample": run.samples, "timeline": run.timelines},
+    }
+    if kind in lists:
+        lists[kind].append(record)
+
+
+def read_settings(run: Run) -> None:
+    """Read config.yaml, as far as it can be read."""
+    file = run.folder / CONFIG
+    if not file.exists():
+        return
+    try:
+        tree = parse_yaml(read_text(file), file)
+    except UserError as error:
+        run.problems.append(str(error))
+        return
+    defaults = tree.pop("defaults", None)
+    if isinstance(defaults, list) and len(defaults) == 3:
+        run.command = str(defaults[1]).removesuffix("_defaults")
+    run.settings = flatten(tree)
+
+
+def read_scores(run: Run) -> None:
+    """Read the results of evaluations in the folder. Raises OSError."""
+    files = [*sorted(run.folder.glob("eval-*.json")), run.folder / RESULT]
+    for file in files[-MAX_SCORES:]:
+        if not file.is_file():
+            continue
+        try:
+            result = parse_json(read_bounded(file, MAX_SCORE_BYTES, MOVE), foreign=True)
+        except (UserError, ValueError) as error:
+            run.problems.append(f"{file.name} is damaged: {error}")
+            continue
+        if isinstance(result, dict):
+            run.scores.append((file.name, result))

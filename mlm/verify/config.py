@@ -1,0 +1,206 @@
+"""Run specs of `mlm parity` and `mlm verify-resume`: those of a pretraining run and more; their checks."""
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from mlm.config.fields import POSITIVE, CheckpointPath, Forbid, OutFolder
+from mlm.launch.checks import data_parallel_size
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.layout_checks import Launch
+from mlm.tracking.config import LogConfig
+from mlm.training.checks import check_pretrain, pretraining_problems
+from mlm.training.config import PretrainConfig
+from mlm.util.errors import Problem
+
+FIRST_LOSS_SCALE = 2.0**14
+"""Initial loss scale of a comparison in float16: above it gradients may overflow."""
+
+Spec = TypeVar("Spec", bound=PretrainConfig)
+
+
+def comparable(config: Spec) -> Spec:
+    """Return the run to compare.
+
+    It reads a corpus if one is named, even where the run's data are synthetic; and float16 starts at a loss
+    scale that skips none of the first steps.
+    """
+    data, precision = config.data, config.precision
+    if data.path is not None or data.train is not None or data.blend:
+        data = replace(data, kind="indexed")
+    if precision.dtype == "fp16":
+        scale = max(min(precision.initial_loss_scale, FIRST_LOSS_SCALE), precision.min_loss_scale)
+        precision = replace(precision, initial_loss_scale=scale)
+    return replace(config, data=data, precision=precision)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParityConfig(PretrainConfig):
+    """The run spec of `mlm parity`: the first steps of a pretraining run, on its layout and on one rank."""
+
+    out: OutFolder
+    """Folder for parity.json, which holds every number compared."""
+    ckpt: CheckpointPath | None = None
+    """Checkpoint or run directory to take weights from, instead of the initial ones."""
+    steps: Annotated[int, POSITIVE] = 3
+    """Optimizer steps compared. Two show the effect of a wrong update; more show nothing new."""
+
+    def on_one_process(self) -> "ParityConfig":
+        """The same run without any parallelism, recomputation or compilation."""
+        return replace(self, parallel=ParallelConfig(dp=1), compile=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumedLayout:
+    """The layout a killed run is resumed with; null keeps that of the run."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    tp: int | None = None
+    """Tensor-parallel size."""
+    cp: int | None = None
+    """Context-parallel size."""
+    pp: int | None = None
+    """Pipeline-parallel size."""
+    vp: int | None = None
+    """Virtual stages per pipeline rank."""
+    dp: int | None = None
+    """Data-parallel size."""
+    zero: Literal[0, 2, 3] | None = None
+    """State sharded over dp replicas, as parallel.zero."""
+    sequence_parallel: bool | None = None
+    """Split activations along the sequence."""
+
+    @property
+    def chosen(self) -> dict[str, int | bool]:
+        """Settings that may differ from the run's layout: those that are not null."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+RESUMED_NAMES = {f.name: f"resumed.{f.name}" for f in fields(ResumedLayout)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyResumeConfig(PretrainConfig):
+    """The run spec of `mlm verify-resume`: 2k steps straight, against k, a kill -9, and k more."""
+
+    out: OutFolder
+    """Folder for both runs and verify-resume.json."""
+    steps: Annotated[int, POSITIVE] = 4
+    """Steps before the kill, k; as many follow it."""
+    resumed: ResumedLayout = field(default_factory=ResumedLayout)
+    """Layout of the second half."""
+
+    def resumed_parallel(self) -> ParallelConfig:
+        """The layout of the second half."""
+        return replace(self.parallel, **self.resumed.chosen)  # type: ignore[arg-type]  # checked on building
+
+    def plan(self, first_step: int) -> "KillPlan":
+        """Kill and end steps of a run that begins after `first_step` steps."""
+        kill = (first_step // self.steps + 1) * self.steps  # a multiple of k: those are saved
+        return KillPlan(first_step, kill, kill + self.steps)
+
+    def training_run(self, out: str, last_step: int) -> PretrainConfig:
+        """A run of `mlm pretrain` up to `last_step` in the folder `out`, saved every k steps.
+
+        Its learning rates are those of the whole run, of which this is the beginning.
+        """
+        run, steps = comparable(self), self.train.steps
+        common = {f.name: getattr(run, f.name) for f in fields(PretrainConfig)}
+        ends = {
+            "warmup_steps": self.schedule.warmup_end(steps),
+            "decay_steps": self.schedule.decay_end(steps),
+        }
+        saves = {"save_every": self.steps, "keep_last": 2, "keep_every": 0, "resume": True}
+        changed = {
+            "out": out,
+            "schedule": replace(self.schedule, **ends),  # type: ignore[arg-type]
+            "train": replace(self.train, steps=last_step, validate_every=0),
+            "checkpoint": replace(self.checkpoint, **saves),  # type: ignore[arg-type]
+            "log": LogConfig(every=1, live="off"),
+        }
+        return PretrainConfig(**common | changed)
+
+
+@dataclass(frozen=True)
+class KillPlan:
+    """Steps of the run that is killed."""
+
+    first: int
+    """Steps done before it begins: 0, or those of the checkpoint that `ckpt` names."""
+    kill: int
+    """Step whose checkpoint exists when it is killed."""
+    last: int
+    """Last step, as of the run that is not killed."""
+
+
+def describe_layout(parallel: ParallelConfig) -> str:
+    """`tp=2 pp=1 zero=2`: sizes, and what else is not as on one process."""
+    plain, chosen = asdict(ParallelConfig()), asdict(parallel)
+    kept = {key: value for key, value in chosen.items() if key in ("tp", "pp") or value != plain[key]}
+    return " ".join(f"{key}={str(value).lower()}" for key, value in kept.items())
+
+
+def check_parity(config: ParityConfig, *, world_size: int | None, local_devices: int | None) -> list[Problem]:
+    """Problems of a comparison: those of the pretraining run. Arguments as of `check_pretrain`."""
+    problems = check_pretrain(comparable(config), world_size=world_size, local_devices=local_devices)
+    p, cp = config.model.attention_dropout, config.parallel.cp
+    if problems or local_devices is None or not p or cp == 1:
+        return problems
+    # Fused attention on one GPU draws masks of its own, attention over cp ranks those of their positions.
+    problem = f"model.attention_dropout={p:g} on a GPU draws other masks at cp={cp} than on one process"
+    return [Problem(("model.attention_dropout", "cp"), problem, "use model.attention_dropout=0")]
+
+
+def check_verify_resume(config: VerifyResumeConfig) -> list[Problem]:
+    """Problems of both halves that are visible without this host's devices."""
+    anywhere = replace(config.dist, device="auto", backend="auto")
+    return check_halves(replace(config, dist=anywhere), local_devices=None)
+
+
+def check_halves(config: VerifyResumeConfig, *, local_devices: int | None) -> list[Problem]:
+    """Problems of both halves: those of the pretraining runs, and what makes them incomparable.
+
+    `local_devices` counts this host's GPUs, None on CPU. A problem of the second half alone names resumed.tp
+    where one of the first names tp.
+    """
+    config = comparable(config)
+    launch = Launch(None, local_devices, elsewhere=False)  # the run that is killed must be on this host
+    resumed = replace(config, parallel=config.resumed_parallel(), resumed=ResumedLayout())
+    chosen = {key: RESUMED_NAMES[key] for key in config.resumed.chosen}
+    first, second = pretraining_problems(config, launch), pretraining_problems(resumed, launch)
+    renamed = pretraining_problems(resumed, launch, names=chosen, fix_names=RESUMED_NAMES)
+    later = [named for named, plain in zip(renamed, second, strict=True) if plain not in first]
+    return [*first, *later] or _mask_problems(config, local_devices)
+
+
+def is_same_layout(config: VerifyResumeConfig, *, local_devices: int | None) -> bool:
+    """True if the second half computes as the first does, so that its numbers must have the same bits."""
+    first, second = (
+        replace(parallel, dp=data_parallel_size(parallel, world_size=None, local_devices=local_devices))
+        for parallel in (config.parallel, config.resumed_parallel())
+    )
+    return first == second
+
+
+def _mask_problems(config: VerifyResumeConfig, local_devices: int | None) -> list[Problem]:
+    """Fused attention on a GPU draws masks of its own on each tp rank (mlm/parallel/dropout.py).
+
+    Attention over cp ranks has those of their positions, at any layout.
+    """
+    first, second, model = config.parallel, config.resumed_parallel(), config.model
+    if local_devices is None or not model.attention_dropout:
+        return []
+    if (first.cp > 1) != (second.cp > 1):
+        key, old, new = "cp", first.cp, second.cp
+    elif first.tp != second.tp and first.cp == 1:
+        key, old, new = "tp", first.tp, second.tp
+    else:
+        return []
+    return [
+        Problem(
+            ("model.attention_dropout", f"resumed.{key}", key),
+            f"model.attention_dropout={model.attention_dropout:g} on a GPU draws other masks at "
+            f"resumed.{key}={new} than at {key}={old}, so that losses differ by right",
+            f"use model.attention_dropout=0 or resumed.{key}={old}",
+        )
+    ]

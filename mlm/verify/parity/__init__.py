@@ -1,1 +1,0 @@
-"""Comparison of a layout's training with one process: `mlm parity`."""

@@ -1,1 +1,0 @@
-"""Comparison of a killed and resumed run with an undisturbed one: `mlm verify-resume`."""

@@ -1,0 +1,117 @@
+"""Verdicts of `mlm parity` and `mlm verify-resume`: tolerances, a sentence, and what to suspect.
+
+A layout adds the same numbers in another order. So in float64 losses and gradients agree to rounding, some
+1e-15, and a mechanism that is wrong shows ten orders of magnitude above that. In narrower formats the same
+errors show less clearly: float64 proves, the others only reassure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import RenderableType
+from rich.text import Text
+
+import mlm
+from mlm.config.build import to_dict
+from mlm.tracking.history import finite
+from mlm.training.config import PretrainConfig
+from mlm.util.errors import writing_to
+from mlm.util.results import write_result
+from mlm.util.terminal import console
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest differences attributed to rounding."""
+
+    loss: float
+    """Nats per token."""
+    gradient: float
+    """Bound of an element at the first step, as a fraction of the largest of its parameter."""
+    later: float
+    """The same after weights have moved."""
+    norm: float
+    """Bound of the gradient norm, as a fraction of it."""
+    weight: float
+    """Bound of a weight, in units of the learning rates summed over steps: about how far Adam moves it."""
+
+
+TOLERANCES = {
+    # 2^-53 per operation: 1e-15 observed. Adam divides a gradient by its own size plus 1e-8: a difference of
+    # 1e-16 in an element near zero moves its weight by 1e-8 of the learning rate, and a few times that later.
+    "fp64": Tolerance(loss=1e-10, gradient=1e-10, later=1e-10, norm=1e-10, weight=1e-5),
+    # Rounding of 2^-24, 2^-11 and 2^-8 per operation; partial sums over tp are rounded once more. Observed on
+    # small models: gradients 6e-7, 3e-3, 2e-2. Adam's first steps are the gradient's sign, so that an element
+    # near zero may go a whole learning rate the other way: later gradients differ ten times as much, and no
+    # weight by more than two learning rates a step. Their bound is weak; later losses judge them.
+    # A norm is added up in float64 on a CPU, in float32 by other kernels, whose order is their own.
+    "fp32": Tolerance(loss=1e-5, gradient=1e-4, later=1e-3, norm=1e-2, weight=2.5),
+    "fp16": Tolerance(loss=2e-3, gradient=5e-2, later=3e-1, norm=5e-2, weight=2.5),
+    "bf16": Tolerance(loss=1e-2, gradient=1e-1, later=5e-1, norm=5e-2, weight=2.5),
+    "tf32": Tolerance(loss=2e-3, gradient=5e-2, later=3e-1, norm=5e-2, weight=2.5),
+    # Three bits of mantissa, and a scale per shard where one process has one scale: only gross errors show.
+    "fp8": Tolerance(loss=5e-2, gradient=5e-1, later=1.0, norm=2e-1, weight=2.5),
+}
+FLOOR = 1e-3
+"""A tensor whose largest element is below this fraction of the largest of its kind (all gradients, all first
+moments …) is measured against that: what it holds may be rounding itself."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict on a comparison."""
+
+    word: Literal["EQUAL", "DIFFERENT", "UNDECIDED"]
+    sentence: str
+    """One line."""
+    hint: str = ""
+    """The mechanism to suspect, if the pattern of differences shows it."""
+    how: str = ""
+    """How equal: " bit for bit"."""
+
+    @property
+    def equal(self) -> bool:
+        """True if both sides train alike."""
+        return self.word == "EQUAL"
+
+    @property
+    def headline(self) -> str:
+        """`EQUAL bit for bit: …`."""
+        return f"{self.word}{self.how}: {self.sentence}"
+
+
+def write_and_show(
+    out: Path,
+    config: PretrainConfig,
+    verdict: Verdict,
+    numbers: Mapping[str, Any],
+    *shown: RenderableType,
+) -> None:
+    """Write the result `out` with every number compared (null if not finite), then print it and `shown`.
+
+    Raises UserError if the disk is full.
+    """
+    result = {
+        "task": out.stem,
+        "equal": verdict.equal,
+        "verdict": verdict.headline,
+        "hint": verdict.hint,
+        **numbers,
+        "config": to_dict(config),
+        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
+    }
+    with writing_to(str(out.parent)):
+        write_result(out, {key: finite(value) for key, value in result.items()})
+    screen = console()
+    for each in shown:
+        screen.print(each)
+    if verdict.equal:  # else the error that ends the command reports it
+        line = Text(verdict.headline)
+        line.stylize("bold green", 0, len(verdict.word))
+        screen.print(line)
+    if verdict.hint:
+        screen.print(Text.assemble(("hint", "bold"), f": {verdict.hint}"))
+    screen.print(f"written to {out}")

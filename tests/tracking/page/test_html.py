@@ -1,0 +1,78 @@
+"""The shell of pages: complete with curves and without, and safe with any text."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from markupsafe import Markup
+
+from mlm.tracking.page.html import curves_of, page, paragraph, table, thin
+from mlm.tracking.page.runs import read_run
+from tests.tracking.page.made import some_run
+
+NAUGHTY = "</title></script><script>alert(1)</script>"
+
+
+def test_sections_with_content_are_in_the_navigation() -> None:
+    found = page("A", [("b-c", "B", paragraph("x")), ("none", "C", Markup()), ("d", "D", paragraph("y"))])
+    assert re.findall(r'<a href="#([^"]*)">([^<]*)</a>', found.decode().partition("<nav")[2]) == [
+        *(("b-c", "B c"), ("d", "D"))
+    ]
+    assert re.findall(r'<section id="([^"]*)"><h2>([^<]*)</h2>', found.decode()) == [("b-c", "B"), ("d", "D")]
+
+
+def test_texts_are_escaped() -> None:
+    found = page(NAUGHTY, [("a", NAUGHTY, table([NAUGHTY], [[NAUGHTY, NAUGHTY]]))])
+    assert b"<script" not in found
+    assert found.count(b"&lt;script&gt;alert(1)") == 7  # the region's label is that of the heading
+
+
+def test_curves_of_run_folders_bring_their_data_and_scripts(tmp_path: Path) -> None:
+    curves, data = curves_of([read_run(some_run(tmp_path / name), name) for name in ("a", "b")])
+    found = page("Experiment", [("curves", "Curves", curves)], data=data).decode()
+    assert [run["name"] for run in data["runs"]] == ["a", "b"]
+    assert data["charts"][0] == {"key": "step:loss", "title": "Training loss", "unit": "nats per token"}
+    assert all(needed in found for needed in ('id="charts"', 'id="controls"', 'id="data"', "uPlot (v"))
+
+
+@pytest.mark.parametrize("data", [None, curves_of([])[1]], ids=["none", "empty"])
+def test_pages_without_curves_have_no_charts(data: dict[str, object] | None) -> None:
+    assert not curves_of([])[0]
+    assert b'id="charts"' not in page("A", [("a", "B", paragraph("x"))], data=data)
+
+
+def axes(count: int) -> dict[str, np.ndarray]:
+    return {"step": np.arange(float(count))}
+
+
+def test_thinning_keeps_the_extremes_and_both_ends() -> None:
+    y = np.random.default_rng(0).normal(size=100_000).round(3)
+    y[54_321], y[12_345] = 99.0, -99.0
+    curve = thin(axes(len(y)), y, 500)
+    assert len(curve["y"]) <= 500
+    assert {99.0, -99.0, y[0], y[-1]} <= set(curve["y"])
+    for start in range(0, len(y), 1000):  # of every bucket, whatever its place
+        part = y[start : start + 1000]
+        assert {part[0], part[-1], part.min(), part.max()} <= set(curve["y"])
+
+
+def test_a_short_curve_is_not_thinned() -> None:
+    curve = thin(axes(100), np.arange(100.0), 100)
+    assert curve == {"step": list(range(100)), "y": list(range(100))}
+
+
+def test_a_gap_survives_thinning() -> None:
+    y = np.ones(10_000)
+    y[5_005] = math.nan
+    curve = thin(axes(len(y)), y, 100)
+    assert 5_005 in curve["step"]
+    assert curve["y"].count(None) == 1
+
+
+def test_means_are_those_of_all_steps_of_a_bucket() -> None:
+    y = np.concatenate([np.zeros(999), [1000.0], np.full(1000, 3.0)])
+    curve = thin(axes(len(y)), y, 10)
+    assert curve["mean"]["y"] == [1.0, 3.0]
+    assert curve["bucket"] == 1000
