@@ -1,6 +1,8 @@
-"""Plain data from a YAML file that may come from anyone, such as the config.yaml of a run.
+"""YAML that may come from anyone: the config.yaml of a run as plain data, and bounds for a --config-dir.
 
-The loader is safe and bounded: each key once, no aliases, no tags, no interpolation.
+A run's file is read by a safe, bounded loader: each key once, no aliases, no tags, no interpolation. The
+folder of a --config-dir is trusted and composed by Hydra, which calls nothing that it names; it is only
+checked for what would fill the memory or stop the reader.
 """
 
 import os
@@ -11,12 +13,14 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from mlm.config.fields import length_problem
 from mlm.config.tree import MISSING_VALUE
 from mlm.util.errors import UserError, has_controls, visible
 
 MAX_BYTES = 1 << 18  # 256 KiB: a run's config is 3 kB
 MAX_DEPTH = 12
 MAX_NODES = 20_000
+MAX_COMPOSED_NODES = 100_000  # of one file of a --config-dir, aliases followed
 MAX_TEXT = 10_000  # characters of one value: reading a number takes time quadratic in its digits
 FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
@@ -41,11 +45,11 @@ def read_text(path: Path) -> str:
         # a FIFO would block, a link may lead to a file that is not the run's
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, "rb") as f:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{path}: is a special file; delete it")
-            if found.st_size > MAX_BYTES:
-                raise UserError(f"{path}: {found.st_size} bytes, {MAX_BYTES} is the limit; shorten it")
+            if status.st_size > MAX_BYTES:
+                raise UserError(f"{path}: {status.st_size} bytes, {MAX_BYTES} is the limit; shorten it")
             return f.read(MAX_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error.reason}); restore it from a copy") from error
@@ -61,12 +65,12 @@ def parse(text: str, path: Path) -> dict[str, Any]:
         check_events(text)
         node = yaml.compose(text, Loader=Loader)
         check_keys(node)
-        found = Loader("").construct_document(node) if node is not None else None
+        values = Loader("").construct_document(node) if node is not None else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())[:200]}; restore it from a copy") from error
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise UserError(f"{path}: holds no settings; restore it from a copy")
-    return found
+    return values
 
 
 def check_events(text: str) -> None:
@@ -92,13 +96,11 @@ def check_keys(node: Any) -> None:
         for child in node.value:
             check_keys(child)
     if isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value]
-        if not all(isinstance(key, str) for key in keys):
-            raise ValueError("a key is no text")
-        if len(set(keys)) < len(keys):
-            raise ValueError("a key occurs twice")
         if not all(key.tag == "tag:yaml.org,2002:str" for key, _ in node.value):
             raise ValueError("a key is no text")
+        keys = [key.value for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            raise ValueError("a key occurs twice")
         for _, child in node.value:
             check_keys(child)
 
@@ -119,3 +121,42 @@ def problem_of(value: Any) -> str | None:
     if isinstance(value, dict) or not isinstance(value, str | int | float | bool | None):
         return "must be text, a number, true, false, null or a list of them"
     return None
+
+
+def check_folder(folder: Path) -> None:
+    """Reject a folder laid out like configs/ whose YAML would not fit into memory. Raises UserError."""
+    if problem := length_problem("--config-dir", str(folder)):
+        raise UserError(problem)
+    if not folder.is_dir():
+        raise UserError(f"--config-dir={folder}: no such folder; name one laid out like configs/")
+    for file in sorted({*folder.glob("*.yaml"), *folder.glob("*/*.yaml")}):
+        if not file.is_file():
+            raise UserError(f"{file}: a special file, no YAML can be read there; delete it")
+        if (size := file.stat().st_size) > MAX_BYTES:
+            raise UserError(f"{file}: {size} bytes of YAML, {MAX_BYTES} is the limit; shorten it")
+        try:
+            # the loader in C would overflow the stack where this one raises
+            root = yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
+            nodes = _unfolded_nodes(root, {})
+        except RecursionError:
+            nodes = MAX_COMPOSED_NODES + 1
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: no YAML, not UTF-8 ({error.reason}); replace it") from None
+        except yaml.YAMLError:
+            continue  # Hydra reports the problem if the file is used
+        if nodes > MAX_COMPOSED_NODES:
+            raise UserError(f"{file}: its aliases or brackets unfold to too much; write it out plainly")
+        if isinstance(root, yaml.MappingNode) and any(key.value == "hydra" for key, _ in root.value):
+            raise UserError(f"{file}: settings of Hydra itself have no effect here; delete its section hydra")
+
+
+def _unfolded_nodes(node: Any, known: dict[int, int]) -> int:
+    """Nodes of a YAML tree with each alias followed; a node that holds itself counts as too many."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = MAX_COMPOSED_NODES + 1  # while it is being counted
+        pairs = isinstance(node, yaml.MappingNode)
+        children = [part for pair in node.value for part in pair] if pairs else node.value
+        known[id(node)] = 1 + sum(_unfolded_nodes(child, known) for child in children)
+    return known[id(node)]

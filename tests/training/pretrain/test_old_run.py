@@ -15,7 +15,7 @@ from mlm.util.atomic import digest_bytes
 
 OLD = Path(__file__).parent / "old_run"
 STEP = "run/checkpoints/step-00000004"
-AGAIN = ["pretrain", "--config-dir", "run", "--config-name", "config", "dist.peak_tflops=1"]
+AGAIN = ["pretrain", "resume=run", "dist.peak_tflops=1"]
 
 
 @pytest.fixture

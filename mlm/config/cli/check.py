@@ -1,25 +1,23 @@
 """Checks that start nothing: `--check`, and the problems of what `--cfg job` has printed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from mlm.config.cli.commands import Command
 from mlm.config.suggest import divisors
 from mlm.parallel.layout_checks import RANKS_PER_NODE
-from mlm.util.errors import Absent, ConfigError
+from mlm.util.errors import Absent, Problem
 
 
 @dataclass(frozen=True)
-class Dry:
+class Check:
     """Extent of a check: no process is started, no file is read or written."""
 
     gpus: int | None = None
     """GPUs to assume; None takes as many as the layout needs."""
     reports_absent: bool = True
     """False leaves out what is not there: devices, files, values that are still to be given."""
-    shows: Literal["composed", "resolved"] | None = None
-    """Print the config first: interpolations as they are, or resolved."""
 
     def problems(self, command: Command, config: Any) -> Sequence[str]:
         """Problems of a command that runs on ranks, on GPUs that are assumed to be there."""
@@ -30,10 +28,9 @@ class Dry:
         gpus = None if config.dist.device == "cpu" else max(ranks(config), RANKS_PER_NODE)
         return command.check(one, world_size=None, local_devices=gpus)
 
-    def error(self, error: ConfigError) -> ConfigError | None:
-        """The error without the problems that this check does not report; None if none is left."""
-        kept = [each for each in error.problems if self.reports_absent or not isinstance(each, Absent)]
-        return ConfigError(kept) if kept else None
+    def reported(self, problems: Iterable[Problem]) -> list[Problem]:
+        """The problems that this check reports."""
+        return [each for each in problems if self.reports_absent or not isinstance(each, Absent)]
 
 
 def ranks(config: Any) -> int:
@@ -42,15 +39,15 @@ def ranks(config: Any) -> int:
     return int(layout.replica * (layout.dp or 1))
 
 
-def verdict(config: Any, dry: Dry, *, on_ranks: bool) -> str:
+def verdict(config: Any, check: Check, *, on_ranks: bool) -> str:
     """The line that `--check` prints of settings without problems."""
     if not on_ranks:
         return "no problems; would run in this process"
-    layout, size = config.parallel, dry.gpus or ranks(config)
+    layout, size = config.parallel, check.gpus or ranks(config)
     over_context = f" × cp={layout.cp}" if layout.cp > 1 else ""
     sizes = f"tp={layout.tp}{over_context} × pp={layout.pp} × dp={size // layout.replica}"
     line = f"would start {size} ranks: {sizes}{needs(config, size)}"
-    if layout.dp is None and dry.gpus is None:
+    if layout.dp is None and check.gpus is None:
         line += f"; dp takes what tp{' * cp' if layout.cp > 1 else ''} * pp leave: --check=N checks N GPUs"
     return line
 
