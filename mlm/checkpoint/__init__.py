@@ -1,0 +1,1 @@
+"""Checkpoints: format, save and load, tools; huggingface/ and megatron/ for those of others."""

@@ -1,0 +1,1 @@
+"""Settings: compose, check, suggest; cli/ is the command line."""

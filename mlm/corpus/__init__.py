@@ -1,0 +1,1 @@
+"""Raw text to tokens: read, clean, deduplicate, decontaminate, tokenise (writes what data/ reads)."""

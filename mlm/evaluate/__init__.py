@@ -1,1 +1,1 @@
-"""Evaluation of a checkpoint: loss on a corpus, zero-shot tasks, and lm-eval's tasks."""
+"""Evaluation protocols: loss on a corpus, zero-shot tasks, lm-eval's tasks."""

@@ -1,0 +1,1 @@
+"""A trained model at any layout: load, generate, score; api.py is the Python API."""

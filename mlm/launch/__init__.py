@@ -1,1 +1,1 @@
-"""Starting a job on all its ranks, stopping it, and reporting failures."""
+"""Ranks of a job: start, signals, failures; doctor/ checks hosts first."""

@@ -1,4 +1,7 @@
-"""Model families: GPT-2, BERT and Llama. Imported when first used, as settings need no torch."""
+"""Model families: gpt2/, bert/ and llama/, of one ModelConfig and one backbone.
+
+Imported when first used, as settings need no torch.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from mlm.models.config import ModelConfig
 from mlm.models.layer_norm import LayerNorm
 from mlm.models.transformer import activate
-from mlm.parallel.casts import Castable
 from mlm.parallel.collectives import gather_rows
+from mlm.parallel.compute_state import ComputesInHalf
 from mlm.parallel.layers import split
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis
 
 
-class PlainLinear(Castable, nn.Module):
+class PlainLinear(ComputesInHalf):
     """y = x W^T + b, replicated over tp: [..., I] -> [..., O]."""
 
     def __init__(self, in_features: int, out_features: int, *, init_std: float) -> None:
@@ -30,13 +30,13 @@ class PlainLinear(Castable, nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features))
 
-    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+    def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
         """Weight and bias: the product gives their gradients itself."""
         return {"weight": False, "bias": False}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        return linear(x, self.weight, self.bias, cast=self.cast, cast_bias=self.cast_bias)
+        return linear(x, self.weight, self.bias, self.compute)
 
 
 class VocabularyBias(nn.Module):

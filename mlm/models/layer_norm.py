@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.casts import Castable, readable
+from mlm.parallel.compute_state import ComputesInHalf, usable
 
 HALF = (torch.bfloat16, torch.float16)
 
 
-class LayerNorm(Castable, nn.LayerNorm):
+class LayerNorm(ComputesInHalf, nn.LayerNorm):
     """Layer norm whose float32 weights serve activations of any dtype. Replicated over tp."""
 
-    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+    def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
         """Weight and bias, but on a CPU, which reads them as they are."""
         is_wide = self.weight.device.type == "cpu" and dtype in HALF
         return {} if is_wide else {"weight": True, "bias": True}
@@ -29,7 +29,7 @@ class LayerNorm(Castable, nn.LayerNorm):
             return y
         weight: Tensor = self.weight
         bias: Tensor = self.bias
-        copies = readable(self.cast, x.dtype), readable(self.cast_bias, x.dtype)
+        copies = usable(self.compute.weight_copy, x.dtype), usable(self.compute.bias_copy, x.dtype)
         if copies[0] is not None and copies[1] is not None and not torch.compiler.is_compiling():
             weight, bias = copies[0], copies[1]  # a compiler fuses the casts
         weight, bias = weight.to(x.dtype), bias.to(x.dtype)

@@ -1,0 +1,1 @@
+"""AdamW, schedules, clipping, precision, optimizers of the user's own."""

@@ -1,0 +1,1 @@
+"""Mesh, collectives, layers, loss, sharding, random numbers; pipeline/ and context/."""

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from mlm.parallel import fp8 as in_fp8
-from mlm.parallel.casts import readable
 from mlm.parallel.chunks import gathered_products
 from mlm.parallel.collectives import gather_rows, start_all_gather, start_all_reduce, start_reduce_scatter
+from mlm.parallel.compute_state import DeferredWeightGrads, usable
 from mlm.parallel.layers import ColumnParallelLinear
-from mlm.parallel.linear import Postponed
 from mlm.parallel.matmul import product, weight_gradient
 from mlm.parallel.uncompiled import uncompiled
 
@@ -31,30 +30,31 @@ class _Pair(torch.autograd.Function):
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:2], parameters[2:]
-        first = layers[0]
-        ctx.tp, ctx.sequence_parallel, ctx.fp8 = first.tp, first.sequence_parallel, first.fp8
-        ctx.postponed, ctx.leaves = first.postponed, weights if first.postponed is not None else None
-        casts = [readable(layer.cast, x.dtype) for layer in layers]
+        first, compute = layers[0], layers[0].compute
+        ctx.tp, ctx.sequence_parallel, ctx.fp8 = first.tp, first.sequence_parallel, compute.fp8
+        ctx.deferred, ctx.leaves = compute.deferred, None if compute.deferred is None else weights
+        casts = [usable(layer.compute.weight_copy, x.dtype) for layer in layers]
         used = [w if cast is None else cast for cast, w in zip(casts, weights, strict=True)]
         ctx.save_for_backward(x, *used)
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         multiply = in_fp8.product if ctx.fp8 else product
-        casts = [readable(layer.cast_bias, x.dtype) for layer in layers]
+        casts = [usable(layer.compute.bias_copy, x.dtype) for layer in layers]
         offsets = [b if cast is None else cast for cast, b in zip(casts, biases, strict=True)]
         products = [
             partial(multiply, weight=w.to(x.dtype), bias=None if b is None else b.to(x.dtype))
             for w, b in zip(used, offsets, strict=True)
             if w is not None
         ]
-        if ctx.sequence_parallel and first.parts > 1 and x.shape[0] % first.parts == 0:
-            return tuple(gathered_products(x, ctx.tp, first.parts, products))
+        chunks = compute.overlap_chunks
+        if ctx.sequence_parallel and chunks > 1 and x.shape[0] % chunks == 0:
+            return tuple(gathered_products(x, ctx.tp, chunks, products))
         whole = gather_rows(x, ctx.tp) if ctx.sequence_parallel else x
         return tuple(times(whole) for times in products)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        tp, later = ctx.tp, ctx.postponed is not None and ctx.postponed.open
+        tp, later = ctx.tp, ctx.deferred is not None and ctx.deferred.open
         needs_x, needs_weights = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         gather = ctx.sequence_parallel and needs_weights and not later
         gathering = start_all_gather(x, tp) if gather else None
@@ -69,7 +69,7 @@ class _Pair(torch.autograd.Function):
         rows = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]  # each [rows, O]
         dw: list[Tensor | None] = [None, None]
         if needs_weights and later:
-            _postpone(ctx.postponed, x, ctx.leaves, rows, ctx)
+            _defer(ctx.deferred, x, ctx.leaves, rows, ctx)
         elif needs_weights:
             whole = x if gathering is None else gathering.wait()
             dw = list(_weight_gradients(whole, rows, ctx.dtypes, ctx.fp8))
@@ -88,7 +88,7 @@ def _weight_gradients(
     return tuple(gradient(dy, x, dtype) for dy, dtype in zip(rows, dtypes, strict=False))
 
 
-def _postpone(postponed: Postponed, x: Tensor, leaves: Any, rows: list[Tensor], ctx: Any) -> None:
+def _defer(deferred: DeferredWeightGrads, x: Tensor, leaves: Any, rows: list[Tensor], ctx: Any) -> None:
     tp, sequence_parallel, dtypes, fp8 = ctx.tp, ctx.sequence_parallel, ctx.dtypes, ctx.fp8
 
     def run() -> None:
@@ -96,7 +96,7 @@ def _postpone(postponed: Postponed, x: Tensor, leaves: Any, rows: list[Tensor], 
         # adds to .grad and runs the hooks that wait for it
         torch.autograd.backward(leaves, _weight_gradients(whole, rows, dtypes, fp8))
 
-    postponed.add(run)
+    deferred.add(run)
 
 
 _apply = uncompiled(_Pair.apply)  # communication that is waited for later is not traced

@@ -3,7 +3,7 @@
 The logits of a micro-batch are V/H times its activations. Here only a chunk of them exists at a time: it is
 projected, normalised, turned into its gradient in place and used for both gradient products, all in the
 forward pass, so nothing is computed twice and nothing of size V is kept but the weight's gradient: until the
-backward pass, or in the sum over micro-batches alone (`VocabParallelEmbedding.adds_early`).
+backward pass, or in the sum over micro-batches alone (`VocabParallelEmbedding.fuses_grad`).
 Ranks exchange two numbers per token, two more where hits are counted, and never a logit (arXiv:1909.08053,
 section 3).
 
@@ -143,9 +143,9 @@ def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return first, scale / first
 
 
-def adds_early(table: VocabParallelEmbedding) -> bool:
+def fuses_grad(table: VocabParallelEmbedding) -> bool:
     """True if the forward pass that begins adds the weight's gradient; one without gradients never does."""
-    return table.adds_early and table.weight.requires_grad and torch.is_grad_enabled()
+    return table.fuses_grad and table.weight.requires_grad and torch.is_grad_enabled()
 
 
 def add_to_grad(weight: nn.Parameter, part: Tensor, factor: Tensor | None) -> None:
@@ -187,7 +187,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         table: VocabParallelEmbedding,
         chunk_bytes: int | None,
         counts_hits: bool,
-        adds_early: bool,
+        fuses_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         compute = table.weight_in(hidden.dtype)
         added = None if bias is None else bias.to(hidden.dtype)
@@ -228,7 +228,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if d_bias is not None:
             d_bias = d_bias.to(weight.dtype)
         last: Tensor | None = then if half else None  # the weight's gradient has yet to be multiplied by it
-        if adds_early:
+        if fuses_grad:
             add_to_grad(table.weight, d_weight, last)
             d_weight = last = None
         ctx.save_for_backward(d_hidden, d_weight, d_bias, last)
@@ -279,7 +279,7 @@ def linear_cross_entropy(
     """
     hidden = _enter(hidden, labels, table)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, table.weight, None, labels, scale, table, chunk_bytes, False, adds_early(table)
+        hidden, table.weight, None, labels, scale, table, chunk_bytes, False, fuses_grad(table)
     )[0]
     return loss
 
@@ -298,7 +298,7 @@ def cross_entropy_and_hits(
     """
     hidden = _enter(hidden, labels, table)
     result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, table.weight, bias, labels, scale, table, chunk_bytes, True, adds_early(table)
+        hidden, table.weight, bias, labels, scale, table, chunk_bytes, True, fuses_grad(table)
     )
     return result
 

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.casts import Castable, readable
 from mlm.parallel.collectives import reduce_from_tp, scatter_sequence
+from mlm.parallel.compute_state import ComputesInHalf, usable
 from mlm.parallel.init import init_parameters
-from mlm.parallel.linear import Postponed, column_parallel_linear, linear, row_parallel_linear
+from mlm.parallel.linear import column_parallel_linear, linear, row_parallel_linear
 from mlm.parallel.mesh import Axis
 
 
@@ -30,7 +30,7 @@ def split(size: int, name: str, tp: Axis) -> int:
     return size // tp.size
 
 
-class Split(Castable, nn.Module):
+class Split(ComputesInHalf):
     """A layer split over tp.
 
     Args:
@@ -44,14 +44,6 @@ class Split(Castable, nn.Module):
     weight: nn.Parameter
     replicas: int = 1
     """Neighbouring tp ranks that hold the same part; its gradient is the sum over them."""
-    postponed: Postponed | None = None
-    """Weight gradients put off by a zero-bubble schedule."""
-    fp8: bool = False
-    """True if products are of 8-bit floats (`mlm.parallel.fp8`); of linear layers only."""
-    total: Tensor | None = None
-    """Sum that the weight's gradient joins inside its product (`Totals`); of linear layers only."""
-    parts: int = 1
-    """Of the rows, whose communication over tp overlaps the products of others; of linear layers only."""
 
     def __init__(self, *, tp: Axis, sequence_parallel: bool, init_std: float) -> None:
         super().__init__()
@@ -62,16 +54,16 @@ class Split(Castable, nn.Module):
         if seed is not None:
             init_parameters(self, seed, self.tp)
 
-    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+    def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
         """Weight and bias: a layer's product gives their gradients itself."""
         return {"weight": False, "bias": False}
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in a dtype, without a gradient's way back."""
-        copy = readable(self.cast, dtype)
+        copy = usable(self.compute.weight_copy, dtype)
         return self.weight.to(dtype) if copy is None else copy
 
-    def leave(self, x: Tensor) -> Tensor:
+    def reduce_output(self, x: Tensor) -> Tensor:
         """g: sum the partial results `x` over tp."""
         g = scatter_sequence if self.sequence_parallel else reduce_from_tp
         return g(x, self.tp)
@@ -122,12 +114,7 @@ class ColumnParallelLinear(Split):
             self.bias,
             self.tp,
             sequence_parallel=self.sequence_parallel,
-            postponed=self.postponed,
-            cast=self.cast,
-            cast_bias=self.cast_bias,
-            fp8=self.fp8,
-            total=self.total,
-            parts=self.parts,
+            compute=self.compute,
         )
 
 
@@ -162,33 +149,24 @@ class RowParallelLinear(Split):
         """Sizes of the whole layer, and the ranks that share it."""
         return f"in={self.weight.shape[1] * self.tp.size}, out={self.weight.shape[0]}, tp={self.tp.size}"
 
-    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+    def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
         """Weight and bias, which is added outside the product where that is summed over tp."""
         return {"weight": False, "bias": self.tp.size > 1}
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I/t] -> [S, B, O]."""
         if self.tp.size == 1:
-            cast, cast_bias = self.cast, self.cast_bias
-            return linear(x, self.weight, self.bias, self.postponed, cast, self.fp8, self.total, cast_bias)
+            return linear(x, self.weight, self.bias, self.compute)
         rows = x.shape[0] // self.tp.size if self.sequence_parallel else x.shape[0]
         # the bias joins after the sum, or it would be added t times
-        if self.parts > 1 and rows % self.parts == 0:
+        if self.compute.overlap_chunks > 1 and rows % self.compute.overlap_chunks == 0:
             y = row_parallel_linear(
-                x,
-                self.weight,
-                self.tp,
-                self.parts,
-                sequence_parallel=self.sequence_parallel,
-                postponed=self.postponed,
-                cast=self.cast,
-                fp8=self.fp8,
-                total=self.total,
+                x, self.weight, self.tp, sequence_parallel=self.sequence_parallel, compute=self.compute
             )
         else:
-            y = self.leave(linear(x, self.weight, None, self.postponed, self.cast, self.fp8, self.total))
+            y = self.reduce_output(linear(x, self.weight, None, self.compute))
         bias: Tensor | None = self.bias
-        copy = readable(self.cast_bias, x.dtype)
+        copy = usable(self.compute.bias_copy, x.dtype)
         if copy is not None and not torch.compiler.is_compiling():  # which fuses the cast
             bias = copy
         return y if bias is None else y + bias.to(x.dtype)
@@ -209,9 +187,9 @@ class VocabParallelEmbedding(Split):
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
     compiled: bool = False
     """True if the loss may be computed by compiled passes (`mlm.parallel.fused_loss`)."""
-    adds_early: bool = False
+    fuses_grad: bool = False
     """True if a forward pass of the loss adds the weight's gradient to `weight.grad`, as its backward pass
-    would from a seed of 1; nothing of the table's size is kept in between (`sums_begun_early`)."""
+    would from a seed of 1; nothing of the table's size is kept in between (`fuse_embedding_grad`)."""
 
     def __init__(
         self,
@@ -249,7 +227,7 @@ class VocabParallelEmbedding(Split):
         local = tokens - self.first
         foreign = (local < 0) | (local >= self.weight.shape[0])
         y = lookup(local.masked_fill(foreign, 0), self.weight)
-        return self.leave(y.masked_fill(foreign.unsqueeze(-1), 0.0))
+        return self.reduce_output(y.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
 def lookup(rows: Tensor, weight: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from mlm.parallel import fp8 as in_fp8
-from mlm.parallel.casts import readable
 from mlm.parallel.chunks import gathered_products, scattered_product, summed_product
 from mlm.parallel.collectives import (
     copy_to_tp,
@@ -29,31 +28,14 @@ from mlm.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, usable
 from mlm.parallel.matmul import add_weight_gradient, product, weight_gradient
 from mlm.parallel.mesh import Axis
 from mlm.parallel.uncompiled import uncompiled
 
 ALONE = Axis("tp")
-
-
-class Postponed:
-    """Weight-gradient products put off by a zero-bubble schedule (arXiv:2401.10241, section 2).
-
-    While `open`, backward passes queue theirs here; `take` returns those of one backward pass.
-    """
-
-    def __init__(self) -> None:
-        self.open = False
-        self._jobs: list[Callable[[], None]] = []
-
-    def add(self, job: Callable[[], None]) -> None:
-        """Put a product off."""
-        self._jobs.append(job)
-
-    def take(self) -> list[Callable[[], None]]:
-        """The products put off since the last call; running one adds its gradient to the weight's."""
-        jobs, self._jobs = self._jobs, []
-        return jobs
+PLAIN = ComputeState()
+"""Of a product on its own: nothing is deferred, fused or cast before."""
 
 
 class _Linear(torch.autograd.Function):
@@ -67,21 +49,21 @@ class _Linear(torch.autograd.Function):
         cast_bias: Tensor | None,
         tp: Axis,
         sequence_parallel: bool,
-        postponed: Postponed | None,
+        deferred: DeferredWeightGrads | None,
         fp8: bool,
-        total: Tensor | None,
+        fused_grad: Tensor | None,
         parts: int,
     ) -> Tensor:
         # the weight as it is kept: a cast of our own is cheaper made twice than saved
-        cast = readable(cast, x.dtype)
+        cast = usable(cast, x.dtype)
         used = weight if cast is None else cast
         ctx.save_for_backward(x, used)
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
-        ctx.tp, ctx.sequence_parallel, ctx.postponed, ctx.fp8 = tp, sequence_parallel, postponed, fp8
+        ctx.tp, ctx.sequence_parallel, ctx.deferred, ctx.fp8 = tp, sequence_parallel, deferred, fp8
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
-        ctx.leaf, ctx.total = None if postponed is None else weight, total
+        ctx.leaf, ctx.fused_grad = None if deferred is None else weight, fused_grad
         multiply = in_fp8.product if fp8 else product
-        cast_bias = readable(cast_bias, x.dtype)
+        cast_bias = usable(cast_bias, x.dtype)
         offset = bias if cast_bias is None else cast_bias
         narrow, offset = used.to(x.dtype), None if offset is None else offset.to(x.dtype)
         if sequence_parallel and parts > 1:
@@ -92,9 +74,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        tp, postponed = ctx.tp, ctx.postponed
+        tp, deferred = ctx.tp, ctx.deferred
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        later = postponed is not None and postponed.open
+        later = deferred is not None and deferred.open
         gather = ctx.sequence_parallel and needs_weight and not later
         gathering = start_all_gather(x, tp) if gather else None
         dx = dw = db = summing = None
@@ -108,10 +90,10 @@ class _Linear(torch.autograd.Function):
         dy2 = dy.reshape(-1, dy.shape[-1])  # [rows, O]
         if needs_weight and later:
             gather_over = tp if ctx.sequence_parallel else None
-            postponed.add(_weight_job(x, ctx.leaf, ctx.total, dy2, gather_over, ctx.fp8))
+            deferred.add(_weight_job(x, ctx.leaf, ctx.fused_grad, dy2, gather_over, ctx.fp8))
         elif needs_weight:
             whole = x if gathering is None else gathering.wait()
-            dw = _own_gradient(whole, ctx.weight_dtype, ctx.total, dy2, ctx.fp8)
+            dw = _own_gradient(whole, ctx.weight_dtype, ctx.fused_grad, dy2, ctx.fp8)
         if needs_bias:
             db = dy2.sum(0, dtype=ctx.bias_dtype)
         dx = summing.wait() if summing is not None else dx
@@ -129,17 +111,17 @@ class _RowParallel(torch.autograd.Function):
         cast: Tensor | None,
         tp: Axis,
         sequence_parallel: bool,
-        postponed: Postponed | None,
+        deferred: DeferredWeightGrads | None,
         fp8: bool,
-        total: Tensor | None,
+        fused_grad: Tensor | None,
         parts: int,
     ) -> Tensor:
-        cast = readable(cast, x.dtype)
+        cast = usable(cast, x.dtype)
         used = weight if cast is None else cast
         ctx.save_for_backward(x, used)
-        ctx.weight_dtype, ctx.total, ctx.fp8 = weight.dtype, total, fp8
-        ctx.gather_over, ctx.parts, ctx.postponed = tp if sequence_parallel else None, parts, postponed
-        ctx.leaf = None if postponed is None else weight
+        ctx.weight_dtype, ctx.fused_grad, ctx.fp8 = weight.dtype, fused_grad, fp8
+        ctx.gather_over, ctx.parts, ctx.deferred = tp if sequence_parallel else None, parts, deferred
+        ctx.leaf = None if deferred is None else weight
         multiply, narrow = in_fp8.product if fp8 else product, used.to(x.dtype)
         leave = scattered_product if sequence_parallel else summed_product
         return leave(x, tp, parts, lambda rows: multiply(rows, narrow))
@@ -147,7 +129,7 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        narrow, postponed = weight.to(dy.dtype), ctx.postponed
+        narrow, deferred = weight.to(dy.dtype), ctx.deferred
 
         def times_weight(rows: Tensor) -> Tensor:
             return in_fp8.input_gradient(rows, narrow) if ctx.fp8 else product(rows, narrow.t())
@@ -158,31 +140,31 @@ class _RowParallel(torch.autograd.Function):
             dy, dx = gathered_products(dy, ctx.gather_over, ctx.parts, [lambda rows: rows, times_weight])
         dy2, dw = dy.reshape(-1, dy.shape[-1]), None
         if ctx.needs_input_grad[1]:
-            if postponed is not None and postponed.open:
-                postponed.add(_weight_job(x, ctx.leaf, ctx.total, dy2, None, ctx.fp8))
+            if deferred is not None and deferred.open:
+                deferred.add(_weight_job(x, ctx.leaf, ctx.fused_grad, dy2, None, ctx.fp8))
             else:
-                dw = _own_gradient(x, ctx.weight_dtype, ctx.total, dy2, ctx.fp8)
+                dw = _own_gradient(x, ctx.weight_dtype, ctx.fused_grad, dy2, ctx.fp8)
         return dx, dw, None, None, None, None, None, None, None
 
 
 def _own_gradient(
-    x: Tensor, dtype: torch.dtype, total: Tensor | None, dy: Tensor, fp8: bool
+    x: Tensor, dtype: torch.dtype, fused_grad: Tensor | None, dy: Tensor, fp8: bool
 ) -> Tensor | None:
-    """Return the weight's gradient [O, I], from x […, I] and dy [rows, O]; None if `total` has taken it."""
+    """Return the weight's gradient [O, I], from x […, I] and dy [rows, O]; None if it was added to a sum."""
     x = x.reshape(-1, x.shape[-1])
-    if total is not None:
-        add_weight_gradient(total, dy, x)
+    if fused_grad is not None:
+        add_weight_gradient(fused_grad, dy, x)
         return None
     return (in_fp8.weight_gradient if fp8 else weight_gradient)(dy, x, dtype)
 
 
 def _weight_job(
-    x: Tensor, weight: Tensor, total: Tensor | None, dy: Tensor, gather_over: Axis | None, fp8: bool
+    x: Tensor, weight: Tensor, fused_grad: Tensor | None, dy: Tensor, gather_over: Axis | None, fp8: bool
 ) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
         whole = x if gather_over is None else gather_rows(x, gather_over)
-        dw = _own_gradient(whole, weight.dtype, total, dy, fp8)
+        dw = _own_gradient(whole, weight.dtype, fused_grad, dy, fp8)
         if dw is not None:
             torch.autograd.backward(weight, dw)  # adds to .grad and runs the hooks that wait for it
 
@@ -190,28 +172,18 @@ def _weight_job(
 
 
 _eager_linear: Callable[..., Tensor] = uncompiled(_Linear.apply)
-"""torch.compile traces neither communication that is waited for later nor products put off."""
+"""torch.compile traces neither communication that is waited for later nor deferred products."""
 _eager_row_parallel: Callable[..., Tensor] = uncompiled(_RowParallel.apply)
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    postponed: Postponed | None = None,
-    cast: Tensor | None = None,
-    fp8: bool = False,
-    total: Tensor | None = None,
-    cast_bias: Tensor | None = None,
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: ComputeState = PLAIN) -> Tensor:
     """Return x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x.
 
-    `cast` is the weight in x's dtype, `cast_bias` the bias, if the caller has them; with `fp8` products are
-    of 8-bit floats. With `total` backward adds the weight's gradient to it, past autograd: no hook of the
-    weight hears of it.
+    With `compute.fused_grad` backward adds the weight's gradient to it, past autograd: no hook of the weight
+    hears of it.
     """
-    apply: Callable[..., Tensor] = _Linear.apply if postponed is None else _eager_linear
-    return apply(x, weight, bias, cast, cast_bias, ALONE, False, postponed, fp8, total, 1)
+    apply: Callable[..., Tensor] = _Linear.apply if compute.deferred is None else _eager_linear
+    return apply(x, weight, bias, *_copies(compute, bias), ALONE, False, *_ways(compute), 1)
 
 
 def column_parallel_linear(
@@ -221,42 +193,38 @@ def column_parallel_linear(
     tp: Axis,
     *,
     sequence_parallel: bool = False,
-    postponed: Postponed | None = None,
-    cast: Tensor | None = None,
-    cast_bias: Tensor | None = None,
-    fp8: bool = False,
-    total: Tensor | None = None,
-    parts: int = 1,
+    compute: ComputeState = PLAIN,
 ) -> Tensor:
     """This rank's output features of a layer split by column: [S, B, I] -> [S, B, O/t].
 
     With `sequence_parallel` x holds this rank's rows of the sequence, [S/t, B, I]. The gradient of x is
-    summed over tp. It is gathered and multiplied in `parts`, or whole if they do not divide its rows.
+    summed over tp. It is gathered and multiplied in `compute.overlap_chunks`, or whole if they do not divide
+    its rows.
     """
     if tp.size == 1:
-        return linear(x, weight, bias, postponed, cast, fp8, total, cast_bias)
-    if torch.compiler.is_compiling() and not sequence_parallel and postponed is None:
-        return linear(copy_to_tp(x, tp), weight, bias, None, cast, fp8, total, cast_bias)
-    parts = parts if x.shape[0] % parts == 0 else 1
+        return linear(x, weight, bias, compute)
+    if torch.compiler.is_compiling() and not sequence_parallel and compute.deferred is None:
+        return linear(copy_to_tp(x, tp), weight, bias, compute)
+    chunks = compute.overlap_chunks if x.shape[0] % compute.overlap_chunks == 0 else 1
     return _eager_linear(
-        x, weight, bias, cast, cast_bias, tp, sequence_parallel, postponed, fp8, total, parts
+        x, weight, bias, *_copies(compute, bias), tp, sequence_parallel, *_ways(compute), chunks
     )
 
 
 def row_parallel_linear(
-    x: Tensor,
-    weight: Tensor,
-    tp: Axis,
-    parts: int,
-    *,
-    sequence_parallel: bool = False,
-    postponed: Postponed | None = None,
-    cast: Tensor | None = None,
-    fp8: bool = False,
-    total: Tensor | None = None,
+    x: Tensor, weight: Tensor, tp: Axis, *, sequence_parallel: bool = False, compute: ComputeState
 ) -> Tensor:
-    """Sum over tp of the products of a layer split by row, in parts: [S, B, I/t] -> [S, B, O].
+    """Sum over tp of the products of a layer split by row, in chunks: [S, B, I/t] -> [S, B, O].
 
-    With `sequence_parallel` this rank's rows of it, [S/t, B, O]. `parts` must divide them.
+    With `sequence_parallel` this rank's rows of it, [S/t, B, O]. `compute.overlap_chunks` must divide them.
     """
-    return _eager_row_parallel(x, weight, cast, tp, sequence_parallel, postponed, fp8, total, parts)
+    copy, chunks = compute.weight_copy, compute.overlap_chunks
+    return _eager_row_parallel(x, weight, copy, tp, sequence_parallel, *_ways(compute), chunks)
+
+
+def _copies(compute: ComputeState, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return compute.weight_copy, None if bias is None else compute.bias_copy
+
+
+def _ways(compute: ComputeState) -> tuple[DeferredWeightGrads | None, bool, Tensor | None]:
+    return compute.deferred, compute.fp8, compute.fused_grad

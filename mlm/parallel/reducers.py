@@ -37,7 +37,7 @@ def build_reducer(
         reduce: micro-batches of a step that reduce gradients sharded over dp (ParallelConfig.zero_reduce).
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
         keep_buffers: keep gradients of one rank in buffers, too: those that backward returns are overwritten.
-        fuse_accumulation: weight gradients of linear layers are added inside their products (`Totals`).
+        fuse_accumulation: weight gradients of linear layers are added inside their products.
     """
     if zero == 0 or dp.group is None:
         linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))

@@ -1,1 +1,1 @@
-"""Plans of a run, computed before it starts."""
+"""A plan of a run before it starts: dry run, forecasts, search, calibration."""

@@ -189,7 +189,7 @@ def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
 
 
 def count_late_work(trainer: Trainer[MicroBatch], meter: Meter) -> None:
-    """Count as of backward passes what comes after them: postponed weight gradients, and reductions."""
+    """Count as of backward passes what comes after them: deferred weight gradients, and reductions."""
 
     def counted(work: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -199,9 +199,9 @@ def count_late_work(trainer: Trainer[MicroBatch], meter: Meter) -> None:
 
         return run
 
-    for postponed in trainer.model.postponed:
-        take = postponed.take
-        postponed.take = partial(  # type: ignore[method-assign]
+    for deferred in trainer.model.deferred:
+        take = deferred.take
+        deferred.take = partial(  # type: ignore[method-assign]
             lambda take: [counted(job, lambda: None) for job in take()], take
         )
     for reducer in trainer.reducers:

@@ -286,7 +286,7 @@ class Moving:
             return held.whole  # flat buffers
         alone = layout.micro_batches == 1
         if layout.zero == 0:
-            table = self._table if self.is_last and self._adds_early else 0
+            table = self._table if self.is_last and self._fuses_embedding_grad else 0
             return table if alone else held.whole
         if layout.zero_reduce == "every":
             return 0 if alone else held.parameters
@@ -359,7 +359,7 @@ class Moving:
         return self.memory.model.padded_vocab_size(self.t) // self.t * self.h
 
     @property
-    def _adds_early(self) -> bool:
+    def _fuses_embedding_grad(self) -> bool:
         """True if the loss adds the table's gradient to the sum when it computes it (training/trainer.py)."""
         model, layout = self.memory.model, self.layout
         has_both_terms = self.memory.device == "cpu" and layout.pp * layout.vp == 1 and model.is_tied
@@ -371,14 +371,14 @@ class Moving:
         columns = model.padded_vocab_size(self.t) // self.t
         rows = self.rows if model.kind != "bert" else max(1, round(MASKED * self.rows))
         gradient = self.memory.master * self._table
-        kept = last_in_flight(layout) * (e * rows * self.h + (0 if self._adds_early else gradient))
+        kept = last_in_flight(layout) * (e * rows * self.h + (0 if self._fuses_embedding_grad else gradient))
         chunk = max(1, min(rows, CHUNK_BYTES[self.memory.device] // (4 * columns)))
         if self.memory.device == "gpu":  # of one size
             chunk = math.ceil(rows / math.ceil(rows / chunk))
         logits = chunk * columns * (max(4, e) + (e if self.memory.casts else 0))
         logits *= 2 if self.memory.device == "cpu" else 1  # probabilities beside them, unfused
         # the sum over chunks, unless it is kept or becomes the gradient; of several, a product beside it
-        is_added = self._adds_early and (layout.dp > 1 or layout.micro_batches > 1)
+        is_added = self._fuses_embedding_grad and (layout.dp > 1 or layout.micro_batches > 1)
         # until the first backward pass copies the gradient to its bucket, it lies beside that
         is_apart = is_added and layout.dp > 1 and last_in_flight(layout) > 1
         return float(kept), float(logits + ((rows > chunk) + is_added + is_apart) * gradient)

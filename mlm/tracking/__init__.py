@@ -1,1 +1,1 @@
-"""Reports of a training run: metrics.jsonl, terminal, trackers, curves, summary."""
+"""Records of a run: metrics, terminal panel, curves, summaries, the page of a run."""

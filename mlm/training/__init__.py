@@ -1,0 +1,1 @@
+"""Pretraining: settings, trainer, loop, observers, run folder, resume, incidents."""

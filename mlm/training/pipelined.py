@@ -14,12 +14,11 @@ from mlm.models.objective import Objective
 from mlm.models.stage import split_layers
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES, parameter_dtype
-from mlm.parallel.casts import Casts
 from mlm.parallel.collectives import all_reduce
+from mlm.parallel.compute_state import CachedHalfParams, DeferredWeightGrads
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.pipeline.actions import Instruction
 from mlm.parallel.pipeline.engine import NO_HOOKS, Hooks, Phase, Stages, run_plan, unnamed, unnoted
@@ -80,22 +79,24 @@ class PipelinedModel:
                 ).to(parameter_dtype(precision))
                 for stage in stages[ctx.pp.rank :: ctx.pp.size]
             ]
-        self.postponed = [Postponed() for _ in self.chunks]
-        if self.puts_off:
-            for chunk, postponed in zip(self.chunks, self.postponed, strict=True):
+        self.deferred = [DeferredWeightGrads() for _ in self.chunks]
+        if self.defers_weight_grads:
+            for chunk, deferred in zip(self.chunks, self.deferred, strict=True):
                 for module in chunk.modules():
                     if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                        module.postponed = postponed
+                        module.compute.deferred = deferred
         for module in chain(*(chunk.modules() for chunk in self.chunks)):
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                module.parts = parallel.tp_overlap
+                module.compute.overlap_chunks = parallel.tp_overlap
         if precision.dtype == "fp8":
             for layer in chain(*(chunk.layers.modules() for chunk in self.chunks)):
                 if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-                    layer.fp8 = True
+                    layer.compute.fp8 = True
         half = self.dtype in (torch.bfloat16, torch.float16)
         casts = half and precision.cast == "step" and not (parallel.zero and ctx.replicas.group is not None)
-        self.casts = Casts(chain(*(chunk.modules() for chunk in self.chunks)) if casts else (), self.dtype)
+        self.casts = CachedHalfParams(
+            chain(*(chunk.modules() for chunk in self.chunks)) if casts else (), self.dtype
+        )
         self.replays = False
         self._plans: dict[tuple[bool, int], tuple[Sequence[Instruction], float]] = {}
 
@@ -104,7 +105,7 @@ class PipelinedModel:
         self.replays = self.casts.stay = True
 
     @property
-    def puts_off(self) -> bool:
+    def defers_weight_grads(self) -> bool:
         """True if weight gradients arrive after the backward pass they belong to."""
         return self.pipeline == "zb_h1"
 
@@ -188,7 +189,7 @@ class PipelinedModel:
             dtype=self.dtype,
             device=self.ctx.device,
             hooks=hooks,
-            postponed=self.postponed,
+            deferred=self.deferred,
             phase=self.phase,
             on_input=self.on_input,
         )

@@ -21,6 +21,7 @@ from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
 from mlm.parallel.context.zigzag import own_places
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.fused_accumulation import FusedAccumulation, fuse_embedding_grad
 from mlm.parallel.gradients import GradientReducer, Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.init import init_parameters
 from mlm.parallel.layers import VocabParallelEmbedding
@@ -28,7 +29,6 @@ from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.pipeline.engine import Hooks, Phase, unnamed
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
-from mlm.parallel.totals import Totals, sums_begun_early
 from mlm.parallel.transfer import on_device
 from mlm.training.config import PretrainConfig
 from mlm.training.documents import with_eod
@@ -141,13 +141,15 @@ class Trainer(Generic[B]):
                 units=chunk.layers.values(),
                 methods=self.objective.methods,
                 reduce=config.parallel.zero_reduce,
-                late_weights=self.model.puts_off,
+                late_weights=self.model.defers_weight_grads,
                 keep_buffers=config.cuda_graphs,
                 fuse_accumulation=config.fuse_accumulation,
             )
             for chunk in self.model.chunks
         ]
-        self.totals = [Totals(chunk.modules()) for chunk in self.model.chunks if config.fuse_accumulation]
+        self.fused_sums = [
+            FusedAccumulation(chunk.modules()) for chunk in self.model.chunks if config.fuse_accumulation
+        ]
         self.early_tables = early_tables(self.model, self.reducers)
         self.shards: Sequence[ParameterShard] = tuple(
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
@@ -218,10 +220,11 @@ class Trainer(Generic[B]):
         numbers = count(1)
 
         def before_forward(chunk: int, last: bool) -> None:
-            if self.totals and last and self.model.puts_off:  # a reduction waits for what autograd adds
-                self.totals[chunk].leave()
-            elif self.totals:
-                self.totals[chunk].join()
+            # a reduction waits for what autograd adds
+            if self.fused_sums and last and self.model.defers_weight_grads:
+                self.fused_sums[chunk].stop()
+            elif self.fused_sums:
+                self.fused_sums[chunk].start()
 
         def before_backward(chunk: int, last: bool) -> None:
             if chunk == 0:
@@ -235,10 +238,10 @@ class Trainer(Generic[B]):
             self.reducers[chunk].settle()
 
         hooks = Hooks(before_forward, before_backward, before_weights, after_weights)
-        with sums_begun_early(self.early_tables):
+        with fuse_embedding_grad(self.early_tables):
             outputs = self.model.train(batches, self.objective, scale, self.dropout, hooks)
-        for totals in self.totals:
-            totals.leave()
+        for sums in self.fused_sums:
+            sums.stop()
         with self.phase("reduce"):
             self.reduce()
         total = torch.stack(outputs).sum(0) if outputs else torch.zeros_like(scale)

@@ -1,0 +1,1 @@
+"""Files and who owns them, errors, terminal, hashing."""

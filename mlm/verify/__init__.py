@@ -1,1 +1,1 @@
-"""Checks of a layout and of resuming, by comparing runs."""
+"""Proofs by comparing runs: parity of layouts, verify-resume."""

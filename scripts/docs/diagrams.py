@@ -4,9 +4,12 @@ Each has its own card, so that it is legible on light and dark pages, whichever 
 system asks for.
 """
 
+import ast
+import tomllib
 from html import escape
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(__file__).with_name("diagrams")
 STYLE = """
   .card { fill: #ffffff; stroke: #d5d9e3; }
@@ -149,42 +152,39 @@ def stages() -> None:
 
 
 def folders() -> None:
-    """The folders of the package, importing downwards."""
-    rows = (
-        ("cli", "command line, help, completion, Hydra"),
-        (
-            "pretrain · finetune · evaluate · generate · convert · checkpoints · check · plan",
-            "one folder per feature: command, keys, checks, work",
-        ),
-        ("inference", "a trained model at any layout: loading, generation"),
-        ("train", "the step, the loop with its hooks, saving, resuming, identity"),
-        ("report · launch", "metrics, panel, curves, trackers · ranks, signals, failures"),
-        ("checkpoint", "native, huggingface, megatron"),
-        ("models", "shared blocks; gpt2/ and bert/: one ModelFamily each"),
-        ("corpus", "text to tokens"),
-        ("optim", "AdamW, schedules, precision"),
-        ("data", "tokens to samples"),
-        ("parallel", "mesh, collectives, layers, cross-entropy, sharding, pipeline/"),
-        ("config", "the configuration engine: fields, checks, suggestions"),
-        ("files", "atomic writes, locks, ownership of paths"),
+    """The rooms of the package by their layers in pyproject.toml, each with its docstring."""
+    layers, libraries = room_layers()
+    rooms = [room for layer in layers for room in layer]
+    d = Drawing(
+        840, 30 * len(rooms) + 10 * len(layers) + 50, "The rooms of mlm; imports point downwards only"
     )
-    d = Drawing(840, 40 * len(rows) + 62, "The folders of mlm; imports point downwards only")
     y = 16
-    for names, purpose in rows:
-        library = names in ("checkpoint", "models", "optim", "data", "parallel")
-        wide = len(names) > 40
-        if wide:
-            d.box(24, y, 792, 50, kind="box")
-            d.text(36, y + 21, names, "code")
-            d.text(36, y + 40, purpose, "small")
-        else:
-            d.box(24, y, 792, 32, kind="warm" if library else "box")
-            d.text(36, y + 20, names, "code")
-            d.text(250, y + 20, purpose, "small")
-        y += 58 if wide else 40
-    d.box(24, y + 2, 14, 14, kind="warm")
-    d.text(46, y + 14, "libraries: usable without Hydra, pydantic and the command line", "small")
+    for layer in layers:
+        for room in layer:
+            d.box(24, y, 792, 26, kind="warm" if room in libraries else "box")
+            d.text(36, y + 17, room, "code")
+            d.text(130, y + 17, purpose(room), "small")
+            y += 30
+        y += 10
+    d.box(24, y, 14, 14, kind="warm")
+    d.text(46, y + 12, "libraries: usable without Hydra, pydantic and the command line", "small")
     d.write("folders")
+
+
+def room_layers() -> tuple[list[list[str]], set[str]]:
+    """Rooms by layer, from the top, and the libraries among them: import-linter's contracts."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    libraries = next(contract["source_modules"] for contract in contracts if "Libraries" in contract["name"])
+    rooms = [[name.strip().removeprefix("mlm.") for name in layer.split("|")] for layer in layers]
+    return rooms, {name.removeprefix("mlm.") for name in libraries}
+
+
+def purpose(room: str) -> str:
+    """The first line of a room's docstring."""
+    tree = ast.parse((ROOT / "mlm" / room / "__init__.py").read_text())
+    return (ast.get_docstring(tree) or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

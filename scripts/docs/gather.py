@@ -2,7 +2,18 @@
 
 from typing import Any
 
-from links import GATHERED, NAV_RECORDS, PAPERS, ROOT, picture_uri, pictures, rewrite, source_of, sources
+from links import (
+    GATHERED,
+    NAV_RECORDS,
+    NAV_ROOMS,
+    PAPERS,
+    ROOT,
+    picture_uri,
+    pictures,
+    rewrite,
+    source_of,
+    sources,
+)
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -10,9 +21,9 @@ from reference import NAV, pages
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the navigation: Reference with generated pages, The papers and Records with what is kept."""
+    """Fill the navigation: Reference with generated pages, The papers, Records and Rooms."""
     assert config.nav is not None
-    filled = {"Reference": NAV, "The papers": PAPERS, "Records": NAV_RECORDS}
+    filled = {"Reference": NAV, "The papers": PAPERS, "Records": NAV_RECORDS, "Rooms": NAV_ROOMS}
     for entry in config.nav:
         entry.update({title: filled[title] for title in entry if title in filled})
     return config

@@ -35,12 +35,19 @@ RECORDS = {
     for path in (str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("scripts/results/**/*.md")))
     if path not in GATHERED and not path.startswith(REPRODUCED)
 }
-GATHERED |= REPORTS | RECORDS
+ROOMS = {
+    path: f"rooms/{Path(path).parent.name}.md"
+    for path in (str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("mlm/*/README.md")))
+    if path not in GATHERED
+}
+GATHERED |= REPORTS | RECORDS | ROOMS
 PAPERS = [
     {"As they came out": GATHERED[f"{REPRODUCED}README.md"]},
     *({Path(page).stem: page} for page in REPORTS.values()),
 ]
 """Navigation: the index of the papers' reports, then each."""
+NAV_ROOMS = [{Path(page).stem: page} for page in ROOMS.values()]
+"""Navigation: the rooms of the package."""
 NAV_RECORDS = list(RECORDS.values())
 """Navigation: pages that scripts keep in folders of scripts/results, each under its own title."""
 MODULES = {

@@ -14,7 +14,7 @@ from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.models.llama.model import Llama
-from mlm.parallel.casts import Casts
+from mlm.parallel.compute_state import CachedHalfParams
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.init import init_parameters
 from tests.models.llama.test_parts import MODEL as LLAMA
@@ -55,7 +55,7 @@ def test_layers_that_read_cast_parameters_share_one_graph(name: str) -> None:
     family, config = FAMILIES[name]
     model = family(replace(config, num_layers=3), dtype=torch.bfloat16)
     init_parameters(model, 1)
-    casts, counter = Casts(model.modules(), torch.bfloat16), CompileCounter()
+    casts, counter = CachedHalfParams(model.modules(), torch.bfloat16), CompileCounter()
     torch._dynamo.reset()
     for layer in model.layers.values():
         layer.compile(backend=counter, fullgraph=True)

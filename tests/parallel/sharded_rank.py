@@ -10,9 +10,9 @@ from mlm.models.gpt2.model import GPT2
 from mlm.models.stage import Stage
 from mlm.optim.adamw import build_optimizer, ensure_state
 from mlm.optim.config import OptimizerConfig
+from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.gradients import Reducer, ReduceWhen
 from mlm.parallel.init import init_parameters
-from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
@@ -112,11 +112,11 @@ def assert_gradients_equal(mine: Rank, one: Rank) -> None:
         )
 
 
-def postpone_weights(model: GPT2) -> Postponed:
+def defer_weight_grads(model: GPT2) -> DeferredWeightGrads:
     """Let backward passes of the model leave their weight gradients in what is returned."""
-    postponed = Postponed()
-    postponed.open = True
+    deferred = DeferredWeightGrads()
+    deferred.open = True
     for module in model.modules():
-        if hasattr(module, "postponed"):
-            module.postponed = postponed
-    return postponed
+        if hasattr(module, "compute"):
+            module.compute.deferred = deferred
+    return deferred

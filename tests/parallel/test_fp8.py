@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel import fp8, matmul
+from mlm.parallel.compute_state import ComputeState
 from mlm.parallel.fp8 import NARROW, WIDE, quantised
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import linear
@@ -85,7 +86,7 @@ def check_layers(ctx: ParallelContext) -> list[float]:
         gradients = []
         for in_8_bits in (False, True):
             layer = make(64, 96, tp=ctx.tp)
-            layer.fp8 = in_8_bits
+            layer.compute.fp8 = in_8_bits
             torch.manual_seed(0)
             x = torch.randn(16, 2, layer.weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
             y = layer(x)
@@ -102,4 +103,4 @@ def check_layers(ctx: ParallelContext) -> list[float]:
 def test_plain_linear_maps_stay_as_they_are_unless_asked() -> None:
     x, weight = operand(R, IN), operand(OUT, IN, seed=1)
     assert torch.equal(linear(x, weight), matmul.product(x, weight))
-    assert torch.equal(linear(x, weight, fp8=True), fp8.product(x, weight))
+    assert torch.equal(linear(x, weight, compute=ComputeState(fp8=True)), fp8.product(x, weight))

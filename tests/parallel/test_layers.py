@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from mlm.parallel.collectives import Pending, all_reduce, copy_to_tp
+from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from mlm.parallel.linear import Postponed, linear
+from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, shard_of
 from tests.ranks import run_on_ranks
@@ -27,7 +28,7 @@ OVERLAPPED = [
 """(tp, sequence_parallel, parts). Of 8 rows, or those of a rank; 3 divides neither."""
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "postponed"])
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "deferred"])
 @pytest.mark.parametrize(("tp", "sequence", "parts"), [*((*each, 1) for each in LAYOUTS), *OVERLAPPED])
 def test_column_parallel_linear_matches_one_process(tp: int, sequence: bool, parts: int, later: bool) -> None:
     """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
@@ -41,7 +42,7 @@ def check_column_parallel_linear(ctx: ParallelContext, sequence: bool, parts: in
     y_dense = dense(x)
     y_dense.backward(dy)
     layer = ColumnParallelLinear(6, 8, tp=tp, sequence_parallel=sequence).double()
-    layer.parts = parts
+    layer.compute.overlap_chunks = parts
     load_whole(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
     x_tp = rows(x.detach()).requires_grad_()
     y = run_layer(layer, x_tp, shard_of(dy, tp, -1), later)
@@ -55,19 +56,19 @@ def check_column_parallel_linear(ctx: ParallelContext, sequence: bool, parts: in
 def run_layer(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, dy: Tensor, later: bool) -> Tensor:
     """Forward and backward; `later` puts the weight's gradient off and runs it at the end."""
     if later:
-        layer.postponed = Postponed()
-        layer.postponed.open = True
+        layer.compute.deferred = DeferredWeightGrads()
+        layer.compute.deferred.open = True
     y = layer(x)
     y.backward(dy)
-    if layer.postponed is not None:
+    if layer.compute.deferred is not None:
         assert layer.weight.grad is None
-        (job,) = layer.postponed.take()
+        (job,) = layer.compute.deferred.take()
         job()
-        assert layer.postponed.take() == []
+        assert layer.compute.deferred.take() == []
     return y
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "postponed"])
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "deferred"])
 @pytest.mark.parametrize(("tp", "sequence", "parts"), [*((*each, 1) for each in LAYOUTS), *OVERLAPPED])
 def test_row_parallel_linear_matches_one_process(tp: int, sequence: bool, parts: int, later: bool) -> None:
     """y, dx, dW and db equal those of an unsplit nn.Linear with the same weights."""
@@ -81,7 +82,7 @@ def check_row_parallel_linear(ctx: ParallelContext, sequence: bool, parts: int, 
     y_dense = dense(x)
     y_dense.backward(dy)
     layer = RowParallelLinear(8, 6, tp=tp, sequence_parallel=sequence).double()
-    layer.parts = parts
+    layer.compute.overlap_chunks = parts
     load_whole(layer, {"weight": dense.weight.detach(), "bias": dense.bias.detach()}, tp)
     x_tp = shard_of(x.detach(), tp, -1).requires_grad_()
     y = run_layer(layer, x_tp, rows(dy), later)

@@ -10,8 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 from mlm.models.stage import Stage
 from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import all_reduce
+from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.gradients import ReduceWhen
-from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext
 from tests.parallel.sharded_rank import (
     EXACT,
@@ -19,7 +19,7 @@ from tests.parallel.sharded_rank import (
     Rank,
     all_samples,
     assert_gradients_equal,
-    postpone_weights,
+    defer_weight_grads,
     samples_of,
 )
 from tests.ranks import run_on_ranks
@@ -87,7 +87,7 @@ def test_passes_of_a_pipeline_equal_one_process(zero: int, late_weights: bool) -
 
 def check_pipeline(ctx: ParallelContext, zero: int, late_weights: bool) -> None:
     one, mine = Rank(ParallelContext()), Rank(ctx, zero)
-    postponed = postpone_weights(mine.model) if late_weights else Postponed()
+    deferred = defer_weight_grads(mine.model) if late_weights else DeferredWeightGrads()
     for step in range(2):
         one.accumulate(all_samples(ctx, step))
         mine.reducer.start_step()
@@ -95,7 +95,7 @@ def check_pipeline(ctx: ParallelContext, zero: int, late_weights: bool) -> None:
         for i, edge in enumerate(edges):
             mine.reducer.sync = i == len(edges) - 1 and not late_weights
             torch.autograd.backward(edge, torch.ones_like(SCALE))
-        jobs = postponed.take()
+        jobs = deferred.take()
         assert bool(jobs) == late_weights
         for job in jobs:
             job()
@@ -164,7 +164,7 @@ def test_gradients_that_settle_after_the_last_pass_are_not_left_out(reduce: Redu
 
 def check_late_weights(ctx: ParallelContext, reduce: ReduceWhen) -> None:
     one, mine = Rank(ParallelContext()), Rank(ctx, 2, reduce=reduce, late_weights=True)
-    postponed = postpone_weights(mine.model)
+    deferred = defer_weight_grads(mine.model)
     for step in range(2):
         one.accumulate(all_samples(ctx, step))
         samples = samples_of(step, ctx.dp.rank)
@@ -172,7 +172,7 @@ def check_late_weights(ctx: ParallelContext, reduce: ReduceWhen) -> None:
         for i, sample in enumerate(samples):
             mine.reducer.sync = i == len(samples) - 1
             mine.loss(sample).backward()
-        for job in postponed.take():
+        for job in deferred.take():
             job()
             mine.reducer.settle()
         mine.reducer.finish()

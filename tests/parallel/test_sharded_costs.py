@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mlm.optim.adamw import MOMENTS, moment
 from mlm.parallel import sharded
+from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.gradients import Reducer, ReduceWhen
-from mlm.parallel.linear import Postponed
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.sharded import ShardedReducer
 from mlm.parallel.watch import LostPeer
@@ -23,7 +23,7 @@ from tests.parallel.sharded_rank import (
     MICRO_BATCHES,
     MODEL,
     Rank,
-    postpone_weights,
+    defer_weight_grads,
     rectangle,
     samples_of,
     wholes,
@@ -108,7 +108,7 @@ def bytes_between_micro_batches(
         late_weights=late_weights,
         model=EVEN,
     )
-    postponed = postpone_weights(mine.model) if late_weights else Postponed()
+    deferred = defer_weight_grads(mine.model) if late_weights else DeferredWeightGrads()
     samples = list(samples_of(0, ctx.dp.rank))
     mine.accumulate(samples)
     mine.reducer.start_step()
@@ -116,7 +116,7 @@ def bytes_between_micro_batches(
     for sample in samples[:2]:
         mine.reducer.sync = False
         mine.loss(sample).backward()
-        for job in postponed.take():
+        for job in deferred.take():
             job()
         if late_weights:
             mine.reducer.settle()
@@ -257,7 +257,7 @@ def test_late_bfloat16_weight_gradients_are_added_up_in_float32(zero: int) -> No
 
 def check_late_accumulation(ctx: ParallelContext, zero: int) -> None:
     mine = Rank(ctx, zero, dtype=torch.bfloat16, master=torch.float32)
-    postponed = postpone_weights(mine.model)
+    deferred = defer_weight_grads(mine.model)
     sample = samples_of(0, ctx.dp.rank)[0]
     sums = []
     for count in (1, 5):
@@ -265,7 +265,7 @@ def check_late_accumulation(ctx: ParallelContext, zero: int) -> None:
         jobs = []
         for _ in range(count):
             mine.loss(sample).backward()
-            jobs.append(postponed.take())
+            jobs.append(deferred.take())
         for late in jobs:
             for job in late:
                 job()
@@ -301,13 +301,13 @@ def test_passes_whose_weight_gradients_come_later_send_nothing() -> None:
 
 def check_late_reductions(ctx: ParallelContext) -> None:
     mine = Rank(ctx, 2, reduce="every", late_weights=True)
-    postponed = postpone_weights(mine.model)
+    deferred = defer_weight_grads(mine.model)
     with collectives() as seen:
         mine.reducer.start_step()
         for sample in samples_of(0, ctx.dp.rank):
             mine.loss(sample).backward()
         assert seen["scatter_flat"] == []
-        for job in postponed.take():
+        for job in deferred.take():
             job()
         mine.reducer.settle()
         mine.reducer.finish()

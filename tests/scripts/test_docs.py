@@ -7,6 +7,7 @@ from inspect import cleandoc, getsourcefile
 from pathlib import Path
 from pkgutil import resolve_name
 
+import diagrams
 import pytest
 import yaml
 from links import GATHERED, OWN, ROOT, references, rewrite, sources
@@ -49,6 +50,15 @@ def test_every_guide_is_a_page_of_the_site() -> None:
     guides = [*ROOT.glob("mlm/**/README.md"), *ROOT.glob("scripts/**/*.md"), *ROOT.glob("*.md")]
     paths = [guide.relative_to(ROOT).as_posix() for guide in guides]
     assert not [path for path in paths if path not in GATHERED and not path.startswith(OWN)]
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagrams, "FOLDER", tmp_path)
+    diagrams.folders()
+    kept = ROOT / "scripts/docs/diagrams/folders.svg"
+    assert (tmp_path / "folders.svg").read_bytes() == kept.read_bytes()
 
 
 def test_pages_of_the_site_have_paths_of_their_own() -> None:

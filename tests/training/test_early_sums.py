@@ -12,10 +12,10 @@ from mlm.models.config import ModelConfig
 from mlm.parallel import cross_entropy
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import linear_cross_entropy
+from mlm.parallel.fused_accumulation import fuse_embedding_grad
 from mlm.parallel.gradients import GradientReducer
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.totals import sums_begun_early
 from mlm.plan.dry_run_rank import META, batches_of, dry_run
 from mlm.training import trainer as of_trainer
 from mlm.training.config import PretrainConfig
@@ -78,7 +78,7 @@ def gradients_of(
         patch.setattr(cross_entropy, "add_to_grad", counted)
         for _ in range(2):
             trainer.forward_backward(batches_of(spec, ctx, count))
-    assert not any(table.adds_early for table in trainer.early_tables)
+    assert not any(table.fuses_grad for table in trainer.early_tables)
     grads = {s.name: s.parameter.grad.clone() for s in trainer.shards if s.parameter.grad is not None}
     return grads, len(added), began
 
@@ -183,14 +183,14 @@ def table() -> tuple[VocabParallelEmbedding, Tensor, Tensor]:
 
 def test_a_forward_pass_without_gradients_adds_nothing() -> None:
     made, hidden, labels = table()
-    with sums_begun_early([made]), torch.no_grad():
+    with fuse_embedding_grad([made]), torch.no_grad():
         linear_cross_entropy(hidden, labels, made, torch.tensor(1.0))
     assert made.weight.grad is None
 
 
 def test_a_gradient_once_added_for_a_seed_of_1_takes_no_other() -> None:
     made, hidden, labels = table()
-    with sums_begun_early([made]):
+    with fuse_embedding_grad([made]):
         loss = linear_cross_entropy(hidden, labels, made, torch.tensor(1.0))
     with pytest.raises(RuntimeError, match="seed of 1"):
         (2 * loss).backward()
@@ -210,7 +210,7 @@ def test_a_gpu_adds_both_factors_in_one_pass(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_step_that_breaks_off_leaves_the_loss_to_autograd() -> None:
     made, hidden, labels = table()
-    with pytest.raises(KeyboardInterrupt), sums_begun_early([made]):
+    with pytest.raises(KeyboardInterrupt), fuse_embedding_grad([made]):
         raise KeyboardInterrupt
     linear_cross_entropy(hidden, labels, made, torch.tensor(1.0))
     assert made.weight.grad is None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mlm.data.sampler import Batch
-from mlm.parallel import gradients, linear, totals
+from mlm.parallel import fused_accumulation, gradients, linear
+from mlm.parallel.compute_state import ComputeState
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import PretrainConfig
@@ -44,7 +45,7 @@ def gradients_of(ctx: ParallelContext, spec: PretrainConfig) -> tuple[dict[str, 
             trainer.forward_backward(batches(ctx.dp.rank, ctx.dp.size))
     finally:
         linear.add_weight_gradient = original
-    assert all(layer.total is None for each in trainer.totals for layer in each.layers)
+    assert all(layer.compute.fused_grad is None for each in trainer.fused_sums for layer in each.layers)
     return {s.name: s.parameter.grad.clone() for s in trainer.shards if s.parameter.grad is not None}, seen
 
 
@@ -93,7 +94,7 @@ def test_a_compiled_layer_adds_where_the_sum_is() -> None:
         torch.manual_seed(0)
         x, weight = torch.randn(6, 4), torch.randn(8, 4, requires_grad=True)
         total = torch.randn(8, 4)
-        apply(x, weight, total=total).square().sum().backward()
+        apply(x, weight, compute=ComputeState(fused_grad=total)).square().sum().backward()
         assert weight.grad is None
         results.append(total)
     torch.testing.assert_close(*results)
@@ -102,8 +103,8 @@ def test_a_compiled_layer_adds_where_the_sum_is() -> None:
 def test_totals_are_of_linear_layers_alone() -> None:
     """The token table's gradient is a product of the loss, and norms have none."""
     trainer: Trainer[Batch] = Trainer(replace(SPEC, fuse_accumulation=True), ParallelContext())
-    (found,) = trainer.totals
-    assert isinstance(found, totals.Totals)
+    (found,) = trainer.fused_sums
+    assert isinstance(found, fused_accumulation.FusedAccumulation)
     assert {type(layer).__name__ for layer in found.layers} == {"ColumnParallelLinear", "RowParallelLinear"}
 
 

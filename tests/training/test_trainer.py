@@ -125,7 +125,9 @@ def train_cast(ctx: ParallelContext, cast: str) -> tuple[list[float], list[float
     trainer: Trainer[Batch] = Trainer(spec, ctx)
     assert bool(trainer.model.casts.layers) == (cast == "step")
     losses = steps_of(trainer, 3)
-    assert all(layer.cast is None for layer in trainer.model.casts.layers)  # weights may change again
+    assert all(
+        layer.compute.weight_copy is None for layer in trainer.model.casts.layers
+    )  # weights may change again
     tokens = torch.arange(4 * SEQ).view(4, SEQ) % VOCAB
     return losses, trainer.validate([Batch(tokens, tokens, 0)])
 

@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.casts import Castable, readable
+from mlm.parallel.compute_state import ComputesInHalf, usable
 
 
-class RMSNorm(Castable, nn.RMSNorm):
+class RMSNorm(ComputesInHalf, nn.RMSNorm):
     """RMSNorm whose float32 weight serves activations of any dtype. Replicated over tp."""
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__(size, eps=eps)
 
-    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+    def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
         """The weight, on a GPU; a CPU reads it as it is."""
         return {"weight": True} if self.weight.device.type == "cuda" else {}
 
@@ -24,7 +24,7 @@ class RMSNorm(Castable, nn.RMSNorm):
         assert self.eps is not None
         if x.device.type == "cuda" or torch.compiler.is_compiling():
             weight: Tensor = self.weight
-            copy = readable(self.cast, x.dtype)
+            copy = usable(self.compute.weight_copy, x.dtype)
             if copy is not None and not torch.compiler.is_compiling():  # which fuses the cast
                 weight = copy
             y: Tensor = F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)

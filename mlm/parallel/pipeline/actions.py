@@ -19,7 +19,7 @@ class Op(Enum):
     BACKWARD = "B"
     """Gradients of the stage's input, and of its weights too unless the schedule has WEIGHT actions."""
     WEIGHT = "W"
-    """Gradients of the stage's weights, put off by a zero-bubble schedule (arXiv:2401.10241)."""
+    """Gradients of the stage's weights, deferred by a zero-bubble schedule (arXiv:2401.10241)."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -65,7 +65,7 @@ Instruction = Action | Send | Receive
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Duration of each op, in any one unit. BACKWARD counts both gradients where nothing is put off."""
+    """Duration of each op, in any one unit. BACKWARD counts both gradients where nothing is deferred."""
 
     forward: float = 1.0
     backward: float = 2.0

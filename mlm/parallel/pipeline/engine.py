@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mlm.parallel.collectives import Pending, start_receive, start_send
-from mlm.parallel.linear import Postponed
+from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.mesh import Axis
 from mlm.parallel.pipeline.actions import Action, Instruction, Op, Receive, Send
 
@@ -74,7 +74,7 @@ class Stages(Generic[T]):
     """Dtype of what crosses a boundary."""
     device: torch.device
     hooks: Hooks = NO_HOOKS
-    postponed: Sequence[Postponed] = ()
+    deferred: Sequence[DeferredWeightGrads] = ()
     """Per chunk, where weight gradients go that WEIGHT actions compute."""
     phase: Phase = unnamed
     """Names the action that a block executes, in a profile."""
@@ -106,7 +106,7 @@ class _Run(Generic[T]):
         self.weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
         actions = [i for i in instructions if isinstance(i, Action)]
         self.trains = any(action.op is not Op.FORWARD for action in actions)
-        self.puts_off = any(action.op is Op.WEIGHT for action in actions)
+        self.defers_weight_grads = any(action.op is Op.WEIGHT for action in actions)
         self.last_backward = {a.chunk: a for a in actions if a.op is Op.BACKWARD}
         self.last_weights = {a.chunk: a for a in actions if a.op is Op.WEIGHT}
 
@@ -179,13 +179,13 @@ class _Run(Generic[T]):
         kept = self.kept.pop((action.chunk, action.micro_batch))
         dy = self.take(action) if kept.seed is None else kept.seed
         self.stages.hooks.before_backward(action.chunk, action == self.last_backward[action.chunk])
-        if self.puts_off:
-            self.stages.postponed[action.chunk].open = True
+        if self.defers_weight_grads:
+            self.stages.deferred[action.chunk].open = True
         torch.autograd.backward(kept.edge, dy)
-        if self.puts_off:
-            postponed = self.stages.postponed[action.chunk]
-            postponed.open = False
-            self.weight_jobs[action.chunk, action.micro_batch] = postponed.take()
+        if self.defers_weight_grads:
+            deferred = self.stages.deferred[action.chunk]
+            deferred.open = False
+            self.weight_jobs[action.chunk, action.micro_batch] = deferred.take()
         if kept.x is not None:
             assert kept.x.grad is not None
             self.hand_over(action, -1, kept.x.grad)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlm.parallel.linear import Postponed, linear
+from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads
+from mlm.parallel.linear import linear
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.pipeline.engine import SENDS_KEPT, Hooks, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
@@ -31,10 +32,10 @@ class Part(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(number)
         self.w = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64))
-        self.is_last, self.postponed = is_last, Postponed()
+        self.is_last, self.deferred = is_last, DeferredWeightGrads()
 
     def forward(self, sample: Sample, x: Tensor) -> Tensor:
-        y = torch.tanh(linear(x, self.w, None, self.postponed))
+        y = torch.tanh(linear(x, self.w, None, ComputeState(deferred=self.deferred)))
         return y.sum() * sample.weight if self.is_last else y
 
 
@@ -71,7 +72,7 @@ def stages_of(ctx: ParallelContext, v: int) -> tuple[Stages[Sample], list[Part],
         dtype=torch.float64,
         device=ctx.device,
         hooks=Hooks(before_backward=lambda chunk, last: told.append((chunk, last))),
-        postponed=[part.postponed for part in parts],
+        deferred=[part.deferred for part in parts],
     )
     return stages, parts, told
 

@@ -16,25 +16,25 @@ from torch import nn
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 
-class Totals:
+class FusedAccumulation:
     """The linear layers of a model chunk, and the sums that their weight gradients join."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.layers = [m for m in modules if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
 
-    def join(self) -> None:
+    def start(self) -> None:
         """Let the next forward pass's gradients join the sums that exist."""
         for layer in self.layers:
-            layer.total = layer.weight.grad
+            layer.compute.fused_grad = layer.weight.grad
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Let them go through autograd, and hold no sum."""
         for layer in self.layers:
-            layer.total = None
+            layer.compute.fused_grad = None
 
 
 @contextmanager
-def sums_begun_early(tables: Iterable[VocabParallelEmbedding]) -> Iterator[None]:
+def fuse_embedding_grad(tables: Iterable[VocabParallelEmbedding]) -> Iterator[None]:
     """In the block, let the loss add the gradients of these tables in its forward passes.
 
     For cleared gradients, and passes that are each followed by one backward pass from a seed of 1. A
@@ -43,9 +43,9 @@ def sums_begun_early(tables: Iterable[VocabParallelEmbedding]) -> Iterator[None]
     """
     tables = list(tables)
     for table in tables:
-        table.adds_early = True
+        table.fuses_grad = True
     try:
         yield
     finally:
         for table in tables:
-            table.adds_early = False
+            table.fuses_grad = False

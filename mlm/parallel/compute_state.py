@@ -1,41 +1,75 @@
-"""Parameters in the dtype of compute, cast once for all micro-batches of a step.
+"""What a module computes with besides its parameters; parameters cast once for all micro-batches of a step.
 
 Master weights are float32. Without this each product casts its weight, forward and backward, in every
 micro-batch: 6 bytes of traffic a parameter each time, where reading the cast costs 2. A bias or a norm's
 weight is little traffic, but a kernel of its own at each use.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-class Castable:
-    """A module that can read copies of its parameters, for as long as these do not change."""
+class DeferredWeightGrads:
+    """Weight-gradient products that a zero-bubble schedule defers (arXiv:2401.10241, section 2).
 
-    cast: Tensor | None = None
-    """The weight in the dtype of compute (`Casts`)."""
-    cast_bias: Tensor | None = None
-    """The bias in the dtype of compute (`Casts`)."""
+    While `open`, backward passes queue theirs here; `take` returns those of one backward pass.
+    """
 
-    def readable_casts(self, dtype: torch.dtype) -> dict[str, bool]:
+    def __init__(self) -> None:
+        self.open = False
+        self._jobs: list[Callable[[], None]] = []
+
+    def add(self, job: Callable[[], None]) -> None:
+        """Defer a product."""
+        self._jobs.append(job)
+
+    def take(self) -> list[Callable[[], None]]:
+        """The products deferred since the last call; running one adds its gradient to the weight's."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+
+@dataclass
+class ComputeState:
+    """What a module computes with besides its parameters; the trainer sets it, for as long as it holds."""
+
+    weight_copy: Tensor | None = None
+    """The weight in the dtype of compute (`CachedHalfParams`)."""
+    bias_copy: Tensor | None = None
+    """The bias in the dtype of compute."""
+    deferred: DeferredWeightGrads | None = None
+    """Where a zero-bubble schedule collects weight gradients; of linear layers only, as what follows."""
+    fp8: bool = False
+    """True if products are of 8-bit floats (`mlm.parallel.fp8`)."""
+    fused_grad: Tensor | None = None
+    """Sum that the weight's gradient joins inside its product (`FusedAccumulation`)."""
+    overlap_chunks: int = 1
+    """Parts of the rows; the communication of one over tp overlaps the products of the next."""
+
+
+class ComputesInHalf(nn.Module):
+    """A module with a ComputeState, which reads copies of its parameters where there are any."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compute = ComputeState()
+
+    def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
         """Names of parameters whose copies are read; True if gradients pass through the copy. None here."""
         return {}
 
 
-def readable(copy: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def usable(copy: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return the copy if it is of that dtype: inputs of others are multiplied by the parameter itself."""
     return copy if copy is not None and copy.dtype == dtype else None
 
 
-ATTRIBUTES = {"weight": "cast", "bias": "cast_bias"}
-"""Where a module reads the copy of a parameter."""
-
-
-class _Stand(torch.autograd.Function):
+class _CastWithGrad(torch.autograd.Function):
     """The copy in place of its parameter, whose gradient it casts as `to` would."""
 
     @staticmethod
@@ -48,18 +82,18 @@ class _Stand(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-class Casts:
-    """The parameters of castable modules, in `dtype`, for as long as they do not change.
+class CachedHalfParams:
+    """The parameters of modules that compute in half precision, cast, for as long as they do not change.
 
     Its copies take 2 bytes a parameter from the first use on.
     """
 
     def __init__(self, modules: Iterable[object], dtype: torch.dtype) -> None:
-        self.layers: list[Castable] = []
-        self.reads: list[tuple[Castable, str, bool]] = []
+        self.layers: list[ComputesInHalf] = []
+        self.reads: list[tuple[ComputesInHalf, str, bool]] = []
         for module in modules:
-            if isinstance(module, Castable):
-                names = module.readable_casts(dtype)
+            if isinstance(module, ComputesInHalf):
+                names = module.cached_half_params(dtype)
                 wide = [n for n in names if getattr(module, n, None) is not None]
                 wide = [n for n in wide if getattr(module, n).dtype != dtype]
                 self.reads += [(module, n, names[n]) for n in wide]
@@ -86,14 +120,14 @@ class Casts:
                 torch._dynamo.mark_static_address(copy, guard=False)  # a guard would compile each layer
         torch._foreach_copy_(self.copies, [p.detach() for p in parameters])
         for (layer, name, passes), p, copy in zip(self.reads, parameters, self.copies, strict=True):
-            setattr(layer, ATTRIBUTES[name], _passing(p, copy) if passes and trains else copy)
+            setattr(layer.compute, f"{name}_copy", _passing(p, copy) if passes and trains else copy)
 
     def release(self) -> None:
         """Parameters may change from here on."""
         self.depth -= 1
         if self.depth == 0:
             for layer, name, _ in self.reads:
-                setattr(layer, ATTRIBUTES[name], None)
+                setattr(layer.compute, f"{name}_copy", None)
 
     @contextmanager
     def held(self, *, trains: bool) -> Iterator[None]:
@@ -108,5 +142,5 @@ class Casts:
 @torch.enable_grad()
 def _passing(parameter: Tensor, copy: Tensor) -> Tensor:
     """Return the copy with a gradient's way back: one node a step, which each backward pass goes through."""
-    stand: Tensor = _Stand.apply(parameter, copy)  # type: ignore[no-untyped-call]
-    return stand
+    passing: Tensor = _CastWithGrad.apply(parameter, copy)  # type: ignore[no-untyped-call]
+    return passing

@@ -18,7 +18,7 @@ from mlm.models.gpt2.model import GPT2
 from mlm.models.heads import MaskedTokenHead, PlainLinear
 from mlm.models.layer_norm import LayerNorm
 from mlm.models.llama.norm import RMSNorm
-from mlm.parallel.casts import Casts
+from mlm.parallel.compute_state import CachedHalfParams
 from mlm.parallel.init import init_parameters
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext
@@ -60,7 +60,7 @@ def check_equal(ctx: ParallelContext, sequence_parallel: bool) -> None:
     for family, config in ((GPT2, MODEL), (BERT, BERT_MODEL)):
         model = family(config, tp=ctx.tp, dtype=torch.float32, sequence_parallel=sequence_parallel)
         double(model)
-        run, casts = layers_of(model), Casts(model.modules(), torch.float32)
+        run, casts = layers_of(model), CachedHalfParams(model.modules(), torch.float32)
         found = []
         for held in (False, True):
             torch.manual_seed(1)
@@ -81,7 +81,7 @@ def test_layers_and_heads_cast_no_parameter_while_copies_are_held() -> None:
     for family, config in ((GPT2, MODEL), (BERT, BERT_MODEL)):
         model = family(config, dtype=torch.float32)
         double(model)
-        run, casts = layers_of(model), Casts(model.modules(), torch.float32)
+        run, casts = layers_of(model), CachedHalfParams(model.modules(), torch.float32)
         counts = []
         for held in (False, True):
             with casts.held(trains=True) if held else nullcontext(), Operators() as seen:
@@ -93,7 +93,7 @@ def test_layers_and_heads_cast_no_parameter_while_copies_are_held() -> None:
 
 def test_row_parallel_bias_is_read_from_the_copy_where_a_sum_precedes_it() -> None:
     layer = RowParallelLinear(4, 3, tp=Axis("tp", 0, 2), bias=True)
-    assert layer.readable_casts(torch.bfloat16) == {"weight": False, "bias": True}
+    assert layer.cached_half_params(torch.bfloat16) == {"weight": False, "bias": True}
 
 
 def test_norms_of_half_precision_have_copies_on_a_gpu_alone() -> None:
@@ -101,8 +101,8 @@ def test_norms_of_half_precision_have_copies_on_a_gpu_alone() -> None:
     for device, names in (("cpu", set()), ("cuda", {"weight", "bias"})):
         with FakeTensorMode(), torch.device(device):
             norms = [LayerNorm(16, eps=1e-5), RMSNorm(16, eps=1e-5)]
-            assert set(norms[0].readable_casts(torch.bfloat16)) == names
-            assert set(norms[1].readable_casts(torch.bfloat16)) == names - {"bias"}
+            assert set(norms[0].cached_half_params(torch.bfloat16)) == names
+            assert set(norms[1].cached_half_params(torch.bfloat16)) == names - {"bias"}
 
 
 @pytest.mark.parametrize("norm", [LayerNorm, RMSNorm])
@@ -110,7 +110,7 @@ def test_norms_of_half_precision_have_copies_on_a_gpu_alone() -> None:
 def test_a_norm_on_a_gpu_does_not_cast_its_parameters(norm: type[LayerNorm] | type[RMSNorm]) -> None:
     with FakeTensorMode(), torch.device("cuda"):
         module = norm(16, eps=1e-5).requires_grad_(False)  # a gradient needs a device
-        casts = Casts([module], torch.bfloat16)
+        casts = CachedHalfParams([module], torch.bfloat16)
         x = torch.randn(4, 16, dtype=torch.bfloat16)
         counts = []
         for held in (False, True):
@@ -122,7 +122,7 @@ def test_a_norm_on_a_gpu_does_not_cast_its_parameters(norm: type[LayerNorm] | ty
 
 def test_parameters_in_the_dtype_of_compute_are_not_copied() -> None:
     model = GPT2(MODEL, dtype=torch.float32)
-    casts = Casts(model.modules(), torch.float32)
+    casts = CachedHalfParams(model.modules(), torch.float32)
     with casts.held(trains=True):
         assert casts.copies == casts.layers == []
 
@@ -130,19 +130,20 @@ def test_parameters_in_the_dtype_of_compute_are_not_copied() -> None:
 def test_no_copy_is_read_after_its_release() -> None:
     head = MaskedTokenHead(BERT_MODEL, tp=Axis("tp"))
     double(head)
-    casts = Casts(head.modules(), torch.float32)
+    casts = CachedHalfParams(head.modules(), torch.float32)
     with casts.held(trains=True):
         assert isinstance(head.transform, PlainLinear)
-        assert head.transform.cast is not None
-        assert head.norm.cast_bias is not None
-    assert head.transform.cast is head.transform.cast_bias is head.norm.cast is head.norm.cast_bias is None
+        assert head.transform.compute.weight_copy is not None
+        assert head.norm.compute.bias_copy is not None
+    for module in (head.transform, head.norm):
+        assert module.compute.weight_copy is module.compute.bias_copy is None
 
 
 def test_inputs_of_another_dtype_are_multiplied_by_the_parameter_itself() -> None:
     layer = PlainLinear(4, 3, init_std=1.0)
     init_parameters(layer, 1)
     x = torch.randn(5, 4)
-    alone, casts = layer(x), Casts([layer], torch.bfloat16)
+    alone, casts = layer(x), CachedHalfParams([layer], torch.bfloat16)
     with casts.held(trains=True):
         assert torch.equal(layer(x), alone)
 
@@ -150,19 +151,19 @@ def test_inputs_of_another_dtype_are_multiplied_by_the_parameter_itself() -> Non
 def test_copies_for_evaluation_have_no_way_back_for_gradients() -> None:
     head = MaskedTokenHead(BERT_MODEL, tp=Axis("tp"))
     double(head)
-    casts = Casts(head.modules(), torch.float32)
+    casts = CachedHalfParams(head.modules(), torch.float32)
     for trains in (False, True):
         with casts.held(trains=trains):
-            assert head.norm.cast is not None
-            assert head.norm.cast.requires_grad is trains
+            assert head.norm.compute.weight_copy is not None
+            assert head.norm.compute.weight_copy.requires_grad is trains
 
 
 def test_parameters_are_cast_again_after_a_cast_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = PlainLinear(4, 3, init_std=1.0)
-    casts = Casts([layer], torch.bfloat16)
+    casts = CachedHalfParams([layer], torch.bfloat16)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_foreach_copy_", lambda *_: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError), casts.held(trains=True):
             pass
     with casts.held(trains=True):
-        assert layer.cast is not None
+        assert layer.compute.weight_copy is not None
