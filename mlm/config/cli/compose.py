@@ -66,7 +66,7 @@ def compose(
     config_dir: str | None = None,
     saved: Mapping[str, Any] | None = None,
 ) -> Composition:
-    """Compose a primary config with overrides `key=value`, `group=choice` and `~group` for none of its choices.
+    """Compose a primary config with overrides `key=value`, `group=choice`, and `~group` for no choice.
 
     With `saved`, the flat settings of a run, no group is chosen but by overrides. Raises COMPOSE_ERRORS.
     """
