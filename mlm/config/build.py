@@ -43,7 +43,7 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     ConfigError with all problems.
     """
     spec: type = cls
-    flat = _with_homes(spec, flatten(composed) | _empty_values(spec, composed))
+    flat = _with_homes(spec, flatten(composed))
     problems, unusable = _problems_of_values(spec, flat)
     usable = {key: value for key, value in flat.items() if key in leaves(spec) and key not in unusable}
     try:
@@ -59,18 +59,6 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     if problems:
         raise ConfigError(problems)
     return config
-
-
-def _empty_values(cls: type, composed: dict[str, Any]) -> dict[str, Any]:
-    """Keys to which `{}` was given, which would else be left to their defaults."""
-    found = {}
-    for key in leaves(cls):
-        value: Any = composed
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if isinstance(value, dict) and not value:
-            found[key] = value
-    return found
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -1,8 +1,6 @@
-"""YAML that may come from anyone: the config.yaml of a run as plain data, and bounds for a --config-dir.
+"""Plain data from a YAML file that may come from anyone, such as the config.yaml of a run.
 
-A run's file is read by a safe, bounded loader: each key once, no aliases, no tags, no interpolation. The
-folder of a --config-dir is trusted and composed by Hydra, which calls nothing that it names; it is only
-checked for what would fill the memory or stop the reader.
+The loader is safe and bounded: each key once, no aliases, no tags, no interpolation.
 """
 
 import os
@@ -13,14 +11,12 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from mlm.config.fields import length_problem
 from mlm.config.tree import MISSING_VALUE
 from mlm.util.errors import UserError, has_controls, visible
 
 MAX_BYTES = 1 << 18  # 256 KiB: a run's config is 3 kB
 MAX_DEPTH = 12
 MAX_NODES = 20_000
-MAX_COMPOSED_NODES = 100_000  # of one file of a --config-dir, aliases followed
 MAX_TEXT = 10_000  # characters of one value: reading a number takes time quadratic in its digits
 FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
@@ -121,42 +117,3 @@ def problem_of(value: Any) -> str | None:
     if isinstance(value, dict) or not isinstance(value, str | int | float | bool | None):
         return "must be text, a number, true, false, null or a list of them"
     return None
-
-
-def check_folder(folder: Path) -> None:
-    """Reject a folder laid out like configs/ whose YAML would not fit into memory. Raises UserError."""
-    if problem := length_problem("--config-dir", str(folder)):
-        raise UserError(problem)
-    if not folder.is_dir():
-        raise UserError(f"--config-dir={folder}: no such folder; name one laid out like configs/")
-    for file in sorted({*folder.glob("*.yaml"), *folder.glob("*/*.yaml")}):
-        if not file.is_file():
-            raise UserError(f"{file}: a special file, no YAML can be read there; delete it")
-        if (size := file.stat().st_size) > MAX_BYTES:
-            raise UserError(f"{file}: {size} bytes of YAML, {MAX_BYTES} is the limit; shorten it")
-        try:
-            # the loader in C would overflow the stack where this one raises
-            root = yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
-            nodes = _unfolded_nodes(root, {})
-        except RecursionError:
-            nodes = MAX_COMPOSED_NODES + 1
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file}: no YAML, not UTF-8 ({error.reason}); replace it") from None
-        except yaml.YAMLError:
-            continue  # Hydra reports the problem if the file is used
-        if nodes > MAX_COMPOSED_NODES:
-            raise UserError(f"{file}: its aliases or brackets unfold to too much; write it out plainly")
-        if isinstance(root, yaml.MappingNode) and any(key.value == "hydra" for key, _ in root.value):
-            raise UserError(f"{file}: settings of Hydra itself have no effect here; delete its section hydra")
-
-
-def _unfolded_nodes(node: Any, known: dict[int, int]) -> int:
-    """Nodes of a YAML tree with each alias followed; a node that holds itself counts as too many."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if id(node) not in known:
-        known[id(node)] = MAX_COMPOSED_NODES + 1  # while it is being counted
-        pairs = isinstance(node, yaml.MappingNode)
-        children = [part for pair in node.value for part in pair] if pairs else node.value
-        known[id(node)] = 1 + sum(_unfolded_nodes(child, known) for child in children)
-    return known[id(node)]

@@ -108,10 +108,10 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; settings named OPTIONS stay whole."""
+    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and settings named OPTIONS stay whole."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and name != OPTIONS:
+        if isinstance(value, dict) and value and name != OPTIONS:
             flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value

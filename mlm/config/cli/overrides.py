@@ -8,7 +8,6 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
 from hydra.errors import HydraException
@@ -27,11 +26,11 @@ from mlm.config.cli.groups import (
 from mlm.config.fields import expand_home
 from mlm.config.imports import is_path
 from mlm.config.paths import CONFIG_DIR
-from mlm.config.plain_yaml import problem_of
+from mlm.config.plain_yaml import parse, problem_of, read_text
 from mlm.config.suggest import foreign_option, foreign_options, nearest, nearest_key, unknown_key
 from mlm.config.tree import MISSING_VALUE, describe_values, flatten, leaves, other_names, sections
 from mlm.training.config import PretrainConfig
-from mlm.util.errors import Problem, show, visible
+from mlm.util.errors import Problem, UserError, show, visible
 
 MOST_LISTED = 16  # choices that one line names
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
@@ -290,17 +289,12 @@ def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Probl
     """Overrides that set what a YAML holds for a group's section: all its required keys and no others."""
     typed = f"{group}={path}"
     try:
-        values = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        return Problem((group,), f"{typed}: {error.strerror}", f"name a file, or a choice of {group}")
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        return Problem((group,), f"{typed}: no YAML ({' '.join(str(error).split())})", "correct the file")
-    if not isinstance(values, dict):
-        return Problem((group,), f"{typed}: no YAML with keys", "correct the file")
-    flat = {f"{group}.{key}": value for key, value in flatten(values).items()}
+        flat = {f"{group}.{key}": value for key, value in flatten(parse(read_text(path), path)).items()}
+    except UserError as error:
+        return Problem((group,), f"{typed}: {error}")
     known = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
     for key, value in flat.items():
-        if why := problem_of(value) or _not_printable(value):
+        if why := problem_of(value) or _unprintable(value):
             return Problem((group,), f"{typed}: {key.removeprefix(f'{group}.')}: {why}")
     missing = [key for key, leaf in known.items() if leaf.default == MISSING_VALUE and flat.get(key) is None]
     if wrong := missing or [key for key in flat if key not in known]:
@@ -311,8 +305,9 @@ def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Probl
     return [f"{key}={quote(v) if isinstance(v, str) else show(v)}" for key, v in flat.items()]
 
 
-def _not_printable(value: Any) -> str | None:
+def _unprintable(value: Any) -> str | None:
     """The reason why a text cannot stand on a page: marks that turn or hide what follows."""
-    if not isinstance(value, str) or value.isprintable():
-        return None
-    return f"{visible(value)[:60]} holds characters that cannot be seen; write it without"
+    is_plain = not isinstance(value, str) or value.isprintable()
+    return (
+        None if is_plain else f"{visible(value)[:60]} holds characters that cannot be seen; write it without"
+    )

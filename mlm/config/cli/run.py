@@ -7,8 +7,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 
 from mlm.config.build import build
 from mlm.config.cli.arguments import Arguments, check_task, parse
-from mlm.config.cli.check import Check, verdict
 from mlm.config.cli.command_help import command_help
 from mlm.config.cli.commands import COMMANDS, Command, resolve
 from mlm.config.cli.completion import complete
@@ -35,11 +34,12 @@ from mlm.config.cli.saved import SavedValues, take_saved, take_saved_task
 from mlm.config.imports import is_path, trusting
 from mlm.config.path_errors import path_problems, streams_for
 from mlm.config.paths import CONFIG_DIR
-from mlm.config.plain_yaml import check_folder
+from mlm.config.suggest import divisors
 from mlm.config.tree import MISSING_VALUE, flatten, leaves, sections
 from mlm.launch.environment import read_place
 from mlm.launch.typed import note_job, origin
-from mlm.util.errors import ConfigError, Problem, TooManyRanks, UserError
+from mlm.parallel.layout_checks import RANKS_PER_NODE
+from mlm.util.errors import Absent, ConfigError, Problem, TooManyRanks, UserError
 from mlm.util.ownership import STDOUT
 
 LAUNCH = "mlm.launch.start"
@@ -48,6 +48,29 @@ SWEEPS = "runs/sweeps"
 """Folder for the jobs of sweeps whose `out` is not set."""
 FILES = (".html", ".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
 LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems reject names above 255 bytes
+
+
+@dataclass(frozen=True)
+class Check:
+    """Extent of a check: no process is started, no file is read or written."""
+
+    gpus: int | None = None
+    """GPUs to assume; None takes as many as the layout needs."""
+    reports_absent: bool = True
+    """False leaves out what is not there: devices, files, values that are still to be given."""
+
+    def problems(self, command: Command, config: Any) -> Sequence[str]:
+        """Problems of a command that runs on ranks, on GPUs that are assumed to be there."""
+        assert command.check is not None
+        if self.gpus is not None:
+            return command.check(config, world_size=self.gpus, local_devices=RANKS_PER_NODE)
+        one = replace(config, parallel=replace(config.parallel, dp=config.parallel.dp or 1))
+        gpus = None if config.dist.device == "cpu" else max(_ranks(config), RANKS_PER_NODE)
+        return command.check(one, world_size=None, local_devices=gpus)
+
+    def reported(self, problems: Iterable[Problem]) -> list[Problem]:
+        """The problems that this check reports."""
+        return [each for each in problems if self.reports_absent or not isinstance(each, Absent)]
 
 
 @dataclass
@@ -84,8 +107,11 @@ def act(command: Command, words: list[str]) -> int:
         return say(version_line())
     if arguments.completion:
         return complete(arguments.overrides)
-    if arguments.config_dir is not None:
-        check_folder(Path(arguments.config_dir))
+    if arguments.config_dir is not None and not os.path.isdir(arguments.config_dir):
+        folder = arguments.config_dir
+        raise UserError(
+            Problem.at("--config-dir", folder, "no such folder", "name one laid out like configs/")
+        )
     saved = take_saved(command, arguments) or take_saved_task(command, arguments)
     if saved is None:
         check_task(command, arguments)
@@ -242,8 +268,36 @@ def _check(job: Job, check: Check, values: dict[str, Any]) -> int:
             raise ConfigError(rest) from None
     else:
         if check.reports_absent:
-            print(verdict(config, check, on_ranks=job.command.check is not None))
+            print(_verdict(config, check, on_ranks=job.command.check is not None))
     return OK
+
+
+def _ranks(config: Any) -> int:
+    """Ranks of a layout: tp * cp * pp * dp, with one replica where dp is left to the launcher."""
+    layout = config.parallel
+    return int(layout.replica * (layout.dp or 1))
+
+
+def _verdict(config: Any, check: Check, *, on_ranks: bool) -> str:
+    """The line that `--check` prints of settings without problems."""
+    if not on_ranks:
+        return "no problems; would run in this process"
+    layout, size = config.parallel, check.gpus or _ranks(config)
+    over_context = f" × cp={layout.cp}" if layout.cp > 1 else ""
+    sizes = f"tp={layout.tp}{over_context} × pp={layout.pp} × dp={size // layout.replica}"
+    line = f"would start {size} ranks: {sizes}{_devices_needed(config, size)}"
+    if layout.dp is None and check.gpus is None:
+        line += f"; dp takes what tp{' * cp' if layout.cp > 1 else ''} * pp leave: --check=N checks N GPUs"
+    return line
+
+
+def _devices_needed(config: Any, size: int) -> str:
+    """Nodes and GPUs for a number of ranks; nothing where the CPU of one host will do."""
+    each = max(number for number in divisors(size) if number <= RANKS_PER_NODE)
+    if config.dist.device == "cpu" or (config.dist.device == "auto" and size == each):
+        return ""
+    nodes, gpus = size // each, f"{each} GPU{'s' * (each > 1)}"
+    return f"; needs {nodes} nodes of {gpus}" if nodes > 1 else f"; needs {gpus} on one node"
 
 
 def _build(job: Job, values: dict[str, Any]) -> Any:
@@ -256,8 +310,7 @@ def _build(job: Job, values: dict[str, Any]) -> Any:
         try:
             facts = resolve(f"{LAUNCH}:launch_facts")(config.dist)
         except UserError as error:  # check the rest as if the launch were right
-            ranks = config.parallel.replica * (config.parallel.dp or 1)
-            return [*error.problems, *command.check(config, world_size=ranks, local_devices=1)]
+            return [*error.problems, *command.check(config, world_size=_ranks(config), local_devices=1)]
         return command.check(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     try:
