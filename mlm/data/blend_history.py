@@ -23,8 +23,6 @@ SAME_SHARE = 1e-9  # weights written as 3, 7 and as 0.3, 0.7 differ in the last 
 DIGEST = re.compile(r"xxh3:[0-9a-f]{32}|")
 ORDERS = (0, 1)
 DIGESTS = ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer")
-NEWER = {"sampled": "", "order": 0}
-"""Values of a source that older versions do not save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +34,11 @@ class Source:
     path: str
     """Prefix of its .bin/.idx, as given."""
     digest: str
-    """Digest of the .idx: the order of samples is a function of it. Absent in older checkpoints."""
+    """Digest of the .idx: the order of samples is a function of it."""
     tokens: str = ""
     """Digest of the .bin, by its receipt."""
     sampled: str = ""
-    """Digest of the .bin as read (`files.sampled_digest`). Absent in older checkpoints."""
+    """Digest of the .bin as read (`atomic.sampled_digest`)."""
     receipt: str = ""
     """Digest of the receipt, corpus.json."""
     recipe: str = ""
@@ -52,13 +50,11 @@ class Source:
     first: int = 0
     """Samples read of it before the segment."""
     order: int = 0
-    """Rule of its sample order. 0: shuffled by the seed of the run, as every corpus was in earlier versions
-    and a single one is; 1: by a seed derived from its digest."""
+    """Rule of its sample order. 0: shuffled by the seed of the run, as a single corpus is; 1: by a seed
+    derived from its digest."""
 
     def is_same(self, other: "Source") -> bool:
         """True if both are the same corpus, as far as known."""
-        if not (self.digest and other.digest):
-            return self.has_path_of(other)
         pairs = ((self.tokens, other.tokens), (self.sampled, other.sampled))
         return self.digest == other.digest and all(not (a and b) or a == b for a, b in pairs)
 
@@ -103,8 +99,6 @@ def is_same_blend(then: Sequence[Source], now: Sequence[Source]) -> bool:
     """True for the same corpora in the same order, with the same weights."""
     if len(then) != len(now):
         return False
-    if len(now) == 1 and not then[0].digest:  # an older checkpoint; its only corpus may have moved
-        return True
     return all(
         a.is_same(b) and math.isclose(a.weight, b.weight, rel_tol=SAME_SHARE)
         for a, b in zip(then, now, strict=True)
@@ -223,7 +217,6 @@ def _segment(saved: Any) -> Segment:
 
 
 def _source(saved: Any) -> Source:
-    saved = NEWER | saved
     for name in ("name", "path"):
         text = saved[name]
         if not isinstance(text, str) or not text.isprintable() or len(text) > MAX_TEXT:  # they are printed

@@ -1,41 +1,40 @@
-"""The process that chat templates are rendered in: Jinja's sandbox, and bounds of time and memory.
+"""Jinja's sandbox for chat templates of model folders, which are untrusted, with bounds on what they make.
 
-A template from a model folder is untrusted. Jinja's immutable sandbox keeps it from files and from Python's
-own objects, but lets it compute 10 ** (10 ** 10) in C code, which nothing in the same process can end. This
-one the kernel ends, and a failure to allocate memory is an exception here alone.
-
-`python -m mlm.data.chat_sandbox SECONDS BYTES PARENT` answers lines of JSON on standard input: [template, or
-null for the one before; names and their values] becomes {"text": …} or {"error": …}. It needs Jinja alone,
-and ends with the process PARENT.
+The immutable sandbox keeps a template from files and from Python's own objects; what it sees are copies of
+JSON values. Bounds of ours keep single operations from computing without end in C code, where Ctrl-C is not
+heard, and texts from doubling until memory is full. A template that only loops is ended by Ctrl-C.
 """
 
 import json
-import resource
-import signal
-import sys
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from functools import cache
-from typing import IO, Any
+from functools import cache, lru_cache
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Namespace
-
-from mlm.util.parent import die_with_parent
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around a rendered {% generation %} block: noncharacters, which no text holds."""
-SECONDS = 5
-"""Processor time of a text; most take less than a millisecond."""
-MEMORY = 1 << 30
-"""Bytes of address space of the process."""
+MOST = 1 << 24
+"""Letters or entries of a value that an operation may make; bits of a number."""
 GROWTH = 16
 """Letters of a text for each byte of its template and its conversation."""
+WIDE = re.compile(r"%[^%a-zA-Z]*(\d{7}|\*)|\{[^{}]*(\d{7}|\{)")
+"""In a format of `%` or of `format`: a width of millions, or one that an argument gives."""
+PADDING = ("center", "expandtabs", "ljust", "rjust", "zfill")
+"""Methods of texts that fill them up to a width."""
+
+
+class RenderError(Exception):
+    """The reason why a template makes no text of its values."""
 
 
 class Generation(Extension):
@@ -83,7 +82,7 @@ class Dictionaries:
 def reject_private(name: Any) -> None:
     """Raise SecurityError for a name that begins with an underscore."""
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace has no attribute {name[:40]!r}")
+        raise SecurityError(f"a namespace has no attribute {name[:40]!r}")
 
 
 def as_json(
@@ -109,57 +108,102 @@ def strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
+class BoundedCode(CodeGenerator):
+    """Jinja's compiler, whose `~` goes through the sandbox."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        """Write `a ~ b`."""
+        self.write("environment.concatenate((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's immutable sandbox, with bounds on the values that an operation makes."""
+
+    code_generator_class = BoundedCode
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute `left operator right`."""
+        if size_of(operator, left, right) > MOST:
+            raise SecurityError(f"it makes a value of more than {MOST:,} letters, entries or bits")
+        return super().call_binop(context, operator, left, right)
+
+    def concatenate(self, parts: tuple[Any, ...]) -> str:
+        """Compute `left ~ right`."""
+        texts = [str(part) for part in parts]
+        if sum(map(len, texts)) > MOST:
+            raise SecurityError(f"it makes a text of more than {MOST:,} letters")
+        return "".join(texts)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return `format` or `format_map` of a text; None for what is neither."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None and WIDE.search(value.__self__):
+            raise SecurityError(f"it makes a text of more than {MOST:,} letters")
+        return wrapped
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Call a function or a method."""
+        text = getattr(__obj, "__self__", None)
+        if isinstance(text, str):
+            pads = __obj.__name__ in PADDING and any(isinstance(n, int) and n > MOST for n in args)
+            if pads:
+                raise SecurityError(f"it makes a text of more than {MOST:,} letters")
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def size_of(operator: str, left: Any, right: Any) -> int:
+    """Letters, entries or bits of the result of an operation, about; 0 where it needs no bound."""
+    sequences, numbers = (str, list, tuple), (int,)
+    if operator == "%":
+        return MOST + 1 if isinstance(left, str) and WIDE.search(left) else 0
+    if operator == "+":
+        return len(left) + len(right) if isinstance(left, sequences) and isinstance(right, sequences) else 0
+    if isinstance(left, numbers) and isinstance(right, numbers):
+        return left.bit_length() * (abs(right) if operator == "**" else 1) + right.bit_length()
+    if isinstance(left, numbers):
+        left, right = right, left
+    return len(left) * max(0, right) if isinstance(left, sequences) and isinstance(right, numbers) else 0
+
+
 @cache
-def environment() -> ImmutableSandboxedEnvironment:
+def environment() -> Sandbox:
     """Return the environment of all templates, with the names that `transformers` gives them."""
-    found = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    found.filters["tojson"] = as_json
-    found.globals |= {
+    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    made.filters["tojson"] = as_json
+    made.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": strftime_now,
         "dict": Dictionaries(),
         "namespace": PlainNamespace,
     }
-    return found
+    return made
 
 
-def answers(requests: Iterable[str], seconds: float) -> Iterator[str]:
-    """Yield a line of JSON for each request; one of more than `seconds` ends the process."""
-    template, size = jinja2.Template(""), 0
-    for line in requests:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, within C code too
-        try:
-            source, values = json.loads(line)
-            if source is not None:
-                template, size = environment().from_string(source), len(source)
-            text, most = template.render(values), GROWTH * (size + len(line))
-            if len(text) > most:
-                answer = json.dumps({"error": f"it writes {len(text):,} letters, {most:,} is the limit"})
-            else:
-                answer = json.dumps({"text": text})
-        except MemoryError:
-            answer = json.dumps({"error": "it needs more memory than it may have"})
-        except Exception as error:  # a template may raise anything: TypeError, OverflowError, RecursionError
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            answer = json.dumps({"error": reason})
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        yield answer
+@lru_cache(maxsize=8)
+def compiled(source: str) -> jinja2.Template:
+    """Return a template. Raises TemplateError, and errors of its constants."""
+    return environment().from_string(source)
 
 
-def serve(requests: IO[str], out: IO[str], seconds: float, memory: int) -> None:
-    """Answer requests until their end, within bounds of processor time and memory."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = memory if most == resource.RLIM_INFINITY else min(memory, most)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for answer in answers(requests, seconds):
-        out.write(answer + "\n")
-        out.flush()
-
-
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv[3]))
-    serve(sys.stdin, sys.stdout, float(sys.argv[1]), int(sys.argv[2]))
+def render(source: str, values: Mapping[str, Any]) -> str:
+    """Return the text of a template with these JSON values. Raises RenderError."""
+    copies = json.dumps(values)
+    most, length, pieces = GROWTH * (len(source) + len(copies)), 0, list[str]()
+    try:
+        for piece in compiled(source).generate(json.loads(copies)):
+            pieces.append(piece)
+            length += len(piece)
+            if length > most:
+                raise RenderError(f"it writes more than {most:,} letters")
+    except RenderError:
+        raise
+    except MemoryError:
+        raise RenderError("it needs more memory than there is") from None
+    except Exception as error:  # a template may raise anything: TypeError, OverflowError, RecursionError
+        raise RenderError(" ".join(str(error).split())[:200] or type(error).__name__) from None
+    return "".join(pieces)

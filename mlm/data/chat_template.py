@@ -1,8 +1,7 @@
 """A tokenizer's chat template: conversations as text, rendered as `transformers` renders them.
 
-The template is Jinja from a model folder, which is untrusted: it sees JSON values alone, in a process of its
-own with bounds of time and memory (chat_sandbox.py). It may mark the assistant's answers with
-{% generation %} blocks.
+The template is Jinja from a model folder, which is untrusted: it sees JSON values alone, in a sandbox
+(chat_sandbox.py). It may mark the assistant's answers with {% generation %} blocks.
 """
 
 import json
@@ -15,8 +14,7 @@ from typing import Any
 import jinja2
 
 from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START
-from mlm.data.chat_renderer import RenderError, renderer
-from mlm.data.chat_sandbox import BEGIN, END, environment
+from mlm.data.chat_sandbox import BEGIN, END, RenderError, environment, render
 from mlm.data.tokenizer import Tokenizer, read_config
 from mlm.util.atomic import digest_bytes, write_atomic
 from mlm.util.errors import CorruptFileError, UserError, half_pair
@@ -97,7 +95,7 @@ class ChatTemplate:
     ) -> Rendered:
         """Render messages, each with a role; with `add_generation_prompt` up to where an answer begins.
 
-        Raises ChatError; RendererError if the process that renders was killed.
+        Raises ChatError.
         """
         values = {
             "messages": [with_reasoning(message) for message in messages],
@@ -107,7 +105,7 @@ class ChatTemplate:
             **self.tokens,
         }
         try:
-            text = renderer().render(self.source, values)
+            text = render(self.source, values)
         except RenderError as error:
             raise ChatError(
                 f"{self.place} fails ({error}): correct the conversation, or give another template"

@@ -103,6 +103,8 @@ class ModelFamily(Generic[C, B]):
     """True if its models and objective take sequences that cp ranks split (parallel/context/zigzag.py)."""
     check_tokenizer: "Callable[[Tokenizer], object] | None" = None
     """Raises UserError if samples cannot be made with a tokenizer; None if they depend on none."""
+    scored: float = 1.0
+    """Share of the tokens of pretraining that go through the vocabulary projection."""
     packs: bool = True
     """True if its attention takes packed sequences in place of a bias (mlm/models/packed.py)."""
     data_keys: tuple[str, ...] = ()

@@ -9,14 +9,17 @@ Letters as in shape.py; e is the bytes of an activation.
 """
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 
-from mlm.data.config import MASKED
+import torch
+
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED
-from mlm.models.stage import Stage, split_layers
+from mlm.models.stage import Stage, home_of, split_layers
+from mlm.parallel.mesh import Axis
 from mlm.plan.cost import ELEMENT_BYTES
 from mlm.plan.shape import Layout
 
@@ -36,6 +39,8 @@ CHUNK_BYTES = {"gpu": 512 << 20, "cpu": 64 << 20}
 """Largest chunk of float32 logits (parallel/cross_entropy.py)."""
 SENDS_KEPT = 8
 """Sends of the pipeline that may be under way (parallel/pipeline/engine.py)."""
+TABLE = "token.weight"
+"""The parameter that a tied model's last stage holds too."""
 ALLOCATOR = 0.04
 """Share of what comes and goes in a step that the allocator loses to rounding and fragments."""
 
@@ -59,62 +64,15 @@ class Part:
         return min(each, self.rows - min(rank * each, self.rows)) * self.columns
 
 
-def layer_parts(model: ModelConfig, tp: int) -> Iterator[Part]:
-    """The parameters of one layer."""
-    h, sizes = model.hidden_size, model.sizes
-    queries, kv = model.num_heads * sizes.head_dim // tp, 2 * sizes.kv_size(tp)
-    inner = model.ffn_size // tp
-    products = {"qkv": queries + kv} if sizes.fused_qkv else {"query": queries, "kv": kv}
-    yield from norm_parts("attention_norm", h, bias=sizes.norm_bias)
-    for name, rows in products.items():
-        yield from product_parts(name, rows, h, bias=sizes.qkv_bias)
-    if sizes.head_norms:
-        yield Part("query_norm.weight", sizes.head_dim)
-        yield Part("key_norm.weight", sizes.head_dim)
-    yield from product_parts("out", h, queries, bias=sizes.bias)
-    yield from norm_parts("mlp_norm", h, bias=sizes.norm_bias)
-    yield from product_parts("up", (2 if sizes.gated else 1) * inner, h, bias=sizes.bias)
-    yield from product_parts("down", h, inner, bias=sizes.bias)
-
-
-def product_parts(name: str, rows: int, columns: int, *, bias: bool) -> Iterator[Part]:
-    """Weight and bias of a linear layer."""
-    yield Part(f"{name}.weight", rows, columns)
-    if bias:
-        yield Part(f"{name}.bias", rows)
-
-
-def norm_parts(name: str, size: int, *, bias: bool = True) -> Iterator[Part]:
-    """Weight and bias of a norm."""
-    yield Part(f"{name}.weight", size)
-    if bias:
-        yield Part(f"{name}.bias", size)
-
-
-def end_parts(model: ModelConfig, tp: int, stage: Stage) -> Iterator[Part]:
-    """The parameters of a stage outside its layers."""
-    h, rows = model.hidden_size, model.padded_vocab_size(tp) // tp
-    if stage.is_first or (stage.is_last and model.is_tied):
-        yield Part("token", rows, h)
-    if stage.is_first:
-        if model.sizes.learned_positions:
-            yield Part("position", model.max_positions, h)
-        if model.token_types:
-            yield Part("token_type", model.token_types, h)
-        if model.norm == "post":
-            yield from norm_parts("embedding_norm", h)
-    if not stage.is_last:
-        return
-    if model.norm == "pre":
-        yield from norm_parts("final_norm", h, bias=model.sizes.norm_bias)
-    if model.head == "language_model" and not model.sizes.tied:
-        yield Part("output", rows, h)
-    if model.kind == "bert" and model.head == "language_model":
-        for name, outputs in (("pooler", h), ("transform", h), ("order", 2)):
-            yield Part(f"{name}.weight", outputs, h)
-            yield Part(f"{name}.bias", outputs)
-        yield from norm_parts("transform_norm", h)
-        yield Part("vocabulary.bias", rows)
+def parameter_parts(model: ModelConfig, tp: int) -> dict[int | str, list[Part]]:
+    """The parameters of a tensor-parallel rank by home: a layer's number, or the first or last stage."""
+    parts = defaultdict[int | str, list[Part]](list)
+    with torch.device("meta"):
+        module = model.family.model(model, tp=Axis("tp", 0, tp))
+    for name, parameter in module.named_parameters():
+        rows = len(parameter)
+        parts[home_of(name)].append(Part(name, rows, parameter.numel() // rows))
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +102,7 @@ class MemoryModel:
         self.element = ELEMENT_BYTES[dtype]
         self.master = max(4, self.element)
         self.casts = self.element < 4
-        self._layer_parts: dict[int, tuple[Part, ...]] = {}
+        self._parts: dict[int, dict[int | str, list[Part]]] = {}
         self._held: dict[tuple[object, ...], Held] = {}
 
     def peak(self, layout: Layout, stage_rank: int = 0, dp_rank: int = 0) -> Peak:
@@ -186,24 +144,26 @@ class MemoryModel:
         return self._held[key]
 
     def _count(self, layout: Layout, stage_rank: int, dp_rank: int) -> "Held":
-        if layout.tp not in self._layer_parts:
-            self._layer_parts[layout.tp] = tuple(layer_parts(self.model, layout.tp))
-        parts = self._layer_parts[layout.tp]
-        stages = self.stages(layout, stage_rank)
-        ends = [part for stage in stages for part in end_parts(self.model, layout.tp, stage)]
-        layers = sum(len(stage.layers) for stage in stages)
-        whole = layers * sum(part.size for part in parts) + sum(part.size for part in ends)
-        mine = whole
-        if layout.zero:
-            mine = layers * sum(part.share(dp_rank, layout.dp) for part in parts)
-            mine += sum(part.share(dp_rank, layout.dp) for part in ends)
+        if layout.tp not in self._parts:
+            self._parts[layout.tp] = parameter_parts(self.model, layout.tp)
+        homes = self._parts[layout.tp]
+        ends = list[Part]()
+        layers = list[list[Part]]()
+        for stage in self.stages(layout, stage_rank):
+            layers += [homes[layer] for layer in stage.layers]
+            ends += homes["first"] if stage.is_first else []
+            ends += homes["last"] if stage.is_last else []
+            if stage.is_last and not stage.is_first and self.model.is_tied:
+                ends += [part for part in homes["first"] if part.name == TABLE]
+        parts = [*chain(*layers), *ends]
+        whole = sum(part.size for part in parts)
         return Held(
-            parameters=mine,
+            parameters=sum(part.share(dp_rank, layout.dp) for part in parts) if layout.zero else whole,
             whole=whole,
-            tensors=layers * len(parts) + len(ends),
-            layer=sum(part.size for part in parts),
+            tensors=len(parts),
+            layer=max(sum(part.size for part in layer) for layer in layers),
             ends=sum(part.size for part in ends),
-            layers=layers,
+            layers=len(layers),
         )
 
 
@@ -222,7 +182,7 @@ class Held:
     """Of the tensor-parallel part, before sharding over dp."""
     tensors: int
     layer: int
-    """Of one layer, before sharding."""
+    """Of the largest layer, before sharding."""
     ends: int
     """Outside the layers, before sharding."""
     layers: int
@@ -369,7 +329,7 @@ class Moving:
         """Bytes kept from forward to backward by the projection, and those of a chunk of logits."""
         model, layout, e = self.memory.model, self.layout, self.e
         columns = model.padded_vocab_size(self.t) // self.t
-        rows = self.rows if model.kind != "bert" else max(1, round(MASKED * self.rows))
+        rows = max(1, round(model.family.scored * self.rows))
         gradient = self.memory.master * self._table
         kept = last_in_flight(layout) * (e * rows * self.h + (0 if self._fuses_embedding_grad else gradient))
         chunk = max(1, min(rows, CHUNK_BYTES[self.memory.device] // (4 * columns)))

@@ -7,7 +7,6 @@ dp and m micro-batches per replica.
 from dataclasses import dataclass
 from typing import Literal
 
-from mlm.data.config import MASKED
 from mlm.models.config import ModelConfig
 from mlm.models.sizes import Sizes
 from mlm.parallel.config import ParallelConfig
@@ -49,7 +48,7 @@ class Shape:
     @classmethod
     def of(cls, model: ModelConfig, seq: int, tp: int = 1) -> "Shape":
         """The shape of a model; its vocabulary is padded for `tp`."""
-        bert, sizes = model.kind == "bert", model.sizes
+        sizes = model.sizes
         return cls(
             layers=model.num_layers,
             hidden=model.hidden_size,
@@ -57,8 +56,8 @@ class Shape:
             ffn=model.ffn_size,
             seq=seq,
             vocab=model.padded_vocab_size(tp),
-            causal=not bert,
-            scored=MASKED if bert else 1.0,
+            causal=model.family.causal,
+            scored=model.family.scored,
             kv_heads=sizes.kv_heads,
             gated=sizes.gated,
             tied=sizes.tied,

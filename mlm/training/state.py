@@ -29,8 +29,7 @@ from mlm.checkpoint.native.save_load import (
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.checkpoint.parameters import split_of
 from mlm.config.build import to_dict
-from mlm.data.blend_checks import names
-from mlm.data.blend_history import History, Segment, Source, decode, encode
+from mlm.data.blend_history import History, decode, encode
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
@@ -189,18 +188,13 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
 def saved_history(state: Mapping[str, Any]) -> History:
     """Return the corpora that a run has read, and how far; empty for synthetic data.
 
-    Checkpoints of older versions only name their corpus. Raises ValueError, KeyError or TypeError for a state
-    that is not of a training run.
+    Raises ValueError, KeyError or TypeError for a state that is not of a training run.
     """
-    if "data" in state:
-        if not state["data"]["segments"]:
-            raise ValueError("its segments are empty")
-        return decode(state["data"]["segments"], int(state["consumed_samples"]))
-    data = state["config"]["data"]
-    if data["kind"] != "indexed" or not (data["train"] or data["path"]):
+    if "data" not in state:
         return ()
-    prefix = str(data["train"] or Path(data["path"], "train"))
-    return (Segment(0, (Source(name=names([Path(prefix)])[0], path=prefix, digest=""),)),)
+    if not state["data"]["segments"]:
+        raise ValueError("its segments are empty")
+    return decode(state["data"]["segments"], int(state["consumed_samples"]))
 
 
 def check_identity(

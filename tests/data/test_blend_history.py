@@ -15,7 +15,6 @@ from mlm.data.blend import block
 from mlm.data.blend_checks import shares
 from mlm.data.blend_history import (
     History,
-    Segment,
     Source,
     change,
     changed_corpus_problem,
@@ -124,21 +123,6 @@ def test_a_single_corpus_continues_in_a_blend() -> None:
     assert [s.first for s in history[-1].sources] == [0, 40]
 
 
-OLD = (Segment(0, (Source(name="a", path="corpora/a/train", digest=""),)),)
-"""A history from a checkpoint that only names its corpus."""
-
-
-def test_a_corpus_without_digest_continues_where_it_lies() -> None:
-    history = continue_history(OLD, blend(b=1, a=1), 40)
-    assert [s.first for s in history[-1].sources] == [0, 40]
-
-
-def test_a_single_corpus_without_digest_may_have_moved() -> None:
-    """As ever: there is nothing to tell it by."""
-    moved = blend(b=1)
-    assert continue_history(OLD, moved, 40) == (Segment(0, moved),)
-
-
 def test_samples_needed_are_those_read_in_the_end() -> None:
     history = continue_history(continue_history((), blend(a=1, b=3), 0), blend(a=1, c=1), 40)
     read = samples_of(history, 77)
@@ -202,18 +186,15 @@ class TestChange:
 
 
 def test_a_corpus_keeps_the_sample_order_that_it_was_read_by() -> None:
-    """That of a run on one corpus, or of an older version's blend; new ones come in an order of their own."""
+    """That of a run on one corpus; new ones come in an order of their own."""
     alone = continue_history((), blend(a=1), 0)
     history = continue_history(alone, [replace(s, order=1) for s in blend(b=1, a=1)], 40)
     assert [s.order for s in history[-1].sources] == [1, 0]
     history = continue_history(history, blend(b=1), 60)
     assert [s.order for s in history[-1].sources] == [1]
-    older = [
-        {**s, "sources": [{k: v for k, v in c.items() if k != "order"} for c in s["sources"]]} for s in said()
-    ]
-    resumed = continue_history(decode(older, 60), [replace(s, order=1) for s in blend(a=1, c=1, d=1)], 60)
-    assert [s.order for s in resumed[-1].sources] == [0, 0, 1]
-    assert [s.order for s in decode(encode(resumed), 70)[-1].sources] == [0, 0, 1]
+    resumed = continue_history(history, [replace(s, order=1) for s in blend(a=1, c=1)], 80)
+    assert [s.order for s in resumed[-1].sources] == [0, 1]
+    assert [s.order for s in decode(encode(resumed), 90)[-1].sources] == [0, 1]
 
 
 def test_sources_of_their_own_order_have_different_seeds() -> None:

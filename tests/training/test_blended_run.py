@@ -144,24 +144,6 @@ def test_a_run_on_one_corpus_continues_in_a_blend_and_back(corpora: Path, tmp_pa
     assert sorted(mine) == sorted(map(tuple, alone[:, :-1].tolist()))
 
 
-def test_an_older_checkpoint_continues_in_a_blend(corpora: Path, tmp_path: Path) -> None:
-    """It names its corpus in the configuration alone."""
-    run = tmp_path / "run"
-    read = read_on(run, "corpora/wiki", 2)
-    edit_manifest(run / "checkpoints" / "step-00000002", lambda body: body["state"].pop("data"))
-    read += read_on(run, WIKI_WEB, 2)
-    assert [source["first"] for source in segments(run)[-1]["sources"]] == [2 * BATCH, 0]
-    assert len(set(read)) == len(read)
-
-
-def test_an_older_checkpoint_continues_in_its_corpus_as_ever(corpora: Path, tmp_path: Path) -> None:
-    straight = read_on(tmp_path / "straight", "corpora/wiki", 4)
-    read = read_on(tmp_path / "run", "corpora/wiki", 2)
-    edit_manifest(tmp_path / "run/checkpoints/step-00000002", lambda body: body["state"].pop("data"))
-    corpora.rename(tmp_path / "moved")
-    assert sorted(read + read_on(tmp_path / "run", "moved/wiki", 2)) == straight
-
-
 def test_corpora_of_equal_shape_come_in_orders_of_their_own(corpora: Path) -> None:
     """The tokens of wiki and web differ by 300 throughout: one seed would give one order."""
     blend = train_dataset(spec(("0.5 corpora/wiki", "0.5 corpora/web")), 40)

@@ -68,6 +68,7 @@ FAMILY: ModelFamily[BERT, BERTBatch] = ModelFamily(
     objective=MaskedTokens.of,
     samples=SentencePairs(),
     check_tokenizer=BERTVocab.of,
+    scored=MASKED,
     data_keys=("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"),
     num_head_parameters=num_head_parameters,
     head_products=head_products,
