@@ -33,11 +33,11 @@ from bench.command import guarded
 from bench.dedup_contenders import Contender, Steps, contenders
 from bench.dedup_corpus import Corpus, Pairs, plant, score, similar_pairs
 from bench.machine import REPOSITORY, commit_of, cpu_model
+from demo_corpus import read_plays, scenes
 from rich.console import Console
 from rich.table import Table
 
 from mlm.corpus.sections import DedupConfig
-from mlm.reproduce.plays import installed_plays, scenes
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
 
@@ -116,8 +116,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def paragraphs(path: Path | None) -> Iterator[str]:
     """Paragraphs of a JSON lines file, or of the plays. Raises UserError where there is no such text."""
     if path is None:
-        plays = sorted(installed_plays())
-        texts = (scene for play in plays for scene in scenes(play.read_text(encoding="utf-8")))
+        texts = (scene for _, play in sorted(read_plays().items()) for scene in scenes(play))
     else:
         texts = read_lines(path)
     for text in texts:

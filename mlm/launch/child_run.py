@@ -1,4 +1,4 @@
-"""Commands in processes of their own that can be killed whole: `mlm verify-resume`, `mlm reproduce`."""
+"""Commands in processes of their own that can be killed whole."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from pathlib import Path
 from mlm.launch.environment import import_path
 from mlm.launch.stop import LAUNCHED
 from mlm.util.errors import CheckFailedError, UserError
-from mlm.util.parent import die_with_parent
+from mlm.util.system import die_with_parent
 
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -30,26 +30,20 @@ def child_run(words: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
 
     Its output goes to `log`. If this process dies, the kernel kills the command.
     """
-    process = started([sys.executable, "-P", "-m", "mlm", *words], log)
-    try:
-        yield process
-    finally:
-        kill(process)
-
-
-def started(arguments: list[str], log: Path, folder: Path | None = None) -> "subprocess.Popen[bytes]":
-    """Start a program in a folder, its output in `log`; it dies with this process. Raises OSError."""
     with open(log, "wb") as output:
-        return subprocess.Popen(
-            arguments,
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "mlm", *words],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=folder,
             env=plain_environment(os.environ),
             start_new_session=True,  # Ctrl-C is for the command that started it
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
+    try:
+        yield process
+    finally:
+        kill(process)
 
 
 def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -93,10 +87,10 @@ def failure_of(process: "subprocess.Popen[bytes]", what: str, log: Path) -> User
 def _descendants(root: int) -> list[int]:
     """Return the descendants of a process."""
     parents = {int(entry): _stat(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()}
-    found = [root]
-    for pid in found:  # grows in the loop
-        found += [child for child, stat in parents.items() if stat and int(stat[1]) == pid]
-    return found[1:]
+    family = [root]
+    for pid in family:  # grows in the loop
+        family += [child for child, stat in parents.items() if stat and int(stat[1]) == pid]
+    return family[1:]
 
 
 def _birth(pid: int) -> str | None:

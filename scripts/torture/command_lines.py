@@ -53,7 +53,6 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("parity", f"ckpt={RUN}", "steps=1", "out=parity", "--check"),
     ("replay", f"{RUN}/incidents/step-00000001", "bisect=true"),
     ("report", str(RUN), "out=page.html"),
-    ("reproduce", "v1-table1", "scale=laptop", "out=repeated", "seeds=1", "--check"),
     ("plan", "layouts", "model=gpt2_tiny", "gpus=4", "hardware=rtx_4090", "tokens=1e9", "out=layouts.json"),
     ("plan", "memory", "model=gpt2_8b", "parallel=v1_8_3b", "hardware=dgx2h_v100_32g", "precision=fp16"),
     ("plan", "dry-run", "model=gpt2_tiny", "pp=2", "rank=1", "out=rank.json"),

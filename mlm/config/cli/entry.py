@@ -14,7 +14,7 @@ from mlm.config.cli.arguments import COMPLETION, HELP, VERSION, find_command, se
 from mlm.config.cli.commands import COMMANDS, Command, resolve
 from mlm.config.cli.help import main_help
 from mlm.util.errors import UserError
-from mlm.util.streams import writable_streams
+from mlm.util.system import writable_streams
 
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 KILLED = 128

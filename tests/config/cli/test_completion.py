@@ -22,7 +22,7 @@ EVALUATIONS = [command.words[1] for command in COMMANDS if command.words[0] == "
         (
             "mlm ",
             "ckpt data doctor eval export finetune generate import parity plan pretrain replay "
-            "report reproduce reshard verify-resume",
+            "report reshard verify-resume",
         ),
         ("mlm pre", "pretrain"),
         ("mlm pretrain", "pretrain"),

@@ -1,1 +1,0 @@
-"""Experiments of PTD-P (arXiv:2104.04473): pipelines, tensor and data parallelism together."""

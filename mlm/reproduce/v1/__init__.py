@@ -1,1 +1,0 @@
-"""Experiments of Megatron-LM, arXiv:1909.08053."""

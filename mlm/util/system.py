@@ -1,0 +1,146 @@
+"""This process and its host: memory and cores, the parent, and standard streams.
+
+Standard library only: a launched rank needs it before it imports torch.
+"""
+
+import ctypes
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+UTF_8 = ("utf-8", "utf8")
+
+
+def host_memory() -> int:
+    """Bytes of memory that this host's programs can have: the machine's, or less in a container."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _cgroup_bytes("memory.max")
+    return most if limit is None else min(most, limit)
+
+
+def available_memory() -> int:
+    """Bytes of memory that this host's programs can still have, or less in a container."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in MEMINFO.read_text().splitlines() if MEMINFO.exists() else ():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) << 10
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    """A number of this process's container; None without a container or a limit."""
+    try:
+        text = (CGROUP / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread of `parent` that started it ends, even by SIGKILL."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+class LastingStream:
+    """A text stream whose loss does not end the program: `| head` has left, `tee` is dead, the disk is full.
+
+    What cannot be written is dropped from then on, and a line on stderr says so.
+    """
+
+    stream: TextIO
+
+    def __init__(self, stream: TextIO, consequence: str) -> None:
+        # The newest of several names what is lost.
+        inner: TextIO = stream.stream if isinstance(stream, LastingStream) else stream
+        self.stream, self.consequence, self.is_lost = inner, consequence, False
+
+    def write(self, text: str) -> int:
+        """Write, or drop, and return the number of characters."""
+        if not self.is_lost:
+            try:
+                return self.stream.write(text)
+            except OSError as error:
+                self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what is not dropped."""
+        if not self.is_lost:
+            try:
+                self.stream.flush()
+            except OSError as error:
+                self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        self.is_lost = True
+        with suppress(OSError, ValueError):  # what is still buffered would fail at exit
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self.stream.fileno())
+            os.close(devnull)
+        self._announce(error)
+
+    def _announce(self, error: OSError) -> None:
+        with suppress(OSError):
+            os.write(2, f"mlm: standard output: {error.strerror}; {self.consequence}\n".encode())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class CommandOutput(LastingStream):
+    """Standard output whose loss ends no command. A reader that has left (`| head`) is no problem."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream, "what follows is not shown")
+        self.has_failed = False
+
+    def _lose(self, error: OSError) -> None:
+        self.has_failed = error.errno != errno.EPIPE
+        super()._lose(error)
+
+    def _announce(self, error: OSError) -> None:
+        if self.has_failed:
+            super()._announce(error)
+
+
+@contextmanager
+def writable_streams() -> Iterator[CommandOutput]:
+    """Standard streams that take every text while inside; yields standard output."""
+    before = sys.stdout, sys.stderr
+    # Python has None for a stream that was closed before it started (`>&-`); a low descriptor is reused.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    _take_every_text(sys.stdout)
+    _take_every_text(sys.stderr)
+    output = CommandOutput(sys.stdout)
+    sys.stdout = output
+    try:
+        yield output
+    finally:
+        output.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _take_every_text(stream: TextIO) -> None:
+    r"""Write characters that the encoding lacks as `\u2026` instead of raising an error."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    encoding, errors = getattr(stream, "encoding", None) or "", getattr(stream, "errors", None)
+    if reconfigure is None or not (errors == "strict" or errors == "surrogateescape"):
+        return
+    if errors == "strict" or encoding.lower() not in UTF_8:
+        reconfigure(errors="backslashreplace")
