@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mlm.config.build import build, to_dict
 from mlm.config.cli.commands import COMMANDS, resolve
-from mlm.config.cli.reporting import report
+from mlm.config.cli.entry import report
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig

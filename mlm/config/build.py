@@ -13,7 +13,6 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from mlm.config.elsewhere import corrected_blend
 from mlm.config.fields import Role, expanded, path_problem
 from mlm.config.suggest import nearest, unknown_key
 from mlm.config.tree import (
@@ -25,6 +24,7 @@ from mlm.config.tree import (
     describe_values,
     flatten,
     leaves,
+    nested,
     out_of_range,
     sections,
 )
@@ -43,7 +43,7 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     ConfigError with all problems.
     """
     spec: type = cls
-    flat = _with_homes(spec, flatten(composed) | _empty_values(spec, composed))
+    flat = _with_homes(spec, flatten(composed))
     problems, unusable = _problems_of_values(spec, flat)
     usable = {key: value for key, value in flat.items() if key in leaves(spec) and key not in unusable}
     try:
@@ -61,18 +61,6 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     return config
 
 
-def _empty_values(cls: type, composed: dict[str, Any]) -> dict[str, Any]:
-    """Keys to which `{}` was given, which would else be left to their defaults."""
-    found = {}
-    for key in leaves(cls):
-        value: Any = composed
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if isinstance(value, dict) and not value:
-            found[key] = value
-    return found
-
-
 def to_dict(config: Any) -> dict[str, Any]:
     """A run spec as nested dicts, lists, strings, numbers, booleans and None. Inverse of `from_dict`."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(config), allow_nan=False))
@@ -82,7 +70,9 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(cls: type[T], saved: dict[str, Any]) -> T:
     """The run spec that `to_dict` wrote. Raises ConfigError if it is of another kind or version."""
     try:
-        return _adapter(cls).validate_python(saved)
+        spec: type = cls
+        config: T = _adapter(spec).validate_python(saved)
+        return config
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg'].lower()}" for e in error.errors()]
         raise ConfigError([f"saved {cls.__name__}: {line}" for line in lines]) from None
@@ -131,8 +121,7 @@ def _problem_of_value(leaf: Leaf, value: Any) -> Problem | None:
         except ValidationError:
             pass
     if leaf.role is Role.BLEND and isinstance(value, list):
-        blend = corrected_blend([str(item) for item in value])
-        fix = f"weight and corpus are one entry: '{leaf.key}={blend}'" if blend else ""
+        fix = f"weight and corpus are one entry: '{leaf.key}=[0.3 wiki,0.7 web]'"
         return Problem((leaf.key,), f"{leaf.key}={show(value)} must be {describe_values(leaf)}", fix)
     if value is None and leaf.role is not None:
         return Problem.at(leaf.key, value, "names no path", "name one, or ./null if it is called so")
@@ -159,21 +148,10 @@ def _is_list_of_texts(leaf: Leaf) -> bool:
 
 def _nest(cls: type, flat: dict[str, Any]) -> dict[str, Any]:
     """Flat keys as the nested values of the dataclass, hoisted keys put back into their section."""
-    tree: dict[str, Any] = {name: {} for name in sections(cls)}
-    hoisted = leaves(sections(cls)[HOISTED]) if HOISTED in sections(cls) else {}
-    for key, value in flat.items():
-        place = tree
-        *path, name = [HOISTED, key] if key in hoisted else key.split(".")
-        for part in path:
-            place = place.setdefault(part, {})
-        place[name] = value
-    return tree
-
-
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return _cached_adapter(kind)
+    hoisted = {key: f"{HOISTED}.{key}" for key, leaf in leaves(cls).items() if leaf.is_hoisted}
+    return {name: {} for name in sections(cls)} | nested({hoisted.get(k, k): v for k, v in flat.items()})
 
 
 @cache
-def _cached_adapter(kind: Any) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)

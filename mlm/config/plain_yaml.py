@@ -41,11 +41,11 @@ def read_text(path: Path) -> str:
         # a FIFO would block, a link may lead to a file that is not the run's
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, "rb") as f:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{path}: is a special file; delete it")
-            if found.st_size > MAX_BYTES:
-                raise UserError(f"{path}: {found.st_size} bytes, {MAX_BYTES} is the limit; shorten it")
+            if status.st_size > MAX_BYTES:
+                raise UserError(f"{path}: {status.st_size} bytes, {MAX_BYTES} is the limit; shorten it")
             return f.read(MAX_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error.reason}); restore it from a copy") from error
@@ -61,12 +61,12 @@ def parse(text: str, path: Path) -> dict[str, Any]:
         check_events(text)
         node = yaml.compose(text, Loader=Loader)
         check_keys(node)
-        found = Loader("").construct_document(node) if node is not None else None
+        values = Loader("").construct_document(node) if node is not None else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())[:200]}; restore it from a copy") from error
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise UserError(f"{path}: holds no settings; restore it from a copy")
-    return found
+    return values
 
 
 def check_events(text: str) -> None:
@@ -92,13 +92,11 @@ def check_keys(node: Any) -> None:
         for child in node.value:
             check_keys(child)
     if isinstance(node, yaml.MappingNode):
-        keys = [key.value for key, _ in node.value]
-        if not all(isinstance(key, str) for key in keys):
-            raise ValueError("a key is no text")
-        if len(set(keys)) < len(keys):
-            raise ValueError("a key occurs twice")
         if not all(key.tag == "tag:yaml.org,2002:str" for key, _ in node.value):
             raise ValueError("a key is no text")
+        keys = [key.value for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            raise ValueError("a key occurs twice")
         for _, child in node.value:
             check_keys(child)
 

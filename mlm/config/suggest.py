@@ -1,13 +1,62 @@
-"""The nearest valid setting: of a misspelled word, of a number that does not divide."""
+"""The nearest valid setting: of a misspelled word, a foreign option, a number that does not divide."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from math import isqrt
+from pathlib import Path
 
-from mlm.config.elsewhere import Typed, elsewhere
+import yaml  # type: ignore[import-untyped]
+
 from mlm.config.tree import HOISTED, leaves, other_names, sections
 from mlm.util.errors import Problem
+
+FOREIGN_OPTIONS = Path(__file__).with_name("foreign_options.yaml")
+
+
+@dataclass(frozen=True)
+class ForeignOption:
+    """Options of another program, and what to write in their place: an entry of foreign_options.yaml."""
+
+    names: list[str]
+    answer: str
+    keys: tuple[str, ...] = ()
+    everywhere: bool = False
+
+    def answer_to(self, value: str) -> str:
+        """The answer for one value."""
+        return self.answer.replace("{value}", value)
+
+
+@cache
+def foreign_options() -> list[ForeignOption]:
+    """All entries, in the order of the pages that list them."""
+    entries = yaml.safe_load(FOREIGN_OPTIONS.read_text("utf-8"))
+    return [ForeignOption(**{**entry, "keys": tuple(entry.get("keys", ()))}) for entry in entries]
+
+
+def plain_name(name: str) -> str:
+    """A setting's name as the tables have it: `--Clip-Grad` as clip_grad."""
+    return name.lstrip("-+~").lower().replace("-", "_")
+
+
+@cache
+def foreign_option(cls: type, name: str) -> ForeignOption | None:
+    """The entry for a name that is no key of this type of run spec; None if there is none."""
+    known, last = leaves(cls), plain_name(name).rpartition(".")[2]
+    for option in foreign_options():
+        keys = option.keys or ("train.steps",)  # of the commands that train
+        if last in option.names and (option.everywhere or all(key in known for key in keys)):
+            return option
+    return None
+
+
+def keys_meant(cls: type, name: str) -> tuple[str, ...]:
+    """Keys of a run spec that another program's name stands for, the likeliest first."""
+    option = foreign_option(cls, name)
+    return option.keys if option else other_names(cls).get(plain_name(name).rpartition(".")[2], ())
 
 
 def nearest(
@@ -22,8 +71,8 @@ def nearest(
     last = word.rpartition(".")[2]
     same = [key for key in known if key.rpartition(".")[2] == last]
     meant = () if same else (also or {}).get(last.lower().replace("-", "_"), ())
-    if found := next((key for key in meant if key in known), None):
-        return found
+    if same_name := next((key for key in meant if key in known), None):
+        return same_name
     if len(same) == 1:
         return same[0]
     lowered = {key.lower(): key for key in reversed(known)}
@@ -38,21 +87,18 @@ def nearest(
 def nearest_key(cls: type, key: str) -> str | None:
     """The key of a run spec closest to an unknown one; `tp` for `parallel.tp`."""
     top = key.removeprefix(f"{HOISTED}.")
-    if found := elsewhere(cls, key):
-        return next(iter(found.keys), None)
+    if option := foreign_option(cls, key):
+        return next(iter(option.keys), None)
     return top if top in leaves(cls) else nearest(key, leaves(cls), other_names(cls))
 
 
-def unknown_key(cls: type, key: str, value: str = "…", typed: Typed | None = None) -> Problem:
-    """The problem of a key that this type of run spec does not have, and what stands in its place.
-
-    `value` was given to it, beside the other settings `typed`.
-    """
+def unknown_key(cls: type, key: str, value: str = "…") -> Problem:
+    """The problem of a key that this type of run spec does not have, and what stands in its place."""
     if key in sections(cls):
         first = next(iter(leaves(sections(cls)[key])))
         return Problem((key,), f"'{key}' is a section: set its keys, such as {key}.{first}=…")
-    if found := elsewhere(cls, key):
-        return Problem((key, *found.keys), f"unknown key '{key}'", found.of(value, typed or {}))
+    if option := foreign_option(cls, key):
+        return Problem((key, *option.keys), f"unknown key '{key}'", option.answer_to(value))
     if (top := key.split(".")[0]) in leaves(cls):
         return Problem((key,), f"unknown key '{key}': {top} has no keys below it")
     near = nearest_key(cls, key)
@@ -63,8 +109,8 @@ def unknown_key(cls: type, key: str, value: str = "…", typed: Typed | None = N
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """`; did you mean 'x'?`, or nothing when no candidate is near."""
-    found = nearest(word, candidates)
-    return f"; did you mean '{found}'?" if found else ""
+    near = nearest(word, candidates)
+    return f"; did you mean '{near}'?" if near else ""
 
 
 def divisors(number: int) -> list[int]:

@@ -90,22 +90,28 @@ def sections(cls: type) -> dict[str, type]:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """The run spec's defaults as Hydra composes them: nested, hoisted, MISSING_VALUE where required."""
+    """The run spec's defaults: nested, hoisted, MISSING_VALUE where required."""
+    values = {key: leaf.default for key, leaf in leaves(cls).items()}
+    return nested({key: list(v) if isinstance(v, tuple) else v for key, v in values.items()})
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"model.num_layers": 2} as {"model": {"num_layers": 2}}. Inverse of `flatten`."""
     tree: dict[str, Any] = {}
-    for leaf in leaves(cls).values():
-        place = tree
-        *path, name = leaf.key.split(".")
+    for key, value in flat.items():
+        section = tree
+        *path, name = key.split(".")
         for part in path:
-            place = place.setdefault(part, {})
-        place[name] = list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
+            section = section.setdefault(part, {})
+        section[name] = value
     return tree
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; settings named OPTIONS stay whole."""
+    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and settings named OPTIONS stay whole."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and name != OPTIONS:
+        if isinstance(value, dict) and value and name != OPTIONS:
             flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value

@@ -352,7 +352,7 @@ def composed_yaml(config: Any, command: str) -> str:
     """The configuration of a run of `command`, as `resume={out}` reads it back (mlm/config/cli/saved.py)."""
     values = to_dict(config)
     values.update(values.pop("parallel"))
-    return OmegaConf.to_yaml({"defaults": ["hydra_quiet", f"{command}_defaults", "_self_"], **values})
+    return OmegaConf.to_yaml({"command": command, **values})
 
 
 def resume_command(command: str, out: Path, config: Any) -> list[str]:

@@ -9,12 +9,10 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from mlm.config.cli.choices import effect_of
 from mlm.config.cli.command_help import composed_leaves
 from mlm.config.cli.commands import COMMANDS, Command
+from mlm.config.cli.groups import command_groups, effect_of, takes_task
 from mlm.config.cli.help import EXIT_CODES, FLAGS, SPELLINGS
-from mlm.config.cli.overrides import command_groups
-from mlm.config.cli.tasks import takes_task
 from mlm.config.fields import Role
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.tree import MISSING_VALUE, Leaf, choices, describe_values

@@ -21,7 +21,7 @@ LINES: tuple[tuple[str, ...], ...] = (
     ("pretrain", "experiment=shakespeare", "train.steps=2000", "out=runs/longer", "tp=1", "model=gpt2_tiny"),
     ("pretrain", "model=bert_336m", "data.path=corpus", "tp=2", "dp=64", "precision=bf16"),
     ("pretrain", f"resume={RUN}", "train.steps=3"),
-    ("pretrain", "--config-dir", "run", "--config-name", "config", "train.steps=2"),
+    ("pretrain", "--config-dir", "run", f"resume={RUN}", "train.steps=2"),
     ("eval", "loss", f"ckpt={RUN}", f"path={CORPUS}/validation", "dist.device=cpu"),
     ("eval", "lambada", f"ckpt={RUN}", "samples=l.jsonl", "data.path=text/all.jsonl", "limit=2"),
     ("eval", "wikitext103", f"ckpt={RUN}", "data.path=text/all.jsonl", "limit=2"),

@@ -21,7 +21,7 @@ from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.format import read_manifest
 from mlm.config.cli.arguments import find_command
 from mlm.config.cli.compose import load_config
-from mlm.config.cli.reporting import report
+from mlm.config.cli.entry import report
 from mlm.launch.start import run_job
 from mlm.training.config import PretrainConfig
 from mlm.training.pretrain import run as pretrain

@@ -3,14 +3,11 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from mlm.config.cli.choices import choice_rows
 from mlm.config.cli.commands import Command
 from mlm.config.cli.compose import compose_values
+from mlm.config.cli.groups import choice_rows, command_groups, takes_task, task_names
 from mlm.config.cli.help import EXIT_CODES, FLAGS, SPELLINGS, example_lines, table, tasks_block, wrap
-from mlm.config.cli.overrides import command_groups
-from mlm.config.cli.tasks import takes_task, task_names
-from mlm.config.elsewhere import elsewhere, keys_meant, plain
-from mlm.config.suggest import did_you_mean
+from mlm.config.suggest import did_you_mean, foreign_option, keys_meant, plain_name
 from mlm.config.tree import MISSING_VALUE, Leaf, describe_values, flatten, leaves
 from mlm.util.errors import UserError, show
 
@@ -52,9 +49,9 @@ def _topic(command: Command, topic: str, groups: dict[str, list[str]], config_di
     known = composed_leaves(command)
     rows = [leaf for leaf in known.values() if topic in (leaf.key, leaf.section)]
     if not rows and topic not in groups:
-        if found := elsewhere(command.spec, topic):
-            answer = found.of("…", {})
-            return "\n".join([f"{plain(topic)}: {answer}", *_tables(known[key] for key in found.keys)])
+        if option := foreign_option(command.spec, topic):
+            line = f"{plain_name(topic)}: {option.answer_to('…')}"
+            return "\n".join([line, *_tables(known[key] for key in option.keys)])
         if meant := keys_meant(command.spec, topic):
             return table([_full_row(known[key]) for key in meant])
         if (name := topic.replace("-", "_")) != topic:

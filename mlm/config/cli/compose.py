@@ -1,67 +1,144 @@
-"""Run specs by name, and their composition by Hydra without a command line: for tests and scripts."""
+"""Settings composed by Hydra's Compose API.
 
-from collections.abc import Iterator, Sequence
+The lowest layer is the defaults of the command's dataclass or, where a run is continued, its saved settings.
+Hydra composes what stands above it: the YAML of configs/ and --config-dir, and the typed overrides. Nothing
+is composed of a saved run, and nothing that YAML names is called.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from hydra import compose, initialize_config_dir
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from mlm.config.build import build
+from mlm.config.cli.arguments import quote
 from mlm.config.cli.commands import SPECS
-from mlm.config.paths import CONFIG_DIR
+from mlm.config.cli.groups import chosen_groups
+from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import did_you_mean
-from mlm.config.tree import defaults
+from mlm.config.tree import defaults, nested
 from mlm.util.errors import Problem
 
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError)
+"""Exceptions of Hydra where it cannot compose a config, or OmegaConf resolve it."""
 
-@cache  # once a process: it takes a quarter of the time of a composition
-def register_defaults() -> None:
-    """Make each dataclass's defaults known to Hydra as `{name}_defaults`, so YAML need not repeat them.
 
-    Also `${either:a,b}`, which is b where a is null.
+@dataclass
+class Composition:
+    """Composed settings with their interpolations."""
+
+    typed: DictConfig
+    """What the command line and the YAML that it chooses set; Hydra's own part is `hydra`."""
+    tree: DictConfig
+    """All settings."""
+
+    def resolved(self) -> dict[str, Any]:
+        """All settings as plain values. Raises OmegaConf's errors for a broken interpolation."""
+        HydraConfig.instance().set_config(self.typed)  # ${hydra:runtime.choices.model}
+        return _plain(self.tree, resolve=True)
+
+    def typed_values(self) -> dict[str, Any]:
+        """What the command line and its YAML set, interpolations as they are."""
+        values = _plain(self.typed, resolve=False)
+        return {key: value for key, value in values.items() if key != "hydra"}
+
+    def to_yaml(self, *, resolve: bool) -> str:
+        """All settings as YAML. Raises OmegaConf's errors for a broken interpolation."""
+        return OmegaConf.to_yaml(self.resolved() if resolve else self.tree)
+
+
+def compose(
+    config: str,
+    overrides: Sequence[str] = (),
+    *,
+    config_dir: str | None = None,
+    saved: Mapping[str, Any] | None = None,
+) -> Composition:
+    """Compose a primary config with overrides `key=value`, `group=choice`, and `~group` for no choice.
+
+    With `saved`, the flat settings of a run, no group is chosen but by overrides. Raises COMPOSE_ERRORS.
     """
+    lowest, name = [defaults(SPECS[config])], _primary(config)
+    if saved is not None:
+        lowest.append(nested(saved))
+        name = f"{config}_saved"
+        choices: list[Any] = ["_self_", *({group: None} for group in chosen_groups(config))]
+        ConfigStore.instance().store(name=name, node={"defaults": choices})
+    words = _hydra_words(config, overrides, config_dir)
+    with _initialized():
+        typed = hydra_compose(name, words, return_hydra_config=True)
+    above = OmegaConf.masked_copy(typed, [str(key) for key in typed if key != "hydra"])
+    tree = OmegaConf.merge(*lowest, above)
+    assert isinstance(tree, DictConfig)
+    return Composition(typed, tree)
+
+
+def composed_files(config: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:
+    """The YAML that is composed, in its order: `model/gpt2_124m`. Raises COMPOSE_ERRORS."""
+    words = _hydra_words(config, overrides, config_dir)
+    with _initialized():
+        loader = GlobalHydra.instance().config_loader()
+        found = loader.compute_defaults_list(_primary(config), words, RunMode.RUN)
+    paths = [each.config_path for each in found.defaults]
+    return [path for path in paths if path and path.partition("/")[0] != "hydra"]
+
+
+def _primary(config: str) -> str | None:
+    """The name of a command's YAML; None for a command without: its dataclass has all its defaults."""
+    return config if (CONFIG_DIR / f"{config}.yaml").is_file() else None
+
+
+def _initialized() -> initialize_config_dir:
+    _register_resolvers()
+    GlobalHydra.instance().clear()
+    return initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3")
+
+
+@cache
+def _register_resolvers() -> None:
+    """`${either:a,b}` is b where a is null."""
     OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
-    store = ConfigStore.instance()
-    for name, spec in SPECS.items():
-        # a plain tree: Hydra's structured configs reject Literal
-        store.store(name=f"{name}_defaults", node=defaults(spec), provider="mlm")
-    # Hydra copies its sources in each composition, and the store with them: half of the time
-    vars(store)["__deepcopy__"] = lambda memo: store
+
+
+def _hydra_words(config: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:
+    """Overrides in Hydra's grammar: what the primary config does not hold is added with + or ++."""
+    chosen, words = chosen_groups(config), list[str]()
+    own = groups(Path(config_dir)) if config_dir else {}
+    if config_dir is not None:
+        words.append(f"hydra.searchpath=[{quote(f'file://{Path(config_dir).absolute()}')}]")
+    for text in overrides:
+        group, _, value = text.partition("=")
+        is_choice = group.lstrip("~") in {*chosen, *own} and not value.startswith("{")
+        added = "+" if group in own and group not in chosen else ""
+        words.append(f"{added if is_choice else '++'}{text}")
+    return words
+
+
+def _plain(composed: Any, *, resolve: bool) -> dict[str, Any]:
+    values = OmegaConf.to_container(composed, resolve=resolve, throw_on_missing=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def compose_values(name: str, overrides: Sequence[str] = (), *, resolve: bool = True) -> dict[str, Any]:
     """The composed values of a primary config; `???` where a value is required.
 
-    `resolve=False` keeps interpolations: `out` is `runs/${name}`. Raises Hydra's and OmegaConf's errors,
-    which the command line rewords.
+    `resolve=False` keeps interpolations: `out` is `runs/${name}`. Raises COMPOSE_ERRORS.
     """
-    register_defaults()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
-        composed = compose(name, overrides=list(overrides), return_hydra_config=True)
-        before = HydraConfig.instance().cfg
-        HydraConfig.instance().set_config(composed)  # ${hydra:…} needs it
-        try:
-            values = OmegaConf.to_container(composed, resolve=False)
-            assert isinstance(values, dict)
-            plain = OmegaConf.create({key: value for key, value in values.items() if key != "hydra"})
-            return resolved(plain, resolve=resolve)
-        finally:
-            HydraConfig.instance().cfg = before
-
-
-def resolved(composed: Any, *, resolve: bool = True) -> dict[str, Any]:
-    """A composed config as plain values. Raises OmegaConf's errors for a broken interpolation."""
-    values = OmegaConf.to_container(composed, resolve=resolve, throw_on_missing=False)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    composition = compose(name, overrides)
+    return composition.resolved() if resolve else _plain(composition.tree, resolve=False)
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> Any:
@@ -72,7 +149,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Any:
     return build(SPECS[name], compose_values(name, overrides))
 
 
-def reword(error: Exception) -> Problem:
+def problem_of_composing(error: Exception) -> Problem:
     """Hydra's, OmegaConf's and YAML's errors in one line, of the key that they name."""
     if isinstance(error, yaml.YAMLError):
         return Problem((), f"cannot read YAML: {' '.join(str(error).split())}")
@@ -83,21 +160,14 @@ def reword(error: Exception) -> Problem:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     if isinstance(error, MissingConfigException) and error.options:
-        group, _, wanted = (error.missing_cfg_file or "").rpartition("/")
-        if group.startswith("hydra/"):
-            fix = f"choose {', '.join(error.options)}, or leave it out"
-            return Problem.at(group, wanted, "no such choice", fix)
+        wanted = (error.missing_cfg_file or "").rpartition("/")[2]
         return Problem((), f"{first}{did_you_mean(wanted, error.options)}")
-    key = getattr(error, "full_key", None)
-    cause = error.__cause__
-    if isinstance(error, HydraException) and isinstance(cause, OmegaConfBaseException):
-        first = f"{first.rstrip('.')}: {str(cause).splitlines()[0]}"
-    fix = ""
+    key, fix = getattr(error, "full_key", None), ""
+    if isinstance(error, HydraException) and isinstance(error.__cause__, OmegaConfBaseException):
+        first = f"{first.rstrip('.')}: {str(error.__cause__).splitlines()[0]}"
     if isinstance(error, InterpolationResolutionError):  # an unknown key, or an unset variable
-        first = next(
-            (str(each.args[0]) for each in _causes(error) if isinstance(each, KeyError) and each.args), first
-        )
-        fix = r"correct ${…}, or write \${…} for text"
+        unset = (str(each.args[0]) for each in _causes(error) if isinstance(each, KeyError) and each.args)
+        first, fix = next(unset, first), r"correct ${…}, or write \${…} for text"
     return Problem((key,), f"{key}: {first}", fix) if key else Problem((), first)
 
 

@@ -1,16 +1,25 @@
-"""`main`: from argv to an exit code."""
+"""`main`: from argv to an exit code, and a user's mistake to lines on stderr.
 
+Imports neither Hydra nor pydantic, which take a second: `mlm --help` does without them.
+"""
+
+import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 from mlm import __version__
 from mlm.config.cli.arguments import COMPLETION, HELP, VERSION, find_command, second_words
-from mlm.config.cli.commands import COMMANDS, resolve
+from mlm.config.cli.commands import COMMANDS, Command, resolve
 from mlm.config.cli.help import main_help
-from mlm.config.cli.reporting import FAILED, MISTAKE, OK, report
 from mlm.util.errors import UserError
 from mlm.util.system import writable_streams
+
+OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
+KILLED = 128
+"""Exit codes from here on are those of a run that a signal ended."""
+HEAD_START_S = 5.0  # a launcher ends all ranks when one ends: the one that reports must not be cut off
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     if words[:1] == ["help"]:
-        words = _helped(words[1:])
+        words = _help_words(words[1:])
     if not words or words[0] in HELP:
         return say(main_help())
     if words[0] in VERSION or words == ["version"]:
@@ -41,10 +50,10 @@ def _main(words: list[str]) -> int:
     except UserError as error:
         print("\n".join(error.lines()), file=sys.stderr)
         return MISTAKE
-    return report(command, lambda: int(resolve("mlm.config.cli.act:act")(command, rest)))
+    return report(command, lambda: int(resolve("mlm.config.cli.run:act")(command, rest)))
 
 
-def _helped(words: list[str]) -> list[str]:
+def _help_words(words: list[str]) -> list[str]:
     """`mlm help eval loss` as `mlm eval loss --help`; what follows the command may be a section or key."""
     command = next((c for c in COMMANDS if tuple(words[: len(c.words)]) == c.words), None)
     end = len(command.words) if command else len(words)
@@ -61,3 +70,33 @@ def version_line() -> str:
     """The answer to `mlm --version`."""
     version = import_module("importlib.metadata").version
     return f"mlm {__version__} (hydra {version('hydra-core')})"
+
+
+def report(command: Command | None, work: Callable[[], int]) -> int:
+    """The exit code of `work`, a user's mistake printed as one line per error and no traceback.
+
+    2 for a mistake the user can fix, 1 for a damaged file or a failed check, 130 when interrupted. Other
+    exceptions pass.
+    """
+    try:
+        return work()
+    except UserError as error:
+        name = "mlm" if command is None else f"mlm {command.name}"
+        if speaks_for_host(os.environ):
+            for line in error.lines():
+                print(f"{name}: {line}", file=sys.stderr)
+        else:
+            time.sleep(HEAD_START_S)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def speaks_for_host(environ: Mapping[str, str]) -> bool:
+    """True if this process reports mistakes: alone, or as the first rank that torchrun or srun started here.
+
+    All ranks of a host see the same settings and the same files, so they find the same mistakes.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return environ.get("LOCAL_RANK", "0") == "0"
+    return environ.get("SLURM_LOCALID", "0") == "0"

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable
 
 from mlm.config.cli.commands import COMMANDS
-from mlm.config.cli.tasks import takes_task, task_summaries
+from mlm.config.cli.groups import takes_task, task_summaries
 
 USAGE = "mlm COMMAND [TASK] [key=value …]"
 SPELLINGS = "key=value, --key=value and --key value mean the same. Values you type win over every group."
@@ -14,10 +14,8 @@ FLAGS = (
     ("--check, --check=N", "check the settings for the GPUs of the layout, or for N, and start nothing"),
     ("--cfg job", "print the composed config and stop; --resolve fills in its interpolations"),
     ("--multirun, -m", "run every combination of key=a,b,c, each job in its own folder"),
-    ("--config-dir DIR", "add a folder of your own YAML, laid out like configs/; Hydra trusts what is in it"),
-    ("--config-name NAME", "compose another primary config of DIR; one named config is read as plain data"),
+    ("--config-dir DIR", "add a folder of your own YAML, laid out like configs/; its choices are trusted"),
     ("--info config", "the config and where it was searched; --info defaults: the files, in their order"),
-    ("--hydra-help", "the rest of Hydra"),
 )
 EXIT_CODES = (
     ("0", "done, or saved on SIGUSR1, the signal before a time limit"),

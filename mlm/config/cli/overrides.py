@@ -1,50 +1,44 @@
-"""Overrides before Hydra sees them: all problems of spelling at once, and text taken literally."""
+"""Overrides before Hydra sees them: all mistakes at once, and text taken literally."""
 
-import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import (
-    ChoiceSweep,
-    Glob,
-    IntervalSweep,
-    Override,
-    QuotedString,
-    RangeSweep,
-)
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 from mlm.config.cli.arguments import quote
-from mlm.config.cli.choices import other_names as other_choices
 from mlm.config.cli.commands import Command
-from mlm.config.cli.tasks import GROUP as TASKS
-from mlm.config.cli.tasks import OWN
-from mlm.config.elsewhere import OWN_CONFIG, Typed, elsewhere, plain
-from mlm.config.fields import expand_home, length_problem
+from mlm.config.cli.groups import (
+    GLOBAL,
+    OWN_TASK,
+    TASK,
+    choice_file,
+    command_groups,
+    comment_of,
+    foreign_choices,
+)
+from mlm.config.fields import expand_home
 from mlm.config.imports import is_path
-from mlm.config.paths import CONFIG_DIR, groups
-from mlm.config.plain_yaml import problem_of
-from mlm.config.suggest import nearest, nearest_key, unknown_key
+from mlm.config.paths import CONFIG_DIR
+from mlm.config.plain_yaml import parse, problem_of, read_text
+from mlm.config.suggest import foreign_option, foreign_options, nearest, nearest_key, unknown_key
 from mlm.config.tree import MISSING_VALUE, describe_values, flatten, leaves, other_names, sections
 from mlm.training.config import PretrainConfig
-from mlm.util.errors import Problem, show, visible
+from mlm.util.errors import Problem, UserError, show, visible
 
 MOST_LISTED = 16  # choices that one line names
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
-OF_OWN_CODE = tuple(
-    f"{section}.options{end}" for section in ("model", "optimizer", "schedule") for end in "=."
-)
-"""Settings whose names only the user's own code knows: Hydra needs ++ to add them."""
-PATHS_OF_RUN = tuple(key for key, leaf in leaves(PretrainConfig).items() if leaf.shipped)
+OPTIONS_OF_OWN_CODE = ("model.options.", "optimizer.options.", "schedule.options.")
+"""Sections whose keys only the user's own code knows."""
+IMPORT_KEYS = tuple(key for key, leaf in leaves(PretrainConfig).items() if leaf.shipped)
 """Keys of a run that take import paths."""
-RUNS = ("ckpt", "incident")
+RUN_KEYS = ("ckpt", "incident")
 """Keys that name something of a run."""
 GROUP_SETS = {
     "parallel": {"tp", "cp", "pp", "vp", "dp", "sequence_parallel", "zero", "recompute", "train"},
@@ -56,153 +50,124 @@ GROUP_SETS = {
 
 
 @dataclass
-class Prepared:
+class Overrides:
     """Overrides that Hydra can compose, and the problems of the others."""
 
-    overrides: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
     """Keys and sections that the rejected overrides were meant for: the rest of the config does not have the
     values that the user asked for, so further problems of these keys are no news."""
-    paths_of_run: list[str] = field(default_factory=list)
+    import_paths: list[str] = field(default_factory=list)
     """Import paths of the run that the command reads: saved ones are followed only if typed."""
 
-    def swept(self, overrides: Iterable[str]) -> list[str]:
-        """Those of a job's overrides that the sweep varies, sorted: what its folder is named by."""
-        parser = OverridesParser.create()
-        keys = {o.key_or_group for o in parser.parse_overrides(self.overrides) if o.is_sweep_override()}
-        job = parser.parse_overrides(list(overrides))
-        return sorted(o.input_line or "" for o in job if o.key_or_group in keys and o.key_or_group != "out")
+    def reject(self, problem: Problem, meant: Iterable[str]) -> None:
+        """Add the problem of an override that was meant for some keys or sections."""
+        self.problems.append(problem)
+        self.doubtful.update(meant)
 
     def all_problems(self, further: Iterable[Problem]) -> list[Problem]:
         """The problems of spelling, and those of `further` that do not follow from them."""
         return [*self.problems, *(each for each in further if not each.concerns(self.doubtful))]
 
+    def jobs(self, options: dict[str, list[str]]) -> Iterator[tuple[list[str], list[str]]]:
+        """(overrides, those of them that vary, sorted) of every job of a sweep: the product of swept values.
 
-def command_groups(command: Command, config_dir: str | None = None) -> dict[str, list[str]]:
-    """The config groups of a command and their options, shipped and the user's own."""
-    primary = OmegaConf.load(CONFIG_DIR / f"{command.config}.yaml")
-    assert OmegaConf.is_dict(primary)
-    chosen = {str(name) for entry in primary.defaults if OmegaConf.is_dict(entry) for name in entry}
-    user = groups(Path(config_dir)) if config_dir else {}
-    shipped = groups(CONFIG_DIR)
-    return {
-        name: sorted({*shipped.get(name, []), *user.get(name, [])}) for name in sorted(chosen | user.keys())
-    }
+        `options` are the choices of each group, of which `glob(…)` takes some.
+        """
+        parsed = OverridesParser.create().parse_overrides(self.texts)
+        fixed = [each.input_line or "" for each in parsed if not each.is_sweep_override()]
+        swept = [each for each in parsed if each.is_sweep_override()]
+        for values in product(*(_swept_values(each, options) for each in swept)):
+            varied = [text for text in values if not text.startswith("out=")]
+            yield [*fixed, *values], sorted(varied)
+
+
+def _swept_values(override: Override, options: dict[str, list[str]]) -> list[str]:
+    """The overrides that a swept one stands for."""
+    key, value = override.key_or_group, override.value()
+    names = (
+        value.filter(options.get(key, [])) if isinstance(value, Glob) else override.sweep_string_iterator()
+    )
+    return [f"{key}={name}" for name in names]
 
 
 def prepare(
-    command: Command, typed: Sequence[str], *, config_dir: str | None, multirun: bool, own_path: bool = False
-) -> Prepared:
-    """Sort overrides into composable ones and problems.
-
-    `own_path` says that the user replaced the config search path: choices are then left to Hydra.
-    """
-    prepared = Prepared(_own_choices(command, typed))
-    typed, file_problems = with_files(command, typed)
-    prepared.problems += file_problems
-    prepared.doubtful |= {key for each in file_problems for key in each.keys}
-    typed = [f"++{text}" if text.startswith(OF_OWN_CODE) else text for text in typed]
-    multirun = multirun or any(text.startswith("hydra.mode=") for text in typed)
-    own_path = own_path or any("hydra.searchpath=" in text for text in typed)
+    command: Command, typed: Sequence[str], *, config_dir: str | None = None, multirun: bool = False
+) -> Overrides:
+    """Sort overrides into composable ones and problems."""
+    overrides = Overrides(_own_choices(command, typed))
     options = command_groups(command, config_dir)
-    parser = OverridesParser.create()
-    values = {plain(key): value for key, _, value in (text.partition("=") for text in typed)}
-    for text in typed:
-        if path := _path_of_run(command, text):
-            prepared.paths_of_run.append(path)
+    for text in _with_files(command, typed, overrides):
+        key, equals, value = text.partition("=")
+        text = f"{key.lstrip('+')}{equals}{value}"  # what is added is our business: + and ++ mean nothing
+        if path := _import_path_of_run(command, text):
+            overrides.import_paths.append(path)
             continue
-        problem = _spelling(command, text, options, values)
+        problem = _spelling(command, text, options)
         if problem is None:
             text = literal(command, text, multirun=multirun)
-            problem = _grammar(command, parser, text, multirun=multirun)
-        if problem is None and not own_path:
-            override = parser.parse_override(text)
-            problem = _choice(command, override, options, config_dir) or _keys_below(command, override)
+            problem = _value_problem(command, text, options, config_dir, multirun=multirun)
         if problem is None:
-            prepared.overrides.append(text)
+            overrides.texts.append(text)
         else:
-            prepared.problems.append(problem)
-            prepared.doubtful |= _meant(command, text, options)
-    return prepared
-
-
-def _path_of_run(command: Command, text: str) -> str | None:
-    """The import path of `data.kind=my_module:build`, for a command that reads runs and has no such key."""
-    key, _, value = text.partition("=")
-    known, path = leaves(command.spec), value.strip("'\"")
-    of_run = key in PATHS_OF_RUN and key not in known and any(name in known for name in RUNS)
-    return path if of_run and is_path(path) else None
-
-
-def with_files(command: Command, typed: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Overrides with each `group=FILE.yaml` of the command's file groups as the keys that the file sets."""
-    overrides, problems = list[str](), list[Problem]()
-    for text in typed:
-        group, _, value = text.partition("=")
-        path = Path(expand_home(value.strip("'\"")))
-        if text in command.own_files:
-            own = command.own_files[text]()
-            if isinstance(own, Problem):
-                problems.append(own)
-                continue
-            path = own
-        is_file = group in command.file_groups and path.suffix in (".yaml", ".yml")
-        is_shipped = is_file and path.name == str(path) and isfile(CONFIG_DIR / group / path)
-        if not is_file or is_shipped:
-            overrides.append(text)
-            continue
-        found = _keys_of_file(command, group, path)
-        if isinstance(found, Problem):
-            problems.append(found)
-        else:
-            overrides += [f"~{group}", *found]
-    return overrides, problems
-
-
-def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Problem:
-    """Overrides that set what a YAML holds for a group's section: all its required keys and no others."""
-    typed = f"{group}={path}"
-    try:
-        values = yaml.safe_load(path.read_text("utf-8"))
-    except OSError as error:
-        return Problem((group,), f"{typed}: {error.strerror}", f"name a file, or a choice of {group}")
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        return Problem((group,), f"{typed}: no YAML ({' '.join(str(error).split())})", "correct the file")
-    if not isinstance(values, dict):
-        return Problem((group,), f"{typed}: no YAML with keys", "correct the file")
-    flat = {f"{group}.{key}": value for key, value in flatten(values).items()}
-    known = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
-    missing = [key for key, leaf in known.items() if leaf.default == MISSING_VALUE and flat.get(key) is None]
-    for key in sorted(flat.keys() - known.keys()):
-        if below := [name for name in known if name.startswith(f"{key}.")]:
-            problem = f"{typed}: {key.removeprefix(f'{group}.')}={show(flat[key])} must hold keys"
-            return Problem((group,), problem, f"such as {below[0].rpartition('.')[2]}: …")
-    for key, value in flat.items():
-        if why := problem_of(value) or _not_printable(value):
-            return Problem((group,), f"{typed}: {key.removeprefix(f'{group}.')}: {why}")
-    unknown = [key for key in flat if key not in known]
-    if missing or unknown:
-        short = [key.removeprefix(f"{group}.") for key in (missing or unknown)]
-        has = "lacks" if missing else "has unknown keys:"
-        example = next((CONFIG_DIR / group).glob("*.yaml"))
-        fix = f"{'add' if missing else 'remove'} them, as in {example.relative_to(CONFIG_DIR.parent)}"
-        return Problem((group,), f"{typed}: {has} {', '.join(short)}", fix)
-    return [f"{key}={quote(v) if isinstance(v, str) else show(v)}" for key, v in flat.items()]
-
-
-def _not_printable(value: Any) -> str | None:
-    """The reason why a text cannot stand on a page: marks that turn or hide what follows."""
-    if not isinstance(value, str) or value.isprintable():
-        return None
-    return f"{visible(value)[:60]} holds characters that cannot be seen; write it without"
+            overrides.reject(problem, _meant(command, text, options))
+    return overrides
 
 
 def _own_choices(command: Command, typed: Sequence[str]) -> list[str]:
     """Choices of the command itself where an experiment would choose for it, unless typed."""
-    keys = {text.partition("=")[0].lstrip("+~") for text in typed}
+    keys = {text.partition("=")[0].lstrip("+") for text in typed}
     choices = command.own_choices if "experiment" in keys else ()
     return [choice for choice in choices if choice.partition("=")[0] not in keys]
+
+
+def _import_path_of_run(command: Command, text: str) -> str | None:
+    """The import path of `data.kind=my_module:build`, for a command that reads runs and has no such key."""
+    key, _, value = text.partition("=")
+    known, path = leaves(command.spec), value.strip("'\"")
+    of_run = key in IMPORT_KEYS and key not in known and any(name in known for name in RUN_KEYS)
+    return path if of_run and is_path(path) else None
+
+
+def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Problem | None:
+    """The problem of a key that the command does not have, or of a word without one."""
+    key, equals, value = text.partition("=")
+    spec = command.spec
+    known, foreign = [*leaves(spec), *options], other_names(spec)
+    if not equals and text.endswith((".py", ".yaml", ".yml")):
+        answer = next(each.answer for each in foreign_options() if "config" in each.names)
+        return Problem((key,), f"cannot read '{text}': no file of settings is read", answer)
+    if not equals:
+        near = nearest(text.lstrip("~"), known, foreign)
+        hint = f"did you mean {near}=…?" if near else ""
+        return Problem((key,), f"cannot read '{text}': expected key=value", hint)
+    if "@" in key or key.startswith("~"):
+        name = key.lstrip("~").partition("@")[0]
+        fix = f"use {name}={value or '…'}" if name in known else "--help lists the keys"
+        return Problem((name,), f"{text}: a setting is typed as key=value or group=choice alone", fix)
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        fix = "leave it out; sweeps are -m, own YAML is --config-dir"
+        return Problem((key,), f"{text}: mlm composes with Hydra and runs without it", fix)
+    if key in known or key in sections(spec) or key.startswith(OPTIONS_OF_OWN_CODE):
+        return None
+    if foreign_option(spec, key):
+        return unknown_key(spec, key, value)
+    group = nearest(key, options) if "." not in key else None
+    if group and nearest(key, known, foreign) == group:
+        return Problem((key,), f"unknown key '{key}'", f"did you mean '{group}'?")
+    return unknown_key(spec, key)
+
+
+def _meant(command: Command, text: str, options: dict[str, list[str]]) -> set[str]:
+    """Keys and sections that a rejected override was meant to set."""
+    name = text.partition("=")[0]
+    if option := foreign_option(command.spec, name):
+        return {name, *option.keys}
+    if name not in options and name not in leaves(command.spec):
+        group = nearest(name, options) if "." not in name else None
+        name = group or nearest_key(command.spec, name) or name
+    return GROUP_SETS.get(name) or {name}
 
 
 def literal(command: Command, text: str, *, multirun: bool) -> str:
@@ -211,140 +176,138 @@ def literal(command: Command, text: str, *, multirun: bool) -> str:
     Hydra's own syntax stays: quoted text, null (of a text that is no path and cannot be null, a word),
     interpolations, and sweeps under --multirun.
     """
-    key, equals, value = text.partition("=")
+    key, _, value = text.partition("=")
     leaf = leaves(command.spec).get(key)
-    if not equals or leaf is None or leaf.type not in (str, str | None):
+    if leaf is None or leaf.type not in (str, str | None):
         return text
     null = value == "null" and (leaf.type is not str or leaf.role is not None)
-    if QUOTED.fullmatch(value) or null or "${" in value or (multirun and _parses(text)):
+    if QUOTED.fullmatch(value) or null or "${" in value or (multirun and _parsed(text) is not None):
         return text
     return f"{key}={quote(value)}"
 
 
-def _spelling(command: Command, text: str, options: dict[str, list[str]], typed: Typed) -> Problem | None:
-    key, equals, value = text.partition("=")
-    name = key.lstrip("+~")
-    known, theirs = [*leaves(command.spec), *options], other_names(command.spec)
-    if key.startswith("+++"):
-        problem = f"cannot read '{text}': + adds a key, ++ adds or replaces one"
-        return Problem((name,), problem, f"use ++{name}=…")
-    if not equals and text.endswith((".py", ".yaml", ".yml")):
-        return Problem((name,), f"cannot read '{text}': no file of settings is read", OWN_CONFIG)
-    if not equals and not text.startswith("~"):
-        near = nearest(text, known, theirs)
-        hint = f"did you mean {near}=…?" if near else ""
-        return Problem((name,), f"cannot read '{text}': expected key=value", hint)
-    if text.startswith("hydra="):
-        return Problem((name,), f"{text}: hydra is a section", "set its keys, such as hydra.sweep.dir=…")
-    left_to_hydra = key[:1] in ("+", "~") or "@" in key or name.split(".")[0].split("/")[0] == "hydra"
-    if left_to_hydra or name in leaves(command.spec) or name in options or name in sections(command.spec):
-        return None
-    if elsewhere(command.spec, name):
-        return unknown_key(command.spec, name, value, typed)
-    group = nearest(name, options) if "." not in name else None
-    if group and nearest(name, known, theirs) == group:
-        return Problem((name,), f"unknown key '{name}'", f"did you mean '{group}'?")
-    return unknown_key(command.spec, name)
-
-
-def _meant(command: Command, text: str, options: dict[str, list[str]]) -> set[str]:
-    """Keys and sections that a rejected override was meant to set."""
-    name = text.partition("=")[0].lstrip("+~")
-    if found := elsewhere(command.spec, name):
-        return {name, *found.keys}
-    if name not in options and name not in leaves(command.spec):
-        group = nearest(name, options) if "." not in name else None
-        name = group or nearest_key(command.spec, name) or name
-    return GROUP_SETS.get(name) or {name}
-
-
-def _grammar(command: Command, parser: OverridesParser, text: str, *, multirun: bool) -> Problem | None:
-    key = text.partition("=")[0]
-    try:
-        override = parser.parse_override(text)
-    except (HydraException, ValueError, RecursionError):  # ValueError: a number of more than 4,300 digits
+def _value_problem(
+    command: Command, text: str, options: dict[str, list[str]], config_dir: str | None, *, multirun: bool
+) -> Problem | None:
+    """The problem of a value that Hydra cannot parse, of a sweep, of a choice, of the keys in a section."""
+    key, override = text.partition("=")[0], _parsed(text)
+    if override is None:
         leaf = leaves(command.spec).get(key)
         if leaf is None or leaf.type in (str, str | None):
             return Problem((key,), f"cannot read '{text}'", f"quote the value: \"{key}='…'\"")
         example = "" if leaf.default in (None, MISSING_VALUE) else f", such as '{key}={show(leaf.default)}'"
-        problem = f"cannot read '{text}': {key} must be {describe_values(leaf)}{example}"
-        return Problem((key,), problem)
+        return Problem((key,), f"cannot read '{text}': {key} must be {describe_values(leaf)}{example}")
     if override.is_sweep_override() and not multirun:
         return Problem((key,), f"{text} is a sweep: add --multirun, or quote the value")
-    return None
-
-
-def _choice(
-    command: Command, override: Override, options: dict[str, list[str]], config_dir: str | None
-) -> Problem | None:
-    group = override.key_or_group
-    if group.startswith("hydra/"):
-        return _hydra_choice(override)
-    if group not in options:
-        return None
-    for choice in _chosen(override, is_section=group in sections(command.spec)):
-        roots = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
-        name = choice.removesuffix(".yaml") if isinstance(choice, str) else None
-        if name is None or not any(os.path.isfile(root / group / f"{name}.yaml") for root in roots):
-            typed = choice if isinstance(choice, str) else show(choice)
-            theirs = other_choices(group, options[group], config_dir)
-            near = theirs.get(typed.lower().replace("-", "_")) or nearest(typed, options[group])
-            hint = f"did you mean {near}? (list: mlm {command.name} --help)"
-            if near is None:
-                own = f"; {OWN}" if group == TASKS else ""
-                hint = _listed(command, options[group]) + own
-            group = f"~{group}" if override.is_delete() else group
-            return Problem((override.key_or_group,), f"{group}={typed}: no such choice", hint)
-    return None
-
-
-def _hydra_choice(override: Override) -> Problem | None:
-    """The problem of a choice among Hydra's own groups that is no name; Hydra knows the names."""
-    group = override.key_or_group
-    for choice in _chosen(override, is_section=False):
-        if not isinstance(choice, str):
-            return Problem.at(group, choice, "no such choice", "name one of Hydra's, or leave it out")
-        if problem := length_problem(group, f"{choice}.yaml"):
-            return problem
-    return None
-
-
-def _listed(command: Command, choices: list[str]) -> str:
-    """All choices where a line holds them, or where they stand."""
-    if len(choices) > MOST_LISTED:
-        return f"list: mlm {command.name} --help"
-    return f"choose {', '.join(choices[:-1])} or {choices[-1]}" if choices[1:] else f"choose {choices[0]}"
-
-
-def _chosen(override: Override, *, is_section: bool) -> list[Any]:
-    """The choices that an override of a group makes. Values of the section that it fills are none."""
     value = override.value()
-    if isinstance(value, Glob) or (is_section and isinstance(value, dict)):
-        return []
-    if override.is_delete() and value in (None, ""):
-        return []
-    if isinstance(value, RangeSweep | IntervalSweep):
-        return [(override.input_line or "").partition("=")[2]]
-    each = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
-    return [_unquoted(choice) for choice in each]
-
-
-def _unquoted(choice: Any) -> Any:
-    return choice.text if isinstance(choice, QuotedString) else choice
-
-
-def _keys_below(command: Command, override: Override) -> Problem | None:
-    """The first key that a section does not have, of a value that sets several: `optimizer={lr: 0.1}`."""
-    name, value = override.key_or_group, override.value()
-    if name not in sections(command.spec) or not isinstance(value, dict):
+    if override.is_sweep_override() and not (override.is_discrete_sweep() or isinstance(value, Glob)):
+        return Problem((key,), f"{text}: an interval is no list of values", f"use {key}=a,b,c")
+    if key in sections(command.spec) and isinstance(value, dict):
+        keys = [f"{key}.{_unquoted(name)}" for name in value]
+        return next(
+            (unknown_key(command.spec, each) for each in keys if each not in leaves(command.spec)), None
+        )
+    if key not in options or isinstance(value, Glob):
         return None
-    keys = [f"{name}.{_unquoted(key)}" for key in value]
-    return next((unknown_key(command.spec, key) for key in keys if key not in leaves(command.spec)), None)
+    if isinstance(value, ChoiceSweep):
+        value = value.list
+    elif override.is_sweep_override():  # range(1,3)
+        value = [text.partition("=")[2]]
+    choices = map(_unquoted, value if isinstance(value, list) else [value])
+    problems = (_choice_problem(command, key, choice, options[key], config_dir) for choice in choices)
+    return next(filter(None, problems), None)
 
 
-def _parses(text: str) -> bool:
+def _choice_problem(
+    command: Command, group: str, choice: Any, options: list[str], config_dir: str | None
+) -> Problem | None:
+    """The problem of a choice of a group that has no YAML, or one that would set nothing."""
+    file = choice_file(group, choice.removesuffix(".yaml"), config_dir) if isinstance(choice, str) else None
+    if file is not None:
+        if group == "experiment" and GLOBAL not in comment_of(file):
+            return Problem(
+                (group,),
+                f"{group}={choice}: {file}: its keys are not those of the whole config",
+                f"let its first line be `# {GLOBAL}`",
+            )
+        return None
+    typed = choice if isinstance(choice, str) else show(choice)
+    foreign = foreign_choices(group, options, config_dir)
+    near = foreign.get(typed.lower().replace("-", "_")) or nearest(typed, options)
+    if near:
+        hint = f"did you mean {near}? (list: mlm {command.name} --help)"
+    elif len(options) > MOST_LISTED:
+        hint = f"list: mlm {command.name} --help"
+    else:
+        hint = "choose " + " or ".join(filter(None, (", ".join(options[:-1]), options[-1])))
+    own = f"; {OWN_TASK}" if group == TASK and near is None else ""
+    return Problem((group,), f"{group}={typed}: no such choice", hint + own)
+
+
+def _unquoted(value: Any) -> Any:
+    return value.text if isinstance(value, QuotedString) else value
+
+
+def _parsed(text: str) -> Override | None:
+    """An override by Hydra's parser; None if it cannot be read."""
     try:
-        OverridesParser.create().parse_override(text)
-    except (HydraException, ValueError, RecursionError):
-        return False
-    return True
+        return OverridesParser.create().parse_override(text)
+    except (HydraException, ValueError, RecursionError):  # ValueError: a number of more than 4,300 digits
+        return None
+
+
+def _with_files(command: Command, typed: Sequence[str], overrides: Overrides) -> list[str]:
+    """Overrides with each `group=FILE.yaml` of the command's file groups as the keys that the file sets."""
+    texts = list[str]()
+    for text in typed:
+        file = _typed_file(command, text)
+        if file is None:
+            texts.append(text)
+            continue
+        group = text.partition("=")[0]
+        keys = file if isinstance(file, Problem) else _keys_of_file(command, group, file)
+        if isinstance(keys, Problem):
+            overrides.reject(keys, keys.keys)
+        else:
+            overrides.texts.append(f"~{group}")
+            texts += keys
+    return texts
+
+
+def _typed_file(command: Command, text: str) -> Path | Problem | None:
+    """The file that an override names in place of a shipped choice; None if it names none."""
+    if text in command.own_files:
+        return command.own_files[text]()
+    group, _, value = text.partition("=")
+    path = Path(expand_home(value.strip("'\"")))
+    is_shipped = path.name == str(path) and isfile(CONFIG_DIR / group / path)
+    is_file = group in command.file_groups and path.suffix in (".yaml", ".yml")
+    return path if is_file and not is_shipped else None
+
+
+def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Problem:
+    """Overrides that set what a YAML holds for a group's section: all its required keys and no others."""
+    typed = f"{group}={path}"
+    try:
+        flat = {f"{group}.{key}": value for key, value in flatten(parse(read_text(path), path)).items()}
+    except UserError as error:
+        return Problem((group,), f"{typed}: {error}")
+    known = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
+    for key, value in flat.items():
+        if why := problem_of(value) or _unprintable(value):
+            return Problem((group,), f"{typed}: {key.removeprefix(f'{group}.')}: {why}")
+    missing = [key for key, leaf in known.items() if leaf.default == MISSING_VALUE and flat.get(key) is None]
+    if wrong := missing or [key for key in flat if key not in known]:
+        short = ", ".join(key.removeprefix(f"{group}.") for key in wrong)
+        example = next((CONFIG_DIR / group).glob("*.yaml")).relative_to(CONFIG_DIR.parent)
+        has, fix = ("lacks", "add") if missing else ("has unknown keys:", "remove")
+        return Problem((group,), f"{typed}: {has} {short}", f"{fix} them, as in {example}")
+    return [f"{key}={quote(v) if isinstance(v, str) else show(v)}" for key, v in flat.items()]
+
+
+def _unprintable(value: Any) -> str | None:
+    """The reason why a text cannot stand on a page: marks that turn or hide what follows."""
+    is_plain = not isinstance(value, str) or value.isprintable()
+    return (
+        None if is_plain else f"{visible(value)[:60]} holds characters that cannot be seen; write it without"
+    )

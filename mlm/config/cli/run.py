@@ -1,133 +1,248 @@
-"""From a composed config to a running command: build, check, preflight, launch, exit code."""
+"""A command line whose command is known: its help, its composed config, a check, or its jobs.
+
+One job, or with --multirun one for each combination of values: compose, build, check, preflight, launch.
+"""
 
 import os
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
 
 from mlm.config.build import build
+from mlm.config.cli.arguments import Arguments, check_task, parse
+from mlm.config.cli.command_help import command_help
 from mlm.config.cli.commands import COMMANDS, Command, resolve
-from mlm.config.cli.compose import resolved, reword
-from mlm.config.cli.dry import Dry, verdict
-from mlm.config.cli.overrides import Prepared, command_groups
-from mlm.config.cli.reporting import OK, speaks_for_host
-from mlm.config.cli.saved import Saved
+from mlm.config.cli.completion import complete
+from mlm.config.cli.compose import (
+    COMPOSE_ERRORS,
+    Composition,
+    compose,
+    composed_files,
+    problem_of_composing,
+)
+from mlm.config.cli.entry import FAILED, KILLED, OK, report, say, speaks_for_host, version_line
+from mlm.config.cli.groups import command_groups
+from mlm.config.cli.overrides import Overrides, prepare
+from mlm.config.cli.saved import SavedValues, take_saved, take_saved_task
 from mlm.config.imports import is_path, trusting
 from mlm.config.path_errors import path_problems, streams_for
+from mlm.config.paths import CONFIG_DIR
+from mlm.config.suggest import divisors
 from mlm.config.tree import MISSING_VALUE, flatten, leaves, sections
-from mlm.launch.typed import note_job
-from mlm.util.errors import ConfigError, Problem, TooManyRanks, UserError
+from mlm.launch.environment import read_place
+from mlm.launch.typed import note_job, origin
+from mlm.parallel.layout_checks import RANKS_PER_NODE
+from mlm.util.errors import Absent, ConfigError, Problem, TooManyRanks, UserError
 from mlm.util.ownership import STDOUT
 
 LAUNCH = "mlm.launch.start"
+SWEEP_TABLE = "mlm.tracking.sweep"
+SWEEPS = "runs/sweeps"
+"""Folder for the jobs of sweeps whose `out` is not set."""
 FILES = (".html", ".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
 LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems reject names above 255 bytes
 
 
 @dataclass(frozen=True)
+class Check:
+    """Extent of a check: no process is started, no file is read or written."""
+
+    gpus: int | None = None
+    """GPUs to assume; None takes as many as the layout needs."""
+    reports_absent: bool = True
+    """False leaves out what is not there: devices, files, values that are still to be given."""
+
+    def problems(self, command: Command, config: Any) -> Sequence[str]:
+        """Problems of a command that runs on ranks, on GPUs that are assumed to be there."""
+        assert command.check is not None
+        if self.gpus is not None:
+            return command.check(config, world_size=self.gpus, local_devices=RANKS_PER_NODE)
+        one = replace(config, parallel=replace(config.parallel, dp=config.parallel.dp or 1))
+        gpus = None if config.dist.device == "cpu" else max(_ranks(config), RANKS_PER_NODE)
+        return command.check(one, world_size=None, local_devices=gpus)
+
+    def reported(self, problems: Iterable[Problem]) -> list[Problem]:
+        """The problems that this check reports."""
+        return [each for each in problems if self.reports_absent or not isinstance(each, Absent)]
+
+
+@dataclass
 class Job:
     """One execution of a command: the only one, or one job of a sweep."""
 
     command: Command
-    typed: Prepared
-    """The overrides, with the problems found before composing."""
-    sweep: Any = None
-    """Hydra's own config in a job of a sweep, None outside one."""
-    saved: Saved | None = None
+    arguments: Arguments
+    overrides: Overrides
+    saved: SavedValues | None
     """The settings of the run that is continued, None for a new one."""
-    dry: Dry | None = None
-    """Extent of the check, for one that is to start nothing."""
-    outs: list[str] = field(default_factory=list)
+    texts: list[str]
+    """Overrides to compose."""
+    number: int = 0
+    varied: list[str] | None = None
+    """The overrides that the sweep varies; None outside a sweep."""
+    placed_out: str | None = field(default=None, init=False)
     """The output of a job of a sweep, once it is placed."""
 
     @property
-    def varied(self) -> list[str]:
-        """The overrides of this job that the sweep varies."""
-        return self.typed.swept(self.sweep.overrides.task)
+    def check(self) -> Check | None:
+        """The check to make in place of the run, if one was typed."""
+        if self.arguments.cfg or self.arguments.resolve:
+            return Check(reports_absent=False)
+        return Check(self.arguments.gpus) if self.arguments.check else None
 
-    def values(self, composed: DictConfig) -> dict[str, Any]:
-        """All values of the command. Raises ConfigError for a broken interpolation."""
-        try:
-            return resolved(composed) if self.saved is None else self.saved.overlaid(composed)
-        except OmegaConfBaseException as error:
-            raise ConfigError(self.typed.all_problems([reword(error)])) from None
 
-    def typed_imports(self, composed: DictConfig) -> list[Any]:
-        """Values, of the command line and the YAML it chooses alone, that may be import paths."""
-        typed = flatten(resolved(composed, resolve=False))
-        return [typed.get(key) for key, leaf in leaves(self.command.spec).items() if leaf.shipped is not None]
+def act(command: Command, words: list[str]) -> int:
+    """Obey the words that follow a command. Returns the exit code; raises UserError."""
+    arguments = parse(command, words)
+    if arguments.help:
+        return say(command_help(command, arguments.config_dir, arguments.overrides))
+    if arguments.version:
+        return say(version_line())
+    if arguments.completion:
+        return complete(arguments.overrides)
+    if arguments.config_dir is not None and not os.path.isdir(arguments.config_dir):
+        folder = arguments.config_dir
+        raise UserError(
+            Problem.at("--config-dir", folder, "no such folder", "name one laid out like configs/")
+        )
+    saved = take_saved(command, arguments) or take_saved_task(command, arguments)
+    if saved is None:
+        check_task(command, arguments)
+    overrides = prepare(
+        command, arguments.overrides, config_dir=arguments.config_dir, multirun=arguments.multirun
+    )
+    shows = arguments.cfg or arguments.resolve or arguments.info
+    if overrides.problems and (shows or arguments.multirun):
+        raise ConfigError(overrides.problems)
+    if not arguments.multirun:
+        return run(Job(command, arguments, overrides, saved, overrides.texts))
+    options = command_groups(command, arguments.config_dir)
+    return sweep(
+        [
+            Job(command, arguments, overrides, None, texts, number, varied)
+            for number, (texts, varied) in enumerate(overrides.jobs(options))
+        ]
+    )
 
-    def place(self, values: dict[str, Any]) -> None:
-        """Give a job of a sweep its own output, below `out` or the sweep's folder."""
-        if self.sweep is None or "out" not in values:
-            return
-        out = values["out"]
-        if out is None:
-            out = f"{self.sweep.sweep.dir}/{self.command.config}.json"
-        if not isinstance(out, str) or out in ("", STDOUT, MISSING_VALUE):
-            return
-        varied = ",".join(self.varied)
-        place, folder = Path(out), folder_name(varied)
-        values["out"] = str(place.parent / folder / place.name if place.suffix in FILES else place / folder)
-        print(f"mlm {self.command.name}: job {self.sweep.job.num}: out={values['out']}", file=sys.stderr)
-        note_job(varied)
-        self.outs.append(values["out"])
+
+def sweep(jobs: Sequence[Job]) -> int:
+    """Run jobs one after another until one is stopped; return the first exit code that is not 0.
+
+    Those of training runs are reported as a table; jobs of other commands have their own results.
+    """
+    command, has_table = jobs[0].command, jobs[0].command.out_is_run_folder and jobs[0].check is None
+    is_rank = read_place(os.environ) is not None
+    rows, codes = list[dict[str, Any]](), list[int]()
+    is_stopped = False
+    try:
+        for job in jobs:
+            code: int | None = None
+            if not is_stopped:
+                codes.append(FAILED)  # unless it returns
+                code = codes[-1] = report(command, lambda job=job: run(job))  # type: ignore[misc]
+                is_stopped = code >= KILLED
+            if has_table:
+                settings = resolve(f"{SWEEP_TABLE}:settings_of")(job.varied)
+                rows.append(resolve(f"{SWEEP_TABLE}:run_of")(settings, job.placed_out, code))
+                # the ranks of a launcher might disagree on what files say
+                is_stopped |= not is_rank and rows[-1]["state"] in ("stopped", "interrupted")
+    finally:
+        if rows and speaks_for_host(os.environ):
+            resolve(f"{SWEEP_TABLE}:report_sweep")(rows, origin().get("command", []))
+    return next((code for code in codes if code), OK)
+
+
+def run(job: Job) -> int:
+    """Compose and build the run spec, report every problem, and run the command. Returns its exit code.
+
+    Raises ConfigError with the problems of the typed overrides and those of the composed values.
+    """
+    arguments = job.arguments
+    try:
+        if arguments.info:
+            return _show_info(job)
+        composition = compose(job.command.config, job.texts, config_dir=arguments.config_dir, saved=job.saved)
+        _take_model(job, composition)
+        if arguments.cfg or arguments.resolve:
+            print(composition.to_yaml(resolve=arguments.resolve), end="", flush=True)  # above its problems
+        values = composition.resolved()
+    except COMPOSE_ERRORS as error:
+        if isinstance(error, UserError):
+            raise
+        raise ConfigError(job.overrides.all_problems([problem_of_composing(error)])) from None
+    _place(job, values)
+    typed = flatten(composition.typed_values())
+    imports = [typed.get(key) for key, leaf in leaves(job.command.spec).items() if leaf.shipped is not None]
+    with trusting(imports, job.overrides.import_paths):
+        if job.check is not None:
+            return _check(job, job.check, values)
+        config = _build(job, values)
+        with streams_for(config):
+            return _execute(job.command, config)
+
+
+def _show_info(job: Job) -> int:
+    """Print where YAML is searched and which files are composed, then the config if that is asked for."""
+    config, folder = job.command.config, job.arguments.config_dir
+    files = [] if job.saved is not None else composed_files(config, job.texts, folder)
+    print("\n".join(["searched:", *(f"  {path}" for path in (CONFIG_DIR, folder) if path)]))
+    print("\n".join(["composed, in this order:", *(f"  {file}" for file in files)]))
+    if job.arguments.info == "config":
+        composition = compose(config, job.texts, config_dir=folder, saved=job.saved)
+        print(f"config:\n{composition.to_yaml(resolve=False)}", end="")
+    return OK
+
+
+def _take_model(job: Job, composition: Composition) -> None:
+    """Replace the default model by that of `ckpt`, where the command may and the user chose none."""
+    command, keys = job.command, {text.partition("=")[0] for text in job.texts}
+    is_chosen = any(key.split(".")[0] in ("model", "experiment") for key in keys) or job.overrides.problems
+    if command.model_of_ckpt is None or job.saved is not None or is_chosen or "ckpt" not in keys:
+        return
+    ckpt = composition.tree.ckpt
+    if model := resolve(command.model_of_ckpt)(ckpt):
+        composition.tree.model = OmegaConf.create(model)
+        if speaks_for_host(os.environ):
+            shape = f"{model['num_layers']} layers, hidden size {model['hidden_size']}"
+            line = f"model of ckpt={ckpt}: {model['kind']}, {shape}, {model['num_heads']} heads"
+            print(f"mlm {command.name}: {line}", file=sys.stderr)
+
+
+def _place(job: Job, values: dict[str, Any]) -> None:
+    """Give a job of a sweep its own output, below `out` or the folder of sweeps."""
+    if job.varied is None or "out" not in values:
+        return
+    out = values["out"]
+    if out is None:
+        out = f"{SWEEPS}/{time.strftime('%Y-%m-%d_%H-%M-%S')}/{job.command.config}.json"
+    if not isinstance(out, str) or out in ("", STDOUT, MISSING_VALUE):
+        return
+    varied = ",".join(job.varied)
+    path, folder = Path(out), folder_name(varied)
+    values["out"] = str(path.parent / folder / path.name if path.suffix in FILES else path / folder)
+    print(f"mlm {job.command.name}: job {job.number}: out={values['out']}", file=sys.stderr)
+    note_job(varied)
+    job.placed_out = values["out"]
 
 
 def folder_name(overrides: str) -> str:
     """A folder for the overrides of a job; a digest keeps two jobs apart where the name had to change."""
-    plain = overrides.replace("/", "_")[:LONGEST_FOLDER]
-    return plain if plain == overrides else f"{plain}-{xxhash.xxh3_64(overrides.encode()).hexdigest()[:8]}"
-
-
-def run(job: Job, composed: DictConfig) -> int:
-    """Build the run spec, report every problem, and run the command. Returns its exit code.
-
-    Raises ConfigError with the problems of the typed overrides and those of the composed values.
-    """
-    command = job.command
-    if job.dry is not None and job.dry.shows:
-        show(job, composed, resolve=job.dry.shows == "resolved")
-    _take_model(job, composed)
-    values = job.values(composed)
-    job.place(values)
-    with trusting(job.typed_imports(composed), job.typed.paths_of_run):
-        if job.dry is not None:
-            return _check(job, job.dry, values)
-        config = _build(job, values)
-        with streams_for(config):
-            return _execute(command, config)
-
-
-def _take_model(job: Job, composed: DictConfig) -> None:
-    """Replace the default model by that of `ckpt`, where the command may and the user chose none."""
-    command, keys = job.command, {text.partition("=")[0].lstrip("+~") for text in job.typed.overrides}
-    chosen = any(key.split(".")[0] in ("model", "experiment") for key in keys) or job.typed.problems
-    if command.model_of_ckpt is None or job.saved is not None or chosen or "ckpt" not in keys:
-        return
-    if HydraConfig.get().job.config_name != command.config:  # a primary config of the user's chooses one
-        return
-    if model := resolve(command.model_of_ckpt)(composed.ckpt):
-        composed.model = model
-        if speaks_for_host(os.environ):
-            shape = f"{model['num_layers']} layers, hidden size {model['hidden_size']}"
-            line = f"model of ckpt={composed.ckpt}: {model['kind']}, {shape}, {model['num_heads']} heads"
-            print(f"mlm {command.name}: {line}", file=sys.stderr)
+    name = overrides.replace("/", "_")[:LONGEST_FOLDER]
+    return name if name == overrides else f"{name}-{xxhash.xxh3_64(overrides.encode()).hexdigest()[:8]}"
 
 
 def _execute(command: Command, config: Any) -> int:
-    if found := path_problems(config):
-        raise ConfigError(found)
-    if command.preflight and (found := resolve(command.preflight)(config)):
-        raise ConfigError(found)
+    if problems := path_problems(config):
+        raise ConfigError(problems)
+    if command.preflight and (problems := resolve(command.preflight)(config)):
+        raise ConfigError(problems)
     if command.check is None:
         code = resolve(command.target)(config)
         return code if isinstance(code, int) else OK  # an int: of ranks that the command started
@@ -142,52 +257,70 @@ def _execute(command: Command, config: Any) -> int:
             resolve(command.tidy)(config)
 
 
-def _check(job: Job, dry: Dry, values: dict[str, Any]) -> int:
+def _check(job: Job, check: Check, values: dict[str, Any]) -> int:
     """Report the problems of a run that is not started. Raises ConfigError."""
     try:
         config = _build(job, values)
-        if dry.reports_absent and (found := path_problems(config)):
-            raise ConfigError(found)
+        if check.reports_absent and (problems := path_problems(config)):
+            raise ConfigError(problems)
     except ConfigError as error:
-        if rest := dry.error(error):
-            raise rest from None
+        if rest := check.reported(error.problems):
+            raise ConfigError(rest) from None
     else:
-        if dry.reports_absent:
-            print(verdict(config, dry, on_ranks=job.command.check is not None))
+        if check.reports_absent:
+            print(_verdict(config, check, on_ranks=job.command.check is not None))
     return OK
 
 
-def show(job: Job, composed: DictConfig, *, resolve: bool) -> None:
-    """Print the config, as Hydra does for `--cfg job`; of a run that is continued, with the saved values."""
-    try:
-        shown = composed if job.saved is None else job.values(composed)
-        print(OmegaConf.to_yaml(shown, resolve=resolve), end="", flush=True)  # above its problems
-    except OmegaConfBaseException as error:
-        raise ConfigError([reword(error)]) from None
+def _ranks(config: Any) -> int:
+    """Ranks of a layout: tp * cp * pp * dp, with one replica where dp is left to the launcher."""
+    layout = config.parallel
+    return int(layout.replica * (layout.dp or 1))
+
+
+def _verdict(config: Any, check: Check, *, on_ranks: bool) -> str:
+    """The line that `--check` prints of settings without problems."""
+    if not on_ranks:
+        return "no problems; would run in this process"
+    layout, size = config.parallel, check.gpus or _ranks(config)
+    over_context = f" × cp={layout.cp}" if layout.cp > 1 else ""
+    sizes = f"tp={layout.tp}{over_context} × pp={layout.pp} × dp={size // layout.replica}"
+    line = f"would start {size} ranks: {sizes}{_devices_needed(config, size)}"
+    if layout.dp is None and check.gpus is None:
+        line += f"; dp takes what tp{' * cp' if layout.cp > 1 else ''} * pp leave: --check=N checks N GPUs"
+    return line
+
+
+def _devices_needed(config: Any, size: int) -> str:
+    """Nodes and GPUs for a number of ranks; nothing where the CPU of one host will do."""
+    each = max(number for number in divisors(size) if number <= RANKS_PER_NODE)
+    if config.dist.device == "cpu" or (config.dist.device == "auto" and size == each):
+        return ""
+    nodes, gpus = size // each, f"{each} GPU{'s' * (each > 1)}"
+    return f"; needs {nodes} nodes of {gpus}" if nodes > 1 else f"; needs {gpus} on one node"
 
 
 def _build(job: Job, values: dict[str, Any]) -> Any:
     command = job.command
 
-    def check(config: Any) -> Sequence[str]:
+    def check_on_ranks(config: Any) -> Sequence[str]:
         assert command.check is not None
-        if job.dry is not None:
-            return job.dry.problems(command, config)
+        if job.check is not None:
+            return job.check.problems(command, config)
         try:
             facts = resolve(f"{LAUNCH}:launch_facts")(config.dist)
         except UserError as error:  # check the rest as if the launch were right
-            ranks = config.parallel.replica * (config.parallel.dp or 1)
-            return [*error.problems, *command.check(config, world_size=ranks, local_devices=1)]
+            return [*error.problems, *command.check(config, world_size=_ranks(config), local_devices=1)]
         return command.check(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     try:
-        config = build(command.spec, values, check if command.check else command.local_check)
+        config = build(command.spec, values, check_on_ranks if command.check else command.local_check)
     except ConfigError as error:
-        found = job.typed.all_problems(error.problems)
+        problems = job.overrides.all_problems(error.problems)
         kind = values.get("model", {}).get("kind")
-        raise ConfigError([_with_plan(job, problem, kind) for problem in found]) from None
-    if job.typed.problems:
-        raise ConfigError(job.typed.problems)
+        raise ConfigError([_with_plan(job, problem, kind) for problem in problems]) from None
+    if job.overrides.problems:
+        raise ConfigError(job.overrides.problems)
     return config
 
 
@@ -198,7 +331,7 @@ def _with_plan(job: Job, problem: Problem, kind: object) -> Problem:
         return problem
     memory = next(command for command in COMMANDS if command.words == ("plan", "memory"))
     known = {*leaves(memory.spec), *command_groups(memory)} - {"name", "out"}
-    typed = {text: text.partition("=")[0] for text in job.typed.overrides}
+    typed = {text: text.partition("=")[0] for text in job.texts}
     words = ["memory", *(text for text, key in typed.items() if key in known)]
     if "experiment" in typed.values() or is_path(kind):  # of which `mlm plan memory` knows nothing
         words = ["dry-run", *(text for text, key in typed.items() if key in known | {"experiment"})]

@@ -318,9 +318,7 @@ def read_settings(run: Run) -> None:
     except UserError as error:
         run.problems.append(str(error))
         return
-    defaults = tree.pop("defaults", None)
-    if isinstance(defaults, list) and len(defaults) == 3:
-        run.command = str(defaults[1]).removesuffix("_defaults")
+    run.command = str(tree.pop("command", run.command))
     run.settings = flatten(tree)
 
 

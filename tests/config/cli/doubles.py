@@ -1,6 +1,5 @@
 """`mlm` in this process, with doubles for what starts ranks: no torch, no processes."""
 
-import logging
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.config.cli import run as cli_run
+from mlm.config.command import resolve
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Launched:
 
     def resolve(self, target: str) -> Any:
         """Stands for mlm.config.cli.commands.resolve."""
-        _, _, name = target.partition(":")
+        module, _, name = target.partition(":")
+        if module == cli_run.SWEEP_TABLE:
+            return resolve(target)
         known: dict[str, Any] = {
             "launch_facts": lambda dist: self.facts,
             "run_job": self._run_job,
@@ -80,9 +82,6 @@ class Cli:
 def make_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """A command line in an empty folder, as no rank of any launcher."""
     launched = Launched()
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", list(root.handlers))  # --info adds one, on this test's stdout
-    monkeypatch.setattr(root, "level", root.level)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli_run, "resolve", launched.resolve)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_LOCALID"):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mlm.config.cli.commands import COMMANDS
-from mlm.config.cli.tasks import task_names
-from tests.config.cli.doubles import Cli, make_cli
+from mlm.config.cli.groups import task_names
+from tests.config.cli.doubles import Cli, make_cli, write
 
 cli = pytest.fixture(make_cli)
 TASKS = task_names()
@@ -31,10 +31,8 @@ EVALUATIONS = [command.words[1] for command in COMMANDS if command.words[0] == "
         ("mlm eval ra", "race race_high race_middle"),
         ("mlm eval race spl", "split="),
         ("mlm finetune ", " ".join(TASKS)),
-        ("mlm finetune sq", "squad squad_v2"),
         ("mlm finetune race data.pr", "data.predict_tests="),
         ("mlm finetune ckpt=a ", " ".join(TASKS)),
-        ("mlm data b", "build"),
         ("mlm pretrain mod", "model. model="),
         ("mlm pretrain model=gpt2_v1", "model=gpt2_v1_2_5b model=gpt2_v1_355m model=gpt2_v1_8_3b"),
         ("mlm pretrain --mod", "--model. --model="),
@@ -47,6 +45,9 @@ EVALUATIONS = [command.words[1] for command in COMMANDS if command.words[0] == "
             "schedule=constant schedule=cosine schedule=cosine_demo schedule=cosine_v1",
         ),
         ("mlm eval loss --ckpt runs/x preci", "precision. precision="),
+        ("mlm pretrain pipel", "pipeline="),
+        ("mlm pretrain pipeline=g", "pipeline=gpipe"),
+        ("mlm pretrain --config-", "--config-dir"),
         ("mlm nonsense ", ""),
     ],
 )
@@ -64,23 +65,34 @@ def test_paths_complete(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert cli.out.strip() == "ckpt=./runs"
 
 
-def test_users_folder_completes(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine/model").mkdir(parents=True)
-    (tmp_path / "mine/model/my_model.yaml").touch()
-    monkeypatch.setenv("COMP_LINE", "mlm pretrain --config-dir mine model=my")
-    cli("-sc query=bash")
-    assert cli.out.strip() == "model=my_model"
-
-
-def test_tasks_of_the_users_folder_complete(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("pretrain --config-dir mine model=my", "model=my_model"),
+        ("finetune --config-dir mine rev", "reviews"),
+        ("eval --config-dir mine rev", "reviews"),
+    ],
+)
+def test_users_folder_completes(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, expected: str
 ) -> None:
-    (tmp_path / "mine/task").mkdir(parents=True)
-    (tmp_path / "mine/task/reviews.yaml").touch()
-    for command in ("finetune", "eval"):
-        monkeypatch.setenv("COMP_LINE", f"mlm {command} --config-dir mine rev")
-        cli("-sc query=bash")
-        assert cli.out.strip() == "reviews"
+    write(tmp_path / "mine/model/my_model.yaml", "")
+    write(tmp_path / "mine/task/reviews.yaml", "")
+    monkeypatch.setenv("COMP_LINE", f"mlm {line}")
+    cli("-sc query=bash")
+    assert cli.out.strip() == expected
+
+
+@pytest.mark.parametrize("line", ["-sc", "pretrain -sc", "-sc nonsense", "-sc install=tcsh"])
+def test_completion_names_its_actions(cli: Cli, line: str) -> None:
+    assert cli(line) == 2
+    assert "use -sc install=bash" in cli.err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_script_for_a_shell_asks_mlm(cli: Cli, shell: str) -> None:
+    assert cli(f"-sc install={shell}") == 0
+    assert f"-sc query={shell}" in cli.out or shell == "zsh"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

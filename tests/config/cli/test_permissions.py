@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import mlm.config.cli.act
+import mlm.config.cli.run
 import mlm.launch.start  # noqa: F401 - before a process that may not read the installation
 from mlm.config.cli import main
 from tests.util.as_nobody import as_nobody, open_folder

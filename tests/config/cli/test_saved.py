@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import yaml
 
+from mlm.config.build import build
 from mlm.config.cli import main
+from mlm.config.cli.compose import load_config
 from mlm.config.cli.saved import read_run, read_values
+from mlm.config.tree import flatten
+from mlm.training.config import PretrainConfig
+from mlm.training.loop import composed_yaml
 from mlm.util.errors import UserError
 
-HEAD = "defaults: [hydra_quiet, pretrain_defaults, _self_]\n"
+HEAD = "command: pretrain\n"
 BOMB = "".join(
     f"{b}: ${{{a}}}${{{a}}}${{{a}}}${{{a}}}\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
@@ -20,7 +25,8 @@ HOSTILE = {
     "searchpath": "hydra: {searchpath: ['pkg://theirs.run.evil']}\n",
     "run folder of Hydra": "hydra: {run: {dir: @}}\n",
     "sweep": "hydra: {mode: MULTIRUN, sweep: {dir: @}}\n",
-    "group of Hydra": "defaults: [hydra_quiet, pretrain_defaults, {override hydra/launcher: theirs}]\n",
+    "group of Hydra": "defaults: [pretrain, {override hydra/launcher: theirs}]\n",
+    "another command": "command: finetune\n",
     "environment": "name: ${oc.env:MLM_SECRET}\n",
     "environment in a list": "data: {blend: ['${oc.env:MLM_SECRET}']}\n",
     "decoded": "name: ${oc.decode:'[1]'}\n",
@@ -87,7 +93,16 @@ def write(run: Path, text: str | bytes) -> None:
     (run / "config.yaml").write_bytes(content)
 
 
-WHOLE = ("group of Hydra", "two documents", "size", "no mapping", "empty", "no YAML", "no UTF-8")
+WHOLE = (
+    "group of Hydra",
+    "another command",
+    "two documents",
+    "size",
+    "no mapping",
+    "empty",
+    "no YAML",
+    "no UTF-8",
+)
 """Cases that are a file as they stand; the others stand behind what a run writes first."""
 BUILT = {
     "infinite": "optimizer.lr=Infinity",
@@ -99,15 +114,14 @@ BUILT = {
 """Cases that are data, found where all values are checked, and what is said of them."""
 
 
-@pytest.mark.parametrize("form", ["resume={}", "--config-dir {} --config-name config"])
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_saved_config_that_is_not_data_is_an_error(
-    theirs: Path, capfd: pytest.CaptureFixture[str], form: str, case: str
+    theirs: Path, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:
     """One line for each problem, exit code 2; nothing is imported, read from the environment or written."""
     write(theirs, HOSTILE[case] if case in WHOLE else HEAD + HOSTILE[case])
     shown = [] if case in BUILT else ["--cfg", "job", "--resolve"]
-    code = main(["pretrain", *form.format("theirs/run").split(), "out=o", *shown])
+    code = main(["pretrain", "resume=theirs/run", "out=o", *shown])
     told = capfd.readouterr()
     assert code == 2, told.err
     assert all(line.startswith("mlm pretrain: ") for line in told.err.splitlines())
@@ -133,14 +147,6 @@ def test_only_a_plain_file_is_read(theirs: Path, capfd: pytest.CaptureFixture[st
             path.symlink_to("/dev/zero")
     assert main(["pretrain", "resume=theirs/run", "--cfg", "job"]) == 2
     assert "theirs/run/config.yaml" in capfd.readouterr().err
-
-
-def test_completion_composes_no_saved_config(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(theirs, HEAD + HOSTILE["searchpath"])
-    for words in ("--config-dir theirs/run --config-name config", "resume=theirs/run"):
-        monkeypatch.setenv("COMP_LINE", f"mlm pretrain {words} model=gpt2_t")
-        main(["-sc", "query=bash"])
-    assert not [name for name in sys.modules if name.startswith("theirs")]
 
 
 def composed(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -174,25 +180,26 @@ class TestTyped:
     ) -> None:
         write(theirs, SAVED)
         found = composed(capfd, "resume=theirs/run")
-        assert found == yaml.safe_load(SAVED.replace("1e-3", "1.0e-3").removeprefix(HEAD)) | {
-            "out": "theirs/run"
-        }
+        saved = yaml.safe_load(SAVED.replace("1e-3", "1.0e-3").removeprefix(HEAD)) | {"out": "theirs/run"}
+        assert (
+            flatten(found).items()
+            >= {k: v for k, v in flatten(saved).items() if k != "optimizer.betas"}.items()
+        )
+        assert found["optimizer"]["betas"] == [0.8, 0.9]
 
     def test_a_key_replaces_that_key(self, theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
         write(theirs, SAVED)
         found = composed(
             capfd, "resume=theirs/run", "optimizer.lr=5e-4", "tp=1", "--train.steps", "9", "out=o"
         )
-        assert found["optimizer"] == {"lr": 5e-4, "betas": [0.8, 0.9], "eps": 1e-6}
+        assert [found["optimizer"][key] for key in ("lr", "betas", "eps")] == [5e-4, [0.8, 0.9], 1e-6]
         assert (found["tp"], found["train"]["steps"], found["out"], found["name"]) == (1, 9, "o", "mine")
 
     def test_a_group_replaces_the_keys_it_sets(self, theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
         """The choice that is the default of a new run too, which composing alone would not show."""
         write(theirs, SAVED)
         found = composed(capfd, "resume=theirs/run", "precision=fp32")
-        assert found["precision"] == {"dtype": "fp32", "min_loss_scale": 2.0}, (
-            "the second is no key of the group"
-        )
+        assert (found["precision"]["dtype"], found["precision"]["min_loss_scale"]) == ("fp32", 2.0)
         assert found["data"]["seq_length"] == 16
 
     def test_an_experiment_replaces_what_it_sets(
@@ -213,18 +220,15 @@ class TestTyped:
         Path("mine/optimizer").mkdir(parents=True)
         Path("mine/optimizer/slow.yaml").write_text("lr: 1e-9\nweight_decay: ${model.num_layers}\n")
         found = composed(
-            capfd, "resume=theirs/run", "--config-dir", "mine", "optimizer=slow", "schedule.min_lr=0"
+            capfd,
+            "resume=theirs/run",
+            "--config-dir",
+            "mine",
+            "optimizer=slow",
+            "schedule.min_lr=0",
+            "--resolve",
         )
         assert (found["optimizer"]["lr"], found["optimizer"]["weight_decay"]) == (1e-9, 3)
-
-    def test_the_older_form_keeps_the_saved_folder(
-        self, theirs: Path, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        write(theirs, SAVED)
-        for name in ("config", "config.yaml", "run/config"):
-            folder = "theirs" if "/" in name else "theirs/run"
-            found = composed(capfd, "--config-dir", folder, "--config-name", name, "tp=1")
-            assert (found["out"], found["tp"], found["model"]["num_layers"]) == ("elsewhere", 1, 3)
 
     @pytest.mark.parametrize(
         ("words", "problem"),
@@ -234,7 +238,6 @@ class TestTyped:
             ("resume=", "empty"),
             ("resume=theirs", "holds no config.yaml"),
             ("resume=theirs/run --multirun tp=1,2", "not as a sweep"),
-            ("resume=theirs/run --config-name other", "leave --config-name out"),
             ("resume=theirs/run optimzer.lr=1", "did you mean 'optimizer.lr'?"),
             ("resume=theirs/run model=none", "no such choice"),
         ],
@@ -249,23 +252,7 @@ class TestTyped:
         assert len(err.splitlines()) == 1
 
 
-def test_a_config_of_ones_own_is_named_otherwise(theirs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The error says so; under another name Hydra composes it."""
-    own = "defaults: [pretrain, _self_, {override /model: gpt2_tiny}]\nseed: 7\n"
-    write(theirs, own)
-    assert main(["pretrain", "--config-dir", "theirs/run", "--config-name", "config", "--cfg", "job"]) == 2
-    assert "another name" in capfd.readouterr().err
-    (theirs / "own.yaml").write_text(own)
-    found = composed(capfd, "--config-dir", "theirs/run", "--config-name", "own")
-    assert (found["seed"], found["model"]["hidden_size"]) == (7, 64)
-
-
 def test_what_a_run_writes_is_read_back(tmp_path: Path) -> None:
-    from mlm.config.build import build
-    from mlm.config.cli.compose import load_config
-    from mlm.training.config import PretrainConfig
-    from mlm.training.loop import composed_yaml
-
     words = ["model=gpt2_tiny", "data.blend=['0.3 a','0.7 b']", "name='2024-01-01'", "optimizer.lr=1e-5"]
     config = load_config("pretrain", [*words, "experiment=v1_8_3b", "out='yes'"])
     (tmp_path / "config.yaml").write_text(composed_yaml(config, "pretrain"))
@@ -275,6 +262,6 @@ def test_what_a_run_writes_is_read_back(tmp_path: Path) -> None:
 def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "config.yaml").write_text("name: mine\n")
-    assert read_run("~", "pretrain").out == str(tmp_path)
+    assert read_run("~", "pretrain")["out"] == str(tmp_path)
     with pytest.raises(UserError, match="no such folder"):
         read_run("~/nothing", "pretrain")

@@ -28,7 +28,7 @@ MODEL: dict[str, Any] = {
 def settings(**changed: Any) -> dict[str, Any]:
     """Settings of a run as config.yaml has them; `changed` replaces top-level ones."""
     return {
-        "defaults": ["hydra_quiet", "pretrain_defaults", "_self_"],
+        "command": "pretrain",
         "name": "a",
         "out": "runs/a",
         "model": MODEL,

@@ -55,7 +55,7 @@ def test_validations_have_the_tokens_of_their_step(tmp_path: Path) -> None:
 
 def test_an_empty_run_and_broken_settings_are_no_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
-    (run / "config.yaml").write_text("defaults: [hydra_quiet\n")
+    (run / "config.yaml").write_text("command: [pretrain\n")
     (run / "eval-loss.json").write_text("{")
     found = read_run(run, "a")
     assert (found.done, found.settings, len(found.problems)) == (0, {}, 2)

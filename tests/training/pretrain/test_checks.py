@@ -179,12 +179,12 @@ class TestFiles:
         problem = self.problem(f"data.path={prefix}.bin")
         assert problem.endswith(f"use data.path={prefix}")
 
-    def test_blend_in_the_order_of_megatron_is_corrected_alone(self) -> None:
+    def test_blend_as_in_megatron_is_answered_with_ours(self) -> None:
         values = compose_values("pretrain", ["model=gpt2_tiny", "data.blend=[0.3,a,0.7,b]"])
         with pytest.raises(ConfigError) as caught:
             build(PretrainConfig, values, partial(check_pretrain, world_size=None, local_devices=None))
         (problem,) = caught.value.problems
-        assert problem.fix == "weight and corpus are one entry: 'data.blend=[0.3 a,0.7 b]'"
+        assert problem.fix == "weight and corpus are one entry: 'data.blend=[0.3 wiki,0.7 web]'"
 
     def test_absent_tokenizer_is_named(self, tmp_path: Path) -> None:
         touch(tmp_path / "train.bin", tmp_path / "train.idx")

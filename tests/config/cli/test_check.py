@@ -1,16 +1,23 @@
-"""`--check`, and the problems that `--cfg job` reports below the config."""
+"""`--check`, the problems below what `--cfg job` prints, and the cluster lines of the documentation."""
 
-import copy
-from typing import Any
+import re
+import shlex
+from pathlib import Path
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.config_store import ConfigStore
 
 from tests.config.cli.doubles import Cli, make_cli
 
 cli = pytest.fixture(make_cli)
 ON_GPUS = "pretrain model=gpt2_8b cluster=slurm data=synthetic"
+ROOT = Path(__file__).parents[3] / "scripts"
+PAGES = [
+    *(ROOT / "docs/pages/tutorials" / name for name in ("cluster.md", "from-megatron.md")),
+    *(ROOT / "slurm" / name for name in ("README.md", "pretrain.sbatch")),
+]
+TEXT = "\n".join(page.read_text().replace(" \\\n#  ", "") for page in PAGES)
+STARTS = r"^(?:#   )?(?:sbatch \S+|torchrun .* -m mlm pretrain|mlm pretrain) (.*cluster=slurm.*)$"
+LINES = sorted({re.sub(r" --check$", "", line) for line in re.findall(STARTS, TEXT, re.MULTILINE)})
 
 
 @pytest.mark.parametrize(
@@ -36,8 +43,7 @@ def test_check_of_sound_settings_says_what_would_start(cli: Cli, words: str, lin
     [
         (
             "tp=8 pp=3 dp=22 --check",
-            "train.global_batch_size=512 is not a multiple of dp=22 * train.micro_batch_size=8 = 176; use "
-            "train.global_batch_size=352 or train.global_batch_size=528",
+            "train.global_batch_size=512 is not a multiple of dp=22 * train.micro_batch_size=8",
         ),
         ("tp=8 --check=0", "--check=0: must be a number of GPUs, such as --check=512"),
         ("data=indexed data.path=nowhere tp=8 dp=64 --check", "data.path=nowhere: no such folder"),
@@ -63,24 +69,27 @@ def test_cfg_job_prints_the_config_then_its_problems(cli: Cli) -> None:
     assert sorted(keys) == ["optimizer.betas", "precision.dtype", "recompute", "seed", "tp", "zero"]
 
 
-def test_cfg_job_composes_once_without_a_copy_of_all_defaults(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    composed, compose = list[str](), ConfigLoaderImpl.load_configuration
-
-    def noted(self: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> Any:
-        composed.append(str(args or kwargs))
-        return compose(self, *args, **kwargs)
-
-    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", noted)
-    assert cli("pretrain model=gpt2_tiny data=synthetic --cfg job") == 0
-    assert len(composed) == 1
-    store = ConfigStore.instance()
-    assert copy.deepcopy(store) is store
-
-
 @pytest.mark.parametrize("words", ["", "data.path=/nowhere", "cluster=slurm", "ckpt=/nowhere"])
 def test_cfg_job_leaves_out_what_is_only_absent(cli: Cli, words: str) -> None:
     """Values still to be given, and files and devices of another host."""
     assert cli(f"pretrain {words} --cfg job") == 0
     assert cli.err == ""
+
+
+def test_every_page_shows_a_line() -> None:
+    starts = re.findall(r"^(?:#   )?sbatch scripts/slurm/pretrain.sbatch (.*)$", TEXT, re.MULTILINE)
+    assert len(starts) == len(PAGES)
+    assert set(starts) <= set(LINES)  # all complete
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_line_passes_its_check(cli: Cli, tmp_path: Path, line: str) -> None:
+    corpus = tmp_path / "shared/corpora/web"
+    corpus.mkdir(parents=True)
+    for name in ("train.bin", "train.idx"):
+        (corpus / name).touch()
+    words = [word.replace("=/shared", f"={tmp_path}/shared") for word in shlex.split(line)]
+    if not any(word.startswith("--check") for word in words):
+        words.append("--check" if any(word.startswith("dp=") for word in words) else "--check=64")
+    assert cli(f"pretrain {shlex.join(words)}") == 0, cli.err
+    assert cli.out.startswith("would start ")
