@@ -1,8 +1,7 @@
-"""Long tests, order of the test files, and runs that draw nothing and compute on one thread."""
+"""Order of the test files, and runs that draw nothing and compute on one thread."""
 
 import gc
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,26 +16,10 @@ with warnings.catch_warnings():  # pytest has imported distutils
     warnings.simplefilter("ignore")
     import setuptools  # noqa: F401  # Inductor imports it, which fails once a test has imported pip
 
-SLOW = Path(__file__).with_name("slow.txt")
-"""Tests that only `make test-slow` runs, a line each; with a number n after it, all cases but every nth."""
 
-
-def listed() -> dict[str, int]:
-    """Return the lines of SLOW; 0 where no number stands."""
-    lines = (line.split() for line in SLOW.read_text().splitlines())
-    return {test: int(rest[0]) if rest else 0 for test, *rest in lines}
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark long tests, and put files that start processes first: a long one must not be the last."""
-    slow, seen = listed(), Counter[str]()
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        if test in slow:
-            if slow[test] == 0 or seen[test] % slow[test]:
-                item.add_marker(pytest.mark.slow)
-            seen[test] += 1
+    """Put files that start processes first: a long one must not be the last."""
 
     def rank(item: pytest.Item) -> int:
         names = vars(getattr(item, "module", None) or pytest)

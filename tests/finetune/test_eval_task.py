@@ -15,7 +15,6 @@ from mlm.finetune.config import EvalTaskConfig
 from mlm.finetune.splits import read_split
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from tests.cases import slow_but
 from tests.finetune.material import bert
 from tests.finetune.runs import (
     GPT2,
@@ -29,6 +28,7 @@ from tests.finetune.runs import (
     write_model,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 
 KINDS = ("classification", "span")
 

@@ -18,7 +18,6 @@ from mlm.finetune.rows import Row
 from mlm.finetune.task_type import Prediction
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from tests.cases import slow_but
 from tests.finetune.runs import (
     GPT2,
     evaluation,
@@ -33,6 +32,7 @@ from tests.finetune.runs import (
     write_model,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 
 STEPS = 6  # 11 rows in batches of 4, 2 epochs
 

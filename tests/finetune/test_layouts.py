@@ -11,7 +11,6 @@ from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.task_type import Output
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from tests.cases import slow_but
 from tests.finetune.runs import (
     BERT,
     GPT2,
@@ -26,6 +25,7 @@ from tests.finetune.runs import (
     write_model,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),

@@ -14,7 +14,6 @@ import mlm
 from mlm.config.cli.entry import main
 from mlm.inference.trained import named_checkpoint
 from mlm.parallel.mesh import ParallelContext
-from tests.cases import slow_but
 from tests.checkpoint.commands.hf_berts import make_bert
 from tests.finetune.material import bert
 from tests.finetune.runs import (
@@ -30,6 +29,7 @@ from tests.finetune.runs import (
     write_model,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 
 PAIRS = [("A cat sat .", "The cat was not far ."), ("who", "moon river . near the old tree"), ("", "a")]
 

@@ -15,9 +15,9 @@ from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.util.errors import UserError
-from tests.cases import slow_but
 from tests.checkpoint.commands.hf_models import SHAPE, make_model
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
 DRAWN = Sampling(temperature=0.9, top_k=50, top_p=0.95, max_new_tokens=12, seed=3)

@@ -12,7 +12,6 @@ from mlm.inference.scoring import Request, Score, group_by_reading, group_readin
 from mlm.models.documents import Boundaries
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
-from tests.cases import slow_but
 from tests.inference.scored_texts import (
     ALONE,
     Reference,
@@ -23,6 +22,7 @@ from tests.inference.scored_texts import (
     random_requests,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 
 
 @pytest.fixture(scope="module")

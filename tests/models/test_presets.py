@@ -14,6 +14,7 @@ from mlm.models.family import SHIPPED, SIZES, family_of
 from mlm.models.llama.settings import LlamaSettings
 from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards
+from tests.slow import thinned
 
 FOLDER = Path(mlm.__file__).parent / "configs" / "model"
 PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -131,13 +132,13 @@ def built(config: ModelConfig, tp: int, rank: int) -> tuple[int, int]:
     return sum(n for n, _ in sizes), copies
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", thinned(PRESETS, 3))
 def test_preset_has_the_parameters_its_formula_counts(name: str) -> None:
     config = preset(name)
     assert built(config, 1, 0)[0] == config.num_parameters()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", thinned(PRESETS, 4))
 def test_preset_splits_over_every_tp_that_its_papers_use(name: str) -> None:
     """The eight (or fewer) shards together hold each split parameter once and each replicated one each."""
     config = preset(name)

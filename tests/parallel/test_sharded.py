@@ -23,11 +23,12 @@ from tests.parallel.sharded_rank import (
     samples_of,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 
 LAYOUTS = [(1, 2, 2), (1, 2, 3), (2, 2, 2), (2, 2, 3), (1, 4, 2), (1, 4, 3)]
 
 
-@pytest.mark.parametrize(("tp", "dp", "zero"), LAYOUTS)
+@pytest.mark.parametrize(("tp", "dp", "zero"), thinned(LAYOUTS, 4))
 def test_steps_equal_those_of_one_process(tp: int, dp: int, zero: int) -> None:
     """Losses, gradients and their norm over three steps of three micro-batches."""
     run_on_ranks(check_steps, zero, tp=tp, dp=dp)
@@ -77,7 +78,7 @@ def check_reload(ctx: ParallelContext, zero: int) -> None:
     assert_gradients_equal(mine, one)
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("zero", thinned([0, 2, 3], 3))
 @pytest.mark.parametrize("late_weights", [False, True])
 def test_passes_of_a_pipeline_equal_one_process(zero: int, late_weights: bool) -> None:
     """Several forwards before the first backward, begun at a place in the graph; with `late_weights` the

@@ -18,6 +18,7 @@ from mlm.parallel import collectives, mesh
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 from tests.verify.parity_layouts import Layout, verdict_of
 
 OPERATIONS = ("dist.all_reduce", "dist.broadcast", "dist.isend", "dist.irecv", "gather_flat", "scatter_flat")
@@ -87,12 +88,15 @@ def check_operations(ctx: ParallelContext) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(tp=2, sequence_parallel=True),
-        Layout(pp=2, pipeline="zb_h1"),
-        Layout(dp=2, zero=3),
-        Layout(dp=2),
-    ],
+    thinned(
+        [
+            Layout(tp=2, sequence_parallel=True),
+            Layout(pp=2, pipeline="zb_h1"),
+            Layout(dp=2, zero=3),
+            Layout(dp=2),
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_layout_trains_as_one_process_through_host_memory(layout: Layout) -> None:

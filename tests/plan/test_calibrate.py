@@ -126,6 +126,7 @@ def test_a_link_that_no_message_filled_has_the_best_rate_seen() -> None:
     assert rate == pytest.approx((1 << 20) / 1e-3)
 
 
+@pytest.mark.slow
 def test_a_calibration_is_hardware_of_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_users_yaml_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "must end in .yaml or .yml" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_measure_their_links() -> None:
     run_on_ranks(check_links, tp=2)
 

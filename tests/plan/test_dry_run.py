@@ -27,6 +27,7 @@ from mlm.plan.dry_run_report import flops_of
 from mlm.plan.memory import MemoryModel
 from mlm.plan.shape import Layout
 from mlm.training.trainer import Trainer
+from tests.slow import thinned
 
 S, B, H, A, L, V, BATCH = 128, 2, 64, 4, 2, 512, 8
 TINY = (
@@ -75,7 +76,7 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", thinned(LAYOUTS, 7))
 def test_flops_of_all_ranks_are_equation_3(layout: str) -> None:
     """96 B s l h² (1 + s/6h + V/16lh), arXiv:2104.04473, recomputation of layers counted."""
     config = config_of(*layout.split())
@@ -166,14 +167,17 @@ def kept_per_layer(layout: str, device: torch.device) -> int:
 
 @pytest.mark.parametrize(
     ("layout", "t", "sequence"),
-    [
-        ("tp=1", 1, 1),
-        ("tp=2", 2, 1),
-        ("tp=4", 4, 1),
-        ("tp=2 sequence_parallel=true", 2, 2),
-        ("tp=4 sequence_parallel=true", 4, 4),
-        ("tp=2 recompute=selective", 2, 1),
-    ],
+    thinned(
+        [
+            ("tp=1", 1, 1),
+            ("tp=2", 2, 1),
+            ("tp=4", 4, 1),
+            ("tp=2 sequence_parallel=true", 2, 2),
+            ("tp=4 sequence_parallel=true", 4, 4),
+            ("tp=2 recompute=selective", 2, 1),
+        ],
+        4,
+    ),
 )
 def test_activations_of_a_layer_are_table_2(layout: str, t: int, sequence: int) -> None:
     """arXiv:2205.05198: sbh (10 + 24/t), 34 sbh / t with sequence parallelism, attention scores not kept.
@@ -188,13 +192,13 @@ def test_activations_of_a_layer_are_table_2(layout: str, t: int, sequence: int) 
 
 
 @pytest.mark.parametrize(
-    ("layout", "sequence"), [("tp=1", 1), ("tp=4", 1), ("tp=4 sequence_parallel=true", 4)]
+    ("layout", "sequence"), thinned([("tp=1", 1), ("tp=4", 1), ("tp=4 sequence_parallel=true", 4)], 3)
 )
 def test_full_recomputation_keeps_the_input_of_a_layer(layout: str, sequence: int) -> None:
     assert kept_per_layer(f"{FULL} {layout}", torch.device("meta")) == 2 * S * B * H // sequence
 
 
-@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("t", thinned([1, 2], 2))
 def test_attention_that_is_not_fused_keeps_5_bytes_per_score(t: int) -> None:
     """Table 2 without selective recomputation: 5 a s² b / t more; by a CPU's real numbers."""
     layout = f"tp={t} data.seq_length=32"
@@ -244,14 +248,17 @@ def test_sharding_divides_weights_and_state() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "rank", "few", "many"),
-    [
-        ("tp=2", 0, 3, 5),
-        ("dp=2 zero=2 zero_reduce=every", 1, 3, 5),
-        ("pp=2 sequence_parallel=true tp=2", 0, 12, 14),
-        ("pp=2 recompute=full", 1, 11, 14),
-        ("pp=2 vp=2 model.num_layers=4", 0, 6, 10),
-        ("pp=2 pipeline=zb_h1", 0, 14, 16),
-    ],
+    thinned(
+        [
+            ("tp=2", 0, 3, 5),
+            ("dp=2 zero=2 zero_reduce=every", 1, 3, 5),
+            ("pp=2 sequence_parallel=true tp=2", 0, 12, 14),
+            ("pp=2 recompute=full", 1, 11, 14),
+            ("pp=2 vp=2 model.num_layers=4", 0, 6, 10),
+            ("pp=2 pipeline=zb_h1", 0, 14, 16),
+        ],
+        6,
+    ),
 )
 def test_a_step_need_not_be_run_in_full(layout: str, rank: int, few: int, many: int) -> None:
     """FLOPs, messages and the peak of many micro-batches from few: the same as those of all."""

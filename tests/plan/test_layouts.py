@@ -14,6 +14,7 @@ from mlm.config.cli import main
 from mlm.config.paths import CONFIG_DIR
 from mlm.plan.hardware import PeakConfig, preset, preset_of_gpu
 from mlm.tracking.peak import table_peak
+from tests.slow import thinned
 
 LAYOUTS = ["plan", "layouts", "model=gpt2_355m", "gpus=8"]
 MEMORY = ["plan", "memory", "model=gpt2_355m"]
@@ -45,7 +46,7 @@ def test_files_hold_what_is_printed(tmp_path: Path) -> None:
     assert sum(first[name] for name in parts) == pytest.approx(first["memory_bytes"])
 
 
-@pytest.mark.parametrize("name", ["plan.png", "plan.html"])
+@pytest.mark.parametrize("name", thinned(["plan.png", "plan.html"], 2))
 def test_pictures_are_written_and_replaced_and_a_users_file_is_not(name: str, tmp_path: Path) -> None:
     for gpus in (4, 8):
         assert main([*LAYOUTS, f"gpus={gpus}", f"out={tmp_path / name}"]) == 0
@@ -132,34 +133,37 @@ def test_each_number_of_a_preset_names_its_source() -> None:
 
 @pytest.mark.parametrize(
     ("words", "line"),
-    [
-        ([*LAYOUTS, "hardware=dgx_a100"], "hardware=dgx_a100: no such choice; did you mean dgx_"),
-        (
-            [*LAYOUTS, "hardware=no/such.yaml"],
-            "hardware=no/such.yaml: No such file or directory; name a file",
-        ),
-        (
-            [*LAYOUTS, "gpus=509"],
-            "is not a multiple of dp=509 * train.micro_batch_size=1 = 509); use gpus=512 or train.global",
-        ),
-        ([*LAYOUTS, "train.global_batch_size=0"], "train.global_batch_size=0 must be greater than 0"),
-        ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "needs at least gpus="),
-        ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),
-        (
-            [*LAYOUTS, "hardware=dgx2h_v100_32g"],
-            "precision=bf16: DGX-2H V100 32GB has no peak_tflops.bf16; use precision=fp16",
-        ),
-        ([*LAYOUTS, "out=plan.txt"], "out=plan.txt must end in "),
-        (
-            [*LAYOUTS, "data.seq_length=2048"],
-            "data.seq_length=2048 is more than model.max_positions=1024; use data.seq_length=1024",
-        ),
-        ([*LAYOUTS, "dp=3"], "dp=3 does not divide gpus=8; use dp=2 or dp=4"),
-        ([*LAYOUTS, "tp=2", "pp=2", "dp=1"], "(tp=2 * pp=2 * dp=1 do not make 8 ranks); use gpus=4"),
-        ([*LAYOUTS, "dp=8", "train.global_batch_size=12"], "= 8); use train.global_batch_size=8"),
-        ([*MEMORY, "tp=2", "rank=2"], "rank=2 of 2 ranks; use rank=1 or less"),
-        ([*MEMORY, "pp=25"], "pp=25 stages are more than model.num_layers=24"),
-    ],
+    thinned(
+        [
+            ([*LAYOUTS, "hardware=dgx_a100"], "hardware=dgx_a100: no such choice; did you mean dgx_"),
+            (
+                [*LAYOUTS, "hardware=no/such.yaml"],
+                "hardware=no/such.yaml: No such file or directory; name a file",
+            ),
+            (
+                [*LAYOUTS, "gpus=509"],
+                "is not a multiple of dp=509 * train.micro_batch_size=1 = 509); use gpus=512 or train.global",
+            ),
+            ([*LAYOUTS, "train.global_batch_size=0"], "train.global_batch_size=0 must be greater than 0"),
+            ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "needs at least gpus="),
+            ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),
+            (
+                [*LAYOUTS, "hardware=dgx2h_v100_32g"],
+                "precision=bf16: DGX-2H V100 32GB has no peak_tflops.bf16; use precision=fp16",
+            ),
+            ([*LAYOUTS, "out=plan.txt"], "out=plan.txt must end in "),
+            (
+                [*LAYOUTS, "data.seq_length=2048"],
+                "data.seq_length=2048 is more than model.max_positions=1024; use data.seq_length=1024",
+            ),
+            ([*LAYOUTS, "dp=3"], "dp=3 does not divide gpus=8; use dp=2 or dp=4"),
+            ([*LAYOUTS, "tp=2", "pp=2", "dp=1"], "(tp=2 * pp=2 * dp=1 do not make 8 ranks); use gpus=4"),
+            ([*LAYOUTS, "dp=8", "train.global_batch_size=12"], "= 8); use train.global_batch_size=8"),
+            ([*MEMORY, "tp=2", "rank=2"], "rank=2 of 2 ranks; use rank=1 or less"),
+            ([*MEMORY, "pp=25"], "pp=25 stages are more than model.num_layers=24"),
+        ],
+        4,
+    ),
 )
 def test_a_mistake_is_one_line_with_its_fix(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str]

@@ -121,6 +121,7 @@ def test_a_smaller_memory_gives_no_faster_layout() -> None:
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_least_number_of_gpus_holds_the_model_and_one_node_less_does_not() -> None:
     huge = ModelConfig(num_layers=96, hidden_size=12288, num_heads=96, max_positions=2048)
     asked = query(huge, 8, 1536, seq=2048)

@@ -54,6 +54,7 @@ def test_a_rate_below_its_target_ends_with_1(tmp_path: Path) -> None:
     assert not run(tmp_path, "index", *words, "--target", "1e30", code=1)["reached"]
 
 
+@pytest.mark.slow
 def test_tokenise_pairs_the_command_with_the_bare_library(tmp_path: Path, text: Path) -> None:
     words = ["--text", str(text), "--mb", "0.02", "--workers", "1", "--rounds", "1", "--target", "0"]
     (row,) = run(tmp_path, "tokenise", "--tokenizer", str(text.parent), *words)["rows"]

@@ -143,6 +143,7 @@ def test_the_plain_loop_trains_on_all_rows(
     assert_of_five(result["accuracies"], 2)
 
 
+@pytest.mark.slow
 def test_a_stopped_plain_loop_ends_as_one_that_was_not(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_stopped_plain_loop_ends_as_one_that_was_not(
     assert whole["accuracies"] == stopped["accuracies"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [pytest.param("sst2", marks=pytest.mark.slow), "rte"])
 def test_the_command_trains_on_all_rows(
     task: str, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ def test_a_word_that_means_nothing_is_rejected(words: str) -> None:
         parse_layout(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [["micro_batches=2", "micro_batches=2,recompute=full"], ["cp=1", "cp=2"]])
 def test_a_tiny_run_writes_ratios(tmp_path: Path, layouts: list[str]) -> None:
     out = tmp_path / "out.json"

@@ -13,6 +13,7 @@ def test_layers_make_the_size_asked_for() -> None:
     assert config.model.num_layers == 13
 
 
+@pytest.mark.slow
 def test_a_tiny_run_measures_peak_memory_and_leaves_no_file(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = ["--gb", "0.001", "--hidden-size", "20", "--folder", str(tmp_path)]

@@ -236,6 +236,7 @@ def test_tp_keeps_the_vocabulary_of_every_shape() -> None:
     assert [s.model().padded_vocab_size(2) for s in shapes] == [s.vocab_size for s in shapes]
 
 
+@pytest.mark.slow
 def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     out = tmp_path / "tiny.json"
     options = "--shape tiny --device cpu --threads 1 --pairs 1 --attempts 2 --seconds 0 --parts"

@@ -1,11 +1,8 @@
 """The layouts that are compared with one process, and the tiny run they are compared on."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
-
-import pytest
 
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
@@ -17,14 +14,6 @@ from mlm.verify.compare import Report, compare
 from mlm.verify.config import ParityConfig
 from mlm.verify.parity import judge
 from mlm.verify.verdict import Verdict
-
-
-def slow_but_every(n: int, cases: Iterable[Any]) -> list[Any]:
-    """Cases of a test of which only each n-th is not slow."""
-    return [
-        case if i % n == 0 else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)
-    ]
-
 
 VOCAB, SEQ, MICRO_BATCH = 61, 16, 2
 VOCAB_OF_DOCUMENTS, EOD = 11, 3

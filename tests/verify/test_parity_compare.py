@@ -16,6 +16,7 @@ from mlm.verify.compare import Comparison, Report, compare, one_process
 from mlm.verify.parity import judge
 from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 from tests.verify.parity_layouts import (
     BERT_LAYOUTS,
     LAYOUTS,
@@ -25,12 +26,11 @@ from tests.verify.parity_layouts import (
     compatible_pairs,
     is_compatible,
     pairs,
-    slow_but_every,
     verdict_of,
 )
 
 
-@pytest.mark.parametrize("layout", slow_but_every(8, [*LAYOUTS, *BERT_LAYOUTS, *LLAMA_LAYOUTS]), ids=str)
+@pytest.mark.parametrize("layout", thinned([*LAYOUTS, *BERT_LAYOUTS, *LLAMA_LAYOUTS], 8), ids=str)
 def test_layout_equals_one_process(layout: Layout) -> None:
     """Losses, gradients and weights of two steps; dropout, clipping and weight decay included."""
     for verdict, report in run_on_ranks(verdict_of, layout, **layout.sizes):
@@ -38,7 +38,7 @@ def test_layout_equals_one_process(layout: Layout) -> None:
         assert len(report.steps) == 2
 
 
-@pytest.mark.parametrize("layout", slow_but_every(5, LONG_LAYOUTS), ids=str)
+@pytest.mark.parametrize("layout", thinned(LONG_LAYOUTS, 5), ids=str)
 def test_long_sequences_over_ranks_equal_one_process(layout: Layout) -> None:
     """The loss and every gradient of a step in float64, to 1e-10 of the largest."""
     verdict, report = run_on_ranks(verdict_of, layout, steps=1, **layout.sizes)[0]
@@ -77,8 +77,7 @@ def test_the_matrix_has_layouts_of_all_kinds() -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    slow_but_every(
-        4,
+    thinned(
         [
             Layout(tp=2, sequence_parallel=True, dropout=0.2),
             Layout(pp=2, vp=2, dropout=0.2),
@@ -88,6 +87,7 @@ def test_the_matrix_has_layouts_of_all_kinds() -> None:
             Layout(tp=2, dropout=0.2, precision="bf16"),
             Layout(tp=2, sequence_parallel=True, dropout=0.2, documents=True),
         ],
+        4,
     ),
     ids=str,
 )

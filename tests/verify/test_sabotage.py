@@ -26,7 +26,8 @@ from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.training.trainer import StepOutcome, Trainer
 from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
-from tests.verify.parity_layouts import Layout, slow_but_every, verdict_of
+from tests.slow import thinned
+from tests.verify.parity_layouts import Layout, verdict_of
 
 
 def not_summed(x: Tensor, axis: Axis, *_: Any) -> Pending:
@@ -331,7 +332,7 @@ def compare_sabotaged(ctx: ParallelContext, case: Sabotage) -> Verdict:
         return verdict_of(ctx, case.layout)[0]
 
 
-@pytest.mark.parametrize("name", slow_but_every(4, CASES))
+@pytest.mark.parametrize("name", thinned(CASES, 4))
 def test_sabotage_is_noticed_and_placed(name: str) -> None:
     case = CASES[name]
     for verdict in run_on_ranks(compare_sabotaged, case, **case.layout.sizes):  # every rank says the same
@@ -340,9 +341,7 @@ def test_sabotage_is_noticed_and_placed(name: str) -> None:
         assert case.suspect in verdict.hint
 
 
-@pytest.mark.parametrize(
-    "layout", slow_but_every(4, dict.fromkeys(case.layout for case in CASES.values())), ids=str
-)
+@pytest.mark.parametrize("layout", thinned(dict.fromkeys(case.layout for case in CASES.values()), 4), ids=str)
 def test_the_same_layout_unharmed_is_equal(layout: Layout) -> None:
     """The control: what the cases above find is the sabotage."""
     verdict, _ = run_on_ranks(verdict_of, layout, **layout.sizes)[0]

@@ -27,7 +27,6 @@ from mlm.inference.trained import named_checkpoint
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.atomic import digest_file
-from tests.cases import slow_but
 from tests.checkpoint.commands.hf_models import import_model
 from tests.evaluate.zero_shot.texts import (
     PASSAGES,
@@ -38,6 +37,7 @@ from tests.evaluate.zero_shot.texts import (
     write_wikitext,
 )
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 
 LAYOUTS = [(1, 1, 1, 7), (2, 1, 1, 1), (1, 2, 1, 7), (1, 1, 3, 1), (2, 1, 2, 7)]
 

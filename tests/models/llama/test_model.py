@@ -12,9 +12,10 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards
 from tests.models.llama.references import BATCH, CASES, SEQ, reference
 from tests.ranks import run_on_ranks
+from tests.slow import thinned
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", thinned([1, 2, 4], 3))
 def test_llamas_match_transformers(tp: int) -> None:
     """Logits within 1e-5 absolute in float32, gradients within 1e-4 of their largest, of each of CASES.
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.models.cache import in_window
-from mlm.parallel import context_attention as module
+from mlm.parallel.context import attention as module
 from mlm.parallel.context.attention import Block, OnGPU, blocks, context_attention
 from mlm.parallel.context.zigzag import own_tokens, places_of
 from mlm.parallel.dropout import DropoutStream, dropped, kept, place_keys

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mlm.parallel import context_attention as module
+from mlm.parallel.context import attention as module
 from mlm.parallel.context.attention import Block, Kernel, OnCPU, OnGPU, Unfused, context_attention
 from mlm.parallel.mesh import Axis
 

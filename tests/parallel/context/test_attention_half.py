@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.parallel import context_attention as module
+from mlm.parallel.context import attention as module
 from mlm.parallel.context.attention import Unfused, blocks, context_attention
 from mlm.parallel.context.zigzag import own_tokens
 from mlm.parallel.mesh import Axis
