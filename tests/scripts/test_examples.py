@@ -45,6 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return import_model(folder / "source", folder / "run", verify=False)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_mlp_runs_under_torchrun() -> None:
     """Two processes that `build_mesh` joins; the example asserts equality itself."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -74,6 +75,7 @@ def test_training_loop_learns_alike_at_every_layout(tmp_path: Path) -> None:
         assert [float(line.split()[-1]) for line in split.splitlines()] == pytest.approx(losses, rel=0.02)
 
 
+@pytest.mark.slow
 def test_own_optimizer_and_decay_train_alike_at_tp_1_and_tp_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

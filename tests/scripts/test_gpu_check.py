@@ -258,6 +258,7 @@ def test_fake_gpus_write_nothing_beside_a_gpu_s_results(
     assert "'device': 'fake'" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_rehearsal_of_the_cheapest_step_writes_its_tables(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--quick", "--only", "facts", "--minutes", "5", "--out", str(tmp_path)]
     assert gpu_check.main(options) == 0
