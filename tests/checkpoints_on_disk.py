@@ -17,6 +17,7 @@ from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.training.config import PretrainConfig
+from mlm.util.ownership import claim_folder
 from tests.checkpoint.native.helpers import save
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_heads=2, vocab_size=32, max_positions=16)
@@ -51,6 +52,7 @@ def training_state(step: int, **changes: Any) -> dict[str, Any]:
 
 def write_run(folder: Path, steps: Sequence[int] = (1, 2, 3), value: float = 1.0, **changes: Any) -> Path:
     """A run directory with a checkpoint at each step."""
+    claim_folder(folder, "run")
     for step in steps:
         state = training_state(step, **changes)
         save(folder / "checkpoints", step, tensors(value), state=state, keep_last=99)

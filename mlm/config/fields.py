@@ -13,8 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from mlm.util.access import unreadable
 from mlm.util.errors import Problem, show
+from mlm.util.ownership import unreadable
 
 M = TypeVar("M")
 

@@ -63,7 +63,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         stack.enter_context(sole_build(out / OUT_LOCK, f"out={out}"))
         stack.enter_context(explain_disk_errors(work))
         stack.enter_context(sole_build(work / LOCK, f"work={work}"))
-        digested = with_digests(found.inputs, work, console)
+        digested = with_digests(found.inputs, work)
         tokenizer.save(work / TOKENIZER)
         evaluation = prepare_evaluation(config, work)
         size = shard_bytes(sum(item.bytes for item in digested))

@@ -18,7 +18,7 @@ from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.results import named, write_result
-from mlm.util.terminal import add_row, byte_progress, console, plain, size, table
+from mlm.util.terminal import add_row, console, plain, progress_bar, size, table
 
 BITS = 16
 BINS = 1 << BITS
@@ -89,7 +89,7 @@ def run_inspect(config: DataInspectConfig) -> None:
     eod_id = eod_of(receipt, tokenizer)
     indices = [size_of(prefix.with_name(f"{prefix.name}.idx")) for prefix in prefixes]
     found = list[Facts]()
-    with byte_progress("reading", sum(indices)) as advance:
+    with progress_bar("reading", sum(indices), in_bytes=True) as advance:
         for prefix, count in zip(prefixes, indices, strict=True):
             found.append(facts_of(prefix, tokenizer, eod_id, config.samples))
             advance(count)

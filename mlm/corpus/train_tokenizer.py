@@ -15,7 +15,7 @@ from mlm.corpus.read.shards import split_inputs
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
 from mlm.util.errors import Problem, UserError
 from mlm.util.results import is_stream, result_problems, write_result
-from mlm.util.terminal import Screen, byte_progress
+from mlm.util.terminal import Screen, progress_bar
 
 BYTES = 256
 LETTERS = 1000
@@ -117,7 +117,7 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
 
     def texts() -> Iterator[str]:
         seen = False
-        with byte_progress("reading", sum(item.bytes for item in inputs)) as advance:
+        with progress_bar("reading", sum(item.bytes for item in inputs), in_bytes=True) as advance:
             for shard in shards:
                 documents = read_shard(
                     shard,

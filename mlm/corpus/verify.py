@@ -27,7 +27,7 @@ from mlm.data.receipt import RECEIPT, Receipt, read_receipt
 from mlm.util.atomic import digest_file, digest_name
 from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.util.results import named, write_result
-from mlm.util.terminal import Advance, add_row, byte_progress, console, plain, table
+from mlm.util.terminal import Advance, add_row, console, plain, progress_bar, table
 
 BLOCK = 1 << 22  # bytes read at a time: 4 MiB
 
@@ -68,7 +68,7 @@ def run_verify(config: DataVerifyConfig) -> None:
     checks, expected = expectations(config, folder)
     others = [folder / name for name in other_files(expected, prefixes)] if Path(config.path).is_dir() else []
     files = [path(prefix) for prefix in prefixes for path in (idx_path, bin_path)] + others
-    with byte_progress("verifying", sum(map(size_of, files))) as advance:
+    with progress_bar("verifying", sum(map(size_of, files)), in_bytes=True) as advance:
         for prefix in prefixes:
             checks += verify_pair(prefix, expected, advance)
         checks += [digest_check(path, digest_of(path, advance, expected), expected) for path in others]

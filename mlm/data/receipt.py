@@ -7,8 +7,15 @@ from typing import Any
 
 from mlm.data.gpt import too_short, windows_per_epoch
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path
-from mlm.util.atomic import WHOLE, digest_file, sampled_digest, write_atomic
-from mlm.util.bounded import as_json, parse_json, read_bounded
+from mlm.util.atomic import (
+    WHOLE,
+    as_json,
+    digest_file,
+    parse_json,
+    read_bounded,
+    sampled_digest,
+    write_atomic,
+)
 from mlm.util.errors import CorruptFileError, UserError
 
 RECEIPT = "corpus.json"

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from mlm.util.atomic import digest_bytes, write_atomic
-from mlm.util.bounded import parse_json
+from mlm.util.atomic import digest_bytes, parse_json, write_atomic
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.ownership import described
 

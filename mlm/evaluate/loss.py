@@ -53,7 +53,7 @@ from mlm.training.state import saved_history
 from mlm.util.atomic import digest_file
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.results import folder_problem, named, result_problems, write_result
-from mlm.util.terminal import Screen, count_progress
+from mlm.util.terminal import Screen, progress_bar
 
 
 def preflight(config: EvalLossConfig) -> list[str]:
@@ -235,7 +235,7 @@ def bits_per_byte(
 
 def progress(batches: Iterable[MicroBatch], rounds: int, shown: bool) -> Iterator[MicroBatch]:
     """Pass batches through under a progress bar with an ETA, on a terminal."""
-    with count_progress("scoring", rounds, shown=shown) as advance:
+    with progress_bar("scoring", rounds, shown=shown) as advance:
         for batch in batches:
             yield batch
             advance(1)

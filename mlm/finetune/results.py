@@ -18,8 +18,7 @@ from mlm.finetune.task_type import task_type
 from mlm.inference.trained import is_model_folder
 from mlm.training.session import layout_row, model_row, run_row
 from mlm.training.trainer import Trainer
-from mlm.util.atomic import write_atomic
-from mlm.util.bounded import as_json, parse_json
+from mlm.util.atomic import as_json, parse_json, write_atomic
 from mlm.util.errors import UserError, writing_to
 from mlm.util.ownership import claim_folder
 from mlm.util.terminal import add_row, console, plain, table

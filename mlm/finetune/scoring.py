@@ -29,7 +29,7 @@ from mlm.training.pipelined import PipelinedModel
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError, writing_to
 from mlm.util.ownership import claim_folder
-from mlm.util.terminal import count_progress
+from mlm.util.terminal import progress_bar
 
 NOT_FINITE = ": use another checkpoint, a lower optimizer.lr, or precision=fp32"
 
@@ -151,7 +151,7 @@ def evaluate(
         if not math.isfinite(found["loss"]):
             raise UserError(f"{split.source}: the loss of split {split.name} is not finite{NOT_FINITE}")
         return {name: found[name] for name in task.metrics}, []
-    with count_progress(f"scoring {split.name}", len(examples), shown=shown) as advance:
+    with progress_bar(f"scoring {split.name}", len(examples), shown=shown) as advance:
         predictions = predictions_of(model, objective, task, split, examples, batcher, advance)
     scored = split.has_labels
     metrics = task_type(task.kind).score(task, split.rows, predictions) if scored else {}

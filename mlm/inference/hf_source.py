@@ -24,7 +24,7 @@ from mlm.training.config import PretrainConfig
 from mlm.training.run_folder import imported_state, run_config
 from mlm.util.atomic import digest_bytes
 from mlm.util.errors import UserError
-from mlm.util.hub import expect_hub
+from mlm.util.extras import expect_hub
 
 EXTRA = "pip install 'mlm[hf]'"
 COMMIT = re.compile(r"[0-9a-f]{40}")

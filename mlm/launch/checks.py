@@ -32,14 +32,14 @@ def problems_of(
     `names` and `fix_names` as in `layout_problems`.
     """
     outside = out_of_range(config, names)
-    found = (rule(config, launch) for rule in rules)
+    broken = (rule(config, launch) for rule in rules)
     layout = layout_problems(
         values_of(config), launch, layout_rules, outside, names=names, fix_names=fix_names
     )
     return [
         *outside.values(),
         *layout,
-        *(problem for problem in found if problem and not problem.concerns(outside)),
+        *(problem for problem in broken if problem and not problem.concerns(outside)),
     ]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from mlm.launch.environment import import_path
 from mlm.launch.stop import LAUNCHED
 from mlm.util.errors import CheckFailedError, UserError
-from mlm.util.parent import die_with_parent
+from mlm.util.system import die_with_parent
 
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -87,10 +87,10 @@ def failure_of(process: "subprocess.Popen[bytes]", what: str, log: Path) -> User
 def _descendants(root: int) -> list[int]:
     """Return the descendants of a process."""
     parents = {int(entry): _stat(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()}
-    found = [root]
-    for pid in found:  # grows in the loop
-        found += [child for child, stat in parents.items() if stat and int(stat[1]) == pid]
-    return found[1:]
+    family = [root]
+    for pid in family:  # grows in the loop
+        family += [child for child, stat in parents.items() if stat and int(stat[1]) == pid]
+    return family[1:]
 
 
 def _birth(pid: int) -> str | None:

@@ -133,6 +133,7 @@ def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, st
     ours = {}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         ours["GLOO_SOCKET_IFNAME"] = "lo"  # one host: works whatever its name resolves to
+    ours["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun: a failed collective ends its rank
     ours |= {"PYTHONPATH": import_path(), LAUNCHED: "1", "OMP_NUM_THREADS": str(threads)}
     forced = {"PYTHONPATH", LAUNCHED, "OMP_NUM_THREADS"}
     return {key: value for key, value in ours.items() if key in forced or key not in base}

@@ -22,11 +22,11 @@ from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError, visible
 
 INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT
-LAST_WORDS_S = 1.0  # a failing rank stays so long for its peers to notice and report
+REPORT_S = 1.0  # a failing rank stays so long for its peers to notice and report
 WATCH_POLL_S = 0.25
 GRACE_S = 2.0  # the transport's own error comes first if there is one
 DUMP_S = 10.0  # NCCL's flight recorder writes its file within seconds of the timeout
-RECORDS = "error-*.json"
+RECORDS, EXIT_CODE = "error-*.json", "exit-code"
 MAX_LINES = 8  # lost peers that are reported when there is no other cause
 INTACT = "; the last checkpoint is intact"
 
@@ -64,7 +64,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Death:
+class ProcessEnd:
     """End of a rank's process: its exit code, negative for a signal."""
 
     rank: int
@@ -91,22 +91,22 @@ def is_lost_peer(error: BaseException) -> bool:
     return not isinstance(error, UserError) and is_transport_error(error)
 
 
-class LastWords:
+class FailureReporter:
     """Reports the failure of this rank once, from the first thread that finds it."""
 
     def __init__(
-        self, rank: int, tell: Callable[[Failure], None], others_failed: Callable[[], bool] = lambda: False
+        self, rank: int, publish: Callable[[Failure], None], others_failed: Callable[[], bool] = lambda: False
     ) -> None:
         self.others_failed = others_failed
         """True if another rank has reported a failure."""
-        self._rank, self._tell = rank, tell
-        self._spoken = threading.Lock()
+        self._rank, self._publish = rank, publish
+        self._reported = threading.Lock()
 
-    def say(self, error: BaseException) -> Failure:
+    def report(self, error: BaseException) -> Failure:
         """Report the exception that ends this rank, and return its record: the caller ends the process."""
-        self._spoken.acquire()  # for good: a second thread has nothing to add before the process ends
+        self._reported.acquire()  # for good: a second thread has nothing to add before the process ends
         failure = describe(error, self._rank)
-        self._tell(failure)
+        self._publish(failure)
         return failure
 
 
@@ -115,13 +115,15 @@ class Watchdog:
 
     gloo raises at its timeout; NCCL leaves the host waiting in some later call, and aborts the process with a
     separate message. The watchdog polls, so that watching a communication costs nothing. It reports an
-    overdue one through `words` and ends the process with exit code 1. When another rank has failed, it
+    overdue one through `reporter` and ends the process with exit code 1. When another rank has failed, it
     reports what this one waits for: a rank that reports nothing is the suspect.
     """
 
-    def __init__(self, watch: Watch, words: LastWords, prepare: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, watch: Watch, reporter: FailureReporter, prepare: Callable[[], None] = lambda: None
+    ) -> None:
         """Watch from the `with` block on; `prepare` is called once in the thread."""
-        self._watch, self._words, self._prepare = watch, words, prepare
+        self._watch, self._reporter, self._prepare = watch, reporter, prepare
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -141,17 +143,17 @@ class Watchdog:
         self._prepare()
         while not self._over.wait(WATCH_POLL_S):
             lost = self._watch.overdue(GRACE_S)
-            if lost is None and self._words.others_failed():
+            if lost is None and self._reporter.others_failed():
                 lost = self._watch.interrupted()
             if lost is not None:
                 return self._end(lost)
 
     def _end(self, lost: LostPeer) -> None:
         on_device = bool(self._watch.followed)
-        failure = self._words.say(lost)
+        failure = self._reporter.report(lost)
         if on_device:
             time.sleep(DUMP_S)
-        leave(failure.exit_code)
+        exit_now(failure.exit_code)
 
 
 def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, str]:
@@ -169,7 +171,7 @@ def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, s
     return {key: value for key, value in ours.items() if key not in base}
 
 
-def end_stopped(pids: Mapping[int, int]) -> dict[int, int]:
+def kill_suspended(pids: Mapping[int, int]) -> dict[int, int]:
     """Kill those of the ranks' processes that a signal or a debugger has suspended, and return them."""
     stopped = {rank: pid for rank, pid in pids.items() if _process_state(pid) in ("T", "t")}
     for pid in stopped.values():
@@ -196,9 +198,23 @@ def load_failures(folder: Path) -> list[Failure]:
     return [Failure(**json.loads(path.read_bytes())) for path in sorted(folder.glob(RECORDS))]
 
 
+def note_exit_code(folder: Path, code: int) -> None:
+    """Leave the command's exit code for it: a rank that exits with it would seem to have failed."""
+    with suppress(OSError):
+        write_atomic(folder / EXIT_CODE, str(code).encode())
+
+
+def noted_exit_code(folder: Path) -> int:
+    """Return the exit code that a rank left; 0 if none did."""
+    try:
+        return int((folder / EXIT_CODE).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
 def report(
     failures: Sequence[Failure],
-    deaths: Sequence[Death],
+    deaths: Sequence[ProcessEnd],
     *,
     world_size: int,
     logs: Path,
@@ -248,7 +264,7 @@ def _suspects(
     return [*waits, f"mlm: every rank was waiting, so they disagree about what comes next{closing}"]
 
 
-def _report_death(death: Death, lost: Sequence[Failure], logs: Path, closing: str) -> str:
+def _report_death(death: ProcessEnd, lost: Sequence[Failure], logs: Path, closing: str) -> str:
     who = f"rank {death.rank} (pid {death.pid})"
     if death.exit_code < 0:
         number = signal.Signals(-death.exit_code)
@@ -273,7 +289,7 @@ def log_path(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank:05d}.log"
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End the process now, without destructors that could wait for a peer stuck in a collective."""
     sys.stdout.flush()
     sys.stderr.flush()

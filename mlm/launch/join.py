@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore
 from mlm.launch.config import DistConfig
 from mlm.launch.environment import Place, place_variables, read_place
 from mlm.launch.process import ALONE, rank_device
-from mlm.launch.roll_call import START_S, rendezvous_store
+from mlm.launch.rendezvous import START_S, rendezvous_store
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.mesh import build_mesh as build_groups
 from mlm.util.errors import ConfigError, Problem, UserError, type_of

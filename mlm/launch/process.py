@@ -21,18 +21,19 @@ from mlm.launch.config import NO_GPU, NO_GPU_FIX, DistConfig
 from mlm.launch.environment import Place, num_threads, place_variables
 from mlm.launch.failure import (
     INTERRUPTED,
-    LAST_WORDS_S,
     MAX_LINES,
+    REPORT_S,
     Failure,
-    LastWords,
+    FailureReporter,
     Watchdog,
+    exit_now,
     flight_recorder,
-    leave,
 )
-from mlm.launch.roll_call import START_S, MissingRanksError, rendezvous_store
+from mlm.launch.rendezvous import START_S, MissingRanksError, rendezvous_store
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.watch import Watch
 from mlm.util.errors import UserError
+from mlm.util.system import available_cores
 
 Target = Callable[[Any, ParallelContext], int | None]
 """Work of a job on each rank; returns the exit code of a command that a signal stopped after a save."""
@@ -58,26 +59,26 @@ def run_joined(target: str, config: Any, *, place: Place, out: Path | None) -> i
     os.environ.update(place_variables(place) | flight_recorder(os.environ, out))
     store: Store | None = None
 
-    def tell(failure: Failure) -> None:
-        speaks = _speaks(failure, store, place)
-        if speaks:
+    def publish(failure: Failure) -> None:
+        must_report = _must_report(failure, store, place)
+        if must_report:
             print(failure.text, file=sys.stderr, flush=True)
-        if speaks or place.rank == 0:  # under SLURM, rank 0 holds the store that the others ask
-            time.sleep(LAST_WORDS_S)
+        if must_report or place.rank == 0:  # under SLURM, rank 0 holds the store that the others ask
+            time.sleep(REPORT_S)
 
-    words = LastWords(place.rank, tell)
+    reporter = FailureReporter(place.rank, publish)
     try:
         store = rendezvous_store(place, config.dist.timeout_s) if place.world_size > 1 else None
-        run_rank(target, config, place=place, store=store, words=words)
+        run_rank(target, config, place=place, store=store, reporter=reporter)
     except KeyboardInterrupt:
-        leave(INTERRUPTED)
+        exit_now(INTERRUPTED)
     except MissingRanksError as error:
         if error.is_reported:
-            time.sleep(2 * LAST_WORDS_S)  # launchers end all ranks when one ends
-            leave(error.exit_code)
-        leave(words.say(error).exit_code)
+            time.sleep(2 * REPORT_S)  # launchers end all ranks when one ends
+            exit_now(error.exit_code)
+        exit_now(reporter.report(error).exit_code)
     except Exception as error:
-        leave(words.say(error).exit_code)
+        exit_now(reporter.report(error).exit_code)
     return 0
 
 
@@ -87,7 +88,7 @@ def run_rank(
     *,
     place: Place = ALONE,
     store: Store | None = None,
-    words: LastWords | None = None,
+    reporter: FailureReporter | None = None,
 ) -> int:
     """Set up this process as a rank, run `target`, and destroy the process groups if it ends well.
 
@@ -95,16 +96,18 @@ def run_rank(
 
     dp is what tp * cp * pp of config.parallel leave of place.world_size. One rank alone needs no `store` and
     makes no group: it works without a network. After an exception the groups stay: destroying them could
-    hang. With `words`, a watchdog ends the process if a communication hangs. Raises LostPeer if gloo reports
-    one.
+    hang. With `reporter`, a watchdog ends the process if a communication hangs. Raises LostPeer if gloo
+    reports one.
     """
     dist = config.dist
     threads = dist.threads_per_rank or place.cores
-    available = len(os.sched_getaffinity(0))
+    available = available_cores()
     torch.set_num_threads(num_threads(threads, cores=available, local_ranks=place.local_world_size))
     device = rank_device(dist, place)
     watch, everyone = Watch(place.rank, dist.timeout_s), tuple(range(place.world_size))
-    with nullcontext() if words is None else Watchdog(watch, words, partial(take_device, device)):
+    with (
+        nullcontext() if reporter is None else Watchdog(watch, reporter, partial(set_current_device, device))
+    ):
         if store is None or place.world_size == 1:
             ctx = ParallelContext(device=device, watch=watch)
         else:
@@ -155,11 +158,11 @@ def rank_device(dist: DistConfig, place: Place) -> torch.device:
             f"start at most {count} ranks on it, or check CUDA_VISIBLE_DEVICES"
         )
     device = torch.device("cuda", index)
-    take_device(device)
+    set_current_device(device)
     return device
 
 
-def take_device(device: torch.device) -> None:
+def set_current_device(device: torch.device) -> None:
     """Make a GPU this thread's current one: a new thread's is the first, whose memory a query would take."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -172,7 +175,7 @@ def find_target(target: str) -> Target:
     return function
 
 
-def _speaks(failure: Failure, store: Store | None, place: Place) -> bool:
+def _must_report(failure: Failure, store: Store | None, place: Place) -> bool:
     """True if this rank must report: the first with this message, or one of the first unexplained lost peers.
 
     One of those alone could mislead, as it may wait for a rank that waits itself.
@@ -183,7 +186,7 @@ def _speaks(failure: Failure, store: Store | None, place: Place) -> bool:
     asking = Thread(target=lambda: answer.append(_is_first(failure, store)), daemon=True)
     with _quiet_stderr():  # torch prints C++ frames where the store is gone
         asking.start()
-        asking.join(2 * LAST_WORDS_S)  # a store whose process is stopped never answers
+        asking.join(2 * REPORT_S)  # a store whose process is stopped never answers
     return answer[0] if answer else True
 
 
@@ -204,7 +207,7 @@ def _quiet_stderr() -> Iterator[None]:
 def _is_first(failure: Failure, store: Store) -> bool:
     try:
         if failure.lost_peer:
-            time.sleep(LAST_WORDS_S / 2)  # give the rank that caused it time to report it
+            time.sleep(REPORT_S / 2)  # give the rank that caused it time to report it
             return store.add("mlm/failures", 0) == 0 and store.add("mlm/lost", 1) <= MAX_LINES
         store.add("mlm/failures", 1)
         return store.add(f"mlm/failures/{failure.type}: {failure.message}", 1) == 1

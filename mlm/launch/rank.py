@@ -15,18 +15,17 @@ from typing import Any
 
 from mlm.launch.failure import (
     INTERRUPTED,
-    LAST_WORDS_S,
     RECORDS,
+    REPORT_S,
     Failure,
-    LastWords,
-    leave,
+    FailureReporter,
+    exit_now,
     load_failures,
     log_path,
+    note_exit_code,
     save_failure,
 )
-from mlm.launch.job_folder import note_exit_code
-from mlm.util.parent import die_with_parent
-from mlm.util.streams import writable_streams
+from mlm.util.system import die_with_parent, writable_streams
 
 
 def main() -> None:
@@ -37,30 +36,30 @@ def main() -> None:
     die_with_parent(job["parent"])
     if rank:  # rank 0 keeps the terminal
         write_to(log_path(Path(job["logs"]), rank))
-    words = LastWords(rank, partial(tell, folder), lambda: any(folder.glob(RECORDS)))
+    reporter = FailureReporter(rank, partial(publish, folder), lambda: any(folder.glob(RECORDS)))
     try:
         with writable_streams() as output:  # the command's own guard ends with its process
-            code = start(job, words)
+            code = start(job, reporter)
         code = 1 if output.has_failed and not code else code
         if rank == 0 and code:
             note_exit_code(folder, code)
     except KeyboardInterrupt:
-        leave(INTERRUPTED)
+        exit_now(INTERRUPTED)
     except Exception as error:
-        failure = words.say(error)
+        failure = reporter.report(error)
         if (
             failure.is_user_error
         ):  # often the same on all ranks: let each report it before the agent ends them
             wait_for_peers(folder, world_size)
-        leave(failure.exit_code)
+        exit_now(failure.exit_code)
 
 
-def start(job: dict[str, Any], words: LastWords) -> int:
+def start(job: dict[str, Any], reporter: FailureReporter) -> int:
     """Import torch, rebuild the configuration and run the job's function; return the command's exit code."""
-    return int(import_module("mlm.launch.agent").run_launched(job, words))
+    return int(import_module("mlm.launch.start").run_launched(job, reporter))
 
 
-def tell(folder: Path, failure: Failure) -> None:
+def publish(folder: Path, failure: Failure) -> None:
     """Save the record for the parent."""
     try:
         save_failure(failure, folder)
@@ -78,8 +77,8 @@ def write_to(log: Path) -> None:
 
 
 def wait_for_peers(folder: Path, world_size: int) -> None:
-    """Wait until every rank has saved its failure, or for LAST_WORDS_S."""
-    end = time.monotonic() + LAST_WORDS_S
+    """Wait until every rank has saved its failure, or for REPORT_S."""
+    end = time.monotonic() + REPORT_S
     while len(load_failures(folder)) < world_size and time.monotonic() < end:
         time.sleep(0.02)
 

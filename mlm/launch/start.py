@@ -1,19 +1,63 @@
-"""Starting a job on all its ranks: in this process, on this host, or as a rank of torchrun or SLURM."""
+"""Starting a job on all its ranks: in this process, on this host, or as a rank of torchrun or SLURM.
 
+Ranks on this host are started and ended by torch's elastic multiprocessing, each in its own session: Ctrl-C
+reaches this process only, and `Relay` passes the request on. They start with these signals blocked (the mask
+is inherited) and unblock them inside `StopRequest`: no request is lost, and none kills a rank before that.
+"""
+
+import errno
+import json
+import logging
 import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    SignalException,
+    start_processes,
+)
 
-from mlm.launch.agent import launch_ranks
+from mlm.config.build import from_dict, to_dict
 from mlm.launch.config import DistConfig
-from mlm.launch.environment import read_place
-from mlm.launch.failure import INTERRUPTED
+from mlm.launch.environment import Place, num_threads, place_variables, read_place, worker_environment
+from mlm.launch.failure import (
+    INTACT,
+    INTERRUPTED,
+    REPORT_S,
+    Failure,
+    FailureReporter,
+    ProcessEnd,
+    flight_recorder,
+    kill_suspended,
+    load_failures,
+    noted_exit_code,
+    report,
+)
 from mlm.launch.process import device_kind, run_joined, run_rank
+from mlm.launch.rendezvous import LOOPBACK, check_interface, rendezvous_store
+from mlm.launch.stop import CARRIED_SIGNALS, SIGNAL_NAMES, Relay, is_noting
 from mlm.parallel.config import ParallelConfig
 from mlm.util.errors import UserError
+from mlm.util.lock import held_folder, remove_abandoned
+from mlm.util.system import available_cores
+
+POLL_S = 0.1
+PREFIX = "mlm-job-"
+"""Name of a launch's folder in the temporary directory."""
 
 
 @dataclass(frozen=True)
@@ -91,3 +135,177 @@ def choose_world_size(parallel: ParallelConfig, facts: LaunchFacts) -> int:
             "lower tp, pp or dp, or start on more hosts with torchrun or SLURM"
         )
     return replica * dp
+
+
+def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int) -> int:
+    """Start `world_size` ranks of the job on this host, wait, and return the command's exit code.
+
+    Rank 0 has the terminal; the others write to out/logs, or to a temporary folder for a command without
+    checkpoints (`out` is None). A failure is reported once, on stderr.
+    Raises UserError if the port is in use, or the log folder cannot be made.
+    """
+    dist = config.dist
+    check_interface(os.environ)
+    listener = listen(dist.master_port)
+    remove_abandoned(Path(tempfile.gettempdir()), f"{PREFIX}*")
+    with listener, held_folder(Path(tempfile.mkdtemp(prefix=PREFIX))) as folder:
+        logs = _make_logs(folder if out is None else out)
+        job = _write_job(folder, _job(target, config, logs))
+        threads = num_threads(dist.threads_per_rank, cores=available_cores(), local_ranks=world_size)
+        variables = worker_environment(os.environ, threads=threads) | flight_recorder(os.environ, logs)
+        store = _serve_store(listener, dist.timeout_s)
+        relay = Relay(saves=is_noting())
+        with quiet_logging(), relay.receiving():
+            try:
+                ranks = _start_ranks(job, world_size, store.port, variables)
+                deaths, stopped = _watch_ranks(ranks, relay, folder)
+            except SignalException as stop:
+                return 128 + stop.sigval
+        if relay.killed:
+            word = SIGNAL_NAMES.get(relay.killed, relay.killed.name)
+            print(f"mlm: {word}: stopped at once{INTACT if out else ''}", file=sys.stderr)
+            return 128 + relay.killed
+        if not deaths:
+            return noted_exit_code(folder)
+        failures, saves = load_failures(folder), out is not None
+        text, code = report(failures, deaths, world_size=world_size, logs=logs, stopped=stopped, saves=saves)
+        print(text, file=sys.stderr, flush=True)
+        return code
+
+
+def _start_ranks(job: Path, world_size: int, port: int, variables: Mapping[str, str]) -> PContext:
+    places = [Place(rank, world_size, rank, world_size, LOOPBACK, port) for rank in range(world_size)]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, CARRIED_SIGNALS)
+    try:
+        return start_processes(
+            name="mlm",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(world_size), ("-P", "-m", "mlm.launch.rank", str(job))),
+            envs={place.rank: {**variables, **place_variables(place)} for place in places},
+            logs_specs=DefaultLogsSpecs(os.devnull),  # rank 0 keeps the terminal, others redirect themselves
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _watch_ranks(ranks: PContext, relay: Relay, folder: Path) -> tuple[list[ProcessEnd], dict[int, int]]:
+    """Relay requests to stop until all ranks have ended; once one has failed, end the others.
+
+    Return how ranks died that were not ended here, and the suspended ones with their pids.
+    """
+    pids, stopped = ranks.pids(), dict[int, int]()
+    try:
+        while len(ends := _process_ends(pids)) < len(pids) and not any(end.exit_code for end in ends):
+            relay.act(pids)
+            time.sleep(POLL_S)
+        if any(end.exit_code for end in ends):
+            limit = time.monotonic() + REPORT_S
+            while time.monotonic() < limit and not _is_explained(load_failures(folder), ends, pids):
+                time.sleep(POLL_S / 2)
+                ends = _process_ends(pids)
+            stopped = kill_suspended(pids)  # which do not receive the SIGTERM by which torch ends ranks
+        return [end for end in ends if end.exit_code], stopped
+    finally:
+        ranks.close()
+
+
+def _is_explained(failures: list[Failure], ends: list[ProcessEnd], pids: Mapping[int, int]) -> bool:
+    """True if a failure has a cause of its own, or all ranks have reported: a silent one is the suspect."""
+    reported = {failure.rank for failure in failures} | {end.rank for end in ends if end.exit_code}
+    return not all(failure.lost_peer for failure in failures) or reported >= set(pids)
+
+
+def _process_ends(pids: Mapping[int, int]) -> list[ProcessEnd]:
+    """Return how the ranks' processes have ended so far; `close` collects them later."""
+    ends = []
+    for rank, pid in pids.items():
+        if end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            ends.append(ProcessEnd(rank, pid, code))
+    return ends
+
+
+def run_launched(job: dict[str, Any], reporter: FailureReporter) -> int:
+    """Rebuild the configuration in a rank that `launch_ranks` started, and run it; return the exit code.
+
+    The watchdog reports a hang through `reporter`.
+    """
+    place = read_place(os.environ)
+    assert place is not None, "launch_ranks sets RANK and WORLD_SIZE"
+    module, _, name = job["config_class"].partition(":")
+    assert module.startswith("mlm."), f"{module} is not part of mlm"
+    config = from_dict(getattr(import_module(module), name), job["config"])
+    store = rendezvous_store(place, config.dist.timeout_s)
+    return run_rank(job["target"], config, place=place, store=store, reporter=reporter)
+
+
+def _job(target: str, config: Any, logs: Path) -> dict[str, Any]:
+    kind = type(config)
+    assert kind.__module__.startswith("mlm."), f"{kind} is not part of mlm"
+    return {
+        "target": target,
+        "config_class": f"{kind.__module__}:{kind.__qualname__}",
+        "config": to_dict(config),
+        "parent": os.getpid(),
+        "logs": str(logs),
+    }
+
+
+def _write_job(folder: Path, job: dict[str, Any]) -> Path:
+    path = folder / "job.json"
+    try:
+        path.write_text(json.dumps(job))
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; free some space, or set TMPDIR to another folder"
+        ) from None
+    return path
+
+
+def _make_logs(folder: Path) -> Path:
+    logs = (folder / "logs").resolve()
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={folder}: cannot make {logs}: {error.strerror}; choose another out") from None
+    return logs
+
+
+def listen(port: int) -> socket.socket:
+    """Return a socket that listens on this host only; port 0 picks a free one. Raises UserError if taken."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port))
+        listener.listen(1024)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        why = "is in use on this host" if in_use else f"cannot be opened ({error})"
+        raise UserError(
+            f"dist.master_port={port} {why}: set another port, or dist.master_port=0 to pick a free one"
+        ) from None
+    return listener
+
+
+def _serve_store(listener: socket.socket, timeout_s: float) -> TCPStore:
+    """Serve a key-value store for the rendezvous on a socket that listens on this host only."""
+    return TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+@contextmanager
+def quiet_logging() -> Iterator[None]:
+    """Silence torch's own report of a failure, which `report` replaces."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -9,19 +9,19 @@ noted before anything else is imported.
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 """Environment variable with the signals that torch's elastic agent handles."""
 LAUNCHED = "MLM_LAUNCHED"
-"""Environment variable of a rank that a plain `mlm` command started (mlm/launch/agent.py)."""
+"""Environment variable of a rank that a plain `mlm` command started (mlm/launch/start.py)."""
 
-WORDS = {
+SIGNAL_NAMES = {
     signal.SIGINT: "Ctrl-C",
     signal.SIGTERM: "SIGTERM",
     signal.SIGUSR1: "SIGUSR1",
@@ -29,13 +29,13 @@ WORDS = {
 }
 """Signals that request a stop, and their names in `StopRequest.reason`. SIGHUP: the terminal is gone."""
 
-LATE = (signal.SIGUSR1, signal.SIGHUP)
+REPEATED_SIGNALS = (signal.SIGUSR1, signal.SIGHUP)
 """Requests that may still come when there is nothing left to stop."""
 
 SAVED_FOR_REQUEUE = signal.SIGUSR1
 """The signal before a time limit: the run saves, and its command succeeds so that a batch script requeues."""
 
-STANDS_FOR = {
+CARRIED_SIGNALS = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGUSR2: signal.SIGTERM,
     signal.SIGUSR1: signal.SIGUSR1,
@@ -46,7 +46,7 @@ rank: with it the elastic agent ends the others when one has died, which may be 
 
 
 @dataclass
-class _Early:
+class _NotedRequests:
     """Requests to this process that nothing has obeyed yet."""
 
     active: bool = False
@@ -54,7 +54,29 @@ class _Early:
     numbers: list[signal.Signals] = field(default_factory=list)
 
 
-_early = _Early()  # what a process does with signals belongs to the process
+_noted_requests = _NotedRequests()  # what a process does with signals belongs to the process
+
+
+@contextmanager
+def handling(
+    numbers: Iterable[signal.Signals], handler: Any, *, ignored_afterwards: Iterable[signal.Signals] = ()
+) -> Iterator[None]:
+    """Handle signals while inside, but for a hang-up that nohup ignores; then restore the handlers.
+
+    Those `ignored_afterwards` are ignored then. Does nothing outside the main thread, where Python allows no
+    handlers.
+    """
+    before = dict[signal.Signals, Any]()
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            restored = signal.SIG_DFL if previous is None else previous
+            signal.signal(number, signal.SIG_IGN if number in ignored_afterwards else restored)
 
 
 @contextmanager
@@ -65,47 +87,40 @@ def requests_noted(*, ends_process: bool = False) -> Iterator[None]:
     time limit several times. After training there is nothing left to stop: only Ctrl-C has an effect.
     With `ends_process` the signals that batch scripts and terminals send stay without effect afterwards: a
     repeated one would kill the process on its way out, and its job would seem to have failed.
-    Does nothing outside the main thread, where Python allows no handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _early.active, _early.taken = True, False
-    _early.numbers.clear()
-    before = {number: signal.signal(number, _note) for number in WORDS if not _is_ignored(number)}
-    try:
-        yield
-    finally:
-        _early.active = False
-        for number, handler in before.items():
-            if ends_process and number in LATE:
-                handler = signal.SIG_IGN
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    _noted_requests.active = threading.current_thread() is threading.main_thread()
+    _noted_requests.taken = False
+    _noted_requests.numbers.clear()
+    with handling(SIGNAL_NAMES, _note, ignored_afterwards=REPEATED_SIGNALS if ends_process else ()):
+        try:
+            yield
+        finally:
+            _noted_requests.active = False
 
 
 def unblock_requests() -> None:
     """Receive the signals that request a stop, which `mlm.__main__` or a batch script has blocked."""
     if threading.current_thread() is threading.main_thread() and LAUNCHED not in os.environ:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, WORDS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNAL_NAMES)
 
 
 def take_noted() -> list[signal.Signals]:
     """Return the requests noted so far, and stop noting."""
-    _early.taken = True
-    numbers, _early.numbers = _early.numbers, []
+    _noted_requests.taken = True
+    numbers, _noted_requests.numbers = _noted_requests.numbers, []
     return numbers
 
 
 def is_noting() -> bool:
     """True in a command that obeys noted requests: one that trains."""
-    return _early.active
+    return _noted_requests.active
 
 
 class Stopped(BaseException):
     """A request to stop other than Ctrl-C."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(WORDS[signal.Signals(number)])
+        super().__init__(SIGNAL_NAMES[signal.Signals(number)])
         self.exit_code = 128 + number
         """Exit code of the command."""
 
@@ -114,41 +129,26 @@ class Stopped(BaseException):
 def requests_raised() -> Iterator[None]:
     """Raise `Stopped` at the first SIGTERM, SIGUSR1 or SIGHUP while inside; further ones have no effect.
 
-    For a command that waits, and has something to finish. Does nothing outside the main thread, where Python
-    allows no handlers.
+    For a command that waits, and has something to finish.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    numbers = [number for number in SIGNAL_NAMES if number is not signal.SIGINT]
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for each in before:
+        for each in numbers:
             signal.signal(each, signal.SIG_IGN)
         raise Stopped(number)
 
-    heard = [number for number in WORDS if number is not signal.SIGINT and not _is_ignored(number)]
-    before = {number: signal.getsignal(number) for number in heard}
-    try:
-        for number in heard:
-            signal.signal(number, stop)
+    with handling(numbers, stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if not _early.taken and not _early.numbers:
-        _early.numbers.append(signal.Signals(number))
-        word = WORDS[signal.Signals(number)]
+    if not _noted_requests.taken and not _noted_requests.numbers:
+        _noted_requests.numbers.append(signal.Signals(number))
+        word = SIGNAL_NAMES[signal.Signals(number)]
         _say(f"mlm: {word}: noted; if training starts, it stops and saves after its first step")
     elif number == signal.SIGINT:
         raise KeyboardInterrupt
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    """True for a hang-up ignored by nohup."""
-    return number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _say(text: str) -> None:
@@ -178,8 +178,7 @@ class StopRequest:
         self._interrupts = 0
         self._signal: signal.Signals | None = None
         self._reason: str | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
-        self._mask: set[int] = set()
+        self._restore = ExitStack()
 
     @property
     def requested(self) -> bool:
@@ -206,14 +205,13 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            heard = heard_signals()
-            self._handlers = {
-                number: signal.signal(number, self._handle) for number in heard if not _is_ignored(number)
-            }
+            heard = stop_signals()
+            self._restore.enter_context(handling(heard, self._handle))
             for number in take_noted():
                 self._handle(number, None)
             # Launched ranks start with these blocked, so a request made meanwhile arrives now.
-            self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+            mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+            self._restore.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         return self
 
     def __exit__(
@@ -222,11 +220,7 @@ class StopRequest:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._handlers:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        for number, handler in self._handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._handlers = {}
+        self._restore.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         heard = signal.Signals(number)
@@ -235,14 +229,14 @@ class StopRequest:
             if self._interrupts > 1:
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 raise KeyboardInterrupt
-        meant = heard_signals()[heard]
+        meant = stop_signals()[heard]
         self._signal = self._signal or meant
-        self.request(WORDS[meant])
+        self.request(SIGNAL_NAMES[meant])
 
 
-def heard_signals() -> dict[signal.Signals, signal.Signals]:
+def stop_signals() -> dict[signal.Signals, signal.Signals]:
     """Return the signals that request a stop of this process, each with the one it stands for."""
-    return STANDS_FOR if LAUNCHED in os.environ else {number: number for number in WORDS}
+    return CARRIED_SIGNALS if LAUNCHED in os.environ else {number: number for number in SIGNAL_NAMES}
 
 
 class Relay:
@@ -257,11 +251,15 @@ class Relay:
         self._received = take_noted()
         self._handled = 0
 
-    def install(self) -> None:
-        """Handle the signals that request a stop: they are noted, and obeyed in `act`."""
-        for number in WORDS:
-            if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # nohup
-                signal.signal(number, self._note)
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Note the signals that request a stop, for `act`, and keep torch from handling them."""
+        os.environ[TORCH_SIGNALS] = "SIGQUIT"  # torch's own handlers end the job without a save
+        try:
+            with handling([signal.SIGQUIT], signal.SIG_DFL), handling(SIGNAL_NAMES, self._note):
+                yield
+        finally:
+            del os.environ[TORCH_SIGNALS]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.append(signal.Signals(number))
@@ -281,7 +279,7 @@ class Relay:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
         elif first_time:
-            carrier = {stands_for: number for number, stands_for in STANDS_FOR.items()}[fresh[0]]
+            carrier = {stands_for: number for number, stands_for in CARRIED_SIGNALS.items()}[fresh[0]]
             for pid in ours:
                 with suppress(ProcessLookupError):
                     os.kill(pid, carrier)
@@ -301,17 +299,3 @@ def _listens(status: Mapping[str, str]) -> bool:
     """True if a process is inside `StopRequest`: SIGUSR1 has a handler and is not blocked."""
     bit = 1 << (signal.SIGUSR1 - 1)
     return bool(int(status["SigCgt"], 16) & bit) and not int(status["SigBlk"], 16) & bit
-
-
-@contextmanager
-def handlers_restored() -> Iterator[None]:
-    """Keep the agent from handling our signals, and restore the handlers that it and `Relay` replace."""
-    numbers = (*WORDS, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    os.environ[AGENT_SIGNALS] = "SIGQUIT"  # the agent's own handlers end the job without a save
-    try:
-        yield
-    finally:
-        del os.environ[AGENT_SIGNALS]
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlm.config.suggest import divisors
 from mlm.util.errors import show
-from mlm.util.host import host_memory
+from mlm.util.system import host_memory
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
 TRAINED_BYTES = 16  # a parameter with its gradient and two moments, in float32

@@ -31,9 +31,9 @@ from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
-from mlm.util.host import host_memory
 from mlm.util.results import CALIBRATION_MARK, named, write_result
-from mlm.util.terminal import add_row, console, count_progress, table
+from mlm.util.system import host_memory
+from mlm.util.terminal import add_row, console, progress_bar, table
 
 GIB = 2**30
 MOST_RANKS = 8
@@ -113,7 +113,7 @@ def measure(ctx: ParallelContext, measurements: Measurements, most: float) -> Me
     Raises UserError if they still do.
     """
     for is_last in (False, True):
-        with count_progress("measuring", measurements.steps, shown=ctx.is_main) as advance:
+        with progress_bar("measuring", measurements.steps, shown=ctx.is_main) as advance:
             own = measurements.run(advance)
         each = Ranks.of(ctx).all_gather(asdict(own))
         measured = merged([TypeAdapter(Measured).validate_python(found) for found in each])

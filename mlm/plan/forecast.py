@@ -23,7 +23,7 @@ from mlm.plan.shape import Layout
 from mlm.tracking.summary import Predicted
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import spelled
-from mlm.util.host import host_memory
+from mlm.util.system import host_memory
 
 GPU_RESERVED, CPU_RESERVED = 1.5 * GIB, 0.3 * GIB
 """Bytes that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""

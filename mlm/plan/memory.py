@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 
-import torch
-
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED
 from mlm.models.stage import Stage, home_of, split_layers
-from mlm.parallel.mesh import Axis
 from mlm.plan.cost import ELEMENT_BYTES
 from mlm.plan.shape import Layout
 
@@ -66,6 +63,10 @@ class Part:
 
 def parameter_parts(model: ModelConfig, tp: int) -> dict[int | str, list[Part]]:
     """The parameters of a tensor-parallel rank by home: a layer's number, or the first or last stage."""
+    import torch  # the list of commands needs none
+
+    from mlm.parallel.mesh import Axis
+
     parts = defaultdict[int | str, list[Part]](list)
     with torch.device("meta"):
         module = model.family.model(model, tp=Axis("tp", 0, tp))

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
-from mlm.util.atomic import open_regular, write_atomic
-from mlm.util.bounded import open_bounded, read_bounded
+from mlm.util.atomic import open_bounded, open_regular, read_bounded, write_atomic
 from mlm.util.errors import UserError
 
 FILE_NAME = "metrics.jsonl"

@@ -18,7 +18,7 @@ from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics
 from mlm.tracking.panel import Display, LivePanel, PlainLines
 from mlm.tracking.trackers import build_trackers
 from mlm.util.errors import UserError
-from mlm.util.streams import LastingStream
+from mlm.util.system import LastingStream
 from mlm.util.terminal import Screen
 
 

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 from mlm.config.imports import TRUST
 from mlm.tracking.history import FILE_NAME, read_records
 from mlm.tracking.panel import duration, quantity
-from mlm.util.atomic import write_atomic
-from mlm.util.ownership import SUMMARY_MARK, is_summary
+from mlm.util.atomic import read_regular, write_atomic
 
 Rows = Sequence[tuple[str, str]]
+SUMMARY_MARK = "<!-- Written by mlm, which replaces this file. -->"
+HEAD = 1 << 10  # bytes in which the mark is
 PROGRESS = ("step", "validation", "scores", "saved", "save_failed")
 """Records of steps that are done; one of an incident may be of a step that was taken back."""
 MOST_ATTEMPTS = 6  # listed with their commands: the first and the newest
@@ -103,6 +105,13 @@ def write_summary(
         path = out / "README.mlm.md"
     write_atomic(path, "\n\n".join(filter(None, parts)).encode() + b"\n")
     return path
+
+
+def is_summary(path: Path) -> bool:
+    """True if a README.md is the summary of a run or sweep."""
+    with suppress(OSError):
+        return SUMMARY_MARK.encode() in read_regular(path, HEAD)
+    return False
 
 
 def started(records: Sequence[dict[str, Any]]) -> Rows:

@@ -10,11 +10,9 @@ from typing import Any
 
 from mlm.tracking.history import FILE_NAME, read_records
 from mlm.tracking.panel import human
-from mlm.tracking.summary import escaped
-from mlm.util.atomic import write_atomic
-from mlm.util.bounded import read_bounded
+from mlm.tracking.summary import SUMMARY_MARK, escaped, is_summary
+from mlm.util.atomic import read_bounded, write_atomic
 from mlm.util.errors import UserError, show
-from mlm.util.ownership import SUMMARY_MARK, is_summary
 from mlm.util.results import is_result, write_result
 from mlm.util.terminal import add_row, console, table
 

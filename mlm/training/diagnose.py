@@ -21,7 +21,6 @@ from mlm.checkpoint.native.norms import (
 )
 from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.save_load import stored_tensors
-from mlm.launch.typed import program
 from mlm.optim.clip import gradient_norm
 from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce
@@ -121,7 +120,7 @@ def way_back(out: str, good: Path | None, advice: str) -> str:
     """The newest good checkpoint and the command that goes back to it, in words."""
     if good is None:
         return f"No good checkpoint is left: start again with another out=… and {advice}"
-    command = [*program(), "ckpt", "rollback", out, str(int(plain_name(good).removeprefix("step-")))]
+    command = ["mlm", "ckpt", "rollback", out, str(int(plain_name(good).removeprefix("step-")))]
     return f"Newest good checkpoint: {good}. Go back with `{shlex.join(command)}`, then resume with {advice}"
 
 

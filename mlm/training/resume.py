@@ -25,10 +25,9 @@ from mlm.training.run_folder import run_config
 from mlm.training.run_tokenizer import tokenizer_errors
 from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, load
 from mlm.training.trainer import Trainer
-from mlm.util.access import other_owners, user_name
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, show
 from mlm.util.lock import WAIT_S, sole_writer
-from mlm.util.ownership import claim_folder, claim_problems
+from mlm.util.ownership import claim_folder, claim_problems, other_owners, user_name
 
 log = logging.getLogger(__name__)
 

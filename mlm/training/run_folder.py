@@ -35,7 +35,7 @@ from mlm.util.atomic import fsync_directory
 from mlm.util.errors import UserError
 from mlm.util.lock import LOCK, sole_writer
 from mlm.util.ownership import claim_folder, delete_owned
-from mlm.util.terminal import byte_progress
+from mlm.util.terminal import progress_bar
 
 GB = 1e9
 UNFINISHED = "unfinished"
@@ -98,7 +98,7 @@ def write_imported(
             return read(name, region)
         return initial[name][tuple(slice(o, o + n) for o, n in zip(*region, strict=True))]
 
-    with new_folder(out, count) as run, byte_progress(f"writing {out}", count) as advance:
+    with new_folder(out, count) as run, progress_bar(f"writing {out}", count, in_bytes=True) as advance:
         written = write_streamed(
             run / CHECKPOINTS,
             0,

@@ -12,7 +12,7 @@ from mlm.config.build import to_dict
 from mlm.config.imports import is_path
 from mlm.config.tree import leaves, values_of
 from mlm.launch.stop import StopRequest
-from mlm.launch.typed import origin, program
+from mlm.launch.typed import origin
 from mlm.tracking.metrics import Throughput
 from mlm.tracking.peak import Peak
 from mlm.tracking.reporter import Reporter
@@ -102,7 +102,7 @@ def composed_yaml(config: Any, command: str) -> str:
 
 def resume_command(command: str, out: Path, config: Any) -> list[str]:
     """The words to type to resume a run, started as this one was."""
-    return [*program(), command, f"resume={out}", *own_code(config)]
+    return ["mlm", command, f"resume={out}", *own_code(config)]
 
 
 def own_code(config: Any) -> list[str]:

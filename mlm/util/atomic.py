@@ -1,12 +1,13 @@
-"""Atomic writes, durable directories, and digests of files."""
+"""Files: atomic writes, durable directories, reading within bounds, strict JSON, and digests."""
 
 import errno
+import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import xxhash
 
@@ -18,6 +19,9 @@ WHOLE = 1 << 26
 """Bytes up to which `sampled_digest` reads a file whole: 64 MiB, a fraction of a second from a disk."""
 SAMPLES, SAMPLE = 64, 1 << 18
 """Blocks of 256 KiB of larger files: 16 MiB in all."""
+LARGEST = 1 << 64  # none of our numbers is larger; Python would compute with it for ever
+MOST_DIGITS = 300
+"""Digits of a whole number of another program: transformers writes 1e30 for a length without a limit."""
 
 
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
@@ -57,12 +61,12 @@ def partial_of(path: Path) -> Path:
 def _mode_to_keep(path: Path) -> int | None:
     """Return the permissions of the file at a path, None if absent. Raises OSError for anything else."""
     try:
-        found = path.stat()
+        mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if not stat.S_ISREG(found.st_mode):
-        raise no_regular_file(path, found.st_mode)
-    return stat.S_IMODE(found.st_mode)
+    if not stat.S_ISREG(mode):
+        raise no_regular_file(path, mode)
+    return stat.S_IMODE(mode)
 
 
 def no_regular_file(path: Path, mode: int) -> OSError:
@@ -177,3 +181,85 @@ def digest_bytes(content: bytes) -> str:
 def digest_name(h: "xxhash.xxh3_128") -> str:
     """Format a digest as in manifests and receipts."""
     return f"xxh3:{h.hexdigest()}"
+
+
+# ---- untrusted files
+
+
+def read_bounded(path: Path, most: int, remedy: str) -> bytes:
+    """Read a regular file of at most `most` bytes; a larger one, a pipe or a device is not read.
+
+    Raises CorruptFileError, which ends in `remedy`, and OSError.
+    """
+    with open_bounded(path, most, remedy) as f:
+        return f.read(most + 1)
+
+
+def open_bounded(path: Path, most: int, remedy: str) -> BinaryIO:
+    """Open a file to read under the conditions of `read_bounded`."""
+    f = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115 (the caller's)
+    status = os.fstat(f.fileno())
+    if stat.S_ISREG(status.st_mode) and status.st_size <= most:
+        return f
+    f.close()
+    is_large = stat.S_ISREG(status.st_mode)
+    problem = f"{status.st_size} bytes, {most} is the limit" if is_large else "not a regular file"
+    raise CorruptFileError(f"{path}: {problem}; {remedy}")
+
+
+def parse_json(content: bytes | str, *, foreign: bool = False) -> Any:
+    """Parse JSON as in RFC 8259: finite numbers, integers below 2^64, each key once in an object.
+
+    In a file of another program (`foreign`) NaN and Infinity, which Python writes, are numbers too, and
+    integers have up to MOST_DIGITS digits. Raises ValueError for anything else, including brackets that nest
+    too deeply.
+    """
+    try:
+        return json.loads(
+            content,
+            parse_int=_foreign_number if foreign else _whole_number,
+            parse_float=float if foreign else _finite,
+            parse_constant=float if foreign else _refuse_constant,
+            object_pairs_hook=without_repeats,
+        )
+    except RecursionError:
+        raise ValueError("its brackets nest too deeply") from None
+
+
+def as_json(values: Mapping[str, Any]) -> bytes:
+    """Return indented JSON with a line end, as results and receipts are written."""
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; a key twice means different things to different readers.
+
+    Raises ValueError.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a key occurs twice in one object")
+    return values
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > 20 or abs(number := int(digits)) >= LARGEST:
+        raise ValueError(f"the number {digits[:20]}… is too large")
+    return number
+
+
+def _foreign_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"the number {digits[:20]}… has more than {MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if number - number != 0:
+        raise ValueError(f"the number {digits[:20]} is too large")
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -36,8 +36,8 @@ def shortened(line: str) -> str:
 
 def half_pair(text: str) -> str | None:
     """The first half of a surrogate pair in a text, in words, which no tokenizer takes; None without one."""
-    found = HALF_PAIR.search(text)
-    return None if found is None else f"half a surrogate pair (U+{ord(found[0]):X})"
+    half = HALF_PAIR.search(text)
+    return None if half is None else f"half a surrogate pair (U+{ord(half[0]):X})"
 
 
 def has_controls(text: str) -> bool:
@@ -131,9 +131,9 @@ class UserError(ValueError):
     """Type of its problem, which stays with it in lists of problems."""
 
     def __init__(self, problem: str, *, keys: Iterable[str] = (), fix: str = "") -> None:
-        found = self.kind(keys, problem, fix) if fix or keys else self.kind.of(problem)
-        self.problems: tuple[Problem, ...] = (found,)
-        super().__init__(str(found))
+        own = self.kind(keys, problem, fix) if fix or keys else self.kind.of(problem)
+        self.problems: tuple[Problem, ...] = (own,)
+        super().__init__(str(own))
 
     def lines(self) -> list[str]:
         """Lines to print, without control characters."""
@@ -144,10 +144,10 @@ class ConfigError(UserError):
     """All problems of one configuration, reported together."""
 
     def __init__(self, problems: Iterable[str]) -> None:
-        found = tuple(map(Problem.of, problems))
-        super().__init__("\n".join(found))
-        self.problems = found
-        if found and all(isinstance(problem, Failed) for problem in found):
+        each = tuple(map(Problem.of, problems))
+        super().__init__("\n".join(each))
+        self.problems = each
+        if each and all(isinstance(problem, Failed) for problem in each):
             self.exit_code = CorruptFileError.exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,12 +1,27 @@
-"""Optional packages, imported when an input or setting needs them."""
+"""Optional packages, imported when an input or setting needs them; the Hugging Face Hub's only if it answers.
 
+The Hub's libraries retry for half a minute without a network.
+"""
+
+import os
+import socket
+import sys
+from functools import cache
 from importlib import import_module
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from mlm.util.errors import UserError
-from mlm.util.hub import expect_hub
 
 OF_THE_HUB = ("datasets", "huggingface_hub")
+TIMEOUT_S = 3.0
+OFFLINE = "HF_HUB_OFFLINE"
+SETTINGS = {
+    "huggingface_hub.constants": (OFFLINE,),
+    "datasets.config": (OFFLINE, "HF_DATASETS_OFFLINE"),
+}
+"""Modules in which libraries that are already imported keep the setting."""
 
 
 def load_extra(module: str, setting: str, extra: str = "data") -> Any:
@@ -21,3 +36,28 @@ def load_extra(module: str, setting: str, extra: str = "data") -> Any:
     except ImportError as error:
         package = module.partition(".")[0]
         raise UserError(f"{setting} needs the package {package}: pip install 'mlm[{extra}]'") from error
+
+
+def expect_hub() -> None:
+    """Have the Hub's libraries use only their cache, and fail at once, if the Hub is unreachable."""
+    if os.environ.get(OFFLINE) is not None or is_reachable():
+        return
+    os.environ[OFFLINE] = "1"
+    for module, names in SETTINGS.items():
+        for name in names:
+            if module in sys.modules:
+                setattr(sys.modules[module], name, True)
+
+
+@cache
+def is_reachable() -> bool:
+    """True if a connection to the Hub opens, or a proxy is configured."""
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    if url.scheme in getproxies() or "all" in getproxies():
+        return True
+    try:
+        port = url.port or (80 if url.scheme == "http" else 443)
+        with socket.create_connection((url.hostname or "", port), timeout=TIMEOUT_S):
+            return True
+    except OSError:
+        return False

@@ -1,4 +1,4 @@
-"""Locks between processes: one writer per folder, one builder per file.
+"""Locks between processes: one writer per folder, one builder per file, temporary folders that are in use.
 
 The kernel holds a lock (flock) and releases it when its process dies, however it dies: nothing is stale after
 a crash. It holds across hosts where the shared file system supports it (NFS 4, GPFS, Lustre mounted with
@@ -10,7 +10,9 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +25,10 @@ from mlm.util.errors import UserError
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
+HELD = "held"
+"""Lock of a temporary folder."""
+ABANDONED_S = 3600.0
+"""Age from which a temporary folder whose lock is free, or that has none, belongs to nobody."""
 WAIT_S = 10.0
 """A run that is started again may overlap with the last moments of the one that was killed."""
 BUILD_WAIT_S = 600.0
@@ -190,3 +196,40 @@ def one_builder(path: Path, wait_s: float = BUILD_WAIT_S) -> Iterator[None]:
         yield
     finally:
         lock.release(delete=True)
+
+
+@contextmanager
+def held_folder(folder: Path) -> Iterator[Path]:
+    """Lock a new temporary folder while inside, and delete it at the end. Raises OSError.
+
+    A killed process cannot delete its folder, but the kernel releases its lock: the next `remove_abandoned`
+    there deletes the folder.
+    """
+    lock = Lock(folder / HELD)
+    try:
+        with suppress(OSError):  # where nothing can be locked, nothing is removed later either
+            if lock.take():
+                lock.sign()
+        yield folder
+    finally:
+        lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned(parent: Path, pattern: str) -> None:
+    """Delete this user's temporary folders whose process has ended. Never raises: nothing depends on it.
+
+    Across hosts a file system may not lock, so a folder of another host is left alone for ABANDONED_S.
+    """
+    for folder in parent.glob(pattern):
+        with suppress(OSError):
+            status, lock = folder.lstat(), Lock(folder / HELD, create=False)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            is_old = time.time() - status.st_mtime > ABANDONED_S
+            is_free = is_old
+            if lock.path.exists():  # signed once it is locked
+                is_free = (is_old or lock.is_signed_here()) and lock.take()
+            if is_free:
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.release()

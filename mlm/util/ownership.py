@@ -1,58 +1,112 @@
-"""Ownership of folders: the only rules on what may be written, replaced or deleted.
+"""What mlm may write, replace and delete: the one rule on users' files.
 
-A folder is ours if it has our marker (`.mlm.json`, with the type of the folder) or was recognisably written
-by an earlier version. `claim_folder` makes one, or adopts a folder in which none of the names that a command
-writes is taken; `delete_owned` deletes what mlm wrote in one. A file that a user names for a result is
-replaced by `write_result` only if mlm wrote it (mlm/util/results.py recognises it).
+A folder is ours if it carries our marker, `.mlm.json`, which names its type. `claim_folder` makes one, or
+takes over a folder in which none of the names that a command writes is taken; `delete_owned` deletes the
+names that mlm writes there, and follows no link. A result is a regular file, which `write_result` replaces
+only if mlm wrote it (mlm/util/results.py).
 
-No input, no ancestor of one, and neither the working directory, home nor the root is ever claimed or deleted,
-and deletions follow no link.
+No input, no ancestor of one, and neither the working directory, home nor the root is ever claimed or deleted.
 """
 
 import glob
 import json
 import os
+import pwd
 import shutil
 import stat
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from mlm.util.atomic import write_atomic
+from mlm.util.atomic import read_regular, write_atomic
 from mlm.util.errors import UserError
-from mlm.util.folder_types import (
-    FORMAT,
-    KINDS,
-    LOCK,
-    MARKER,
-    SUMMARY_MARK,
-    is_ours,
-    is_summary,
-    kind_of_folder,
-    matches,
-    read_marker,
-)
 
-__all__ = [
-    "KINDS",
-    "MARKER",
-    "STDOUT",
-    "SUMMARY_MARK",
-    "claim_folder",
-    "claim_problems",
-    "delete_owned",
-    "described",
-    "is_ours",
-    "is_summary",
-    "kind_of_folder",
-    "place_of",
-    "read_marker",
-    "rejected_place",
-]
-
+MARKER = ".mlm.json"
+FORMAT = "mlm-folder-1"
+MARKER_BYTES = 1 << 16
+LOCK = ".lock"  # of a folder of checkpoints: made before anything else
 STDOUT = "-"
-SEALED = {"run": ("checkpoints", "incidents", "profile"), "exported-model": ("*",)}
-"""Names in folders of ours in which no other command may make a folder."""
 HUB = "hub:"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of folder that mlm makes."""
+
+    noun: str
+    """In messages: "a run"."""
+    writes: tuple[str, ...] = ()
+    """Patterns of the names written at its top: in the way if they exist, and deleted by `delete_owned`."""
+    inside: tuple[str, ...] = ()
+    """Patterns of the names written in its subfolders; none: all of these folders is ours."""
+
+
+KINDS: dict[str, Kind] = {
+    "run": Kind(
+        "a run",
+        (
+            *("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "README.md", "checkpoints"),
+            *("best", "result.json", "predictions", "incidents", "profile"),
+        ),
+    ),
+    "corpus": Kind(
+        "a corpus",
+        (
+            *(f"{part}.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
+            *(f"{part}.origins.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
+            *("corpus.json", "tokenizer.json", "rejected.jsonl", "corpus-inputs.jsonl", ".building", "work"),
+        ),
+    ),
+    "corpus-work": Kind(
+        "the work of a build",
+        (
+            *("lock", "plan.jsonl", "plan.json", "digests.json", "jobs.json"),
+            *("tokenizer.json", "evaluation.jsonl"),
+            *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("clean", "match", "group", "verify", "gather")),
+            *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("tokenise", "merge")),
+        ),
+        (
+            *(f"{'[0-9]' * 5}{rest}" for rest in (".*", "*.npy", "*.bin", "*.idx")),
+            *(f".{'[0-9]' * 5}.*", ".*.partial", "*.partial", "datatrove", "rejected.jsonl"),
+            *("members.npy", "bounds.npy", "near.npy", "again.npy", "firsts.npy"),
+            *(f"{part}[.-]*" for part in ("train", "validation", "test")),
+        ),
+    ),
+    "exported-model": Kind("an exported model", ("*",)),
+    "predictions": Kind("predictions", ("*.tsv", "*.json")),
+    "verify-resume": Kind("a verify-resume"),
+    "unfinished": Kind("an import or export that did not finish"),
+}
+"""Folders that mlm makes. In a user's folder, names in `writes` are never replaced."""
+
+
+# ---- folders
+
+
+def claim_folder(
+    path: str | Path,
+    kind: str,
+    *,
+    key: str = "out",
+    inputs: Iterable[str | Path | None] = (),
+    writes: Sequence[str] | None = None,
+    same: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Make a folder, or adopt an existing one, and mark it as ours; see `claim_problems`.
+
+    Raises UserError if something of the user's is in the way, OSError.
+    """
+    if problems := claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same):
+        raise UserError(problems[0])
+    folder = Path(path)
+    if not is_ours(folder, kind):
+        marker = {"format": FORMAT, "kind": kind, "created": not folder.exists()}
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(folder / MARKER, (json.dumps(marker) + "\n").encode())
+    return folder
 
 
 def claim_problems(
@@ -79,49 +133,76 @@ def claim_problems(
         return [f"{what}: standard output is not a folder; name a folder"]
     try:
         if not os.path.lexists(folder):
-            return _no_place(what, folder.absolute()) or rejected_place(what, folder, inputs)
+            return _parent_problems(what, folder.absolute()) or rejected_place(what, folder, inputs)
         if not folder.is_dir():
             return [f"{what}: is {described(folder)}; name a new folder"]
-        marker = read_marker(folder)
-        if is_ours(folder, kind):
-            return []
-        if marker is not None:
-            found = marker.get("kind")
-            noun = KINDS[found].noun if found in KINDS else "another folder of mlm"
-            return [f"{what}: holds {noun}, not {KINDS[kind].noun}; name a new folder"]
+        if (other := kind_of_folder(folder)) is not None:
+            nouns = f"{KINDS[other].noun}, not {KINDS[kind].noun}"
+            return [] if other == kind else [f"{what}: holds {nouns}; name a new folder"]
         if problems := rejected_place(what, folder, inputs):
             return problems
-        name = _in_the_way(folder, KINDS[kind].writes if writes is None else writes, same or {})
+        name = _first_in_the_way(folder, KINDS[kind].writes if writes is None else writes, same or {})
     except OSError as error:
         return [f"{what}: {error.filename or folder}: {error.strerror}; name a folder that can be read"]
-    if name is None:
+    return [] if name is None else [f"{what}: holds {name}, which mlm did not write; name a new folder"]
+
+
+def _parent_problems(what: str, path: Path) -> list[str]:
+    """Return the problem of a path where no folder can be made."""
+    parent = next(parent for parent in path.parents if os.path.lexists(parent))
+    if parent.is_dir():
         return []
-    return [f"{what}: holds {name}, which mlm did not write; name a new folder"]
+    return [f"{what}: {parent} is {described(parent)}, not a folder; name another folder"]
 
 
-def claim_folder(
-    path: str | Path,
-    kind: str,
-    *,
-    key: str = "out",
-    inputs: Iterable[str | Path | None] = (),
-    writes: Sequence[str] | None = None,
-    same: Mapping[str, bytes] | None = None,
-) -> Path:
-    """Make a folder, or adopt an existing one, and mark it as ours; see `claim_problems`.
+def _first_in_the_way(folder: Path, patterns: Sequence[str], same: Mapping[str, bytes]) -> str | None:
+    """Return the first non-empty entry whose name is to be written, or a marker that is not ours."""
+    for name in sorted(os.listdir(folder)):
+        if name == MARKER or (matches(name, patterns) and not _is_replaceable(folder / name, same.get(name))):
+            return name
+    return None
 
-    Raises UserError if something of the user's is in the way, OSError.
-    """
-    problems = claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same)
-    if problems:
-        raise UserError(problems[0])
-    folder = Path(path)
-    created = not folder.exists() or is_ours(folder, kind)
-    folder.mkdir(parents=True, exist_ok=True)
-    if read_marker(folder) is None:
-        marker = {"format": FORMAT, "kind": kind, "created": created}
-        write_atomic(folder / MARKER, (json.dumps(marker) + "\n").encode())
-    return folder
+
+def _is_replaceable(path: Path, content: bytes | None) -> bool:
+    """True for an empty file or folder, a folder with only a lock, or a file of just that content."""
+    mode = path.lstat().st_mode
+    if stat.S_ISDIR(mode):
+        return all(name == LOCK for name in os.listdir(path))
+    if not stat.S_ISREG(mode):
+        return False
+    size = path.stat().st_size
+    return size == 0 or (content is not None and size == len(content) and path.read_bytes() == content)
+
+
+def read_marker(folder: Path) -> dict[str, Any] | None:
+    """Read the marker of a folder, None if it has none of ours."""
+    try:
+        marker = json.loads(read_regular(folder / MARKER, MARKER_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(marker, dict) or marker.get("format") != FORMAT:
+        return None
+    kind = marker.get("kind")
+    return marker if isinstance(kind, str) and kind in KINDS else None
+
+
+def kind_of_folder(folder: Path) -> str | None:
+    """Return the type (a key of KINDS) of a folder that mlm made; None for others."""
+    marker = read_marker(folder)
+    return None if marker is None else str(marker["kind"])
+
+
+def is_ours(folder: Path, kind: str) -> bool:
+    """True if mlm made `folder`, of this type."""
+    return kind_of_folder(folder) == kind
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """True if a name fits one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+# ---- deleting
 
 
 def delete_owned(
@@ -142,7 +223,7 @@ def delete_owned(
         if not os.path.lexists(folder):
             return None
         marker = read_marker(folder)
-        if marker is None or marker.get("kind") != kind or not folder.is_dir():
+        if marker is None or marker["kind"] != kind:
             return f"{path}: not deleted, as mlm did not make it"
         if problems := rejected_place(str(path), folder, inputs, deletes=True):
             return f"{problems[0].partition(';')[0]}: not deleted"
@@ -154,10 +235,9 @@ def delete_owned(
         if not keep_folder:
             (folder / MARKER).unlink()
         if left:
-            return f"{path}: kept, as it holds {_listed(left)}, which mlm did not write"
-        if keep_folder:
-            return None
-        if marker.get("created") and not folder.is_symlink():
+            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+            return f"{path}: kept, as it holds {', '.join(left[:3])}{more}, which mlm did not write"
+        if marker.get("created") and not keep_folder and not folder.is_symlink():
             folder.rmdir()
     except OSError as error:
         return f"{path}: not all deleted: {error.filename or path}: {error.strerror}"
@@ -183,12 +263,6 @@ def _delete(path: Path, inside: Sequence[str]) -> None:
             path.rmdir()
 
 
-def _listed(names: Sequence[str]) -> str:
-    """List the first names, and count the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
 def _is_partial(name: str, patterns: Iterable[str]) -> bool:
     """True for an incomplete file that a kill left (`write_atomic`): .NAME.PID.partial."""
     stem, dot, pid = name.removeprefix(".").removesuffix(".partial").rpartition(".")
@@ -196,33 +270,7 @@ def _is_partial(name: str, patterns: Iterable[str]) -> bool:
     return hidden and bool(dot) and pid.isdigit() and matches(stem, (*patterns, MARKER))
 
 
-def _in_the_way(folder: Path, patterns: Sequence[str], same: Mapping[str, bytes]) -> str | None:
-    """Return the first non-empty entry of a folder whose name is to be written."""
-    for name in sorted(os.listdir(folder)):
-        if name == MARKER:
-            return name  # not ours: read_marker could not parse it
-        if matches(name, patterns) and not _holds_nothing(folder / name, same.get(name)):
-            return name
-    return None
-
-
-def _holds_nothing(path: Path, content: bytes | None) -> bool:
-    """True for an empty file or folder, a folder with only a lock, or a file of just that content."""
-    mode = path.lstat().st_mode
-    if stat.S_ISDIR(mode):
-        return all(name == LOCK for name in os.listdir(path))
-    if not stat.S_ISREG(mode):
-        return False
-    size = path.stat().st_size
-    return size == 0 or (content is not None and size == len(content) and path.read_bytes() == content)
-
-
-def _no_place(what: str, path: Path) -> list[str]:
-    """Return the problem of a path where no folder can be made."""
-    parent = next(parent for parent in path.parents if os.path.lexists(parent))
-    if parent.is_dir():
-        return []
-    return [f"{what}: {parent} is {described(parent)}, not a folder; name another folder"]
+# ---- places that are never ours
 
 
 def rejected_place(
@@ -237,24 +285,11 @@ def rejected_place(
         reason = "is your home folder" if place == home else "holds your home folder"
     elif deletes and os.path.ismount(place):  # as `out`, containers receive a mounted volume
         reason = "is the root of a file system"
-    elif not deletes and (sealed := _sealed_by(place)) is not None:
-        reason = f"is in {sealed}, where mlm keeps its own files"
-    if reason is None:
-        for given in inputs:
-            if (read := place_of(given)) is not None and (place == read or place in read.parents):
-                reason = f"is the input {given}" if place == read else f"holds the input {given}"
-                break
+    for given in inputs if reason is None else ():
+        if (read := place_of(given)) is not None and (place == read or place in read.parents):
+            reason = f"is the input {given}" if place == read else f"holds the input {given}"
+            break
     return [] if reason is None else [f"{what}: {reason}; name a new folder"]
-
-
-def _sealed_by(place: Path) -> Path | None:
-    """Return the folder around a place, or the place itself, that only its own command writes to."""
-    for folder in (place, *place.parents):
-        if any(
-            matches(folder.name, names) and is_ours(folder.parent, kind) for kind, names in SEALED.items()
-        ):
-            return folder
-    return None
 
 
 def place_of(given: str | Path | None) -> Path | None:
@@ -265,18 +300,13 @@ def place_of(given: str | Path | None) -> Path | None:
     text = "" if given is None else str(given)
     if not text or text.startswith(HUB) or text == STDOUT:
         return None
-    if os.path.lexists(text):
-        return Path(text).resolve()
-    if os.path.lexists(f"{text}.bin"):
-        return Path(f"{text}.bin").resolve()
+    for name in (text, f"{text}.bin"):
+        if os.path.lexists(name):
+            return Path(name).resolve()
     if not glob.has_magic(text):
         return None
-    fixed: list[str] = []
-    for part in Path(text).parts:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    return Path(*fixed).resolve()
+    parts = Path(text).parts
+    return Path(*parts[: next(n for n, part in enumerate(parts) if glob.has_magic(part))]).resolve()
 
 
 def described(path: Path) -> str:
@@ -293,3 +323,43 @@ def described(path: Path) -> str:
         (stat.S_ISBLK, "a device"),
     )
     return next((word for test, word in kinds if test(mode)), "a file")
+
+
+# ---- users and rights
+
+
+def owner_of(path: Path) -> str:
+    """Name of the user who owns a file or folder, or their number. Raises OSError."""
+    return user_name(path.stat().st_uid)
+
+
+def user_name(number: int) -> str:
+    """Name of a user, or where none is known their number."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def other_owners(paths: Iterable[Path]) -> list[str]:
+    """Names of the other users who own some of these files and folders, sorted."""
+    mine, names = os.geteuid(), set[str]()
+    for path in paths:
+        with suppress(OSError):  # absent
+            if path.stat().st_uid != mine:
+                names.add(owner_of(path))
+    return sorted(names)
+
+
+def unreadable(path: str) -> str | None:
+    """The obstacle to reading a path for this user, in words; None if they may, or nothing is there."""
+    place = Path(path)
+    for folder in (*reversed(place.absolute().parents), place):
+        try:
+            mode = folder.stat().st_mode & 0o777
+            wanted = os.R_OK if folder is place else os.X_OK
+            if not os.access(folder, wanted | (os.X_OK if folder.is_dir() else 0)):
+                return f"permission denied: {folder} belongs to {owner_of(folder)} (mode {mode:03o})"
+        except OSError:
+            return None
+    return None

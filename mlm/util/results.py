@@ -10,24 +10,20 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 import mlm
-from mlm.util.atomic import read_regular, write_atomic
-from mlm.util.bounded import as_json
+from mlm.util.atomic import as_json, read_regular, write_atomic
 from mlm.util.errors import Problem, UserError
-from mlm.util.folder_types import KINDS, kind_of_folder, matches
-from mlm.util.ownership import STDOUT, described, place_of
+from mlm.util.ownership import KINDS, STDOUT, described, kind_of_folder, matches, place_of
 
 Content = bytes | Callable[[BinaryIO], None]
 """Bytes, or a function that writes them to an open file."""
 HEAD = 1 << 12  # bytes of a picture that name its software
-LARGEST_PARSED = (
-    1 << 26
-)  # bytes of JSON that are parsed to recognise it; of larger files both ends are searched
+LARGEST_PARSED = 1 << 26  # bytes of JSON that are parsed to recognise it
 GENERATED = frozenset(("prompt", "sample", "continuation", "tokens", "stop", "seed"))
 """Keys of a line that `mlm generate out=` writes."""
 SCORED = frozenset(("task", "protocol"))
@@ -44,10 +40,16 @@ CREATOR = "mlm"
 """Software named in our pictures."""
 HTML_MARK = f'<meta name="generator" content="{CREATOR}">'
 """In the head of our pages."""
-TABLES = (b"layout,tp,pp,vp,dp,sequence_parallel,", b"rank,stage,parameters,moment,memory_bytes,")
-"""Beginnings of the CSV files of `mlm plan`."""
+MARKS = (b"Software\0" + CREATOR.encode(), f"<dc:title>{CREATOR}".encode(), HTML_MARK.encode())
+"""In the heads of our PNG, SVG and HTML files."""
 CALIBRATION_MARK = b"# Measured by `mlm plan calibrate`"
 """Beginning of a YAML of hardware that `mlm plan calibrate` writes."""
+BEGINNINGS = (
+    b"layout,tp,pp,vp,dp,sequence_parallel,",
+    b"rank,stage,parameters,moment,memory_bytes,",
+    CALIBRATION_MARK,
+)
+"""Beginnings of the CSV and YAML files of `mlm plan`."""
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
 
@@ -94,11 +96,12 @@ def result_problems(
     try:
         if file.is_symlink() and not file.exists():
             return [f"{what}: is a broken link; name another file, or delete it"]
-        if not _is_there(file):
-            return [f"{what}: {reason}; name another file"] if (reason := _part_of_folder(file)) else []
         if reason := _part_of_folder(file):
             return [f"{what}: {reason}; name another file"]
-        mode = file.stat().st_mode
+        try:
+            mode = file.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         if stat.S_ISDIR(mode):
             return [f"{what}: is a directory; name a file in it, such as {key}={file / 'result.json'}"]
         if _stream(file) is not None:
@@ -136,14 +139,12 @@ def folder_problem(
 
 def read_evaluation(out: Path) -> dict[str, Any] | None:
     """Return the result of an earlier evaluation; None where there is none."""
-    if not out.is_file():  # a pipe would block
-        return None
     try:
-        found = json.loads(out.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        result = _parsed(read_regular(out))
+    except OSError:
         return None
-    sound = isinstance(found, dict) and isinstance(found.get("config"), dict)
-    return found if sound and "checkpoint_digest" in found else None
+    is_sound = isinstance(result, dict) and isinstance(result.get("config"), dict)
+    return result if is_sound and "checkpoint_digest" in result else None
 
 
 def set_aside(
@@ -153,8 +154,8 @@ def set_aside(
 
     `identity` returns the digest of all that the scores of a result depend on.
     """
-    found = read_evaluation(out)
-    if found is None or (other := identity(found)) == identity(result):
+    earlier = read_evaluation(out)
+    if earlier is None or (other := identity(earlier)) == identity(result):
         return None
     aside = out.with_name(f"{out.stem}.{short_digest(other)}{out.suffix}")
     os.replace(out, aside)
@@ -164,15 +165,6 @@ def set_aside(
 def short_digest(digest: str) -> str:
     """Return enough of a digest for a file name."""
     return digest.partition(":")[2][:8]
-
-
-def _is_there(file: Path) -> bool:
-    """True if something exists at a path. Raises OSError for an impossible path, such as too long a name."""
-    try:
-        file.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
 
 
 def _part_of_folder(file: Path) -> str | None:
@@ -203,53 +195,40 @@ def is_stream(path: str | Path | None) -> bool:
 def is_result(path: Path) -> bool:
     """True for a regular file that is empty or a result of mlm. Raises OSError."""
     size, head = path.stat().st_size, read_regular(path, HEAD)
-    if size == 0:
+    if size == 0 or head.startswith(BEGINNINGS):
         return True
-    if head.startswith(b"\x89PNG"):
-        return b"Software\0" + CREATOR.encode() in head
-    if b"<svg" in head:
-        return f"<dc:title>{CREATOR}".encode() in head
-    if head.startswith((b"<!doctype html>", *TABLES)):
-        return HTML_MARK.encode() in head or head.startswith(TABLES)
-    if head.startswith(CALIBRATION_MARK):
-        return True
+    if head.startswith((b"\x89PNG", b"<!doctype html>")) or b"<svg" in head:
+        return any(mark in head for mark in MARKS)
     if not head.lstrip().startswith(b"{"):
         return False
-    return _is_result_object(path, size) or _are_result_lines(path)
-
-
-def _is_result_object(path: Path, size: int) -> bool:
-    if size > LARGEST_PARSED:
-        with open(path, "rb") as f:
-            f.seek(max(size - HEAD, 0))
-            ends = read_regular(path, HEAD) + f.read()
-        return b'"versions' in ends and b'"mlm"' in ends
-    try:
-        found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return False
-    if not isinstance(found, dict):
-        return False
-    form = found.get("format")
-    if isinstance(form, str) and form.startswith(NO_RESULTS) and "task" not in found:
-        return False
-    named = isinstance(form, str) and form.startswith("mlm-")
-    begun = found.keys() == {"task", "equal"}  # a verify-resume that was killed
-    versions = [found.get(key) for key in VERSIONS]
-    return named or begun or any(isinstance(v, dict) and "mlm" in v for v in versions)
-
-
-def _are_result_lines(path: Path) -> bool:
     with open(path, "rb") as f:
-        return all(_is_result_line(line) for line in f)
+        if all(_is_result_line(line) for line in f):
+            return True
+    return size <= LARGEST_PARSED and _is_result_object(_parsed(path.read_bytes()))
+
+
+def _is_result_object(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    form = str(value.get("format"))
+    if form.startswith(NO_RESULTS) and "task" not in value:
+        return False
+    return form.startswith("mlm-") or any(
+        isinstance(value.get(key), dict) and "mlm" in value[key] for key in VERSIONS
+    )
 
 
 def _is_result_line(line: bytes) -> bool:
+    value = _parsed(line)
+    return isinstance(value, dict) and (value.keys() >= GENERATED or value.keys() >= SCORED)
+
+
+def _parsed(content: bytes) -> Any:
+    """Return the value of a JSON text; None for anything else."""
     try:
-        found: Any = json.loads(line)
+        return json.loads(content)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and (found.keys() >= GENERATED or found.keys() >= SCORED)
+        return None
 
 
 def _holds(path: Path, content: Content) -> bool:
@@ -264,18 +243,14 @@ def _is_same(file: Path, given: str | Path | None) -> bool:
 def _stream(path: Path) -> int | str | None:
     """Return the target to write to directly: a device or FIFO by path, our streams by number."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    if stat.S_ISREG(found.st_mode):  # /dev/stdout where a shell redirected it to a file
-        for number in (1, 2):
-            try:
-                if os.path.samestat(found, os.fstat(number)):
-                    return number
-            except OSError:  # closed
-                continue
-        return None
-    return str(path) if stat.S_ISCHR(found.st_mode) or stat.S_ISFIFO(found.st_mode) else None
+    for number in (1, 2) if stat.S_ISREG(status.st_mode) else ():  # /dev/stdout that a shell redirected
+        with suppress(OSError):  # closed
+            if os.path.samestat(status, os.fstat(number)):
+                return number
+    return str(path) if stat.S_ISCHR(status.st_mode) or stat.S_ISFIFO(status.st_mode) else None
 
 
 def _write_directly(stream: int | str, content: Content) -> None:

@@ -107,26 +107,31 @@ def size(count: int) -> str:
 
 
 @contextmanager
-def count_progress(title: str, total: int, *, shown: bool = True) -> Iterator[Advance]:
+def progress_bar(title: str, total: int, *, in_bytes: bool = False, shown: bool = True) -> Iterator[Advance]:
     """Show a progress bar on stderr, removed when done; yields a function to call with the number just done.
 
-    If stderr is not a terminal, a line is printed each minute instead; nothing if not `shown`.
+    With `in_bytes` it counts bytes, with their rate. If stderr is not a terminal, a line is printed each
+    minute instead; nothing if not `shown`.
     """
-    lines = CountLines(title, total)
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
+    columns = (TextColumn(title), BarColumn(), *counts, TimeRemainingColumn())
     console = Screen(stderr=True)
     with Progress(
         *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
     ) as bar:
         task = bar.add_task(title, total=total)
+        lines = ProgressLines(title, total, in_bytes=in_bytes)
         yield lines.advance if shown and not console.is_terminal else partial(bar.advance, task)
 
 
-class CountLines:
+class ProgressLines:
     """Progress in a log: a line on stderr each minute."""
 
-    def __init__(self, title: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, title: str, total: int, *, in_bytes: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.title, self.total, self.clock = title, total, clock
+        self.number: Callable[[int], str] = size if in_bytes else "{:,}".format
         self.done, self.printed = 0, clock()
         self.first: tuple[float, int] | None = None
         """When something was done for the first time, and how much: an earlier command may have done it."""
@@ -138,9 +143,8 @@ class CountLines:
         self.first = self.first or (now, self.done)
         if now - self.printed >= LINE_S:
             self.printed = now
-            print(
-                f"{self.title}: {self.done:,} of {self.total:,}{self._left(now)}", file=sys.stderr, flush=True
-            )
+            line = f"{self.title}: {self.number(self.done)} of {self.number(self.total)}{self._left(now)}"
+            print(line, file=sys.stderr, flush=True)
 
     def _left(self, now: float) -> str:
         """The time left, as far as the rate is known."""
@@ -150,22 +154,3 @@ class CountLines:
             return ""
         seconds = (self.total - self.done) * (now - begin) / (self.done - before)
         return f", {timedelta(seconds=round(seconds))} left"
-
-
-@contextmanager
-def byte_progress(title: str, total: int) -> Iterator[Advance]:
-    """A bar with bytes, rate and time left on stderr, gone when done; yields what to call with bytes done.
-
-    Nothing is drawn where stderr is no terminal.
-    """
-    columns = (
-        TextColumn(title),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Screen(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from mlm.launch.versions import versions
+from mlm.launch.doctor.findings import versions
 from mlm.util.atomic import write_atomic
 from reproduce.corpus import packages
 from reproduce.experiment import SCRIPTS, Cell, Conclusion, Curves, Experiment, Table, Verdict

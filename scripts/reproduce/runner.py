@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mlm.launch.versions import versions
+from mlm.launch.doctor.findings import versions
 from mlm.plan.hardware import cpu_name
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import CheckFailedError, UserError

@@ -21,7 +21,7 @@ import mlm.tracking.curves  # noqa: F401  # a child that gives up its rights can
 from mlm.training import resume, saver
 from mlm.training.pretrain import run as pretrain
 from mlm.util import lock
-from mlm.util.parent import die_with_parent
+from mlm.util.system import die_with_parent
 
 HUNG_S = 120.0
 HUNG = 124  # exit code of what took longer, as timeout(1) has it

@@ -109,17 +109,6 @@ def test_out_that_holds_the_tokenizer_alone_is_taken(source: Path) -> None:
     assert (out / "corpus.json").exists()
 
 
-def test_corpus_of_an_earlier_version_is_up_to_date_and_gets_no_second_work(source: Path) -> None:
-    build(source)
-    out = source.parent / "out"
-    (out / MARKER).unlink()
-    (out / "work").mkdir()
-    for name in ("lock", "plan.json"):  # of a build that was killed
-        (out / "work" / name).touch()
-    assert build(source) is not None
-    assert not (out / "work").exists()
-
-
 def test_two_builds_into_one_out_are_kept_apart_whatever_their_work(source: Path) -> None:
     build(source)
     out, before = source.parent / "out", contents(source.parent / "out")

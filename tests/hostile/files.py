@@ -10,11 +10,12 @@ import os
 import pickle
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from mlm.checkpoint.native.folders import latest_checkpoint
@@ -42,6 +43,11 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.marker),)
+
+
+def one_in_four(cases: Iterable[str]) -> list[Any]:
+    """Mark all cases but every fourth as slow."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * (n % 4 > 0)) for n, case in enumerate(cases)]
 
 
 def payloads(marker: Path) -> dict[str, bytes]:

@@ -38,6 +38,7 @@ from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError, visible
 from tests.checkpoint.native.helpers import edit_manifest, save
 from tests.config.cli.test_saved import BUILT, HEAD, HOSTILE, WHOLE
+from tests.hostile.files import one_in_four
 from tests.hostile.table import COUNTERS, FOLDERS, MANIFESTS, SETTINGS
 
 MODEL = ModelConfig(
@@ -171,7 +172,7 @@ def test_a_manifest_that_was_signed_again_is_no_manifest(
     check(lambda: build(mine), capfd)
 
 
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize("case", one_in_four(SETTINGS))
 def test_no_model_is_built_of_settings_that_are_not_of_the_tensors(
     mine: Path, capfd: pytest.CaptureFixture[str], case: str
 ) -> None:

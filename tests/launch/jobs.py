@@ -73,15 +73,6 @@ def crash(config: GenerateConfig, ctx: ParallelContext) -> None:
     time.sleep(600)
 
 
-def killed(config: GenerateConfig, ctx: ParallelContext) -> None:
-    """Rank 1 is killed while rank 0 waits for it in a collective."""
-    tell(config, ctx)
-    if ctx.rank == 1:
-        print("about to allocate too much")
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.zeros(1))
-
-
 def lose_rank_1(config: GenerateConfig, ctx: ParallelContext) -> None:
     """Rank 1 gets a signal before a communication over an axis at step 2; `prompt` says which of both."""
     name, signal_name = config.prompt.split()

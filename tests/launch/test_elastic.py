@@ -18,6 +18,7 @@ RUN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_killed_rank_restarts_the_job_where_it_was(tmp_path: Path) -> None:
     out = tmp_path / "run"

@@ -6,14 +6,22 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistBackendError
 
-from mlm.launch.failure import Death, describe, is_lost_peer, load_failures, report, save_failure
+from mlm.launch.failure import (
+    ProcessEnd,
+    describe,
+    is_lost_peer,
+    load_failures,
+    log_path,
+    report,
+    save_failure,
+)
 from mlm.parallel.watch import LostPeer
 from mlm.util.errors import ConfigError, UserError
 
 CRASH = replace(describe(KeyError("bug"), 1), time=2.0)
 LOST = replace(describe(RuntimeError("[gloo/pair.cc:537] Connection reset by peer"), 0), time=1.0)
 MISTAKE = replace(describe(UserError("seed=x"), 3), time=3.0)
-KILLED = Death(rank=2, pid=99, exit_code=-9)
+KILLED = ProcessEnd(rank=2, pid=99, exit_code=-9)
 
 
 def test_exception_is_the_cause_before_deaths_and_lost_peers(tmp_path: Path) -> None:
@@ -22,20 +30,22 @@ def test_exception_is_the_cause_before_deaths_and_lost_peers(tmp_path: Path) -> 
 
 
 def test_death_is_the_cause_before_a_lost_peer(tmp_path: Path) -> None:
-    text, code = report([LOST], [Death(0, 98, 1), KILLED], world_size=4, logs=tmp_path)
+    text, code = report([LOST], [ProcessEnd(0, 98, 1), KILLED], world_size=4, logs=tmp_path)
     assert text.startswith("mlm: rank 2 (pid 99) was killed by signal 9 (SIGKILL)")
     assert code == 1
 
 
 def test_lost_peer_is_reported_if_there_is_nothing_else(tmp_path: Path) -> None:
-    text, _ = report([LOST], [Death(0, 98, 1)], world_size=4, logs=tmp_path)
+    text, _ = report([LOST], [ProcessEnd(0, 98, 1)], world_size=4, logs=tmp_path)
     assert text.splitlines()[0] == "mlm: rank 0 failed, probably because another rank is gone:"
 
 
-def test_rank_that_leaves_silently_is_named_with_its_exit_code(tmp_path: Path) -> None:
-    text, code = report([], [Death(rank=1, pid=99, exit_code=7)], world_size=2, logs=tmp_path)
-    assert text == "mlm: rank 1 (pid 99) left with exit code 7; the last checkpoint is intact"
-    assert code == 1
+def test_rank_that_leaves_silently_is_named_with_its_exit_code_and_last_lines(tmp_path: Path) -> None:
+    log_path(tmp_path, 1).write_text("about to allocate too much\n")
+    text, code = report([], [ProcessEnd(rank=1, pid=99, exit_code=7)], world_size=2, logs=tmp_path)
+    first, *rest = text.splitlines()
+    assert first == "mlm: rank 1 (pid 99) left with exit code 7; the last checkpoint is intact"
+    assert (rest, code) == (["its last lines:", "  about to allocate too much"], 1)
 
 
 def test_a_command_without_checkpoints_promises_none(tmp_path: Path) -> None:

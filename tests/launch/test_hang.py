@@ -21,13 +21,13 @@ from mlm.launch import failure as failures
 from mlm.launch import process
 from mlm.launch.config import DistConfig
 from mlm.launch.failure import (
-    Death,
     Failure,
-    LastWords,
+    FailureReporter,
+    ProcessEnd,
     Watchdog,
     describe,
-    end_stopped,
     flight_recorder,
+    kill_suspended,
     report,
 )
 from mlm.launch.process import ALONE, run_rank
@@ -55,7 +55,7 @@ def lose_rank_1(axis: str, signal_name: str, folder: Path) -> tuple[int, list[di
 @pytest.mark.parametrize(
     "axis, rank, op, ranks",
     [
-        ("tp", 0, "all_reduce", "0, 1"),
+        pytest.param("tp", 0, "all_reduce", "0, 1", marks=pytest.mark.slow),
         pytest.param("dp", 3, "all_reduce", "1, 3", marks=pytest.mark.slow),
         ("pp", 3, "receive from rank 1", "1, 3"),
     ],
@@ -93,11 +93,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Failure]]:
     monkeypatch.setattr(failures, "GRACE_S", 0.0)
     left = threading.Event()
 
-    monkeypatch.setattr(failures, "leave", lambda code: left.set())
+    monkeypatch.setattr(failures, "exit_now", lambda code: left.set())
 
     def run(watch: Watch, others_failed: bool = False) -> list[Failure]:
         told: list[Failure] = []
-        with Watchdog(watch, LastWords(watch.rank, told.append, lambda: others_failed)):
+        with Watchdog(watch, FailureReporter(watch.rank, told.append, lambda: others_failed)):
             left.wait(0.5)
         return told
 
@@ -127,8 +127,8 @@ def test_watchdog_asks_the_device_of_its_own_rank(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "set_device", take)
     monkeypatch.setattr(process, "find_target", lambda _: lambda config, ctx: begun.wait(5) and 0)
     config = SimpleNamespace(dist=DistConfig(threads_per_rank=torch.get_num_threads()))
-    words = LastWords(0, lambda failure: None)
-    process.run_rank("", config, place=replace(process.ALONE, local_rank=3), words=words)
+    reporter = FailureReporter(0, lambda failure: None)
+    process.run_rank("", config, place=replace(process.ALONE, local_rank=3), reporter=reporter)
     assert taken == dict.fromkeys(("MainThread", "watchdog"), torch.device("cuda", 3))
 
 
@@ -159,14 +159,14 @@ def wait_long(config: GenerateConfig, ctx: ParallelContext) -> None:
 
 def test_rank_runs_under_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "GRACE_S", 0.0)
-    monkeypatch.setattr(failures, "leave", lambda code: GONE.set())
+    monkeypatch.setattr(failures, "exit_now", lambda code: GONE.set())
     told: list[Failure] = []
     run_rank(
         f"{__name__}:wait_long",
         GenerateConfig(ckpt="", prompt="", dist=DistConfig(device="cpu", timeout_s=0.1)),
         place=ALONE,
         store=HashStore(),
-        words=LastWords(0, told.append),
+        reporter=FailureReporter(0, told.append),
     )
     assert [failure.lost_peer for failure in told] == [True]
 
@@ -176,7 +176,7 @@ def test_stopped_process_is_found_and_killed_but_no_other() -> None:
     try:
         sleepers[1].send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sleepers[1].pid, os.WSTOPPED | os.WNOWAIT)
-        assert end_stopped({5: sleepers[0].pid, 6: sleepers[1].pid}) == {6: sleepers[1].pid}
+        assert kill_suspended({5: sleepers[0].pid, 6: sleepers[1].pid}) == {6: sleepers[1].pid}
         assert sleepers[1].wait(10) == -signal.SIGKILL
         assert sleepers[0].poll() is None
     finally:
@@ -187,7 +187,7 @@ def test_stopped_process_is_found_and_killed_but_no_other() -> None:
 
 def test_rank_that_waited_for_nobody_is_suspected(tmp_path: Path) -> None:
     waiting = [replace(LOST, rank=rank, time=2.0) for rank in (0, 1)]
-    text, code = report([*waiting, LOST], [Death(2, 99, 1)], world_size=4, logs=tmp_path)
+    text, code = report([*waiting, LOST], [ProcessEnd(2, 99, 1)], world_size=4, logs=tmp_path)
     assert code == 1
     assert text.splitlines() == [
         f"mlm: {LOST.message}",
@@ -214,7 +214,7 @@ def test_a_rank_that_wakes_when_the_store_is_gone_reports_without_frames_of_torc
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     del server
-    assert process._speaks(LOST, store, ALONE)
+    assert process._must_report(LOST, store, ALONE)
     print("here", file=sys.stderr)
     assert capfd.readouterr().err == "here\n"
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from mlm.launch import network
+from mlm.launch import rendezvous
 from mlm.launch.environment import Place
-from mlm.launch.network import check_addresses, check_interface, check_loopback
+from mlm.launch.rendezvous import check_addresses, check_interface
 from mlm.util.errors import UserError
-from tests.launch import jobs
 from tests.launch.conftest import ROOT
 
 HOSTS = {"node1": "10.0.0.1", "debian": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
@@ -31,16 +30,16 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise socket.gaierror(-2, "Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (HOSTS[name], port or 0))]
 
-    monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(network.socket, "getfqdn", socket.gethostname)
-    monkeypatch.setattr(network, "POLL_S", 0.0)
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(rendezvous.socket, "getfqdn", socket.gethostname)
+    monkeypatch.setattr(rendezvous, "RESOLVE_POLL_S", 0.0)
     return asked
 
 
 def named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Give this host a name."""
-    monkeypatch.setattr(network.socket, "gethostname", lambda: name)
-    monkeypatch.setattr(network.socket, "getfqdn", lambda: name)
+    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: name)
+    monkeypatch.setattr(rendezvous.socket, "getfqdn", lambda: name)
 
 
 def place(master: str, *, hosts: int = 2) -> Place:
@@ -48,18 +47,8 @@ def place(master: str, *, hosts: int = 2) -> Place:
     return Place(0, 2 * hosts, 0, 2, master_addr=master, master_port=1)
 
 
-def test_loopback_that_is_down_is_named_with_what_brings_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(101, "Network is unreachable")
-
-    check_loopback()
-    monkeypatch.setattr(network.socket, "create_connection", refuse)
-    with pytest.raises(UserError, match=r"no working loopback interface.*unreachable.*ip link set lo up"):
-        check_loopback()
-
-
 def test_unknown_gloo_interface_is_named_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr(rendezvous.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     check_interface({})
     check_interface({"GLOO_SOCKET_IFNAME": "eth0,lo"})
     with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME=eth0,eth9.*interface eth9; use one of lo, eth0"):
@@ -83,21 +72,13 @@ def test_first_node_of_a_list_that_does_not_resolve_is_named_with_what_to_set(
         check_addresses(nodes, {}, wait_s=0.0)
 
 
-def test_a_wait_for_a_name_is_announced_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    named(monkeypatch, "node1")
-    with pytest.raises(UserError):
-        check_addresses(place("nosuch"), {}, wait_s=0.05)
-    said = capsys.readouterr().err
-    assert said == "mlm: MASTER_ADDR=nosuch: nosuch does not resolve yet: trying for 0.05 s\n"
-
-
 def test_name_that_the_cluster_registers_late_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, resolver: list[str]
 ) -> None:
     named(monkeypatch, "node1")
-    monkeypatch.setattr(network.time, "sleep", lambda seconds: monkeypatch.setitem(HOSTS, "late", "10.0.0.9"))
+    monkeypatch.setattr(
+        rendezvous.time, "sleep", lambda seconds: monkeypatch.setitem(HOSTS, "late", "10.0.0.9")
+    )
     check_addresses(place("late"), {}, wait_s=60.0)
     assert resolver[:2] == ["late", "late"]
 
@@ -133,18 +114,6 @@ def test_name_of_this_host_matters_only_to_other_hosts(
 ) -> None:
     named(monkeypatch, "nosuch")
     check_addresses(place(master, hosts=hosts), variables)
-
-
-def test_plain_launch_looks_at_loopback_before_it_starts_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(101, "Network is unreachable")
-
-    monkeypatch.setattr(network.socket, "create_connection", refuse)
-    with pytest.raises(UserError, match="no working loopback"):
-        jobs.start("facts", tmp_path)
-    assert not list(tmp_path.glob("rank-*"))
 
 
 def test_one_rank_runs_without_any_network(tmp_path: Path) -> None:

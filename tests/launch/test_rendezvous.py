@@ -9,9 +9,9 @@ from threading import Event
 import pytest
 from torch.distributed import HashStore, Store
 
-from mlm.launch import network, roll_call
+from mlm.launch import rendezvous
 from mlm.launch.environment import Place
-from mlm.launch.roll_call import MissingRanksError, call_roll, rendezvous_store
+from mlm.launch.rendezvous import MissingRanksError, call_roll, rendezvous_store
 from mlm.parallel.watch import LostPeer
 from mlm.util.errors import UserError
 
@@ -70,7 +70,7 @@ def test_ranks_that_do_not_come_are_named_once_with_the_hosts_of_those_that_do()
 def test_a_rank_0_that_does_not_come_is_named_by_the_first_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(roll_call, "GRACE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.0)
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda rank: failed(store, rank, 3), (1, 2)))
@@ -84,7 +84,7 @@ def test_one_rank_needs_no_other() -> None:
 
 
 def test_a_port_in_use_is_a_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(roll_call.ELASTIC, raising=False)
+    monkeypatch.delenv(rendezvous.ELASTIC, raising=False)
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen(1)
@@ -97,8 +97,8 @@ def test_a_port_in_use_is_a_line_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_rank_0_that_nobody_reaches_is_named_in_time_and_torch_is_silent(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(roll_call.ELASTIC, raising=False)
-    monkeypatch.setattr(roll_call, "START_S", 0.2)
+    monkeypatch.delenv(rendezvous.ELASTIC, raising=False)
+    monkeypatch.setattr(rendezvous, "START_S", 0.2)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and does not listen
         port, begin = free.getsockname()[1], time.monotonic()
@@ -111,12 +111,12 @@ def test_a_rank_0_that_nobody_reaches_is_named_in_time_and_torch_is_silent(
 
 def test_a_port_that_accepts_and_never_answers_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     over = Event()
-    monkeypatch.setattr(roll_call, "START_S", 0.2)
-    monkeypatch.setattr(roll_call, "_open", lambda *_: over.wait(60.0))  # as torch's client
+    monkeypatch.setattr(rendezvous, "START_S", 0.2)
+    monkeypatch.setattr(rendezvous, "_open", lambda *_: over.wait(60.0))  # as torch's client
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen(1)
-        with pytest.raises(LostPeer, match=f"within 0.2 s.*{roll_call.NO_STORE}"):
+        with pytest.raises(LostPeer, match=f"within 0.2 s.*{rendezvous.NO_STORE}"):
             rendezvous_store(place(1, 2, other.getsockname()[1]), 0.2)
     over.set()
 
@@ -124,17 +124,17 @@ def test_a_port_that_accepts_and_never_answers_is_named_in_time(monkeypatch: pyt
 def test_a_rank_0_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as late:
         late.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(network.time, "sleep", lambda seconds: late.listen(1))
-        assert network.no_connection("127.0.0.1", late.getsockname()[1], 60.0) == ""
+        monkeypatch.setattr(rendezvous.time, "sleep", lambda seconds: late.listen(1))
+        assert rendezvous.no_connection("127.0.0.1", late.getsockname()[1], 60.0) == ""
 
 
 def test_ranks_of_another_job_on_the_port_are_not_taken_for_this_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SLURM's jobs and steps have their own part of the store."""
-    monkeypatch.delenv(roll_call.ELASTIC, raising=False)
-    monkeypatch.setattr(roll_call, "START_S", 0.5)
-    monkeypatch.setattr(roll_call, "GRACE_S", 0.5)
+    monkeypatch.delenv(rendezvous.ELASTIC, raising=False)
+    monkeypatch.setattr(rendezvous, "START_S", 0.5)
+    monkeypatch.setattr(rendezvous, "GRACE_S", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

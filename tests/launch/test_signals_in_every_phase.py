@@ -54,6 +54,7 @@ def test_signals_from_the_first_import_to_the_summary_are_one_request(tmp_path: 
     assert saved(tmp_path / "run") == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_the_others_notes_every_signal(tmp_path: Path) -> None:
     """The signal reaches a rank that started, and its peer not at all."""
     with socket.socket() as free:
@@ -105,10 +106,15 @@ PHASES = {
     "phase, number, code, steps",
     [
         ("loading", signal.SIGTERM, 143, 1),
-        ("compiling", signal.SIGHUP, 129, 1),
-        ("validating", signal.SIGUSR1, 0, 1),
-        ("saving", signal.SIGUSR1, 0, 2),
-        ("finishing", signal.SIGUSR1, 0, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("compiling", signal.SIGHUP, 129, 1),
+                ("validating", signal.SIGUSR1, 0, 1),
+                ("saving", signal.SIGUSR1, 0, 2),
+                ("finishing", signal.SIGUSR1, 0, 2),
+            )
+        ),
         ("finishing", signal.SIGTERM, 0, 2),
     ],
 )

@@ -9,10 +9,9 @@ import pytest
 
 from mlm.launch.stop import (
     LAUNCHED,
-    WORDS,
+    SIGNAL_NAMES,
     Relay,
     StopRequest,
-    handlers_restored,
     requests_noted,
 )
 
@@ -107,7 +106,7 @@ def test_a_signal_before_the_training_loop_is_obeyed_by_it(number: signal.Signal
     with requests_noted():
         signal.raise_signal(number)
         with StopRequest() as stop:
-            assert stop.reason == WORDS[number]
+            assert stop.reason == SIGNAL_NAMES[number]
         with StopRequest() as later:
             assert not later.requested
     assert signal.getsignal(number) is before
@@ -154,8 +153,7 @@ def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
         with requests_noted(), StopRequest() as stop:
             signal.raise_signal(signal.SIGHUP)
             assert not stop.requested
-        with handlers_restored():
-            Relay().install()
+        with Relay().receiving():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

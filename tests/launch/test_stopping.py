@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.launch.ranks_of_jobs import DEADLINE_S, told, wait_gone
 
 Start = Callable[..., subprocess.Popen[str]]
@@ -22,6 +24,7 @@ def test_ctrl_c_lets_all_ranks_save(tmp_path: Path, start: Start) -> None:
     assert error == "mlm: Ctrl-C: finishing the step, then saving; Ctrl-C again stops at once\n"
 
 
+@pytest.mark.slow
 def test_second_ctrl_c_stops_at_once(tmp_path: Path, start: Start) -> None:
     command = start("never_save", tmp_path)
     told(tmp_path)
@@ -37,6 +40,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path, start: Start) -> None:
     wait_gone(facts)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_ranks_that_would_not_save(tmp_path: Path, start: Start) -> None:
     command = start("wait", tmp_path, JOB_SAVES_NOTHING="1")
     facts = told(tmp_path)
@@ -54,6 +58,7 @@ def test_ranks_die_with_a_killed_command(tmp_path: Path, start: Start) -> None:
     wait_gone(facts)
 
 
+@pytest.mark.slow
 def test_torchrun_ranks_join(tmp_path: Path, start: Start) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     command = start("facts", tmp_path, *torchrun)

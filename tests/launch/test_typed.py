@@ -5,9 +5,8 @@ import os
 
 import pytest
 
-from mlm.launch import typed
 from mlm.launch.stop import LAUNCHED
-from mlm.launch.typed import COMMAND, LONGEST, note_job, origin, program, torchrun_words, typed_as
+from mlm.launch.typed import COMMAND, LONGEST, note_job, origin, typed_as
 
 WORDS = ["pretrain", "model=gpt2_tiny", "name=it's"]
 
@@ -21,34 +20,10 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_words_are_known_as_long_as_the_command_runs() -> None:
     with typed_as(WORDS):
         note_job("seed=1")
-        found = origin()
-        assert (found["command"], found["job"]) == (["mlm", *WORDS], "seed=1")
-        assert found["folder"] == os.getcwd()
+        run = origin()
+        assert (run["command"], run["job"]) == (["mlm", *WORDS], "seed=1")
+        assert run["folder"] == os.getcwd()
     assert "command" not in origin()
-    assert program() == ["mlm"]
-
-
-def test_python_m_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = [".venv/bin/python", "-u", "-m", "mlm"]
-    monkeypatch.setattr(typed.sys, "orig_argv", [*started, *WORDS])
-    with typed_as(WORDS):
-        assert program() == started
-
-
-@pytest.mark.parametrize(
-    "parent, expected",
-    [
-        (["/v/python", "/v/bin/torchrun", "--nproc-per-node", "2", "-m", "mlm"], ["torchrun"]),
-        (
-            ["/v/python", "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mlm"],
-            ["python", "-m", "torch.distributed.run"],
-        ),
-        (["bash", "start.sh"], None),
-    ],
-)
-def test_torchruns_own_words_come_first(parent: list[str], expected: list[str] | None) -> None:
-    more = ["--nproc-per-node", "2", "-m", "mlm"]
-    assert torchrun_words([*parent, *WORDS], WORDS) == ([*expected, *more] if expected else [])
 
 
 def test_a_batch_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from mlm.training.config import CheckpointConfig, PretrainConfig
 from mlm.training.resume import claim, resume, start_problems, starts
 from mlm.training.state import model_shards, save
 from mlm.training.trainer import Trainer
-from mlm.util.access import owner_of
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import sole_writer
+from mlm.util.ownership import claim_folder, owner_of
 from tests.ranks import run_on_ranks
 from tests.training.test_trainer import config, steps_of
 
@@ -35,7 +35,7 @@ def spec(out: Path, **changed: Any) -> PretrainConfig:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """A run with three checkpoints, and the losses of its eight steps."""
-    out = tmp_path_factory.mktemp("straight")
+    out = claim_folder(tmp_path_factory.mktemp("straight"), "run")
     trainer = Trainer(spec(out), shape_context())
     losses = []
     for _ in range(3):

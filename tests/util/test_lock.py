@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from mlm.util.errors import UserError
-from mlm.util.lock import sole_writer
+from mlm.util.lock import HELD, remove_abandoned, sole_writer
 
 HOLD = "import sys, time; from pathlib import Path; from mlm.util.lock import sole_writer\n"
 HOLD += "with sole_writer(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
@@ -96,3 +96,45 @@ def test_a_full_disk_is_locked_without_a_note(tmp_path: Path) -> None:
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(other)
+
+
+HOLD_FOLDER = """
+import os, sys, time
+from pathlib import Path
+from mlm.util.lock import held_folder
+
+os.mkdir(sys.argv[1])
+with held_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_temporary_folder_goes_once_its_process_was_killed_and_not_before(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_FOLDER, str(tmp_path / "t-1")], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    os.utime(tmp_path / "t-1", (0, 0))
+    remove_abandoned(tmp_path, "t-*")
+    assert (tmp_path / "t-1").exists()
+    process.kill()
+    process.communicate()
+    remove_abandoned(tmp_path, "t-*")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("note", "old", "stays"), [("", 1, False), ("", 0, True), ("another", 0, True)])
+def test_a_temporary_folder_without_a_lock_or_of_another_host_goes_once_it_is_old(
+    tmp_path: Path, note: str, old: bool, stays: bool
+) -> None:
+    (tmp_path / "t-1").mkdir()
+    (tmp_path / "mine").mkdir()
+    if note:
+        (tmp_path / "t-1" / HELD).write_text(f'{{"host": "{note}", "pid": 1, "since": "now"}}')
+    for folder in ("t-1", "mine") if old else ():
+        os.utime(tmp_path / folder, (0, 0))
+    remove_abandoned(tmp_path, "t-*")
+    assert (tmp_path / "t-1").exists() == stays
+    assert (tmp_path / "mine").exists()

@@ -1,6 +1,5 @@
 """mlm/util/ownership.py: which folders are claimed, and what is deleted in them."""
 
-import json
 import os
 from pathlib import Path
 
@@ -44,34 +43,6 @@ def test_claim_adopts_a_folder_with_nothing_in_the_way(elsewhere: Path) -> None:
     assert marker is not None
     assert marker["created"] is False
     assert (folder / "train.log").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    "kind, sealed, below",
-    [
-        ("run", "checkpoints", "step-00000002"),
-        ("run", "checkpoints", "new"),
-        ("run", "checkpoints", ""),
-        ("run", "incidents", "step-00000002-rank-0/work"),
-        ("exported-model", "onnx", "work"),
-    ],
-)
-def test_claim_rejects_what_lies_in_files_of_ours(
-    elsewhere: Path, kind: str, sealed: str, below: str
-) -> None:
-    """As in `mlm data build work=RUN/checkpoints/step-…`, whose files no build would replace."""
-    inside = claim_folder(elsewhere / "ours", kind) / sealed
-    inside.mkdir()
-    (inside / "manifest.json").write_text("{}")
-    (problem,) = claim_problems(inside / below, "corpus-work", key="work")
-    assert problem == (
-        f"work={inside / below}: is in {inside}, where mlm keeps its own files; name a new folder"
-    )
-
-
-@pytest.mark.parametrize("name", ["predictions", "best", "seed-1"])
-def test_claim_takes_a_run_s_other_folders(elsewhere: Path, name: str) -> None:
-    assert claim_problems(claim_folder(elsewhere / "ours", "run") / name, "predictions") == []
 
 
 @pytest.mark.parametrize(
@@ -130,36 +101,6 @@ def test_a_mounted_volume_is_claimed_and_never_deleted(elsewhere: Path) -> None:
     assert rejected_place("out=/dev/shm", volume, []) == []
     (problem,) = rejected_place("out=/dev/shm", volume, [], deletes=True)
     assert "is the root of a file system" in problem
-
-
-def test_claim_continues_in_our_own_folder_wherever_it_is(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claim_folder(elsewhere / "run", "run")
-    monkeypatch.chdir(elsewhere / "run")
-    assert claim_problems(".", "run") == []
-
-
-def test_claim_recognises_folders_of_earlier_versions(elsewhere: Path) -> None:
-    manifest = elsewhere / "run" / "checkpoints" / "step-00000001" / "manifest.json"
-    manifest.parent.mkdir(parents=True)
-    manifest.touch()
-    (elsewhere / "config").mkdir()
-    (elsewhere / "config" / "config.yaml").write_text(
-        "defaults:\n- hydra_quiet\n- pretrain_defaults\n- _self_\n"
-    )
-    (elsewhere / "corpus").mkdir()
-    (elsewhere / "corpus" / "corpus.json").write_text('{\n  "format": "mlm-corpus-2",\n')
-    assert [claim_problems(elsewhere / name, "run") for name in ("run", "config")] == [[], []]
-    assert claim_problems(elsewhere / "corpus", "corpus") == []
-
-
-def test_older_run_with_a_readme_of_the_users_is_not_adopted(elsewhere: Path) -> None:
-    manifest = elsewhere / "proj" / "checkpoints" / "step-00000001" / "manifest.json"
-    manifest.parent.mkdir(parents=True)
-    manifest.touch()
-    (elsewhere / "proj" / "README.md").write_text("# My project\n")
-    assert claim_problems(elsewhere / "proj", "run") != []
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "corpus-work"}', '{"format": "mlm-folder-1"}'])
@@ -242,8 +183,3 @@ def test_claim_and_deletion_of_a_link_leave_the_link(elsewhere: Path) -> None:
     assert delete_owned(link, "corpus-work") is None
     assert link.is_symlink()
     assert os.listdir(elsewhere / "scratch") == []
-
-
-def test_marker_is_plain_json_for_other_tools(elsewhere: Path) -> None:
-    folder = claim_folder(elsewhere / "run", "run")
-    assert json.loads((folder / MARKER).read_text())["kind"] == "run"

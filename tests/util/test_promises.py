@@ -155,8 +155,11 @@ STANDS = {
 }
 
 
-@pytest.mark.parametrize("stand", STANDS)
-@pytest.mark.parametrize(("name", "leaf"), FILES, ids=ids(FILES))
+STANDING = [*((*key, "text") for key in FILES), *((*FILES[0], stand) for stand in STANDS if stand != "text")]
+"""A text at every key, and everything else at one: all keys go through the same checks."""
+
+
+@pytest.mark.parametrize(("name", "leaf", "stand"), STANDING)
 def test_a_file_of_the_users_is_unharmed(name: str, leaf: Leaf, stand: str, tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     place = tmp_path / "d" / "mine.json"
@@ -166,19 +169,6 @@ def test_a_file_of_the_users_is_unharmed(name: str, leaf: Leaf, stand: str, tmp_
     assert error is not None
     assert error.startswith(f"{leaf.key}={place}: ")
     assert "\n" not in error
-    assert state(tmp_path / "d") == before
-
-
-@pytest.mark.parametrize("stand", STANDS)
-@pytest.mark.parametrize(("name", "leaf"), FOLDERS, ids=ids(FOLDERS))
-def test_a_file_where_a_folder_belongs_is_unharmed(name: str, leaf: Leaf, stand: str, tmp_path: Path) -> None:
-    if stand == "folder":
-        pytest.skip("test_other_files_in_a_folder_are_left_alone")
-    (tmp_path / "d").mkdir()
-    place = tmp_path / "d" / "mine"
-    STANDS[stand].make(place)
-    before = state(tmp_path / "d")
-    assert write_where_told(name, leaf, str(place)) is not None
     assert state(tmp_path / "d") == before
 
 
@@ -291,18 +281,6 @@ def test_folders_of_mlm_carry_its_marker(kind: str, tmp_path: Path) -> None:
     assert all(claim_problems(tmp_path / "new", other) for other in others)
 
 
-def test_folders_of_earlier_versions_are_taken(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    assert claim_problems(run, "run") == []
-    shutil.rmtree(run / "checkpoints")
-    (run / "config.yaml").write_text("defaults:\n- hydra_quiet\n- pretrain_defaults\n- _self_\nname: x\n")
-    assert claim_problems(run, "run") == []
-    (tmp_path / "corpus").mkdir()
-    (tmp_path / "corpus" / "corpus.json").write_text('{\n  "format": "mlm-corpus-2"\n}')
-    (tmp_path / "corpus" / "train.bin").touch()
-    assert claim_problems(tmp_path / "corpus", "corpus") == []
-
-
 # ---- deleting
 
 
@@ -408,7 +386,9 @@ def words_of(name: str, tmp_path: Path) -> list[str]:
     return [word.format(run=run, corpus=corpus) for word in COMMAND_LINES[name]]
 
 
-@pytest.mark.parametrize("name", COMMAND_LINES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (n > 0)) for n, name in enumerate(COMMAND_LINES)]
+)
 def test_minus_is_standard_output(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The commands as they are typed: a pipe, a device, `-` and a file of the user's."""
     words = words_of(name, tmp_path)

@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import stat
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 import mlm
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
-from mlm.util.results import is_result, result_problems, results_alone_on_stdout, write_result
+from mlm.util.results import is_result, result_problems, write_result
 
 OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()
 RESULTS = {
@@ -28,7 +27,6 @@ FOREIGN = {
     "text": b"my thesis",
     "json": b'{"task": "sst2", "notes": "mine"}',
     "array": b"[1, 2]",
-    "broken": b'{"versions": {"mlm": ',
     "prompts": b'{"prompt": "a"}\n',
     "mixed": RESULTS["generated"] + b'{"prompt": "mine"}\n',
     "svg": b"<svg><dc:title>mine</dc:title></svg>",
@@ -55,63 +53,6 @@ def test_a_file_of_the_users_is_not_replaced(tmp_path: Path, name: str) -> None:
     assert str(raised.value) == f"samples={file}: exists and was not written by mlm; {remedy}"
     assert file.read_bytes() == FOREIGN[name]
     assert os.listdir(tmp_path) == ["f"]
-
-
-def test_equal_content_is_no_conflict(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"equal")
-    write_result(tmp_path / "f", b"equal")
-
-
-def test_replacing_keeps_permissions(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(OURS)
-    (tmp_path / "f").chmod(0o640)
-    write_result(tmp_path / "f", OURS + b"\n")
-    assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o640
-
-
-def test_a_large_result_is_recognised_by_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlm.util.results.LARGEST_PARSED", 10)
-    (tmp_path / "f").write_bytes(OURS)
-    (tmp_path / "g").write_bytes(FOREIGN["json"])
-    assert [is_result(tmp_path / name) for name in "fg"] == [True, False]
-
-
-def read_in_background(path: Path) -> tuple[threading.Thread, list[bytes]]:
-    found = list[bytes]()
-    thread = threading.Thread(target=lambda: found.append(path.read_bytes()), daemon=True)
-    thread.start()
-    return thread, found
-
-
-@pytest.mark.parametrize("linked", [False, True])
-def test_a_fifo_is_written_to_and_stays(tmp_path: Path, linked: bool) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    place = tmp_path / "fifo"
-    if linked:
-        place = tmp_path / "link"
-        place.symlink_to("fifo")
-    thread, found = read_in_background(tmp_path / "fifo")
-    write_result(place, lambda f: f.write(OURS))
-    thread.join(10)
-    assert found == [OURS]
-    assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
-    assert place.is_symlink() == linked
-
-
-def null_device(path: Path) -> Path:
-    """A private copy of /dev/null; the test is skipped where none can be made."""
-    try:
-        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-        path.write_bytes(b"")
-    except OSError as error:
-        pytest.skip(f"no device can be made here: {error}")
-    return path
-
-
-def test_a_device_is_written_to_and_stays(tmp_path: Path) -> None:
-    device = null_device(tmp_path / "null")
-    write_result(device, OURS)
-    assert stat.S_ISCHR(device.lstat().st_mode)
 
 
 def test_atomic_writing_replaces_no_device_fifo_socket_or_folder(tmp_path: Path) -> None:
@@ -162,14 +103,6 @@ def test_the_longest_name_that_a_file_system_takes_is_written(tmp_path: Path) ->
     assert "File name too long" in line
 
 
-def test_a_link_is_followed_to_the_file_it_names(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(OURS)
-    (tmp_path / "link").symlink_to("f")
-    write_result(tmp_path / "link", OURS + b"\n")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "f").read_bytes() == OURS + b"\n"
-
-
 @pytest.mark.parametrize("named", ["f", "link", "hard"])
 def test_an_input_is_never_replaced_even_if_mlm_wrote_it(tmp_path: Path, named: str) -> None:
     (tmp_path / "f").write_bytes(RESULTS["generated"])
@@ -177,15 +110,6 @@ def test_an_input_is_never_replaced_even_if_mlm_wrote_it(tmp_path: Path, named: 
     os.link(tmp_path / "f", tmp_path / "hard")
     (problem,) = result_problems(tmp_path / named, inputs=[None, "hub:a/b", tmp_path / "f"])
     assert problem == f"out={tmp_path / named}: is the input {tmp_path / 'f'}; name another file"
-
-
-def test_minus_is_standard_output_with_the_result_alone(capfd: pytest.CaptureFixture[str]) -> None:
-    with results_alone_on_stdout():
-        print("a table")
-        write_result("-", OURS)
-    found = capfd.readouterr()
-    assert found.out.encode() == OURS
-    assert found.err == "a table\n"
 
 
 def test_dev_stdout_is_written_to_where_a_shell_redirected_it(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ import pytest
 
 import mlm
 from mlm.tracking.reporter import training_console
-from mlm.util.terminal import CountLines, Screen, add_row, byte_progress, console, count_progress, table
+from mlm.util.terminal import ProgressLines, Screen, add_row, console, progress_bar, table
 
 
 def test_a_log_gets_a_line_a_minute_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     """100 of 1,000 are there already; 5 a second are done since."""
     ticks: Iterator[float] = iter([0.0, 1.0, 31.0, 61.0, 91.0, 121.0])
-    lines = CountLines("scoring", 1000, clock=lambda: next(ticks))
+    lines = ProgressLines("scoring", 1000, clock=lambda: next(ticks))
     for count in (100, 150, 150, 150, 150):
         lines.advance(count)
     assert capsys.readouterr().err.splitlines() == [
@@ -34,8 +34,7 @@ def test_no_escape_code_is_written_to_a_pipe_even_in_a_notebook(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-color")
     if piece in ("count", "bytes"):
-        progress = count_progress if piece == "count" else byte_progress
-        with progress("scoring", 2) as advance:
+        with progress_bar("scoring", 2, in_bytes=piece == "bytes") as advance:
             advance(1)
     else:
         made = table("a title", "name", "number#")
@@ -61,6 +60,6 @@ def test_progress_in_a_log_is_lines(
 ) -> None:
     monkeypatch.setattr("mlm.util.terminal.LINE_S", 0.0)
     for shown in (True, False):
-        with count_progress("scoring", 2, shown=shown) as advance:
+        with progress_bar("scoring", 2, shown=shown) as advance:
             advance(1)
     assert capsys.readouterr().err == "scoring: 1 of 2\n"

@@ -1,6 +1,7 @@
 """Only modules that ask mlm/util/ownership.py, or own a folder, delete and replace files."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "mlm"
@@ -21,18 +22,15 @@ ALLOWED = {
     "corpus/stages/run.py": "files of a stage in the work folder",
     "data/indexed.py": "the pair that it writes",
     "launch/doctor/folder.py": "files of a trial, in a folder whose name it has drawn",
-    "launch/doctor/trial.py": "that folder, and those of trials that are over, by name and lock",
-    "util/lock.py": "its own lock",
+    "util/lock.py": "its own lock, and temporary folders that are over, by name, owner and lock",
     "training/run_folder.py": "names a finished folder, over an empty one at most",
-    "launch/job_folder.py": "temporary folders of launches that are over, by name, owner and lock",
     "util/results.py": "gives an earlier result that is to be kept a name of its own",
     "evaluate/zero_shot/run.py": "the scores kept until the result is there",
 }
 WRITERS = {
-    "util/streams.py": "/dev/null, where a standard stream is closed",
-    "launch/agent.py": "job.json in a temporary folder",
+    "util/system.py": "/dev/null, where a standard stream is closed",
+    "launch/start.py": "job.json in a temporary folder",
     "launch/process.py": "/dev/null, while torch says that a store is gone",
-    "launch/job_folder.py": "the exit code, in the temporary folder of a launch",
     "evaluate/lm_eval/ranks.py": "config.json in a temporary folder",
     "corpus/stages/markers.py": "progress in the work folder",
     "data/indexed.py": "parts of the pair that it writes",
@@ -55,6 +53,7 @@ def calls(tree: ast.AST) -> set[str]:
     return found
 
 
+@cache
 def modules() -> dict[str, ast.AST]:
     files = [path for path in ROOT.rglob("*.py") if "configs" not in path.parts]
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in files}
@@ -68,7 +67,7 @@ def test_nothing_deletes_or_replaces_but_the_modules_listed_here() -> None:
 
 def test_folders_are_removed_in_three_modules() -> None:
     found = {name for name, tree in modules().items() if "rmtree" in calls(tree)}
-    assert found == {"util/ownership.py", "checkpoint/native/folders.py", "launch/job_folder.py"}
+    assert found == {"util/ownership.py", "checkpoint/native/folders.py", "util/lock.py"}
 
 
 def test_nothing_opens_a_file_for_writing_but_through_the_helpers() -> None:
@@ -85,8 +84,3 @@ def test_nothing_opens_a_file_for_writing_but_through_the_helpers() -> None:
                 if is_path and any("w" in str(mode) for mode in modes):
                     found.add(name)
     assert found == set(WRITERS)
-
-
-def test_the_owner_of_paths_imports_no_torch() -> None:
-    for path in (ROOT / "files").glob("*.py"):
-        assert "import torch" not in path.read_text()

@@ -15,7 +15,7 @@ from mlm.checkpoint.native.lineage import LINEAGE
 from mlm.checkpoint.native.save_load import resolve
 from mlm.config.tree import flatten
 from mlm.util.errors import CheckFailedError
-from mlm.util.terminal import add_row, byte_progress, console, plain, table
+from mlm.util.terminal import add_row, console, plain, progress_bar, table
 
 SHOWN = 10  # tensors a table lists
 ABSENT = "—"
@@ -25,7 +25,7 @@ def run(config: CkptDiffConfig) -> None:
     """Compare, print tables, write out. Raises CheckFailedError unless all tensors are equal bit for bit."""
     first, second = resolve(config.first, "first"), resolve(config.second, "second")
     total = compared_bytes(read_manifest(first), read_manifest(second))
-    with byte_progress("comparing", total) as advance:
+    with progress_bar("comparing", total, in_bytes=True) as advance:
         found = compare_checkpoints(first, second, advance)
     others = state_differences(found.first, found.second)
     if config.out is not None:

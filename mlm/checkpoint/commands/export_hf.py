@@ -37,7 +37,7 @@ from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
 from mlm.training.run_folder import GB, new_folder, out_problems
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
-from mlm.util.terminal import Advance, Screen, byte_progress
+from mlm.util.terminal import Advance, Screen, progress_bar
 
 SAFETENSORS_FOR = {"format": "pt"}
 """`__metadata__` that transformers requires."""
@@ -122,7 +122,7 @@ def convert(config: ExportHFConfig) -> tuple[Source, Mapping[str, list[Exported]
     count = sum(tensor.form.num_bytes for tensor in tensors)
     files = into_files(tensors, int(config.max_file_gb * GB))
     with new_folder(Path(config.out), count, "exported-model") as folder:
-        with byte_progress("exporting", shard_bytes(source.path) + count) as advance:
+        with progress_bar("exporting", shard_bytes(source.path) + count, in_bytes=True) as advance:
             check_whole(source.path, advance)
             shift = folded_bias(source)
             write_weights(source, files, folder, advance, shift)

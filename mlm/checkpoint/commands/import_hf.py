@@ -22,7 +22,7 @@ from mlm.models.huggingface import TokenIds
 from mlm.models.huggingface import show as show_value
 from mlm.training.run_folder import out_problems, write_imported
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
-from mlm.util.terminal import Screen, byte_progress
+from mlm.util.terminal import Screen, progress_bar
 
 SETTINGS = "tokenizer_config.json"
 
@@ -84,7 +84,7 @@ def convert(config: ImportHFConfig) -> tuple[HFModel, Path, list[str], Agreement
     tensors.check()
     tokenizer, notes = read_tokenizer(model)
     ids, padding = ids_to_keep(model, tokenizer)
-    with byte_progress("reading", tensors.num_bytes) as advance:
+    with progress_bar("reading", tensors.num_bytes, in_bytes=True) as advance:
         files = tensors.digests(advance)
     found: list[Agreement] = []
     path = write_imported(

@@ -12,7 +12,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.training.run_folder import out_problems, write_imported
 from mlm.util.atomic import digest_file
 from mlm.util.errors import UserError
-from mlm.util.terminal import Screen, byte_progress
+from mlm.util.terminal import Screen, progress_bar
 
 
 def preflight(config: ImportMegatronConfig) -> list[str]:
@@ -60,7 +60,9 @@ def read_all(files: RankFiles) -> dict[str, str]:
     Raises CorruptFileError where one differs, UserError where a file cannot be read.
     """
     paths = files.files.values()
-    with byte_progress("reading", sum(path.stat().st_size * (1 + is_zip(path)) for path in paths)) as advance:
+    with progress_bar(
+        "reading", sum(path.stat().st_size * (1 + is_zip(path)) for path in paths), in_bytes=True
+    ) as advance:
         digests = {}
         for path in paths:
             try:

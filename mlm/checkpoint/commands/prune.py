@@ -32,7 +32,7 @@ from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.util.errors import UserError
 from mlm.util.lock import sole_writer
-from mlm.util.terminal import add_row, byte_progress, console, plain, size, table
+from mlm.util.terminal import add_row, console, plain, progress_bar, size, table
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def look(root: Path, config: CkptPruneConfig) -> list[Item]:
     """All items of the folder, checkpoints first, to keep or delete. Raises OSError and CheckpointError."""
     found, since = list(checkpoints(root).values()), diverged_since(root.parent / FILE_NAME)
     problems: dict[Path, str | None] = {}
-    with byte_progress("verifying", sum(map(shard_bytes, found))) as advance:
+    with progress_bar("verifying", sum(map(shard_bytes, found)), in_bytes=True) as advance:
 
         def problem(path: Path) -> str | None:
             if path not in problems:

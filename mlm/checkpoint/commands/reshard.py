@@ -34,12 +34,11 @@ from mlm.parallel.config import ParallelConfig
 from mlm.training.config import PretrainConfig
 from mlm.training.run_folder import check_space
 from mlm.training.state import CHECKPOINTS
-from mlm.util.atomic import digest_file, write_atomic
-from mlm.util.bounded import read_bounded
+from mlm.util.atomic import digest_file, read_bounded, write_atomic
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, writing_to
 from mlm.util.lock import sole_writer
 from mlm.util.ownership import claim_folder, claim_problems
-from mlm.util.terminal import Advance, Screen, byte_progress, size
+from mlm.util.terminal import Advance, Screen, progress_bar, size
 
 TOKENIZER = "tokenizer.json"
 TRAINING_STATE = ("applied_steps", "scaler", LINEAGE)
@@ -183,7 +182,7 @@ def run(config: ReshardConfig) -> None:
             return
         check_disk(plan)
         begin = time.perf_counter()
-        with byte_progress("resharding", plan.to_verify + plan.count) as advance:
+        with progress_bar("resharding", plan.to_verify + plan.count, in_bytes=True) as advance:
             verify(plan, advance)
             path = write(plan, advance)
         show(plan, path, time.perf_counter() - begin)

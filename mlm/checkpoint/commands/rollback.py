@@ -13,7 +13,6 @@ from mlm.checkpoint.native.folders import (
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.retention import doubt_of, newest_good
 from mlm.checkpoint.native.rollback import Move, move_latest, reachable
-from mlm.launch.typed import program
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import sole_writer
@@ -78,5 +77,5 @@ def show(ckpt: str, path: Path, before: str | None, moves: list[Move]) -> None:
         out.print(f"note: {plain(path.name)} is doubtful: {plain(doubt)}")
     out.print(f"a run continues from it: type its command with what is to change, or resume={plain(ckpt)}")
     if before and before != path.name:
-        undo = [*program(), "ckpt", "rollback", ckpt, str(int(before.rpartition("-")[2]))]
+        undo = ["mlm", "ckpt", "rollback", ckpt, str(int(before.rpartition("-")[2]))]
         out.print(f"until it does, this undoes it: {plain(shlex.join(undo))}")

@@ -17,14 +17,14 @@ from mlm.checkpoint.native.folders import (
 )
 from mlm.checkpoint.native.verify import FileProblem, NotFinite, Verified, shard_bytes, verify_checkpoint
 from mlm.util.errors import CorruptFileError
-from mlm.util.terminal import add_row, byte_progress, console, plain, size, table
+from mlm.util.terminal import add_row, console, plain, progress_bar, size, table
 
 
 def run(config: CkptVerifyConfig) -> None:
     """Verify, print a table, write out. Raises CorruptFileError for one damaged or not finite."""
     place, alone = locate(config.ckpt)
     paths = [place] if alone else [*checkpoints(place).values(), *best_of(place)]
-    with byte_progress("verifying", sum(map(shard_bytes, paths))) as advance:
+    with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
         found = [verify_checkpoint(path, advance) for path in paths]
     start = None if alone else continued_from(place, found)
     if config.out is not None:

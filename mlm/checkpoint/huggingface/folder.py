@@ -19,7 +19,7 @@ from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
 from mlm.models.huggingface import FolderContent, HuggingFaceMapping, Note, TokenIds, kept_ids, show
-from mlm.util.bounded import parse_json, read_bounded
+from mlm.util.atomic import parse_json, read_bounded
 from mlm.util.errors import CorruptFileError, UserError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

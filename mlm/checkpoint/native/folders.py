@@ -34,9 +34,9 @@ from mlm.checkpoint.native.lineage import (
     encode_pointer,
 )
 from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
-from mlm.util.access import owner_of
 from mlm.util.atomic import fsync_directory
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.ownership import owner_of
 
 log = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ from mlm.checkpoint.native.columns import (
     row_bytes,
 )
 from mlm.checkpoint.native.slices import Region, Split, tiling_problem
-from mlm.util.atomic import digest_bytes, write_atomic
-from mlm.util.bounded import parse_json, read_bounded
+from mlm.util.atomic import digest_bytes, parse_json, read_bounded, write_atomic
 from mlm.util.errors import CorruptFileError, UserError
 
 JSON: TypeAlias = Any

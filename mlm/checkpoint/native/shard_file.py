@@ -28,8 +28,7 @@ from mlm.checkpoint.native.format import (
     FileEntry,
 )
 from mlm.checkpoint.native.slices import Region
-from mlm.util.atomic import CHUNK
-from mlm.util.bounded import parse_json
+from mlm.util.atomic import CHUNK, parse_json
 from mlm.util.errors import CorruptFileError, UserError
 
 MAX_HEADER_BYTES = 1 << 26  # 64 MiB; parsed JSON takes many times its size (safetensors allows 100 MB)

@@ -42,8 +42,7 @@ from mlm.checkpoint.native.format import (
 from mlm.checkpoint.native.save_load import REMEDIES
 from mlm.checkpoint.native.shard_file import Form, read_header, write_stream
 from mlm.checkpoint.native.slices import Region, Split, tiling_problem
-from mlm.util.atomic import digest_bytes, digest_file, write_atomic
-from mlm.util.bounded import parse_json, read_bounded
+from mlm.util.atomic import digest_bytes, digest_file, parse_json, read_bounded, write_atomic
 from mlm.util.errors import CorruptFileError, UserError
 
 DONE = ".done"

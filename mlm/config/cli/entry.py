@@ -10,7 +10,7 @@ from mlm.config.cli.commands import COMMANDS, resolve
 from mlm.config.cli.help import main_help
 from mlm.config.cli.reporting import FAILED, MISTAKE, OK, report
 from mlm.util.errors import UserError
-from mlm.util.streams import writable_streams
+from mlm.util.system import writable_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:

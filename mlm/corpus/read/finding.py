@@ -16,7 +16,7 @@ from mlm.corpus.read.tables import HUB, HubSource, find_hub
 from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import INPUTS, RECEIPT, REJECTED
 from mlm.util.errors import UserError
-from mlm.util.folder_types import KINDS, kind_of_folder, matches
+from mlm.util.ownership import KINDS, kind_of_folder, matches
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 LINES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "txt"}

@@ -20,9 +20,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
 from mlm.corpus.read.finding import kind_of
 from mlm.corpus.read.records import Input, Shard, readable
 from mlm.corpus.read.streams import DamagedError, blocks, lines
@@ -31,6 +28,7 @@ from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import INPUTS
 from mlm.util.atomic import digest_bytes, digest_file, write_atomic
 from mlm.util.errors import UserError
+from mlm.util.terminal import progress_bar
 
 OPENING = 1 << 12
 """Bytes of text that take about as long to read as a file takes to open."""
@@ -169,13 +167,11 @@ _touched: dict[str, tuple[tuple[int, ...], str]] = {}
 SAVE_EVERY = 1 << 34  # bytes digested between two saves: 16 GiB
 
 
-def with_digests(inputs: Sequence[Input], work: Path, console: Console) -> tuple[Input, ...]:
+def with_digests(inputs: Sequence[Input], work: Path) -> tuple[Input, ...]:
     """Return the inputs with content digests; a Hub dataset has one already. Raises OSError."""
     known, fresh, unsaved = load_known(work / KNOWN), dict[str, list[object]](), 0
-    columns = (TextColumn("input"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     done = list[Input]()
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        row = bar.add_task("input", total=sum(item.bytes for item in inputs))
+    with progress_bar("input", sum(item.bytes for item in inputs), in_bytes=True) as advance:
         for item in inputs:
             if item.digest:
                 done.append(item)
@@ -190,10 +186,10 @@ def with_digests(inputs: Sequence[Input], work: Path, console: Console) -> tuple
                 and isinstance(entry[3], str)
             ):
                 digest = entry[3]
-                bar.advance(row, item.bytes)
+                advance(item.bytes)
             else:
                 with readable(item.path):
-                    digest = digest_file(path, lambda count: bar.advance(row, count))
+                    digest = digest_file(path, advance)
                 unsaved += item.bytes
             fresh[key] = [*state, digest]
             done.append(item := replace(item, digest=digest, state=state, bytes=state[0]))

@@ -40,7 +40,7 @@ from mlm.launch.start import run_job
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
-from mlm.util.parent import die_with_parent
+from mlm.util.system import die_with_parent
 
 Advance = Callable[[int], None]
 POLL_S = 0.2

@@ -39,7 +39,7 @@ from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from mlm.util.results import folder_problem, is_stream, result_problems, set_aside, write_result
-from mlm.util.terminal import count_progress, plain
+from mlm.util.terminal import plain, progress_bar
 
 
 def preflight(config: ZeroShotConfig) -> list[str]:
@@ -129,7 +129,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
     kept = kept_path(beside, identity, requests)
     begin = time.monotonic()
-    with count_progress("scoring", len(requests), shown=ctx.is_main) as advance:
+    with progress_bar("scoring", len(requests), shown=ctx.is_main) as advance:
         found = score(
             trained,
             requests,

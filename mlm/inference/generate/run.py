@@ -28,7 +28,7 @@ from mlm.inference.trained import (
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from mlm.util.results import folder_problem, named, write_result
-from mlm.util.terminal import Advance, count_progress, plain, prose
+from mlm.util.terminal import Advance, plain, progress_bar, prose
 
 SAMPLE_BITS = 32
 """Of the number that a text's draws are a function of, those below the number of its sample."""
@@ -78,7 +78,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         leave=reader_has_left if config.out is None else lambda: False,
     )
     many = ctx.is_main and config.out is not None and len(texts) > 1
-    with count_progress("continuing", len(texts), shown=many) as advance:
+    with progress_bar("continuing", len(texts), shown=many) as advance:
         alone = config.out is None
         new = show(found, texts, tokenizer, config.stops, shown=ctx.is_main, alone=alone, advance=advance)
     if not ctx.is_main:

@@ -1,8 +1,41 @@
-"""The command `mlm doctor`."""
+"""The command `mlm doctor`: its settings, their checks and its help."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 from mlm.config.command import Command
-from mlm.launch.doctor.checks import check_doctor
-from mlm.launch.doctor.config import DoctorConfig
+from mlm.config.fields import SECONDS, Forbid, ResultFile
+from mlm.launch.checks import devices_exist, problems_of
+from mlm.launch.config import DistConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.layout_checks import RANK_RULES, Launch
+from mlm.util.errors import Problem
+from mlm.util.results import folder_problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoctorConfig:
+    """The run spec of `mlm doctor`: the hosts, disks and network of a run, before it."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    out: ResultFile | None = None
+    """JSON file for the result. The disk that it is on is the one that is checked; null checks that of the
+    working folder."""
+    timeout_s: Annotated[float, SECONDS] = 60.0
+    """Seconds in which all ranks must come to each check; those that do not are named."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
+
+
+def check_doctor(config: DoctorConfig, *, world_size: int | None, local_devices: int | None) -> list[Problem]:
+    """Problems of the settings. Arguments as of `check_pretrain`."""
+    return problems_of(config, Launch(world_size, local_devices), RANK_RULES, (devices_exist, _out_exists))
+
+
+def _out_exists(config: DoctorConfig, _: Launch) -> Problem | None:
+    return folder_problem(config.out)
+
 
 COMMANDS = (
     Command(
@@ -12,7 +45,7 @@ COMMANDS = (
         target="mlm.launch.doctor.run:run",
         check=check_doctor,
         forecast="mlm.launch.doctor.run:lines",
-        tidy="mlm.launch.doctor.trial:tidy",
+        tidy="mlm.launch.doctor.folder:tidy",
         summary="check hosts, disks, GPUs and the network of a layout before a run",
         about=(
             "Looks on every rank at versions, device and driver, memory, disk, limits, /dev/shm, clocks, "

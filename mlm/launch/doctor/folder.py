@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from mlm.launch.doctor.control import Control
-from mlm.launch.doctor.finding import Finding
-from mlm.launch.doctor.trial import MARK, trial_folder
+from mlm.launch.doctor.command import DoctorConfig
+from mlm.launch.doctor.findings import Control, Finding
 from mlm.util.atomic import read_regular, write_atomic
-from mlm.util.lock import Lock
+from mlm.util.lock import Lock, held_folder, remove_abandoned
+from mlm.util.results import is_stream
 from mlm.util.terminal import size
 
 SEEN_S = 2.0
@@ -26,10 +26,21 @@ PARAMETER, BILLION = 12, 10**9
 """Bytes of a parameter in a checkpoint: weights and both moments in float32."""
 POLL_S = 0.02
 SHARED, DISK, SPEED, LOCKS = "shared folder", "fsync and rename", "write speed", "flock"
+MARK = ".mlm-doctor"
 SHARE = "name a folder on a file system that all hosts mount (out)"
 
 
-def sees(path: Path, content: bytes, wait_s: float | None = None) -> bool:
+def folder_of(config: DoctorConfig) -> Path:
+    """Return the folder whose disk is checked."""
+    return Path.cwd() if config.out is None or is_stream(config.out) else Path(config.out).absolute().parent
+
+
+def tidy(config: DoctorConfig) -> None:
+    """Remove the folder of a trial whose ranks were killed, as by Ctrl-C."""
+    remove_abandoned(folder_of(config), f"{MARK}-{'[0-9a-f]' * 32}/")
+
+
+def wait_for_content(path: Path, content: bytes, wait_s: float | None = None) -> bool:
     """Return True once a file has this content; False if it has not within `wait_s` seconds."""
     end = time.monotonic() + (SEEN_S if wait_s is None else wait_s)
     while True:
@@ -68,18 +79,20 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
             remedy = "make it writable or free some space there, or name another out"
             return [Finding(SHARED, "fail", f"rank 0 cannot write to {folder}: {problem}", remedy)]
         sharing = _check_sharing(work, control)
-        found = [
+        others = [
             *_check_rename(work, control),
             *_check_speed(work, control),
             *_check_lock(work, control),
         ]
-        return [sharing, *(found if sharing.status == "ok" else ())]
+        return [sharing, *(others if sharing.status == "ok" else ())]
 
 
 def _made(work: Path, stack: ExitStack) -> str:
     """Make the folder of the trial with a file; return the problem, empty if there is none."""
     try:
-        stack.enter_context(trial_folder(work))
+        remove_abandoned(work.parent, f"{MARK}-{'[0-9a-f]' * 32}/")
+        work.mkdir(parents=True)
+        stack.enter_context(held_folder(work))
         write_atomic(work / "first", b"first")
     except OSError as error:
         return str(error.strerror)
@@ -89,7 +102,7 @@ def _made(work: Path, stack: ExitStack) -> str:
 def _check_sharing(work: Path, control: Control) -> Finding:
     """All must see the file of rank 0, and rank 0 those of all."""
     where, finding = work.parent, Finding(SHARED, "ok", f"{work.parent}")
-    if not sees(work / "first", b"first"):
+    if not wait_for_content(work / "first", b"first"):
         said = f"{where} does not show what rank 0 wrote there within {SEEN_S:g} s"
         finding = Finding(SHARED, "fail", said, SHARE)
     else:
@@ -103,7 +116,7 @@ def _check_sharing(work: Path, control: Control) -> Finding:
     end = time.monotonic() + SEEN_S
     for rank, written in enumerate(wrote if control.rank == 0 else ()):
         name, wait_s = work / f"rank-{rank}", max(0.0, end - time.monotonic())
-        if written and not sees(name, str(rank).encode(), wait_s):
+        if written and not wait_for_content(name, str(rank).encode(), wait_s):
             said = f"{where} does not show what rank {rank} wrote there within {SEEN_S:g} s"
             return Finding(SHARED, "fail", said, SHARE)
     return finding
@@ -120,7 +133,7 @@ def _check_rename(work: Path, control: Control) -> list[Finding]:
         problem = f"{error.strerror} ({error.filename or work.parent})"
     seconds = time.monotonic() - begin
     control.all_gather(DISK, None)
-    if not problem and not sees(work / "first", b"second"):
+    if not problem and not wait_for_content(work / "first", b"second"):
         problem = f"a file that rank 0 replaced keeps its old content for {SEEN_S:g} s"
     if problem:
         remedy = "checkpoints need both: name an out on a local or cluster file system, not FUSE or S3"
@@ -131,11 +144,11 @@ def _check_rename(work: Path, control: Control) -> list[Finding]:
 
 def _check_speed(work: Path, control: Control) -> list[Finding]:
     """The first rank of each host writes, all hosts at once, as they save checkpoints."""
-    found = list[Finding]()
+    findings = list[Finding]()
     if control.rank == control.hosts.index(control.hosts[control.rank]):
-        found.append(_speed(work / f"speed-{control.rank}"))
+        findings.append(_speed(work / f"speed-{control.rank}"))
     control.all_gather(SPEED, None)
-    return found
+    return findings
 
 
 def _write_pieces(path: Path) -> float:

@@ -1,15 +1,19 @@
-"""Checks of a rank's host that need no other rank: memory, disk, limits, names and variables."""
+"""Checks that need no other rank: memory, disk, limits, names and variables of the host, and the device."""
 
 import os
 import resource
 import socket
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mlm.launch.doctor.finding import Finding
+import torch
+
+from mlm.launch.doctor.findings import Finding
 from mlm.launch.environment import Place
-from mlm.launch.network import check_addresses
+from mlm.launch.rendezvous import check_addresses
 from mlm.util.errors import UserError
+from mlm.util.system import available_cores
 from mlm.util.terminal import size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -21,50 +25,36 @@ FILES, FILES_PER_RANK = 256, 4
 LEAST_SHARED, LITTLE_SHARED = 32 * MIB, GIB
 """Bytes of /dev/shm: those below which NCCL fails, and those that containers should have."""
 SHARED_MEMORY = Path("/dev/shm")
-CGROUP = Path("/sys/fs/cgroup")
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
-    """Return the bytes of memory that this host's programs can still have, or less in a container."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) << 10
-    try:
-        most, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-    except OSError:
-        return free
-    return min(free, max(0, int(most) - int(used))) if most.isdecimal() else free
 
 
 def memory(available: int, ranks_here: int) -> Finding:
     """Judge the free memory of the host, which its ranks share."""
     each = available // max(1, ranks_here)
-    found = f"{size(available)} free for {ranks_here} rank{'s' * (ranks_here > 1)}"
+    text = f"{size(available)} free for {ranks_here} rank{'s' * (ranks_here > 1)}"
     remedy = "end other programs on this host, or start fewer ranks on it"
     if each < LEAST_MEMORY:
-        return Finding("memory", "fail", found, remedy)
-    return Finding("memory", "warn" if each < LITTLE_MEMORY else "ok", found, remedy)
+        return Finding("memory", "fail", text, remedy)
+    return Finding("memory", "warn" if each < LITTLE_MEMORY else "ok", text, remedy)
 
 
 def disk(folder: Path) -> Finding:
     """Judge the free space of a folder's file system."""
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError as error:
         remedy = "name an out on a disk that all hosts have"
         return Finding("disk", "fail", f"{folder}: {error.strerror}", remedy)
-    free = found.f_bavail * found.f_frsize
-    said = f"{size(free)} free in {folder}"
-    if found.f_files and found.f_favail == 0:
+    free = status.f_bavail * status.f_frsize
+    text = f"{size(free)} free in {folder}"
+    if status.f_files and status.f_favail == 0:
         remedy = "delete files there, or name an out on another disk"
         return Finding("disk", "fail", f"no inodes left in {folder}", remedy)
     if free < LEAST_DISK:
-        return Finding("disk", "fail", said, "free some space, or name an out on another disk")
+        return Finding("disk", "fail", text, "free some space, or name an out on another disk")
     return Finding(
         "disk",
         "warn" if free < LITTLE_DISK else "ok",
-        said,
+        text,
         "a checkpoint takes 12 bytes a parameter in float32 (`mlm plan memory`): free some space",
     )
 
@@ -73,11 +63,11 @@ def open_files(world_size: int) -> Finding:
     """Judge the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = FILES + FILES_PER_RANK * world_size
-    found = f"{_limit(soft)} (hard limit {_limit(hard)})"
+    text = f"{_limit(soft)} (hard limit {_limit(hard)})"
     if resource.RLIM_INFINITY in (soft, least) or soft >= least:
-        return Finding("ulimit -n", "ok", found)
+        return Finding("ulimit -n", "ok", text)
     remedy = f"run `ulimit -n {least}` before the start, or raise nofile in limits.conf or the service"
-    return Finding("ulimit -n", "fail", f"{found}, and {world_size} ranks need {least}", remedy)
+    return Finding("ulimit -n", "fail", f"{text}, and {world_size} ranks need {least}", remedy)
 
 
 def locked_memory(on_gpu: bool) -> Finding:
@@ -96,15 +86,15 @@ def _limit(value: int, unit: int = 1) -> str:
 def shared_memory(on_gpu: bool, folder: Path = SHARED_MEMORY) -> Finding:
     """Judge the size of /dev/shm, through which NCCL connects the ranks of a host."""
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError as error:
         return Finding("/dev/shm", "fail" if on_gpu else "warn", str(error.strerror), "mount a tmpfs there")
-    whole, free = (count * found.f_frsize for count in (found.f_blocks, found.f_bavail))
-    said = f"{size(free)} free of {size(whole)}"
+    whole, free = (count * status.f_frsize for count in (status.f_blocks, status.f_bavail))
+    text = f"{size(free)} free of {size(whole)}"
     remedy = "give the container more (docker run --shm-size=8g, an emptyDir with medium: Memory)"
     if free < LEAST_SHARED:
-        return Finding("/dev/shm", "fail", said, remedy)
-    return Finding("/dev/shm", "warn" if on_gpu and free < LITTLE_SHARED else "ok", said, remedy)
+        return Finding("/dev/shm", "fail", text, remedy)
+    return Finding("/dev/shm", "warn" if on_gpu and free < LITTLE_SHARED else "ok", text, remedy)
 
 
 def names(place: Place | None, environ: Mapping[str, str]) -> Finding:
@@ -128,8 +118,8 @@ def clock(skew: float) -> Finding:
     remedy = "start chronyd or ntpd: locks, logs and records of the run compare times"
     if abs(skew) < 1.0:
         return Finding("clock", "ok", "within 1 s of rank 0")
-    said = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} rank 0"
-    return Finding("clock", "fail" if abs(skew) >= 60.0 else "warn", said, remedy)
+    text = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} rank 0"
+    return Finding("clock", "fail" if abs(skew) >= 60.0 else "warn", text, remedy)
 
 
 Test = Callable[[str], bool]
@@ -157,20 +147,20 @@ HURTS: tuple[tuple[str, Test, str], ...] = (
 
 def environment(environ: Mapping[str, str], interfaces: Sequence[str], ranks_here: int) -> list[Finding]:
     """Judge variables of NCCL, gloo and torch."""
-    found = list[Finding]()
+    findings = list[Finding]()
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if problem := _no_interface(environ.get(name, ""), interfaces, exact=name.startswith("GLOO")):
             remedy = f"set {name} to one of {', '.join(interfaces)}"
-            found.append(Finding(name, "fail", f"{environ[name]}: {problem}", remedy))
+            findings.append(Finding(name, "fail", f"{environ[name]}: {problem}", remedy))
     for name, hurts, why in HURTS:
         if name in environ and hurts(environ[name]):
             what, _, remedy = why.partition("; ")
-            found.append(Finding(name, "warn", f"{environ[name]}: {what}", remedy))
-    threads, cores = environ.get("OMP_NUM_THREADS", ""), len(os.sched_getaffinity(0))
+            findings.append(Finding(name, "warn", f"{environ[name]}: {what}", remedy))
+    threads, cores = environ.get("OMP_NUM_THREADS", ""), available_cores()
     if threads.isdecimal() and int(threads) * ranks_here > cores:
-        said = f"{threads} for each of {ranks_here} ranks on {cores} cores"
-        found.append(Finding("OMP_NUM_THREADS", "warn", said, f"set it to {max(1, cores // ranks_here)}"))
-    return found or [Finding("variables", "ok", "none that hurts")]
+        text = f"{threads} for each of {ranks_here} ranks on {cores} cores"
+        findings.append(Finding("OMP_NUM_THREADS", "warn", text, f"set it to {max(1, cores // ranks_here)}"))
+    return findings or [Finding("variables", "ok", "none that hurts")]
 
 
 def _no_interface(value: str, here: Sequence[str], *, exact: bool) -> str:
@@ -183,3 +173,63 @@ def _no_interface(value: str, here: Sequence[str], *, exact: bool) -> str:
         if not any(each == name if whole else each.startswith(name) for each in here):
             return f"no network interface {name} on this host"
     return ""
+
+
+FIELDS = (
+    *("driver_version", "clocks.max.sm", "clocks_throttle_reasons.active"),
+    "ecc.errors.uncorrected.volatile.total",
+)
+QUERY_S = 20.0
+SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+"""Bits of nvidia-smi's reasons for lower clocks that name a defect; a power cap and idleness do not."""
+IN_USE = 0.1
+"""Share of a GPU's memory above which another program uses it."""
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or the cores of a CPU rank."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {available_cores()} cores, {torch.get_num_threads()} threads a rank"
+
+
+def check_device(device: torch.device) -> list[Finding]:
+    """Judge this rank's device, without the others'."""
+    if device.type != "cuda":
+        return []
+    free, whole = torch.cuda.mem_get_info(device)
+    text = f"{size(free)} of {size(whole)} free"
+    used = free < (1 - IN_USE) * whole
+    remedy = "end the programs that nvidia-smi lists on it, or choose GPUs by CUDA_VISIBLE_DEVICES"
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return [Finding("GPU memory", "warn" if used else "ok", text, remedy), *judge_gpu(query_gpu(str(uuid)))]
+
+
+def query_gpu(uuid: str) -> list[str] | None:
+    """Return what nvidia-smi says of a GPU by FIELDS; None where it cannot be asked."""
+    query = f"--query-gpu={','.join(FIELDS)}"
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    values = [value.strip() for value in done.stdout.split(",")]
+    return values if len(values) == len(FIELDS) else None
+
+
+def judge_gpu(values: Sequence[str] | None) -> list[Finding]:
+    """Judge driver, clocks and memory errors by what nvidia-smi says."""
+    if values is None:
+        return [Finding("driver", "warn", "nvidia-smi gives no answer", "install it beside the driver")]
+    driver, most, reasons, errors = values
+    findings = [Finding("driver", "ok", driver)]
+    bits = int(reasons, 16) if reasons.startswith("0x") else 0
+    slowed = list(dict.fromkeys(why for bit, why in SLOWED.items() if bits & bit))
+    remedy = "look at nvidia-smi -q -d PERFORMANCE, and at fans and power; leave out this host meanwhile"
+    text = f"{most} MHz at most" + (f", slowed by {', '.join(slowed)}" if slowed else "")
+    findings.append(Finding("clocks", "warn" if slowed else "ok", text, remedy))
+    if errors.isdecimal():
+        text = f"{errors} uncorrected since the driver's start"
+        remedy = "reset or replace the GPU; leave out this host meanwhile"
+        findings.append(Finding("GPU errors", "fail" if int(errors) else "ok", text, remedy))
+    return findings

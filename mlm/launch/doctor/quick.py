@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.launch.doctor.folder import SEEN_S, SHARE, sees, trial_file, trial_path
-from mlm.launch.versions import SAME_VERSIONS, different_versions, named, versions
+from mlm.launch.doctor.findings import SAME_VERSIONS, different_versions, named_ranks, versions
+from mlm.launch.doctor.folder import SEEN_S, SHARE, trial_file, trial_path, wait_for_content
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 
@@ -27,13 +27,13 @@ def check_start(out: str, ctx: ParallelContext) -> None:
         except OSError as error:
             problem = f"cannot write to it: {error.strerror}"
         first = str(ranks.broadcast(content.decode())).encode()
-        if not problem and not sees(trial_path(folder, 0), first):
+        if not problem and not wait_for_content(trial_path(folder, 0), first):
             problem = f"does not see what rank 0 wrote there within {SEEN_S:g} s"
-        found = ranks.all_gather([socket.gethostname(), versions(), problem])
-    hosts = [host for host, _, _ in found]
-    if differ := different_versions(hosts, [each for _, each, _ in found]):
+        each = ranks.all_gather([socket.gethostname(), versions(), problem])
+    hosts = [host for host, _, _ in each]
+    if differ := different_versions(hosts, [own for _, own, _ in each]):
         raise UserError(f"{differ}: the ranks of a run need the same versions; {SAME_VERSIONS}")
-    torn = [rank for rank, (_, _, problem) in enumerate(found) if problem]
-    if torn:
-        same = [rank for rank in torn if found[rank][2] == found[torn[0]][2]]
-        raise UserError(f"out={out}: {named(same, hosts)}: {found[torn[0]][2]}; {SHARE}")
+    bad = [rank for rank, (_, _, problem) in enumerate(each) if problem]
+    if bad:
+        same = [rank for rank in bad if each[rank][2] == each[bad[0]][2]]
+        raise UserError(f"out={out}: {named_ranks(same, hosts)}: {each[bad[0]][2]}; {SHARE}")

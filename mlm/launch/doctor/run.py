@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from mlm.config.build import to_dict
-from mlm.launch.doctor.config import DoctorConfig
-from mlm.launch.doctor.control import Control
-from mlm.launch.doctor.device import check_device, device_name
-from mlm.launch.doctor.finding import Finding, Row, rows_of
-from mlm.launch.doctor.folder import check_folder
+from mlm.launch.doctor.command import DoctorConfig
+from mlm.launch.doctor.findings import (
+    SAME_VERSIONS,
+    Control,
+    Finding,
+    Row,
+    different_versions,
+    rows_of,
+    versions,
+)
+from mlm.launch.doctor.folder import check_folder, folder_of
 from mlm.launch.doctor.host import (
-    available_memory,
+    check_device,
     clock,
+    device_name,
     disk,
     environment,
     locked_memory,
@@ -23,28 +30,21 @@ from mlm.launch.doctor.host import (
     open_files,
     shared_memory,
 )
-from mlm.launch.doctor.traffic import check_traffic, judged
-from mlm.launch.doctor.trial import folder_of
+from mlm.launch.doctor.traffic import check_traffic, judge
 from mlm.launch.environment import Place, read_place
-from mlm.launch.network import LOOPBACK, interfaces
+from mlm.launch.rendezvous import LOOPBACK, interfaces
 from mlm.launch.start import LaunchFacts, choose_world_size
-from mlm.launch.versions import SAME_VERSIONS, different_versions, versions
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.util.results import named, write_result
+from mlm.util.system import available_memory
 from mlm.util.terminal import add_row, console, table
-
-START_S = 1.4
-"""Seconds of a core that the start of a rank takes: imports, most of all."""
 
 
 def lines(config: DoctorConfig, facts: LaunchFacts) -> list[str]:
     """Line to print before this host's ranks are started; none for one rank, or for a launcher's."""
-    ranks, cores = choose_world_size(config.parallel, facts), len(os.sched_getaffinity(0))
-    if facts.joined or ranks == 1:
-        return []
-    took = f", more than its {cores} cores: about {START_S * ranks / cores:.0f} s if idle"
-    return [f"starting {ranks} ranks on this host{took if ranks > cores else ''}"]
+    ranks = choose_world_size(config.parallel, facts)
+    return [] if facts.joined or ranks == 1 else [f"starting {ranks} ranks on this host"]
 
 
 def note(ctx: ParallelContext, text: str) -> None:
@@ -62,15 +62,15 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     control = Control.of(ctx, place.master_addr if place is not None else LOOPBACK, config.timeout_s)
     folder = folder_of(config)
     note(ctx, f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
-    found = [*check_host(ctx, place, folder), *check_folder(folder, control)]
+    mine = [*check_host(ctx, place, folder), *check_folder(folder, control)]
     facts = {"versions": versions(), "device": device_name(ctx.device)}
-    each = control.all_gather("the host", [facts, [asdict(finding) for finding in found]])
+    each = control.all_gather("the host", [facts, [asdict(finding) for finding in mine]])
     skews = control.all_gather("the clock", control.skew())
     note(ctx, "comparing and timing collectives over each axis")
     traffic = check_traffic(ctx, control, config.timeout_s)
     findings = [
-        [*(Finding(**one) for one in mine), clock(skew), *communication]
-        for (_, mine), skew, communication in zip(each, skews, judged(traffic), strict=True)
+        [*(Finding(**one) for one in own), clock(skew), *communication]
+        for (_, own), skew, communication in zip(each, skews, judge(traffic), strict=True)
     ]
     all_facts = [fact for fact, _ in each]
     findings[0] = [*check_equal(all_facts, control.hosts), *findings[0]]
@@ -100,9 +100,9 @@ def check_host(ctx: ParallelContext, place: Place | None, folder: Path) -> list[
 
 def check_equal(facts: list[dict[str, Any]], hosts: list[str]) -> list[Finding]:
     """Judge what must be the same on all ranks."""
-    found = [fact["versions"] for fact in facts]
-    said = ", ".join(f"{name} {version}" for name, version in found[0].items())
-    differ = different_versions(hosts, found)
+    each = [fact["versions"] for fact in facts]
+    said = ", ".join(f"{name} {version}" for name, version in each[0].items())
+    differ = different_versions(hosts, each)
     devices = list(dict.fromkeys(fact["device"] for fact in facts))
     return [
         Finding("versions", "fail", differ, SAME_VERSIONS) if differ else Finding("versions", "ok", said),
@@ -125,9 +125,9 @@ def report(
     problem = f"{len(failed)} of {len(rows)} checks failed: {names} (see the table)" if failed else ""
     warned = [row.check for row in rows if row.status == "warn"]
     ranks = f"{len(hosts)} rank{'s' * (len(hosts) > 1)} on {', '.join(dict.fromkeys(hosts))}"
-    made, out = table(ranks, "", "check", "found"), console()
+    made, out = table(ranks, "", "check", "result"), console()
     for row in rows:
-        add_row(made, row.status, row.check, row.found)
+        add_row(made, row.status, row.check, row.result)
     out.print(made)
     for row in rows:
         if row.remedy:

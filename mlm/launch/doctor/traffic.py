@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.launch.doctor.control import Control
-from mlm.launch.doctor.finding import Finding
+from mlm.launch.doctor.findings import Control, Finding
 from mlm.parallel.collectives import all_gather, all_reduce, reduce_scatter, start_receive, start_send
 from mlm.parallel.mesh import CPU, Axis, ParallelContext
 
@@ -28,10 +27,10 @@ REMEDY = (
 )
 
 
-def axes(ctx: ParallelContext) -> list[tuple[Axis, torch.device]]:
+def axes_to_check(ctx: ParallelContext) -> list[tuple[Axis, torch.device]]:
     """Return the axes of several ranks, each with the device whose memory it communicates."""
-    found = [(axis, ctx.device) for axis in (ctx.tp, ctx.cp, ctx.dp, ctx.pp)]
-    return [(axis, device) for axis, device in (*found, (ctx.world, CPU)) if axis.size > 1]
+    axes = [(axis, ctx.device) for axis in (ctx.tp, ctx.cp, ctx.dp, ctx.pp)]
+    return [(axis, device) for axis, device in (*axes, (ctx.world, CPU)) if axis.size > 1]
 
 
 def numbers(axis: Axis, rank: int, device: torch.device) -> Tensor:
@@ -40,7 +39,7 @@ def numbers(axis: Axis, rank: int, device: torch.device) -> Tensor:
     return (count + 1) * (rank + 1) % 251
 
 
-def wrong(axis: Axis, device: torch.device) -> list[str]:
+def wrong_operations(axis: Axis, device: torch.device) -> list[str]:
     """Return the operations over an axis that give other numbers than they must. Collective over it."""
     each = [numbers(axis, rank, device) for rank in range(axis.size)]
     mine, total = each[axis.rank], torch.stack(each).sum(0)
@@ -49,18 +48,18 @@ def wrong(axis: Axis, device: torch.device) -> list[str]:
         "all-reduce": (lambda: all_reduce(mine.clone(), axis), total),
         "all-gather": (lambda: all_gather(mine, axis), torch.stack(each)),
         "reduce-scatter": (lambda: reduce_scatter(mine.clone(), axis), total[shard]),
-        "send and receive": (lambda: around(mine, axis), each[axis.rank - 1]),
+        "send and receive": (lambda: send_around(mine, axis), each[axis.rank - 1]),
     }
     return [name for name, (run, right) in trials.items() if not torch.equal(run(), right)]
 
 
-def around(x: Tensor, axis: Axis) -> Tensor:
+def send_around(x: Tensor, axis: Axis) -> Tensor:
     """Send to the next rank of the axis, and return what the one before sends."""
     out, after, before = torch.empty_like(x), (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     if axis.rank % 2 or axis.rank == axis.size - 1:  # someone receives first
-        found = start_receive(out, axis, before).wait()
+        received = start_receive(out, axis, before).wait()
         start_send(x, axis, after).wait()
-        return found
+        return received
     start_send(x, axis, after).wait()
     return start_receive(out, axis, before).wait()
 
@@ -84,26 +83,26 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def examined(ctx: ParallelContext) -> dict[str, Any]:
+def measure(ctx: ParallelContext) -> dict[str, Any]:
     """Return for each axis its size, wrong operations and bytes a second, as JSON values. Collective."""
     if ctx.device.type == "cuda":
         torch.cuda.set_device(ctx.device)  # of this thread
-    found = dict[str, Any]()
-    for axis, device in axes(ctx):
-        torn = wrong(axis, device)
-        found[axis.name] = {"ranks": list(axis.ranks), "wrong": torn, "rate": bandwidth(axis, device)}
-    return found
+    results = dict[str, Any]()
+    for axis, device in axes_to_check(ctx):
+        wrong = wrong_operations(axis, device)
+        results[axis.name] = {"ranks": list(axis.ranks), "wrong": wrong, "rate": bandwidth(axis, device)}
+    return results
 
 
 def check_traffic(ctx: ParallelContext, control: Control, timeout_s: float) -> list[dict[str, Any]]:
-    """Return what every rank found, in rank order. Collective; raises CheckFailedError.
+    """Return what every rank measured, in rank order. Collective; raises CheckFailedError.
 
     A thread communicates, so that this one can still report when a communication hangs.
     """
     if ctx.world_size == 1:
         return [{}]
     pool = ThreadPoolExecutor(1)
-    work = pool.submit(examined, ctx)
+    work = pool.submit(measure, ctx)
     try:
         mine: dict[str, Any] = work.result(timeout_s)
     except WaitTimeoutError:
@@ -119,8 +118,8 @@ def _where(ctx: ParallelContext) -> str:
     return f"{waits[-1].op} over {waits[-1].axis}" if waits else "a communication of the device"
 
 
-def judged(each: Sequence[dict[str, Any]]) -> list[list[Finding]]:
-    """Return each rank's findings, from what all found."""
+def judge(each: Sequence[dict[str, Any]]) -> list[list[Finding]]:
+    """Return each rank's findings, from what all measured."""
     return [_of_rank(mine, each) for mine in each]
 
 
@@ -128,9 +127,9 @@ def _of_rank(mine: dict[str, Any], each: Sequence[dict[str, Any]]) -> list[Findi
     if "stuck" in mine:
         said = f"stuck in {mine['stuck']}"
         return [Finding("communication", "fail", said, REMEDY)]
-    found = list[Finding]()
+    findings = list[Finding]()
     for axis, seen in mine.items():
-        found.append(
+        findings.append(
             Finding(f"numbers over {axis}", "fail", f"wrong: {', '.join(seen['wrong'])}", REMEDY)
             if seen["wrong"]
             else Finding(f"numbers over {axis}", "ok", f"exact over {len(seen['ranks'])} ranks")
@@ -140,7 +139,7 @@ def _of_rank(mine: dict[str, Any], each: Sequence[dict[str, Any]]) -> list[Findi
         said = f"{rate / 1e9:.3g} GB/s"
         if rate * SLOW < usual:
             said = f"{said}, the median is {usual / 1e9:.3g}"
-            found.append(Finding(f"bandwidth over {axis}", "warn", said, REMEDY))
+            findings.append(Finding(f"bandwidth over {axis}", "warn", said, REMEDY))
         else:
-            found.append(Finding(f"bandwidth over {axis}", "ok", f"{usual / 1e9:.3g} GB/s"))
-    return found
+            findings.append(Finding(f"bandwidth over {axis}", "ok", f"{usual / 1e9:.3g} GB/s"))
+    return findings

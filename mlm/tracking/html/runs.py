@@ -14,7 +14,7 @@ from mlm.config.plain_yaml import read_text
 from mlm.config.tree import flatten
 from mlm.tracking.history import FILE_NAME, MAX_BYTES, MAX_LINE, MOVE, parse, step_of
 from mlm.tracking.html.rows import LARGEST, Column, Rows, number
-from mlm.util.bounded import open_bounded, parse_json, read_bounded
+from mlm.util.atomic import open_bounded, parse_json, read_bounded
 from mlm.util.errors import UserError, visible
 from mlm.util.lock import LOCK, Lock
 

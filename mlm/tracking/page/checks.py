@@ -9,7 +9,7 @@ from mlm.config.tree import out_of_range
 from mlm.tracking.history import FILE_NAME
 from mlm.tracking.page.config import ReportConfig
 from mlm.util.errors import Absent, Problem
-from mlm.util.folder_types import kind_of_folder
+from mlm.util.ownership import kind_of_folder
 from mlm.util.results import folder_problem, is_stream
 
 MOST_RUNS = 20

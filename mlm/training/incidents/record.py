@@ -19,8 +19,7 @@ from mlm.checkpoint.native.folders import step_name
 from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.history import finite
 from mlm.training.incidents.probe import Probe
-from mlm.util.atomic import write_atomic
-from mlm.util.bounded import as_json, parse_json, read_bounded
+from mlm.util.atomic import as_json, parse_json, read_bounded, write_atomic
 from mlm.util.errors import CorruptFileError, UserError
 
 FOLDER, FILE, REPORT = "incidents", "incident.json", "README.md"

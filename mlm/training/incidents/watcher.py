@@ -14,7 +14,7 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
-from mlm.launch.versions import versions
+from mlm.launch.doctor.findings import versions
 from mlm.optim.adamw import can_defer
 from mlm.parallel.transfer import ToHost
 from mlm.parallel.watch import name_ranks

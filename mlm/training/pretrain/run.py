@@ -22,7 +22,6 @@ from mlm.data.own_dataset import CheckedDataset
 from mlm.data.sampler import Dataset, FromCorpus, MicroBatch
 from mlm.inference.hf_source import load_model_folder
 from mlm.launch.doctor.quick import check_start
-from mlm.launch.typed import program
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.forecast import predicted
@@ -269,7 +268,7 @@ def newest_rows(out: Path) -> list[tuple[str, str]]:
     rows = [("newest good checkpoint", f"`{good}`" if good else "none")]
     if good is not None and newest is not None and plain_name(good) != newest:
         step = str(int(plain_name(good).removeprefix("step-")))
-        command = shlex.join([*program(), "ckpt", "rollback", str(out), step])
+        command = shlex.join(["mlm", "ckpt", "rollback", str(out), step])
         rows.append((f"newer, and not good: {newest}", f"go back with `{command}`"))
     return rows
 

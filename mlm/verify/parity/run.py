@@ -3,8 +3,6 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -12,13 +10,11 @@ from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import mlm
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.config.build import to_dict
-from mlm.launch.doctor.host import available_memory
 from mlm.launch.environment import read_place
 from mlm.launch.process import device_kind
 from mlm.parallel.config import ParallelConfig
@@ -27,7 +23,8 @@ from mlm.training.corpora import corpus_problems
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import CheckFailedError, UserError, writing_to
 from mlm.util.results import result_problems, write_result
-from mlm.util.terminal import Screen
+from mlm.util.system import available_memory
+from mlm.util.terminal import Screen, progress_bar
 from mlm.verify.parity.compare import Report, compare
 from mlm.verify.parity.config import ParityConfig
 from mlm.verify.parity.verdict import TOLERANCES, Verdict, judge, of_moved, relative, skipped
@@ -112,8 +109,8 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
             out.parent.mkdir(parents=True, exist_ok=True)
             with TemporaryFile(dir=out.parent):  # found now rather than when all is computed
                 pass
-    with progress(config.steps, ctx.is_main) as advance:
-        report = compare(config, ctx, advance)
+    with progress_bar("comparing", config.steps, shown=ctx.is_main) as advance:
+        report = compare(config, ctx, lambda: advance(1))
     verdict = judge(report, config.precision.dtype, config.optimizer.kind)
     if ctx.is_main:
         with writing_to(config.out):
@@ -121,16 +118,6 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
         show(config, ctx, report, verdict, out)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.word}: {verdict.sentence} ({out})")
-
-
-@contextmanager
-def progress(steps: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar over steps with an ETA, on a terminal; yields what advances it."""
-    columns = (TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Screen(stderr=True)
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task("", total=steps)
-        yield lambda: bar.advance(task)
 
 
 def result_json(config: ParityConfig, ctx: ParallelContext, report: Report, verdict: Verdict) -> str:

@@ -24,12 +24,11 @@ from mlm.tracking.history import FILE_NAME, finite
 from mlm.training.corpora import corpus_problems
 from mlm.training.run_tokenizer import tokenizer_of
 from mlm.training.state import CHECKPOINTS, is_weights_only
-from mlm.util.atomic import write_atomic
-from mlm.util.bounded import parse_json, read_bounded
+from mlm.util.atomic import parse_json, read_bounded, write_atomic
 from mlm.util.errors import CheckFailedError, UserError, writing_to
 from mlm.util.lock import LOCK, sole_writer
 from mlm.util.ownership import MARKER, claim_folder, delete_owned
-from mlm.util.terminal import Screen, byte_progress
+from mlm.util.terminal import Screen, progress_bar
 from mlm.verify.parity.config import comparable
 from mlm.verify.parity.verdict import Verdict
 from mlm.verify.resume.checks import problems_here, same_layout
@@ -165,7 +164,7 @@ def collect(out: Path, plan: KillPlan) -> Runs:
     """Read the records of both runs. Raises UserError for unreadable checkpoints, OSError for metrics."""
     first, second = (out / name / CHECKPOINTS / step_name(plan.last) for name in (STRAIGHT, RESUMED))
     count = compared_bytes(read_manifest(first), read_manifest(second))
-    with byte_progress("comparing the last checkpoints", count) as advance:
+    with progress_bar("comparing the last checkpoints", count, in_bytes=True) as advance:
         final = compare_checkpoints(first, second, advance)
     return Runs(
         plan,

@@ -17,7 +17,7 @@ from mlm.inference.hf_source import download
 from mlm.training.config import PretrainConfig
 from mlm.util import hub
 from mlm.util.errors import UserError
-from mlm.util.streams import writable_streams
+from mlm.util.system import writable_streams
 from mlm.util.terminal import console
 from tests.config.cli.doubles import Cli, make_cli, write
 

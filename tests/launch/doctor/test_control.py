@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from mlm.launch.doctor.control import Control
-from mlm.launch.versions import different_versions
+from mlm.launch.doctor.findings import Control, different_versions
 from mlm.util.errors import CheckFailedError
 from tests.launch.doctor.trials import on_threads
 
@@ -60,7 +59,7 @@ def test_rank_0_stays_until_all_have_read_as_the_store_ends_with_it() -> None:
 
 
 def test_rank_0_that_hangs_is_named_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlm.launch.doctor.control.GRACE_S", 0.1)
+    monkeypatch.setattr("mlm.launch.doctor.findings.GRACE_S", 0.1)
     control = Control(HashStore(), 1, 2, 0.1)
     control.hosts = ["a", "b"]
     with pytest.raises(CheckFailedError, match=r"^rank 0 \(host a\): no answer for 0.1 s"):

@@ -13,10 +13,7 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.launch.doctor import run as doctor
-from mlm.launch.doctor.config import DoctorConfig
-from mlm.launch.doctor.finding import Finding
-from mlm.launch.start import LaunchFacts
-from mlm.parallel.config import ParallelConfig
+from mlm.launch.doctor.findings import Finding
 from tests.launch.conftest import ROOT
 
 Said = pytest.CaptureFixture[str]
@@ -34,15 +31,6 @@ def test_one_rank_gets_a_table_and_a_result(tmp_path: Path, capsys: Said) -> Non
     assert found["ok"] is True
     assert found["versions"]["mlm"]
     assert list(tmp_path.iterdir()) == [out]
-
-
-def test_starting_more_ranks_than_cores_says_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    config, here = DoctorConfig(parallel=ParallelConfig(tp=7, dp=9)), LaunchFacts(False, None, None)
-    (line,) = doctor.lines(config, here)
-    assert line == "starting 63 ranks on this host, more than its 2 cores: about 44 s if idle"
-    assert doctor.lines(DoctorConfig(), here) == []
-    assert doctor.lines(config, LaunchFacts(True, 63, None)) == []
 
 
 def test_a_failed_check_ends_with_1_and_a_remedy(
@@ -82,12 +70,12 @@ def test_a_warning_ends_with_0(monkeypatch: pytest.MonkeyPatch, capsys: Said) ->
 def test_ranks_with_other_versions_are_named() -> None:
     ours = {"versions": {"torch": "2.11"}, "device": "CPU"}
     found = doctor.check_equal([ours, {**ours, "versions": {"torch": "2.12"}}], ["a", "b"])
-    assert (found[0].status, found[0].found) == (
+    assert (found[0].status, found[0].result) == (
         "fail",
         "torch 2.12 on rank 1 (host b), 2.11 on rank 0 (host a)",
     )
     found = doctor.check_equal([ours, {**ours, "device": "NVIDIA T4"}], ["a", "b"])
-    assert (found[1].status, found[1].found) == ("warn", "CPU; NVIDIA T4")
+    assert (found[1].status, found[1].result) == ("warn", "CPU; NVIDIA T4")
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,13 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.launch.doctor import folder as folders
-from mlm.launch.doctor.control import Control
-from mlm.launch.doctor.finding import Finding, rows_of
+from mlm.launch.doctor.findings import Control, Finding, rows_of
 from mlm.launch.doctor.folder import DISK, LOCKS, SHARED, SPEED, check_folder
-from mlm.launch.doctor.trial import HELD, remove_abandoned
 from mlm.util.lock import Lock, LockError
 from tests.launch.doctor.trials import on_threads
+from tests.util.test_lock import HOLD_FOLDER
 
 FINE = {SHARED: "ok", DISK: "ok", SPEED: "ok", LOCKS: "ok"}
-HOLD = "import sys, time; from pathlib import Path; from mlm.launch.doctor.trial import trial_folder\n"
-HOLD += "with trial_folder(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
 
 
 @pytest.fixture(autouse=True)
@@ -47,41 +44,16 @@ def test_one_rank_checks_its_folder_too(tmp_path: Path) -> None:
     assert statuses(found) == FINE
 
 
-def test_a_trial_that_was_killed_is_removed_later_and_what_is_the_users_own_stays(tmp_path: Path) -> None:
-    old, young, own = (tmp_path / f".mlm-doctor-{letter * 32}" for letter in "abc")
-    for work in (old, young, own):
-        work.mkdir()
-        (work / "rank-0").write_text("0")
-    (own / "thesis.txt").write_text("mine")
-    for work in (old, own):
-        os.utime(work, (0, 0))
-    on_threads(lambda control: check_folder(tmp_path, control))
-    assert (old.exists(), young.exists()) == (False, True)
-    assert (own / "thesis.txt").read_text() == "mine"
-
-
 @pytest.fixture
 def trial(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
     """A trial in tmp_path that another process holds."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path / f".mlm-doctor-{'d' * 32}")]
+    command = [sys.executable, "-c", HOLD_FOLDER, str(tmp_path / f".mlm-doctor-{'d' * 32}")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "mine\n"
+    assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
     process.communicate()
-
-
-def test_a_trial_is_removed_once_its_rank_was_killed_and_not_before(
-    tmp_path: Path, trial: "subprocess.Popen[str]"
-) -> None:
-    remove_abandoned(tmp_path)
-    (work,) = tmp_path.iterdir()
-    (work / ".disk-0.99.partial").touch()
-    trial.kill()
-    trial.wait()
-    remove_abandoned(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_command_leaves_no_trial(
@@ -99,14 +71,6 @@ def test_a_killed_command_leaves_no_trial(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trial_of_another_host_stays(tmp_path: Path) -> None:
-    work = tmp_path / f".mlm-doctor-{'e' * 32}"
-    work.mkdir()
-    (work / HELD).write_text('{"host": "another", "pid": 1, "since": "now"}')
-    remove_abandoned(tmp_path)
-    assert work.exists()
-
-
 def test_a_folder_that_is_not_shared_names_the_rank_that_does_not_see_it(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -114,8 +78,8 @@ def test_a_folder_that_is_not_shared_names_the_rank_that_does_not_see_it(tmp_pat
     found = on_threads(lambda control: check_folder(tmp_path / names[control.rank], control))
     row = next(row for row in rows_of(found, ["h0", "h1", "h2"]) if row.check == SHARED)
     assert (row.status, row.ranks) == ("fail", (2,))
-    assert "rank 2 (host h2)" in row.found
-    assert "does not show what rank 0 wrote" in row.found
+    assert "rank 2 (host h2)" in row.result
+    assert "does not show what rank 0 wrote" in row.result
 
 
 def test_a_rank_whose_files_rank_0_does_not_see_is_named(
@@ -125,7 +89,7 @@ def test_a_rank_whose_files_rank_0_does_not_see_is_named(
     lost = lambda path, content: None if path.name == "rank-1" else write(path, content)  # noqa: E731
     monkeypatch.setattr(folders, "write_atomic", lost)
     found = on_threads(lambda control: check_folder(tmp_path, control))
-    assert "does not show what rank 1 wrote" in found[0][0].found
+    assert "does not show what rank 1 wrote" in found[0][0].result
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
@@ -138,7 +102,7 @@ def test_a_folder_that_cannot_be_written_is_found(
     monkeypatch.setattr(folders, "write_atomic", full)
     (found,) = check_folder(tmp_path, Control(None, 0, 1, 1.0))
     assert (found.check, found.status) == (SHARED, "fail")
-    assert os.strerror(number) in found.found
+    assert os.strerror(number) in found.result
 
 
 def unsynced(*_: object) -> None:
@@ -164,7 +128,7 @@ def test_a_disk_on_which_a_replaced_file_stays_old_is_found(
     monkeypatch.setattr(folders, "write_atomic", forgetful(folders.write_atomic))
     found = on_threads(lambda control: check_folder(tmp_path, control))
     assert [statuses(each)[DISK] for each in found] == ["fail"] * 3
-    assert "keeps its old content" in found[1][1].found
+    assert "keeps its old content" in found[1][1].result
 
 
 def test_a_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +144,7 @@ def test_a_disk_that_writes_slowly_is_a_warning_with_what_it_means(
     monkeypatch.setattr(os, "fsync", lambda descriptor: (sync(descriptor), time.sleep(0.1)))
     found = next(one for one in check_folder(tmp_path, Control(None, 0, 1, 1.0)) if one.check == SPEED)
     assert found.status == "warn"
-    assert "MB/s: a checkpoint of a billion parameters takes" in found.found
+    assert "MB/s: a checkpoint of a billion parameters takes" in found.result
     assert "checkpoint.save_every" in found.remedy
 
 
@@ -214,4 +178,4 @@ def test_locks_that_do_not_exclude_are_found(
     monkeypatch.setattr(Lock, "take", take)
     found = on_threads(lambda control: check_folder(tmp_path, control))
     (mine,) = (one for one in found[1] if one.check == LOCKS)
-    assert (mine.status, mine.found) == ("fail", said)
+    assert (mine.status, mine.result) == ("fail", said)

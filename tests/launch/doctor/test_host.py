@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mlm.launch import network
+from mlm.launch import rendezvous
 from mlm.launch.doctor import host
-from mlm.launch.doctor.device import judged
-from mlm.launch.doctor.finding import Finding, Status, rows_of
-from mlm.launch.doctor.host import GIB, MIB, environment
+from mlm.launch.doctor.findings import Finding, Status, rows_of
+from mlm.launch.doctor.host import GIB, MIB, environment, judge_gpu
 from mlm.launch.environment import Place
+from mlm.util import system
 
 HERE = ["lo", "eth0", "ib0"]
 
@@ -34,15 +34,18 @@ def test_memory_is_judged_by_its_share_of_a_rank(free: int, status: str) -> None
     assert (found.status, "start fewer ranks" in found.remedy) == (status, True)
 
 
-def test_available_memory_is_the_least_of_the_hosts_and_the_containers(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  99 kB\nMemAvailable:    8 kB\n")
-    assert host.available_memory(meminfo, tmp_path) == 8 << 10
+def test_available_memory_is_the_least_of_the_hosts_and_the_containers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(system, "CGROUP", tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:    8 kB\n")
+    assert system.available_memory() == 8 << 10
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
-    assert host.available_memory(meminfo, tmp_path) == 3000
+    assert system.available_memory() == 3000
     (tmp_path / "memory.max").write_text("max\n")
-    assert host.available_memory(meminfo, tmp_path) == 8 << 10
+    assert system.available_memory() == 8 << 10
 
 
 @pytest.mark.parametrize(
@@ -96,14 +99,14 @@ def test_host_names_that_do_not_resolve_are_found(monkeypatch: pytest.MonkeyPatc
             raise socket.gaierror(-2, "Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))]
 
-    monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(network.socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node1")
     place = Place(0, 4, 0, 2, master_addr="nosuch", master_port=1)
     found = host.names(place, {})
-    assert (found.status, "MASTER_ADDR=nosuch" in found.found) == ("fail", True)
+    assert (found.status, "MASTER_ADDR=nosuch" in found.result) == ("fail", True)
     assert "set MASTER_ADDR" in found.remedy
     assert host.names(None, {}).status == "ok"
-    monkeypatch.setattr(network.socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node2")
     assert host.names(None, {}).status == "warn"
 
 
@@ -154,7 +157,7 @@ def test_other_variables_are_left_alone(environ: dict[str, str]) -> None:
     ],
 )
 def test_a_gpu_is_judged_by_what_nvidia_smi_says(values: list[str] | None, worst: dict[str, str]) -> None:
-    assert {found.check: found.status for found in judged(values)} == worst
+    assert {found.check: found.status for found in judge_gpu(values)} == worst
 
 
 def test_a_row_is_the_worst_of_the_ranks_and_names_them() -> None:
@@ -162,9 +165,9 @@ def test_a_row_is_the_worst_of_the_ranks_and_names_them() -> None:
     each = [[Finding("disk", status, f"{n}", "free it")] for n, status in enumerate(found)]
     (row,) = rows_of(each, ["a", "b", "b", "c"])
     assert (row.status, row.ranks) == ("fail", (1, 3))
-    assert (row.found, row.remedy) == ("ranks 1, 3 (hosts b, c): 1", "free it")
+    assert (row.result, row.remedy) == ("ranks 1, 3 (hosts b, c): 1", "free it")
 
 
 def test_a_row_of_ranks_that_are_fine_needs_no_remedy() -> None:
     (row,) = rows_of([[Finding("disk", "ok", "9 GB", "free it")]] * 2, ["a", "b"])
-    assert (row.found, row.remedy, row.ranks) == ("9 GB", "", ())
+    assert (row.result, row.remedy, row.ranks) == ("9 GB", "", ())

@@ -7,8 +7,8 @@ import pytest
 
 from mlm.launch.doctor import folder as folders
 from mlm.launch.doctor import quick
+from mlm.launch.doctor.findings import versions
 from mlm.launch.doctor.quick import check_start
-from mlm.launch.versions import versions
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from tests.ranks import run_on_ranks

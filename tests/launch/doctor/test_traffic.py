@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mlm.launch.doctor import traffic
-from mlm.launch.doctor.control import Control
-from mlm.launch.doctor.finding import rows_of
-from mlm.launch.doctor.traffic import check_traffic, judged
+from mlm.launch.doctor.findings import Control, rows_of
+from mlm.launch.doctor.traffic import check_traffic, judge
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.util.errors import CheckFailedError
 from tests.ranks import run_on_ranks
@@ -21,7 +20,7 @@ def communicate(ctx: ParallelContext, fault: str = "") -> Any:
     whole = dict(vars(traffic))
     traffic.BYTES = {"cpu": 1 << 16}
     planted = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
-    planted |= {"send and receive": "around"}
+    planted |= {"send and receive": "send_around"}
     if fault in planted and ctx.rank == 1:
         name = planted[fault]
 
@@ -34,7 +33,7 @@ def communicate(ctx: ParallelContext, fault: str = "") -> Any:
         setattr(traffic, name, flipped)
     try:
         control = Control.of(ctx, "127.0.0.1", 30.0)
-        rows = rows_of(judged(check_traffic(ctx, control, 30.0)), control.hosts)
+        rows = rows_of(judge(check_traffic(ctx, control, 30.0)), control.hosts)
         return [(row.check, row.status) for row in rows]
     finally:
         vars(traffic).update(whole)
@@ -61,21 +60,21 @@ def seen(rate: float, wrong: list[str] | None = None) -> dict[str, Any]:
 
 
 def test_a_group_far_slower_than_the_others_is_a_warning() -> None:
-    rows = rows_of(judged([seen(9e9), seen(9e9), seen(1e9), seen(8e9)]), ["a", "a", "b", "b"])
+    rows = rows_of(judge([seen(9e9), seen(9e9), seen(1e9), seen(8e9)]), ["a", "a", "b", "b"])
     row = next(row for row in rows if row.check == "bandwidth over dp")
     assert (row.status, row.ranks) == ("warn", (2,))
-    assert "1 GB/s, the median is 8.5" in row.found
+    assert "1 GB/s, the median is 8.5" in row.result
 
 
 def test_wrong_operations_are_listed() -> None:
-    rows = rows_of(judged([seen(1e9), seen(1e9, ["all-gather"])]), ["a", "b"])
+    rows = rows_of(judge([seen(1e9), seen(1e9, ["all-gather"])]), ["a", "b"])
     assert (rows[0].status, rows[0].ranks) == ("fail", (1,))
-    assert "rank 1 (host b): wrong: all-gather" in rows[0].found
+    assert "rank 1 (host b): wrong: all-gather" in rows[0].result
 
 
 def test_a_rank_that_does_not_come_back_from_communication_is_named() -> None:
-    found = judged([{"stuck": "all_reduce over dp"}, {}])
-    assert [(one.status, one.found) for one in found[0]] == [("fail", "stuck in all_reduce over dp")]
+    found = judge([{"stuck": "all_reduce over dp"}, {}])
+    assert [(one.status, one.result) for one in found[0]] == [("fail", "stuck in all_reduce over dp")]
 
 
 def test_one_rank_has_nothing_to_communicate() -> None:

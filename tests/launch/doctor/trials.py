@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch.distributed import HashStore
 
-from mlm.launch.doctor.control import Control
+from mlm.launch.doctor.findings import Control
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.verify import verify_checkpoint
 from mlm.config.cli import main
 from mlm.util.atomic import digest_bytes
+from mlm.util.ownership import MARKER
 
 OLD = Path(__file__).parent / "old_run"
 STEP = "run/checkpoints/step-00000004"
@@ -22,6 +23,8 @@ AGAIN = ["pretrain", "--config-dir", "run", "--config-name", "config", "dist.pea
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the run and its corpus, in the working folder."""
     shutil.copytree(OLD, tmp_path / "old")
+    for name, kind in (("run", "run"), ("corpus", "corpus")):
+        (tmp_path / "old" / name / MARKER).write_text(f'{{"format": "mlm-folder-1", "kind": "{kind}"}}')
     monkeypatch.chdir(tmp_path / "old")
     return tmp_path / "old"
 

@@ -1,24 +1,113 @@
-"""Exchange between ranks, apart from what is being checked; it names ranks that do not answer."""
+"""Findings of ranks, one row of a table for all of them, and the exchange that names silent ranks."""
 
 import json
+import platform
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch.distributed import Store, TCPStore
 
+import mlm
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.launch.network import LOOPBACK, no_connection
-from mlm.launch.versions import named
+from mlm.launch.rendezvous import LOOPBACK, no_connection
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.watch import name_ranks
 from mlm.util.errors import CheckFailedError
 
 POLL_S = 0.005
 GRACE_S = 5.0
 """Seconds that other ranks wait longer than rank 0, which names those that do not answer."""
 CONNECT_S = 10.0
+SAME_VERSIONS = "install the same version on every host"
+Status = Literal["ok", "warn", "fail"]
+SEVERITY: tuple[Status, ...] = ("ok", "warn", "fail")
+SHOWN = 3
+"""Different results of ranks that are fine which a row lists."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check."""
+
+    check: str
+    """Its name."""
+    status: Status
+    result: str
+    """The result, in words."""
+    remedy: str = ""
+    """The remedy; empty if it is ok."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one check over all ranks."""
+
+    check: str
+    status: Status
+    result: str
+    remedy: str
+    ranks: tuple[int, ...]
+    """Ranks with this status; empty if all of them are ok."""
+
+
+def rows_of(each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Row]:
+    """Return a row for each check: the worst of its results, with the ranks that it is of.
+
+    `each` and `hosts` are in rank order.
+    """
+    names = list(dict.fromkeys(finding.check for findings in each for finding in findings))
+    return [_row(name, each, hosts) for name in names]
+
+
+def _row(name: str, each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> Row:
+    mine = {
+        rank: finding
+        for rank, findings in enumerate(each)
+        for finding in sorted(findings, key=lambda one: SEVERITY.index(one.status))  # the worst stays
+        if finding.check == name
+    }
+    worst = max((finding.status for finding in mine.values()), key=SEVERITY.index)
+    ranks = tuple(rank for rank, finding in mine.items() if finding.status == worst)
+    if worst == "ok":
+        texts = list(dict.fromkeys(finding.result for finding in mine.values()))
+        return Row(name, worst, "; ".join(texts[:SHOWN]) + ("; …" if texts[SHOWN:] else ""), "", ())
+    first = mine[ranks[0]]
+    if list(mine) == [0] and len(hosts) > 1:  # rank 0 has compared all
+        return Row(name, worst, first.result, first.remedy, ())
+    where = f"{named_ranks(ranks, hosts)}: " if len(hosts) > 1 else ""
+    return Row(name, worst, f"{where}{first.result}", first.remedy, ranks)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that numbers depend on."""
+    return {"mlm": mlm.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def different_versions(hosts: Sequence[str], each: Sequence[Mapping[str, str]]) -> str:
+    """Return what differs from rank 0: `torch 2.12 on rank 3 (host b), 2.11 on rank 0 (host a)`.
+
+    Empty if nothing does. Both arguments are in rank order.
+    """
+    for name, ours in each[0].items():
+        others = [rank for rank, theirs in enumerate(each) if theirs.get(name) != ours]
+        if others:
+            theirs = each[others[0]].get(name)
+            same = [rank for rank in others if each[rank].get(name) == theirs]
+            return f"{name} {theirs} on {named_ranks(same, hosts)}, {ours} on {named_ranks([0], hosts)}"
+    return ""
+
+
+def named_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return ranks with their hosts: `ranks 2, 3 (host b)`."""
+    where = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    shown = ", ".join(where[:3]) + (", …" if len(where) > 3 else "")
+    return f"{name_ranks(ranks)} (host{'s' * (len(where) > 1)} {shown})"
 
 
 class Control:
@@ -81,8 +170,8 @@ class Control:
         self.published = (before, answer["at"], self.clock())
         if answer["lost"]:
             raise self._lost(answer["lost"], check)
-        found: list[Any] = answer["values"]
-        return found
+        values: list[Any] = answer["values"]
+        return values
 
     def _collect(self, key: str) -> dict[str, Any]:
         assert self.store is not None
@@ -101,8 +190,8 @@ class Control:
 
     def _lost(self, ranks: list[int], check: str) -> CheckFailedError:
         return CheckFailedError(
-            f"{named(ranks, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at {check}: hung or "
-            "dead; look there (dmesg, nvidia-smi, the disk of out), or start without that host"
+            f"{named_ranks(ranks, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at {check}: "
+            "hung or dead; look there (dmesg, nvidia-smi, the disk of out), or start without that host"
         )
 
     def skew(self) -> float:

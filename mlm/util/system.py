@@ -1,16 +1,59 @@
-"""Standard output and error of any encoding, closed, full, or without a reader.
+"""This process and its host: memory and cores, the parent, and standard streams.
 
 Standard library only: a launched rank needs it before it imports torch.
 """
 
+import ctypes
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TextIO
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 UTF_8 = ("utf-8", "utf8")
+
+
+def host_memory() -> int:
+    """Bytes of memory that this host's programs can have: the machine's, or less in a container."""
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _cgroup_bytes("memory.max")
+    return most if limit is None else min(most, limit)
+
+
+def available_memory() -> int:
+    """Bytes of memory that this host's programs can still have, or less in a container."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in MEMINFO.read_text().splitlines() if MEMINFO.exists() else ():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) << 10
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    """A number of this process's container; None without a container or a limit."""
+    try:
+        text = (CGROUP / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread of `parent` that started it ends, even by SIGKILL."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
 
 
 class LastingStream:
