@@ -16,7 +16,6 @@ Exit code: 0 a result, 1 mlm's recall is below 0.98 or its precision below 0.99,
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from typing import Any
 from bench.dedup_contenders import Contender, Steps, contenders
 from bench.dedup_corpus import Corpus, Pairs, plant, score, similar_pairs
 from bench.harness import Bench, Result, Say, Times, alternate, positive, table_of, timed
-from demo_corpus import read_plays, scenes
+from bench.text_supply import paragraphs_of
 from rich.console import RenderableType
 
 from mlm.corpus.sections import DedupConfig
@@ -54,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, say: Say) -> Result:
     """Plant, measure, let each contender run."""
     config = DedupConfig(threshold=args.threshold, unit=args.unit, bands=args.bands, rows=args.rows)
-    corpus = plant(paragraphs(args.text), args.seed, args.documents)
+    corpus = plant(paragraphs_of(args.text), args.seed, args.documents)
     if not corpus.planted:
         raise UserError(f"--text {args.text}: too little text for a document: give 10,000 words or more")
     say(f"{len(corpus.texts)} documents, {corpus.num_bytes() / 1e6:.1f} MB; comparing all pairs")
@@ -76,29 +75,6 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
         "contenders": {name: summary(done, corpus, pairs, args.threshold) for name, done in rounds.items()},
         "left_out": left_out,
     }
-
-
-def paragraphs(path: Path | None) -> Iterator[str]:
-    """Paragraphs of a JSON lines file, or of the plays. Raises UserError where there is no such text."""
-    if path is None:
-        texts = (scene for _, play in sorted(read_plays().items()) for scene in scenes(play))
-    else:
-        texts = read_lines(path)
-    for text in texts:
-        yield from text.split("\n\n")
-
-
-def read_lines(path: Path) -> Iterator[str]:
-    """The texts of a JSON lines file. Raises UserError."""
-    number = 1
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)["text"]
-            number += 1
-    except OSError as error:
-        raise UserError(f"--text {path}: {error.strerror}: give a file that can be read") from error
-    except (ValueError, TypeError, KeyError):
-        raise UserError(f'--text {path}, line {number}: give JSON lines {{"text": …}} in UTF-8') from None
 
 
 @dataclass(frozen=True)

@@ -82,15 +82,7 @@ def random_model(args: argparse.Namespace, folder: Path) -> Path:
     Tokenizer.load(args.tokenizer).save(folder / "tokenizer.json")
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     eod = tokenizer.eod_id
-    save_random_gpt2(
-        folder,
-        layers=args.layers,
-        hidden=args.hidden,
-        positions=args.positions,
-        vocab=tokenizer.vocab_size,
-        eod=eod,
-        seed=0,
-    )
+    save_random_gpt2(folder, args, vocab=tokenizer.vocab_size, eod=eod)
     end = tokenizer.decode([eod])
     fast = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, bos_token=end

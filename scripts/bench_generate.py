@@ -57,15 +57,7 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch)
         if args.model is None:
-            save_random_gpt2(
-                folder,
-                layers=args.layers,
-                hidden=args.hidden,
-                positions=args.positions,
-                vocab=args.vocab,
-                eod=0,
-                seed=SEED,
-            )
+            save_random_gpt2(folder, args, vocab=args.vocab)
         ours, theirs = open_models(folder)
         if args.prompt + args.new > ours.config.model.max_positions:
             raise UserError(

@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,3 +199,10 @@ def status_bytes(key: str) -> int:
     found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None, f"no {key} in /proc/self/status"
     return int(found[1]) * 1024
+
+
+def free_port() -> int:
+    """A TCP port nobody uses now."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return int(s.getsockname()[1])

