@@ -1,29 +1,22 @@
-"""False alarms of clean runs and planted faults found: the rule for outliers, and the one before.
+"""False alarms of clean runs, and planted faults that are noticed, by the rule for outliers.
 
-    python scripts/bench_alarms.py --steps 4000 --seeds 0 1 2 --series /tmp/series --out alarms.json
+    python scripts/bench_alarms.py --steps 4000 --seeds 0 1 2 --out alarms.json
 
-Trains tiny models, eleven types of runs, without any fault, and keeps losses and gradient norms. Then both
-rules judge every step: of the runs as they were, and of synthetic ones, whose residuals are drawn in blocks
-from the runs' and whose tails are continued exponentially, as far as steps are wanted. At every step faults
-are asked about, too: a gradient norm times 10, 100 and 10,000, a loss 2 nats higher, a NaN. The rule before:
-10 robust standard deviations above the median of 128 steps. Series in --series are read, not trained again.
+Trains tiny models, eleven types of runs, without any fault, and judges loss and gradient norm of every step.
+At every step faults are asked about, too: a gradient norm times 10, 100 and 10,000, a loss 2 nats higher.
 """
 
 import argparse
-import json
 import math
 import sys
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench.command import guarded
+from bench.harness import Bench, Result, Say, positive, table_of
 from numpy.typing import NDArray
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -34,13 +27,10 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import IncidentConfig, PretrainConfig, TrainConfig
-from mlm.training.incidents.numbers import LEAST_SPREAD, NORMAL, TINY, Recent, median
+from mlm.training.incidents.numbers import Recent
 from mlm.training.trainer import Trainer
-from mlm.util.atomic import write_atomic
-from mlm.util.errors import UserError
 
-FAULTS = ("gradient x 10", "gradient x 100", "gradient x 10,000", "loss + 2", "NaN")
-BLOCK, TAIL = 16, 0.03
+FAULTS = ("gradient x 10", "gradient x 100", "gradient x 10,000", "loss + 2")
 RUNS: dict[str, dict[str, Any]] = {
     "tiny batches 2x16": {"batch": 2, "seq": 16},
     "lr 1e-2, no warm-up": {"lr": 1e-2, "warmup": 0},
@@ -117,180 +107,62 @@ def train(run: dict[str, Any], steps: int, seed: int, text: Tensor) -> Series:
     return np.array(found)
 
 
-class Before:
-    """The rule before: 10 robust standard deviations, at least a hundredth of the median each."""
-
-    def __init__(self, size: int = 128, threshold: float = 10.0) -> None:
-        self.size, self.threshold = size, threshold
-        self.values: tuple[deque[float], deque[float]] = deque(maxlen=size), deque(maxlen=size)
-        self.ordered: tuple[list[float], list[float]] = [], []
-
-    def add(self, loss: float, norm: float) -> None:
-        """Take note of a step."""
-        for values, ordered, new in zip(self.values, self.ordered, (loss, norm), strict=True):
-            if len(values) == self.size:
-                del ordered[bisect_left(ordered, values[0])]
-            values.append(new)
-            insort(ordered, new)
-
-    def limits(self) -> tuple[float, float]:
-        """The loss and the norm that raise an alarm."""
-        if len(self.values[0]) < self.size // 4:
-            return math.inf, math.inf
-        loss, norm = (self.limit(ordered) for ordered in self.ordered)
-        return loss, norm
-
-    def limit(self, ordered: list[float]) -> float:
-        """The number that raises an alarm."""
-        middle = median(ordered)
-        spread = NORMAL * median(abs(x - middle) for x in ordered)
-        return middle + self.threshold * max(spread, LEAST_SPREAD * abs(middle), TINY)
-
-
-def judged(series: Series, rule: Any, limits: Callable[[], tuple[float, float]]) -> NDArray[np.int64]:
-    """Counts over the finite steps that a rule judges: steps, alarms, and each of FAULTS found."""
-    counts = np.zeros(2 + len(FAULTS), dtype=np.int64)
+def judged(series: Series) -> NDArray[np.int64]:
+    """Counts over the finite steps that are judged: steps, alarms, and each of FAULTS found."""
+    counts, recent = np.zeros(2 + len(FAULTS), dtype=np.int64), Recent(IncidentConfig().window)
     for loss, norm in series.tolist():
         if not math.isfinite(loss) or not math.isfinite(norm):
             continue  # an overflow of float16
-        most_loss, most_norm = limits()
+        most_loss, most_norm = recent.limits(IncidentConfig().threshold)
         if most_norm < math.inf:
-            found = [norm * 10, norm * 100, norm * 1e4]
-            counts += [
-                1,
-                loss >= most_loss or norm >= most_norm,
-                *(each >= most_norm for each in found),
-                loss + 2 >= most_loss,
-                1,  # what is not finite is an incident of either rule
-            ]
-        rule.add(loss, norm)
+            norms = [norm * 10, norm * 100, norm * 1e4]
+            alarm = loss >= most_loss or norm >= most_norm
+            counts += [1, alarm, *(each >= most_norm for each in norms), loss + 2 >= most_loss]
+        recent.add(loss, norm)
     return counts
 
 
-def synthetic(series: list[Series], steps: int, seed: int) -> Series:
-    """A longer run: blocks of the runs' residuals, the tails continued exponentially."""
-    draw = np.random.default_rng(seed)
-    made = []
-    for column in (0, 1):
-        residuals, levels = [], []
-        for each in series:
-            x = each[np.isfinite(each).all(1), column][len(each) // 8 :]
-            x = np.log(np.maximum(x, TINY)) if column else x
-            windows = np.lib.stride_tricks.sliding_window_view(x, 32)
-            level = np.median(windows[:-1], axis=1)
-            residuals.append(x[32:] - level)
-            levels.append(float(np.median(x)))
-        pool = np.concatenate(residuals)
-        starts = draw.integers(len(pool) - BLOCK, size=-(-steps // BLOCK))
-        drawn = pool[starts[:, None] + np.arange(BLOCK)].reshape(-1)[:steps]
-        start = np.quantile(pool, 1 - TAIL)
-        mean = float((pool[pool > start] - start).mean())
-        far = drawn > start
-        drawn[far] = start + draw.exponential(mean, int(far.sum()))
-        made.append(np.exp(levels[0] + drawn) if column else levels[0] + drawn)
-    return np.stack(made, axis=1)
+def rates(counts: NDArray[np.int64]) -> Result:
+    """Steps judged, alarms, share of each fault found."""
+    steps, alarms, *faults = counts.tolist()
+    shares = {fault: count / max(1, steps) for fault, count in zip(FAULTS, faults, strict=True)}
+    return {"steps": steps, "alarms": alarms, **shares}
 
 
-def rates(series: list[Series]) -> dict[str, dict[str, float]]:
-    """Of both rules: steps judged, alarms, share of each fault found."""
-    found = {}
-    steps, window = IncidentConfig().threshold, IncidentConfig().window
-    for name in ("before", "now"):
-        total = np.zeros(2 + len(FAULTS), dtype=np.int64)
-        for each in series:
-            if name == "now":
-                recent = Recent(window)
-                total += judged(each, recent, lambda recent=recent: recent.limits(steps))  # type: ignore[misc]
-            else:
-                rule = Before()
-                total += judged(each, rule, rule.limits)
-        shares = {
-            fault: count / max(1, int(total[0])) for fault, count in zip(FAULTS, total[2:], strict=True)
-        }
-        found[name] = {"steps": int(total[0]), "alarms": int(total[1]), **shares}
-    return found
-
-
-def collected(args: argparse.Namespace, console: Console) -> dict[str, list[Series]]:
-    """Series of every type of run, trained or read."""
+def measure(args: argparse.Namespace, say: Say) -> Result:
+    """Train every type of run and judge its steps."""
+    torch.set_num_threads(1)
     files = [args.text] if args.text else sorted(Path(__file__).parents[1].glob("mlm/**/*.py"))
     content = b"".join(path.read_bytes() for path in files)
     text = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
-    found: dict[str, list[Series]] = {}
+    counts: dict[str, NDArray[np.int64]] = {}
     for seed in args.seeds:
         for name, run in RUNS.items():
-            file = args.series and args.series / f"{name}-{seed}.npy"
-            if file is not None and file.exists():
-                series = np.load(file, allow_pickle=False)
-            elif args.read_only:
-                continue
-            else:
-                series = train(run, max(64, int(args.steps * run.get("share", 1.0))), seed, text)
-                console.print(f"{name}, seed {seed}: trained", highlight=False)
-                if file is not None:
-                    np.save(file, series)
-            found.setdefault(name, []).append(series)
-    return found
+            steps = max(64, int(args.steps * run.get("share", 1.0)))
+            counts[name] = counts.get(name, 0) + judged(train(run, steps, seed, text))
+            say(f"{name}, seed {seed}: trained")
+    every = {**counts, "all": np.sum(list(counts.values()), axis=0)}
+    return {"runs": {name: rates(each) for name, each in every.items()}}
 
 
-def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure, show, write."""
-    if args.steps < 1:
-        raise UserError(f"--steps {args.steps}: must be 1 or more")
-    torch.set_num_threads(1)
-    if args.series is not None:
-        args.series.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {
-        "command": ["scripts/bench_alarms.py", *args.words],
-        "runs": {},
-        "synthetic": {},
-    }
-    found = collected(args, console)
-    for number, (name, series) in enumerate(found.items()):
-        result["runs"][name] = rates(series)
-        if args.synthetic:
-            result["synthetic"][name] = rates([synthetic(series, args.synthetic, number)])
-    for part in ("runs", "synthetic"):
-        table = Table(part, "rule", "steps", "alarms", *FAULTS)
-        for name, both in result[part].items():
-            for rule, each in both.items():
-                shares = [f"{each[fault]:.3f}" for fault in FAULTS]
-                table.add_row(name, rule, f"{each['steps']:,}", str(each["alarms"]), *shares)
-        for rule in ("before", "now"):
-            rows = [both[rule] for both in result[part].values()]
-            if not rows:
-                continue
-            shares = [f"{np.mean([each[fault] for each in rows]):.3f}" for fault in FAULTS]
-            steps, alarms = (sum(each[key] for each in rows) for key in ("steps", "alarms"))
-            table.add_row("all", rule, f"{steps:,}", f"{alarms:,}", *shares)
-        Console(width=150).print(table)
-    if args.out is not None:
-        write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
-    return 0
+def tables(result: Result) -> Iterator[Table]:
+    """A row for each type of run."""
+    rows = []
+    for name, each in result["runs"].items():
+        shares = (f"{each[fault]:.3f}" for fault in FAULTS)
+        rows.append((name, f"{each['steps']:,}", str(each["alarms"]), *shares))
+    yield table_of(("runs", "steps", "alarms", *FAULTS), rows)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench_alarms.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add = parser.add_argument
-    add("--steps", type=int, default=4000, help="steps of each run")
+    add("--steps", type=positive, default=4000, help="steps of each run")
     add("--seeds", type=int, nargs="+", default=[0], help="runs of each type")
-    add("--synthetic", type=int, default=100_000, help="steps of a synthetic run of each type")
     add("--text", type=Path, help="text to train on (default: this package's source)")
-    add("--series", type=Path, help="folder that keeps the series of runs")
-    add("--read-only", action="store_true", help="train nothing: judge what --series holds")
-    add("--out", type=Path, help="JSON file for machines")
-    args = parser.parse_args(arguments)
-    args.words = sys.argv[1:] if arguments is None else arguments
-    return args
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; its exit code."""
-    return guarded("bench_alarms", lambda console: run(parse(arguments), console))
-
+BENCH = Bench("bench_alarms", __doc__, add_options, measure, tables)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

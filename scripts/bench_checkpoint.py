@@ -10,24 +10,19 @@ Exit code: 0 a result, 1 too few rounds were kept.
 """
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-from bench.command import guarded
-from rich.console import Console
-from rich.table import Table
+from bench.harness import Bench, Result, Say, positive, table_of
+from rich.console import RenderableType
 
-import mlm
 from mlm.config.cli.compose import load_config
 from mlm.data.sampler import Batch, Loader
 from mlm.data.synthetic import SyntheticDataset
@@ -37,7 +32,9 @@ from mlm.training.memory import reuse_large_blocks
 from mlm.training.observer import Observers
 from mlm.training.saver import Saver
 from mlm.training.trainer import Trainer
-from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
+
+KINDS = ("synchronous", "background")
 
 
 @dataclass
@@ -57,19 +54,14 @@ class Told:
         raise RuntimeError(error)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench_checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add = parser.add_argument
     add("--model", default="gpt2_124m", help="preset of configs/model (default %(default)s)")
-    add("--seq-length", type=int, default=128)
-    add("--steps", type=int, default=16, help="steps per window (default %(default)s)")
-    add("--rounds", type=int, default=9)
+    add("--seq-length", type=positive, default=128)
+    add("--steps", type=positive, default=16, help="steps per window (default %(default)s)")
+    add("--rounds", type=positive, default=9)
     add("--folder", type=Path, default=Path(), help="on a disk: where checkpoints go (default: here)")
-    add("--out", type=Path, help="JSON file for machines")
-    return parser.parse_args(arguments)
 
 
 def windows(
@@ -91,8 +83,8 @@ def windows(
         kind = yield {"seconds": seconds, "done": done, "save_s": told.seconds, "waited_s": told.waited}
 
 
-def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure, show, write."""
+def measure(args: argparse.Namespace, say: Say) -> Result:
+    """Windows with and without saves. Raises UserError where no round was kept."""
     reuse_large_blocks()
     config: PretrainConfig = load_config(
         "pretrain", [f"model={args.model}", "data=synthetic", f"data.seq_length={args.seq_length}"]
@@ -120,11 +112,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
                     order = ["none", "background", "none", "synchronous"]
                 found = [(kind, run_window.send(kind)) for kind in order]
                 rounds.append(costs(found))
-                console.print(line(rounds[-1], args.steps), highlight=False)
+                say(line(rounds[-1], args.steps))
         size = sum(file.stat().st_size for file in told.path.iterdir()) if told.path else 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return conclude(args, rounds, size, console)
+    return summary(rounds, size)
 
 
 def costs(found: list[tuple[str, dict[str, float]]]) -> dict[str, Any]:
@@ -132,7 +124,7 @@ def costs(found: list[tuple[str, dict[str, float]]]) -> dict[str, Any]:
     plain = sum(w["seconds"] for kind, w in found if kind == "none") / 2
     by_kind = dict(found)
     result: dict[str, Any] = {"plain_s": plain, "kept": bool(by_kind["background"]["done"])}
-    for kind in ("synchronous", "background"):
+    for kind in KINDS:
         result[kind] = {"cost_s": by_kind[kind]["seconds"] - plain, **by_kind[kind]}
     return result
 
@@ -147,42 +139,40 @@ def line(entry: dict[str, Any], steps: int) -> str:
     )
 
 
-def conclude(args: argparse.Namespace, rounds: list[dict[str, Any]], size: int, console: Console) -> int:
-    """Medians, table, JSON; the exit code."""
+def summary(rounds: list[dict[str, Any]], size: int) -> Result:
+    """Medians and ratios of the rounds that were kept. Raises UserError if none was."""
     kept = [entry for entry in rounds if entry["kept"]]
-    table = Table("save", "cost to training, s", "training waited, s", "whole save, s")
-    medians: dict[str, Any] = {}
-    for kind in ("synchronous", "background"):
-        columns = ("cost_s", "waited_s", "save_s")
-        medians[kind] = {c: median(e[kind][c] for e in kept) if kept else None for c in columns}
-        if kept:
-            table.add_row(kind, *(f"{medians[kind][c]:.3f}" for c in columns))
-    ratios = sorted(e["background"]["cost_s"] / e["synchronous"]["cost_s"] for e in kept)
-    ratio = medians["background"]["cost_s"] / medians["synchronous"]["cost_s"] if kept else None
-    console.print(table)
-    console.print(f"{size / 1e9:.2f} GB; {len(kept)} of {len(rounds)} rounds kept", highlight=False)
-    if kept:
-        console.print(f"background / synchronous: {ratio:.3f} (rounds: {ratios[0]:.2f} to {ratios[-1]:.2f})")
-    if args.out is not None:
-        result = {
-            "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": sys.argv[1:],
-            "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
-            "threads": torch.get_num_threads(),
-            "bytes": size,
-            "medians": medians,
-            "ratio_of_medians": ratio,
-            "ratios": ratios,
-            "rounds": rounds,
-        }
-        write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
-    return 0 if len(kept) >= min(5, args.rounds) else 1
+    if not kept:
+        raise UserError("no save ended within its window: use more --steps")
+    columns = ("cost_s", "waited_s", "save_s")
+    medians = {kind: {c: median(e[kind][c] for e in kept) for c in columns} for kind in KINDS}
+    return {
+        "bytes": size,
+        "medians": medians,
+        "ratio_of_medians": medians["background"]["cost_s"] / medians["synchronous"]["cost_s"],
+        "ratios": sorted(e["background"]["cost_s"] / e["synchronous"]["cost_s"] for e in kept),
+        "rounds": rounds,
+    }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; its exit code."""
-    return guarded("bench_checkpoint", lambda console: run(parse(arguments), console))
+def tables(result: Result) -> Iterator[RenderableType]:
+    """Both kinds of saves, and their ratio."""
+    headings = ("save", "cost to training, s", "training waited, s", "whole save, s")
+    medians, ratios = result["medians"], result["ratios"]
+    yield table_of(headings, ((kind, *(f"{x:.3f}" for x in medians[kind].values())) for kind in KINDS))
+    yield f"{result['bytes'] / 1e9:.2f} GB; {len(ratios)} of {len(result['rounds'])} rounds kept"
+    ratio = result["ratio_of_medians"]
+    yield f"background / synchronous: {ratio:.3f} (rounds: {ratios[0]:.2f} to {ratios[-1]:.2f})"
 
+
+BENCH = Bench(
+    name="bench_checkpoint",
+    doc=__doc__,
+    add_options=add_options,
+    measure=measure,
+    tables=tables,
+    is_success=lambda result: len(result["ratios"]) >= min(5, len(result["rounds"])),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

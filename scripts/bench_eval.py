@@ -16,64 +16,49 @@ mistake.
 import argparse
 import contextlib
 import io
-import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bench.command import guarded
-from bench.random_gpt2 import machine_facts, save_random_gpt2
+from bench.harness import Bench, Result, Say, alternate, positive, quartiles, ratio_of, table_of, timed
+from bench.random_gpt2 import save_random_gpt2
 from bench.stats import Spread
-from rich.console import Console
 from rich.table import Table
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.zero_shot import sources
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
 
 TARGETS = {"lambada": 1.5, "wikitext": 1.2}
 """Target speedup of mlm."""
 AGREE = 1e-4
 """Largest relative difference of an answer; hits must be the same."""
-PACKAGES = ("torch", "transformers", "lm_eval", "accelerate")
 Ask = Callable[[], list[float]]
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench_eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add = parser.add_argument
     add("--model", type=Path, help="folder of a GPT-2 of transformers with its tokenizer")
     add("--tokenizer", type=Path, help="GPT-2's, for random weights: tokenizer.json or its folder")
-    add("--layers", type=int, default=12, help="of the random model (default %(default)s)")
-    add("--hidden", type=int, default=768, help="its hidden size, heads of 64 (default %(default)s)")
-    add("--positions", type=int, default=1024, help="tokens it reads (default %(default)s)")
+    add("--layers", type=positive, default=12, help="of the random model (default %(default)s)")
+    add("--hidden", type=positive, default=768, help="its hidden size, heads of 64 (default %(default)s)")
+    add("--positions", type=positive, default=1024, help="tokens it reads (default %(default)s)")
     add("--lambada", type=Path, help='JSON lines {"text": …}: its last words are scored')
     add("--wikitext", type=Path, help="wiki.….tokens: its articles are scored")
-    add("--passages", type=int, default=100, help="of LAMBADA (default %(default)s)")
-    add("--articles", type=int, default=4, help="of WikiText (default %(default)s)")
-    add("--hf-batches", type=int, nargs="+", default=[1, 8, 16], help="batch sizes of hf that are tried")
-    add("--rounds", type=int, default=5, help="pairs of runs (default %(default)s)")
-    add("--threads", type=int, default=2, help="of both (default %(default)s)")
-    add("--out", type=Path, help="JSON file for machines")
-    args = parser.parse_args(arguments)
-    args.words = sys.argv[1:] if arguments is None else arguments
-    return args
+    add("--passages", type=positive, default=100, help="of LAMBADA (default %(default)s)")
+    add("--articles", type=positive, default=4, help="of WikiText (default %(default)s)")
+    add("--hf-batches", type=positive, nargs="+", default=[1, 8, 16], help="batch sizes of hf that are tried")
+    add("--rounds", type=positive, default=5, help="pairs of runs (default %(default)s)")
+    add("--threads", type=positive, default=2, help="of both (default %(default)s)")
 
 
-def run(args: argparse.Namespace, console: Console) -> int:
-    """Make the model, check that answers agree, time, report."""
-    if args.rounds < 1 or min(args.hf_batches) < 1:
-        raise UserError("--rounds and --hf-batches: use 1 or more")
+def measure(args: argparse.Namespace, say: Say) -> Result:
+    """Make the model, check that answers agree, time."""
     if args.lambada is None and args.wikitext is None:
         raise UserError("nothing to score: give --lambada or --wikitext")
     torch.set_num_threads(args.threads)
@@ -81,21 +66,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
         folder = args.model or random_model(args, Path(scratch))
         ours, theirs = open_models(folder)
         tasks = {
-            name: compare(name, ours, theirs, requests, args, console)
+            name: compare(name, ours, theirs, requests, args, say)
             for name, requests in all_requests(args).items()
         }
-    result = {
-        "command": ["scripts/bench_eval.py", *map(str, args.words)],
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine_facts(args.threads, PACKAGES),
-        "model": str(args.model or f"random GPT-2: {args.layers} layers, hidden {args.hidden}"),
-        "tasks": tasks,
-    }
-    show(result)
-    if args.out is not None:
-        write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
-    good = all(one["agree"] and one["ratio"]["median"] >= TARGETS[name] for name, one in tasks.items())
-    return 0 if good else 1
+    model = str(args.model or f"random GPT-2: {args.layers} layers, hidden {args.hidden}")
+    return {"model": model, "tasks": tasks}
 
 
 def random_model(args: argparse.Namespace, folder: Path) -> Path:
@@ -107,15 +82,7 @@ def random_model(args: argparse.Namespace, folder: Path) -> Path:
     Tokenizer.load(args.tokenizer).save(folder / "tokenizer.json")
     tokenizer = Tokenizer.load(folder / "tokenizer.json")
     eod = tokenizer.eod_id
-    save_random_gpt2(
-        folder,
-        layers=args.layers,
-        hidden=args.hidden,
-        positions=args.positions,
-        vocab=tokenizer.vocab_size,
-        eod=eod,
-        seed=0,
-    )
+    save_random_gpt2(folder, args, vocab=tokenizer.vocab_size, eod=eod)
     end = tokenizer.decode([eod])
     fast = PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), eos_token=end, bos_token=end
@@ -151,35 +118,31 @@ def all_requests(args: argparse.Namespace) -> dict[str, list[Any]]:
 
 def asking(model: Any, task: str, requests: Sequence[Any]) -> Ask:
     """A function that has the model answer all requests, silently: numbers, hits among them as 0 and 1."""
-    if task == "wikitext":
-        return lambda: [float(x) for x in model.loglikelihood_rolling(requests, disable_tqdm=True)]
-    return lambda: [float(x) for pair in model.loglikelihood(requests, disable_tqdm=True) for x in pair]
+
+    def ask() -> list[float]:
+        with contextlib.redirect_stderr(io.StringIO()):  # hf shows a bar for each batch, whatever it is told
+            if task == "wikitext":
+                return [float(x) for x in model.loglikelihood_rolling(requests, disable_tqdm=True)]
+            return [float(x) for pair in model.loglikelihood(requests, disable_tqdm=True) for x in pair]
+
+    return ask
 
 
 def compare(
-    task: str, ours: Any, theirs: Any, requests: Sequence[Any], args: argparse.Namespace, console: Console
-) -> dict[str, Any]:
+    task: str, ours: Any, theirs: Any, requests: Sequence[Any], args: argparse.Namespace, say: Say
+) -> Result:
     """Answers and times of both."""
     a, b = asking(ours, task, requests), asking(theirs, task, requests)
     trials = {}
     for size in args.hf_batches:
         theirs.batch_size_per_gpu = size
-        console.print(f"{task}: hf with batches of {size}", highlight=False)
-        timed(b)
-        trials[size], _, wanted = timed(b)
+        say(f"{task}: hf with batches of {size}")
+        wanted = b()
+        trials[size] = timed(b).wall
     theirs.batch_size_per_gpu = min(trials, key=lambda size: trials[size])
-    found = a()
-    worst = max(abs(x - y) / max(1.0, abs(y)) for x, y in zip(found, wanted, strict=True))
-    seconds: dict[str, list[float]] = {"mlm": [], "hf": []}
-    cpu_seconds: dict[str, list[float]] = {"mlm": [], "hf": []}
-    for number in range(args.rounds):
-        console.print(f"{task}: round {number + 1} of {args.rounds}", highlight=False)
-        pair = [("mlm", a), ("hf", b)]
-        for name, ask in pair if number % 2 == 0 else reversed(pair):
-            wall, cpu, _ = timed(ask)
-            seconds[name].append(wall)
-            cpu_seconds[name].append(cpu)
-    ratio = Spread.of([hf / mlm for mlm, hf in zip(seconds["mlm"], seconds["hf"], strict=True)])
+    worst = max(abs(x - y) / max(1.0, abs(y)) for x, y in zip(a(), wanted, strict=True))
+    rounds = alternate({"mlm": a, "hf": b}, args.rounds, lambda line: say(f"{task}: {line}"))
+    seconds = {name: [each.wall for each in every] for name, every in rounds.items()}
     return {
         "requests": len(requests),
         "tokens": sum(len(ours.tok_encode("".join(request.args))) for request in requests),
@@ -188,45 +151,35 @@ def compare(
         "largest_difference": worst,
         "agree": worst <= AGREE,
         "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "ratio": {"median": ratio.median, "low": ratio.low, "high": ratio.high},
+        "cpu_seconds": {name: [each.cpu for each in every] for name, every in rounds.items()},
+        "ratio": ratio_of(seconds["hf"], seconds["mlm"]),
         "target": TARGETS[task],
     }
 
 
-def timed(ask: Ask) -> tuple[float, float, list[float]]:
-    """Seconds on the clock, of processor time, and the answers."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    with contextlib.redirect_stderr(io.StringIO()):  # hf shows a bar for each batch, whatever it is told
-        answers = ask()
-    return time.perf_counter() - wall, time.process_time() - cpu, answers
-
-
-def show(result: dict[str, Any]) -> None:
-    """The table for people."""
-    table = Table("", "texts", "tokens/s mlm", "tokens/s hf", "batch hf", "ratio", "quartiles", "difference")
-    for column in table.columns[1:]:
-        column.justify = "right"
+def tables(result: Result) -> Iterator[Table]:
+    """A row for each task."""
+    headings = ("", "texts", "tokens/s mlm", "tokens/s hf", "batch hf", "ratio", "quartiles", "difference")
+    rows = []
     for name, one in result["tasks"].items():
-        rates = (one["tokens"] / Spread.of(one["seconds"][who]).median for who in ("mlm", "hf"))
-        ratio = one["ratio"]
-        table.add_row(
-            name,
-            str(one["requests"]),
-            *(f"{rate:,.0f}" for rate in rates),
-            str(one["hf_batch"]),
-            f"{ratio['median']:.2f}",
-            f"{ratio['low']:.2f} to {ratio['high']:.2f}",
-            f"{one['largest_difference']:.1e}",
-        )
-    Console().print(table)
+        rates = (f"{one['tokens'] / Spread.of(one['seconds'][who]).median:,.0f}" for who in ("mlm", "hf"))
+        ratio = f"{one['ratio']['median']:.2f}", quartiles(one["ratio"])
+        difference = f"{one['largest_difference']:.1e}"
+        rows.append((name, str(one["requests"]), *rates, str(one["hf_batch"]), *ratio, difference))
+    yield table_of(headings, rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; its exit code."""
-    args = parse(arguments)
-    return guarded("bench_eval", lambda console: run(args, console))
-
+BENCH = Bench(
+    name="bench_eval",
+    doc=__doc__,
+    add_options=add_options,
+    measure=measure,
+    tables=tables,
+    is_success=lambda result: all(
+        one["agree"] and one["ratio"]["median"] >= one["target"] for one in result["tasks"].values()
+    ),
+    packages=("torch", "transformers", "lm_eval", "accelerate"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

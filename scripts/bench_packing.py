@@ -15,21 +15,15 @@ Exit code: 0 a result, 1 the forms differ, 2 a mistake.
 """
 
 import argparse
-import json
 import os
 import random
 import sys
-import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
-from statistics import quantiles
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from bench.command import guarded
-from bench.random_gpt2 import machine_facts
-from rich.console import Console
+from bench.harness import Bench, Result, Say, alternate, positive, quartiles, ratio_of
 from torch import Tensor
 
 from mlm.finetune.examples import Example, Text
@@ -41,29 +35,27 @@ from mlm.parallel.init import init_parameters
 from mlm.parallel.labels import IGNORE
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import PipelinedModel
-from mlm.util.atomic import write_atomic
 
 VOCAB = 2048
 TOLERANCE = 1e-4
 """Of float32 losses and gradients, as a fraction of the largest: sums in another order."""
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench_packing.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--layers", type=int, default=4, help="default %(default)s")
-    add("--hidden", type=int, default=256, help="default %(default)s")
-    add("--length", type=int, default=512, help="task.max_length (default %(default)s)")
-    add("--median", type=int, default=80, help="tokens of a conversation (default %(default)s)")
-    add("--batch", type=int, default=64, help="conversations of a step (default %(default)s)")
-    add("--micro", type=int, default=2, help="sequences of --length tokens at once (default %(default)s)")
-    add("--pairs", type=int, default=8, help="turns (default %(default)s)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--out", type=Path, help="JSON file for machines")
-    return parser.parse_args(arguments)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    defaults = {
+        "layers": (4, "of the model"),
+        "hidden": (256, "size of the model"),
+        "length": (512, "task.max_length"),
+        "median": (80, "tokens of a conversation"),
+        "batch": (64, "conversations of a step"),
+        "micro": (2, "sequences of --length tokens at once"),
+        "pairs": (8, "turns"),
+        "threads": (len(os.sched_getaffinity(0)), "of all forms"),
+    }
+    for name, (default, text) in defaults.items():
+        help_text = f"{text} (default %(default)s)"
+        parser.add_argument(f"--{name}", type=positive, default=default, help=help_text)
 
 
 def conversations(args: argparse.Namespace) -> list[Example]:
@@ -131,7 +123,7 @@ def differ(one: tuple[float, list[Tensor]], other: tuple[float, list[Tensor]]) -
     return max(apart, abs(one[0] - other[0])) > TOLERANCE
 
 
-def run(args: argparse.Namespace, console: Console) -> int:
+def measure(args: argparse.Namespace, say: Say) -> Result:
     """Compare the forms, then time them in turns."""
     torch.set_num_threads(args.threads)
     examples, step = conversations(args), stepper(args)
@@ -139,43 +131,38 @@ def run(args: argparse.Namespace, console: Console) -> int:
     loss, gradients = step(batches["packed"])
     first = loss, [gradient.clone() for gradient in gradients]
     if any(differ(first, step(batches[name])) for name in ("sorted", "padded")):
-        console.print("the forms differ", style="bold red")
-        return 1
-    spent: dict[str, list[float]] = {name: [] for name in batches}
-    for turn in range(args.pairs):
-        for name in sorted(batches, reverse=turn % 2 == 1):
-            begin = time.process_time()
-            step(batches[name])
-            spent[name].append(time.process_time() - begin)
-    texts = sum(len(example.texts[0]) for example in examples)
-    result = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine_facts(args.threads, ("torch",)),
+        return {"agree": False}
+    rounds = alternate({name: partial(step, some) for name, some in batches.items()}, args.pairs, say)
+    spent = {name: [each.cpu for each in every] for name, every in rounds.items()}
+    return {
+        "agree": True,
         "settings": {key: value for key, value in vars(args).items() if key != "out"},
         "tokens": {name: sum(b.tokens.numel() for b in some) for name, some in batches.items()},
-        "tokens_of_conversations": texts,
+        "tokens_of_conversations": sum(len(example.texts[0]) for example in examples),
         "cpu_s": spent,
-        "ratio": {name: quartiles(spent["packed"], spent[name]) for name in ("sorted", "padded")},
+        "ratio": {name: ratio_of(spent["packed"], spent[name]) for name in ("sorted", "padded")},
     }
-    for name, (low, middle, high) in result["ratio"].items():
-        padding = 1 - texts / result["tokens"][name]
-        line = f"packed / {name}: {middle:.2f} ({low:.2f} to {high:.2f}) of its processor time"
-        console.print(f"{line}; {padding:.0%} of the other's tokens are padding", highlight=False)
-    if args.out is not None:
-        write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
-    return 0
 
 
-def quartiles(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Quartiles of the ratios of the turns."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    return quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+def tables(result: Result) -> Iterator[str]:
+    """A line for each form that is compared."""
+    if not result["agree"]:
+        yield "[bold red]the forms differ"
+        return
+    for name, ratio in result["ratio"].items():
+        padding = 1 - result["tokens_of_conversations"] / result["tokens"][name]
+        line = f"packed / {name}: {ratio['median']:.2f} ({quartiles(ratio)}) of its processor time"
+        yield f"{line}; {padding:.0%} of the other's tokens are padding"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; its exit code."""
-    return guarded("bench_packing", lambda console: run(parse(arguments), console))
-
+BENCH = Bench(
+    name="bench_packing",
+    doc=__doc__,
+    add_options=add_options,
+    measure=measure,
+    tables=tables,
+    is_success=lambda result: bool(result["agree"]),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -12,20 +12,18 @@ Exit code: 0 a result, 1 memory above --limit-gb, 2 a mistake.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench.command import guarded
-from bench.machine import REPOSITORY, commit_of, cpu_model
-from rich.console import Console
+from bench.harness import Bench, Result, Say, positive, table_of, timed
+from bench.machine import status_bytes
 from rich.table import Table
 from torch import Tensor
 
@@ -39,7 +37,6 @@ from mlm.models.config import ModelConfig
 from mlm.training.config import PretrainConfig
 from mlm.training.run_folder import check_space
 from mlm.training.state import CHECKPOINTS
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
 
 MODEL = ModelConfig(num_layers=1, hidden_size=1920, num_heads=20, max_positions=1024)
@@ -48,64 +45,39 @@ BLOCK = 1 << 22  # random numbers drawn once and laid end to end
 STEP = 1000
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench_reshard.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add = parser.add_argument
     add("--gb", type=float, default=8.0, help="size of the checkpoint in 10^9 bytes (default %(default)s)")
-    add("--tp", type=int, default=4, help="of the layout to write (default %(default)s)")
-    add("--pp", type=int, default=1, help="of the layout to write (default %(default)s)")
-    add("--hidden-size", type=int, default=MODEL.hidden_size, help="default %(default)s")
-    add(
-        "--limit-gb", type=float, default=1.5, help="peak memory allowed, in 10^9 bytes (default %(default)s)"
-    )
-    add(
-        "--folder",
-        type=Path,
-        default=Path(tempfile.gettempdir()),
-        help="where to write (default %(default)s)",
-    )
-    add("--out", type=Path, help="JSON file for machines")
-    add("--child", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    add("--tp", type=positive, default=4, help="of the layout to write (default %(default)s)")
+    add("--pp", type=positive, default=1, help="of the layout to write (default %(default)s)")
+    add("--hidden-size", type=positive, default=MODEL.hidden_size, help="default %(default)s")
+    peak = "peak memory allowed, in 10^9 bytes (default %(default)s)"
+    add("--limit-gb", type=float, default=1.5, help=peak)
+    scratch = Path(tempfile.gettempdir())
+    add("--folder", type=Path, default=scratch, help="where to write (default %(default)s)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Make, reshard in a child, delete, report."""
+def measure(args: argparse.Namespace, _: Say) -> Result:
+    """Make, reshard in a child, delete."""
     tensors, config = checkpoint_of(args.gb, args.hidden_size)
     sizes = [tensor.num_bytes for tensor in tensors.values()]
     check_space(args.folder, 2 * sum(sizes), f"--folder {args.folder}")
     with tempfile.TemporaryDirectory(prefix="bench_reshard-", dir=args.folder) as folder:
-        begin = time.perf_counter()
-        make(Path(folder), tensors, config)
-        made = time.perf_counter() - begin
+        made = timed(lambda: make(Path(folder), tensors, config))
         told = child(args, Path(folder))
-    result: dict[str, Any] = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": cpu_model(),
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "commit": commit_of(REPOSITORY),
-            "load_average": [round(x, 2) for x in os.getloadavg()],
-        },
+    return {
         "layout": {"tp": args.tp, "pp": args.pp},
         "num_layers": config.model.num_layers,
         "hidden_size": config.model.hidden_size,
         "bytes": sum(sizes),
         "tensors": len(sizes),
         "largest_tensor_bytes": max(sizes),
-        "seconds_to_make": made,
+        "limit_bytes": args.limit_gb * 1e9,
+        "seconds_to_make": made.wall,
         **told,
         "bytes_per_second": sum(sizes) / told["seconds"],
     }
-    show(result)
-    if args.out is not None:
-        write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
-    return 0 if result["peak_bytes"] <= args.limit_gb * 1e9 else 1
 
 
 def checkpoint_of(gb: float, hidden_size: int) -> tuple[dict[str, GlobalTensor], PretrainConfig]:
@@ -141,7 +113,7 @@ def make(folder: Path, tensors: dict[str, GlobalTensor], config: PretrainConfig)
 
 def child(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Report of a process that reshards in `folder`."""
-    words = [sys.executable, __file__, "--child", str(folder), "--tp", str(args.tp), "--pp", str(args.pp)]
+    words = [sys.executable, __file__, str(folder), str(args.tp), str(args.pp)]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environ, check=False)
     if done.returncode:
@@ -149,45 +121,40 @@ def child(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def be_child(args: argparse.Namespace) -> int:
+def be_child(folder: Path, tp: int, pp: int) -> None:
     """Reshard, and print one line of JSON."""
-    before, begin = peak_bytes(), time.perf_counter()
-    config = ReshardConfig(ckpt=str(args.child / "run"), out=str(args.child / "out"), tp=args.tp, pp=args.pp)
-    reshard(config)
+    before, begin = status_bytes("VmHWM"), time.perf_counter()
+    reshard(ReshardConfig(ckpt=str(folder / "run"), out=str(folder / "out"), tp=tp, pp=pp))
     seconds = time.perf_counter() - begin
-    print(json.dumps({"peak_bytes": peak_bytes(), "imports_bytes": before, "seconds": seconds}))
-    return 0
+    told = {"peak_bytes": status_bytes("VmHWM"), "imports_bytes": before, "seconds": seconds}
+    print(json.dumps(told))
 
 
-def peak_bytes() -> int:
-    """The largest resident memory this program has had."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    raise UserError("/proc/self/status: says no VmHWM; run this on Linux")
+def tables(result: Result) -> Iterator[Table]:
+    """Name and value of each fact."""
+    facts = {
+        "checkpoint": f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors",
+        "largest tensor": f"{result['largest_tensor_bytes'] / 1e6:,.0f} MB",
+        "to": " ".join(f"{key}={value}" for key, value in result["layout"].items()),
+        "peak memory": f"{result['peak_bytes'] / 1e6:,.0f} MB",
+        "of it, program": f"{result['imports_bytes'] / 1e6:,.0f} MB",
+        "time": f"{result['seconds']:.1f} s, verified, read and written",
+        "rate": f"{result['bytes_per_second'] / 1e6:,.0f} MB/s",
+    }
+    yield table_of(("", ""), facts.items())
 
 
-def show(result: dict[str, Any]) -> None:
-    """The table for people."""
-    table = Table(show_header=False)
-    for name, value in (
-        ("checkpoint", f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors"),
-        ("largest tensor", f"{result['largest_tensor_bytes'] / 1e6:,.0f} MB"),
-        ("to", " ".join(f"{key}={value}" for key, value in result["layout"].items())),
-        ("peak memory", f"{result['peak_bytes'] / 1e6:,.0f} MB"),
-        ("of it, program", f"{result['imports_bytes'] / 1e6:,.0f} MB"),
-        ("time", f"{result['seconds']:.1f} s, verified, read and written"),
-        ("rate", f"{result['bytes_per_second'] / 1e6:,.0f} MB/s"),
-    ):
-        table.add_row(name, value)
-    Console().print(table)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; its exit code."""
-    args = parse(arguments)
-    return guarded("bench_reshard", lambda console: be_child(args) if args.child else run(args))
-
+BENCH = Bench(
+    name="bench_reshard",
+    doc=__doc__,
+    add_options=add_options,
+    measure=measure,
+    tables=tables,
+    is_success=lambda result: bool(result["peak_bytes"] <= result["limit_bytes"]),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if len(sys.argv) == 4 and not sys.argv[1].startswith("-"):  # what `child` starts
+        be_child(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        sys.exit(BENCH.main())

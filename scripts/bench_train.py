@@ -1,147 +1,113 @@
-"""Training speed and memory of `mlm` beside `transformers`, nanoGPT and picotron, measured fairly.
+"""Training speed and memory of `mlm` beside `transformers`, nanoGPT and picotron, and of its layouts.
 
     python scripts/bench_train.py --shape tune
     python scripts/bench_train.py --family llama --shape 4x256 6x384
+    python scripts/bench_train.py --family bert --shape base-128 --norm pre --dropout 0.1
     python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
     python scripts/bench_train.py --tp 2 --peers nanogpt=PATH picotron=PATH
+    python scripts/bench_train.py --shape custom 4,512,8,512,8192,8 --contenders tp=2 tp=2,overlap=false
 
 The same weights, tokens and optimizer for all; losses and gradients are compared before anything is timed.
 A step is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data come before. All
 contenders take turns, a step at a time: ABC, CBA, ABC, … A fixed matrix product between any two steps shows
 whether the machine changed. Wall and processor time are compared: with --threads 1 the latter is a result on
 a busy machine too. scripts/results/README.md describes how to read and repeat results.
+
+A contender of key=value,… is a layout of `mlm`, in processes that share the threads; `mlm
+parity` compares its numbers. `micro_batches=N` splits the batch of a replica; `overlap=false` waits for
+the sum of a column-parallel layer's input gradient before its weight gradient.
+
+Exit code: 0 a result, 1 a run with doubts, 2 a mistake.
 """
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
-from bench.command import add_round_options, guarded
+from bench.bert import BertShape
 from bench.compare import Plan, run_shape
+from bench.harness import Bench, Result, Say, add_round_options, positive
+from bench.layouts import parse_layout
 from bench.llama import LlamaShape, check_llama
-from bench.machine import describe_machine, describe_peers
-from bench.report import print_shape
-from bench.shapes import check_shape, shapes_of
+from bench.machine import describe_peers, gpu_facts
+from bench.report import tables_of
+from bench.shapes import Shape, check_shape, shapes_of
 from bench.spec import Spec
-from rich.console import Console
 
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
 
 CONTENDERS = {
     "mlm": "as `mlm pretrain` runs it",
     "mlm-compiled": "the same with compile=true: each layer",
     "mlm-mkl": "mlm with float32 products by torch.mm's library, so that the library's gain shows apart",
-    "transformers": "GPT2LMHeadModel (LlamaForCausalLM) as its configuration has it, sdpa attention",
-    "transformers-gelu": "the same with PyTorch's one-kernel tanh GELU",
+    "transformers": "GPT2LMHeadModel (LlamaForCausalLM, …) as its configuration has it, sdpa attention",
     "transformers-compiled": "`transformers`, each layer compiled",
+    "transformers-gelu": "`transformers` with PyTorch's one-kernel tanh GELU",
     "nanogpt": "needs --peers nanogpt=PATH",
     "nanogpt-compiled": "the same, each layer compiled",
     "megatron": "Megatron Core's GPTModel, its layers without Transformer Engine",
     "megatron-compiled": "the same, each layer compiled",
 }
-OF_LLAMA = ("mlm", "mlm-compiled", "mlm-mkl", "transformers", "transformers-compiled")
-"""Contenders of --family llama."""
+OF_ALL_FAMILIES = ("mlm", "mlm-compiled", "mlm-mkl", "transformers", "transformers-compiled")
 PEERS = ("nanogpt", "picotron")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; its exit code."""
-    return guarded("bench_train", lambda console: run(parse(arguments), console))
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    listed = "\n".join(f"  {name:22} {words}" for name, words in CONTENDERS.items())
-    parser = argparse.ArgumentParser(
-        prog="bench_train.py",
-        description=__doc__,
-        epilog=f"contenders:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add = parser.add_argument
-    add(
-        "--shape",
-        nargs="+",
-        default=["tune"],
-        metavar="WORD",
-        help="tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768), or custom L,H,N,S,V,B",
-    )
-    add(
-        "--family",
-        choices=("gpt2", "llama"),
-        default="gpt2",
-        help=f"of the model; llama, with the same layers, width and heads, has {', '.join(OF_LLAMA)}",
-    )
+    shapes = "tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768), base-128, base-512 (BERT)"
+    add("--shape", nargs="+", default=["tune"], metavar="WORD", help=f"{shapes}, or custom L,H,N,S,V,B")
+    families = f"of the model; llama and bert have the contenders {', '.join(OF_ALL_FAMILIES)}"
+    add("--family", choices=("gpt2", "llama", "bert"), default="gpt2", help=families)
+    add("--norm", choices=("post", "pre"), default="post", help="order of a BERT's layer norm")
+    add("--dropout", type=float, default=0.0, help="of a BERT (default %(default)s)")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add(
-        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of activations; master weights are float32"
-    )
+    dtypes = "of activations; master weights are float32"
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help=dtypes)
     add("--contenders", nargs="+", default=["mlm", "transformers"], help="the first is the reference")
     add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="checkouts of nanogpt and picotron")
-    add("--tp", type=int, default=1, help="also mlm (and picotron) split over this many processes")
+    add("--tp", type=positive, default=1, help="also mlm (and picotron) split over this many processes")
     add_round_options(parser)
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of each contender")
-    add(
-        "--allocator",
-        choices=("tuned", "default"),
-        default="tuned",
-        help="glibc's malloc, for all contenders",
-    )
+    threads = len(os.sched_getaffinity(0))
+    add("--threads", type=positive, default=threads, help="CPU threads of each contender")
+    add("--allocator", choices=("tuned", "default"), default="tuned", help="glibc's malloc, for all")
     add("--no-memory", action="store_true", help="do not measure peak memory")
-    add("--parts", action="store_true", help="also profile a CPU step: products, attention, loss and so on")
     add("--seed", type=int, default=1234, help="of weights and tokens")
-    add("--out", type=Path, help="JSON file for machines: description, medians, all steps")
-    return parser.parse_args(arguments)
 
 
-def run(args: argparse.Namespace, console: Console) -> int:
-    """Benchmark every shape asked for, print tables, write the JSON."""
+def measure(args: argparse.Namespace, say: Say) -> Result:
+    """Benchmark every shape asked for. Raises UserError."""
     peers = parse_peers(args.peers)
-    shapes = shapes_of(args.shape, args.device)
     plan = make_plan(args, peers)
-    for shape in shapes:
-        check_shape(shape, plan.tp)
-    if args.family == "llama":
-        shapes = tuple(LlamaShape.of(shape) for shape in shapes)
-        for shape in shapes:
-            check_llama(shape, plan.tp)
-    if args.out is not None and not args.out.parent.is_dir():
-        raise UserError(f"--out {args.out}: its folder does not exist")
+    shapes = [of_family(shape, args) for shape in shapes_of(args.shape, args.device)]
     spec = Spec(shapes[0], args.device, args.dtype, args.threads, args.allocator, args.seed, peers)
     if not spec.prepare_process():
         raise UserError(
             "--allocator tuned: this system's malloc has no such settings; use --allocator default"
         )
-    document: dict[str, Any] = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(spec),
+    settings = {key: getattr(args, key) for key in ("device", "dtype", "allocator", "seed", "family")}
+    return {
         "peers": describe_peers(peers),
-        "settings": {
-            "device": spec.device,
-            "dtype": spec.dtype,
-            "allocator": spec.allocator,
-            "seed": spec.seed,
-        },
-        "shapes": [],
+        "settings": settings | (gpu_facts() if args.device == "cuda" else {}),
+        "shapes": [run_shape(replace(spec, shape=shape), plan, say) for shape in shapes],
     }
-    out = Console() if sys.stdout.isatty() else Console(width=120)
-    for shape in shapes:
-        result = run_shape(
-            replace(spec, shape=shape), plan, lambda line: console.print(line, highlight=False)
-        )
-        document["shapes"].append(result)
-        print_shape(out, result, f"{shape.describe()}, {spec.dtype} on {spec.device}, {spec.threads} threads")
-    if args.out is not None:
-        write_atomic(args.out, (json.dumps(document, indent=1) + "\n").encode())
-        console.print(f"wrote {args.out}", highlight=False)
-    return 1 if any(result["doubts"] for result in document["shapes"]) else 0
+
+
+def of_family(shape: Shape, args: argparse.Namespace) -> Shape:
+    """The shape of --family with these sizes. Raises UserError."""
+    check_shape(shape, args.tp)
+    if args.family == "bert":
+        return BertShape.of(shape, args.norm, args.dropout)
+    if args.norm != "post" or args.dropout:
+        raise UserError("--norm and --dropout are of --family bert")
+    if args.family == "gpt2":
+        return shape
+    llama = LlamaShape.of(shape)
+    check_llama(llama, args.tp)
+    return llama
 
 
 def parse_peers(words: list[str]) -> dict[str, str]:
@@ -159,43 +125,55 @@ def parse_peers(words: list[str]) -> dict[str, str]:
 
 def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
     """Who competes, from the options. Raises UserError."""
-    whole = list(dict.fromkeys(args.contenders))
-    for name in whole:
-        if name not in CONTENDERS:
-            raise UserError(f"--contenders {name!r} is unknown: use some of {', '.join(CONTENDERS)}")
-        if name.startswith("nanogpt") and "nanogpt" not in peers:
-            raise UserError(f"--contenders {name} needs --peers nanogpt=PATH, the path of a checkout")
-    if args.family == "llama" and (other := [*(name for name in whole if name not in OF_LLAMA), *peers]):
-        raise UserError(f"--family llama: {other[0]} is compared as GPT-2; use {', '.join(OF_LLAMA)}")
-    if "nanogpt" in peers and not any(name.startswith("nanogpt") for name in whole):
-        whole.append("nanogpt")
-    if args.parts and args.device != "cpu":
-        raise UserError("--parts profiles a CPU: add --device cpu")
+    names = list(dict.fromkeys(args.contenders))
+    for name in names:
+        check_contender(name, args, peers)
+    if args.family != "gpt2" and peers:
+        raise UserError(f"--family {args.family}: {next(iter(peers))} is compared as GPT-2")
+    if "nanogpt" in peers and not any(name.startswith("nanogpt") for name in names):
+        names.append("nanogpt")
     if args.device == "cuda" and (count := torch.cuda.device_count()) < args.tp:
         raise UserError(f"--tp {args.tp} --device cuda: this host has {count} GPUs")
-    for option, value, least in (
-        ("--tp", args.tp, 1),
-        ("--pairs", args.pairs, 1),
-        ("--threads", args.threads, 1),
-    ):
-        if value < least:
-            raise UserError(f"{option} {value} must be at least {least}")
+    if "picotron" in peers and args.tp == 1:
+        raise UserError("--peers picotron is compared in tensor parallelism: add --tp 2")
     split = [f"mlm-tp{args.tp}"] if args.tp > 1 else []
-    if "picotron" in peers:
-        if args.tp == 1:
-            raise UserError("--peers picotron is compared in tensor parallelism: add --tp 2")
-        split.append(f"picotron-tp{args.tp}")
+    split += [f"picotron-tp{args.tp}"] if "picotron" in peers else []
     return Plan(
-        whole=tuple(whole),
+        whole=tuple(names),
         split=tuple(split),
         tp=args.tp,
         pairs=args.pairs,
         limit=args.attempts or 3 * args.pairs,
         seconds=args.seconds,
         memory=not args.no_memory,
-        parts=args.parts,
     )
 
 
+def check_contender(name: str, args: argparse.Namespace, peers: dict[str, str]) -> None:
+    """Raise UserError for a contender that is not there."""
+    if "=" in name:
+        parse_layout(name)
+        return
+    if name not in CONTENDERS:
+        raise UserError(f"--contenders {name!r} is unknown: use a layout, or some of {', '.join(CONTENDERS)}")
+    if name.startswith("nanogpt") and "nanogpt" not in peers:
+        raise UserError(f"--contenders {name} needs --peers nanogpt=PATH, the path of a checkout")
+    if args.family != "gpt2" and name not in OF_ALL_FAMILIES:
+        raise UserError(
+            f"--family {args.family}: {name} is compared as GPT-2; use {', '.join(OF_ALL_FAMILIES)}"
+        )
+
+
+BENCH = Bench(
+    name="bench_train",
+    doc=__doc__,
+    epilog="contenders:\n" + "\n".join(f"  {name:22} {words}" for name, words in CONTENDERS.items()),
+    add_options=add_options,
+    measure=measure,
+    tables=lambda result: (part for shape in result["shapes"] for part in tables_of(shape)),
+    is_success=lambda result: not any(shape["doubts"] for shape in result["shapes"]),
+    packages=("torch", "transformers"),
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gpu.fake.build import UnavailableError, library
-from gpu.fake.rehearsal import RecordError, rehearse
+from gpu.fake.rehearsal import rehearse
 
 SCRIPTS = Path(__file__).resolve().parent
 CACHE = SCRIPTS.parent / "build" / "fake_gpu"
@@ -128,8 +128,10 @@ def main(arguments: list[str] | None = None) -> int:
         built = library(CACHE)
         if args.rehearse is not None:
             return rehearse(args.rehearse)
-    except (UnavailableError, RecordError) as error:
+    except UnavailableError as error:
         return mistake(str(error))
+    except OSError as error:
+        return mistake(f"--rehearse {args.rehearse}: {error.strerror}; name another folder")
     except KeyboardInterrupt:
         return 130
     with messages() as folder:

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import shlex
 import shutil
 import sys
 import tempfile
@@ -21,16 +20,12 @@ import time
 from pathlib import Path
 
 import torch
-from bench.command import guarded
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from bench.harness import Bench, Result, Say
 from torture.faults import FAULTS
 from torture.inspection import Trial
 from torture.kills import COMMAND, KILLS
-from torture.record import Record, Round
+from torture.record import FINDINGS, Record, Round, tables
 from torture.runs import LAYOUTS, Reference, describe, make_reference
-
-from mlm.util.atomic import write_atomic
 
 AIMS = ("saving", "loading", "resharding")
 COMMAND_EVERY = 20  # rounds: starting Python and torch takes longer than all the rest
@@ -38,20 +33,13 @@ TWO_RANKS_EVERY = 5
 TRIES = 5
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="torture_checkpoint.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     add = parser.add_argument
     add("--rounds", type=int, default=100, help="kills (default %(default)s)")
     add("--faults", type=int, default=3, help="times each other fault is injected (default %(default)s)")
     add("--ranks", type=int, choices=(1, 2), default=2, help="most ranks of a run (default %(default)s)")
     add("--seed", type=int, default=0)
-    add("--out", type=Path, help="JSON file for machines")
-    return parser.parse_args(arguments)
 
 
 def planned(args: argparse.Namespace) -> list[tuple[str, str, str]]:
@@ -68,28 +56,20 @@ def planned(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     return rounds + [("fault", aim, layouts[i % len(layouts)]) for i in range(args.faults) for aim in FAULTS]
 
 
-def torture(args: argparse.Namespace, folder: Path, console: Console) -> Record:
+def torture(args: argparse.Namespace, folder: Path, say: Say) -> Record:
     """All rounds."""
     rounds = planned(args)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # No thread of its own: this process forks.
-    with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as bar:
-        task = bar.add_task("undisturbed runs", total=len(rounds))
-        bar.refresh()
-        used = dict.fromkeys(layout for _, _, layout in rounds)
-        references = {name: make_reference(name, folder / f"reference-{i}") for i, name in enumerate(used)}
-        record = Record(args.seed, {name: describe(reference) for name, reference in references.items()})
-        for number, (kind, aim, layout) in enumerate(rounds):
-            bar.update(task, description=aim)
-            bar.refresh()
-            place = folder / f"round-{number}"
-            place.mkdir()
-            place.chmod(0o755)
-            record.rounds.append(one_round(kind, aim, references[layout], place, f"{args.seed}-{number}"))
-            if not record.rounds[-1].found.all():
-                shutil.rmtree(place)
-            bar.advance(task)
-            bar.refresh()
+    used = dict.fromkeys(layout for _, _, layout in rounds)
+    references = {name: make_reference(name, folder / f"reference-{i}") for i, name in enumerate(used)}
+    record = Record(args.seed, {name: describe(reference) for name, reference in references.items()})
+    for number, (kind, aim, layout) in enumerate(rounds):
+        place = folder / f"round-{number}"
+        place.mkdir()
+        place.chmod(0o755)
+        record.rounds.append(one_round(kind, aim, references[layout], place, f"{args.seed}-{number}"))
+        say(f"{number + 1} of {len(rounds)}: {aim}, {record.rounds[-1].seconds:.0f} s")
+        if not record.rounds[-1].found.all():
+            shutil.rmtree(place)
     return record
 
 
@@ -115,36 +95,33 @@ def inject(aim: str, trial: Trial) -> str:
     return ""
 
 
-def run(args: argparse.Namespace, console: Console) -> int:
-    """Torture, report; 1 if anything was found, and then the folder of it stays."""
+def measure(args: argparse.Namespace, say: Say) -> Result:
+    """Torture; if anything was found, the folder of it stays."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = Path(tempfile.mkdtemp(prefix="torture-"))
     folder.chmod(0o755)
     clean = False
     try:
-        record = torture(args, folder, console)
+        record = torture(args, folder, say)
         clean = record.clean
     finally:
         if clean or sys.exc_info()[0] is not None:
             shutil.rmtree(folder, ignore_errors=True)
-    record.show(Console(width=None if sys.stdout.isatty() else 140))
-    if args.out:
-        command = shlex.join(["python", "scripts/torture_checkpoint.py", *args.words])
-        text = json.dumps(record.as_json(command), indent=1).replace(str(folder), "FOLDER")
-        write_atomic(args.out, f"{text}\n".encode())
-        console.print(f"written to {args.out}", highlight=False)
     if not clean:
-        console.print(f"runs with findings stay in {folder}", highlight=False)
-    return 0 if clean else 1
+        say(f"runs with findings stay in {folder}")
+    text = json.dumps(record.as_json()).replace(str(folder), "FOLDER")
+    return dict(json.loads(text))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Torture checkpoints; the exit code."""
-    args = parse(arguments)
-    args.words = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded("torture_checkpoint", lambda console: run(args, console))
-
+BENCH = Bench(
+    name="torture_checkpoint",
+    doc=__doc__,
+    add_options=add_options,
+    measure=measure,
+    tables=tables,
+    is_success=lambda result: not any(result[name] for name in FINDINGS),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

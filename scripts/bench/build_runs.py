@@ -7,15 +7,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from bench.harness import Say, Times, alternate, ratio_of, timed
 from bench.machine import REPOSITORY
-from bench.stats import Spread
 from bench.text_supply import read_passages, write_documents, write_evaluation
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
@@ -25,14 +26,6 @@ BATCH = 1024  # documents per call of the bare library: more makes it slower, fo
 OFTEN_S, SELDOM_S = 0.02, 0.2  # between two looks at a process: to see peaks, and not to disturb
 FLAT = 1.25
 """Peak at the largest input over peak at the smallest, up to which memory counts as flat."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds. CPU time is of all threads and processes: on a busy machine it says more than wall time."""
-
-    wall: float
-    cpu: float
 
 
 @dataclass(frozen=True)
@@ -48,36 +41,33 @@ class Seen:
     cpu: float
 
 
-def tokenise(args: argparse.Namespace) -> dict[str, Any]:
+def tokenise(args: argparse.Namespace, say: Say) -> dict[str, Any]:
     """The whole command, from start to receipt, against the bare library on texts that are in memory."""
-    rows = list[dict[str, Any]]()
+    return {"workers": args.workers, "rows": [tokenise_size(mb, args, say) for mb in args.mb]}
+
+
+def tokenise_size(mb: float, args: argparse.Namespace, say: Say) -> dict[str, Any]:
+    """Times of both on so much text."""
     with tempfile.TemporaryDirectory(prefix="bench_data-", dir=args.folder) as name:
         folder = Path(name)
         Tokenizer.load(args.tokenizer).save(folder / "tokenizer.json")
         text = folder / "text.jsonl"
-        documents = write_documents(text, read_passages(args.text), int(args.mb * 1e6))
-        for workers in args.workers:
-            pairs = [pair(text, workers, number) for number in range(args.rounds)]
-            rows.append(
-                {
-                    "name": f"{workers} worker{'s' if workers > 1 else ''}",
-                    "bare": [asdict(bare) for bare, _ in pairs],
-                    "build": [asdict(build) for _, build in pairs],
-                    "ratio": asdict(Spread.of([bare.wall / build.wall for bare, build in pairs])),
-                    "cpu_ratio": asdict(Spread.of([bare.cpu / build.cpu for bare, build in pairs])),
-                    "target": args.target,
-                }
-            )
-        return {"text_bytes": args.mb * 1e6, "documents": documents, "rows": rows}
-
-
-def pair(text: Path, workers: int, number: int) -> tuple[Times, Times]:
-    """(bare library, command), in this order at even numbers and in the other at odd ones."""
-    if number % 2 == 0:
-        bare = bare_run(text, workers)
-        return bare, build_run(text.parent, workers, number)
-    build = build_run(text.parent, workers, number)
-    return bare_run(text, workers), build
+        documents = write_documents(text, read_passages(args.text), int(mb * 1e6))
+        corpora = (folder / f"corpus-{number}" for number in count())
+        sides: dict[str, Callable[[], Times]] = {
+            "bare": lambda: bare_run(text, args.workers),
+            "build": lambda: build_run(folder, next(corpora), args.workers),
+        }
+        times = alternate(sides, args.rounds, say, measure=lambda run: run())
+    bare, build = times["bare"], times["build"]
+    return {
+        "name": f"{mb:,.0f} MB, {args.workers} workers",
+        "documents": documents,
+        **{name: [asdict(one) for one in every] for name, every in times.items()},
+        "ratio": ratio_of([one.wall for one in bare], [one.wall for one in build]),
+        "cpu_ratio": ratio_of([one.cpu for one in bare], [one.cpu for one in build]),
+        "target": args.target,
+    }
 
 
 def bare_run(text: Path, workers: int) -> Times:
@@ -86,20 +76,21 @@ def bare_run(text: Path, workers: int) -> Times:
     return Times(**json.loads(finished(words, threads=workers).splitlines()[-1]))
 
 
-def be_bare(args: argparse.Namespace) -> None:
+def be_bare(file: Path) -> None:
     """Encode the documents of a file with the tokenizer beside it; print the time it took."""
-    backend = Backend.from_file(str(args.file.parent / "tokenizer.json"))
-    with open(args.file, encoding="utf-8") as f:
+    backend = Backend.from_file(str(file.parent / "tokenizer.json"))
+    with open(file, encoding="utf-8") as f:
         texts = [json.loads(line)["text"] for line in f]
-    begin, cpu = time.perf_counter(), time.process_time()
-    for i in range(0, len(texts), BATCH):
-        backend.encode_batch_fast(texts[i : i + BATCH], add_special_tokens=False)
-    print(json.dumps({"wall": time.perf_counter() - begin, "cpu": time.process_time() - cpu}))
+
+    def encode() -> None:
+        for i in range(0, len(texts), BATCH):
+            backend.encode_batch_fast(texts[i : i + BATCH], add_special_tokens=False)
+
+    print(json.dumps(asdict(timed(encode))))
 
 
-def build_run(folder: Path, workers: int, number: int) -> Times:
+def build_run(folder: Path, out: Path, workers: int) -> Times:
     """The times of a whole build of what lies in `folder`."""
-    out = folder / f"corpus-{workers}-{number}"
     begin = time.perf_counter()
     seen = watched(build_words(folder, out, workers, "plain"), threads=workers, poll_s=SELDOM_S)
     return Times(time.perf_counter() - begin, seen.cpu)
@@ -140,10 +131,11 @@ def environment(threads: int) -> dict[str, str]:
     return dict(os.environ) | more
 
 
-def memory(args: argparse.Namespace) -> dict[str, Any]:
+def memory(args: argparse.Namespace, say: Say) -> dict[str, Any]:
     """Peaks of the command's process and of its largest worker, at each size of input."""
     rows, passages = list[dict[str, Any]](), read_passages(args.text)
     for mb in args.mb:
+        say(f"{mb:,.0f} MB of text")
         with tempfile.TemporaryDirectory(prefix="bench_data-", dir=args.folder) as name:
             folder = Path(name)
             Tokenizer.load(args.tokenizer).save(folder / "tokenizer.json")

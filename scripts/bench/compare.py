@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.layouts import parse_layout
 from bench.machine import Probe, measure_peak_flops
 from bench.ranks import WARM_UP_STEPS, Ranks
 from bench.spec import Spec
@@ -29,7 +30,7 @@ class Plan:
     """Contenders to compare, and the number of rounds."""
 
     whole: tuple[str, ...]
-    """Contenders in one process each; the first is the reference."""
+    """Contenders in one process each, layouts in one per rank; the first is the reference."""
     split: tuple[str, ...]
     """Contenders in `tp` processes of one share of the threads each."""
     tp: int
@@ -39,8 +40,6 @@ class Plan:
     seconds: float
     """Rounds continue at least this long."""
     memory: bool
-    parts: bool = False
-    """Also profile a step of each contender in one process."""
 
     def opponents(self) -> list[tuple[str, str]]:
         """(reference, other): all against the first, picotron's split against ours."""
@@ -71,9 +70,6 @@ def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
             seconds=plan.seconds,
             say=say,
         )
-        for name in plan.whole if plan.parts else ():
-            say(f"profiling {name}")
-            field.facts[name]["parts_s"] = field.up[name].parts()
     again = measure_peak_flops(spec)
     peaks = {key: max(peaks[key], again[key]) for key in peaks}
     return summarise(spec, plan, rounds, probe, peaks, field.facts)
@@ -100,18 +96,20 @@ class Field:
     def start(self, name: str) -> None:
         """Start a contender. Raises UserError if it does not compute the same."""
         processes = self.plan.tp if name in self.plan.split else 1
+        if "=" in name:
+            processes = parse_layout(name).processes
         self.say(f"starting {name}" + (f" in {processes} processes" if processes > 1 else ""))
         ranks = self.up[name] = Ranks(name, self.spec, processes)
-        if name == self.plan.whole[0]:
-            ranks.save_reference(self.reference)
-        agreement = ranks.check(self.reference)  # before any step: weights are the initial ones
+        agreement: dict[str, Any] = {}
+        if "=" not in name:  # layouts are compared by `mlm parity`
+            if not self.reference.exists():
+                ranks.save_reference(self.reference)
+            agreement = asdict(ranks.check(self.reference))  # before any step: weights are the initial ones
         begin = time.perf_counter()
         ranks.time(0, WARM_UP_STEPS)
         warm_up_s = time.perf_counter() - begin
         memory = total_memory(ranks.memory()) if self.plan.memory else None
-        self.facts[name] = (
-            asdict(ranks.facts) | asdict(agreement) | {"warm_up_s": warm_up_s, "memory": memory}
-        )
+        self.facts[name] = asdict(ranks.facts) | agreement | {"warm_up_s": warm_up_s, "memory": memory}
 
     def __enter__(self) -> "Field":
         return self
@@ -139,6 +137,7 @@ def summarise(
     peak = max(peaks.values())
     out: dict[str, Any] = {
         "shape": spec.shape.to_json(),
+        "description": f"{spec.shape.describe()}, {spec.dtype} on {spec.device}, {spec.threads} threads",
         "threads": spec.threads,
         "peak_flops": peak,
         "peaks": peaks,
@@ -215,10 +214,3 @@ def doubts(pairs: int, all_series: Sequence[dict[str, Any]], spec: Spec) -> list
                 + ("" if len(measures) == 2 or spec.device == "cuda" else ", or with --threads 1")
             )
     return out
-
-
-def quoted(series: dict[str, Any]) -> dict[str, Any] | None:
-    """The ratio of a series to quote: of wall time, or of processor time where that one alone is good."""
-    by_cpu = bool(series["problems"]["wall"]) and not series["problems"]["cpu"]
-    ratio: dict[str, Any] | None = series["tokens_ratio_cpu" if by_cpu else "tokens_ratio"]
-    return ratio

@@ -10,7 +10,7 @@ import importlib.util
 import io
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from bench.equality import Agreement, Reference, agreement
 from bench.shapes import OPTIMIZER, TRANSPOSED, Shape, gpt2_state, make_batches
 from bench.spec import Spec
-from mlm.data.sampler import Batch
+from mlm.data.config import DataConfig
+from mlm.data.sampler import Batch, MicroBatch
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.parallel import matmul
 from mlm.parallel.config import ParallelConfig
@@ -31,6 +32,9 @@ from mlm.parallel.sharding import load_whole
 from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
+
+TIED = frozenset({"lm_head.weight"})
+"""Parameters that the state of a GPT-2 lacks."""
 
 
 class Trainee(ABC):
@@ -73,6 +77,7 @@ def run_config(spec: Spec, micro_batch_size: int, parallel: ParallelConfig | Non
         name="bench",
         out="",
         model=spec.shape.model(),
+        data=DataConfig(kind="synthetic", seq_length=spec.shape.seq_length),
         parallel=parallel or ParallelConfig(),
         optimizer=OPTIMIZER,
         schedule=ScheduleConfig(decay="constant", warmup_steps=0),
@@ -110,28 +115,28 @@ class MlmTrainee(Trainee):
         whole = in_our_names(self.spec.shape.state(self.spec.seed), self.spec.shape)
         load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)
 
-    def make_batches(self) -> list[Batch]:
+    def make_batches(self) -> list[MicroBatch]:
         """Prepared batches, on the host: moving them is part of the Trainer's step."""
-        return [
-            Batch(tokens.pin_memory(), labels.pin_memory(), 0)
-            if self.device.type == "cuda"
-            else Batch(tokens, labels, 0)
-            for tokens, labels in make_batches(self.spec.shape, self.spec.seed)
-        ]
+        batches = self.spec.shape.batches(self.spec.seed)
+        if self.device.type != "cuda":
+            return list(batches)
+        return [pin_memory(batch) for batch in batches]
 
     def step(self, index: int) -> None:
         with self._library():
             self.trainer.train_step([self.batches[index % len(self.batches)]])
 
     def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
+        self.trainer.dropout = lambda batch: None  # type: ignore[method-assign]
         with self._library():
-            loss = self.trainer.compute_gradients(self.batches[:1]).item()
+            parts = self.trainer.compute_gradients(self.batches[:1])
+        del self.trainer.dropout  # the instance's, which hid the method
         gradients = {}
         for shard in self.trainer.shards:
             assert shard.parameter.grad is not None
             gradients[shard.name] = shard.without_padding(shard.parameter.grad).float().cpu()
         self.clear()
-        return loss, gradients
+        return float(parts[: self.trainer.objective.losses].sum()), gradients
 
     def local_reference(self, reference: Reference) -> Reference:
         local = {}
@@ -174,7 +179,12 @@ class TorchTrainee(Trainee):
                 block.compile()
         self.parameters = list(model.parameters())
         self.optimizer = adamw(self.parameters)
-        self.batches = [(t.to(device), y.to(device)) for t, y in make_batches(spec.shape, spec.seed)]
+        self.batches = self.prepare_batches()
+
+    def prepare_batches(self) -> list[tuple[Any, ...]]:
+        """Arguments of `loss` on the device."""
+        batches = make_batches(self.spec.shape, self.spec.seed)
+        return [(tokens.to(self.device), labels.to(self.device)) for tokens, labels in batches]
 
     @abstractmethod
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -182,10 +192,10 @@ class TorchTrainee(Trainee):
 
     def forward(self, index: int) -> Tensor:
         """Mean loss of a prepared batch, under autocast for bf16."""
-        tokens, labels = self.batches[index % len(self.batches)]
+        batch = self.batches[index % len(self.batches)]
         half = self.spec.dtype == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16) if half else contextlib.nullcontext():
-            return self.loss(tokens, labels)
+            return self.loss(*batch)
 
     def step(self, index: int) -> None:
         self.clear()
@@ -219,11 +229,14 @@ class TorchTrainee(Trainee):
 class TransformersTrainee(TorchTrainee):
     """`transformers`' GPT2LMHeadModel with sdpa attention."""
 
+    tied = TIED
+    """Parameters that its state lacks."""
+
     def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
         self.name, self.spec = name, spec
         model, blocks = self.build()
         model.loss_type = "ForCausalLM"  # its default; unset, it warns
-        load_exactly(model, spec.shape.state(spec.seed))
+        load_exactly(model, spec.shape.state(spec.seed), self.tied)
         super().__init__(name, spec, device, model, blocks)
 
     def build(self) -> tuple[Any, Sequence[nn.Module]]:
@@ -261,6 +274,13 @@ def in_our_names(state: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
     model = shape.model()
     assert model.family.huggingface is not None
     return model.family.huggingface.to_ours(state, model)
+
+
+def pin_memory(batch: MicroBatch) -> MicroBatch:
+    """The same micro-batch in page-locked memory; a BERT's as it is."""
+    if not isinstance(batch, Batch):
+        return batch
+    return Batch(batch.tokens.pin_memory(), batch.labels.pin_memory(), batch.first_sample)
 
 
 def imported(package: str) -> Any:
@@ -314,11 +334,11 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
 
 
-def load_exactly(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load a state in which only the tied output layer may be missing."""
+def load_exactly(model: nn.Module, state: dict[str, Tensor], tied: Set[str] = TIED) -> None:
+    """Load a state in which only tied parameters may be missing."""
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
-    assert set(missing) <= {"lm_head.weight"}, missing
+    assert set(missing) <= tied, missing
 
 
 def load_source(path: Path, name: str) -> ModuleType:

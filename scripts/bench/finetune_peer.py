@@ -4,15 +4,13 @@
 
 What its users write: AutoModelForSequenceClassification, shuffled batches padded to their longest
 (DataCollatorWithPadding), fused AdamW, linear warm-up and decay, clipping at 1; scored after every epoch. The
-settings are a `Finetune` (finetune_runs.py). The result is written anew after every epoch, and before it the
-state from which the same command continues. Of `mlm` it knows nothing.
+settings are a `Finetune` (finetune_runs.py). Of `mlm` it knows nothing.
 """
 
 import json
 import math
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,31 +71,6 @@ def train_epoch(
     return time.perf_counter() - begin
 
 
-@dataclass(frozen=True)
-class State:
-    """Everything that the next epoch depends on, and its file."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: LambdaLR
-    path: Path
-
-    def save(self, result: dict[str, Any]) -> None:
-        """Write it with the result so far, whole or not at all."""
-        parts = [each.state_dict() for each in (self.model, self.optimizer, self.schedule)]
-        torch.save([*parts, torch.get_rng_state(), result], self.path.with_suffix(".new"))
-        self.path.with_suffix(".new").replace(self.path)
-
-    def load(self) -> dict[str, Any]:
-        """Read it; return the result so far."""
-        *parts, rng, result = torch.load(self.path, weights_only=True)
-        for each, part in zip((self.model, self.optimizer, self.schedule), parts, strict=True):
-            each.load_state_dict(part)
-        torch.set_rng_state(rng)
-        found: dict[str, Any] = result
-        return found
-
-
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: DataLoader[Any]) -> float:
     """Share of rows that are told right."""
@@ -134,19 +107,13 @@ def main() -> None:
     optimizer, steps = optimizer_of(model, settings), settings["epochs"] * len(batches)
     schedule = get_linear_schedule_with_warmup(optimizer, math.ceil(settings["warmup"] * steps), steps)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=settings["dtype"] == "bf16")
-    state = State(model, optimizer, schedule, Path(sys.argv[2]).with_suffix(".pt"))
-    result: dict[str, Any] = {"train_s": 0.0, "rows": 0, "accuracies": []}
-    if state.path.exists():
-        result = state.load()
-    seconds, scores = result["train_s"], result["accuracies"]
-    for epoch in range(len(scores), settings["epochs"]):
+    seconds, scores = 0.0, []
+    for _ in range(settings["epochs"]):
         seconds += train_epoch(model, batches, optimizer, schedule, autocast)
         with autocast:
             scores.append(accuracy(model, scored))
-        result = {"train_s": seconds, "rows": (epoch + 1) * len(rows), "accuracies": scores}
-        state.save(result)
-        Path(sys.argv[2]).write_text(json.dumps(result))
-    state.path.unlink()
+    result = {"train_s": seconds, "rows": settings["epochs"] * len(rows), "accuracies": scores}
+    Path(sys.argv[2]).write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

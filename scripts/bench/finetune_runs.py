@@ -73,12 +73,6 @@ class Outcome:
     cpu_s: float
     """Its processor time."""
 
-    @classmethod
-    def read(cls, path: Path) -> "Outcome":
-        """A run that ended earlier, as JSON."""
-        fields = json.loads(path.read_bytes())
-        return cls(**fields | {"accuracies": tuple(fields["accuracies"])})
-
     @property
     def rate(self) -> float:
         """Examples/s of training."""
@@ -124,7 +118,7 @@ def write_subset(source: Path, rows: int, seed: int, out: Path) -> None:
         (out / path.name).write_text("".join(lines), encoding="utf-8")
 
 
-def run_mlm(settings: Finetune, overrides: Sequence[str], out: Path) -> Outcome:
+def run_mlm(settings: Finetune, out: Path, overrides: Sequence[str]) -> Outcome:
     """`mlm finetune TASK` as a user types it. Raises UserError where it fails."""
     words = [
         f"ckpt={settings.model}",

@@ -4,9 +4,10 @@ import math
 import os
 import platform
 import re
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -127,25 +128,28 @@ def measure_peak_flops(spec: Spec, seconds: float = PEAK_S) -> dict[str, float]:
     return best
 
 
-def describe_machine(spec: Spec) -> dict[str, object]:
-    """Processor, memory, threads, versions and commits; no path and no host name."""
-    facts: dict[str, object] = {
+def machine_facts(packages: Sequence[str]) -> dict[str, object]:
+    """Settings that a measurement depends on, for its result file; no path and no host name."""
+    return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
-        "threads": spec.threads,
+        "threads": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": package_version("transformers"),
         "commit": commit_of(REPOSITORY),
         "load_average": [round(x, 2) for x in os.getloadavg()],
+        **{name: package_version(name) for name in packages},
     }
-    if spec.device == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name()
-        facts["cuda"] = torch.version.cuda
-        facts["fp32_precision"] = torch.backends.cuda.matmul.fp32_precision
-    return facts
+
+
+def gpu_facts() -> dict[str, object]:
+    """The GPU in use."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "fp32_precision": torch.backends.cuda.matmul.fp32_precision,
+    }
 
 
 def describe_peers(peers: Mapping[str, str]) -> dict[str, str]:
@@ -188,3 +192,17 @@ def commit_of(folder: Path) -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip() + (" with changes" if status.stdout.strip() else "")
+
+
+def status_bytes(key: str) -> int:
+    """A size from /proc/self/status."""
+    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None, f"no {key} in /proc/self/status"
+    return int(found[1]) * 1024
+
+
+def free_port() -> int:
+    """A TCP port nobody uses now."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return int(s.getsockname()[1])

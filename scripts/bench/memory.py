@@ -2,13 +2,13 @@
 
 import ctypes
 import gc
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.contenders import Trainee
+from bench.machine import status_bytes
 
 MEASURED_STEPS = 2
 
@@ -57,10 +57,3 @@ def reset_high_water_mark() -> str:
             "VmHWM since the start of the process (it could not be reset: too high if building needed more)"
         )
     return "VmHWM, reset after warm-up"
-
-
-def status_bytes(key: str) -> int:
-    """A size from /proc/self/status."""
-    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None, f"no {key} in /proc/self/status"
-    return int(found[1]) * 1024

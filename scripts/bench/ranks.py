@@ -24,12 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.bert_shapes import BertShape
+from bench.bert import BertShape, TransformersBert
 from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTrainee
 from bench.equality import Agreement, Reference
 from bench.llama import LlamaShape, TransformersLlama
 from bench.memory import measure_peak
-from bench.parts import measure_parts
 from bench.spec import Spec
 from bench.stats import Timing
 from mlm.parallel.mesh import build_mesh
@@ -48,10 +47,6 @@ CLOSE_S = 10.0
 def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
     """The contender `name` on this process. Raises UserError if its checkout or package is missing."""
     device = spec.torch_device(rank)
-    if isinstance(spec.shape, BertShape):
-        from bench.bert_contenders import build_bert_trainee
-
-        return build_bert_trainee(name, spec, device)
     if "=" in name:
         from bench.layouts import LayoutTrainee, parse_layout
 
@@ -69,9 +64,9 @@ def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
         from bench.megatron_peer import MegatronTrainee  # it starts a process group
 
         return MegatronTrainee(name, spec, device)
-    if isinstance(spec.shape, LlamaShape) and name.startswith("transformers"):
-        return TransformersLlama(name, spec, device)
     kinds = {"mlm": MlmTrainee, "transformers": TransformersTrainee, "nanogpt": NanoGptTrainee}
+    if isinstance(spec.shape, (LlamaShape, BertShape)):
+        kinds["transformers"] = TransformersLlama if isinstance(spec.shape, LlamaShape) else TransformersBert
     return kinds[name.split("-")[0]](name, spec, device)
 
 
@@ -196,11 +191,6 @@ class Ranks:
         """Each rank's peak memory above weights and optimizer state."""
         return self._ask("memory")
 
-    def parts(self) -> dict[str, float]:
-        """Seconds of each part of a step. For one process only."""
-        parts: dict[str, float] = self._ask("parts")[0]
-        return parts
-
     def _ask(self, *message: Any) -> list[Any]:
         for _, pipe in self.members:
             pipe.send(message)
@@ -276,8 +266,6 @@ def _obey(trainee: Trainee, verb: str, *args: Any) -> Any:
         return Reference(*trainee.loss_and_gradients()).save(Path(args[0]))
     if verb == "memory":
         return measure_peak(trainee)
-    if verb == "parts":
-        return measure_parts(trainee)
     assert verb == "time", verb
     if dist.is_initialized():
         dist.barrier()  # all ranks start at once

@@ -1,31 +1,29 @@
 """Report for people: one table per shape."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import RenderableType
+
+from bench.harness import table_of
 
 
-def print_shape(console: Console, result: dict[str, Any], description: str) -> None:
+def tables_of(result: dict[str, Any]) -> Iterator[RenderableType]:
     """Contenders of one shape, and how the reference compares with each."""
     peak = result["peak_flops"]
     by = {entry["rates_by"] for entry in result["contenders"].values()}
-    console.print(f"\n{result['shape']['name']}: {description}", style="bold", highlight=False)
-    console.print(
+    yield f"\n[bold]{result['shape']['name']}: {result['description']}"
+    yield (
         f"rates are by {' and '.join(sorted(by))} time; MFU is against the best square matrix product, "
-        f"{peak / 1e9:,.0f} GFLOP/s; memory is the peak above weights and optimizer state",
-        highlight=False,
-        soft_wrap=True,
+        f"{peak / 1e9:,.0f} GFLOP/s; memory is the peak above weights and optimizer state"
     )
-    table = Table("contender")
-    for heading in ("tokens/s", "most", "MFU", "most", "step, s", "least", "cpu s", "least", "memory, MB"):
-        table.add_column(heading, justify="right")
-    for name, entry in result["contenders"].items():
-        table.add_row(name, *speed_cells(entry), memory_cell(entry))
-    console.print(table)
-    ratios = Table("ratios of pairs", "by")
-    for heading in ("speed", "quartiles", "range", "of minima", "model FLOP/s", "memory", "kept"):
-        ratios.add_column(heading, justify="right")
+    speeds = ("tokens/s", "most", "MFU", "most", "step, s", "least", "cpu s", "least", "memory, MB")
+    contenders = result["contenders"]
+    yield table_of(
+        ("contender", *speeds),
+        ((name, *speed_cells(entry), memory_cell(entry)) for name, entry in contenders.items()),
+    )
+    rows = []
     for series in result["series"]:
         memory = memory_ratio(result["contenders"], series["reference"], series["other"])
         name = f"{series['reference']} : {series['other']}"
@@ -33,29 +31,14 @@ def print_shape(console: Console, result: dict[str, Any], description: str) -> N
             flops = series[f"flops_ratio{suffix}"]
             cells = ratio_cells(series[f"tokens_ratio{suffix}"], series["rounds"])
             in_flops = "" if flops is None else f"{flops['median']:.3f}"
-            ratios.add_row(name, measure, *cells[:-1], in_flops, memory, cells[-1])
+            rows.append((name, measure, *cells[:-1], in_flops, memory, cells[-1]))
             name = memory = ""
-    if result["series"]:
-        console.print(ratios)
-    print_parts(console, result["contenders"])
-    for name, entry in result["contenders"].items():
-        for note in entry["notes"]:
-            console.print(f"{name}: {note}", style="dim", highlight=False, soft_wrap=True)
-    for doubt in result["doubts"]:
-        console.print(f"not a result: {doubt}", style="yellow", highlight=False, soft_wrap=True)
-
-
-def print_parts(console: Console, contenders: dict[str, Any]) -> None:
-    """Milliseconds of each part of a step, where they were measured."""
-    profiled = {name: entry["parts_s"] for name, entry in contenders.items() if "parts_s" in entry}
-    if not profiled:
-        return
-    table = Table("part of a profiled step, ms")
-    for name in profiled:
-        table.add_column(name, justify="right")
-    for part in dict.fromkeys(part for parts in profiled.values() for part in parts):
-        table.add_row(part, *(f"{1e3 * parts.get(part, 0):,.2f}" for parts in profiled.values()))
-    console.print(table)
+    if rows:
+        ratios = ("speed", "quartiles", "range", "of minima", "model FLOP/s", "memory", "kept")
+        yield table_of(("ratios of pairs", "by", *ratios), rows)
+    for name, entry in contenders.items():
+        yield from (f"[dim]{name}: {note}" for note in entry["notes"])
+    yield from (f"[yellow]not a result: {doubt}" for doubt in result["doubts"])
 
 
 def speed_cells(entry: dict[str, Any]) -> list[str]:

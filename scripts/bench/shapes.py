@@ -4,17 +4,21 @@ The vocabulary is the padded one for everybody (50,304 for GPT-2's 50,257), so t
 who pads and masks, who pads and does not, would otherwise differ.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from mlm.data.sampler import Batch, MicroBatch
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig
 from mlm.util.errors import UserError
 
 GPT2_TOKENS = 50257
 PADDED_VOCAB = 50304
+WORDPIECES = 30522
+"""Tokens of the vocabulary of bert-base-uncased. `mlm` pads its table to 30,592 rows, others do not."""
 NUM_BATCHES = 4  # prepared before timing and read in turn
 
 OPTIMIZER = OptimizerConfig()
@@ -57,6 +61,10 @@ class Shape:
         """Random float32 weights of `model` in the names and layout of `transformers`."""
         return gpt2_state(self, seed)
 
+    def batches(self, seed: int) -> Sequence[MicroBatch]:
+        """Micro-batches for NUM_BATCHES steps, on the CPU."""
+        return [Batch(tokens, labels, 0) for tokens, labels in make_batches(self, seed)]
+
     def flops_per_token(self) -> float:
         """Model FLOPs of one trained token (see ModelConfig.flops_per_token)."""
         return self.model().flops_per_token(self.seq_length)
@@ -83,6 +91,8 @@ NAMED: dict[str, dict[str, tuple[Shape, ...]]] = {
             Shape("6x384", 6, 384, 6, 512, PADDED_VOCAB, 4),
             Shape("12x768", 12, 768, 12, 512, PADDED_VOCAB, 1),
         ),
+        "base-128": (Shape("base-128", 12, 768, 12, 128, WORDPIECES, 8),),
+        "base-512": (Shape("base-512", 12, 768, 12, 512, WORDPIECES, 4),),
     },
     "cuda": {
         "tiny": (Shape("tiny", 2, 64, 2, 64, 512, 2),),
@@ -90,7 +100,8 @@ NAMED: dict[str, dict[str, tuple[Shape, ...]]] = {
         "report": (Shape("report-355m", 24, 1024, 16, 1024, PADDED_VOCAB, 8),),
     },
 }
-"""Shapes by device: `tune` to tune on, `report` to report (each has a name too), `tiny` to try the tool."""
+"""Shapes by device: `tune` to tune on, `report` to report (each has a name too), `tiny` to try the tool;
+base-128 and base-512 those of model=bert_base at the two lengths it is trained at (arXiv:1810.04805, A.2)."""
 
 
 def shapes_of(words: list[str], device: str) -> tuple[Shape, ...]:

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package bench
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # mlm of this checkout, installed or not
 
-from bench.random_gpt2 import machine_facts
+from bench.machine import machine_facts
 
 from mlm.util.atomic import write_atomic
 
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
         new = {(run["precision"], run["seed"]) for run in runs}
         runs += [run for run in found if (run["precision"], run["seed"]) not in new]
         when = datetime.now(UTC).isoformat(timespec="seconds")
-        document = {"when": when, "machine": machine_facts(1, ("torch",)), "runs": runs}
+        document = {"when": when, "machine": machine_facts(("torch",)), "runs": runs}
         write_atomic(record, (json.dumps(document) + "\n").encode())
     return 0
 

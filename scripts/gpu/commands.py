@@ -5,7 +5,6 @@ They run side by side: nothing here is timed, and most of each is start-up.
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from bench.machine import free_port
 
 from gpu.child import Case
 from gpu.facts import compiler_problem
@@ -150,14 +151,6 @@ def start_of(job: Job) -> list[str]:
         return [sys.executable, *mlm]
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={job.ranks}", "--master-addr=127.0.0.1"]
     return [sys.executable, *launcher, f"--master-port={free_port()}", *mlm]
-
-
-def free_port() -> int:
-    """A port that nobody listens to."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def loopback() -> dict[str, str]:

@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from bench.bert_contenders import MlmBert
-from bench.bert_shapes import BERT_NAMED, BertShape
+from bench.bert import BertShape
 from bench.contenders import MlmTrainee
-from bench.shapes import PADDED_VOCAB, Shape
+from bench.shapes import NAMED, PADDED_VOCAB, Shape
 from bench.spec import Spec
-from torch import Tensor, nn
+from torch import nn
 
-from mlm.data.sampler import Batch
 from mlm.training import trainer
 from mlm.training.config import PretrainConfig
 
@@ -92,32 +90,14 @@ class SpeedTrainee(MlmTrainee):
     def use(self, batch_size: int) -> None:
         """Read micro-batches of that many samples from here on."""
         self.spec = replace(self.spec, shape=replace(self.spec.shape, batch_size=batch_size))
-        self.batches: list[Batch] = self.make_batches()
-
-    @property
-    def tokens(self) -> Tensor:
-        """Tokens of the first micro-batch."""
-        return self.batches[0].tokens
-
-
-class BertTrainee(MlmBert):
-    """The same of a BERT, at the micro-batch size of its shape."""
-
-    micro_batches = 1
-
-    def __init__(self, name: str, spec: Spec, device: torch.device, change: Change) -> None:
-        self.changed = change  # type: ignore[method-assign]
-        super().__init__(name, spec, device)
-
-    def use(self, batch_size: int) -> None:
-        """Read its micro-batches, which have that size."""
-        assert batch_size == self.spec.shape.batch_size
+        self.batches = self.make_batches()
 
 
 def bert(*, quick: bool) -> BertShape:
     """A BERT of base size without dropout, a tenth of whose samples is padded."""
-    *sizes, batch = BERT_NAMED["tiny" if quick else "base-512"]
-    return BertShape("bert-base", *sizes, batch if quick else 32)
+    (base,) = NAMED["cpu"]["base-512"]
+    tiny = Shape("bert-base", 2, 64, 4, 128, 512, 8)
+    return BertShape.of(tiny if quick else replace(base, name="bert-base", batch_size=32), "post", 0.0)
 
 
 @contextmanager

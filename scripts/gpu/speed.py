@@ -6,14 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from bench.bert_shapes import BertShape
 from bench.ranks import WARM_UP_STEPS, synchronise, time_steps
 from bench.shapes import Shape
 from bench.stats import Spread
 
 from gpu.child import Case
 from gpu.facts import compiler_problem, measured_peak, sheet_peak
-from gpu.shapes import BertTrainee, Change, SpeedTrainee, freed, gpt2, spec_of
+from gpu.shapes import Change, SpeedTrainee, freed, gpt2, spec_of
 from gpu.waits import device_of
 from mlm.tracking.peak import memory_bytes
 
@@ -89,11 +88,7 @@ def measure_changed(
     """A row of one size under other settings, which `words` name."""
     with freed(case.device):
         spec, name = spec_of(shape, case.device), "mlm-compiled" if compiled else "mlm"
-        trainee: SpeedTrainee | BertTrainee
-        if isinstance(shape, BertShape):
-            trainee = BertTrainee(name, spec, device_of(case), change)
-        else:
-            trainee = SpeedTrainee(name, spec, device_of(case), change, micro_batches)
+        trainee = SpeedTrainee(name, spec, device_of(case), change, micro_batches)
         measure_size(case, trainee, shape.batch_size, compiled, words)
         del trainee
 
@@ -110,7 +105,7 @@ def labels(shape: Shape, size: int, compiled: bool) -> dict[str, object]:
 
 
 def measure_size(
-    case: Case, trainee: SpeedTrainee | BertTrainee, size: int, compiled: bool, words: str = ""
+    case: Case, trainee: SpeedTrainee, size: int, compiled: bool, words: str = ""
 ) -> float | None:
     """Tokens/s at one micro-batch size; None if it cannot run, which is a row as well."""
     named = labels(trainee.spec.shape, size, compiled) | ({"settings": words} if words else {})
@@ -162,7 +157,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
 
 
-def host_time(trainee: SpeedTrainee | BertTrainee) -> float:
+def host_time(trainee: SpeedTrainee) -> float:
     """Seconds until the host has launched one step: near the step's time, the device may wait for the host.
 
     A device queues about a thousand launches, after which the host waits for it.

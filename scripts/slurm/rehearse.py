@@ -5,7 +5,7 @@
     scripts/slurm/rehearse.sh --list
 
 Needs root and Debian's packages slurmctld, slurmd, slurm-client, munge and iproute2. The nodes are network
-namespaces, with addresses and host names of their own, where these can be had; else both are this machine.
+namespaces, with addresses and host names of their own.
 Jobs train a model of a few thousand parameters in float64, and their losses are compared with those of one
 process that nothing disturbed. All is taken down at the end, also after Ctrl-C.
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from rehearsal import agents, cases
 from rehearsal.cases import Case, Stage
 from rehearsal.cluster import ROOT, Cluster, Failed
-from rehearsal.network import find_network, sh
+from rehearsal.network import Network, sh
 from rehearsal.record import Finding, Row, write
 from rehearsal.training import train_alone
 
@@ -44,7 +44,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     out = ROOT / "scripts/results/rehearsal"
     parser.add_argument("--only", nargs="+", metavar="CASE", choices=CASES, help="cases to run")
     parser.add_argument("--list", action="store_true", help="name the cases, and start nothing")
-    parser.add_argument("--loopback", action="store_true", help="make no network namespaces")
     parser.add_argument("--out", type=Path, default=out, help="folder of the record (%(default)s)")
     parser.add_argument("--keep", action="store_true", help="leave logs and runs in the temporary folder")
     return parser.parse_args(arguments)
@@ -77,8 +76,10 @@ def main(arguments: list[str] | None = None) -> int:
 def rehearse(args: argparse.Namespace) -> int:
     """Bring the cluster up, run the cases and take all down; the exit code."""
     folder = Path(tempfile.mkdtemp(prefix="mlm-rehearsal-"))
-    cluster = Cluster(find_network(folder, loopback=args.loopback), folder)
+    cluster = Cluster(Network(folder), folder)
     try:
+        if not Network.is_possible():
+            raise Failed("no network namespaces can be made here")
         cluster.network.up()
         rows = run(cluster, args.only or list(CASES), args.out)
     except Failed as error:
@@ -104,9 +105,6 @@ def run(cluster: Cluster, names: list[str], out: Path) -> list[Row]:
     facts = facts_of(cluster)
     names = sorted(names, key=agents.CASES.__contains__)  # the last: they end SLURM's daemon on n2
     for number, name in enumerate(names):
-        if name in cases.NEEDS_HOSTS and not cluster.network.separate:
-            print(f"{name}: left out, needs network namespaces", flush=True)
-            continue
         folder = cluster.folder / f"case-{number}"
         folder.mkdir()
         rows.append(attempt(name, Stage(cluster, folder, alone)))

@@ -7,7 +7,6 @@ import os
 import resource
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -16,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from bench.machine import free_port
 
 import mlm.tracking.curves  # noqa: F401  # a child that gives up its rights cannot import what it needs later
 from mlm.training import resume, saver
@@ -135,13 +136,6 @@ def start(work: Callable[[int], int], log: Path, *, ranks: int = 1, manner: Mann
         pids.append(pid)
     os.close(writing)
     return Job(pids, reading, log)
-
-
-def free_port() -> int:
-    """A TCP port nobody uses now."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return int(s.getsockname()[1])
 
 
 def become_rank(rank: int, ranks: int, port: int) -> None:

@@ -1,18 +1,19 @@
 """Findings of a torture session: counts for people and a record for machines."""
 
-import platform
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from bench.harness import table_of
+from rich.console import RenderableType
+from rich.text import Text
 
-import mlm
 from torture.inspection import Findings
+
+FINDINGS = {"checkpoints_lost": "lost", "silent_corruptions": "silent", "other_findings": "other"}
+"""Name in the record -> field of Findings."""
 
 
 @dataclass
@@ -45,14 +46,12 @@ class Record:
 
     @property
     def clean(self) -> bool:
-        return not any(self.count(name) for name in ("lost", "silent", "other"))
+        return not any(self.count(kind) for kind in FINDINGS.values())
 
-    def as_json(self, command: str) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """For machines."""
         kills = [r for r in self.rounds if r.kind == "kill"]
         return {
-            "script": "torture_checkpoint",
-            "command": command,
             "seed": self.seed,
             "rounds": len(self.rounds),
             "kills": len(kills),
@@ -60,36 +59,24 @@ class Record:
             "kills_by_what_they_met": dict(Counter(r.met for r in kills)),
             "faults": len(self.rounds) - len(kills),
             "faults_by_kind": dict(Counter(r.aim for r in self.rounds if r.kind == "fault")),
-            "checkpoints_lost": self.count("lost"),
-            "silent_corruptions": self.count("silent"),
-            "other_findings": self.count("other"),
+            **{name: self.count(kind) for name, kind in FINDINGS.items()},
             "seconds": round(time.perf_counter() - self.begun, 1),
             "layouts": self.layouts,
-            "versions": {
-                "mlm": mlm.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
             "log": [asdict(r) for r in self.rounds],
         }
 
-    def show(self, console: Console) -> None:
-        """For people."""
-        table = Table(box=SIMPLE_HEAD, title="checkpoints under torture", title_justify="left")
-        table.add_column("what was done")
-        for name in ("times", "checkpoints lost", "silent corruptions", "other findings"):
-            table.add_column(name, justify="right")
-        for kind, aim in dict.fromkeys((r.kind, r.aim) for r in self.rounds):
-            mine = [r for r in self.rounds if (r.kind, r.aim) == (kind, aim)]
-            sums = [sum(len(getattr(r.found, name)) for r in mine) for name in ("lost", "silent", "other")]
-            label = f"kill -9: {aim}" if kind == "kill" else aim
-            table.add_row(label, str(len(mine)), *map(str, sums))
-        table.add_section()
-        totals = [str(self.count(name)) for name in ("lost", "silent", "other")]
-        table.add_row("all", str(len(self.rounds)), *totals)
-        console.print(table)
-        met = Counter(r.met for r in self.rounds if r.kind == "kill")
-        console.print("kills met: " + ", ".join(f"{what} {times}" for what, times in met.most_common()))
-        for number, r in enumerate(self.rounds, 1):
-            for line in r.found.all():
-                console.print(f"round {number}, {r.aim} ({r.note}): {line}", style="bold red", markup=False)
+
+def tables(result: dict[str, Any]) -> Iterator[RenderableType]:
+    """Counts of each kill and fault, and every finding."""
+    log, rows = result["log"], []
+    for kind, aim in dict.fromkeys((r["kind"], r["aim"]) for r in log):
+        mine = [r for r in log if (r["kind"], r["aim"]) == (kind, aim)]
+        sums = (str(sum(len(r["found"][name]) for r in mine)) for name in FINDINGS.values())
+        rows.append((f"kill -9: {aim}" if kind == "kill" else aim, str(len(mine)), *sums))
+    rows.append(("all", str(len(log)), *(str(result[name]) for name in FINDINGS)))
+    yield table_of(("what was done", "times", *(name.replace("_", " ") for name in FINDINGS)), rows)
+    met = result["kills_by_what_they_met"]
+    yield "kills met: " + ", ".join(f"{what} {times}" for what, times in met.items())
+    for number, r in enumerate(log, 1):
+        for line in (line for lines in r["found"].values() for line in lines):
+            yield Text(f"round {number}, {r['aim']} ({r['note']}): {line}")

@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 
 import bench_data
-import numpy as np
 import pytest
 from bench import build_runs
-from bench.text_supply import document_lengths, read_passages, write_documents, write_evaluation, write_tokens
+from bench.text_supply import read_passages, write_documents, write_evaluation
 
 from mlm.corpus.train_tokenizer import train_bpe
-from mlm.data.indexed import IndexedDataset
 from mlm.util.errors import UserError
 
 
@@ -31,27 +29,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path: Path, *words: str, code: int = 0) -> dict[str, object]:
     """The result of a run, which leaves its result file alone."""
     out = tmp_path / "out.json"
-    assert bench_data.main([*words, "--folder", str(tmp_path), "--out", str(out)]) == code
+    assert bench_data.BENCH.main([*words, "--folder", str(tmp_path), "--out", str(out)]) == code
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     return dict(json.loads(out.read_text()))
-
-
-def test_index_measures_three_ways_of_opening_two_corpora(tmp_path: Path) -> None:
-    result = run(tmp_path, "index", "--tokens", "1e5", "--seq-length", "16", "--rounds", "1", "--target", "0")
-    assert len(result["rows"]) == 6
-    assert all(row["rate"]["median"] > 0 for row in result["rows"])
-
-
-def test_load_measures_every_reader_at_every_length(tmp_path: Path) -> None:
-    words = ["--tokens", "2e5", "--seq-lengths", "64", "32", "--steps", "2", "--rounds", "1", "--target", "0"]
-    result = run(tmp_path, "load", *words)
-    assert len({row["name"] for row in result["rows"]}) == 2 * 2 * 4
-    assert result["rows"][0]["tokens"] == 2 * 256 * 64
-
-
-def test_a_rate_below_its_target_ends_with_1(tmp_path: Path) -> None:
-    words = ["--tokens", "1e5", "--seq-length", "16", "--rounds", "1"]
-    assert not run(tmp_path, "index", *words, "--target", "1e30", code=1)["reached"]
 
 
 @pytest.mark.slow
@@ -74,7 +54,7 @@ def test_growing_memory_misses_the_target() -> None:
         return {"peaks": {who: {"resident": 9, "anonymous": anonymous} for who in ("main", "worker")}}
 
     for last, met in ((125, True), (126, False)):
-        assert bench_data.reached({"command": "memory", "rows": [row(100), row(last)]}) == met
+        assert bench_data.is_success({"what": "memory", "rows": [row(100), row(last)]}) == met
 
 
 def test_peaks_are_those_of_the_largest_descendant() -> None:
@@ -105,12 +85,3 @@ def test_documents_hold_no_evaluation_text(tmp_path: Path, text: Path) -> None:
     held_out = [json.loads(line)["text"] for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
     assert (len(held_out), count) == (3, content.count("\n"))
     assert not any(text in content for text in held_out)
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-def test_token_corpus_has_the_lengths_asked_for(tmp_path: Path, sparse: bool) -> None:
-    lengths = document_lengths("long", 50_000)
-    write_tokens(tmp_path / "c", lengths, sparse=sparse)
-    corpus = IndexedDataset(tmp_path / "c")
-    np.testing.assert_array_equal(corpus.lengths, lengths)
-    assert bool(corpus.tokens.any()) != sparse

@@ -49,7 +49,7 @@ def test_it_ends_with_numbers_and_names_what_it_leaves_out(
     text, out = tmp_path / "text.jsonl", tmp_path / "out.json"
     text.write_text(json.dumps({"text": "\n\n".join(paragraphs(20_000))}) + "\n")
     monkeypatch.setattr("bench.dedup_contenders.find_spec", lambda name: name if name == "rensa" else None)
-    assert bench_dedup.main(["--text", str(text), "--rounds", "1", "--out", str(out)]) == 0
+    assert bench_dedup.BENCH.main(["--text", str(text), "--rounds", "1", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["contenders"]["mlm"]["precision"] == 1
     assert result["left_out"]["datasketch"] == "not installed: datasketch"
@@ -61,10 +61,10 @@ def test_it_ends_with_1_where_pairs_are_missed(tmp_path: Path, monkeypatch: pyte
     text.write_text(json.dumps({"text": "\n\n".join(paragraphs(20_000))}) + "\n")
     monkeypatch.setattr("bench.dedup_contenders.find_spec", lambda name: name if name == "rensa" else None)
     words = ["--text", str(text), "--rounds", "1", "--bands", "1", "--rows", "20"]
-    assert bench_dedup.main(words) == 1
+    assert bench_dedup.BENCH.main(words) == 1
 
 
 def test_too_little_text_is_a_mistake(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "a few words"}\n')
-    assert bench_dedup.main(["--text", str(text)]) == 2
+    assert bench_dedup.BENCH.main(["--text", str(text)]) == 2

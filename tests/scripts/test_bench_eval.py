@@ -22,11 +22,11 @@ def test_it_ends_with_a_ratio_and_answers_that_agree(tmp_path: Path, monkeypatch
     words = f"--layers 1 --hidden 64 --positions 32 --rounds 1 --threads 1 --hf-batches 1 --articles 1 \
         --tokenizer {tmp_path / 'tokenizer.json'} --lambada {tmp_path / 'lambada.jsonl'} \
         --wikitext {tmp_path / 'wiki.tokens'} --out {tmp_path / 'out.json'}"
-    assert bench_eval.main(words.split()) == 0
+    assert bench_eval.BENCH.main(words.split()) == 0
     tasks = json.loads((tmp_path / "out.json").read_text())["tasks"]
     assert [tasks[name]["requests"] for name in ("lambada", "wikitext")] == [1, 1]
     assert all(task["agree"] and task["ratio"]["median"] > 0 for task in tasks.values())
 
 
 def test_nothing_to_score_is_a_mistake() -> None:
-    assert bench_eval.main([]) == 2
+    assert bench_eval.BENCH.main([]) == 2

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-import bench_layouts
+import bench_train
 import pytest
 from bench.layouts import Layout, parse_layout
 
@@ -29,11 +29,11 @@ def test_a_word_that_means_nothing_is_rejected(words: str) -> None:
 @pytest.mark.parametrize("layouts", [["micro_batches=2", "micro_batches=2,recompute=full"], ["cp=1", "cp=2"]])
 def test_a_tiny_run_writes_ratios(tmp_path: Path, layouts: list[str]) -> None:
     out = tmp_path / "out.json"
-    shape = ["--shape", "2,32,2,16,64,4", "--pairs", "1", "--attempts", "1", "--seconds", "0"]
-    code = bench_layouts.main([*layouts, *shape, "--out", str(out)])
-    result = json.loads(out.read_text())
+    words = "--device cpu --shape custom 2,32,2,16,64,4 --pairs 1 --attempts 1 --seconds 0 --contenders"
+    code = bench_train.BENCH.main([*words.split(), *layouts, "--out", str(out)])
+    (result,) = json.loads(out.read_text())["shapes"]
     (series,) = result["series"]
     assert [series["reference"], series["other"]] == layouts
     assert series["rounds"] == 1
-    assert result["peak_bytes"].keys() == set(layouts)
+    assert all(result["contenders"][name]["memory"]["peak_above_bytes"] > 0 for name in layouts)
     assert code == 1  # one pair is a trial

@@ -10,7 +10,7 @@ import pytest
 def test_tiny_run_writes_ratios_of_equal_forms(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     shape = ["--layers", "1", "--hidden", "64", "--length", "64", "--median", "12", "--batch", "12"]
-    assert bench_packing.main([*shape, "--pairs", "2", "--threads", "1", "--out", str(out)]) == 0
+    assert bench_packing.BENCH.main([*shape, "--pairs", "2", "--threads", "1", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["ratio"].keys() == {"sorted", "padded"}
     assert result["tokens"]["packed"] <= result["tokens"]["padded"]
@@ -19,4 +19,4 @@ def test_tiny_run_writes_ratios_of_equal_forms(tmp_path: Path) -> None:
 def test_forms_that_differ_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_packing, "TOLERANCE", -1.0)
     shape = ["--layers", "1", "--hidden", "64", "--length", "64", "--median", "12", "--batch", "4"]
-    assert bench_packing.main([*shape, "--pairs", "1", "--threads", "1"]) == 1
+    assert bench_packing.BENCH.main([*shape, "--pairs", "1", "--threads", "1"]) == 1

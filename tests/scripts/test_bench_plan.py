@@ -1,9 +1,9 @@
 """The benchmark of plans: its cases are layouts that train here, its targets are counted as stated."""
 
-from pathlib import Path
-
-import bench_plan
 import pytest
+from bench.contenders import run_config
+from bench.layouts import parse_layout
+from bench.spec import Spec
 from bench_plan import CASES, RANKS, predicted_memory, predicted_time, spearman, verdicts
 
 from mlm.config.tree import values_of
@@ -15,8 +15,10 @@ from mlm.plan.hardware import preset
 def test_every_case_is_a_valid_layout_of_few_ranks() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     for case in CASES:
-        launch = Launch(case.layout.gpus, None)
-        assert not layout_problems(values_of(case.config), launch, TRAIN_RULES), case.name
+        launch, parallel = Launch(case.layout.gpus, None), parse_layout(case.words).parallel
+        assert parallel.tp * parallel.pp * (parallel.dp or 1) == case.layout.gpus
+        config = run_config(Spec(case.sizes, "cpu", "fp32", 1, "default"), case.layout.micro_batch, parallel)
+        assert not layout_problems(values_of(config), launch, TRAIN_RULES), case.name
         assert case.layout.gpus * case.threads <= RANKS
 
 
@@ -42,9 +44,3 @@ def test_targets_are_met_by_the_prediction_itself_and_missed_by_others() -> None
             found[case.name]["bytes"] = [1.3 * size for size in predicted_memory(case)]
     missed = [words for words, met in verdicts(found, hardware, "wall") if not met]
     assert len(missed) == 1 + sum(case.kind == "memory" for case in CASES)
-
-
-def test_results_are_kept_where_they_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        bench_plan.parse(["--clock", "sun"])
-    assert bench_plan.parse(["--out", str(tmp_path / "a.json")]).out == tmp_path / "a.json"

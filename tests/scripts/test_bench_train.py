@@ -239,7 +239,7 @@ def test_tp_keeps_the_vocabulary_of_every_shape() -> None:
 @pytest.mark.slow
 def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     out = tmp_path / "tiny.json"
-    options = "--shape tiny --device cpu --threads 1 --pairs 1 --attempts 2 --seconds 0 --parts"
+    options = "--shape tiny --device cpu --threads 1 --pairs 1 --attempts 2 --seconds 0"
     arguments = [
         *options.split(),
         "--allocator",
@@ -250,7 +250,7 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
         "--out",
         str(out),
     ]
-    assert bench_train.main(arguments) == 1  # one pair is a trial
+    assert bench_train.BENCH.main(arguments) == 1  # one pair is a trial
     document = json.loads(out.read_text())
     result = document["shapes"][0]
     assert {"cpu", "threads", "torch", "commit"} <= set(document["machine"])
@@ -259,7 +259,6 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     assert sorted(result["rounds"][0]) == ["mlm", "mlm-mkl"]
     mlm = result["contenders"]["mlm"]
     assert mlm["step_cpu_s"]["least"] > 0
-    assert {"products", "attention", "vocabulary loss", "optimizer", "Python", "step"} <= set(mlm["parts_s"])
     assert "a trial" in result["doubts"][0]
 
 
@@ -267,7 +266,6 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--shape", "huge"], "--shape 'huge' is no shape"),
-        (["--device", "cuda", "--parts"], "--parts profiles a CPU"),
         (["--shape", "custom", "2,30,4,8,64,2"], "H=30 must be a multiple of N=4"),
         (["--contenders", "deepspeed"], "--contenders 'deepspeed' is unknown"),
         (["--contenders", "mlm", "nanogpt"], "needs --peers nanogpt=PATH"),
@@ -280,15 +278,16 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
             ["--family", "llama", "--shape", "custom", "2,36,18,8,90,2", "--contenders", "mlm", "--tp", "9"],
             "of its 6 heads of keys and --tp 9 one must divide the other",
         ),
-        (["--pairs", "0"], "--pairs 0 must be at least 1"),
+        (["--pairs", "0"], "0 must be at least 1"),
+        (["--family", "bert", "--shape", "custom", "2,32,4,4,99,2"], "S=4 must be at least 8"),
+        (["--family", "bert", "--shape", "tiny", "--dropout", "1"], "--dropout 1 must be from 0"),
+        (["--contenders", "tq=2"], "give key=value"),
         (["--shape", "custom", "2,30,3,8,64,2", "--tp", "2"], "N=3 must be a multiple of --tp 2"),
         (["--out", "/nowhere/x.json"], "its folder does not exist"),
     ],
 )
-def test_mistake_is_one_line_and_exit_2(
+def test_mistake_is_named_and_exits_with_2(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench_train.main(["--device", "cpu", *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert bench_train.BENCH.main(["--device", "cpu", *options]) == 2
+    assert message in capsys.readouterr().err

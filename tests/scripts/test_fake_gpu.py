@@ -276,22 +276,6 @@ def test_rehearsal_records_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rows[2].endswith("EQUAL: to 1e-15 |")
 
 
-@pytest.mark.parametrize("name", [rehearsal.JSON, rehearsal.TABLE])
-def test_files_of_another_kind_in_the_place_of_the_record_are_kept(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("[1]")
-    with pytest.raises(rehearsal.RecordError, match=name):
-        rehearsal.rehearse(tmp_path, ())
-    assert (tmp_path / name).read_text() == "[1]"
-    with pytest.raises(rehearsal.RecordError, match="name another folder"):
-        rehearsal.rehearse(tmp_path / name, ())
-
-
-def test_a_record_of_another_rehearsal_is_kept(tmp_path: Path) -> None:
-    (tmp_path / rehearsal.JSON).write_text('{"cases": [{"name": "scancel", "ok": true}]}')
-    with pytest.raises(rehearsal.RecordError, match="name another folder"):
-        rehearsal.rehearse(tmp_path, ())
-
-
 def test_a_record_stays_whole_until_all_cases_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_limited(command: Sequence[str], folder: Path) -> tuple[int, str]:
         if "pp=4" in command:

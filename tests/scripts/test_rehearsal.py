@@ -125,6 +125,12 @@ def test_no_lock_is_left(
     seen = []
 
     class Network:
+        def __init__(self, folder: Path) -> None: ...
+
+        @staticmethod
+        def is_possible() -> bool:
+            return True
+
         def up(self) -> None:
             seen.append(rehearse.main([]))
             raise ends
@@ -132,7 +138,7 @@ def test_no_lock_is_left(
         def down(self) -> None: ...
 
     monkeypatch.setattr(rehearse, "LOCK", tmp_path / "rehearsal.lock")
-    monkeypatch.setattr(rehearse, "find_network", lambda *_, **__: Network())
+    monkeypatch.setattr(rehearse, "Network", Network)
     monkeypatch.setattr(rehearse.os, "geteuid", lambda: 0)
     assert rehearse.main([]) == code
     assert (seen, list(tmp_path.iterdir())) == ([2], [])

@@ -35,10 +35,6 @@ compute with their CPU kernels, or not at all; messages travel through memory. N
 """
 
 
-class RecordError(Exception):
-    """The record cannot be written there; the text says why."""
-
-
 @dataclass(frozen=True)
 class Case:
     """A command and what it must say."""
@@ -96,43 +92,21 @@ CASES = (
 
 
 def rehearse(out: Path, cases: Sequence[Case] = CASES) -> int:
-    """Run the cases and write both files; 0 if every one ended well. Raises RecordError.
-
-    They are written after each case under names that end in .new, which the last one replaces.
-    """
-    check_folder(out)
+    """Run the cases and write both files; 0 if every one ended well. Raises OSError."""
+    out.mkdir(parents=True, exist_ok=True)
     if isinstance(sys.stdout, io.TextIOWrapper):  # what commands say is no ASCII
         sys.stdout.reconfigure(errors="replace")
     done: list[dict[str, Any]] = []
     for case in cases:
-        done.append(run_case(case))
-        row = done[-1]
-        print(
-            f"{'ok    ' if row['ok'] else 'FAILED'} {case.name}, {row['seconds']:.0f} s: {row['said']}",
-            flush=True,
-        )
-        record = {"when": datetime.now(UTC).isoformat(timespec="seconds"), "facts": facts(), "cases": done}
-        for path, text in ((out / JSON, json.dumps(record, indent=1) + "\n"), (out / TABLE, table(record))):
-            new = path.with_suffix(f"{path.suffix}.new")  # the record before stays whole until all cases ran
-            new.write_text(text, encoding="utf-8")
-            if case is cases[-1]:
-                new.replace(path)
+        row = run_case(case)
+        done.append(row)
+        verdict = "ok    " if row["ok"] else "FAILED"
+        print(f"{verdict} {case.name}, {row['seconds']:.0f} s: {row['said']}", flush=True)
+    facts = {"torch": version("torch"), "python": platform.python_version()}
+    record = {"when": datetime.now(UTC).isoformat(timespec="seconds"), "facts": facts, "cases": done}
+    (out / JSON).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (out / TABLE).write_text(table(record), encoding="utf-8")
     return 0 if all(row["ok"] for row in done) else 1
-
-
-def check_folder(out: Path) -> None:
-    """Make the folder. Raises RecordError where it cannot be, or holds a file of another kind in the way."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        kept = [path for path in (out / JSON, out / TABLE) if path.exists()]
-        if kept:
-            json.loads((out / JSON).read_bytes())["cases"][0]["arithmetic"]  # a field of ours
-    except FileNotFoundError:
-        raise RecordError(f"{kept[0]} has no {JSON} beside it; name another folder") from None
-    except OSError as error:
-        raise RecordError(f"{out}: {error.strerror}; name another folder") from None
-    except (ValueError, TypeError, LookupError):
-        raise RecordError(f"{kept[0]} is no record of a rehearsal; name another folder") from None
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -186,11 +160,6 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def facts() -> dict[str, str]:
-    """Versions that the results depend on."""
-    return {"torch": version("torch"), "python": platform.python_version()}
 
 
 def plain(said: str) -> str:

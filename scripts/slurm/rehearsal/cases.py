@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from rehearsal.cluster import LOST_AFTER_S, Cluster, Failed, Job, last_line, wait
-from rehearsal.network import Namespaces, kill
+from rehearsal.network import kill
 from rehearsal.record import Finding
 from rehearsal.training import RUN, SAVE_EVERY, History, checkpoints, compare, wait_for_step
 
@@ -337,7 +337,6 @@ def unresolved(stage: Stage) -> Finding:
 
 def unresolved_peer(stage: Stage) -> Finding:
     """A host whose own name no host knows."""
-    assert isinstance(stage.cluster.network, Namespaces)
     hosts = stage.cluster.network.hosts("n2")
     text = hosts.read_text()
     try:  # the file itself is mounted, so it must not be replaced
@@ -440,8 +439,6 @@ LOST = {
     "a node of ranks lost": partial(node_lost, "n2", True),
     "the script's node lost": partial(node_lost, "n1", True),
 }
-NEEDS_HOSTS = (*LOST, "own name unknown", "slow network")
-"""Cases that loopback cannot show."""
 CASES: dict[str, Case] = {
     "submit": submitted,
     "tp across nodes": split_over_nodes,

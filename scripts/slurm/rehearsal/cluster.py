@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from rehearsal.network import HEAD, NODES, Network, address, end, host_name
+from rehearsal.network import ADDRESSES, HEAD, NODES, Network, end
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts/slurm/pretrain.sbatch"
@@ -100,15 +100,15 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         text = CONFIG.format(
-            controller=host_name(self.network, HEAD),
-            head=address(self.network, HEAD),
+            controller=HEAD,
+            head=ADDRESSES[HEAD],
             folder=self.folder,
             lost=LOST_AFTER_S,
             kill=KILL_WAIT_S,
         )
         for number, name in enumerate(NODES):
-            host, own = host_name(self.network, name), address(self.network, name)
-            text += NODE.format(name=name, host=host, address=own, port=6820 + number, cpus=CPUS)
+            port = 6820 + number
+            text += NODE.format(name=name, host=name, address=ADDRESSES[name], port=port, cpus=CPUS)
         (self.folder / "slurm.conf").write_text(text + PARTITION)
         files = [f"--{kind}-file={self.folder}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]
         self._start(HEAD, "munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", *files)

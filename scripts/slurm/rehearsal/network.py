@@ -1,14 +1,11 @@
 """Hosts that are network namespaces of this machine, joined by a bridge: each has an address and a name.
 
-Everything lies in namespaces, /etc/hosts too: the machine's own network and files stay as they are. Where
-namespaces are not to be had, all hosts are this machine, and for as long their names stand for loopback in
-/etc/hosts.
+Everything lies in namespaces, /etc/hosts too: the machine's own network and files stay as they are.
 """
 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +17,6 @@ from pathlib import Path
 HEAD, NODES = "head", ("n1", "n2")
 SUBNET = "10.97.0"
 ADDRESSES = {HEAD: f"{SUBNET}.1", "n1": f"{SUBNET}.11", "n2": f"{SUBNET}.12"}
-HOSTS, MARK = Path("/etc/hosts"), "# rehearsal of mlm"
 END_S = 10.0
 
 
@@ -33,14 +29,13 @@ def sh(*words: str, check: bool = True) -> str:
 
 
 @dataclass(frozen=True)
-class Namespaces:
+class Network:
     """Three namespaces: `head` with the bridge, and the nodes."""
 
     folder: Path
     """For what each host finds in /etc/hosts."""
 
     words = "each node in a network namespace, with an address and a host name"
-    separate = True
 
     @staticmethod
     def is_possible() -> bool:
@@ -105,75 +100,6 @@ class Namespaces:
         for host in ADDRESSES:
             end(partial(self.processes, host))
             sh("ip", "netns", "del", _space(host), check=False)
-
-
-@dataclass(frozen=True)
-class Loopback:
-    """All hosts are this machine: what a cable or an address decides cannot be rehearsed."""
-
-    words = "both nodes on the loopback interface: network namespaces are not to be had here"
-    separate = False
-    started: str
-    """Variable that marks the processes of this rehearsal, as NAME=VALUE."""
-
-    def up(self) -> None:
-        """Add the names to /etc/hosts."""
-        self.down()
-        names = " ".join(NODES)
-        with HOSTS.open("a") as file:
-            file.write(f"127.0.0.1 {names} {MARK}\n")
-
-    def on(self, host: str, *words: str) -> list[str]:
-        """The command line that runs `words` on a host."""
-        return ["env", self.started, f"REHEARSAL_HOST={host}", *words]
-
-    def cable(self, node: str, state: str) -> None:
-        """There is none."""
-
-    def narrow(self, node: str, rate: str) -> None:
-        """There is none to narrow."""
-
-    def processes(self, host: str) -> list[int]:
-        """Process ids of a host: SLURM's tasks name their node, the rest inherit what `on` sets."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                lines = (folder / "environ").read_text(errors="replace").split("\0")
-                variables = dict(line.split("=", 1) for line in lines if "=" in line)
-                name, _, value = self.started.partition("=")
-                own = variables.get("SLURMD_NODENAME") or variables.get("REHEARSAL_HOST")
-                if variables.get(name) == value and own == host:
-                    found.append(int(folder.name))
-        return found
-
-    def down(self) -> None:
-        """End all processes of the hosts, and remove their names."""
-        for host in ADDRESSES:
-            end(partial(self.processes, host))
-        lines = HOSTS.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if MARK not in line]
-        if kept != lines:
-            HOSTS.write_text("".join(kept))
-
-
-Network = Namespaces | Loopback
-
-
-def find_network(folder: Path, *, loopback: bool) -> Network:
-    """Namespaces where they can be had, and unless `loopback`."""
-    if loopback or not Namespaces.is_possible():
-        return Loopback(f"REHEARSAL={os.getpid()}")
-    return Namespaces(folder)
-
-
-def address(network: Network, host: str) -> str:
-    """Address of a host."""
-    return ADDRESSES[host] if network.separate else "127.0.0.1"
-
-
-def host_name(network: Network, host: str) -> str:
-    """A host's own name."""
-    return host if network.separate else socket.gethostname()
 
 
 def kill(pids: Sequence[int], number: signal.Signals = signal.SIGKILL) -> None:

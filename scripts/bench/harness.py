@@ -1,0 +1,158 @@
+"""A benchmark script described by its options, its measurement and its tables; contenders that take turns."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from bench.machine import machine_facts
+from bench.stats import MIN_PAIRS, Spread
+from mlm.util.atomic import write_atomic
+from mlm.util.errors import UserError
+
+Result = dict[str, Any]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark: `main` parses, measures, prints the tables and writes the JSON file of --out."""
+
+    name: str
+    """Of the script, without .py."""
+    doc: str
+    """Text of --help."""
+    add_options: Callable[[argparse.ArgumentParser], None]
+    measure: Callable[[argparse.Namespace, Say], Result]
+    tables: Callable[[Result], Iterable[RenderableType]]
+    is_success: Callable[[Result], bool] = lambda result: True
+    packages: tuple[str, ...] = ("torch",)
+    """Packages whose versions the record holds."""
+    epilog: str = ""
+
+    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """The options. Exits with 2 after a mistake."""
+        parser = argparse.ArgumentParser(
+            prog=f"{self.name}.py",
+            description=self.doc,
+            epilog=self.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.add_options(parser)
+        parser.add_argument("--out", type=Path, help="JSON file for machines")
+        return parser.parse_args(arguments)
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Exit code: 0 a result, 1 one with doubts or below its target, 2 a mistake, 130 Ctrl-C."""
+        log = Console(stderr=True)
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        threads = torch.get_num_threads()
+        try:
+            args = self.parse(arguments)
+            if args.out is not None and not args.out.parent.is_dir():
+                raise UserError(f"--out {args.out}: its folder does not exist")
+            result = self.record(args, words, lambda line: log.print(line, highlight=False, markup=False))
+        except UserError as error:
+            text = f"{self.name}: {error}"
+            log.print(text, style="bold red", markup=False, highlight=False, soft_wrap=True)
+            return 2
+        except SystemExit as end:  # argparse: --help, or an unknown option
+            return int(end.code or 0)
+        except KeyboardInterrupt:
+            log.print(f"{self.name}: stopped; nothing was written", highlight=False)
+            return 130
+        finally:
+            torch.set_num_threads(threads)
+        screen = Console(width=None if sys.stdout.isatty() else 150)
+        for table in self.tables(result):
+            screen.print(table, highlight=False, soft_wrap=isinstance(table, str))
+        if args.out is not None:
+            write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
+        return 0 if self.is_success(result) else 1
+
+    def record(self, args: argparse.Namespace, words: Sequence[str], say: Say) -> Result:
+        """What was measured, and where and by which command."""
+        measured = self.measure(args, say)
+        command = [f"scripts/{self.name}.py", *(without_folder(word) for word in words)]
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        return {"command": command, "when": when, "machine": machine_facts(self.packages), **measured}
+
+
+def without_folder(word: str) -> str:
+    """A word of the command line without the folders of this machine."""
+    return Path(word).name if Path(word).is_absolute() else word
+
+
+def positive(word: str) -> int:
+    """Type of an option: a whole number above 0."""
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{word} must be at least 1")
+    return number
+
+
+def add_round_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of rounds in which all contenders take turns."""
+    add = parser.add_argument
+    add("--pairs", type=positive, default=MIN_PAIRS, help="pairs kept per comparison (default %(default)s)")
+    add("--attempts", type=positive, help="rounds at most, dropped pairs included (default 3 * pairs)")
+    add("--seconds", type=float, default=10.0, help="rounds continue at least this long (%(default)s s)")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds; those of the processor are of all threads: on a busy machine they say more."""
+
+    wall: float
+    cpu: float
+
+
+def timed(run: Callable[[], object]) -> Times:
+    """Times of a call."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    run()
+    return Times(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    say: Say = lambda line: None,
+    measure: Callable[[Callable[[], Any]], Any] = timed,
+) -> dict[str, list[Any]]:
+    """What `measure` finds of each contender in each round: AB, BA, AB, …"""
+    measured: dict[str, list[Any]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        say(f"round {number + 1} of {rounds}")
+        for name in contenders if number % 2 == 0 else reversed(contenders):
+            measured[name].append(measure(contenders[name]))
+    return measured
+
+
+def ratio_of(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles of the ratios of the rounds."""
+    return asdict(Spread.of([a / b for a, b in zip(numerators, denominators, strict=True)]))
+
+
+def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
+    """Rows of text; every column but the first is aligned at its right."""
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def quartiles(ratio: Mapping[str, float]) -> str:
+    """The quartiles of a ratio in words."""
+    return f"{ratio['low']:.2f} to {ratio['high']:.2f}"
