@@ -62,18 +62,23 @@ class Part:
 
 
 def parameter_parts(model: ModelConfig, tp: int) -> dict[int | str, list[Part]]:
-    """The parameters of a tensor-parallel rank by home: a layer's number, or the first or last stage."""
+    """The parameters of a tensor-parallel rank by home: a layer's number, or the first or last stage.
+
+    Layers between the first and the last are taken to be like the last.
+    """
     import torch  # the list of commands needs none
 
     from mlm.parallel.mesh import Axis
 
     parts = defaultdict[int | str, list[Part]](list)
     with torch.device("meta"):
-        module = model.family.model(model, tp=Axis("tp", 0, tp))
+        ends = Stage(range(0, model.num_layers, max(1, model.num_layers - 1)), True, True)
+        module = model.family.model(model, tp=Axis("tp", 0, tp), stage=ends)
     for name, parameter in module.named_parameters():
         rows = len(parameter)
         parts[home_of(name)].append(Part(name, rows, parameter.numel() // rows))
-    return parts
+    last = model.num_layers - 1
+    return {**parts, **dict.fromkeys(range(1, last), parts[last])}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from mlm.models.config import ModelConfig
 from mlm.optim.own import check_decay, check_optimizer, layout_problem
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.training.config import PretrainConfig
-from mlm.training.observer import own_observers
 from mlm.util.errors import Problem, has_controls, show, visible
 
 MOST_PROMPTS = 64
@@ -93,6 +92,10 @@ def _decay_works(config: PretrainConfig, _: Launch) -> Problem | None:
 
 
 def _observers_exist(config: PretrainConfig, _: Launch) -> Problem | None:
+    if not config.train.observers:
+        return None
+    from mlm.training.observer import own_observers  # imports torch, which checks of settings need not
+
     return _own_code_problem(own_observers, config.train.observers)
 
 

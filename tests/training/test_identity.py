@@ -19,6 +19,7 @@ from mlm.training.identity import FUNCTION_KEYS, KINDS, Kind, changes_since, ide
 from mlm.training.resume import resume, start_problems
 from mlm.training.state import model_shards, save
 from mlm.training.trainer import Trainer
+from mlm.util.ownership import claim_folder
 from tests.training.test_trainer import config, steps_of
 
 MAY_CHANGE = (
@@ -104,7 +105,7 @@ def test_what_may_change_is_recorded_from_and_to() -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with dropout."""
-    out = tmp_path_factory.mktemp("run")
+    out = claim_folder(tmp_path_factory.mktemp("run"), "run")
     trainer = Trainer(spec(out), shape_context())
     steps_of(trainer, 2)
     save(trainer, out)

@@ -16,7 +16,7 @@ ALLOWED = {
     "checkpoint/native/staging.py": "files of a staging folder",
     "corpus/build.py": ".building and the locks of folders it claimed",
     "corpus/stages/cluster.py": "files of a stage in the work folder",
-    "corpus/stages/markers.py": "files of a stage in the work folder",
+    "corpus/stages/plan.py": "markers of a stage's tasks in the work folder",
     "corpus/stages/publish.py": "moves what it merged into the corpus",
     "corpus/stages/run.py": "files of a stage in the work folder",
     "data/indexed.py": "the pair that it writes",
@@ -31,7 +31,6 @@ WRITERS = {
     "launch/start.py": "job.json in a temporary folder",
     "launch/process.py": "/dev/null, while torch says that a store is gone",
     "evaluate/lm_eval/ranks.py": "config.json in a temporary folder",
-    "corpus/stages/markers.py": "progress in the work folder",
     "data/indexed.py": "parts of the pair that it writes",
     "launch/child_run.py": "logs of runs in the folder of a verify-resume",
 }

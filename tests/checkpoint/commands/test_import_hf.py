@@ -26,7 +26,9 @@ from mlm.inference.trained import trained_config
 from mlm.models.huggingface import Location
 from mlm.models.probe import Probe
 from mlm.parallel.mesh import ParallelContext
+from mlm.training.run_folder import UNFINISHED
 from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
+from mlm.util.ownership import claim_folder
 from tests.checkpoint.commands.hf_models import (
     MODEL,
     TEXT,
@@ -260,7 +262,8 @@ class TestRefusals:
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
     def test_what_a_kill_left_is_cleared_up(self, folder: Path, tmp_path: Path) -> None:
-        (tmp_path / ".run.partial/run/checkpoints/.saving-step-00000000-x").mkdir(parents=True)
+        partial = claim_folder(tmp_path / ".run.partial", UNFINISHED)
+        (partial / "run/checkpoints/.saving-step-00000000-x").mkdir(parents=True)
         import_model(folder, tmp_path / "run", verify=False)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 

@@ -17,6 +17,7 @@ from mlm.corpus.config import ExecutorConfig, FilterConfig
 from mlm.corpus.stages import match as match_stage
 from mlm.data.indexed import IndexedDataset
 from mlm.util.errors import UserError
+from mlm.util.ownership import claim_folder
 from tests.corpus.texts import (
     documents,
     output,
@@ -221,8 +222,8 @@ def test_sentences_become_sequences(tmp_path: Path) -> None:
 def test_same_folder_is_not_built_in_twice(source: Path) -> None:
     code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
     code += "; print(flush=True); time.sleep(60)"
-    work = source.parent / "out/work"
-    work.mkdir(parents=True)
+    work = claim_folder(source.parent / "out", "corpus") / "work"
+    work.mkdir()
     (source.parent / "out/.building").touch()
     with subprocess.Popen([sys.executable, "-c", code, work / "lock"], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None

@@ -77,7 +77,9 @@ def test_inspection_shows_the_iteration_of_the_weights(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ckpt", "inspect", str(folder / "ours")]) == 0
-    assert "megatron theirs, iteration 1,000" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "megatron theirs" in out
+    assert "1,000" in out
 
 
 def test_run_without_a_validation_part_says_so(

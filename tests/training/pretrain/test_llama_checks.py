@@ -11,9 +11,8 @@ WIDE = ["model.num_heads=12", "model.hidden_size=96", "model.ffn_hidden_size=192
 
 
 def problems_of(*words: str) -> list[str]:
-    """The problems of a run of the tiny Llama; options are added as the command line adds them."""
-    added = [f"++{word}" if word.startswith("model.options.") else word for word in words]
-    config = load_config("pretrain", [*TINY, *added])
+    """The problems of a run of the tiny Llama."""
+    config = load_config("pretrain", [*TINY, *words])
     return list(check_pretrain(config, world_size=None, local_devices=None))
 
 
