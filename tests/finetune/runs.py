@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mlm.checkpoint.native.format import read_manifest
+from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.finetune import evaluate, run
@@ -37,6 +38,7 @@ from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import parameter_shards
 from mlm.tracking.config import LogConfig
 from mlm.training.config import PretrainConfig
+from mlm.training.run_tokenizer import digest_of
 from mlm.util.ownership import claim_folder
 from tests.checkpoint.native.helpers import save
 from tests.finetune.material import WORDS, bert, gpt2, pairs, shipped, write_rows
@@ -62,8 +64,11 @@ KINDS = ("classification", "regression", "choice", "span")
 CHANGES: dict[str, Any] = {"max_length": 40}
 
 
-def write_model(folder: Path, model: ModelConfig = BERT, seed: int = 0) -> Path:
-    """A run directory with a pretrained model of random weights, biases and norms too, and its tokenizer."""
+def write_model(folder: Path, model: ModelConfig = BERT, seed: int = 0, *, records: bool = False) -> Path:
+    """A run directory with a pretrained model of random weights, biases and norms too, and its tokenizer.
+
+    Its checkpoint `records` the tokenizer, as those of training and imports do.
+    """
     one = Axis("tp")
     module = family_of(model.kind).model(model, tp=one)
     init_parameters(module, seed, one)
@@ -74,9 +79,12 @@ def write_model(folder: Path, model: ModelConfig = BERT, seed: int = 0) -> Path:
         for s in parameter_shards(module, one)
     }
     config = PretrainConfig(name="tiny", out="runs/tiny", model=model, data=DataConfig(seq_length=32))
+    tokenizer = bert() if model.kind == "bert" else gpt2()
     state = {"step": 1, "weights_only": True, "config": to_dict(config)}
+    if records:
+        state[TOKENIZER] = digest_of(tokenizer).encode()
     save(claim_folder(folder, "run") / "checkpoints", 1, tensors, state=state)
-    (bert() if model.kind == "bert" else gpt2()).save(folder / "tokenizer.json")
+    tokenizer.save(folder / "tokenizer.json")
     return folder
 
 

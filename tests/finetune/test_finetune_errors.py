@@ -179,10 +179,13 @@ class TestRefused:
         ]
 
     def test_another_tokenizer_than_the_checkpoints(self, folder: Path, tmp_path: Path) -> None:
-        write_model(tmp_path / "gpt2", GPT2)
+        write_model(tmp_path / "gpt2", GPT2, records=True)
         train_bpe([VOCABULARY * 2, "xyz"] * 9, 300).save(tmp_path / "tokenizer.json")
         config = finetuning(
-            folder, ckpt=str(tmp_path / "gpt2"), data={"tokenizer": str(tmp_path / "tokenizer.json")}
+            folder,
+            out=str(tmp_path / "fresh"),
+            ckpt=str(tmp_path / "gpt2"),
+            data={"tokenizer": str(tmp_path / "tokenizer.json")},
         )
         (problem,) = run.preflight(config)
         assert problem.startswith(f"data.tokenizer={tmp_path}/tokenizer.json: has another vocabulary")
