@@ -24,7 +24,7 @@ from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import IncidentConfig, PretrainConfig, TrainConfig
 from mlm.training.incidents.numbers import Recent
@@ -92,7 +92,7 @@ def batches(run: dict[str, Any], text: Tensor, seed: int) -> Iterator[Batch]:
         tokens, labels = windows[:, :-1], windows[:, 1:].clone()
         if run.get("scored") == "answers":
             for row in labels:
-                row[: seq - int(torch.randint(2, seq // 2, (1,), generator=draw))] = IGNORE
+                row[: seq - int(torch.randint(2, seq // 2, (1,), generator=draw))] = IGNORE_INDEX
         yield Batch(tokens, labels, number)
         number += batch
 

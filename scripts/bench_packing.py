@@ -32,7 +32,7 @@ from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.init import init_parameters
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.pipelined import PipelinedModel
 
@@ -64,7 +64,7 @@ def conversations(args: argparse.Namespace) -> list[Example]:
     for row in range(args.batch):
         count = min(args.length, max(8, round(args.median * draw.lognormvariate(0.0, 0.7))))
         ids = torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(row))
-        labels = torch.full((count,), IGNORE)
+        labels = torch.full((count,), IGNORE_INDEX)
         labels[count // 2 : -1] = ids[count // 2 + 1 :]
         made.append(Example(row, (Text(ids.int().numpy(), count),), labels.numpy()))
     return made

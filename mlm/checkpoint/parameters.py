@@ -7,7 +7,7 @@ from mlm.checkpoint.native.slices import Split
 from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
-from mlm.models.stage import home_of
+from mlm.models.stage import parameter_home
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 
@@ -28,4 +28,4 @@ def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
 
 def split_of(shard: ParameterShard, vocab_multiple: int) -> Split:
     """Return how layouts split a parameter."""
-    return Split(shard.tp_dim, home_of(shard.name), 1 if shard.true_size is None else vocab_multiple)
+    return Split(shard.tp_dim, parameter_home(shard.name), 1 if shard.true_size is None else vocab_multiple)

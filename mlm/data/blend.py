@@ -41,7 +41,7 @@ class BlendedDataset:
     """Samples of a blend by their number in the whole run: `from_sample` to `num_samples`.
 
     `datasets` are its sources, `weights` [k] sum to 1. Of each source `first` [k] samples were read before
-    the blend began, and `taken` in it: each dataset must have that many.
+    the blend began, and `samples_per_source` in it: each dataset must have that many.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ def block(weights: ArrayLike, begin: int, end: int) -> tuple[Ids, Ids]:
     return source[wanted], number[wanted]
 
 
-def taken(weights: ArrayLike, n: int) -> Ids:
+def samples_per_source(weights: ArrayLike, n: int) -> Ids:
     """Count the first n samples by source: int64 [k]."""
     before, source, _ = _around(np.asarray(weights, dtype=np.float64), n, n)
     head = source[: n - int(before.sum())]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.data.config import DataConfig
-from mlm.data.files_present import WRITE_ONE, absent
+from mlm.data.files_present import WRITE_ONE, missing_pair
 from mlm.util.errors import Absent, Problem
 
 MAX_SOURCES = 1000
@@ -33,7 +33,7 @@ class Entry:
         return Path(self.path, "train") if Path(self.path).is_dir() else Path(self.path)
 
 
-def entry(text: str) -> Entry:
+def parse_entry(text: str) -> Entry:
     """`0.3 corpora/wiki` or `corpora/wiki`. A first word that is no number belongs to the path."""
     first, _, rest = text.strip().partition(" ")
     try:
@@ -43,7 +43,7 @@ def entry(text: str) -> Entry:
     return Entry(text, weight, rest.strip())
 
 
-def shares(weights: Sequence[float]) -> list[float]:
+def normalize_weights(weights: Sequence[float]) -> list[float]:
     """Weights scaled to sum to 1. They must be positive and finite."""
     exponent = math.frexp(max(weights))[1]  # first by a power of two: the sum of large numbers may overflow
     scaled = [math.ldexp(weight, -exponent) for weight in weights]
@@ -55,7 +55,7 @@ def blend_problems(data: DataConfig) -> list[Problem]:
     """Problems of data.blend. Only names of files are read."""
     if data.kind != "indexed" or not data.blend:
         return []
-    entries = [entry(text) for text in data.blend]
+    entries = [parse_entry(text) for text in data.blend]
     problems = [
         Problem(
             ("data.blend", key),
@@ -88,7 +88,7 @@ def blend_problems(data: DataConfig) -> list[Problem]:
                 f"data.blend: '{e.text}' has a share of {share:.1g}, too small to ever count",
                 "leave it out",
             )
-            for e, share in zip(entries, shares(weights), strict=True)
+            for e, share in zip(entries, normalize_weights(weights), strict=True)
             if share < MIN_SHARE
         ]
     return problems
@@ -107,9 +107,9 @@ def problem_of_path(e: Entry) -> Problem | None:
     if not e.path:
         return Problem(BLEND, f"data.blend: '{e.text}' names no corpus", HOW)
     stem, _, suffix = e.path.rpartition(".")
-    if suffix in ("bin", "idx") and not absent(stem):
+    if suffix in ("bin", "idx") and not missing_pair(stem):
         return Absent(BLEND, f"data.blend: '{e.text}': give the prefix of .bin and .idx, which is {stem}")
-    missing = absent(str(e.prefix))
+    missing = missing_pair(str(e.prefix))
     if len(missing) == 2 and not Path(e.path).is_dir():
         problem = f"data.blend: '{e.text}': no folder {e.path}, no pair {e.path}.bin/.idx"
         return Absent(BLEND, problem, WRITE_ONE)
@@ -130,7 +130,7 @@ def problems_of_repeats(entries: Sequence[Entry]) -> list[Problem]:
     return problems
 
 
-def names(prefixes: Sequence[Path]) -> list[str]:
+def corpus_names(prefixes: Sequence[Path]) -> list[str]:
     """A name of each corpus for logs: its folder's, with as many parent folders as make them distinct."""
     # the pair train.bin/.idx has the name of its folder
     paths = [Path(os.path.abspath(p.parent if p.name == "train" else p)) for p in prefixes]

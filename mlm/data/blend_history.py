@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from mlm.data.blend import MAX_SAMPLES, taken
+from mlm.data.blend import MAX_SAMPLES, samples_per_source
 from mlm.data.blend_checks import MAX_SOURCES
 
 MAX_SEGMENTS = 1000
@@ -112,7 +112,7 @@ def samples_read(history: History, source: Source, consumed: int) -> int:
         for i, known in enumerate(segment.sources):
             if known.is_same(source):
                 weights = [s.weight for s in segment.sources]
-                return known.first + int(taken(weights, end - segment.from_sample)[i])
+                return known.first + int(samples_per_source(weights, end - segment.from_sample)[i])
         end = segment.from_sample
     return 0
 
@@ -131,9 +131,11 @@ def seed_of(source: Source, seed: int) -> int:
     return digest >> 1  # 63 bits: accepted by every generator
 
 
-def needed(segment: Segment, num_samples: int) -> list[int]:
+def samples_needed(segment: Segment, num_samples: int) -> list[int]:
     """Count the samples of each source in a run's first `num_samples`, all blends together."""
-    counts = taken([s.weight for s in segment.sources], max(0, num_samples - segment.from_sample))
+    counts = samples_per_source(
+        [s.weight for s in segment.sources], max(0, num_samples - segment.from_sample)
+    )
     return [s.first + count for s, count in zip(segment.sources, counts.tolist(), strict=True)]
 
 
@@ -161,7 +163,7 @@ def changed_corpus_problem(history: History, now: Sequence[Source]) -> str | Non
     return None
 
 
-def change(history: History, consumed: int) -> str | None:
+def describe_change(history: History, consumed: int) -> str | None:
     """Describe in a line the changes of the newest segment; None if there are none."""
     if len(history) < 2 or history[-1].from_sample != consumed:
         return None

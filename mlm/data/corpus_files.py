@@ -30,7 +30,7 @@ def parse_split(text: str) -> tuple[float, ...]:
     return shares
 
 
-def part_of(text: bytes | Iterable[bytes], shares: Iterable[float], seed: int) -> str:
+def split_of_document(text: bytes | Iterable[bytes], shares: Iterable[float], seed: int) -> str:
     """Return the part of a document: a function of (seed, its text) alone. The text may come in blocks.
 
     So a document keeps its part when others are added or removed, and equal documents share one.

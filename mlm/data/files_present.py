@@ -27,10 +27,10 @@ def corpus(data: DataConfig) -> Problem | None:
         )
     if not Path(data.path).is_dir():
         missing = indexed("data.path", data.path)
-        if missing is None or len(absent(data.path)) == 1 or not absent(_stem(data.path)):
+        if missing is None or len(missing_pair(data.path)) == 1 or not missing_pair(_stem(data.path)):
             return missing
         return Absent.at("data.path", data.path, "no such folder", WRITE_ONE)
-    missing_files = " and ".join(absent(str(training_prefix(data.path))))
+    missing_files = " and ".join(missing_pair(str(training_prefix(data.path))))
     if missing_files:
         return Absent.at("data.path", data.path, f"{missing_files} is not there", WRITE_ONE)
     return None
@@ -38,7 +38,7 @@ def corpus(data: DataConfig) -> Problem | None:
 
 def training_prefix(path: str) -> Path:
     """Prefix of the training .bin/.idx that data.path names: `train` in a folder, or the path itself."""
-    return Path(path, "train") if Path(path).is_dir() or absent(path) else Path(path)
+    return Path(path, "train") if Path(path).is_dir() or missing_pair(path) else Path(path)
 
 
 def corpus_extras(data: DataConfig) -> Problem | None:
@@ -50,9 +50,9 @@ def corpus_extras(data: DataConfig) -> Problem | None:
 
 def indexed(key: str, prefix: str | None) -> Problem | None:
     """Both files of an indexed corpus, .bin and .idx."""
-    if prefix is None or not (missing := absent(prefix)):
+    if prefix is None or not (missing := missing_pair(prefix)):
         return None
-    if (stem := _stem(prefix)) != prefix and not absent(stem):
+    if (stem := _stem(prefix)) != prefix and not missing_pair(stem):
         return Absent.at(key, prefix, "give the prefix of .bin and .idx", f"use {key}={stem}")
     return Absent.at(key, prefix, f"{' and '.join(missing)} is not there", WRITE_ONE)
 
@@ -140,6 +140,6 @@ def hub_id(path: str) -> str | None:
     return name
 
 
-def absent(prefix: str) -> list[str]:
+def missing_pair(prefix: str) -> list[str]:
     """The files of an indexed corpus that do not exist."""
     return [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").is_file()]

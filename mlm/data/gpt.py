@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mlm.data.epochs import CACHE_FROM, EpochCache, Ids, permutation
 from mlm.data.indexed import IndexedDataset
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 
 BLOCK = 1 << 16  # tokens gathered at a time: intermediate arrays stay in a core's cache
@@ -196,7 +196,7 @@ class EvalWindows:
         positions = ids[:, None] * self.seq_length + np.arange(self.seq_length + 1)
         inside = positions < self.indexed.num_tokens
         tokens = self.indexed.tokens[np.where(inside, positions, 0)].astype(np.int64)
-        return np.where(inside, tokens, IGNORE)
+        return np.where(inside, tokens, IGNORE_INDEX)
 
 
 def windows_per_epoch(num_tokens: int, seq_length: int) -> int:

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mlm.config.imports import OwnCodeError
-from mlm.data.sampler import Dataset, Samples, as_batch
-from mlm.parallel.labels import IGNORE
+from mlm.data.sampler import Dataset, Samples, collate
+from mlm.parallel.labels import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CheckedDataset:
             self._fail(
                 f"gather() returned a {type(samples).__name__}", "return a NumPy array or a SampleBlock"
             )
-        batch = as_batch(samples, 0)
+        batch = collate(samples, 0)
         self._check_ids(batch.tokens.numpy(), numbers, may_ignore=False)
         if (labels := getattr(batch, "labels", None)) is not None:
             self._check_ids(labels.numpy(), numbers, may_ignore=True, what="label")
@@ -62,10 +62,10 @@ class CheckedDataset:
             return
         wrong = (ids < 0) | (ids >= self.vocab_size)
         if may_ignore:
-            wrong &= ids != IGNORE
+            wrong &= ids != IGNORE_INDEX
         for row, *places in np.argwhere(wrong)[:1]:
             position, value = places[-1] if places else 0, ids[(row, *places)]
-            ignored = f", or {IGNORE} where there is none" if may_ignore else ""
+            ignored = f", or {IGNORE_INDEX} where there is none" if may_ignore else ""
             self._fail(
                 f"{self.noun} {numbers[row]} has {what} {value} at position {position}, and "
                 f"model.vocab_size={self.vocab_size}",

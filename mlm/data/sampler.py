@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 
 Ids = NDArray[np.int64]
 
@@ -93,7 +93,7 @@ class Batch:
     """Number of the first sample in the whole run: dropout streams are a function of it."""
 
 
-def as_batch(samples: Samples, first_sample: int, *, pin_memory: bool = False) -> MicroBatch:
+def collate(samples: Samples, first_sample: int, *, pin_memory: bool = False) -> MicroBatch:
     """A micro-batch of these samples.
 
     Of windows [B, S + 1] inputs and labels; a position without a token is fed 0 and not scored.
@@ -152,7 +152,7 @@ class Plan:
         ids = (first[:, None] + np.arange(self.micro_batch_size)).reshape(-1)
         samples, b = self.dataset.gather(ids), self.micro_batch_size
         return [
-            as_batch(samples[i * b : (i + 1) * b], int(sample), pin_memory=self.pin_memory)
+            collate(samples[i * b : (i + 1) * b], int(sample), pin_memory=self.pin_memory)
             for i, sample in enumerate(first)
         ]
 
@@ -265,6 +265,6 @@ def eval_batches(
         samples = windows.gather(np.minimum(ids, count - 1))
         filled = max(0, count - first)  # from there on
         if isinstance(samples, np.ndarray):
-            yield as_batch(np.where((ids < count)[:, None], samples, IGNORE), first)
+            yield collate(np.where((ids < count)[:, None], samples, IGNORE_INDEX), first)
         else:
-            yield as_batch(samples.unscored_from(filled), first)
+            yield collate(samples.unscored_from(filled), first)

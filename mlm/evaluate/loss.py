@@ -20,7 +20,7 @@ from typing import Any
 from mlm.checkpoint.native.format import RESTORE
 from mlm.data.blend_history import trained_on
 from mlm.data.config import DataConfig
-from mlm.data.files_present import absent
+from mlm.data.files_present import missing_pair
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset, MicroBatch, eval_batches
@@ -108,7 +108,7 @@ def corpus_prefix(config: EvalLossConfig, trained: PretrainConfig) -> Path:
 
 def _no_validation_set(data: DataConfig) -> str:
     give = "give path=… (prefix of a .bin/.idx)"
-    if data.path is not None and not Path(data.path).exists() and absent(data.path):
+    if data.path is not None and not Path(data.path).exists() and missing_pair(data.path):
         return (
             f"path=null: the run's data.path={data.path} is not below {Path.cwd()}; start in the folder that "
             f"the run was started in, or {give}"

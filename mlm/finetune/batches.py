@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mlm.data.epochs import stable_argsort
 from mlm.finetune.examples import Example
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.training.pipelined import PipelinedModel
 from mlm.util.splitmix import Bits, draw, root
 
@@ -183,16 +183,16 @@ def labels_of(rows: Sequence[Example]) -> Tensor:
     """Return the targets of examples, not scored where there is no label."""
     labels = [row.label for row in rows]
     if any(isinstance(label, tuple) for label in labels):
-        return torch.tensor([(IGNORE, IGNORE) if label is None else label for label in labels])
+        return torch.tensor([(IGNORE_INDEX, IGNORE_INDEX) if label is None else label for label in labels])
     if any(isinstance(label, float) for label in labels):
         numbers = [float("nan") if label is None else label for label in labels]
         return torch.tensor(numbers, dtype=torch.float64)
-    return torch.tensor([IGNORE if label is None else label for label in labels])
+    return torch.tensor([IGNORE_INDEX if label is None else label for label in labels])
 
 
 def unscored(labels: Tensor) -> Tensor:
     """Return targets of the same shape that are not scored."""
-    return torch.full_like(labels, float("nan") if labels.is_floating_point() else IGNORE)
+    return torch.full_like(labels, float("nan") if labels.is_floating_point() else IGNORE_INDEX)
 
 
 def batcher_of(

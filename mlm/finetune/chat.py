@@ -16,7 +16,7 @@ from mlm.finetune.examples import Example, Frame, Text
 from mlm.finetune.packing import Packer
 from mlm.finetune.rows import ExampleError, Row, RowError, checked_text, present
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem
 
 TOOLS = "tools"
@@ -76,9 +76,9 @@ class Chat(TaskType):
             is_long = len(tokens.ids) > frame.max_length
             ids = tokens.ids[: frame.max_length].copy()  # a view would keep the rest
             is_answer = tokens.is_answer[: len(ids)]
-            labels = np.full(len(ids), IGNORE, dtype=np.int64)
-            labels[:-1] = np.where(is_answer[1:], ids[1:], IGNORE)
-            if (labels != IGNORE).any():
+            labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+            labels[:-1] = np.where(is_answer[1:], ids[1:], IGNORE_INDEX)
+            if (labels != IGNORE_INDEX).any():
                 yield [Example(number, (Text(ids, len(ids)),), labels)], is_long
             elif is_long:
                 yield [], True

@@ -24,7 +24,7 @@ from mlm.finetune.rows import (
     texts_of,
 )
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, submitted
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 
 OF_TWO_LABELS = ("f1", "accuracy_f1")
@@ -39,7 +39,9 @@ class Labelling(TaskType):
 
     def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
         """Cross-entropy, summed: outputs [E, C] or [E * C, 1] of C labels or options, labels [E]."""
-        return F.cross_entropy(outputs.view(len(labels), -1), labels, ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(
+            outputs.view(len(labels), -1), labels, ignore_index=IGNORE_INDEX, reduction="sum"
+        )
 
     def predict(
         self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]

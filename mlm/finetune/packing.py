@@ -17,11 +17,11 @@ from torch import Tensor
 from mlm.data.sampler import Batch
 from mlm.finetune.batches import Batcher
 from mlm.finetune.examples import Example
-from mlm.models.documents import Documents, positions_of, spans_of
+from mlm.models.documents import Documents, document_positions, document_spans
 from mlm.models.gpt2.objective import NextToken
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import on_device
+from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.pipelined import evaluate as mean_parts
 
@@ -83,7 +83,7 @@ class Packer(Batcher):
         longest = max(sum(len(examples[n].texts[0]) for n in pack) for pack in sequences)
         width = -(-longest // self.multiple) * self.multiple
         tokens = np.zeros((len(sequences), width), dtype=np.int64)
-        labels, ends = np.full_like(tokens, IGNORE), np.zeros(tokens.shape, dtype=bool)
+        labels, ends = np.full_like(tokens, IGNORE_INDEX), np.zeros(tokens.shape, dtype=bool)
         for row, pack in enumerate(sequences):
             place = 0
             for n in pack:
@@ -142,11 +142,11 @@ class AnswerLoss(NextToken):
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Documents | None]:
         """Tokens and labels of a micro-batch, on the device, and the conversations to keep apart in it."""
         assert isinstance(batch, PackedBatch)
-        tokens, labels = (on_device(t, self.ctx.device) for t in (batch.tokens, batch.labels))
+        tokens, labels = (to_device(t, self.ctx.device) for t in (batch.tokens, batch.labels))
         if batch.ends is None:
             return tokens, labels, None
-        ends = on_device(batch.ends, self.ctx.device)
-        return tokens, labels, Documents(positions_of(ends), spans_of(ends, self.dtype))
+        ends = to_device(batch.ends, self.ctx.device)
+        return tokens, labels, Documents(document_positions(ends), document_spans(ends, self.dtype))
 
 
 def answer_scores(

@@ -21,9 +21,9 @@ from mlm.models.documents import without_padding
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.cross_entropy import wide
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import on_device
+from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import PipelinedModel
 from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError, writing_to
@@ -50,7 +50,7 @@ class Finetuning:
         if not config.family.causal:  # in a causal model no token attends to padding
             spans = without_padding(batch.lengths, batch.tokens.shape[1], self.dtype, device)
         tokens, lengths, types = (
-            on_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
+            to_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
         )
         return Inputs(tokens, lengths, types if config.token_types else None, spans)
 
@@ -59,7 +59,7 @@ class Finetuning:
         labels = batch.labels
         if labels.is_floating_point():
             return (int((~labels.isnan()).sum()),)
-        return (int((labels.reshape(len(labels), -1)[:, 0] != IGNORE).sum()),)
+        return (int((labels.reshape(len(labels), -1)[:, 0] != IGNORE_INDEX).sum()),)
 
     def output(
         self,
@@ -73,7 +73,7 @@ class Finetuning:
         y = chunk.outputs(self.inputs(chunk, batch), stream, x)
         if not chunk.stage.is_last:
             return y
-        labels, lengths = (on_device(t, y.device) for t in (batch.labels, batch.lengths))
+        labels, lengths = (to_device(t, y.device) for t in (batch.labels, batch.lengths))
         return scale * self.loss(y.to(wide(y.dtype)), labels, lengths)
 
     def sums(self, chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA, stderr_of_mean
 from mlm.finetune.rows import Row, RowError, checked_text, sequence, shown, texts_of, whole_number
 from mlm.finetune.task_type import Candidate, Output, Prediction, RowExamples, TaskType, as_json
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 from mlm.util.extras import load_extra
 
@@ -144,7 +144,7 @@ class Span(TaskType):
         is_padding = torch.arange(outputs.shape[1], device=outputs.device) >= lengths[:, None]
         outputs = outputs.masked_fill(is_padding.unsqueeze(-1), torch.finfo(outputs.dtype).min)
         first, last = (
-            F.cross_entropy(outputs[..., i], labels[:, i], ignore_index=IGNORE, reduction="sum")
+            F.cross_entropy(outputs[..., i], labels[:, i], ignore_index=IGNORE_INDEX, reduction="sum")
             for i in (0, 1)
         )
         return (first + last) / 2

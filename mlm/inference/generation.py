@@ -18,7 +18,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.inference.sampling import NOT_FINITE, Sampling, end_tokens, next_tokens
 from mlm.inference.trained import Trained
 from mlm.models.backbone import Transformer
-from mlm.models.cache import Fill, KeyValueCache, Reading, Step
+from mlm.models.cache import DecodePass, KeyValueCache, PrefillPass, Reading
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.mesh import ParallelContext
@@ -168,7 +168,7 @@ class _Reader:
         self._fill(texts)
         last = torch.tensor([[text.context[-1]] for text in texts], device=self.ctx.device)
         columns = [len(text.context) - 1 for text in texts]
-        step = Step(self.cache, columns, dtype=self.model.dtype, device=self.ctx.device)
+        step = DecodePass(self.cache, columns, dtype=self.model.dtype, device=self.ctx.device)
         results = self._pass([last], [step])
         for text in texts:
             text.read = len(text.context)
@@ -206,7 +206,7 @@ class _Reader:
                 read = texts[row].context[:-1]
                 tokens[number, : len(read)] = torch.tensor(read)
             batches.append(tokens.to(self.ctx.device))
-            fills.append(Fill(self.cache, some))
+            fills.append(PrefillPass(self.cache, some))
         if batches:
             self._pass(batches, fills)
 

@@ -30,7 +30,7 @@ from mlm.models.backbone import Transformer
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import on_device
+from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import EVAL_ROUNDS, PipelinedModel
 from mlm.util.atomic import digest_name, write_atomic
 from mlm.util.errors import UserError, writing_to
@@ -228,7 +228,7 @@ def score_groups(
 
     def forward(chunk: Transformer, batch: Packed, x: Tensor | None) -> Tensor:
         tokens, places, labels = (
-            on_device(t, ctx.device) for t in (batch.tokens, batch.places, batch.labels)
+            to_device(t, ctx.device) for t in (batch.tokens, batch.places, batch.labels)
         )
         return cast(GPT2, chunk).scores(tokens, places, labels, x)
 

@@ -21,7 +21,7 @@ from mlm.parallel.context.attention import context_attention
 from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
-from mlm.parallel.uncompiled import uncompiled
+from mlm.parallel.uncompiled import skip_compile
 
 
 class SelfAttention(nn.Module):
@@ -129,7 +129,7 @@ class SelfAttention(nn.Module):
         y: Tensor = self.out(attended)
         return y
 
-    @uncompiled  # communication that is waited for later is not traced
+    @skip_compile  # communication that is waited for later is not traced
     def _across_ranks(self, qkv: Tensor, stream: DropoutStream | None) -> Tensor:
         """Attention to the tokens of all cp ranks."""
         q, k, v = self.heads(qkv)
@@ -179,7 +179,7 @@ class SelfAttention(nn.Module):
         y: Tensor = spans.each(inside, qkv)
         return y
 
-    @uncompiled  # a compiler would draw from the generator in its own way
+    @skip_compile  # a compiler would draw from the generator in its own way
     def _with_drawn_masks(self, qkv: Tensor, stream: DropoutStream, spans: Spans | None) -> Tensor:
         """Attention in a kernel that draws its own masks, for each tp rank that this process computes for."""
         results = []

@@ -18,9 +18,9 @@ from mlm.models.layer_norm import LayerNorm
 from mlm.models.rotary import Rotary
 from mlm.models.stage import Stage, split_layers
 from mlm.models.transformer import TransformerLayer
-from mlm.parallel.context.zigzag import own_places, own_tokens
-from mlm.parallel.dropout import DropoutStream, keys_of_places
-from mlm.parallel.layers import VocabParallelEmbedding, lookup
+from mlm.parallel.context.zigzag import local_positions, local_tokens
+from mlm.parallel.dropout import DropoutStream, site_keys
+from mlm.parallel.layers import VocabParallelEmbedding, embedding_lookup
 from mlm.parallel.mesh import Axis
 
 
@@ -49,7 +49,7 @@ class Table(nn.Module):
     def forward(self, rows: range | Tensor) -> Tensor:
         """[len(rows), 1, H]; of rows int64 [S, B], each sample's own, [S, B, H]."""
         if isinstance(rows, Tensor):
-            return lookup(rows, self.weight)
+            return embedding_lookup(rows, self.weight)
         return self.weight[rows.start : rows.stop].unsqueeze(1)
 
 
@@ -86,7 +86,7 @@ class Transformer(nn.Module):
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
         # from numbers alone: of tensors on the meta device, stacking loads the compiler, seconds of a start
-        places = keys_of_places([(-1, "embedding"), (config.num_layers, "classifier")])
+        places = site_keys([(-1, "embedding"), (config.num_layers, "classifier")])
         self.register_buffer("places", places, persistent=False)
         h, std = config.hidden_size, config.init_std
         if stage.is_first or (stage.is_last and config.is_tied):
@@ -141,7 +141,7 @@ class Transformer(nn.Module):
         ranks = self.cp.size * (self.tp.size if self.sequence_parallel else 1)
         return length // ranks, batch, self.config.hidden_size
 
-    def own_positions(self, length: int, positions: Tensor | None, device: torch.device) -> Tensor | None:
+    def local_positions(self, length: int, positions: Tensor | None, device: torch.device) -> Tensor | None:
         """Positions of this cp rank's tokens, [B or 1, S/c]; `positions` themselves where there is one rank.
 
         They are those of all S = `length` tokens; None for 0 … S - 1.
@@ -149,8 +149,8 @@ class Transformer(nn.Module):
         if self.cp.size == 1:
             return positions
         if positions is None:
-            return own_places(length, self.cp, device).unsqueeze(0)
-        return own_tokens(positions, self.cp, 1)
+            return local_positions(length, self.cp, device).unsqueeze(0)
+        return local_tokens(positions, self.cp, 1)
 
     def embed(
         self,
@@ -164,8 +164,8 @@ class Transformer(nn.Module):
         `positions` and `token_types` are [B, S] too; `positions` default to 0 … S - 1.
         """
         rows = self.boundary_shape(tokens)[0]
-        positions = self.own_positions(tokens.shape[1], positions, tokens.device)
-        tokens = own_tokens(tokens, self.cp, 1)
+        positions = self.local_positions(tokens.shape[1], positions, tokens.device)
+        tokens = local_tokens(tokens, self.cp, 1)
         first = self.tp.rank * rows if self.sequence_parallel else 0
         mine = slice(first, first + rows)
         x = self.token(tokens.t())
@@ -185,7 +185,7 @@ class Transformer(nn.Module):
         """
         return None
 
-    def through_layers(
+    def run_layers(
         self,
         x: Tensor,
         stream: DropoutStream | None,
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Hidden states after this stage's layers, normed in the last stage of a model with norm=pre."""
         length = x.shape[0] * self.cp.size * (self.tp.size if self.sequence_parallel else 1)
-        rotary = self.rotary(x, self.own_positions(length, positions, x.device))
+        rotary = self.rotary(x, self.local_positions(length, positions, x.device))
         turns = () if rotary is None else (rotary,)  # a family without them has layers that take none
         for layer in self.layers.values():
             if self.recompute == "full" and torch.is_grad_enabled():
@@ -210,7 +210,7 @@ class Transformer(nn.Module):
         """Hidden states after this stage, computed from token ids in the first and from `x` in the others."""
         if x is None:
             x = self.embed(inputs.tokens, stream, token_types=inputs.token_types)
-        return self.through_layers(x, stream, inputs.spans)
+        return self.run_layers(x, stream, inputs.spans)
 
     def outputs(self, inputs: Inputs, stream: DropoutStream | None = None, x: Tensor | None = None) -> Tensor:
         """Return the outputs of head=classification|span, on every tp rank; else hidden states.

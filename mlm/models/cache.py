@@ -58,7 +58,7 @@ class KeyValueCache:
 
 
 @dataclass(frozen=True, eq=False)
-class Fill:
+class PrefillPass:
     """A pass that reads sequences from their beginning: tokens [B, S], shorter ones padded on the right.
 
     Attention is causal, so no token sees the padding; what it writes is written over before it is seen.
@@ -83,7 +83,7 @@ class Fill:
         return joined(causal_attention(q, k, v, window=window))
 
 
-class Step:
+class DecodePass:
     """A pass that reads one more token of each of the cache's first B rows: tokens [B, 1]."""
 
     wants_logits = True
@@ -130,7 +130,7 @@ class Step:
         return joined(y)
 
 
-Reading = Fill | Step
+Reading = PrefillPass | DecodePass
 
 
 def heads_of(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,13 +147,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0, p: flo
     to that many, itself included. Probabilities are dropped with probability p.
     """
     length, grouped = q.shape[2], q.shape[1] != k.shape[1]
-    mask = in_window(length, window, q.device) if 0 < window < length else None
+    mask = window_mask(length, window, q.device) if 0 < window < length else None
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None, enable_gqa=grouped
     )
 
 
-def in_window(length: int, window: int, device: torch.device) -> Tensor:
+def window_mask(length: int, window: int, device: torch.device) -> Tensor:
     """True where a token attends: to the `window` tokens up to itself, bool [S, S]."""
     places = torch.arange(length, device=device)
     distance = places[:, None] - places

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from mlm.data.config import DataConfig
-from mlm.models.packed import Packing, packing_of, packs
-from mlm.parallel.labels import IGNORE
-from mlm.parallel.transfer import on_device
-from mlm.parallel.uncompiled import uncompiled
+from mlm.models.packed import Packing, build_packing, packs
+from mlm.parallel.labels import IGNORE_INDEX
+from mlm.parallel.transfer import to_device
+from mlm.parallel.uncompiled import skip_compile
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Spans:
     packing: Packing | None = None
     """Places of the documents for a kernel that takes several lengths, in place of a bias."""
 
-    @uncompiled  # lengths differ from batch to batch: each would be recompiled
+    @skip_compile  # lengths differ from batch to batch: each would be recompiled
     def each(self, attention: Callable[[Tensor, int, int], Tensor], qkv: Tensor) -> Tensor:
         """`attention` within each document: [S, B, 3H/t] -> [S, B, H/t].
 
@@ -80,7 +80,7 @@ class Boundaries:
 
     def scored(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Labels [B, S], without those an end-of-document token would have to foresee."""
-        return labels.masked_fill(tokens == self.eod_id, IGNORE) if self.mask_eod_loss else labels
+        return labels.masked_fill(tokens == self.eod_id, IGNORE_INDEX) if self.mask_eod_loss else labels
 
     def documents(
         self, tokens: Tensor, dtype: torch.dtype, on_host: Tensor | None = None
@@ -94,25 +94,25 @@ class Boundaries:
             return None
         ends, spans = tokens == self.eod_id, None
         if self.reset_attention and on_host is not None and packs(tokens.device):
-            lengths = spans_of(on_host == self.eod_id, dtype).lengths
-            spans = Spans((), packing=packing_of(lengths, tokens.device))
+            lengths = document_spans(on_host == self.eod_id, dtype).lengths
+            spans = Spans((), packing=build_packing(lengths, tokens.device))
         elif self.reset_attention:
-            spans = spans_of(ends, dtype)
-        return Documents(positions_of(ends) if self.reset_positions else None, spans)
+            spans = document_spans(ends, dtype)
+        return Documents(document_positions(ends) if self.reset_positions else None, spans)
 
 
-def positions_of(ends: Tensor) -> Tensor:
+def document_positions(ends: Tensor) -> Tensor:
     """Tokens between each token and the beginning of its document or sample: bool [B, S] -> int64 [B, S]."""
     places = torch.arange(ends.shape[1], device=ends.device)
     begins = torch.where(_behind(ends), places, 0).cummax(dim=1).values  # of each token's document
     return places - begins
 
 
-def spans_of(ends: Tensor, dtype: torch.dtype) -> Spans:
+def document_spans(ends: Tensor, dtype: torch.dtype) -> Spans:
     """The documents that `ends`, bool [B, S], marks the last token of."""
     if ends.device.type == "cpu":
         return Spans(tuple(map(_lengths, _behind(ends))))
-    return Spans((), bias_of(ends, dtype))
+    return Spans((), document_bias(ends, dtype))
 
 
 def without_padding(lengths: Tensor, width: int, dtype: torch.dtype, device: torch.device) -> Spans | None:
@@ -127,13 +127,13 @@ def without_padding(lengths: Tensor, width: int, dtype: torch.dtype, device: tor
     if int(lengths.min()) == width:
         return None
     if packs(device):
-        return Spans((), packing=packing_of([[length] for length in lengths.tolist()], device))
+        return Spans((), packing=build_packing([[length] for length in lengths.tolist()], device))
     is_padding = torch.arange(width) >= lengths[:, None]  # [B, S]
     bias = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding, -math.inf)
-    return Spans((), on_device(bias[:, None, None], device))
+    return Spans((), to_device(bias[:, None, None], device))
 
 
-def bias_of(ends: Tensor, dtype: torch.dtype) -> Tensor:
+def document_bias(ends: Tensor, dtype: torch.dtype) -> Tensor:
     """0 for each token and those not after it in its document, else -inf: bool [B, S] -> [B, 1, S, S]."""
     number = _behind(ends).cumsum(dim=1)  # of each token's document in its sample
     attends = (number[:, :, None] == number[:, None, :]).tril()

@@ -31,7 +31,7 @@ TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 GELU_NAMES = {"gelu": EXACT_GELU[0], "gelu_tanh": TANH_GELU[0]}
 """model.activation -> name in `transformers`."""
 
-NOWHERE_SUPPORTED: dict[str, tuple[JSON, ...]] = {
+UNSUPPORTED: dict[str, tuple[JSON, ...]] = {
     "add_cross_attention": (False,),
     "pruned_heads": ({}, None),
     "quantization_config": (None,),

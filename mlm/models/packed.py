@@ -16,8 +16,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from mlm.parallel.transfer import on_device
-from mlm.parallel.uncompiled import uncompiled
+from mlm.parallel.transfer import to_device
+from mlm.parallel.uncompiled import skip_compile
 
 _switch: list[bool] = []
 
@@ -44,7 +44,7 @@ def packs(device: torch.device) -> bool:
     return bool(_switch) and device.type == "cuda"
 
 
-def packing_of(lengths: Sequence[Sequence[int]], device: torch.device) -> Packing:
+def build_packing(lengths: Sequence[Sequence[int]], device: torch.device) -> Packing:
     """Packing of sequences one after the other in each sample; what follows the last is padding.
 
     `lengths` has those of each of the B samples.
@@ -53,7 +53,7 @@ def packing_of(lengths: Sequence[Sequence[int]], device: torch.device) -> Packin
     rows = [torch.arange(sum(each)) * samples + b for b, each in enumerate(lengths)]  # row s * B + b
     flat = [length for each in lengths for length in each]
     begins = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
-    return Packing(on_device(torch.cat(rows), device), on_device(begins, device), max(flat))
+    return Packing(to_device(torch.cat(rows), device), to_device(begins, device), max(flat))
 
 
 class _Take(torch.autograd.Function):
@@ -85,7 +85,7 @@ class _Put(torch.autograd.Function):
         return dy.index_select(0, rows), None, None
 
 
-@uncompiled  # the number of tokens differs from batch to batch: each would be compiled anew
+@skip_compile  # the number of tokens differs from batch to batch: each would be compiled anew
 def packed_attention(qkv: Tensor, head_dim: int, packing: Packing, causal: bool) -> Tensor:
     """Attention within each packed sequence: [S, B, 3H/t] -> [S, B, H/t], 0 for padding."""
     from torch.nn.attention.varlen import varlen_attn  # loads the kernels' registration

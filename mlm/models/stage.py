@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-BEHIND = ("final_norm", "output", "pooler", "mlm_head", "sop_head", "classifier")
+HEAD_MODULES = ("final_norm", "output", "pooler", "mlm_head", "sop_head", "classifier")
 """Modules of a model after its layers: they are in the last stage."""
 
 
@@ -38,11 +38,11 @@ def split_layers(num_layers: int, num_stages: int) -> list[Stage]:
     return stages
 
 
-def home_of(name: str) -> int | str:
+def parameter_home(name: str) -> int | str:
     """Return the home of a parameter: its layer's global number, or "first" or "last" for the end stages.
 
     A table that both ends hold is at home in the first.
     """
     if found := re.match(r"layers\.(\d+)\.", name):
         return int(found[1])
-    return "last" if name.split(".")[0] in BEHIND else "first"
+    return "last" if name.split(".")[0] in HEAD_MODULES else "first"

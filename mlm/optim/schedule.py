@@ -16,7 +16,7 @@ SHIPPED: dict[str, Decay] = {
 }
 
 
-def share(schedule: ScheduleConfig, progress: float) -> float:
+def decay_fraction(schedule: ScheduleConfig, progress: float) -> float:
     """Return the share of the way from min_lr up to the peak. Raises OwnCodeError (a UserError)."""
     shipped = SHIPPED.get(schedule.decay)
     if shipped is not None:
@@ -42,7 +42,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
 
     def decayed(step: int) -> float:
         progress = min(1.0, (step - warmup) / max(1, end - warmup))
-        return schedule.min_lr + (peak - schedule.min_lr) * share(schedule, progress)
+        return schedule.min_lr + (peak - schedule.min_lr) * decay_fraction(schedule, progress)
 
     rate = decayed(step)
     trains_nothing = rate == 0 and step == steps and schedule.decay_steps is None

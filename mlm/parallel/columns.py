@@ -18,7 +18,7 @@ from mlm.parallel.collectives import gather_rows, start_all_gather, start_all_re
 from mlm.parallel.compute_state import DeferredWeightGrads, usable
 from mlm.parallel.layers import ColumnParallelLinear
 from mlm.parallel.matmul import product, weight_gradient
-from mlm.parallel.uncompiled import uncompiled
+from mlm.parallel.uncompiled import skip_compile
 
 
 class _Pair(torch.autograd.Function):
@@ -99,7 +99,7 @@ def _defer(deferred: DeferredWeightGrads, x: Tensor, leaves: Any, rows: list[Ten
     deferred.add(run)
 
 
-_apply = uncompiled(_Pair.apply)  # communication that is waited for later is not traced
+_apply = skip_compile(_Pair.apply)  # communication that is waited for later is not traced
 
 
 def column_parallel_pair(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.collectives import all_gather, copy_to_tp, gather_sequence
 from mlm.parallel.fused_loss import Gradient, LogSum, compiled
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.matmul import add_weight_gradient, product, uses_onednn, weight_gradient
 
@@ -82,7 +82,7 @@ def softmax_and_loss(
         total = torch.logsumexp(parts[:, 0], 0)
         logits.mul_((log_sum - total).exp_().unsqueeze(1))
         log_sum, target = total, parts[:, 1].sum(0)
-    return logits, (log_sum - target).masked_fill(labels == IGNORE, 0.0), column
+    return logits, (log_sum - target).masked_fill(labels == IGNORE_INDEX, 0.0), column
 
 
 def losses_and_gradient(
@@ -111,7 +111,7 @@ def fused_losses(
     if tp.size > 1:
         parts = all_gather(torch.stack([log_sum, target]), tp)  # [t, 2, R]
         log_sum, target = torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
-    losses = (log_sum - target).masked_fill(labels == IGNORE, 0.0)
+    losses = (log_sum - target).masked_fill(labels == IGNORE_INDEX, 0.0)
     return losses, passes[1](logits, log_sum, column, factor, true)
 
 
@@ -206,13 +206,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, hidden.shape[0], rows):
             part = slice(first, first + rows)
             logits = product(hidden[part], compute, added)
-            scored = (labels[part] != IGNORE).unsqueeze(1)  # [rows, 1]: ignored rows get weight 0
+            scored = (labels[part] != IGNORE_INDEX).unsqueeze(1)  # [rows, 1]: ignored rows get weight 0
             if fused is not None:
                 losses, left = fused_losses(logits, labels[part], table, before, fused)
             else:
                 logits = logits.to(wide(hidden.dtype))
                 if counts_hits:
-                    hits += is_most_probable(logits, labels[part], table).sum()
+                    hits += is_argmax(logits, labels[part], table).sum()
                 losses, p = losses_and_gradient(logits, labels[part], table)
                 if d_bias is not None:
                     d_bias += ((scale * scored).to(p.dtype).t() @ p).squeeze(0)
@@ -346,12 +346,12 @@ def token_scores(
     scores = []
     for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
         logits = product(h, compute, added).to(wide(h.dtype))
-        best = is_most_probable(logits, y, table)
+        best = is_argmax(logits, y, table)
         scores.append(torch.stack([softmax_and_loss(logits, y, table)[1], best.to(logits.dtype)]))
     return torch.cat(scores, 1)
 
 
-def is_most_probable(logits: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
+def is_argmax(logits: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
     """True if each row's label has the largest logit, of equals the lowest id: [R, V/t], [R] -> bool [R].
 
     Ranks exchange their shard's largest logit and whether the label has it, never logits.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.random import derive_seed
-from mlm.parallel.transfer import on_device
-from mlm.parallel.uncompiled import uncompiled
+from mlm.parallel.transfer import to_device
+from mlm.parallel.uncompiled import skip_compile
 
 FACTORS = -2048144789, -1028477387
 """0x85EBCA6B and 0xC2B2AE35 as int32."""
@@ -27,10 +27,10 @@ CHUNK = 1 << 17
 
 def place_keys(layer: int, sites: Sequence[str]) -> Tensor:
     """Keys of the places of a layer, by its global number: int32 [len(sites), 2]. A module keeps its own."""
-    return keys_of_places((layer, site) for site in sites)
+    return site_keys((layer, site) for site in sites)
 
 
-def keys_of_places(places: Iterable[tuple[int, str]]) -> Tensor:
+def site_keys(places: Iterable[tuple[int, str]]) -> Tensor:
     """Keys of places of several layers, each a layer's number and a site in it: int32 [places, 2]."""
     return _keys(derive_seed("place", layer, site) for layer, site in places)
 
@@ -67,7 +67,7 @@ def scale_of(p: float) -> float:
     return STEPS / (STEPS - dropped_steps(p))
 
 
-def kept(rows: Tensor, keys: Tensor, width: int, p: float, stride: int | None = None) -> Tensor:
+def draw_keep_mask(rows: Tensor, keys: Tensor, width: int, p: float, stride: int | None = None) -> Tensor:
     """Draw masks: True for elements that stay, each with probability 1 - p.
 
     Args:
@@ -145,9 +145,9 @@ class DropoutStream:
 
         `places` int64 [rows], if hidden states are of those tokens of a sequence.
         """
-        keys = on_device(sample_keys(seed, first_sample, samples), device)
+        keys = to_device(sample_keys(seed, first_sample, samples), device)
         if places is not None:
-            places = on_device(places.int(), device)
+            places = to_device(places.int(), device)
         return cls(keys, derive_seed(seed, "dropout", first_sample), split_parts, sequence_rank, places)
 
     def hidden(self, x: Tensor, p: float, place: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class DropoutStream:
         if p == 0:
             return x
         assert x.shape[:2] == (len(rows), len(self.keys)), f"{x.shape}: {len(rows)}, {len(self.keys)} masks"
-        keep = kept(rows[:, None], (self.keys ^ place)[None], x.shape[-1], p)
+        keep = draw_keep_mask(rows[:, None], (self.keys ^ place)[None], x.shape[-1], p)
         return dropped(x, keep, p)
 
     def probabilities(
@@ -198,7 +198,9 @@ class DropoutStream:
         heads = torch.arange(x.shape[0] // len(keys), dtype=torch.int32, device=x.device) + first_head
         inside = torch.arange(first_row, first_row + x.shape[1], dtype=torch.int32, device=x.device)
         rows = (heads[:, None] * length + inside).flatten()
-        keep = kept(rows[None], (keys ^ place)[:, None], x.shape[2], p, length)  # [B, N/t * rows, columns]
+        keep = draw_keep_mask(
+            rows[None], (keys ^ place)[:, None], x.shape[2], p, length
+        )  # [B, N/t * rows, columns]
         return dropped(x, keep.view(x.shape), p)
 
     def some_probabilities(
@@ -228,7 +230,7 @@ class DropoutStream:
         keep = _kept_singly(first[:, None] + rows.int(), keys, columns.int(), p, (length + 1) // 2)
         return dropped(x, keep, p)
 
-    @uncompiled
+    @skip_compile
     def seed_kernel(self, layer: int, tp_rank: int) -> None:
         """Seed the device's default generator for the attention of global layer number `layer`.
 

@@ -19,7 +19,7 @@ TINY = 1e-12
 """Smallest magnitude that a scale is made for: all zeros stay zeros."""
 
 
-def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`x` in an 8-bit format, and the float32 scale [] that it has to be multiplied with.
 
     Rounded once: the quotient is float32 where x is bfloat16, as a scale of one dimension makes it.
@@ -36,7 +36,7 @@ def _multiply(
     bias: Tensor | None = None,
 ) -> Tensor:
     """A b^T of [M, K] and [N, K]."""
-    (a8, a_scale), (b8, b_scale) = quantised(a, formats[0]), quantised(b, formats[1])
+    (a8, a_scale), (b8, b_scale) = quantize(a, formats[0]), quantize(b, formats[1])
     y: Tensor = torch._scaled_mm(
         a8.contiguous(), b8.contiguous().t(), a_scale, b_scale, bias=bias, out_dtype=out_dtype
     )

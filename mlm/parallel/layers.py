@@ -30,7 +30,7 @@ def split(size: int, name: str, tp: Axis) -> int:
     return size // tp.size
 
 
-class Split(ComputesInHalf):
+class TensorParallelLayer(ComputesInHalf):
     """A layer split over tp.
 
     Args:
@@ -69,7 +69,7 @@ class Split(ComputesInHalf):
         return g(x, self.tp)
 
 
-class ColumnParallelLinear(Split):
+class ColumnParallelLinear(TensorParallelLayer):
     """Linear layer split over its output features: y_i = x A_i + b_i, the paper's f before it.
 
     With `replicas` r each part is of r neighbouring ranks, so that O need only be divisible by t/r; the
@@ -118,7 +118,7 @@ class ColumnParallelLinear(Split):
         )
 
 
-class RowParallelLinear(Split):
+class RowParallelLinear(TensorParallelLayer):
     """Linear layer split over its input features: y = sum_i x_i A_i + b, the paper's g after the products.
 
     Shapes:
@@ -172,7 +172,7 @@ class RowParallelLinear(Split):
         return y if bias is None else y + bias.to(x.dtype)
 
 
-class VocabParallelEmbedding(Split):
+class VocabParallelEmbedding(TensorParallelLayer):
     """Token table split over its rows. Tokens of other ranks' rows give zeros, which g's sum fills.
 
     Rows from `true_rows` on pad the vocabulary to a multiple of tp (arXiv:1909.08053, section 3): no token
@@ -223,14 +223,14 @@ class VocabParallelEmbedding(Split):
     def forward(self, tokens: Tensor) -> Tensor:
         """[S, B] -> [S, B, H]."""
         if self.tp.size == 1:
-            return lookup(tokens, self.weight)
+            return embedding_lookup(tokens, self.weight)
         local = tokens - self.first
         foreign = (local < 0) | (local >= self.weight.shape[0])
-        y = lookup(local.masked_fill(foreign, 0), self.weight)
+        y = embedding_lookup(local.masked_fill(foreign, 0), self.weight)
         return self.reduce_output(y.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
-def lookup(rows: Tensor, weight: Tensor) -> Tensor:
+def embedding_lookup(rows: Tensor, weight: Tensor) -> Tensor:
     """Return rows of a table, differentiable: [...] int64, [N, H] -> [..., H].
 
     A table gathered in half precision (zero=2|3) has its gradient added up in float32: in bfloat16 the sum of

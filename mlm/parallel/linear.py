@@ -31,10 +31,10 @@ from mlm.parallel.collectives import (
 from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, usable
 from mlm.parallel.matmul import add_weight_gradient, product, weight_gradient
 from mlm.parallel.mesh import Axis
-from mlm.parallel.uncompiled import uncompiled
+from mlm.parallel.uncompiled import skip_compile
 
-ALONE = Axis("tp")
-PLAIN = ComputeState()
+SINGLE_RANK = Axis("tp")
+DEFAULT_COMPUTE = ComputeState()
 """Of a product on its own: nothing is deferred, fused or cast before."""
 
 
@@ -171,19 +171,21 @@ def _weight_job(
     return run
 
 
-_eager_linear: Callable[..., Tensor] = uncompiled(_Linear.apply)
+_eager_linear: Callable[..., Tensor] = skip_compile(_Linear.apply)
 """torch.compile traces neither communication that is waited for later nor deferred products."""
-_eager_row_parallel: Callable[..., Tensor] = uncompiled(_RowParallel.apply)
+_eager_row_parallel: Callable[..., Tensor] = skip_compile(_RowParallel.apply)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: ComputeState = PLAIN) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: ComputeState = DEFAULT_COMPUTE
+) -> Tensor:
     """Return x weight^T + bias, differentiable; weight and bias may be of a wider dtype than x.
 
     With `compute.fused_grad` backward adds the weight's gradient to it, past autograd: no hook of the weight
     hears of it.
     """
     apply: Callable[..., Tensor] = _Linear.apply if compute.deferred is None else _eager_linear
-    return apply(x, weight, bias, *_copies(compute, bias), ALONE, False, *_ways(compute), 1)
+    return apply(x, weight, bias, *_copies(compute, bias), SINGLE_RANK, False, *_ways(compute), 1)
 
 
 def column_parallel_linear(
@@ -193,7 +195,7 @@ def column_parallel_linear(
     tp: Axis,
     *,
     sequence_parallel: bool = False,
-    compute: ComputeState = PLAIN,
+    compute: ComputeState = DEFAULT_COMPUTE,
 ) -> Tensor:
     """This rank's output features of a layer split by column: [S, B, I] -> [S, B, O/t].
 

@@ -11,7 +11,7 @@ R = TypeVar("R")
 _chosen: list[list[Callable[..., object]]] = []
 
 
-def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+def skip_compile(function: Callable[P, R]) -> Callable[P, R]:
     """Return `function`, which torch.compile does not trace after `prepare_to_compile`.
 
     torch.compiler.disable at import would load the compiler, 1.6 s of processor time, in every command.

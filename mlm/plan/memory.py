@@ -16,7 +16,7 @@ from itertools import chain
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED
-from mlm.models.stage import Stage, home_of, split_layers
+from mlm.models.stage import Stage, parameter_home, split_layers
 from mlm.plan.cost import ELEMENT_BYTES
 from mlm.plan.shape import Layout
 
@@ -76,7 +76,7 @@ def parameter_parts(model: ModelConfig, tp: int) -> dict[int | str, list[Part]]:
         module = model.family.model(model, tp=Axis("tp", 0, tp), stage=ends)
     for name, parameter in module.named_parameters():
         rows = len(parameter)
-        parts[home_of(name)].append(Part(name, rows, parameter.numel() // rows))
+        parts[parameter_home(name)].append(Part(name, rows, parameter.numel() // rows))
     last = model.num_layers - 1
     return {**parts, **dict.fromkeys(range(1, last), parts[last])}
 

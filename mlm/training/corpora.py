@@ -8,8 +8,16 @@ from typing import Any
 
 from mlm.config.imports import OwnCodeError, imported
 from mlm.data.blend import BlendedDataset
-from mlm.data.blend_checks import entry, names, shares
-from mlm.data.blend_history import History, Segment, Source, continue_history, known_digest, needed, seed_of
+from mlm.data.blend_checks import corpus_names, normalize_weights, parse_entry
+from mlm.data.blend_history import (
+    History,
+    Segment,
+    Source,
+    continue_history,
+    known_digest,
+    samples_needed,
+    seed_of,
+)
 from mlm.data.config import SOURCES, DataConfig
 from mlm.data.files_present import training_prefix
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
@@ -65,11 +73,13 @@ def corpora(data: DataConfig) -> list[Corpus]:
         return []
     if not data.blend:
         prefix = train_prefix(data)
-        return [Corpus(names([prefix])[0], prefix, validation_prefix(data), None, tokenizer_path(data))]
-    entries = [entry(text) for text in data.blend]
+        return [
+            Corpus(corpus_names([prefix])[0], prefix, validation_prefix(data), None, tokenizer_path(data))
+        ]
+    entries = [parse_entry(text) for text in data.blend]
     return [
         Corpus(name, e.prefix, _beside(e.prefix, "validation"), e.weight, _tokenizer_of(e.prefix))
-        for name, e in zip(names([e.prefix for e in entries]), entries, strict=True)
+        for name, e in zip(corpus_names([e.prefix for e in entries]), entries, strict=True)
     ]
 
 
@@ -187,7 +197,7 @@ def sources(data: DataConfig) -> tuple[Source, ...]:
     ]
     return tuple(
         replace(source_of(corpus, share), order=1)
-        for corpus, share in zip(named, shares(weights), strict=True)
+        for corpus, share in zip(named, normalize_weights(weights), strict=True)
     )
 
 
@@ -203,7 +213,7 @@ def train_dataset(config: PretrainConfig, num_samples: int, history: History = (
     datasets = [
         corpus_samples(config, corpus.train, count, seed_of(source, config.seed))
         for corpus, source, count in zip(
-            corpora(data), segment.sources, needed(segment, num_samples), strict=True
+            corpora(data), segment.sources, samples_needed(segment, num_samples), strict=True
         )
     ]
     if is_plain(segment):
@@ -364,7 +374,7 @@ def corpus_folders(data: DataConfig) -> list[Path]:
     if data.kind != "indexed":
         return []
     if data.blend:
-        return [entry(text).prefix.parent for text in data.blend]
+        return [parse_entry(text).prefix.parent for text in data.blend]
     if data.train is not None:
         return [Path(data.train).parent]
     return [training_prefix(data.path).parent] if data.path is not None else []

@@ -24,7 +24,7 @@ from mlm.parallel.pipeline.actions import Instruction
 from mlm.parallel.pipeline.engine import ChunkGradients, PlanObserver, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-from mlm.parallel.transfer import on_device
+from mlm.parallel.transfer import to_device
 from mlm.training.kernels import attention_of_any_shape
 
 
@@ -204,6 +204,6 @@ def evaluate(
     for batch, result in model.evaluate(batches, objective.sums):
         sums[0] += result
         if ctx.cp.rank == 0:  # counts are of whole sequences, sums of this rank's tokens
-            sums[1] += on_device(torch.tensor(objective.counts(batch), dtype=torch.float64), ctx.device)
+            sums[1] += to_device(torch.tensor(objective.counts(batch), dtype=torch.float64), ctx.device)
     totals, counts = all_reduce(all_reduce(sums, ctx.replicas), ctx.pp).tolist()
     return [total / max(1, n) for total, n in zip(totals, counts, strict=True)], [int(n) for n in counts]

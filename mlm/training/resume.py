@@ -14,7 +14,7 @@ from mlm.checkpoint.native.retention import doubt_of
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
 from mlm.config.build import to_dict
 from mlm.config.path_errors import protected_from
-from mlm.data.blend_history import change, changed_corpus_problem, continue_history, decode, encode
+from mlm.data.blend_history import changed_corpus_problem, continue_history, decode, describe_change, encode
 from mlm.launch.environment import read_place
 from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.history import FILE_NAME
@@ -221,7 +221,7 @@ def continue_data(trainer: Trainer) -> str | None:
         if problem := changed_corpus_problem(trainer.history, now):
             raise UserError(problem)
         then = continue_history(trainer.history, now, consumed)
-        if (changed := change(then, consumed)) and not config.data.change:
+        if (changed := describe_change(then, consumed)) and not config.data.change:
             key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
             raise UserError(
                 f"data.{key}={show(getattr(config.data, key))}: {changed}; set data.change=true to continue "
@@ -233,7 +233,7 @@ def continue_data(trainer: Trainer) -> str | None:
         return UserError(f"data: {error}")
 
     trainer.history = decode(ranks.broadcast(ranks.together(look, explain)), consumed)
-    return change(trainer.history, consumed)
+    return describe_change(trainer.history, consumed)
 
 
 def _holds_weights_only(path: Path) -> bool:

@@ -19,7 +19,7 @@ from mlm.optim.clip import clip_factor, gradient_norm
 from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
-from mlm.parallel.context.zigzag import own_places
+from mlm.parallel.context.zigzag import local_positions
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.fused_accumulation import FusedAccumulation, fuse_embedding_grad
 from mlm.parallel.gradients import GradientReducer, Reducer, sum_replicated_gradients, sum_tied_gradients
@@ -28,7 +28,7 @@ from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.reducers import ReducedGradients, build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
-from mlm.parallel.transfer import on_device
+from mlm.parallel.transfer import to_device
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import with_eod
 from mlm.training.identity import Past
@@ -251,7 +251,7 @@ class Trainer(Generic[B]):
         sequence_parallel, ctx = self.config.parallel.sequence_parallel, self.ctx
         places = None
         if ctx.cp.size > 1:
-            places = own_places(batch.tokens.shape[1], ctx.cp, CPU)
+            places = local_positions(batch.tokens.shape[1], ctx.cp, CPU)
             places = shard_of(places, ctx.tp, 0) if sequence_parallel else places
         return DropoutStream.of_micro_batch(
             self.config.seed,
@@ -268,7 +268,7 @@ class Trainer(Generic[B]):
         dtype = parameter_dtype(self.config.precision)
         # on the host: labels are not moved yet
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
-        total = all_reduce(on_device(counts.to(dtype), self.ctx.device), self.ctx.dp)
+        total = all_reduce(to_device(counts.to(dtype), self.ctx.device), self.ctx.dp)
         return total.clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
 
     def mean_parts(self, outcome: StepOutcome) -> list[float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bench.contenders import TransformersTrainee, imported
 from bench.shapes import NUM_BATCHES, Shape
-from mlm.data.sampler import as_batch
+from mlm.data.sampler import collate
 from mlm.models.bert.samples import BERTBatch
 from mlm.models.bert.synthetic import SyntheticBERT
 from mlm.models.config import ModelConfig
@@ -66,7 +66,7 @@ class BertShape(Shape):
         samples.tokens[samples.padding_mask & (samples.tokens == 0)] = 1
         out = []
         for first in range(0, len(dataset), self.batch_size):
-            batch = as_batch(samples[first : first + self.batch_size], first)
+            batch = collate(samples[first : first + self.batch_size], first)
             assert isinstance(batch, BERTBatch)
             out.append(batch)
         return sorted(out, key=lambda batch: int(batch.lengths.sum()))  # the first one's losses are compared

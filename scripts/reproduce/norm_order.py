@@ -17,7 +17,7 @@ import numpy as np
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.bert.corpora import SentencePairs, bert_vocab
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from reproduce.corpus import BERT_CORPUS, BERT_VOCAB_SIZE, corpus_stages
 from reproduce.experiment import Conclusion, Curves, Experiment, Settings, Step, Table, Verdict
 from reproduce.results import MIN_ROUNDS, Results, is_lower, spread
@@ -102,7 +102,7 @@ def masked_entropy(corpus: Path) -> float:
     samples = SentencePairs().train(data, corpus / "train", tokenizer, size, seed=0, cache=None)
     for first in range(0, size, chunk):
         labels = samples.gather(range(first, min(first + chunk, size))).labels
-        counts += np.bincount(labels[labels != IGNORE], minlength=len(counts))
+        counts += np.bincount(labels[labels != IGNORE_INDEX], minlength=len(counts))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlm.data.blend import MAX_SAMPLES, BlendedDataset, block, locate, taken
-from mlm.data.blend_checks import shares
+from mlm.data.blend import MAX_SAMPLES, BlendedDataset, block, locate, samples_per_source
+from mlm.data.blend_checks import normalize_weights
 from mlm.data.gpt import GPTDataset
 from tests.data.corpora import counting_corpus
 
@@ -29,7 +29,7 @@ WEIGHTS: dict[str, Sequence[float]] = {
 }
 BOUND_TO = 1_000_000
 
-weights_of = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=20).map(shares)
+weights_of = st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=20).map(normalize_weights)
 
 
 def due_times(weights: Sequence[Fraction]) -> Iterator[tuple[Fraction, int, int]]:
@@ -46,7 +46,7 @@ def due_times(weights: Sequence[Fraction]) -> Iterator[tuple[Fraction, int, int]
 def test_the_order_is_that_of_a_heap_with_exact_due_times(weights: list[int]) -> None:
     """Sums are powers of two, so that due times are exact as floats too and ties are ties."""
     expected = list(islice(due_times([Fraction(w, sum(weights)) for w in weights]), 3000))
-    source, number = block(shares(weights), 0, 3000)
+    source, number = block(normalize_weights(weights), 0, 3000)
     assert list(zip(source.tolist(), number.tolist(), strict=True)) == [(s, j) for _, s, j in expected]
 
 
@@ -70,7 +70,7 @@ def worst_deviation(weights: Sequence[float], source: np.ndarray) -> float:
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_every_prefix_has_its_proportions(name: str) -> None:
     """Within what the docstring proves, which is less than the promised 1 + number of sources."""
-    weights = shares(WEIGHTS[name])
+    weights = normalize_weights(WEIGHTS[name])
     source, _ = block(weights, 0, BOUND_TO)
     assert worst_deviation(weights, source) <= max(1, len(weights) - 1) / 2 + 1e-6
 
@@ -85,7 +85,7 @@ def test_prefixes_of_any_blend_have_their_proportions(weights: list[float]) -> N
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_megatrons_rule_keeps_the_same_bound(name: str) -> None:
     """It takes the source with the largest w * max(n, 1) - count: what is replaced here was no better."""
-    weights = np.array(shares(WEIGHTS[name]))
+    weights = np.array(normalize_weights(WEIGHTS[name]))
     counts, source = np.zeros(len(weights)), np.empty(3000, dtype=int)
     for n in range(len(source)):
         source[n] = np.argmax(weights * max(n, 1) - counts)
@@ -95,7 +95,7 @@ def test_megatrons_rule_keeps_the_same_bound(name: str) -> None:
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_each_source_is_read_in_its_own_order_and_without_gaps(name: str) -> None:
-    source, number = block(shares(WEIGHTS[name]), 0, 10_000)
+    source, number = block(normalize_weights(WEIGHTS[name]), 0, 10_000)
     for i in np.unique(source):
         mine = number[source == i]
         assert np.array_equal(mine, np.arange(len(mine)))
@@ -116,9 +116,9 @@ def test_blocks_of_any_partition_are_the_same_sequence(
 @pytest.mark.parametrize("n", [0, 1, 17, 10**6, 10**12])
 def test_counts_agree_with_the_samples_that_follow(name: str, n: int) -> None:
     """The first sample of each source from n on is the one after those counted."""
-    weights = shares(WEIGHTS[name])
+    weights = normalize_weights(WEIGHTS[name])
     source, number = block(weights, n, n + 1000)
-    counts = taken(weights, n)
+    counts = samples_per_source(weights, n)
     assert counts.sum() == n
     for i in np.unique(source):
         assert number[source == i][0] == counts[i]
@@ -127,18 +127,18 @@ def test_counts_agree_with_the_samples_that_follow(name: str, n: int) -> None:
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_far_samples_have_their_proportions_too(name: str) -> None:
     """At a million million samples rounding moves a count by thousandths."""
-    weights, n = shares(WEIGHTS[name]), 10**12
+    weights, n = normalize_weights(WEIGHTS[name]), 10**12
     exact = np.array([float(Fraction(w) * n) for w in weights])
-    assert np.abs(taken(weights, n) - exact).max() <= max(1, len(weights) - 1) / 2 + 1e-2
+    assert np.abs(samples_per_source(weights, n) - exact).max() <= max(1, len(weights) - 1) / 2 + 1e-2
 
 
 def test_the_last_sample_that_can_be_named_is_found() -> None:
-    weights = shares(WEIGHTS["twenty"])
+    weights = normalize_weights(WEIGHTS["twenty"])
     assert block(weights, MAX_SAMPLES - 5, MAX_SAMPLES)[0].shape == (5,)
 
 
 def test_samples_are_found_in_any_order_and_any_distance() -> None:
-    weights = shares(WEIGHTS["far apart"])
+    weights = normalize_weights(WEIGHTS["far apart"])
     ids = np.array([5, 10**9, 3, 3, 40_000, 10**9 + 2, 0])
     source, number = locate(weights, ids)
     for i, s, j in zip(ids.tolist(), source.tolist(), number.tolist(), strict=True):
@@ -147,8 +147,8 @@ def test_samples_are_found_in_any_order_and_any_distance() -> None:
 
 
 def test_weights_that_are_huge_or_small_are_shared_out() -> None:
-    assert shares([1e308, 1e308]) == [0.5, 0.5]
-    assert shares([3e-308, 1e-308]) == pytest.approx([0.75, 0.25])
+    assert normalize_weights([1e308, 1e308]) == [0.5, 0.5]
+    assert normalize_weights([3e-308, 1e-308]) == pytest.approx([0.75, 0.25])
 
 
 def blended(tmp_path: Path, **options: int) -> tuple[BlendedDataset, list[GPTDataset]]:

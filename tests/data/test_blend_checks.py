@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mlm.config.cli.compose import load_config
-from mlm.data.blend_checks import entry, names
+from mlm.data.blend_checks import corpus_names, parse_entry
 from mlm.training.checks import check_pretrain
 
 
@@ -78,12 +78,12 @@ def test_a_blend_and_a_corpus_are_too_much(key: str) -> None:
     ],
 )
 def test_an_entry_is_a_weight_and_a_path(text: str, weight: float | None, path: str) -> None:
-    found = entry(text)
+    found = parse_entry(text)
     assert (found.weight, found.path) == (weight, path)
 
 
 def test_a_folder_stands_for_its_training_part() -> None:
-    assert [str(entry(text).prefix) for text in ("1 a", "1 x")] == ["a/train", "x"]
+    assert [str(parse_entry(text).prefix) for text in ("1 a", "1 x")] == ["a/train", "x"]
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_a_folder_stands_for_its_training_part() -> None:
     ],
 )
 def test_names_are_those_of_the_folders_and_differ(prefixes: list[str], expected: list[str]) -> None:
-    assert names([Path(prefix) for prefix in prefixes]) == expected
+    assert corpus_names([Path(prefix) for prefix in prefixes]) == expected
 
 
 def test_names_that_cannot_be_distinguished_are_numbered() -> None:
-    assert names([Path("/a b/train"), Path("/a_b/train")]) == ["a_b-0", "a_b-1"]
+    assert corpus_names([Path("/a b/train"), Path("/a_b/train")]) == ["a_b-0", "a_b-1"]

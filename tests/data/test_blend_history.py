@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlm.data.blend import block
-from mlm.data.blend_checks import shares
+from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import (
     History,
     Source,
-    change,
     changed_corpus_problem,
     continue_history,
     decode,
+    describe_change,
     encode,
-    needed,
+    samples_needed,
     samples_read,
     seed_of,
 )
@@ -35,7 +35,7 @@ def blend(**weights: float) -> tuple[Source, ...]:
     """Corpora by name, their digests made of it."""
     return tuple(
         Source(name=name, path=f"corpora/{name}/train", digest=digest(name), weight=share)
-        for name, share in zip(weights, shares(list(weights.values())), strict=True)
+        for name, share in zip(weights, normalize_weights(list(weights.values())), strict=True)
     )
 
 
@@ -127,7 +127,7 @@ def test_samples_needed_are_those_read_in_the_end() -> None:
     history = continue_history(continue_history((), blend(a=1, b=3), 0), blend(a=1, c=1), 40)
     read = samples_of(history, 77)
     counts = [max(n for corpus, n in read if corpus == name) + 1 for name in "ac"]
-    assert needed(history[-1], 77) == counts
+    assert samples_needed(history[-1], 77) == counts
 
 
 class TestChanged:
@@ -167,11 +167,11 @@ class TestChange:
     """The line on changes of a resumed run."""
 
     def line(self, then: Sequence[Source], now: Sequence[Source]) -> str | None:
-        return change(continue_history(continue_history((), then, 0), now, 40), 40)
+        return describe_change(continue_history(continue_history((), then, 0), now, 40), 40)
 
     def test_nothing_is_said_of_the_same_blend(self) -> None:
         assert self.line(blend(a=1, b=1), blend(a=1, b=1)) is None
-        assert change(continue_history((), blend(a=1), 0), 0) is None
+        assert describe_change(continue_history((), blend(a=1), 0), 0) is None
 
     def test_weights_new_and_missing_corpora_are_said(self) -> None:
         assert self.line(blend(a=1, b=3), blend(a=1, c=1)) == (
@@ -180,7 +180,7 @@ class TestChange:
 
     def test_a_corpus_that_returns_says_how_far_it_was(self) -> None:
         history = continue_history(continue_history((), blend(a=1, b=3), 0), blend(a=1), 40)
-        assert change(continue_history(history, blend(a=1, b=1), 60), 60) == (
+        assert describe_change(continue_history(history, blend(a=1, b=1), 60), 60) == (
             "data changed at sample 60: a 50.00% (was 100.00%), b 50.00% (back, after 30)"
         )
 

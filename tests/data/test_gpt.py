@@ -9,7 +9,7 @@ import pytest
 from mlm.data.epochs import permutation
 from mlm.data.gpt import EvalWindows, GPTDataset, windows_per_epoch
 from mlm.data.indexed import IndexedDataset
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 from tests.data.corpora import counting_corpus
 
@@ -168,13 +168,13 @@ def test_eval_windows_predict_every_token_but_the_first_once(corpus: IndexedData
     windows = EvalWindows(corpus, seq_length=seq_length)
     samples = windows.gather(range(len(windows)))
     labels = samples[:, 1:].ravel()
-    assert labels[labels != IGNORE].tolist() == list(range(1, 37))
+    assert labels[labels != IGNORE_INDEX].tolist() == list(range(1, 37))
 
 
 def test_eval_labels_follow_their_inputs(corpus: IndexedDataset) -> None:
     windows = EvalWindows(corpus, seq_length=5)
     samples = windows.gather(range(len(windows)))
-    scored = samples[:, 1:] != IGNORE
+    scored = samples[:, 1:] != IGNORE_INDEX
     assert (samples[:, 1:][scored] == samples[:, :-1][scored] + 1).all()
 
 

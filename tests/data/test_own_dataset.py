@@ -14,7 +14,7 @@ from mlm.data.config import DataConfig
 from mlm.data.own_dataset import CheckedDataset
 from mlm.data.sampler import Loader, eval_batches
 from mlm.models.bert.samples import BERTSamples
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.training.corpora import dataset_without_corpus, train_dataset, validation_sets
 from tests.training.test_trainer import config
 
@@ -47,7 +47,7 @@ class Blocks(Windows):
     def gather(self, sample_ids: Any) -> BERTSamples:
         ids = np.asarray(sample_ids)
         parts = {name: np.ones((len(ids), SEQ), dtype=np.int64) for name in ("tokens", "labels")}
-        parts["labels"][:] = IGNORE
+        parts["labels"][:] = IGNORE_INDEX
         parts[self.part][ids == self.sample, self.position] = self.value
         zeros = np.zeros((len(ids), SEQ), dtype=np.int64)
         return BERTSamples(token_types=zeros, lengths=zeros[:, 0] + SEQ, is_swapped=zeros[:, 0], **parts)
@@ -72,7 +72,7 @@ def test_token_outside_the_vocabulary_is_named(value: int, position: int) -> Non
     ("value", "part", "words"),
     [
         (VOCAB, "tokens", "has token 64 at position 2"),
-        (IGNORE, "tokens", "has token -100 at position 2"),
+        (IGNORE_INDEX, "tokens", "has token -100 at position 2"),
         (VOCAB, "labels", "has label 64 at position 2"),
         (-1, "labels", "has label -1 at position 2"),
     ],
@@ -84,7 +84,13 @@ def test_token_and_label_of_a_block_are_named(value: int, part: str, words: str)
 
 @pytest.mark.parametrize(
     "dataset",
-    [Windows(0), Windows(VOCAB - 1), Windows(IGNORE), Blocks(7, "labels"), Blocks(IGNORE, "labels")],
+    [
+        Windows(0),
+        Windows(VOCAB - 1),
+        Windows(IGNORE_INDEX),
+        Blocks(7, "labels"),
+        Blocks(IGNORE_INDEX, "labels"),
+    ],
 )
 def test_ids_of_the_vocabulary_and_places_without_a_token_are_read(dataset: Any) -> None:
     assert len(checked(dataset).gather([4, 5, 6])) == 3

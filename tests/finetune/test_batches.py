@@ -9,7 +9,7 @@ import pytest
 
 from mlm.finetune.batches import Batcher, Order, TaskBatch, chosen_rows
 from mlm.finetune.examples import Example, Text
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 
 
 def examples_of(count: int, texts: int = 1, longest: int = 30, seed: int = 0) -> list[Example]:
@@ -96,7 +96,7 @@ def check_batch(batch: TaskBatch, examples: list[Example], budget: int, multiple
     assert rows == 1 or rows * texts * int(batch.lengths.max()) <= budget
     assert len(batch.tokens) == rows * texts
     if not batch.examples:
-        assert set(batch.labels.tolist()) == {IGNORE}
+        assert set(batch.labels.tolist()) == {IGNORE_INDEX}
         return
     assert batch.labels.tolist() == [examples[n].label for n in batch.examples]
     there = [text for n in batch.examples for text in examples[n].texts]

@@ -18,7 +18,7 @@ from mlm.finetune.task_type import task_type
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.gpt2.huggingface import MAPPING
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards
 from tests.models.bert.reference import as_ours
@@ -180,5 +180,8 @@ def test_labels_keep_their_digits() -> None:
     labels = labels_of(rows)
     assert labels.dtype == torch.float64
     np.testing.assert_array_equal(labels.numpy(), [3.8, np.nan])
-    assert labels_of([Example(0, (), 2), Example(1, (), None)]).tolist() == [2, IGNORE]
-    assert labels_of([Example(0, (), (1, 2)), Example(1, (), None)]).tolist() == [[1, 2], [IGNORE, IGNORE]]
+    assert labels_of([Example(0, (), 2), Example(1, (), None)]).tolist() == [2, IGNORE_INDEX]
+    assert labels_of([Example(0, (), (1, 2)), Example(1, (), None)]).tolist() == [
+        [1, 2],
+        [IGNORE_INDEX, IGNORE_INDEX],
+    ]

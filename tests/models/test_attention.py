@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mlm.models.attention import fused_attention, unfused_attention
-from mlm.models.documents import bias_of, without_padding
+from mlm.models.documents import document_bias, without_padding
 from mlm.parallel.dropout import DropoutStream, place_keys
 from tests.operators import Operators
 
@@ -29,7 +29,7 @@ def bias(name: str) -> Tensor | None:
     if name == "documents":
         ends = torch.zeros(B, S, dtype=torch.bool)
         ends[0, 2] = ends[1, 5] = True
-        return bias_of(ends, torch.float64)
+        return document_bias(ends, torch.float64)
     return None
 
 

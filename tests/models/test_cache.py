@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mlm.data.sampler import Batch
-from mlm.models.cache import FIRST_COLUMNS, Fill, KeyValueCache, Reading, Step
+from mlm.models.cache import FIRST_COLUMNS, DecodePass, KeyValueCache, PrefillPass, Reading
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.optim.config import PrecisionConfig
@@ -67,14 +67,14 @@ def fill(model: PipelinedModel, cache: KeyValueCache, rows: tuple[int, ...] = (0
     tokens = torch.full((len(rows), max(LENGTHS[row] for row in rows)), 7)
     for number, row in enumerate(rows):
         tokens[number, : LENGTHS[row]] = texts()[row, : LENGTHS[row]]
-    read(model, tokens, Fill(cache, rows))
+    read(model, tokens, PrefillPass(cache, rows))
 
 
 def step(model: PipelinedModel, cache: KeyValueCache, number: int, rows: tuple[int, ...]) -> list[Tensor]:
     """The number-th step: row n of the cache is `rows[n]` of the texts."""
     columns = [LENGTHS[row] + number for row in rows]
     tokens = torch.stack([texts()[row, c : c + 1] for row, c in zip(rows, columns, strict=True)])
-    return read(model, tokens, Step(cache, columns, dtype=model.dtype, device=torch.device("cpu")))
+    return read(model, tokens, DecodePass(cache, columns, dtype=model.dtype, device=torch.device("cpu")))
 
 
 def cached(ctx: ParallelContext, dtype: str, vp: int) -> list[Tensor]:
@@ -103,11 +103,11 @@ def test_rows_filled_later_are_read_like_the_others() -> None:
     fill(model, cache, (0,))
     step(model, cache, 0, (0,))
     for row in (1, 2):
-        keep = Fill(cache, (row,))
+        keep = PrefillPass(cache, (row,))
         read(model, texts()[row : row + 1, : LENGTHS[row]], keep)
     columns = [LENGTHS[0] + 1, LENGTHS[1], LENGTHS[2]]
     tokens = torch.stack([texts()[row, c : c + 1] for row, c in enumerate(columns)])
-    (got,) = read(model, tokens, Step(cache, columns, dtype=torch.float64, device=torch.device("cpu")))
+    (got,) = read(model, tokens, DecodePass(cache, columns, dtype=torch.float64, device=torch.device("cpu")))
     want = torch.stack([uncached("fp64", row, c + 1) for row, c in enumerate(columns)])
     assert_close(got, want, "fp64")
 
@@ -126,8 +126,8 @@ def test_texts_of_equal_lengths_need_no_mask() -> None:
     """They take a shorter way through attention, to the same logits."""
     model, cache = build(shape_context(), "fp64"), KeyValueCache(2, MODEL.max_positions)
     tokens = texts()[:2]
-    read(model, tokens[:, :9], Fill(cache, (0, 1)))
-    alike = Step(cache, [9, 9], dtype=torch.float64, device=torch.device("cpu"))
+    read(model, tokens[:, :9], PrefillPass(cache, (0, 1)))
+    alike = DecodePass(cache, [9, 9], dtype=torch.float64, device=torch.device("cpu"))
     (got,) = read(model, tokens[:, 9:10], alike)
     assert alike.bias(0) is None
     assert_close(got, torch.stack([uncached("fp64", row, 10) for row in (0, 1)]), "fp64")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.cache import FIRST_COLUMNS, Fill, KeyValueCache, Step, causal_attention, joined
+from mlm.models.cache import FIRST_COLUMNS, DecodePass, KeyValueCache, PrefillPass, causal_attention, joined
 
 HEADS, KV_HEADS, D, LONGEST = 4, 2, 6, 12
 CPU = torch.device("cpu")
@@ -25,9 +25,9 @@ def test_a_step_attends_to_what_reading_everything_again_does(
     q, k, v = heads(HEADS, 0), heads(KV_HEADS, 1), heads(KV_HEADS, 2)
     cache = KeyValueCache(3, LONGEST)
     for row, n in enumerate(lengths):
-        Fill(cache, (row,)).attend(0, *(x[row : row + 1, :, :n] for x in (q, k, v)), window=window)
+        PrefillPass(cache, (row,)).attend(0, *(x[row : row + 1, :, :n] for x in (q, k, v)), window=window)
     last = [torch.stack([x[row, :, n : n + 1] for row, n in enumerate(lengths)]) for x in (q, k, v)]
-    found = Step(cache, lengths, dtype=torch.float64, device=CPU).attend(0, *last, window=window)
+    found = DecodePass(cache, lengths, dtype=torch.float64, device=CPU).attend(0, *last, window=window)
     for row, n in enumerate(lengths):
         whole = (x[row : row + 1, :, : n + 1] for x in (q, k, v))
         want = joined(causal_attention(*whole, window=window))[-1:]
@@ -36,7 +36,7 @@ def test_a_step_attends_to_what_reading_everything_again_does(
 
 def test_the_mask_of_a_window_shows_that_many_tokens_of_each_row() -> None:
     """The row's own last token among them."""
-    step = Step(KeyValueCache(2, 8), (5, 1), dtype=torch.float64, device=CPU)
+    step = DecodePass(KeyValueCache(2, 8), (5, 1), dtype=torch.float64, device=CPU)
     bias = step.bias(3)
     assert bias is not None
     seen = [[column for column, b in enumerate(row[0, 0]) if b == 0] for row in bias]

@@ -15,14 +15,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from mlm.data.config import DataConfig
 from mlm.models import documents as module
 from mlm.models.config import ModelConfig
-from mlm.models.documents import Boundaries, Spans, bias_of, positions_of, spans_of
+from mlm.models.documents import Boundaries, Spans, document_bias, document_positions, document_spans
 from mlm.models.gpt2.huggingface import MAPPING
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce, gather_rows
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.init import init_parameters
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards
 from mlm.parallel.uncompiled import prepare_to_compile
@@ -101,8 +101,8 @@ def expected(reset_positions: bool, reset_attention: bool, mask_eod_loss: bool) 
             out = model(tokens[row : row + 1, run], position_ids=positions[None, run]).logits[0]
             wanted = labels[row, run].clone()  # of the sample: a document does not know what follows it
             if mask_eod_loss:
-                wanted[tokens[row, run] == EOD] = IGNORE
-            total = total + F.cross_entropy(out, wanted, reduction="sum", ignore_index=IGNORE)
+                wanted[tokens[row, run] == EOD] = IGNORE_INDEX
+            total = total + F.cross_entropy(out, wanted, reduction="sum", ignore_index=IGNORE_INDEX)
             logits[row, run] = out.detach()
             begin += length
     total.backward()
@@ -184,7 +184,7 @@ def test_the_mask_for_one_kernel_gives_what_document_by_document_gives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The mask that a GPU is given, here on the CPU."""
-    monkeypatch.setattr(module, "spans_of", lambda ends, dtype: Spans((), bias_of(ends, dtype)))
+    monkeypatch.setattr(module, "document_spans", lambda ends, dtype: Spans((), document_bias(ends, dtype)))
     check_against_transformers(ParallelContextOfOne(), expected(True, True, False))
 
 
@@ -193,14 +193,14 @@ def test_the_mask_is_that_of_the_documents() -> None:
     x = -math.inf
     first = [[0, x, x, x], [0, 0, x, x], [x, x, 0, x], [x, x, 0, 0]]
     second = [[0, x, x, x], [x, 0, x, x], [x, 0, 0, x], [x, 0, 0, 0]]
-    assert bias_of(ends, torch.float32).tolist() == [[first], [second]]
+    assert document_bias(ends, torch.float32).tolist() == [[first], [second]]
 
 
 def test_positions_and_lengths_are_those_the_samples_were_made_of() -> None:
     ends = batch()[0] == EOD
     counted = [[place for length in lengths for place in range(length)] for lengths in LENGTHS]
-    assert positions_of(ends).tolist() == counted
-    assert spans_of(ends, torch.float32).lengths == LENGTHS
+    assert document_positions(ends).tolist() == counted
+    assert document_spans(ends, torch.float32).lengths == LENGTHS
 
 
 def test_only_what_was_asked_for_begins_anew() -> None:
@@ -231,9 +231,9 @@ def test_the_switches_do_what_megatrons_do() -> None:
             tokens[0], 3, True, True, True, True
         )
         ours = Boundaries(3, True, True, True)
-        assert torch.equal(positions_of(tokens == 3)[0], positions)
-        assert torch.equal(bias_of(tokens == 3, torch.float32)[0] != 0, mask)
-        assert torch.equal(ours.scored(tokens, labels)[0] != IGNORE, loss_mask.bool())
+        assert torch.equal(document_positions(tokens == 3)[0], positions)
+        assert torch.equal(document_bias(tokens == 3, torch.float32)[0] != 0, mask)
+        assert torch.equal(ours.scored(tokens, labels)[0] != IGNORE_INDEX, loss_mask.bool())
 
 
 def dropout_model(recompute: str = "none", samples: int = 2) -> tuple[GPT2, DropoutStream]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mlm.models import documents, packed
 from mlm.models.attention import fused_attention
-from mlm.models.documents import Boundaries, bias_of, without_padding
-from mlm.models.packed import Packing, packed_attention, packing_of
+from mlm.models.documents import Boundaries, document_bias, without_padding
+from mlm.models.packed import Packing, build_packing, packed_attention
 
 S, B, HEADS, HEAD_DIM, EOD = 12, 3, 2, 8, 7
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_packed_attention_is_that_with_a_bias(causal: bool, monkeypatch: pytest.
         ends = torch.zeros(B, S, dtype=torch.bool)
         for sample, each in enumerate(lengths):
             ends[sample, torch.tensor(each).cumsum(0) - 1] = True
-        bias = bias_of(ends, torch.float64)
+        bias = document_bias(ends, torch.float64)
     else:
         spans = without_padding(torch.tensor([12, 5, 1]), S, torch.float64, CPU)
         assert spans is not None
@@ -61,7 +61,7 @@ def test_packed_attention_is_that_with_a_bias(causal: bool, monkeypatch: pytest.
     for packs in (False, True):
         qkv = x.clone().requires_grad_()
         y = (
-            packed_attention(qkv, HEAD_DIM, packing_of(lengths, CPU), causal)
+            packed_attention(qkv, HEAD_DIM, build_packing(lengths, CPU), causal)
             if packs
             else fused_attention(qkv, HEAD_DIM, 0.0, bias, causal=False)
         )
@@ -73,7 +73,7 @@ def test_packed_attention_is_that_with_a_bias(causal: bool, monkeypatch: pytest.
 
 def test_packing_lists_each_token_once_in_the_order_of_the_sequences() -> None:
     """Rows of [S, B] flattened: token s of sample b is row 3 s + b."""
-    found = packing_of([[2], [1, 2], [1]], CPU)
+    found = build_packing([[2], [1, 2], [1]], CPU)
     assert found.rows.tolist() == [0, 3, 1, 4, 7, 2]
     assert (found.begins.tolist(), found.longest) == ([0, 2, 3, 5, 6], 2)
 

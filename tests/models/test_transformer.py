@@ -13,7 +13,7 @@ from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.models.layer_norm import LayerNorm
-from mlm.parallel.dropout import DropoutStream, kept
+from mlm.parallel.dropout import DropoutStream, draw_keep_mask
 from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis
 
@@ -39,9 +39,9 @@ def test_no_two_places_of_a_model_share_a_dropout_mask(monkeypatch: pytest.Monke
 
     def noted(rows: Tensor, keys_: Tensor, *args: Any) -> Tensor:
         keys.append(tuple(keys_.flatten().tolist()))
-        return kept(rows, keys_, *args)
+        return draw_keep_mask(rows, keys_, *args)
 
-    monkeypatch.setattr("mlm.parallel.dropout.kept", noted)
+    monkeypatch.setattr("mlm.parallel.dropout.draw_keep_mask", noted)
     model = BERT(config("bert", head="classification", num_labels=3), tp=ONE)
     init_parameters(model, 1, ONE)
     stream = DropoutStream.of_micro_batch(5, 0, 2, torch.device("cpu"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlm.config.imports import TRUST, OwnCodeError, trusting
-from mlm.data.sampler import as_batch
+from mlm.data.sampler import collate
 from mlm.data.synthetic import SyntheticDataset
 from mlm.optim.config import OptimizerConfig
 from mlm.optim.own import (
@@ -158,7 +158,7 @@ def test_optimizer_of_torch_steps_as_torch_steps_it(name: str) -> None:
     reference = vars(torch.optim)[name](groups, lr=trainer.config.optimizer.lr)
     samples = SyntheticDataset(VOCAB, SEQ, 16, seed=3)
     for step in range(2):
-        parts = trainer.compute_gradients([as_batch(samples.gather(range(8 * step, 8 * step + 8)), 8 * step)])
+        parts = trainer.compute_gradients([collate(samples.gather(range(8 * step, 8 * step + 8)), 8 * step)])
         for copy, shard in zip(copies, trainer.shards, strict=True):
             copy.grad = shard.parameter.grad.clone()
         lr = trainer.clip_and_update(parts).lr

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel import dropout
-from mlm.parallel.dropout import DropoutStream, dropped_steps, kept, place_keys, sample_keys
+from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped_steps, place_keys, sample_keys
 
 CPU = torch.device("cpu")
 S, B, H, HEADS = 8, 4, 6, 4
@@ -69,7 +69,7 @@ def test_chunks_and_single_hashes_give_the_same_bits(
     """The second is what torch.compile makes one kernel of."""
     monkeypatch.setattr(dropout, "CHUNK", chunk)
     rows, keys = torch.arange(7, dtype=torch.int32)[:, None], sample_keys(3, 0, 2)[None]
-    found = kept(rows, keys, width, 0.3, 9)
+    found = draw_keep_mask(rows, keys, width, 0.3, 9)
     assert found.shape == (7, 2, width)
     columns = torch.arange(width, dtype=torch.int32)
     assert torch.equal(found, dropout._kept_singly(rows, keys, columns, 0.3, 5))
@@ -107,7 +107,7 @@ def test_neighbours_samples_and_places_are_uncorrelated() -> None:
     n = 1 << 9
     streams = of(samples=2).keys, of(samples=2, sample=1 << 30).keys
     masks = [
-        kept(torch.arange(n, dtype=torch.int32), (keys[i] ^ place), n, 0.5).double() - 0.5
+        draw_keep_mask(torch.arange(n, dtype=torch.int32), (keys[i] ^ place), n, 0.5).double() - 0.5
         for keys in streams
         for i in range(2)
         for place in PLACES

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mlm.parallel import fp8, matmul
 from mlm.parallel.compute_state import ComputeState
-from mlm.parallel.fp8 import NARROW, WIDE, quantised
+from mlm.parallel.fp8 import NARROW, WIDE, quantize
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import ParallelContext
@@ -21,7 +21,7 @@ def operand(*shape: int, seed: int = 0) -> Tensor:
 
 def value(x: Tensor, dtype: torch.dtype) -> Tensor:
     """An operand's value after quantisation."""
-    narrow, scale = quantised(x, dtype)
+    narrow, scale = quantize(x, dtype)
     return narrow.double() * scale.double()
 
 
@@ -39,7 +39,7 @@ def test_an_operand_is_rounded_to_its_mantissa(dtype: torch.dtype, bits: int) ->
 def test_an_operand_in_bfloat16_is_rounded_once(dtype: torch.dtype) -> None:
     """Each code is that of the exact quotient; through bfloat16 2 % are its neighbours."""
     x = operand(4096)
-    found, scale = quantised(x, dtype)
+    found, scale = quantize(x, dtype)
     assert torch.equal(found.float(), (x.double() / scale.double()).to(dtype).float())
 
 

@@ -17,7 +17,7 @@ from mlm.optim.adamw import MOMENTS, moment
 from mlm.optim.clip import gradient_norm
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.incidents.divergence import diagnosis
@@ -211,7 +211,7 @@ def test_each_step_uses_the_learning_rate_of_its_own_number() -> None:
 def test_a_step_with_nothing_to_score_has_no_loss_and_no_gradient() -> None:
     trainer = Trainer(config(), shape_context())
     tokens = torch.zeros(2, SEQ, dtype=torch.int64)
-    parts = trainer.compute_gradients([Batch(tokens, torch.full_like(tokens, IGNORE), 0)])
+    parts = trainer.compute_gradients([Batch(tokens, torch.full_like(tokens, IGNORE_INDEX), 0)])
     assert parts.tolist() == [0.0]
     assert gradient_norm(trainer.shards, trainer.ctx).item() == 0.0
 

@@ -285,10 +285,10 @@ CASES = {
         "rotary positions",
     ),
     "learned positions of each cp rank's own tokens": Sabotage(
-        "mlm.models.backbone.own_places", rows_of_own_tokens, CP, "loss of step 1", "positions (learned"
+        "mlm.models.backbone.local_positions", rows_of_own_tokens, CP, "loss of step 1", "positions (learned"
     ),
     "dropout masks of each cp rank's own tokens": Sabotage(
-        "mlm.training.trainer.own_places",
+        "mlm.training.trainer.local_positions",
         rows_of_own_tokens,
         Layout(cp=2, dropout=0.1),
         "loss of step 1",

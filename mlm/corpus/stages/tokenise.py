@@ -21,7 +21,7 @@ from mlm.corpus.pieces import segments, split_sentences
 from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT, StoredTexts, remove
 from mlm.corpus.stages.match import removal_masks
 from mlm.corpus.stages.plan import EVALUATION, Plan, removes_duplicates
-from mlm.data.corpus_files import origins_of, parse_split, part_of
+from mlm.data.corpus_files import origins_of, parse_split, split_of_document
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.tokenizer import Tokenizer
 
@@ -94,7 +94,7 @@ def pieces(plan: Plan, task: int, texts: StoredTexts, counts: Counter[str]) -> I
         if again[number] or near[number]:
             remove(counts, "duplicate_id" if again[number] else "near_duplicate", len(content))
             continue
-        part = split or part_of(content, shares, config.seed)
+        part = split or split_of_document(content, shares, config.seed)
         origin = None if origins is None else origins[number].tobytes()
         text, is_searched = content.decode(), part in config.decontaminate.parts
         cleaned = contaminants.clean(text) if contaminants and is_searched else None

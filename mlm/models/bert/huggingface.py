@@ -21,8 +21,8 @@ from mlm.models.huggingface import (
     EXACT_GELU,
     GELU_NAMES,
     JSON,
-    NOWHERE_SUPPORTED,
     TANH_GELU,
+    UNSUPPORTED,
     ConfigKeys,
     FolderContent,
     Head,
@@ -114,7 +114,7 @@ def plain_name(theirs: str) -> str:
 def _keys(vocabulary: int, width: int, layers: int, heads: int) -> ConfigKeys:
     """Keys of config.json with the defaults of one of the two model types."""
     return ConfigKeys(
-        fixed=NOWHERE_SUPPORTED
+        fixed=UNSUPPORTED
         | {
             "hidden_act": (*EXACT_GELU, *TANH_GELU),
             "position_embedding_type": ("absolute",),

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.data.tokenizer import CLS, MASK, PAD, SEP, Tokenizer
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import Bits, below, draw, uniform
 
@@ -100,7 +100,7 @@ def mask_tokens(
     budgets = np.maximum(1, np.rint(masked_lm_prob * lengths).astype(np.int64))
     chosen = choose_grams(grams, budgets, draw(states, 5))
     places = grams.tokens[np.repeat(chosen, grams.lengths)]
-    labels = np.full_like(tokens, IGNORE)
+    labels = np.full_like(tokens, IGNORE_INDEX)
     labels.flat[places] = tokens.flat[places]
     masked = tokens.copy()
     masked.flat[places] = replacements(tokens, places, vocab, draw(states, 6))

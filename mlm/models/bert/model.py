@@ -18,7 +18,7 @@ from mlm.models.heads import MaskedTokenHead, PlainLinear
 from mlm.parallel.collectives import gather_rows
 from mlm.parallel.cross_entropy import cross_entropy_and_hits, full_logits, token_scores, wide
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 
 PARTS = ("mlm_loss", "sop_loss", "mlm_accuracy", "sop_accuracy")
 """Parts of the objective: cross-entropy of masked tokens (nats per masked token) and of the order of the
@@ -44,10 +44,10 @@ def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: 
     Places are found where the labels are: on the host, no device has to be waited for.
     """
     rows = labels.t().reshape(parts, -1)  # [parts, S / parts * B]
-    is_masked = rows != IGNORE
+    is_masked = rows != IGNORE_INDEX
     most = max(1, int(is_masked.sum(1).max()))
     places = torch.zeros(parts, most, dtype=torch.int64)
-    targets = torch.full((parts, most), IGNORE, dtype=torch.int64)
+    targets = torch.full((parts, most), IGNORE_INDEX, dtype=torch.int64)
     for p in range(parts):
         found = is_masked[p].nonzero().flatten()
         places[p, : len(found)], targets[p, : len(found)] = found, rows[p, found]
@@ -128,5 +128,5 @@ class BERT(Transformer):
         """Each sample's loss of sentence-order prediction, and 1 where the prediction is right: [B] each."""
         logits = self.whole(self.sop_head(self.pool(h)))[0]
         logits = logits.to(wide(logits.dtype))
-        losses = F.cross_entropy(logits, is_swapped, ignore_index=IGNORE, reduction="none")
+        losses = F.cross_entropy(logits, is_swapped, ignore_index=IGNORE_INDEX, reduction="none")
         return losses, (logits.detach().argmax(-1) == is_swapped).to(losses.dtype)

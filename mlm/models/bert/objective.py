@@ -11,9 +11,9 @@ from mlm.models.bert.model import BERT, PARTS, Targets, masked_targets
 from mlm.models.bert.samples import BERTBatch
 from mlm.models.documents import without_padding
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import on_device
+from mlm.parallel.transfer import to_device
 
 
 class MaskedTokens:
@@ -38,17 +38,17 @@ class MaskedTokens:
         shard = {"parts": self.ctx.tp.size, "part": self.ctx.tp.rank} if chunk.sequence_parallel else {}
         targets = masked_targets(batch.labels, batch.is_swapped, **shard)
         places, labels, is_swapped = (
-            on_device(t, device) for t in (targets.places, targets.labels, targets.is_swapped)
+            to_device(t, device) for t in (targets.places, targets.labels, targets.is_swapped)
         )
         tokens, lengths, token_types = (
-            on_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
+            to_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
         )
         return Inputs(tokens, lengths, token_types, spans), Targets(places, labels, is_swapped)
 
     def counts(self, batch: BERTBatch) -> Sequence[int]:
         """Masked tokens and samples, for the losses and for the accuracies."""
-        masked = int((batch.labels != IGNORE).sum())
-        samples = int((batch.is_swapped != IGNORE).sum())
+        masked = int((batch.labels != IGNORE_INDEX).sum())
+        samples = int((batch.is_swapped != IGNORE_INDEX).sum())
         return masked, samples, masked, samples
 
     def output(

@@ -20,7 +20,7 @@ from mlm.data.epochs import CACHE_FROM, EpochCache, permutation
 from mlm.data.indexed import IndexedDataset
 from mlm.models.bert.masking import BERTVocab, mask_tokens
 from mlm.models.bert.pairs import Pairs, Targets, find_spans, make_pairs
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
 
@@ -77,7 +77,7 @@ class BERTSamples:
     def unscored_from(self, first: int) -> "BERTSamples":
         """The same samples, of which those from `first` on are not scored."""
         labels, is_swapped = self.labels.copy(), self.is_swapped.copy()
-        labels[first:] = is_swapped[first:] = IGNORE
+        labels[first:] = is_swapped[first:] = IGNORE_INDEX
         return BERTSamples(self.tokens, self.token_types, self.lengths, labels, is_swapped)
 
     @property
@@ -88,7 +88,7 @@ class BERTSamples:
     @property
     def masked_positions(self) -> NDArray[np.bool_]:
         """True at tokens to predict: bool [n, S]."""
-        return np.not_equal(self.labels, IGNORE)
+        return np.not_equal(self.labels, IGNORE_INDEX)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from numpy.typing import ArrayLike
 
 from mlm.data.synthetic import SyntheticDataset
 from mlm.models.bert.samples import BERTSamples
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 
 MASKED, SHORT = 0.15, 0.1
 """Share of tokens that are to be predicted, and of samples shorter than seq_length."""
@@ -36,6 +36,6 @@ class SyntheticBERT:
             tokens=np.where(inside, self._tokens.gather(sample_ids)[:, :s], 0),
             token_types=(inside & (columns >= second[:, None])).astype(np.int64),
             lengths=lengths,
-            labels=np.where(is_masked, self._labels.gather(sample_ids)[:, :s], IGNORE),
+            labels=np.where(is_masked, self._labels.gather(sample_ids)[:, :s], IGNORE_INDEX),
             is_swapped=(draws[:, s + 3] < 0.5).astype(np.int64),
         )

@@ -19,8 +19,8 @@ from mlm.models.huggingface import (
     EXACT_GELU,
     GELU_NAMES,
     JSON,
-    NOWHERE_SUPPORTED,
     TANH_GELU,
+    UNSUPPORTED,
     ConfigKeys,
     FolderContent,
     Head,
@@ -51,7 +51,7 @@ _LAYER = {  # ours -> (theirs, True if their weight is stored [in, out])
     "mlp.down": ("mlp.c_proj", True),
 }
 _KEYS = ConfigKeys(
-    fixed=NOWHERE_SUPPORTED
+    fixed=UNSUPPORTED
     | {
         "activation_function": (*TANH_GELU, *EXACT_GELU),
         "scale_attn_weights": (True,),

@@ -12,10 +12,10 @@ from mlm.models.backbone import Transformer
 from mlm.models.cache import Reading
 from mlm.models.documents import Documents
 from mlm.parallel.collectives import all_reduce, gather_rows
-from mlm.parallel.context.zigzag import own_places, own_tokens
+from mlm.parallel.context.zigzag import local_positions, local_tokens
 from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores, wide
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.layers import VocabParallelEmbedding
 
 
@@ -41,7 +41,7 @@ class GPT2(Transformer):
         if x is None:
             x = self.embed(tokens, stream, None if documents is None else documents.positions)
         spans, positions = (None, None) if documents is None else (documents.spans, documents.positions)
-        return self.through_layers(x, stream, spans, positions)
+        return self.run_layers(x, stream, spans, positions)
 
     def forward(
         self,
@@ -68,8 +68,8 @@ class GPT2(Transformer):
         if not self.stage.is_last:
             return h
         if scale is None:
-            scale = 1 / (labels != IGNORE).sum().clamp(min=1).to(wide(h.dtype))
-        labels = own_tokens(labels, self.cp, 1)
+            scale = 1 / (labels != IGNORE_INDEX).sum().clamp(min=1).to(wide(h.dtype))
+        labels = local_tokens(labels, self.cp, 1)
         return linear_cross_entropy(h.flatten(0, 1), labels.t().flatten(), self.vocabulary, scale)
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class GPT2(Transformer):
         if not self.stage.is_last:
             return h
         h = gather_rows(h, self.tp) if self.sequence_parallel else h
-        labels = own_tokens(labels, self.cp, 1)
+        labels = local_tokens(labels, self.cp, 1)
         losses = token_losses(h.flatten(0, 1), labels.t().flatten(), self.vocabulary)
         return losses.view(h.shape[0], h.shape[1]).t()
 
@@ -114,7 +114,7 @@ class GPT2(Transformer):
         if self.cp.size == 1:
             found = h[places, rows]
         else:
-            here = own_places(tokens.shape[1], self.cp, places.device)[:, None] == places  # [S/c, B]
+            here = local_positions(tokens.shape[1], self.cp, places.device)[:, None] == places  # [S/c, B]
             mine = torch.where(here.any(0)[:, None], h[here.int().argmax(0), rows], 0)
             found = all_reduce(mine, self.cp)
         y = full_logits(found, self.vocabulary)

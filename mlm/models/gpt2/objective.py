@@ -10,9 +10,9 @@ from mlm.data.sampler import Batch
 from mlm.models.documents import Boundaries, Documents
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import on_device
+from mlm.parallel.transfer import to_device
 
 
 class NextToken:
@@ -35,8 +35,8 @@ class NextToken:
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Documents | None]:
         """Tokens and labels of a micro-batch, on the device, and the documents to keep apart in it."""
-        tokens = on_device(batch.tokens, self.ctx.device)
-        labels = on_device(batch.labels, self.ctx.device)
+        tokens = to_device(batch.tokens, self.ctx.device)
+        labels = to_device(batch.labels, self.ctx.device)
         if self.boundaries is None:
             return tokens, labels, None
         documents = self.boundaries.documents(tokens, self.dtype, batch.tokens)
@@ -47,7 +47,7 @@ class NextToken:
         labels = batch.labels
         if self.boundaries is not None:
             labels = self.boundaries.scored(batch.tokens, labels)
-        return (int((labels != IGNORE).sum()),)
+        return (int((labels != IGNORE_INDEX).sum()),)
 
     def output(
         self, chunk: GPT2, batch: Batch, scale: Tensor, stream: DropoutStream | None, x: Tensor | None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.models.attention import SelfAttention
-from mlm.models.cache import causal_attention, in_window, joined
+from mlm.models.cache import causal_attention, joined, window_mask
 from mlm.models.config import ModelConfig
 from mlm.models.llama.norm import RMSNorm
 from mlm.models.llama.settings import LlamaSettings
@@ -119,7 +119,7 @@ class GroupedQueryAttention(SelfAttention):
         length = bias.shape[-1]
         if not 0 < self.window < length:
             return bias
-        return bias.masked_fill(~in_window(length, self.window, bias.device), -math.inf)
+        return bias.masked_fill(~window_mask(length, self.window, bias.device), -math.inf)
 
     def unfused(
         self, qkv: Tensor, drop: Callable[[Tensor], Tensor], bias: Tensor | None, causal: bool
@@ -130,7 +130,7 @@ class GroupedQueryAttention(SelfAttention):
         repeats = n // k.shape[1]
         k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
         if bias is None:
-            hidden = ~in_window(s, self.window or s, q.device)
+            hidden = ~window_mask(s, self.window or s, q.device)
             added = torch.zeros(s, s, dtype=q.dtype, device=q.device).masked_fill_(hidden, -math.inf)
         else:
             added = self._windowed(bias)

@@ -18,10 +18,10 @@ from mlm.models.huggingface import (
     EXACT_GELU,
     GELU_NAMES,
     JSON,
-    NOWHERE_SUPPORTED,
     NULL,
     TANH_GELU,
     TYPES,
+    UNSUPPORTED,
     ConfigKeys,
     FolderContent,
     HuggingFaceMapping,
@@ -45,7 +45,7 @@ SILU = ("silu", "swish")
 MOST_LAYERS = 10_000
 
 _NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
-_FIXED = NOWHERE_SUPPORTED | {
+_FIXED = UNSUPPORTED | {
     "is_causal": (True,),
     "hidden_act": (*SILU, *EXACT_GELU, *TANH_GELU),
     "num_experts": (None, 0, 1),

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.collectives import reduce_scatter, start_all_gather
-from mlm.parallel.context.zigzag import places_of
+from mlm.parallel.context.zigzag import rank_positions
 from mlm.parallel.mesh import Axis
 
 MOST_SCORES = 1 << 24
-"""Scores that `Unfused` makes at a time."""
+"""Scores that `UnfusedKernel` makes at a time."""
 
 Drop = Callable[[Tensor, range, Tensor, Tensor], Tensor]
 """drop(probabilities [B, heads, rows, columns], heads, rows, columns): their dropout, by this rank's numbers
@@ -66,7 +66,7 @@ class Kernel(Protocol):
         ...
 
 
-class OnCPU:
+class CPUKernel:
     """PyTorch's fused kernel for a CPU."""
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class OnCPU:
         return dq, dk, dv
 
 
-class OnGPU:
+class GPUKernel:
     """FlashAttention (arXiv:2307.08691), for half precision on a GPU."""
 
     def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class OnGPU:
 
 
 @dataclass(frozen=True)
-class Unfused:
+class UnfusedKernel:
     """Attention by its formula: with a window, dropout, or where no kernel serves."""
 
     cp: Axis
@@ -176,8 +176,8 @@ class Unfused:
 
     def _places(self, block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
         """Places in the sequence of a block's queries and keys."""
-        rows = places_of(self.cp.rank, self.length, self.cp.size, device)[block.rows]
-        return rows, places_of(block.source, self.length, self.cp.size, device)[block.columns]
+        rows = rank_positions(self.cp.rank, self.length, self.cp.size, device)[block.rows]
+        return rows, rank_positions(block.source, self.length, self.cp.size, device)[block.columns]
 
 
 def context_attention(
@@ -189,13 +189,13 @@ def context_attention(
     """
     kernel: Kernel
     if window or drop is not None:
-        kernel = Unfused(cp, q.shape[2] * cp.size, window, drop)
+        kernel = UnfusedKernel(cp, q.shape[2] * cp.size, window, drop)
     elif q.device.type == "cpu":
-        kernel = OnCPU()
+        kernel = CPUKernel()
     elif q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        kernel = OnGPU()
+        kernel = GPUKernel()
     else:
-        kernel = Unfused(cp, q.shape[2] * cp.size)
+        kernel = UnfusedKernel(cp, q.shape[2] * cp.size)
     y: Tensor = _ContextAttention.apply(q, k, v, kernel, cp, window)  # type: ignore[no-untyped-call]
     return y
 
@@ -203,7 +203,7 @@ def context_attention(
 class _ContextAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, cp: Axis, window: int) -> Tensor:
-        own, others = blocks(cp, q.shape[2], window)
+        own, others = attention_blocks(cp, q.shape[2], window)
         gathering = start_all_gather(torch.stack([k, v]), cp)
         y, log_sum = kernel.forward(own, q, k, v)
         y, log_sum = y.to(_wide(q.dtype)), log_sum.contiguous()
@@ -221,7 +221,7 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, log_sum = ctx.saved_tensors
         kernel, cp = ctx.kernel, ctx.cp
-        own, others = blocks(cp, q.shape[2], ctx.window)
+        own, others = attention_blocks(cp, q.shape[2], ctx.window)
         gathering = start_all_gather(torch.stack([k, v]), cp)
         dq, dk, dv = kernel.backward(own, dy, q, k, v, y, log_sum)
         dq = dq.to(log_sum.dtype)
@@ -240,7 +240,7 @@ class _ContextAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
-def blocks(cp: Axis, tokens: int, window: int = 0) -> tuple[Block, list[Block]]:
+def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> tuple[Block, list[Block]]:
     """This rank's own block, and those of other ranks of which its `tokens` see something."""
     half, everything = tokens // 2, slice(None)
     others = []

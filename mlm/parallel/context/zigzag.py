@@ -12,19 +12,19 @@ from torch import Tensor
 from mlm.parallel.mesh import Axis
 
 
-def own_tokens(x: Tensor, cp: Axis, dim: int) -> Tensor:
+def local_tokens(x: Tensor, cp: Axis, dim: int) -> Tensor:
     """This rank's part of what is there for each token along `dim`: S -> S/c."""
     return x if cp.size == 1 else _tokens_of(x, cp.rank, cp.size, dim)
 
 
-def own_places(length: int, cp: Axis, device: torch.device) -> Tensor:
+def local_positions(length: int, cp: Axis, device: torch.device) -> Tensor:
     """Places in a sequence of S = `length` tokens of those that this rank holds: int64 [S/c]."""
     if cp.size == 1:
         return torch.arange(length, device=device)
-    return places_of(cp.rank, length, cp.size, device)
+    return rank_positions(cp.rank, length, cp.size, device)
 
 
-def places_of(rank: int, length: int, size: int, device: torch.device) -> Tensor:
+def rank_positions(rank: int, length: int, size: int, device: torch.device) -> Tensor:
     """The same for rank number `rank` of `size`."""
     return _tokens_of(torch.arange(length, device=device), rank, size, 0)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.parallel.context.zigzag import own_places
+from mlm.parallel.context.zigzag import local_positions
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.watch import name_ranks
 from mlm.training.incidents.numbers import deviations
@@ -184,7 +184,7 @@ class Probe:
                 where = (~finite).any(2).nonzero()[0].tolist()  # [position, sample in the micro-batch]
                 ctx, rows, length = self.trainer.ctx, x.shape[0], batch.tokens.shape[1]
                 first = ctx.tp.rank * rows if rows < length // ctx.cp.size else 0
-                row.position = int(own_places(length, ctx.cp, CPU)[first + where[0]])
+                row.position = int(local_positions(length, ctx.cp, CPU)[first + where[0]])
                 row.sample = sample_of(batch, where[1], row.position)
         row.bad += bad
 

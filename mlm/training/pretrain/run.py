@@ -20,7 +20,7 @@ from mlm.config.build import config_digest
 from mlm.config.fields import expand_home
 from mlm.config.imports import is_path
 from mlm.data.blend import BlendedDataset
-from mlm.data.blend_checks import shares
+from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import trained_on
 from mlm.data.own_dataset import CheckedDataset
 from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches
@@ -301,7 +301,7 @@ class PretrainLoop(Loop):
         """Mean loss over the validation windows; of a blend, the mean over its corpora by weight."""
         parts = [self.trainer.validate(self.validation_batches(part)) for part in self.validation]
         losses = [math.fsum(means[: self.trainer.objective.losses]) for means in parts]
-        weights = shares([part.weight for part in self.validation])
+        weights = normalize_weights([part.weight for part in self.validation])
         whole = [math.fsum(map(operator.mul, weights, part)) for part in zip(*parts, strict=True)]
         self.last_validation = math.fsum(map(operator.mul, weights, losses))
         by_corpus = {part.name: loss for part, loss in zip(self.validation, losses, strict=True) if part.name}

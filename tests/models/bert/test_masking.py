@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.bert.masking import BERTVocab, choose_grams, cut_grams, draw_sizes, fill, mask_tokens
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
 
@@ -61,14 +61,14 @@ def words_of(row: np.ndarray) -> list[list[int]]:
 def test_labels_are_the_true_tokens_and_the_rest_is_untouched() -> None:
     tokens, lengths = batch(50)
     masked, labels = mask(tokens, lengths)
-    assert (labels != IGNORE).any()
-    np.testing.assert_array_equal(np.where(labels == IGNORE, masked, labels), tokens)
+    assert (labels != IGNORE_INDEX).any()
+    np.testing.assert_array_equal(np.where(labels == IGNORE_INDEX, masked, labels), tokens)
 
 
 def test_masked_tokens_never_exceed_the_budget_and_nearly_always_fill_it() -> None:
     tokens, lengths = batch(2000)
     _, labels = mask(tokens, lengths)
-    counts = (labels != IGNORE).sum(axis=1)
+    counts = (labels != IGNORE_INDEX).sum(axis=1)
     budgets = [max(1, round(0.15 * length)) for length in lengths.tolist()]
     assert (counts <= budgets).all()
     assert (counts == budgets).mean() > 0.999  # what is left takes a word of its length: there are dozens
@@ -77,13 +77,13 @@ def test_masked_tokens_never_exceed_the_budget_and_nearly_always_fill_it() -> No
 def test_a_short_sample_has_one_masked_token() -> None:
     tokens = np.array([[CLS, 10, SEP, 11, SEP, PAD, PAD]])
     _, labels = mask(tokens, np.array([5]))
-    assert (labels != IGNORE).sum() == 1
+    assert (labels != IGNORE_INDEX).sum() == 1
 
 
 def test_a_word_longer_than_the_budget_stays() -> None:
     tokens = np.array([[CLS, 10, 900, SEP, 11, 901, SEP]])
     _, labels = mask(tokens, np.array([7]))  # round(1.05) = 1
-    assert (labels == IGNORE).all()
+    assert (labels == IGNORE_INDEX).all()
 
 
 def test_special_tokens_are_never_masked() -> None:
@@ -98,7 +98,7 @@ def test_words_are_masked_whole() -> None:
     _, labels = mask(tokens, lengths)
     for row, row_labels in zip(tokens, labels, strict=True):
         for word in words_of(row):
-            assert len({bool(row_labels[place] == IGNORE) for place in word}) == 1
+            assert len({bool(row_labels[place] == IGNORE_INDEX) for place in word}) == 1
 
 
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
@@ -151,7 +151,7 @@ def test_chosen_ngrams_follow_one_over_n() -> None:
 
 def test_words_are_masked_with_one_probability_wherever_they_stand() -> None:
     _, labels = mask(one_long_run(3000), np.full(3000, 512))
-    counts = (labels != IGNORE)[:, 1:-1].sum(axis=0)
+    counts = (labels != IGNORE_INDEX)[:, 1:-1].sum(axis=0)
     expected = 3000 * 77 / 510
     assert np.abs(counts - expected).max() < 5 * np.sqrt(expected * (1 - 77 / 510))
 
@@ -160,7 +160,7 @@ def test_words_of_several_pieces_are_masked_as_often_as_others() -> None:
     tokens, lengths = batch(4000)
     _, labels = mask(tokens, lengths)
     seen, hit = np.zeros(3), np.zeros(3)
-    for row, row_labels in zip(tokens, labels != IGNORE, strict=True):
+    for row, row_labels in zip(tokens, labels != IGNORE_INDEX, strict=True):
         for word in words_of(row):
             if len(word) <= 3:
                 seen[len(word) - 1] += 1
@@ -173,7 +173,7 @@ def test_words_of_several_pieces_are_masked_as_often_as_others() -> None:
 def test_chosen_tokens_become_mask_random_or_stay_in_80_10_10() -> None:
     tokens, lengths = batch(3000)
     masked, labels = mask(tokens, lengths)
-    was, now = labels[labels != IGNORE], masked[labels != IGNORE]
+    was, now = labels[labels != IGNORE_INDEX], masked[labels != IGNORE_INDEX]
     count = len(was)
     as_mask, same = (now == MASK).sum(), (now == was).sum()
     unlucky = 0.1 / (VOCAB_SIZE - 4)  # a random token may be the true one
@@ -185,7 +185,7 @@ def test_replacement_is_drawn_per_token_not_per_ngram() -> None:
     """Of two chosen neighbours both are [MASK] in 64% of cases, not in 80%."""
     tokens, lengths = batch(3000)
     masked, labels = mask(tokens, lengths)
-    both = (labels[:, 1:] != IGNORE) & (labels[:, :-1] != IGNORE)
+    both = (labels[:, 1:] != IGNORE_INDEX) & (labels[:, :-1] != IGNORE_INDEX)
     hits = ((masked[:, 1:] == MASK) & (masked[:, :-1] == MASK))[both]
     assert abs(hits.mean() - 0.64) < 5 * np.sqrt(
         0.64 * 0.36 * 2 / len(hits)
@@ -195,7 +195,7 @@ def test_replacement_is_drawn_per_token_not_per_ngram() -> None:
 def test_random_tokens_are_even_over_all_but_the_special_ones() -> None:
     tokens, lengths = batch(6000)
     masked, labels = mask(tokens, lengths)
-    drawn = masked[(labels != IGNORE) & (masked != MASK) & (masked != labels)]
+    drawn = masked[(labels != IGNORE_INDEX) & (masked != MASK) & (masked != labels)]
     counts = np.bincount(drawn, minlength=VOCAB_SIZE)
     assert counts[:4].sum() == 0
     expected = len(drawn) / (VOCAB_SIZE - 4)

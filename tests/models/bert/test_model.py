@@ -15,7 +15,7 @@ from mlm.models.documents import without_padding
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.gradients import sum_replicated_gradients
 from mlm.parallel.init import init_parameters
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards
 from tests.models.bert.reference import as_ours, pretraining_model
@@ -49,16 +49,16 @@ def reference(norm: str, activation: str, padded: bool) -> dict[str, Any]:
     tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
     lengths = torch.tensor([SEQ, SEQ - 5, SEQ - 9, SEQ] if padded else [SEQ] * BATCH)
     inside = torch.arange(SEQ) < lengths[:, None]
-    labels = torch.where(inside & (torch.rand(BATCH, SEQ) < 0.3), tokens.flip(0), IGNORE)
+    labels = torch.where(inside & (torch.rand(BATCH, SEQ) < 0.3), tokens.flip(0), IGNORE_INDEX)
     token_types = ((torch.arange(SEQ) > SEQ // 3) & inside).long()
     is_swapped = torch.tensor([0, 1, 1, 0])
     out = model(tokens, attention_mask=inside.long(), token_type_ids=token_types)
-    is_likely = (labels != IGNORE) & (torch.arange(SEQ) % 2 == 0)
+    is_likely = (labels != IGNORE_INDEX) & (torch.arange(SEQ) % 2 == 0)
     labels = torch.where(is_likely, out.prediction_logits.argmax(-1), labels)
     mlm = F.cross_entropy(out.prediction_logits.flatten(0, 1), labels.flatten())
     sop = F.cross_entropy(out.seq_relationship_logits, is_swapped)
     (mlm + sop).backward()
-    is_masked = labels != IGNORE
+    is_masked = labels != IGNORE_INDEX
     hits = (out.prediction_logits.argmax(-1) == labels)[is_masked].float().mean()
     told = (out.seq_relationship_logits.argmax(-1) == is_swapped).float().mean()
     return {

@@ -10,7 +10,7 @@ from mlm.data.indexed import IndexedDataset
 from mlm.models.bert import samples as bert
 from mlm.models.bert.masking import BERTVocab
 from mlm.models.bert.samples import BERTDataset, BERTSamples
-from mlm.parallel.labels import IGNORE
+from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 
 from .test_pairs import sentence_corpus
@@ -54,7 +54,7 @@ def rows(samples: BERTSamples, ids: np.ndarray | slice) -> BERTSamples:
 def segments(samples: BERTSamples, k: int) -> tuple[list[int], list[int]]:
     """A and B of a sample with the true tokens back in place."""
     length = int(samples.lengths[k])
-    true = np.where(samples.labels[k] == IGNORE, samples.tokens[k], samples.labels[k])[:length].tolist()
+    true = np.where(samples.labels[k] == IGNORE_INDEX, samples.tokens[k], samples.labels[k])[:length].tolist()
     assert (true[0], true[-1], true.count(SEP)) == (CLS, SEP, 2)
     middle = true.index(SEP)
     return true[1:middle], true[middle + 1 : -1]
@@ -69,7 +69,7 @@ def test_samples_are_cls_a_sep_b_sep_and_padding(corpus: IndexedDataset) -> None
         types = [0] * (len(a) + 2) + [1] * (len(b) + 1)
         assert samples.token_types[k].tolist() == types + [0] * (SEQ - len(types))
         assert (samples.tokens[k, len(types) :] == PAD).all()
-        assert (samples.labels[k, len(types) :] == IGNORE).all()
+        assert (samples.labels[k, len(types) :] == IGNORE_INDEX).all()
 
 
 def test_masks_say_where_tokens_and_labels_are(corpus: IndexedDataset) -> None:

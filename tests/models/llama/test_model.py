@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.models.cache import Fill, KeyValueCache, Step
+from mlm.models.cache import DecodePass, KeyValueCache, PrefillPass
 from mlm.models.llama.model import Llama
 from mlm.parallel.gradients import sum_replicated_gradients
 from mlm.parallel.mesh import ParallelContext
@@ -59,11 +59,11 @@ def check_greedy(ctx: ParallelContext, want: dict[str, Any]) -> None:
     model = Llama(config, tp=ctx.tp).eval()
     load_whole(model, want["weights"], ctx.tp)
     cache, first = KeyValueCache(BATCH, config.max_positions), 6
-    model.read(written[:, :first], Fill(cache, range(BATCH)))
+    model.read(written[:, :first], PrefillPass(cache, range(BATCH)))
     column = first
     token = written[:, first : first + 1]
     while column < written.shape[1] - 1:
-        step = Step(cache, [column] * BATCH, dtype=torch.float32, device=ctx.device)
+        step = DecodePass(cache, [column] * BATCH, dtype=torch.float32, device=ctx.device)
         token = model.read(token, step).argmax(-1, keepdim=True)
         column += 1
         assert torch.equal(token, written[:, column : column + 1]), f"token {column}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlm.models.checks import model_problem
 from mlm.models.config import ModelConfig
-from mlm.models.documents import bias_of, spans_of
+from mlm.models.documents import document_bias, document_spans
 from mlm.models.llama.attention import GroupedQueryAttention
 from mlm.models.llama.mlp import GatedMLP
 from mlm.models.llama.model import Llama
@@ -102,13 +102,13 @@ def test_attention_is_the_same_fused_masked_and_with_dropout(window: int, docume
     ends = torch.zeros(B, S, dtype=torch.bool)
     if documents:
         ends[0, 2] = ends[1, 5] = ends[1, 6] = True
-    bias = bias_of(ends, torch.float64)
+    bias = document_bias(ends, torch.float64)
     q, k, v = attention.heads(qkv)
     distance = torch.arange(S)[:, None] - torch.arange(S)
     sees = (bias == 0) & (distance < (window or S))
     scores = (q @ k.repeat_interleave(2, 1).mT / 6**0.5).masked_fill(~sees, -torch.inf)
     want = (scores.softmax(-1) @ v.repeat_interleave(2, 1)).permute(2, 0, 1, 3).flatten(2)
-    spans = spans_of(ends, torch.float64) if documents else None
+    spans = document_spans(ends, torch.float64) if documents else None
     torch.testing.assert_close(attention._fused(qkv, 0.0, spans), want)
     torch.testing.assert_close(attention.fused(qkv, 0.0, bias, False), want)
     torch.testing.assert_close(attention.unfused(qkv, lambda p: p, bias, False), want)

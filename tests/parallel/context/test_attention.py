@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.models.cache import in_window
+from mlm.models.cache import window_mask
 from mlm.parallel.context import attention as module
-from mlm.parallel.context.attention import Block, OnGPU, blocks, context_attention
-from mlm.parallel.context.zigzag import own_tokens, places_of
-from mlm.parallel.dropout import DropoutStream, dropped, kept, place_keys
+from mlm.parallel.context.attention import Block, GPUKernel, attention_blocks, context_attention
+from mlm.parallel.context.zigzag import local_tokens, rank_positions
+from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped, place_keys
 from mlm.parallel.mesh import Axis, ParallelContext
 from tests.ranks import run_on_ranks
 
@@ -24,7 +24,7 @@ LONG = 1024
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 8])
 def test_ranks_hold_each_token_once_and_in_order(cp: int) -> None:
-    places = [places_of(rank, 48, cp, torch.device("cpu")) for rank in range(cp)]
+    places = [rank_positions(rank, 48, cp, torch.device("cpu")) for rank in range(cp)]
     assert torch.equal(torch.cat(places).sort().values, torch.arange(48))
     assert all(torch.equal(own, own.sort().values) for own in places)
 
@@ -35,7 +35,7 @@ def test_the_kernel_of_a_gpu_takes_what_it_is_given(kv_heads: int, causal: bool)
     """PyTorch's own signature, dtypes and shapes, forward and backward, on the meta device."""
     q = torch.empty(16, B, HEADS, D, device="meta", dtype=torch.bfloat16).permute(1, 2, 0, 3)
     k = v = torch.empty(B, kv_heads, 32, D, device="meta", dtype=torch.bfloat16)[..., :16, :]
-    block, kernel = Block(0, slice(None), slice(None), causal), OnGPU()
+    block, kernel = Block(0, slice(None), slice(None), causal), GPUKernel()
     y, log_sum = kernel.forward(block, q, k, v)
     assert (y.shape, y.dtype) == (q.shape, torch.bfloat16)
     assert (log_sum.shape, log_sum.dtype) == (q.shape[:3], torch.float32)
@@ -48,7 +48,7 @@ def test_every_rank_computes_the_same_scores(cp: int) -> None:
     """(S/c)^2 (1/2 + (c - 1)/2) scores: those of the lower triangle, no more, in equal shares."""
     length = 48 // cp
     for rank in range(cp):
-        own, others = blocks(Axis("cp", rank, cp), length)
+        own, others = attention_blocks(Axis("cp", rank, cp), length)
         everything = range(length)
         sizes = [len(everything[block.rows]) * len(everything[block.columns]) for block in others]
         assert own.causal
@@ -57,8 +57,8 @@ def test_every_rank_computes_the_same_scores(cp: int) -> None:
 
 def test_ranks_beyond_the_window_are_left_out() -> None:
     """Pieces of 4 tokens: with a window of 5 a token reaches into the neighbouring piece, of 6 beyond it."""
-    near = [block.source for block in blocks(Axis("cp", 0, 4), 8, window=5)[1]]
-    further = [block.source for block in blocks(Axis("cp", 0, 4), 8, window=6)[1]]
+    near = [block.source for block in attention_blocks(Axis("cp", 0, 4), 8, window=5)[1]]
+    further = [block.source for block in attention_blocks(Axis("cp", 0, 4), 8, window=6)[1]]
     assert (near, further) == ([1], [1, 2])
 
 
@@ -91,13 +91,13 @@ def compare_with_whole(ctx: ParallelContext, length: int, window: int, p: float)
         how = {"length": length, "heads": heads, "rows": rows, "columns": columns}
         return stream.some_probabilities(x, p, place, **how)
 
-    own = [own_tokens(x.detach(), ctx.cp, 2).requires_grad_() for x in whole]
+    own = [local_tokens(x.detach(), ctx.cp, 2).requires_grad_() for x in whole]
     with patch.object(module, "MOST_SCORES", 100):  # a few heads at a time
         y = context_attention(*own, ctx.cp, window=window, drop=drop if p else None)
-        y.backward(own_tokens(dy, ctx.cp, 2))
+        y.backward(local_tokens(dy, ctx.cp, 2))
     assert all(x.grad is not None for x in (*own, *whole))
     pairs = [(y, expected), *((x.grad, full.grad) for x, full in zip(own, whole, strict=True))]
-    return [float((mine - own_tokens(full, ctx.cp, 2)).abs().max()) for mine, full in pairs]  # type: ignore
+    return [float((mine - local_tokens(full, ctx.cp, 2)).abs().max()) for mine, full in pairs]  # type: ignore
 
 
 def attention_of_whole(
@@ -107,9 +107,9 @@ def attention_of_whole(
     if not window and not p:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-    scores = (q @ k.mT / D**0.5).masked_fill(~in_window(length, window or length, q.device), -torch.inf)
+    scores = (q @ k.mT / D**0.5).masked_fill(~window_mask(length, window or length, q.device), -torch.inf)
     rows = torch.arange(HEADS * length, dtype=torch.int32)
-    keep = kept(rows[None], (stream.keys ^ place)[:, None], length, p).view(scores.shape)
+    keep = draw_keep_mask(rows[None], (stream.keys ^ place)[:, None], length, p).view(scores.shape)
     return dropped(torch.softmax(scores, -1), keep, p) @ v if p else torch.softmax(scores, -1) @ v
 
 

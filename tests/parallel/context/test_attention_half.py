@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.parallel.context import attention as module
-from mlm.parallel.context.attention import Unfused, blocks, context_attention
-from mlm.parallel.context.zigzag import own_tokens
+from mlm.parallel.context.attention import UnfusedKernel, attention_blocks, context_attention
+from mlm.parallel.context.zigzag import local_tokens
 from mlm.parallel.mesh import Axis
 
 HALF = [torch.bfloat16, torch.float16]
@@ -48,19 +48,19 @@ def rounding(dtype: torch.dtype, cp: int) -> dict[str, float]:
     y = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
     y.backward(dy.double())
     axes = [Axis("cp", rank, cp) for rank in range(cp)]
-    pairs = torch.stack([torch.stack([own_tokens(x, axis, 2) for x in whole[1:]]) for axis in axes])
+    pairs = torch.stack([torch.stack([local_tokens(x, axis, 2) for x in whole[1:]]) for axis in axes])
     found: dict[str, list[Tensor]] = {"y": [], "dq": []}
     with (
         patch.object(module, "start_all_gather", lambda x, axis: Gathered(pairs)),
         patch.object(module, "reduce_scatter", lambda x, axis: x[axis.rank][None]),
     ):
         for axis in axes:
-            q, k, v = (own_tokens(x, axis, 2).requires_grad_() for x in whole)
+            q, k, v = (local_tokens(x, axis, 2).requires_grad_() for x in whole)
             mine = context_attention(q, k, v, axis)
-            mine.backward(own_tokens(dy, axis, 2))
+            mine.backward(local_tokens(dy, axis, 2))
             assert q.grad is not None
-            found["y"].append(mine.detach() - own_tokens(y.detach(), axis, 2))
-            found["dq"].append(q.grad - own_tokens(exact[0].grad, axis, 2))  # type: ignore[arg-type]
+            found["y"].append(mine.detach() - local_tokens(y.detach(), axis, 2))
+            found["dq"].append(q.grad - local_tokens(exact[0].grad, axis, 2))  # type: ignore[arg-type]
     scales = {"y": y.detach(), "dq": exact[0].grad}
     return {name: float(torch.cat(errors, 2).norm() / scales[name].norm()) for name, errors in found.items()}  # type: ignore[union-attr]
 
@@ -78,7 +78,7 @@ def test_gradients_of_probabilities_lose_no_bit_of_their_mean(dtype: torch.dtype
     k[..., 1, :] = 1
     v[:] = n / 16
     v[..., 1, :2] += 1
-    kernel, block = Unfused(Axis("cp"), 2), blocks(Axis("cp"), 2)[0]
+    kernel, block = UnfusedKernel(Axis("cp"), 2), attention_blocks(Axis("cp"), 2)[0]
     y, log_sum = kernel.forward(block, q, k, v)
     dq, *_ = kernel.backward(block, torch.ones_like(q), q, k, v, y, log_sum)
     assert dq[0, 0, 1].tolist() == [0.125] * 16
@@ -92,7 +92,7 @@ def test_scores_are_exponentiated_in_float32(dtype: torch.dtype) -> None:
     q[..., 1, 0] = 1
     k[..., 0, 0], k[..., 1, 0] = s, s + 1
     v[..., 1, :] = 1
-    y, log_sum = Unfused(Axis("cp"), 2).forward(blocks(Axis("cp"), 2)[0], q, k, v)
+    y, log_sum = UnfusedKernel(Axis("cp"), 2).forward(attention_blocks(Axis("cp"), 2)[0], q, k, v)
     want = torch.tensor([s, s + 1]).double() / 4
     assert float(log_sum[0, 0, 1]) == pytest.approx(float(want.logsumexp(0)), rel=1e-6)
     probability = float(want.softmax(0)[1])

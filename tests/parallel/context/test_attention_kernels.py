@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from mlm.parallel.context import attention as module
-from mlm.parallel.context.attention import Block, Kernel, OnCPU, OnGPU, Unfused, context_attention
+from mlm.parallel.context.attention import (
+    Block,
+    CPUKernel,
+    GPUKernel,
+    Kernel,
+    UnfusedKernel,
+    context_attention,
+)
 from mlm.parallel.mesh import Axis
 
 BF16, META = torch.bfloat16, "meta"
@@ -16,15 +23,18 @@ BF16, META = torch.bfloat16, "meta"
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "options", "kind"),
     [
-        *(("cpu", BF16, 8, {}, OnCPU), ("cpu", torch.float64, 5, {}, OnCPU)),
-        *((META, BF16, 64, {}, OnGPU), (META, torch.float16, 256, {}, OnGPU)),
+        *(("cpu", BF16, 8, {}, CPUKernel), ("cpu", torch.float64, 5, {}, CPUKernel)),
+        *((META, BF16, 64, {}, GPUKernel), (META, torch.float16, 256, {}, GPUKernel)),
         # FlashAttention knows half precision alone, and heads of multiples of 8 up to 256
         *(
-            (META, torch.float32, 64, {}, Unfused),
-            (META, BF16, 264, {}, Unfused),
-            (META, BF16, 20, {}, Unfused),
+            (META, torch.float32, 64, {}, UnfusedKernel),
+            (META, BF16, 264, {}, UnfusedKernel),
+            (META, BF16, 20, {}, UnfusedKernel),
         ),
-        *(("cpu", BF16, 8, {"window": 3}, Unfused), (META, BF16, 64, {"drop": lambda p, *_: p}, Unfused)),
+        *(
+            ("cpu", BF16, 8, {"window": 3}, UnfusedKernel),
+            (META, BF16, 64, {"drop": lambda p, *_: p}, UnfusedKernel),
+        ),
     ],
 )
 def test_each_device_dtype_and_width_has_its_kernel(
@@ -40,7 +50,7 @@ def test_each_device_dtype_and_width_has_its_kernel(
 def test_a_gpus_kernel_masks_the_ranks_own_keys_alone(causal: bool) -> None:
     """Forward and backward; keys of other ranks are all before the queries."""
     x = torch.empty(1, 2, 4, 8, device=META, dtype=BF16)
-    block, kernel, aten = Block(0, slice(None), slice(None), causal), OnGPU(), torch.ops.aten
+    block, kernel, aten = Block(0, slice(None), slice(None), causal), GPUKernel(), torch.ops.aten
     sums = torch.empty(1, 2, 4, device=META)
     with (
         patch.object(aten, "_scaled_dot_product_flash_attention", return_value=(x, sums)) as forward,
