@@ -12,7 +12,7 @@ from mlm.parallel import fused_loss, matmul
 from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.cross_entropy import (
     CHUNK_BYTES,
-    IGNORE,
+    IGNORE_INDEX,
     chunk_rows,
     cross_entropy_and_hits,
     full_logits,
@@ -33,7 +33,7 @@ def problem() -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, weight, labels (two of them ignored); the same on every rank."""
     torch.manual_seed(0)
     labels = torch.randint(0, VOCAB, (ROWS,))
-    labels[[3, 7]] = IGNORE
+    labels[[3, 7]] = IGNORE_INDEX
     hidden = torch.randn(ROWS, HIDDEN, dtype=torch.float64, requires_grad=True)
     return hidden, torch.randn(VOCAB, HIDDEN, dtype=torch.float64, requires_grad=True), labels
 
@@ -53,7 +53,7 @@ def test_loss_and_gradients_match_one_process(tp: int, chunk_bytes: int) -> None
 
 def check_loss_and_gradients(ctx: ParallelContext, chunk_bytes: int) -> None:
     hidden, weight, labels = problem()
-    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE, reduction="sum") * 0.25
+    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum") * 0.25
     (3 * expected).backward()  # an output gradient that is not 1
     table = table_of(weight, ctx.tp)
     x = hidden.detach().clone().requires_grad_()
@@ -79,7 +79,7 @@ def check_hits_and_bias(ctx: ParallelContext, chunk_bytes: int) -> None:
     bias = torch.linspace(-1, 1, VOCAB, dtype=torch.float64, requires_grad=True)
     logits = hidden @ weight.t() + bias
     labels[[0, 1, 5]] = logits.argmax(-1)[[0, 1, 5]]
-    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") * 0.25
+    expected = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") * 0.25
     expected.backward()
     table, padding = table_of(weight, ctx.tp), torch.zeros(PADDED - VOCAB, dtype=torch.float64)
     mine = shard_of(torch.cat([bias.detach(), padding]), ctx.tp, 0).requires_grad_()
@@ -115,7 +115,7 @@ def check_entered_twice(ctx: ParallelContext) -> None:
         linear_cross_entropy(x, labels, table, scale)
     mine = shard_of(hidden.detach(), ctx.tp, 0).requires_grad_()
     linear_cross_entropy(mine, labels, table, scale).backward()
-    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE, reduction="sum") * 0.25
+    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum") * 0.25
     expected.backward()
     torch.testing.assert_close(mine.grad, shard_of(hidden.grad, ctx.tp, 0))
 
@@ -127,7 +127,7 @@ def test_token_losses_match_one_process(tp: int) -> None:
 
 def check_token_losses(ctx: ParallelContext) -> None:
     hidden, weight, labels = problem()
-    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE, reduction="none")
+    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="none")
     torch.testing.assert_close(token_losses(hidden, labels, table_of(weight, ctx.tp)), expected)
     torch.testing.assert_close(full_logits(hidden, table_of(weight, ctx.tp)), hidden @ weight.t())
 
