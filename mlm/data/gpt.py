@@ -177,7 +177,7 @@ class GPTDataset:
 class EvalWindows:
     """Consecutive windows over the whole corpus in its own order, for scoring every token exactly once.
 
-    Window k covers tokens k * S to k * S + S; the last is padded with IGNORE. The corpus's very first
+    Window k covers tokens k * S to k * S + S; the last is padded with IGNORE_INDEX. The corpus's very first
     token has no context and is not predicted: num_tokens - 1 are. Raises UserError for a one-token corpus.
     """
 
@@ -190,7 +190,7 @@ class EvalWindows:
         return -(-(self.indexed.num_tokens - 1) // self.seq_length)
 
     def gather(self, window_ids: ArrayLike) -> Ids:
-        """Windows in bulk: int64 [n, seq_length + 1], IGNORE past the end of the corpus."""
+        """Windows in bulk: int64 [n, seq_length + 1], IGNORE_INDEX past the end of the corpus."""
         ids = np.asarray(window_ids, dtype=np.int64)
         assert ids.size == 0 or (ids.min() >= 0 and ids.max() < len(self)), "window id out of range"
         positions = ids[:, None] * self.seq_length + np.arange(self.seq_length + 1)

@@ -57,7 +57,7 @@ class CheckedDataset:
     def _check_ids(
         self, ids: NDArray[Any], numbers: NDArray[Any], *, may_ignore: bool, what: str = "token"
     ) -> None:
-        """Raise OwnCodeError for an id outside the vocabulary; IGNORE is none where it `may_ignore`."""
+        """Raise OwnCodeError for an id outside the vocabulary; IGNORE_INDEX is none where it `may_ignore`."""
         if ids.size == 0 or (ids.min() >= 0 and ids.max() < self.vocab_size):
             return
         wrong = (ids < 0) | (ids >= self.vocab_size)

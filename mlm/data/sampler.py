@@ -58,7 +58,7 @@ class SampleBlock(Protocol):
 
 
 Samples = Ids | SampleBlock
-"""Samples gathered by a dataset: windows, int64 [n, S + 1], IGNORE where there is no token; or a block."""
+"""Samples gathered by a dataset: windows, int64 [n, S + 1], −100 where there is no token; or a block."""
 
 
 class Dataset(Protocol):

@@ -37,7 +37,7 @@ class TaskBatch:
     lengths: Tensor
     """[T] int64: tokens before the padding."""
     labels: Tensor
-    """Targets. [E] int64 (classification, choice) or [E, 2] int64 (span: first and last token), IGNORE where
+    """Targets. [E] int64 (classification, choice) or [E, 2] int64 (span: first and last token), −100 where
     not scored; [E] float64 (regression), NaN where not scored."""
     first_sample: int
     """Number of its first example in the whole run: dropout streams are a function of it."""

@@ -28,7 +28,7 @@ from mlm.training.pipelined import evaluate as mean_parts
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch(Batch):
-    """One micro-batch; the label of a token is the next one, where an answer holds that, else IGNORE."""
+    """One micro-batch; the label of a token is the next one, where an answer holds that, else −100."""
 
     ends: Tensor | None
     """[B, S] bool: the last token of each conversation; None if no sequence holds two."""

@@ -103,7 +103,7 @@ class TaskType(ABC):
 
         Args:
             outputs: [T, num_labels], or [T, S, 2] of head=span, of T texts.
-            labels: [E] or [E, k] int64, IGNORE where not scored; or [E] float64, NaN where not scored.
+            labels: [E] or [E, k] int64, IGNORE_INDEX where not scored; or [E] float64, NaN where not scored.
             lengths: [T] tokens of each text.
         """
 

@@ -45,7 +45,7 @@ def chunk_rows(rows: int, columns: int, device: torch.device, chunk_bytes: int |
 
 
 def columns_of(labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
-    """This shard's column of each label, -1 where the label lives elsewhere or is IGNORE."""
+    """This shard's column of each label, -1 where the label lives elsewhere or is IGNORE_INDEX."""
     column = labels - table.first
     return column.masked_fill((column < 0) | (column >= table.true_local_rows), -1)
 
@@ -57,7 +57,7 @@ def softmax_and_loss(
 
     Args:
         logits: [R, V/t] in float32 or float64; overwritten.
-        labels: [R] int64 global token ids, or IGNORE.
+        labels: [R] int64 global token ids, or IGNORE_INDEX.
         table: the vocabulary-parallel weight that gave the logits.
 
     Returns:
@@ -266,7 +266,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: [R, H] replicated over tp; [R/t, H], this rank's rows, if the table is sequence-parallel.
-        labels: [R] int64, IGNORE where not scored.
+        labels: [R] int64, IGNORE_INDEX where not scored.
         table: the (tied) vocabulary-parallel weight [V/t, H].
         scale: 0-d float tensor, for instance loss_scale / tokens of the global batch.
         chunk_bytes: largest chunk of logits; the default suits the device.
@@ -320,7 +320,7 @@ def _enter(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Ten
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
-    """Each row's loss without gradients: [R, H], [R] -> [R]; 0 where the label is IGNORE."""
+    """Each row's loss without gradients: [R, H], [R] -> [R]; 0 where the label is IGNORE_INDEX."""
     compute = table.weight_in(hidden.dtype)
     rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device)
     losses = [
@@ -338,7 +338,7 @@ def token_scores(
 
     float32 (float64 for float64 input), the same on every tp rank. Of equal logits the one of the lowest
     token id is the most probable, at every tp; padding never is. `bias` [V/t] is added to the logits. Both
-    are 0 where the label is IGNORE.
+    are 0 where the label is IGNORE_INDEX.
     """
     added = None if bias is None else bias.to(hidden.dtype)
     compute = table.weight_in(hidden.dtype)

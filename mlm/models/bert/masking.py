@@ -90,7 +90,7 @@ class Grams:
 def mask_tokens(
     tokens: Ids, lengths: Ids, vocab: BERTVocab, states: Bits, *, masked_lm_prob: float, max_ngram: int
 ) -> tuple[Ids, Ids]:
-    """Masked tokens and labels, int64 [n, S] each; labels are IGNORE where nothing is predicted.
+    """Masked tokens and labels, int64 [n, S] each; labels are IGNORE_INDEX where nothing is predicted.
 
     tokens   int64 [n, S]: cls, sep and padding in place
     lengths  int64 [n]: tokens without padding; max(1, round(masked_lm_prob * length)) are predicted at most

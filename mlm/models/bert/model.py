@@ -33,13 +33,13 @@ class Targets:
     """[R] int64: s * B + b for the masked token s of text b. With sequence parallelism those among this tp
     rank's rows of the sequence, as many on each rank."""
     labels: Tensor
-    """[R] int64, or [t * R] with sequence parallelism, one tp rank after the other; IGNORE fills up."""
+    """[R] int64, or [t * R] with sequence parallelism, one tp rank after the other; IGNORE_INDEX fills up."""
     is_swapped: Tensor
-    """[B] int64: 1 where the second segment comes first in its document, IGNORE where that is not scored."""
+    """[B] int64: 1 where the second segment comes first in its document, −100 where that is not scored."""
 
 
 def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: int = 0) -> Targets:
-    """Targets of labels [B, S], IGNORE where nothing is masked; `parts` is t with sequence parallelism.
+    """Targets of labels [B, S], IGNORE_INDEX where nothing is masked; `parts` is t with sequence parallelism.
 
     Places are found where the labels are: on the host, no device has to be waited for.
     """
