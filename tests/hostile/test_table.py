@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ from mlm.parallel.mesh import shape_context
 from mlm.training.config import PretrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
-from mlm.util.errors import UserError, visible
+from mlm.util.errors import CorruptFileError, UserError, visible
 from tests.checkpoint.native.helpers import edit_manifest, save
 from tests.config.cli.test_saved import BUILT, HEAD, HOSTILE, WHOLE
 from tests.hostile.files import one_in_four
@@ -178,7 +178,7 @@ def test_no_model_is_built_of_settings_that_are_not_of_the_tensors(
 ) -> None:
     edit_manifest(mine, SETTINGS[case])
     check(lambda: build(mine), capfd)
-    with guarded() as happened:  # it shows what is there, whatever that is
+    with guarded() as happened, suppress(CorruptFileError):  # it shows what the manifest says, if that agrees
         ckpt_inspect.run(CkptInspectConfig(ckpt=str(mine), tensors=True))
     assert happened == []
     assert "\x1b" not in capfd.readouterr().out
