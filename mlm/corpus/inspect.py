@@ -30,7 +30,7 @@ Count = Callable[[Index, int, int], NDArray[np.int64]]
 
 
 Facts = dict[str, Any]
-"""What was counted, as the result file holds it."""
+"""Counts, as the result file holds them."""
 
 
 def run_inspect(config: DataInspectConfig) -> None:

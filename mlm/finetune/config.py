@@ -188,7 +188,7 @@ class FinetuneScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneCheckpointConfig:
-    """When to save and what to keep. The best by the task's first metric is kept in out/best."""
+    """Intervals of saving, and checkpoints to keep. The best by the first metric is kept in out/best."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 

@@ -167,7 +167,7 @@ class KeptScores:
         return b"".join(json.dumps([number, *result]).encode() + b"\n" for number, result in results.items())
 
     def _read(self, header: bytes) -> dict[int, tuple[float, bool]]:
-        """What is kept under this header; nothing of another evaluation, or of a damaged file."""
+        """Scores kept under this header; none of another evaluation, or of a damaged file."""
         content = self.path.read_bytes() if self.path.exists() else b""
         if not content.startswith(header):
             return {}

@@ -87,7 +87,7 @@ class PrecisionConfig:
     """Format of activations and matrix products; tf32: float32, multiplied with 10-bit mantissas;
     fp8: bf16 whose linear layers multiply 8-bit floats, on an H100 or later."""
     cast: Literal["step", "use"] = "step"
-    """When parameters are cast to a half format: once for all micro-batches of a step, which takes 2 bytes a
+    """Cast of parameters to a half format: once for all micro-batches of a step, which takes 2 bytes a
     parameter, or at every use. No effect where zero=2|3 gathers them in that format."""
     initial_loss_scale: Annotated[float, POSITIVE] = 2.0**32
     """fp16: the loss is multiplied by this before backward."""

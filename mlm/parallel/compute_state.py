@@ -1,4 +1,4 @@
-"""What a module computes with besides its parameters; parameters cast once for all micro-batches of a step.
+"""State that a module computes with besides its parameters; parameters cast once a step.
 
 Master weights are float32. Without this each product casts its weight, forward and backward, in every
 micro-batch: 6 bytes of traffic a parameter each time, where reading the cast costs 2. A bias or a norm's
@@ -36,14 +36,14 @@ class DeferredWeightGrads:
 
 @dataclass
 class ComputeState:
-    """What a module computes with besides its parameters; the trainer sets it, for as long as it holds."""
+    """State that a module computes with besides its parameters; set and cleared by the trainer."""
 
     weight_copy: Tensor | None = None
     """The weight in the dtype of compute (`CachedHalfParams`)."""
     bias_copy: Tensor | None = None
     """The bias in the dtype of compute."""
     deferred: DeferredWeightGrads | None = None
-    """Where a zero-bubble schedule collects weight gradients; of linear layers only, as what follows."""
+    """Weight gradients of a zero-bubble schedule. This and the following are of linear layers only."""
     fp8: bool = False
     """True if products are of 8-bit floats (`mlm.parallel.fp8`)."""
     fused_grad: Tensor | None = None

@@ -45,7 +45,7 @@ FIRST_STEP = 0.06
 """GiB that libraries take on a CPU when they are first used."""
 HEAD = """{mark}: {ranks} ranks on {hosts} host(s), {when}
 # Every number is a measurement, but for memory and, where the GPU is known, the peaks of its datasheet.
-# A device is one of the ranks, all of which were busy at once. README.md of mlm/plan explains the constants.
+# A device is one of the ranks, all of which were busy at once. The guide Planning explains the constants.
 """
 
 

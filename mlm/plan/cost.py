@@ -1,4 +1,4 @@
-"""Time of a training step by formulas; README.md beside this file has each term as an equation.
+"""Time of a training step by formulas; the guide Planning has each term as an equation.
 
 Times are in seconds. A layer's forward and backward pass are sums of matrix products (a roofline with an
 efficiency that is smooth in each dimension), attention, elementwise kernels (bytes over bandwidth), and

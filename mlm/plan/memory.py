@@ -3,7 +3,7 @@
 Weights, gradients and optimizer state are counted tensor by tensor and exact. Activations are what this
 toolkit's layers keep for backward, after table 2 of arXiv:2205.05198 with fused attention, times the pairs of
 chunk and micro-batch that the schedule has in flight; on top comes what one layer's backward, or the
-vocabulary projection, needs for a moment. README.md beside this file lists the terms.
+vocabulary projection, needs for a moment. The guide Planning lists the terms.
 
 Letters as in shape.py; e is the bytes of an activation.
 """
@@ -88,7 +88,7 @@ class Peak:
     parts: dict[str, float]
     """Bytes by PARTS."""
     moment: str
-    """When: `backward` begins, or the `optimizer` steps."""
+    """`backward` as it begins, or `optimizer` as it steps."""
     parameters: int
     """Elements that the device holds."""
 

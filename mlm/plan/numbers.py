@@ -19,7 +19,7 @@ class Formula:
     value: float
     """Idle time over ideal time."""
     holds: str
-    """When it is exact."""
+    """Condition under which it is exact."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When to save and what to keep."""
+    """Intervals of saving, and checkpoints to keep."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 

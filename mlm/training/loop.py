@@ -111,7 +111,7 @@ class Loop(ABC):
         return True
 
     def observers(self) -> list[Observer]:
-        """What watches the run, in the order in which it is called."""
+        """Return the observers of the run, in the order in which they are called."""
         trainer, reporter, saver = self.trainer, self.reporter, self.saver
         config, out = trainer.config, saver.out
         incidents = Incidents(trainer, out, reporter, saver)

@@ -1,4 +1,4 @@
-"""What mlm may write, replace and delete: the one rule on users' files.
+"""Ownership of files: the one rule on what mlm may write, replace and delete.
 
 A folder is ours if it carries our marker, `.mlm.json`, which names its type. `claim_folder` makes one, or
 takes over a folder in which none of the names that a command writes is taken; `delete_owned` deletes the

@@ -134,7 +134,7 @@ class ProgressLines:
         self.number: Callable[[int], str] = size if in_bytes else "{:,}".format
         self.done, self.printed = 0, clock()
         self.first: tuple[float, int] | None = None
-        """When something was done for the first time, and how much: an earlier command may have done it."""
+        """Time and number of the first advance: an earlier command may have done that number."""
 
     def advance(self, count: int) -> None:
         """`count` more are done."""

@@ -88,7 +88,7 @@ class Allowed:
 
     @property
     def words(self) -> str:
-        """How equal runs within the tolerance are."""
+        """Equality of runs within the tolerance, in words."""
         if self.tolerance is None:
             return " bit for bit"
         return (

@@ -70,7 +70,7 @@ class Verdict:
     hint: str = ""
     """The mechanism to suspect, if the pattern of differences shows it."""
     how: str = ""
-    """How equal: " bit for bit"."""
+    """Equality in words: " bit for bit"."""
 
     @property
     def equal(self) -> bool:

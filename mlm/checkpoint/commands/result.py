@@ -1,4 +1,4 @@
-"""What the commands on checkpoints write and print alike."""
+"""Output shared by the commands on checkpoints: files, tables and lines."""
 
 from collections.abc import Iterable
 from typing import Any

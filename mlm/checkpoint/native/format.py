@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: how it is written, and checks before any of it is believed.
 
-README.md in this folder is the specification. A digest guards against accidents, not against an adversary
+The guide Checkpoints is the specification. A digest guards against accidents, not against an adversary
 (xxh3 is no cryptographic hash): what keeps a hostile checkpoint harmless is that nothing in it is ever
 executed, that sizes are bounded before anything is read, and that file names cannot leave the directory.
 """

@@ -1,6 +1,6 @@
 """Save and load checkpoints atomically: any layout writes, any layout reads.
 
-All ranks call together, and all raise what one finds wrong. README.md specifies the format.
+All ranks call together, and all raise what one finds wrong. The guide Checkpoints specifies the format.
 """
 
 import errno

@@ -60,7 +60,7 @@ class Stored(NamedTuple):
 
 
 class Readable(Protocol):
-    """What of a binary file the reader of headers uses."""
+    """Binary file, as far as the reader of headers uses it."""
 
     def seek(self, position: int, /) -> object:
         """Set the place of the next read."""

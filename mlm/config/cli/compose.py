@@ -40,7 +40,7 @@ class Composition:
     """Composed settings with their interpolations."""
 
     typed: DictConfig
-    """What the command line and the YAML that it chooses set; Hydra's own part is `hydra`."""
+    """Settings of the command line and of the YAML that it chooses; Hydra's own part is `hydra`."""
     tree: DictConfig
     """All settings."""
 
@@ -50,7 +50,7 @@ class Composition:
         return _plain(self.tree, resolve=True)
 
     def typed_values(self) -> dict[str, Any]:
-        """What the command line and its YAML set, interpolations as they are."""
+        """Settings of the command line and its YAML, interpolations as they are."""
         values = _plain(self.typed, resolve=False)
         return {key: value for key, value in values.items() if key != "hydra"}
 

@@ -77,7 +77,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a rank computes an action in the simulation."""
+    """Start and end of an action on its rank in the simulation."""
 
     action: Action
     start: float

@@ -1,4 +1,4 @@
-"""Where the time of steps goes: slow ranks, measured timelines of pipelines, profiles. All are observers.
+"""Times of steps: slow ranks, measured timelines of pipelines, profiles. All are observers.
 
 Waiting is what `Watch` measures: on a CPU (gloo) all of it, on a GPU what the host waits for. Times in a
 timeline are those of the device on a GPU (events on its stream), of the host on a CPU. The zero of ranks on

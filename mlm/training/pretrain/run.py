@@ -264,7 +264,7 @@ class PretrainLoop(Loop):
     """Mean validation loss of the last validation, nats per token."""
 
     def further_observers(self) -> list[Observer]:
-        """What continues the prompts."""
+        """Return the sampler of `train.sample_prompts`, if there is one."""
         return [] if self.sampler is None else [self.sampler]
 
     @property
