@@ -39,8 +39,8 @@ from mlm.plan.hardware import HardwareConfig, hardware_of
 from mlm.plan.memory import MemoryModel
 from mlm.plan.report import label
 from mlm.plan.shape import Layout, Shape
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
+from mlm.util.files import write_atomic
 
 RESULTS = Path(__file__).parent / "results/bench_plan.json"
 RANKS = 2

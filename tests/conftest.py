@@ -10,7 +10,7 @@ import pytest
 
 from mlm.launch import process
 from mlm.tracking import curves
-from mlm.util.atomic import write_atomic
+from mlm.util.files import write_atomic
 
 with warnings.catch_warnings():  # pytest has imported distutils
     warnings.simplefilter("ignore")

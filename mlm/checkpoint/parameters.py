@@ -12,7 +12,7 @@ from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 
 
-def unsplit(model: ModelConfig) -> nn.Module:
+def build_on_meta(model: ModelConfig) -> nn.Module:
     """Return a whole model in one process, without memory for its parameters."""
     with torch.device("meta"):
         return family_of(model.kind).model(model, tp=Axis("tp"))
@@ -22,7 +22,7 @@ def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
     """Return every parameter: name (layers.0.mlp.up.weight) -> whole shape without padding, float32."""
     return {
         shard.name: GlobalTensor(shard.global_shape, torch.float32, split_of(shard, model.vocab_multiple))
-        for shard in parameter_shards(unsplit(model), Axis("tp"))
+        for shard in parameter_shards(build_on_meta(model), Axis("tp"))
     }
 
 

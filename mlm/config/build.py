@@ -28,8 +28,8 @@ from mlm.config.tree import (
     out_of_range,
     sections,
 )
-from mlm.util.atomic import digest_bytes
 from mlm.util.errors import Absent, ConfigError, Problem, show
+from mlm.util.files import digest_bytes
 
 T = TypeVar("T")
 Check = Callable[[T], Iterable[str]]  # a built run spec → its problems

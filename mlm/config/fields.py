@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 from mlm.util.errors import Problem, show
-from mlm.util.ownership import unreadable
+from mlm.util.ownership import read_obstacle
 
 M = TypeVar("M")
 
@@ -166,7 +166,7 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
 
 def permission_problem(key: str, path: str) -> Problem | None:
     """The problem of a path that is there and that this user may not read."""
-    reason = unreadable(path)
+    reason = read_obstacle(path)
     return Problem.at(key, path, reason, "ask for the right to read it, or name another") if reason else None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from mlm.config.fields import READ, Role, split_weight
 from mlm.config.tree import leaves, values_of
 from mlm.util.errors import Problem
-from mlm.util.ownership import STDOUT, described, kind_of_folder, rejected_place
+from mlm.util.ownership import STDOUT, file_type_name, kind_of_folder, rejected_place
 from mlm.util.results import result_problems, results_alone_on_stdout
 
 
@@ -35,7 +35,7 @@ def folder_problems(key: str, value: str, inputs: list[str], *, is_cache: bool =
         return [Problem.at(key, value, "standard output cannot hold a folder", "name a folder")]
     try:
         if os.path.lexists(folder) and not folder.is_dir():
-            return [Problem.at(key, value, f"{described(folder)} stands there", "name a new folder")]
+            return [Problem.at(key, value, f"{file_type_name(folder)} stands there", "name a new folder")]
         is_ours = is_cache or kind_of_folder(folder) is not None
         return [] if is_ours else rejected_place(what, folder, inputs)
     except OSError as error:

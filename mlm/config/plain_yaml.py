@@ -12,7 +12,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from mlm.config.tree import MISSING_VALUE
-from mlm.util.errors import UserError, has_controls, visible
+from mlm.util.errors import UserError, escape_controls, has_controls
 
 MAX_BYTES = 1 << 18  # 256 KiB: a run's config is 3 kB
 MAX_DEPTH = 12
@@ -111,7 +111,7 @@ def problem_of(value: Any) -> str | None:
     if isinstance(value, str) and value == MISSING_VALUE:
         return f"{MISSING_VALUE} is no value; write one"
     if isinstance(value, str) and has_controls(value):
-        return f"{visible(value)[:60]} holds control characters; write it without"
+        return f"{escape_controls(value)[:60]} holds control characters; write it without"
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return "the number is too large; write a smaller one"
     if isinstance(value, dict) or not isinstance(value, str | int | float | bool | None):

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.extras import load_extra
+from mlm.util.files import write_atomic
 
 TEXT_KEY = "text"
 HUB = {

@@ -29,8 +29,8 @@ from mlm.corpus.stages.run import run_stages
 from mlm.data.corpus_files import MARKER, SPLITS, parse_split
 from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.atomic import digest_file, write_atomic
 from mlm.util.errors import UserError
+from mlm.util.files import digest_file, write_atomic
 from mlm.util.lock import Lock
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
 from mlm.util.terminal import Screen

@@ -37,7 +37,7 @@ from mlm.corpus.benchmarks import EvaluationText, load_benchmarks, read_benchmar
 from mlm.corpus.config import DecontaminateConfig
 from mlm.corpus.minhash import Hashes, ngram_hashes
 from mlm.corpus.pieces import pieces_of
-from mlm.util.atomic import digest_bytes
+from mlm.util.files import digest_bytes
 from mlm.util.splitmix import mix
 
 RULE = 3  # number of what counts as a match and what is cut; part of the digest

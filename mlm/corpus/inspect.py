@@ -16,8 +16,8 @@ from mlm.data.indexed import CHUNK, REBUILD, VERSION, Index, IndexedDataset, bin
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.results import named, write_result
-from mlm.util.terminal import add_row, console, plain, progress_bar, size, table
+from mlm.util.results import target_name, write_result
+from mlm.util.terminal import add_row, console, format_bytes, one_line, progress_bar, table
 
 BITS = 16
 BINS = 1 << BITS
@@ -106,7 +106,7 @@ def origin_of(prefix: Path, number: int) -> dict[str, Any] | None:
         origin = None
     if not isinstance(origin, dict):
         raise CorruptFileError(f"{bin_path(kept)} does not record the source of document {number}: {REBUILD}")
-    return {plain(str(key)): plain(str(value)) for key, value in origin.items()}
+    return {one_line(str(key)): one_line(str(value)) for key, value in origin.items()}
 
 
 def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:
@@ -225,7 +225,7 @@ HEADER_ROWS: dict[str, Callable[[Facts], str]] = {
     "documents": lambda facts: f"{facts['documents']:,}",
     "sequences": lambda facts: f"{facts['sequences']:,}",
     "tokens": lambda facts: f"{facts['tokens']:,}",
-    "size of .bin": lambda facts: size(facts["bytes"]),
+    "size of .bin": lambda facts: format_bytes(facts["bytes"]),
     "end with end-of-document": share_of,
 }
 
@@ -250,9 +250,9 @@ def show(config: DataInspectConfig, corpora: list[Facts], receipt: Receipt | Non
     if samples.row_count:
         out.print(samples)
         if note is not None:
-            out.print(f"note: {plain(note)}")
+            out.print(f"note: {one_line(note)}")
     if config.out is not None:
-        out.print(f"written to {named(config.out)}")
+        out.print(f"written to {target_name(config.out)}")
 
 
 def show_spread(out: Console, title: str, spread: Facts) -> None:

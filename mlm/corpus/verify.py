@@ -21,10 +21,10 @@ from mlm.data.corpus_files import (
 )
 from mlm.data.indexed import REBUILD, Index, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
-from mlm.util.atomic import digest_file, digest_name
 from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
-from mlm.util.results import named, write_result
-from mlm.util.terminal import Advance, add_row, console, plain, progress_bar, table
+from mlm.util.files import digest_file, digest_name
+from mlm.util.results import target_name, write_result
+from mlm.util.terminal import Advance, add_row, console, one_line, progress_bar, table
 
 BLOCK = 1 << 22  # bytes read at a time: 4 MiB
 
@@ -157,7 +157,7 @@ def scan(path: Path, index: Index, expected: Expected, advance: Advance, *, soun
         yield Check(path.name, "token ids", "ok", f"below {limit:,}")
     recorded = expected.entry("splits", path.stem).get("end_tokens")
     if sound and expected.eod_id is not None and recorded is not None:
-        detail = f"{end_tokens:,} end-of-document tokens, {RECEIPT} records {plain(recorded)}"
+        detail = f"{end_tokens:,} end-of-document tokens, {RECEIPT} records {one_line(recorded)}"
         agrees = recorded == end_tokens  # no text may hold one
         yield Check(path.name, "end-of-document tokens", *(("ok",) if agrees else ("error", detail)))
     yield digest_check(path, digest_name(digest), expected)
@@ -185,7 +185,7 @@ def digest_of(path: Path, advance: Advance, expected: Expected) -> str:
     """Digest of a file, empty if absent. A file whose size differs from the receipt's is not read."""
     entry, num_bytes = expected.entry("files", path.name), size_of(path)
     if entry.get("bytes", num_bytes) != num_bytes:
-        return f"{num_bytes} bytes, not {plain(entry['bytes'])}"
+        return f"{num_bytes} bytes, not {one_line(entry['bytes'])}"
     return digest_file(path, advance) if path.is_file() and "digest" in entry else ""
 
 
@@ -227,4 +227,4 @@ def show(config: DataVerifyConfig, checks: list[Check]) -> None:
         add_row(made, check.file, check.name, check.state, check.detail)
     console().print(made)
     if config.out is not None:
-        console().print(f"written to {named(config.out)}")
+        console().print(f"written to {target_name(config.out)}")

@@ -16,8 +16,8 @@ import jinja2
 from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START
 from mlm.data.chat_sandbox import BEGIN, END, RenderError, environment, render
 from mlm.data.tokenizer import Tokenizer, read_config
-from mlm.util.atomic import digest_bytes, write_atomic
-from mlm.util.errors import CorruptFileError, UserError, half_pair
+from mlm.util.errors import CorruptFileError, UserError, lone_surrogate
+from mlm.util.files import digest_bytes, write_atomic
 
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 MAX_BYTES = 1 << 20
@@ -59,7 +59,7 @@ class ChatTemplate:
         self, source: str, tokens: Mapping[str, str], place: str = "chat template", note: str = ""
     ) -> None:
         self.source, self.tokens, self.place, self.note = source, dict(tokens), place, note
-        if (half := half_pair(source)) is not None:
+        if (half := lone_surrogate(source)) is not None:
             raise UserError(f"{place}: holds {half}: correct the template")
         self.marks_answers = GENERATION.search(source) is not None
         self.digest = digest_bytes(json.dumps([source, sorted(self.tokens.items())]).encode())
@@ -110,7 +110,7 @@ class ChatTemplate:
             raise ChatError(
                 f"{self.place} fails ({error}): correct the conversation, or give another template"
             ) from error
-        if (half := half_pair(text)) is not None:
+        if (half := lone_surrogate(text)) is not None:
             raise ChatError(f"{self.place} writes {half}: correct the conversation, or the template")
         return without_marks(text)
 

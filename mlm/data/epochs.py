@@ -9,8 +9,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from mlm.util.atomic import digest_bytes, write_atomic
-from mlm.util.lock import one_builder
+from mlm.util.files import digest_bytes, write_atomic
+from mlm.util.lock import single_builder
 
 CACHE_FROM = 1 << 20
 """Documents plus windows of an epoch from which its order is worth a file."""
@@ -63,7 +63,7 @@ class EpochCache(Generic[Order]):
         path = self._path(epoch)
         if (found := self._load(path, epoch)) is not None:
             return found
-        with one_builder(path):  # another process may have built it meanwhile
+        with single_builder(path):  # another process may have built it meanwhile
             if (found := self._load(path, epoch)) is not None:
                 return found
             built = self._build(epoch)

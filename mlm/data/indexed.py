@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.util.atomic import copy_bytes, digest_file, fsync_directory, sync
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import copy_bytes, digest_file, fsync_directory, sync
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1

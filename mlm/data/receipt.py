@@ -7,16 +7,16 @@ from typing import Any
 
 from mlm.data.gpt import too_short, windows_per_epoch
 from mlm.data.indexed import REBUILD, IndexedDataset, bin_path
-from mlm.util.atomic import (
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import (
     WHOLE,
-    as_json,
     digest_file,
+    dump_json,
     parse_json,
     read_bounded,
     sampled_digest,
     write_atomic,
 )
-from mlm.util.errors import CorruptFileError, UserError
 
 RECEIPT = "corpus.json"
 REJECTED = "rejected.jsonl"
@@ -69,7 +69,7 @@ def write_receipt(folder: Path, facts: Receipt, files: list[str]) -> Receipt:
         "files": {name: file_entry(folder / name) for name in files},
         "versions": {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES},
     }
-    write_atomic(folder / RECEIPT, as_json(receipt))
+    write_atomic(folder / RECEIPT, dump_json(receipt))
     return receipt
 
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from mlm.util.atomic import digest_bytes, parse_json, write_atomic
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.ownership import described
+from mlm.util.files import digest_bytes, parse_json, write_atomic
+from mlm.util.ownership import file_type_name
 
 if TYPE_CHECKING:
     from mlm.data.chat_template import ChatTemplate
@@ -201,7 +201,7 @@ class Tokenizer:
             return cls(read_bert(file), str(file), eod)
         if not file.is_file() and os.path.lexists(file):
             raise UserError(
-                f"{file}: is {described(file)}, no regular file; put a tokenizer.json in its place"
+                f"{file}: is {file_type_name(file)}, no regular file; put a tokenizer.json in its place"
             )
         if not file.is_file():
             raise UserError(

@@ -44,10 +44,10 @@ from mlm.training.checks import context_problem
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import validation_prefixes
 from mlm.training.pipelined import evaluate
-from mlm.training.state import saved_history
-from mlm.util.atomic import digest_file
+from mlm.training.state import read_history
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.results import folder_problem, named, result_problems, write_result
+from mlm.util.files import digest_file
+from mlm.util.results import folder_problem, result_problems, target_name, write_result
 from mlm.util.terminal import add_row, console, progress_bar, table
 
 
@@ -56,8 +56,8 @@ def preflight(config: EvalLossConfig) -> list[str]:
     problems = checkpoint_problems(config.ckpt, config.parallel)
     if problems:
         return problems
-    named = named_checkpoint(config.ckpt)
-    path, trained = named.path, named.config
+    target_name = named_checkpoint(config.ckpt)
+    path, trained = target_name.path, target_name.config
     if problem := prediction_problem(config.ckpt, trained.model):
         return [problem]
     try:
@@ -178,7 +178,7 @@ def training_corpora(trained: Trained) -> list[dict[str, Any]]:
     if "data" not in trained.manifest.state:
         return []
     try:
-        return trained_on(saved_history(trained.manifest.state))
+        return trained_on(read_history(trained.manifest.state))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
             f"{trained.path}: what it was trained on cannot be read ({error!r}). {RESTORE}"
@@ -232,4 +232,4 @@ def show(result: dict[str, Any], out: Path) -> None:
     add_row(made, *columns.values())
     screen = console()
     screen.print(made)
-    screen.print(f"written to {named(out)}")
+    screen.print(f"written to {target_name(out)}")

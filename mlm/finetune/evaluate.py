@@ -28,8 +28,15 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.training.state import FINETUNING
 from mlm.util.errors import UserError, show
 from mlm.util.ownership import claim_problems
-from mlm.util.results import folder_problem, is_stream, named, result_problems, set_aside, write_result
-from mlm.util.terminal import add_row, console, plain, table
+from mlm.util.results import (
+    folder_problem,
+    is_stream,
+    rename_earlier_result,
+    result_problems,
+    target_name,
+    write_result,
+)
+from mlm.util.terminal import add_row, console, one_line, table
 
 READ_ALIKE = ("kind", "labels", "max_length", "question_length", "doc_stride", "answers")
 """Settings of a task that a checkpoint was finetuned with and must be scored with."""
@@ -143,12 +150,12 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     result = receipt(config, start, trained, scores, seconds=time.monotonic() - begin)
     if config.probabilities is not None:
         write_result(config.probabilities, probabilities(task, scores).encode(), key="probabilities")
-    aside = None if config.out is not None else set_aside(out, result, result_identity)
+    aside = None if config.out is not None else rename_earlier_result(out, result, result_identity)
     write_result(out, result)
-    notes = [] if aside is None else [f"the result there before: {plain(aside)}"]
+    notes = [] if aside is None else [f"the result there before: {one_line(aside)}"]
     for scored in scores:
         split = scored.tokenized.split
-        notes += map(plain, kind.warnings(task, split.name, split.rows, scored.predictions))
+        notes += map(one_line, kind.warnings(task, split.name, split.rows, scored.predictions))
     show_table(result, out, *notes)
 
 
@@ -203,7 +210,7 @@ def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:
 
 def show_table(result: dict[str, Any], out: Path, *notes: str) -> None:
     """Print the table, and lines after it."""
-    title = f"eval {result['task']} · {plain(result['checkpoint'])} · step {result['step']}"
+    title = f"eval {result['task']} · {one_line(result['checkpoint'])} · step {result['step']}"
     made = table(title, "split", "rows#", "metric", "value#")
     for entry in result["results"]:
         for name, value in entry["metrics"].items():
@@ -217,7 +224,7 @@ def show_table(result: dict[str, Any], out: Path, *notes: str) -> None:
     screen.print(made)
     for entry in result["results"]:
         for file in entry["predictions"]:
-            screen.print(f"predictions of {entry['split']}: {plain(file)}")
-    screen.print(f"written to {plain(named(out))}")
+            screen.print(f"predictions of {entry['split']}: {one_line(file)}")
+    screen.print(f"written to {one_line(target_name(out))}")
     for note in notes:
         screen.print(note)

@@ -22,7 +22,7 @@ from mlm.finetune.task_type import task_type
 from mlm.inference.chat import load_chat_template
 from mlm.inference.hf_source import load_model_folder, open_tensors
 from mlm.inference.trained import (
-    Named,
+    CheckpointSource,
     continuation_problem,
     is_model_folder,
     load_tokenizer,
@@ -33,8 +33,8 @@ from mlm.models.huggingface import Note
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.state import CHECKPOINTS, FINETUNING, model_shards
-from mlm.util.atomic import digest_bytes
 from mlm.util.errors import ConfigError, UserError, attempt, show
+from mlm.util.files import digest_bytes
 
 NOT_LOADED = ("model.mlm_head.", "model.sop_head.", "model.output.", "model.classifier.", "model.pooler.")
 """Prefixes of tensors that a checkpoint may hold and the model with its new head does not take from it."""
@@ -44,7 +44,7 @@ NOT_LOADED = ("model.mlm_head.", "model.sop_head.", "model.output.", "model.clas
 class Start:
     """The model that finetuning begins with."""
 
-    named: Named
+    named: CheckpointSource
     model: ModelConfig
     """The checkpoint's, with the head of the task."""
     tokenizer: Tokenizer
@@ -129,7 +129,7 @@ def tokenize_split(task: TaskConfig, split: Split, start: Start) -> TokenizedSpl
     return tokenized
 
 
-def weights_digest(named: Named) -> str:
+def weights_digest(named: CheckpointSource) -> str:
     """Return the digest of the weights of `ckpt`, in any folder. Raises UserError, OSError."""
     if not is_model_folder(named.path):
         return read_manifest(named.path).digest
@@ -137,7 +137,7 @@ def weights_digest(named: Named) -> str:
     return digest_bytes(canonical(files))
 
 
-def load_body(shards: Sequence[ParameterShard], named: Named, ctx: ParallelContext) -> None:
+def load_body(shards: Sequence[ParameterShard], named: CheckpointSource, ctx: ParallelContext) -> None:
     """Load all weights but the new head from `ckpt`. Collective over all ranks.
 
     A pooler that the checkpoint lacks is new too. Raises UserError, CorruptFileError.

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.native.format import RESTORE
-from mlm.checkpoint.native.run_state import texts as strings
+from mlm.checkpoint.native.run_state import as_strings as strings
 from mlm.config.build import from_dict
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.batches import batcher_of

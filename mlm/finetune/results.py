@@ -14,10 +14,10 @@ from mlm.finetune.task_type import task_type
 from mlm.inference.trained import is_model_folder
 from mlm.training.loop import layout_row, model_row, run_row
 from mlm.training.trainer import Trainer
-from mlm.util.atomic import as_json, parse_json, write_atomic
 from mlm.util.errors import writing_to
+from mlm.util.files import dump_json, parse_json, write_atomic
 from mlm.util.ownership import claim_folder
-from mlm.util.terminal import add_row, console, plain, table
+from mlm.util.terminal import add_row, console, one_line, table
 
 RESULT = "result.json"
 
@@ -67,7 +67,7 @@ def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
 def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -> None:
     """Print the table, and write the medians of several seeds to out/result.json. Raises UserError."""
     several = len(results) > 1
-    title = f"finetune {config.task.name} · {plain(config.ckpt)}"
+    title = f"finetune {config.task.name} · {one_line(config.ckpt)}"
     made = table(title, *["seed"] * several, "split", "metric", "value#", "best step#")
     for result in results:
         rows(made, (result.seed,) * several, {**result.scores, **result.tests}, result.best_step)
@@ -85,19 +85,19 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
         }
         with writing_to(config.out):
             claim_folder(config.out, "run", writes=(RESULT,))
-            write_atomic(Path(config.out) / RESULT, as_json(document))
+            write_atomic(Path(config.out) / RESULT, dump_json(document))
     if not is_new:
-        screen.print(f"{plain(config.out)} is finished: set another out=… to train again")
+        screen.print(f"{one_line(config.out)} is finished: set another out=… to train again")
     screen.print(made)
-    screen.print(f"written to {plain(Path(config.out) / RESULT)}")
+    screen.print(f"written to {one_line(Path(config.out) / RESULT)}")
     errors = task_type(config.task.kind).errors
     best = max(results, key=lambda result: merit(result.scores, errors))
-    screen.print(f"best checkpoint: {plain(best.checkpoint)}")
+    screen.print(f"best checkpoint: {one_line(best.checkpoint)}")
     for line in dict.fromkeys(line for result in results for line in result.warnings):
-        screen.print(plain(line))
+        screen.print(one_line(line))
     for result in results:
         for file in result.predictions:
-            screen.print(f"predictions: {plain(file)}")
+            screen.print(f"predictions: {one_line(file)}")
 
 
 def rows(made: Any, before: tuple[object, ...], scores: Scores, best_step: object) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlm.finetune.config import TaskConfig
-from mlm.util.errors import half_pair, type_of
-from mlm.util.terminal import plain
+from mlm.util.errors import lone_surrogate, type_of
+from mlm.util.terminal import one_line
 
 MAX_TEXT = 1 << 24  # characters; an article of 10,000 words has 60,000
 NO_LABEL = -1
@@ -57,7 +57,7 @@ def texts_of(task: TaskConfig, record: Mapping[str, Any], columns: Sequence[str]
 def present(record: Mapping[str, Any], column: str) -> Any:
     """Return the value in a column. Raises MissingColumnError."""
     if column not in record:
-        known = ", ".join(plain(key)[:40] for key in list(record)[:20]) or "none"
+        known = ", ".join(one_line(key)[:40] for key in list(record)[:20]) or "none"
         raise MissingColumnError(f"no column '{column}' (those there: {known}): set task.columns, or add it")
     return record[column]
 
@@ -68,7 +68,7 @@ def checked_text(value: Any, column: str) -> str:
         raise RowError(f"'{column}' holds {type_of(value)}, not a text: fix or delete it")
     if len(value) > MAX_TEXT:
         raise RowError(f"'{column}' has {len(value)} characters, {MAX_TEXT} is the limit: shorten it")
-    if not value.isascii() and (half := half_pair(value)) is not None:  # JSON can escape it
+    if not value.isascii() and (half := lone_surrogate(value)) is not None:  # JSON can escape it
         raise RowError(f"'{column}' holds {half}: fix or delete it")
     return value
 
@@ -139,5 +139,5 @@ def sequence(value: Any) -> list[Any] | None:
 
 def shown(value: Any) -> str:
     """Return a value of a file, shortened, without control characters."""
-    text = plain(value)
+    text = one_line(value)
     return repr(text if len(text) <= 60 else text[:60] + "…") if isinstance(value, str) else text[:60]

@@ -25,7 +25,7 @@ from mlm.inference.trained import checkpoint_problems
 from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.reporter import missing_extras
 from mlm.training.memory import reuse_large_blocks
-from mlm.training.resume import start_problems
+from mlm.training.resume import run_start_problems
 from mlm.util.errors import UserError, attempt
 from mlm.util.ownership import claim_problems
 
@@ -44,7 +44,7 @@ def preflight(config: FinetuneConfig) -> list[str]:
         start.tokenize(config.task, splits.train.select([0]))
         problems += length_problems(config, start)
         for one in by_seed(config):
-            problems += start_problems(spec_of(one, start, 1), compares=False)
+            problems += run_start_problems(spec_of(one, start, 1), compares=False)
             problems += change_problems(one, depends_on(one, start, splits))
     except UserError as error:
         return list(error.problems)

@@ -25,8 +25,8 @@ from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import PipelinedModel
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError, writing_to
+from mlm.util.files import write_atomic
 from mlm.util.ownership import claim_folder
 from mlm.util.terminal import progress_bar
 

@@ -14,8 +14,8 @@ from mlm.finetune.examples import Example, frame
 from mlm.finetune.rows import ExampleError, MissingColumnError, Row, RowError, identity_of
 from mlm.finetune.sources import read_split_records
 from mlm.finetune.task_type import task_type
-from mlm.util.atomic import digest_name
 from mlm.util.errors import ConfigError, UserError
+from mlm.util.files import digest_name
 
 MAX_PROBLEMS = 10
 """Problems of a split that are listed; the others are counted."""

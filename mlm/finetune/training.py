@@ -34,14 +34,14 @@ from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import peak_flops
 from mlm.training.config import CheckpointConfig, PretrainConfig, TrainConfig
 from mlm.training.kernels import missing_kernel_as_user_error
-from mlm.training.loop import CONFIG, Loop, composed_yaml, is_due, training_session
+from mlm.training.loop import CONFIG, Loop, composed_yaml, is_step_due, training_session
 from mlm.training.memory import out_of_memory_as_user_error, trim_memory
 from mlm.training.resume import claim, resume
-from mlm.training.run_tokenizer import digest_of
+from mlm.training.run_tokenizer import digests_of_tokenizer
 from mlm.training.state import FINETUNING, load_weights
 from mlm.training.trainer import Trainer
-from mlm.util.atomic import as_json, write_atomic
 from mlm.util.errors import writing_to
+from mlm.util.files import dump_json, write_atomic
 
 TRIM_EVERY = 20
 """Steps between returns of freed memory to the system: sequences of other lengths need other blocks."""
@@ -83,7 +83,7 @@ class FinetuneLoop(Loop):
     def is_save_due(self, validated: bool) -> bool:
         """True if a checkpoint to resume from is due."""
         every = self.config.checkpoint.save_every
-        return is_due(self.trainer.step, every) if every else validated
+        return is_step_due(self.trainer.step, every) if every else validated
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[list[TaskBatch]]]:
@@ -101,7 +101,7 @@ class FinetuneLoop(Loop):
         self.rows += len(numbers)
         self.progress.tokens += tokens
         self.throughput.count(tokens)
-        if self.trainer.ctx.device.type == "cpu" and is_due(self.trainer.step, TRIM_EVERY):
+        if self.trainer.ctx.device.type == "cpu" and is_step_due(self.trainer.step, TRIM_EVERY):
             trim_memory()
 
     def tokens(self) -> int:
@@ -309,7 +309,7 @@ def begin(run: Run) -> tuple[Path | None, Progress]:
         BASE: hub_id(run.config.ckpt) or start.named.config.name,
         DATA_PATH: None if run.config.data.path is None else os.path.abspath(run.config.data.path),
     }
-    trainer.extra_state[TOKENIZER] = digest_of(start.tokenizer).encode()
+    trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()
     checkpoint = resume(trainer)
     if checkpoint is None:
         load_body(trainer.shards, start.named, ctx)
@@ -352,7 +352,7 @@ def finish(run: Run) -> Result:
     )
     if trainer.ctx.is_main:
         with writing_to(config.out):
-            write_atomic(out / RESULT, as_json(asdict(result)))
+            write_atomic(out / RESULT, dump_json(asdict(result)))
             from mlm.tracking.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
 
             plot_losses(out / "metrics.jsonl", out / "loss.png", task_type(config.task.kind).loss_unit)

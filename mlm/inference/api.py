@@ -19,7 +19,7 @@ from mlm.data.conversation import check_messages, encode_prompt
 from mlm.data.sampler import Batch
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.predict import predict
-from mlm.inference.chat import load_chat_template, turn_ends
+from mlm.inference.chat import end_of_turn_tokens, load_chat_template
 from mlm.inference.generation import Sampling, before_stop, ends_at, generate
 from mlm.inference.scoring import rolling_windows, score
 from mlm.inference.trained import (
@@ -252,7 +252,7 @@ class Model:
             ids = [encode_prompt(check_messages(one), tokenizer, template, tools) for one in asked]
         except ChatError as error:
             raise UserError(f"messages: {error}") from error
-        answers = self._continue(ids, sampling, stops, turn_ends(template, tokenizer, self.path))
+        answers = self._continue(ids, sampling, stops, end_of_turn_tokens(template, tokenizer, self.path))
         return answers if several else answers[0]
 
     def _continue(

@@ -46,7 +46,7 @@ def template_problem(tokenizer_path: str | None, path: Path, *, key: str) -> Pro
     return Absent.at(key, None, why, f"set {key}={' or '.join(BUILT_IN)}, or to a FILE.jinja")
 
 
-def turn_ends(template: ChatTemplate, tokenizer: Tokenizer, path: Path) -> frozenset[int]:
+def end_of_turn_tokens(template: ChatTemplate, tokenizer: Tokenizer, path: Path) -> frozenset[int]:
     """Return the tokens that end an answer.
 
     These are the end of a document, the special token that the template writes after an answer, and those

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from mlm.checkpoint.huggingface.folder import AGAIN, CONFIG, SMALL_FILES, HFModel, read_model, read_settings
+from mlm.checkpoint.huggingface.folder import (
+    CONFIG,
+    SAVE_AGAIN,
+    SMALL_FILES,
+    HFModel,
+    read_model,
+    read_settings,
+)
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import JSON, CheckpointError, Manifest, canonical
@@ -22,9 +29,9 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.config import PretrainConfig
 from mlm.training.run_folder import imported_state, run_config
-from mlm.util.atomic import digest_bytes
 from mlm.util.errors import UserError
-from mlm.util.extras import expect_hub
+from mlm.util.extras import go_offline_without_hub
+from mlm.util.files import digest_bytes
 
 EXTRA = "pip install 'mlm[hf]'"
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -58,7 +65,7 @@ def fetch(repository: str, revision: str | None, setting: str) -> Path:
 
 def download(repository: str, revision: str | None, patterns: tuple[str, ...], setting: str) -> Path:
     """Download the files that match, and return their folder in the Hub's cache. Raises UserError."""
-    expect_hub()
+    go_offline_without_hub()
     try:
         hub: Any = import_module("huggingface_hub")  # optional
     except ImportError as error:
@@ -138,7 +145,9 @@ def load_model_folder(
         return tensors
 
     def explain(error: Exception) -> UserError:
-        return CheckpointError(f"{folder}: could not be loaded ({type(error).__name__}: {error}). {AGAIN}")
+        return CheckpointError(
+            f"{folder}: could not be loaded ({type(error).__name__}: {error}). {SAVE_AGAIN}"
+        )
 
     tensors = ranks.together(load, explain)
     mine = ranks.together(lambda: tensors.digests(lambda _: None) if ranks.is_main else {}, explain)

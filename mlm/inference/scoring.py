@@ -32,8 +32,8 @@ from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import EVAL_ROUNDS, PipelinedModel
-from mlm.util.atomic import digest_name, write_atomic
 from mlm.util.errors import UserError, writing_to
+from mlm.util.files import digest_name, write_atomic
 
 CPU_TOKENS = 2048
 """Most tokens per micro-batch on a CPU, or one sequence: GPT-2 124M scores LAMBADA equally fast at 512 to

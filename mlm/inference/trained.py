@@ -19,7 +19,7 @@ from mlm.checkpoint.huggingface.folder import CONFIG, read_model
 from mlm.checkpoint.native.folders import locate
 from mlm.checkpoint.native.format import MANIFEST, canonical
 from mlm.checkpoint.native.save_load import Manifest, read_manifest, resolve
-from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, TokenizerDigest, check_beside
+from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, TokenizerDigest, check_run_tokenizer
 from mlm.config.build import from_dict
 from mlm.config.imports import OwnCodeError, is_path
 from mlm.data.receipt import version_of
@@ -40,10 +40,10 @@ from mlm.training.config import PretrainConfig
 from mlm.training.kernels import choose_products
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.pipelined import PipelinedModel
-from mlm.training.run_tokenizer import digest_of, receipt_tokenizer
+from mlm.training.run_tokenizer import digests_of_tokenizer, receipt_tokenizer
 from mlm.training.state import load_weights
-from mlm.util.atomic import digest_bytes
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import digest_bytes
 
 LISTED = 3  # problems of a saved configuration that a message lists
 
@@ -79,7 +79,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Named:
+class CheckpointSource:
     """Model that `ckpt=` names, before a tensor is read."""
 
     path: Path
@@ -90,7 +90,7 @@ class Named:
     """Of a model folder: what is not there and takes initial values, what is left out; one line each."""
 
 
-def named_checkpoint(ckpt: str) -> Named:
+def named_checkpoint(ckpt: str) -> CheckpointSource:
     """Find what `ckpt=` names and read its settings; an id of the Hub is fetched.
 
     Raises UserError (ConfigError for several problems), CorruptFileError.
@@ -98,12 +98,12 @@ def named_checkpoint(ckpt: str) -> Named:
     folder = _model_folder(ckpt)
     if folder is not None:
         model = read_model(folder)
-        return Named(folder, run_spec(model), model.notes)
+        return CheckpointSource(folder, run_spec(model), model.notes)
     path = resolve(ckpt)
     manifest = read_manifest(path)
     config = trained_config(manifest, path)
-    check_stored(manifest, config.model, path)
-    return Named(path, config)
+    check_stored_parameters(manifest, config.model, path)
+    return CheckpointSource(path, config)
 
 
 def _model_folder(ckpt: str) -> Path | None:
@@ -118,7 +118,7 @@ def _model_folder(ckpt: str) -> Path | None:
 
 
 def is_model_folder(path: Path) -> bool:
-    """True if the path of a `Named` is a model folder of `transformers`, not an mlm checkpoint."""
+    """True if the path of a `CheckpointSource` is a model folder of `transformers`, not an mlm checkpoint."""
     return (path / CONFIG).is_file() and not (path / MANIFEST).exists()
 
 
@@ -139,7 +139,7 @@ def trained_config(manifest: Manifest, path: Path) -> PretrainConfig:
         raise CorruptFileError(f"{path}: holds no configuration this version can read ({reason})") from error
 
 
-def check_stored(manifest: Manifest, model: ModelConfig, path: Path) -> None:
+def check_stored_parameters(manifest: Manifest, model: ModelConfig, path: Path) -> None:
     """Raise CorruptFileError unless the tensors stored are as many and as large as those of the model.
 
     Asked before the model is built: then it takes the memory of tensors that are there, and no more.
@@ -268,7 +268,7 @@ def load_tokenizer(
     if model is not None and (problem := vocabulary_problem(named, tokenizer, model, key)):
         raise UserError(problem)
     known = None if named is None or force else known_tokenizer(path)
-    if known is not None and not known.is_same(digest_of(tokenizer)):
+    if known is not None and not known.is_same(digests_of_tokenizer(tokenizer)):
         raise UserError(
             f"{key}={named}: has another vocabulary ({tokenizer.digest}) than {path} was trained with "
             f"({known.digest}); remove {key}="
@@ -289,7 +289,7 @@ def _saved_tokenizer(path: Path, key: str) -> Tokenizer:
     if not os.path.lexists(saved):
         raise NoTokenizerError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
     state = read_manifest(path).state
-    check_beside(path, state)
+    check_run_tokenizer(path, state)
     known = TokenizerDigest.of(state)
     return Tokenizer.load(saved, eod=None if known is None else known.eod_id)
 
@@ -300,7 +300,7 @@ def _named_tokenizer(named: str, path: Path) -> Tokenizer:
     if known is None or known.eod_id is None:
         return Tokenizer.load(named)
     tokenizer = Tokenizer.load(named, eod=known.eod_id)
-    return tokenizer if known.is_same(digest_of(tokenizer)) else Tokenizer.load(named)
+    return tokenizer if known.is_same(digests_of_tokenizer(tokenizer)) else Tokenizer.load(named)
 
 
 def known_tokenizer(path: Path) -> TokenizerDigest | None:
@@ -308,7 +308,7 @@ def known_tokenizer(path: Path) -> TokenizerDigest | None:
     if not is_model_folder(path):
         return TokenizerDigest.of(read_manifest(path).state)
     try:
-        return digest_of(Tokenizer.load(path))
+        return digests_of_tokenizer(Tokenizer.load(path))
     except (UserError, OSError):
         return None
 

@@ -36,7 +36,7 @@ def child_run(words: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=plain_environment(os.environ),
+            env=environment_without_launcher(os.environ),
             start_new_session=True,  # Ctrl-C is for the command that started it
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
@@ -46,7 +46,7 @@ def child_run(words: list[str], log: Path) -> Iterator["subprocess.Popen[bytes]"
         kill(process)
 
 
-def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def environment_without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which `mlm` starts its own ranks, with this process's modules."""
     kept = {
         key: value
@@ -70,7 +70,7 @@ def kill(process: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.01)
 
 
-def failure_of(process: "subprocess.Popen[bytes]", what: str, log: Path) -> UserError | None:
+def command_failure(process: "subprocess.Popen[bytes]", what: str, log: Path) -> UserError | None:
     """Return the error of a command that failed: its last line, and its log; None if it succeeded."""
     code = process.returncode
     if not code:

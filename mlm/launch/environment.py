@@ -18,7 +18,7 @@ FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux assigns p
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Position of a rank among all ranks and among those of its host, and the address of the rendezvous."""
 
     rank: int
@@ -51,14 +51,14 @@ def by_srun(environ: Mapping[str, str]) -> bool:
     return in_step and "SLURM_PROCID" in environ and _slurm_tasks(environ) > 1
 
 
-def read_place(environ: Mapping[str, str]) -> Place | None:
+def read_rank_place(environ: Mapping[str, str]) -> RankPlace | None:
     """Return this process's position; None if no launcher started it as a rank.
 
     Raises UserError for a variable that is missing, no number or impossible.
     """
     if by_torchrun(environ):
         rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-        place = Place(
+        place = RankPlace(
             rank=rank,
             world_size=world_size,
             local_rank=_number(environ, "LOCAL_RANK", rank),
@@ -71,7 +71,7 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
         return None
     nodes = environ.get("SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
     job, step = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID", 0)
-    place = Place(
+    place = RankPlace(
         rank=_number(environ, "SLURM_PROCID"),
         world_size=_slurm_tasks(environ),
         local_rank=_number(environ, "SLURM_LOCALID"),
@@ -86,7 +86,7 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
     return _possible(place, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE")
 
 
-def _possible(place: Place, rank: str, world_size: str, local_world_size: str) -> Place:
+def _possible(place: RankPlace, rank: str, world_size: str, local_world_size: str) -> RankPlace:
     """Return the position if it can be one, given the names of its variables. Raises UserError."""
     if place.rank >= place.world_size:
         raise UserError(
@@ -100,7 +100,7 @@ def _possible(place: Place, rank: str, world_size: str, local_world_size: str) -
     return place
 
 
-def place_variables(place: Place) -> dict[str, str]:
+def place_variables(place: RankPlace) -> dict[str, str]:
     """Return the variables that torch's `env://` rendezvous and other libraries read."""
     return {
         "RANK": str(place.rank),

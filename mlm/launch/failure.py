@@ -18,8 +18,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from mlm.parallel.watch import LostPeer, Watch, is_transport_error, name_ranks
-from mlm.util.atomic import write_atomic
-from mlm.util.errors import UserError, visible
+from mlm.util.errors import UserError, escape_controls
+from mlm.util.files import write_atomic
 
 INTERRUPTED = 130  # exit code after Ctrl-C: 128 + SIGINT
 REPORT_S = 1.0  # a failing rank stays so long for its peers to notice and report
@@ -56,7 +56,7 @@ class Failure:
     def text(self) -> str:
         """Printed form: a line for a user's mistake and a lost peer, else the traceback."""
         if self.is_user_error:
-            return f"mlm: rank {self.rank}: " + "\n".join(map(visible, self.message.split("\n")))
+            return f"mlm: rank {self.rank}: " + "\n".join(map(escape_controls, self.message.split("\n")))
         if self.names_peer:
             return f"mlm: {self.message}"
         guess = ", probably because another rank is gone" if self.lost_peer else ""

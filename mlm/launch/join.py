@@ -9,7 +9,7 @@ import torch.distributed as distributed
 from torch.distributed import PrefixStore
 
 from mlm.launch.config import DistConfig
-from mlm.launch.environment import Place, place_variables, read_place
+from mlm.launch.environment import RankPlace, place_variables, read_rank_place
 from mlm.launch.process import ALONE, rank_device
 from mlm.launch.rendezvous import START_S, rendezvous_store
 from mlm.parallel.mesh import ParallelContext
@@ -67,7 +67,7 @@ def build_mesh(
     return build_groups(tp=tp, pp=pp, dp=dp, cp=cp, device=own, timeout_s=timeout_s)
 
 
-def _device_of(device: str | torch.device, place: Place) -> torch.device:
+def _device_of(device: str | torch.device, place: RankPlace) -> torch.device:
     """Return this rank's device. Raises UserError for one that is not there, or is another rank's."""
     if not isinstance(device, str | torch.device):
         raise TypeError(f"device: {type_of(device)}, not one of {', '.join(DEVICES)}")
@@ -83,18 +83,18 @@ def _device_of(device: str | torch.device, place: Place) -> torch.device:
     return own
 
 
-def _place() -> Place:
+def _place() -> RankPlace:
     """Return this process's position, by the launcher or the initialised process group."""
-    launched = read_place(os.environ)
+    launched = read_rank_place(os.environ)
     if not distributed.is_initialized():
         return launched or ALONE
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if launched is not None and (launched.rank, launched.world_size) == (rank, size):
         return launched
-    return Place(rank, size, local_rank=rank, local_world_size=size, master_addr="", master_port=0)
+    return RankPlace(rank, size, local_rank=rank, local_world_size=size, master_addr="", master_port=0)
 
 
-def _join(place: Place, backend: str, timeout_s: float) -> None:
+def _join(place: RankPlace, backend: str, timeout_s: float) -> None:
     """Initialise the default process group with the ranks that a launcher started."""
     os.environ.update(place_variables(place))  # SLURM sets others
     distributed.init_process_group(

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 
 from mlm.config.path_errors import streams_for
 from mlm.launch.config import NO_GPU, NO_GPU_FIX, DistConfig
-from mlm.launch.environment import Place, num_threads, place_variables
+from mlm.launch.environment import RankPlace, num_threads, place_variables
 from mlm.launch.failure import (
     INTERRUPTED,
     MAX_LINES,
@@ -37,7 +37,9 @@ from mlm.util.system import available_cores
 
 Target = Callable[[Any, ParallelContext], int | None]
 """Work of a job on each rank; returns the exit code of a command that a signal stopped after a save."""
-ALONE = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0)
+ALONE = RankPlace(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0
+)
 
 
 def device_kind(dist: DistConfig) -> Literal["cpu", "cuda"]:
@@ -49,7 +51,7 @@ def device_kind(dist: DistConfig) -> Literal["cpu", "cuda"]:
     return dist.device
 
 
-def run_joined(target: str, config: Any, *, place: Place, out: Path | None) -> int:
+def run_joined(target: str, config: Any, *, place: RankPlace, out: Path | None) -> int:
     """Run the job as one of the ranks that torchrun or SLURM started; 0 after its end or a save.
 
     Launchers end all ranks when one fails, so a rank that saved must not seem to.
@@ -86,7 +88,7 @@ def run_rank(
     target: str,
     config: Any,
     *,
-    place: Place = ALONE,
+    place: RankPlace = ALONE,
     store: Store | None = None,
     reporter: FailureReporter | None = None,
 ) -> int:
@@ -123,7 +125,7 @@ def run_rank(
 
 
 def _make_groups(
-    config: Any, place: Place, store: Store, device: torch.device, watch: Watch, start_s: float
+    config: Any, place: RankPlace, store: Store, device: torch.device, watch: Watch, start_s: float
 ) -> ParallelContext:
     """Initialise torch.distributed and make the groups of the layout. Collective over all ranks."""
     parallel, dist = config.parallel, config.dist
@@ -146,7 +148,7 @@ def _make_groups(
     )
 
 
-def rank_device(dist: DistConfig, place: Place) -> torch.device:
+def rank_device(dist: DistConfig, place: RankPlace) -> torch.device:
     """Make this rank's device current and return it. Raises UserError if the host shows too few GPUs."""
     if device_kind(dist) == "cpu":
         return torch.device("cpu")
@@ -175,7 +177,7 @@ def find_target(target: str) -> Target:
     return function
 
 
-def _must_report(failure: Failure, store: Store | None, place: Place) -> bool:
+def _must_report(failure: Failure, store: Store | None, place: RankPlace) -> bool:
     """True if this rank must report: the first with this message, or one of the first unexplained lost peers.
 
     One of those alone could mislead, as it may wait for a rank that waits itself.

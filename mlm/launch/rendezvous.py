@@ -18,7 +18,7 @@ from threading import Thread
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from mlm.launch.environment import Place
+from mlm.launch.environment import RankPlace
 from mlm.launch.stop import LAUNCHED
 from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
 from mlm.util.errors import UserError
@@ -49,7 +49,7 @@ class MissingRanksError(UserError):
         """True if another rank reports it."""
 
 
-def rendezvous_store(place: Place, timeout_s: float) -> Store:
+def rendezvous_store(place: RankPlace, timeout_s: float) -> Store:
     """Return a store of the ranks of this attempt, once all have come. Collective.
 
     Raises UserError if the port is taken or an address cannot be used, MissingRanksError if not all ranks
@@ -71,7 +71,7 @@ def rendezvous_store(place: Place, timeout_s: float) -> Store:
         raise
 
 
-def _unreachable(place: Place, start_s: float, reason: str) -> LostPeer:
+def _unreachable(place: RankPlace, start_s: float, reason: str) -> LostPeer:
     return LostPeer(
         f"rank {place.rank} (host {socket.gethostname()}): rank 0 did not answer at {place.master_addr} port "
         f"{place.master_port} within {start_s:g} s ({reason}): is it running, and can this host reach that "
@@ -79,7 +79,7 @@ def _unreachable(place: Place, start_s: float, reason: str) -> LostPeer:
     )
 
 
-def _open_in_thread(place: Place, timeout_s: float) -> Store:
+def _open_in_thread(place: RankPlace, timeout_s: float) -> Store:
     """Connect to the store in a thread: torch waits for good for a program that accepts and never answers."""
     opened: Future[Store] = Future()
 
@@ -96,7 +96,7 @@ def _open_in_thread(place: Place, timeout_s: float) -> Store:
         raise _unreachable(place, timeout_s, NO_STORE) from None
 
 
-def _open(place: Place, timeout_s: float) -> Store:
+def _open(place: RankPlace, timeout_s: float) -> Store:
     """Connect to the store, which rank 0 serves unless torchrun or a plain command does; wait for nobody."""
     timeout = timedelta(seconds=timeout_s)
     if ELASTIC in os.environ:
@@ -114,7 +114,7 @@ def _open(place: Place, timeout_s: float) -> Store:
     return PrefixStore(f"mlm-job-{place.job}", store)
 
 
-def call_roll(store: Store, place: Place, timeout_s: float) -> Store:
+def call_roll(store: Store, place: RankPlace, timeout_s: float) -> Store:
     """Return the part of `store` that belongs to this attempt of a job, once all ranks are here. Collective.
 
     torchrun restarts all ranks when one fails, and its store lives on: keys of the dead ranks (addresses,
@@ -147,7 +147,7 @@ def call_roll(store: Store, place: Place, timeout_s: float) -> Store:
     return PrefixStore(joined, store)
 
 
-def _admit_ranks(store: Store, place: Place, end: float) -> tuple[str, list[int]]:
+def _admit_ranks(store: Store, place: RankPlace, end: float) -> tuple[str, list[int]]:
     """Answer every token, also one that replaces a dead rank's, until all ranks are here.
 
     Return the attempt's name and the ranks that have not come by `end`.
@@ -179,7 +179,7 @@ def _wait_for_key(store: Store, key: str, timeout_s: float) -> str | None:
     return store.get(key).decode()
 
 
-def _missing(store: Store, attempt: str, absent: list[int], place: Place, timeout_s: float) -> str:
+def _missing(store: Store, attempt: str, absent: list[int], place: RankPlace, timeout_s: float) -> str:
     """Return the line on ranks that did not come, with the hosts of those that did."""
     here = [rank for rank in range(1, place.world_size) if rank not in absent]
     hosts = Counter([socket.gethostname(), *(store.get(f"{attempt}/{rank}").decode() for rank in here)])
@@ -188,7 +188,7 @@ def _missing(store: Store, attempt: str, absent: list[int], place: Place, timeou
     return f"{_absence_line(absent, place, timeout_s)} (came: {', '.join(shown)}{more})"
 
 
-def _absence_line(absent: list[int], place: Place, timeout_s: float) -> str:
+def _absence_line(absent: list[int], place: RankPlace, timeout_s: float) -> str:
     return (
         f"{name_ranks(absent)} of {place.world_size} did not come to {place.master_addr} port "
         f"{place.master_port} within {timeout_s:g} s (dist.timeout_s, at least {START_S:g}); look whether "
@@ -215,7 +215,7 @@ def interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
 
 
-def check_addresses(place: Place, environ: Mapping[str, str], *, wait_s: float = RESOLVE_S) -> None:
+def check_addresses(place: RankPlace, environ: Mapping[str, str], *, wait_s: float = RESOLVE_S) -> None:
     """Raise UserError if MASTER_ADDR does not resolve, or other hosts cannot find this one over gloo.
 
     Without GLOO_SOCKET_IFNAME, gloo offers the address that this host's own name resolves to, and falls back

@@ -33,7 +33,13 @@ from torch.distributed.elastic.multiprocessing import (
 
 from mlm.config.build import from_dict, to_dict
 from mlm.launch.config import DistConfig
-from mlm.launch.environment import Place, num_threads, place_variables, read_place, worker_environment
+from mlm.launch.environment import (
+    RankPlace,
+    num_threads,
+    place_variables,
+    read_rank_place,
+    worker_environment,
+)
 from mlm.launch.failure import (
     INTACT,
     INTERRUPTED,
@@ -74,7 +80,7 @@ class LaunchFacts:
 
 def launch_facts(dist: DistConfig) -> LaunchFacts:
     """Read the environment. Raises UserError for invalid variables, or CUDA without a GPU."""
-    place = read_place(os.environ)
+    place = read_rank_place(os.environ)
     return LaunchFacts(
         joined=place is not None,
         world_size=None if place is None else place.world_size,
@@ -96,7 +102,7 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
     facts = launch_facts(config.dist)
     world_size = choose_world_size(config.parallel, facts)
     if facts.joined:
-        place = read_place(os.environ)
+        place = read_rank_place(os.environ)
         assert place is not None
         return run_joined(target, config, place=place, out=out)
     try:
@@ -174,7 +180,7 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
 
 
 def _start_ranks(job: Path, world_size: int, port: int, variables: Mapping[str, str]) -> PContext:
-    places = [Place(rank, world_size, rank, world_size, LOOPBACK, port) for rank in range(world_size)]
+    places = [RankPlace(rank, world_size, rank, world_size, LOOPBACK, port) for rank in range(world_size)]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, CARRIED_SIGNALS)
     try:
         return start_processes(
@@ -230,7 +236,7 @@ def run_launched(job: dict[str, Any], reporter: FailureReporter) -> int:
 
     The watchdog reports a hang through `reporter`.
     """
-    place = read_place(os.environ)
+    place = read_rank_place(os.environ)
     assert place is not None, "launch_ranks sets RANK and WORLD_SIZE"
     module, _, name = job["config_class"].partition(":")
     assert module.startswith("mlm."), f"{module} is not part of mlm"

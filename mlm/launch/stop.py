@@ -1,9 +1,9 @@
 """Stopping on request: finish the step, save, leave. A second Ctrl-C stops at once.
 
 A request may come before there is a step to finish: importing torch, the rendezvous and loading a checkpoint
-take seconds to minutes. `requests_noted` keeps it until a `StopRequest` obeys it. `Relay` passes it on from
-the command to the ranks that it started. This module needs the standard library only, so that signals are
-noted before anything else is imported.
+take seconds to minutes. `note_stop_requests` keeps it until a `StopRequest` obeys it. `Relay` passes it on
+from the command to the ranks that it started. This module needs the standard library only, so that signals
+are noted before anything else is imported.
 """
 
 import os
@@ -80,7 +80,7 @@ def handling(
 
 
 @contextmanager
-def requests_noted(*, ends_process: bool = False) -> Iterator[None]:
+def note_stop_requests(*, ends_process: bool = False) -> Iterator[None]:
     """Note the first signal that requests a stop, for a `StopRequest` or `Relay`.
 
     A second Ctrl-C interrupts at once. Other repetitions change nothing: schedulers send the signal before a
@@ -98,7 +98,7 @@ def requests_noted(*, ends_process: bool = False) -> Iterator[None]:
             _noted_requests.active = False
 
 
-def unblock_requests() -> None:
+def unblock_stop_signals() -> None:
     """Receive the signals that request a stop, which `mlm.__main__` or a batch script has blocked."""
     if threading.current_thread() is threading.main_thread() and LAUNCHED not in os.environ:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNAL_NAMES)
@@ -126,7 +126,7 @@ class Stopped(BaseException):
 
 
 @contextmanager
-def requests_raised() -> Iterator[None]:
+def raise_stop_requests() -> Iterator[None]:
     """Raise `Stopped` at the first SIGTERM, SIGUSR1 or SIGHUP while inside; further ones have no effect.
 
     For a command that waits, and has something to finish.

@@ -18,7 +18,7 @@ LONGEST = 100_000  # characters; Linux takes 128 KiB in a variable
 
 
 @contextmanager
-def typed_as(words: Sequence[str]) -> Iterator[None]:
+def record_command_line(words: Sequence[str]) -> Iterator[None]:
     """Note the words after `mlm`, for this process and those it starts."""
     before = os.environ.get(COMMAND)
     _note({"words": list(words)})
@@ -30,13 +30,13 @@ def typed_as(words: Sequence[str]) -> Iterator[None]:
             os.environ[COMMAND] = before
 
 
-def note_job(overrides: str) -> None:
+def record_sweep_job(overrides: str) -> None:
     """Note which job of a sweep runs, by what it varies."""
     if noted := _noted(os.environ):
         _note({**noted, "job": overrides})
 
 
-def origin(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+def run_origin(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return command (words), job (of a sweep), folder, host and launcher of a run, for its record.
 
     Command and job are left out where they are unknown, as in a program that calls the library.

@@ -14,7 +14,7 @@ from typing import Any
 from mlm.config.imports import OwnCodeError, imported
 from mlm.optim.config import DECAYS, OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.util.errors import Problem, spelled
+from mlm.util.errors import Problem, format_settings
 
 Groups = list[dict[str, Any]]
 """Parameters with their settings, as torch.optim takes them."""
@@ -107,13 +107,13 @@ def layout_problem(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Prob
     if not split:
         return None
     reads = "declares no `elementwise`" if declared is None else "reads whole parameters"
-    fix = f"use {spelled({key: whole[key] for key in split})}"
+    fix = f"use {format_settings({key: whole[key] for key in split})}"
     if declared is None:
         fix += (
             ", or set elementwise = True on it if the update of an element reads no other element, False if "
             "it reads no other parameter"
         )
-    problem = f"optimizer.kind={optimizer.kind}: {reads}, and {spelled(split)} gives each rank a part"
+    problem = f"optimizer.kind={optimizer.kind}: {reads}, and {format_settings(split)} gives each rank a part"
     return Problem(("optimizer.kind", *split), problem, fix)
 
 

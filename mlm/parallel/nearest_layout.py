@@ -19,7 +19,7 @@ from mlm.parallel.layout_checks import (
     replica_size,
     sequence_quantum,
 )
-from mlm.util.errors import Problem, TooManyRanks, spelled
+from mlm.util.errors import Problem, TooManyRanks, format_settings
 
 Change = dict[str, Any]
 """Keys to set, with their new values."""
@@ -84,7 +84,7 @@ class Layout:
         return found
 
     def _spelled(self, change: Change) -> str:
-        return spelled({self.fix_names.get(key, key): value for key, value in change.items()})
+        return format_settings({self.fix_names.get(key, key): value for key, value in change.items()})
 
     def _fixes(self, broken: list[LayoutRule]) -> tuple[list[list[Change]], bool]:
         """For each broken rule, the alternatives that fix it; True if any of one go with any of another."""

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.launch.config import DistConfig
-from mlm.launch.environment import read_place
+from mlm.launch.environment import read_rank_place
 from mlm.launch.process import device_kind
 from mlm.launch.start import run_job
 from mlm.parallel.config import ParallelConfig
@@ -29,9 +29,9 @@ from mlm.plan.hardware import (
 )
 from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training.memory import reuse_large_blocks
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
-from mlm.util.results import CALIBRATION_MARK, named, write_result
+from mlm.util.files import write_atomic
+from mlm.util.results import CALIBRATION_MARK, target_name, write_result
 from mlm.util.system import host_memory
 from mlm.util.terminal import add_row, console, progress_bar, table
 
@@ -54,7 +54,7 @@ def run(config: PlanCalibrateConfig) -> int:
 
     Raises UserError if a result cannot be written, or ranks cannot be started.
     """
-    place = read_place(os.environ)
+    place = read_rank_place(os.environ)
     local = config.ranks or default_ranks(config) if place is None else place.local_world_size
     hosts = 1 if place is None else place.world_size // place.local_world_size
     if place is not None and place.world_size % place.local_world_size:
@@ -211,7 +211,7 @@ def write(hardware: HardwareConfig, config: CalibrationJob, ctx: ParallelContext
         out.print(f"kept for hardware=this in {kept}")
     if config.out is not None:
         write_result(config.out, content)
-        out.print(f"written to {named(config.out)}")
+        out.print(f"written to {target_name(config.out)}")
 
 
 def as_yaml(hardware: HardwareConfig, ranks: int, hosts: int) -> bytes:

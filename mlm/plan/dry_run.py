@@ -9,7 +9,7 @@ from mlm.plan.dry_run_config import PlanDryRunConfig
 from mlm.plan.dry_run_rank import DryRun, dry_run
 from mlm.plan.dry_run_report import record, show
 from mlm.util.errors import UserError
-from mlm.util.results import named, write_result
+from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen
 
 
@@ -25,7 +25,7 @@ def run(config: PlanDryRunConfig, console: Console | None = None) -> DryRun:
     show(found, config, console)
     if config.out is not None:
         write(found, config)
-        console.print(f"written to {named(config.out)}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"written to {target_name(config.out)}", soft_wrap=True, highlight=False, markup=False)
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mlm.launch.environment import read_place
+from mlm.launch.environment import read_rank_place
 from mlm.launch.process import device_kind
 from mlm.launch.start import LaunchFacts, choose_world_size
 from mlm.models.family import SHIPPED
@@ -22,7 +22,7 @@ from mlm.plan.search import Models, Query, layouts
 from mlm.plan.shape import Layout
 from mlm.tracking.summary import Predicted
 from mlm.training.config import PretrainConfig
-from mlm.util.errors import spelled
+from mlm.util.errors import format_settings
 from mlm.util.system import host_memory
 
 GPU_RESERVED, CPU_RESERVED = 1.5 * GIB, 0.3 * GIB
@@ -74,7 +74,7 @@ class Forecast:
 def lines(config: PretrainConfig, facts: LaunchFacts) -> list[str]:
     """Lines to print before a run starts; empty where nothing can be said. Never raises."""
     try:
-        place = read_place(os.environ)
+        place = read_rank_place(os.environ)
         ranks = choose_world_size(config.parallel, facts)
         found = forecast(
             config, ranks, machine_of(config, place.local_world_size if place else ranks), quick=True
@@ -90,7 +90,7 @@ def lines(config: PretrainConfig, facts: LaunchFacts) -> list[str]:
 def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
     try:
-        place = read_place(os.environ)
+        place = read_rank_place(os.environ)
         found = forecast(config, ranks, machine_of(config, place.local_world_size if place else ranks))
     except Exception as error:
         log.debug("no forecast: %r", error)
@@ -241,7 +241,7 @@ def warning(found: Forecast) -> str:
     changed = {
         key: after.get(key, default(key)) for key in {**after, **before} if before.get(key) != after.get(key)
     }
-    return f"warning: {lacks} may be lacking; the nearest layout that fits: {spelled(changed)}"
+    return f"warning: {lacks} may be lacking; the nearest layout that fits: {format_settings(changed)}"
 
 
 def default(key: str) -> object:

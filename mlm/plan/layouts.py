@@ -28,8 +28,8 @@ from mlm.plan.report import (
 )
 from mlm.plan.search import Found, Models, Planned, Query, layouts, least_gpus, query_of, search
 from mlm.plan.shape import Layout, Shape
-from mlm.util.errors import UserError, spelled
-from mlm.util.results import named, write_result
+from mlm.util.errors import UserError, format_settings
+from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen
 
 FORMAT = "mlm-plan-layouts-1"
@@ -61,7 +61,7 @@ def run(config: PlanLayoutsConfig, console: Console | None = None) -> Found:
     say(f"\n{command_line(config, found.best[0].layout)}", console)
     if config.out is not None:
         write(config, query, found, each)
-        say(f"written to {named(config.out)}", console)
+        say(f"written to {target_name(config.out)}", console)
     return found
 
 
@@ -79,7 +79,9 @@ def command_line(config: PlanLayoutsConfig, layout: Layout) -> str:
     more: dict[str, object] = {"model": config.name}
     if config.data.seq_length != config.model.max_positions:
         more["data.seq_length"] = config.data.seq_length
-    return f"mlm pretrain {spelled({**more, 'precision': config.precision.dtype, **layout.settings()})}"
+    return (
+        f"mlm pretrain {format_settings({**more, 'precision': config.precision.dtype, **layout.settings()})}"
+    )
 
 
 def footnote(found: Found) -> str:

@@ -8,7 +8,7 @@ from mlm.plan.config import PlanMemoryConfig
 from mlm.plan.memory import GIB, MemoryModel, Peak, gib, in_flight
 from mlm.plan.report import amount, as_csv, label, layout_cautions, say, show_memory, wide
 from mlm.plan.shape import Layout
-from mlm.util.results import named, write_result
+from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen
 
 FORMAT = "mlm-plan-memory-1"
@@ -44,7 +44,7 @@ def run(config: PlanMemoryConfig, console: Console | None = None) -> dict[int, P
         say(line, console)
     if config.out is not None:
         write(config, layout, peaks)
-        say(f"written to {named(config.out)}", console)
+        say(f"written to {target_name(config.out)}", console)
     return peaks
 
 

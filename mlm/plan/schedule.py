@@ -15,7 +15,7 @@ from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, record, simul
 from mlm.plan.timeline import timeline
 from mlm.tracking.page.html import page, paragraph, table
 from mlm.util.errors import UserError
-from mlm.util.results import named, write_result
+from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen
 
 MOST_DRAWN = 10_000
@@ -34,7 +34,7 @@ def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
     show_numbers(plan, closed_bubble(config), console)
     if config.out is not None:
         write(plan, config, Path(config.out))
-        say(f"written to {named(config.out)}", console)
+        say(f"written to {target_name(config.out)}", console)
     return plan
 
 

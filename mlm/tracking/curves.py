@@ -13,8 +13,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from numpy.typing import ArrayLike
 
 from mlm.tracking.history import read_records
-from mlm.tracking.panel import human
-from mlm.util.atomic import write_atomic
+from mlm.tracking.panel import format_count
+from mlm.util.files import write_atomic
 
 TRAIN, VALID, LR, RATE, NORM = "#2b6cb0", "#c05621", "#4a7c59", "#6b46c1", "#8a5a00"
 INK, PALE = "#333333", "#777777"
@@ -170,7 +170,7 @@ def draw_throughput(axes: Axes, steps: Sequence[dict[str, Any]]) -> None:
     draw_small(axes, points, RATE)
     frame(axes, points[1], bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=3))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     axes.set_ylabel(label)
 
 
@@ -214,7 +214,7 @@ def frame(axes: Axes, *curves: Sequence[float], bottom: float | None = None) -> 
     elif low < usual_low - span:
         low = usual_low - span / 2
     if high > usual_high + span > usual_high:
-        note = f"▲ up to {human(high)}"
+        note = f"▲ up to {format_count(high)}"
         axes.annotate(note, (0.06, 0.98), xycoords="axes fraction", va="top", size=8, color=PALE)
         high = usual_high + span / 4
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
@@ -245,7 +245,7 @@ def add_tokens(axes: Axes, tokens: Series) -> None:
         return
     top = axes.secondary_xaxis("top", functions=maps)
     top.xaxis.set_major_locator(MaxNLocator(nbins=8))
-    top.xaxis.set_major_formatter(FuncFormatter(lambda value, _: human(value)))
+    top.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     top.set_xlabel("tokens")
     top.tick_params(colors=INK, length=3)
     top.spines["top"].set_visible(False)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
-from mlm.util.atomic import open_bounded, open_regular, read_bounded, write_atomic
+from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flatten_metrics, name_parts
 from mlm.util.errors import UserError
+from mlm.util.files import open_bounded, open_regular, read_bounded, write_atomic
 
 FILE_NAME = "metrics.jsonl"
 MAX_BYTES = 1 << 30  # a million steps take 300 MB
@@ -59,11 +59,11 @@ class History(Sink):
 
     def step(self, metrics: StepMetrics) -> None:
         """Take a logged step."""
-        self.append("step", flat(metrics))
+        self.append("step", flatten_metrics(metrics))
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
         """Take a validation."""
-        self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity, **of_parts(parts)})
+        self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity, **name_parts(parts)})
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
         """Take the metrics of a split."""
@@ -99,7 +99,7 @@ class History(Sink):
     def append(self, kind: str, fields: Mapping[str, object]) -> None:
         """Write one record, and any that wait."""
         record = {"kind": kind, "time": round(time.time(), 3), **fields}
-        self.flush(json.dumps(finite(record), allow_nan=False).encode() + b"\n")
+        self.flush(json.dumps(replace_nonfinite(record), allow_nan=False).encode() + b"\n")
 
     def flush(self, line: bytes = b"") -> None:
         """Write waiting lines and `line`; keep those that cannot be written."""
@@ -188,12 +188,12 @@ def step_of(record: Mapping[str, Any]) -> int:
     return step if isinstance(kind, str) and type(step) is int else -1
 
 
-def finite(value: object) -> object:
+def replace_nonfinite(value: object) -> object:
     """Return `value` with every float that is not finite replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return value

@@ -44,7 +44,7 @@ class StepMetrics:
     """Parts of the loss, and accuracies: mlm_loss, sop_loss, mlm_accuracy, sop_accuracy."""
 
 
-def flat(metrics: StepMetrics) -> dict[str, Any]:
+def flatten_metrics(metrics: StepMetrics) -> dict[str, Any]:
     """Return the numbers of a step, its parts among them."""
     named = {each.name: getattr(metrics, each.name) for each in fields(metrics)}
     named.pop("parts")
@@ -98,7 +98,7 @@ class Sink:
         """End, however the run ends."""
 
 
-def of_parts(parts: Parts) -> dict[str, float]:
+def name_parts(parts: Parts) -> dict[str, float]:
     """Return the losses of a blend's corpora under their names in records and trackers."""
     return {f"validation/{name}": loss for name, loss in parts.items()}
 

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from mlm.tracking.metrics import NO_PARTS, Eta, Parts, Sink, StepMetrics, of_parts
+from mlm.tracking.metrics import NO_PARTS, Eta, Parts, Sink, StepMetrics, name_parts
 
 MAX_WIDTH = 110  # columns of the panel
 ECHO_WIDTH = 4  # columns left free: room for ^C^C, which would wrap and shift the panel by a line
@@ -38,7 +38,7 @@ def duration(seconds: float | None) -> str:
     return f"{days}d{h:02}:{m:02}:{s:02}" if days else f"{h}:{m:02}:{s:02}"
 
 
-def quantity(value: float) -> str:
+def format_significant(value: float) -> str:
     """Return a positive number with about four digits: 0.0712, 3.142, 412.7, 12345."""
     if not math.isfinite(value) or value <= 0:
         return f"{value:g}"
@@ -47,10 +47,10 @@ def quantity(value: float) -> str:
 
 def step_time(seconds: float) -> str:
     """Return the duration of a step: 512.0 ms, 2.341 s."""
-    return f"{quantity(seconds)} s" if seconds >= 1 else f"{quantity(1000 * seconds)} ms"
+    return f"{format_significant(seconds)} s" if seconds >= 1 else f"{format_significant(1000 * seconds)} ms"
 
 
-def human(value: float) -> str:
+def format_count(value: float) -> str:
     """Return a number in its largest unit: 2M, 1.5B."""
     for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
@@ -157,7 +157,7 @@ class PlainLines(Display):
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
         """Take a validation."""
         pairs = [f"validation_loss {loss:.4f}", f"validation_ppl {perplexity:.2f}"]
-        pairs += [f"{name} {part:.4f}" for name, part in of_parts(parts).items()]
+        pairs += [f"{name} {part:.4f}" for name, part in name_parts(parts).items()]
         self.line("  ".join([self.counter(step), *pairs]))
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
@@ -178,13 +178,13 @@ class PlainLines(Display):
             f"loss {m.loss:8.4f}",
             *(f"{name} {part:.4f}" for name, part in m.parts.items()),
             f"lr {m.lr:.3e}",
-            f"grad_norm {quantity(m.grad_norm):>7}",
+            f"grad_norm {format_significant(m.grad_norm):>7}",
         ]
         if m.loss_scale is not None:
             pairs += [f"loss_scale {m.loss_scale:<10.0f}", f"skipped {m.skipped_steps:>3}"]
         pairs += [
             f"tokens/s {m.tokens_per_s:>9.0f}",
-            f"TFLOP/s {quantity(m.tflops):>7}",
+            f"TFLOP/s {format_significant(m.tflops):>7}",
             f"MFU {f'{m.mfu:6.1%}' if m.mfu is not None else '   n/a'}",
             f"memory {m.memory_bytes / 2**30:7.2f}GiB",
             f"ETA {duration(self.eta.seconds())}",
@@ -294,7 +294,7 @@ class LivePanel(Display):
             cell("loss", f"{m.loss:.4f}", "bold red" if bad else "bold green"),
             *(cell(name.replace("_", " "), f"{part:.4f}") for name, part in m.parts.items()),
             cell("lr", f"{m.lr:.3e}"),
-            cell("gradient norm", quantity(m.grad_norm)),
+            cell("gradient norm", format_significant(m.grad_norm)),
         ]
         if m.loss_scale is not None:
             cells.append(cell("loss scale", power_of_two(m.loss_scale)))
@@ -302,10 +302,10 @@ class LivePanel(Display):
             cells.append(cell("skipped steps", f"{m.skipped_steps:,}", "yellow"))
         return [
             *cells,
-            cell("tokens seen", human(m.tokens)),
+            cell("tokens seen", format_count(m.tokens)),
             cell("tokens/s", f"{m.tokens_per_s:,.0f}"),
             cell("step time", step_time(m.step_time_s)),
-            cell("TFLOP/s", quantity(m.tflops)),
+            cell("TFLOP/s", format_significant(m.tflops)),
             cell("MFU", "n/a" if m.mfu is None else f"{m.mfu:.1%}"),
             cell("memory", f"{m.memory_bytes / 2**30:.2f} GiB"),
         ]

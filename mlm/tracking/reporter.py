@@ -18,7 +18,7 @@ from rich.console import Console
 import mlm
 from mlm.tracking.config import LogConfig
 from mlm.tracking.history import FILE_NAME, History
-from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flat, of_parts
+from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flatten_metrics, name_parts
 from mlm.tracking.panel import Display, LivePanel, PlainLines
 from mlm.util.errors import UserError
 from mlm.util.system import LastingStream
@@ -200,7 +200,7 @@ def build_trackers(out: Path, config: LogConfig, start_step: int) -> list[Sink]:
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
     """Return the numbers of a step as tracker tags, without null values."""
-    numbers = flat(metrics)
+    numbers = flatten_metrics(metrics)
     del numbers["step"]
     return {f"train/{name}": value for name, value in numbers.items() if value is not None}
 
@@ -218,7 +218,7 @@ class Tracker(Sink):
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
         """Take a validation."""
-        self.log(step, {"validation/loss": loss, "validation/perplexity": perplexity, **of_parts(parts)})
+        self.log(step, {"validation/loss": loss, "validation/perplexity": perplexity, **name_parts(parts)})
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
         """Take the metrics of a split."""

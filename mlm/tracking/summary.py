@@ -12,8 +12,8 @@ from typing import Any
 
 from mlm.config.imports import TRUST
 from mlm.tracking.history import FILE_NAME, read_records
-from mlm.tracking.panel import duration, quantity
-from mlm.util.atomic import read_regular, write_atomic
+from mlm.tracking.panel import duration, format_significant
+from mlm.util.files import read_regular, write_atomic
 
 Rows = Sequence[tuple[str, str]]
 SUMMARY_MARK = "<!-- Written by mlm, which replaces this file. -->"
@@ -93,7 +93,7 @@ def write_summary(
         "## Results",
         table([*results(steps, [r for r in records if r["kind"] == "validation"], unit), *checkpoint])
         or "Nothing was logged.",
-        comparison(steps, predicted),
+        compare_prediction(steps, predicted),
         "## Files",
         table([(f"`{path.name}`", text) for pattern, text in FILES for path in sorted(out.glob(pattern))]),
         "## How to continue",
@@ -187,7 +187,7 @@ def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any
             rows.append(("best validation loss", loss(min(scored, key=lambda v: v["loss"]))))
     summaries = (
         ("tokens/s of all ranks (median)", "tokens_per_s", median, "{:,.0f}".format),
-        ("model TFLOP/s per device (median)", "tflops", median, quantity),
+        ("model TFLOP/s per device (median)", "tflops", median, format_significant),
         ("MFU (median)", "mfu", median, "{:.1%}".format),
         ("memory of rank 0 (most logged)", "memory_bytes", max, lambda size: f"{size / 2**30:.2f} GiB"),
     )
@@ -199,7 +199,7 @@ def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any
     return rows
 
 
-def comparison(steps: Sequence[dict[str, Any]], predicted: Predicted | None) -> str:
+def compare_prediction(steps: Sequence[dict[str, Any]], predicted: Predicted | None) -> str:
     """Return a table of the predicted numbers, the measured ones and how far apart they are; or nothing."""
     if predicted is None or not steps:
         return ""

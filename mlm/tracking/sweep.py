@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 from mlm.tracking.history import FILE_NAME, read_records
-from mlm.tracking.panel import human
+from mlm.tracking.panel import format_count
 from mlm.tracking.summary import SUMMARY_MARK, escaped, is_summary
-from mlm.util.atomic import read_bounded, write_atomic
 from mlm.util.errors import UserError, show
+from mlm.util.files import read_bounded, write_atomic
 from mlm.util.results import write_result
 from mlm.util.terminal import add_row, console, table
 
@@ -107,7 +107,7 @@ def cells(runs: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         ("best_validation_loss", "best#", "{:.4f}".format),
         ("score", f"best {metric}#", "{:.4f}".format),
         ("best_step", "at step#", "{:,.0f}".format),
-        ("tokens_per_s", "tokens/s#", human),
+        ("tokens_per_s", "tokens/s#", format_count),
     ]
     shown = [
         (key, heading, form)

@@ -14,7 +14,7 @@ from mlm.models.config import ModelConfig
 from mlm.optim.own import check_decay, check_optimizer, layout_problem
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.training.config import PretrainConfig
-from mlm.util.errors import Problem, has_controls, show, visible
+from mlm.util.errors import Problem, escape_controls, has_controls, show
 
 MOST_PROMPTS = 64
 MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
@@ -240,10 +240,12 @@ def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | No
         if not prompt:
             return Problem((key,), f"{named} is empty", 'name a text, such as "The"')
         if any("\ud800" <= c <= "\udfff" for c in prompt):
-            return Problem((key,), f"{named} ({visible(prompt[:40])}) is no UTF-8", "convert it")
+            return Problem((key,), f"{named} ({escape_controls(prompt[:40])}) is no UTF-8", "convert it")
         if _is_no_value(prompt):
             why = "has control characters, or is no value of a configuration"
-            return Problem((key,), f"{named} ({visible(prompt[:40])}) {why}", "use text without them or ${")
+            return Problem(
+                (key,), f"{named} ({escape_controls(prompt[:40])}) {why}", "use text without them or ${"
+            )
     return None
 
 

@@ -26,8 +26,8 @@ from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.training.config import PretrainConfig
-from mlm.util.atomic import digest_bytes, digest_file, sampled_digest
 from mlm.util.errors import UserError
+from mlm.util.files import digest_bytes, digest_file, sampled_digest
 
 SYNTHETIC_VALIDATION_SAMPLES = 256
 SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
@@ -140,7 +140,7 @@ def problems_between(named: Sequence[Corpus]) -> list[str]:
     for corpus, size in zip(named, sizes, strict=True):
         if sizes.count(size) == 1:
             continue  # copies have indices of one size; only those are read
-        source = source_of(corpus)
+        source = corpus_source(corpus)
         first = seen.setdefault(f"{source.digest} {source.tokens}", corpus)
         if first is not corpus:
             problems.append(
@@ -158,7 +158,7 @@ def problems_between(named: Sequence[Corpus]) -> list[str]:
     return problems
 
 
-def source_of(corpus: Corpus, weight: float = 1.0) -> Source:
+def corpus_source(corpus: Corpus, weight: float = 1.0) -> Source:
     """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
     digest = digest_file(idx_path(corpus.train))
     source = Source(
@@ -190,13 +190,13 @@ def sources(data: DataConfig) -> tuple[Source, ...]:
     """The corpora of a run with their shares. Reads the indices whole. Raises UserError, OSError."""
     named = corpora(data)
     if len(named) < 2:
-        return tuple(source_of(corpus) for corpus in named)
+        return tuple(corpus_source(corpus) for corpus in named)
     weights = [
         float(IndexedDataset(corpus.train).num_tokens) if corpus.weight is None else corpus.weight
         for corpus in named
     ]
     return tuple(
-        replace(source_of(corpus, share), order=1)
+        replace(corpus_source(corpus, share), order=1)
         for corpus, share in zip(named, normalize_weights(weights), strict=True)
     )
 
@@ -303,7 +303,7 @@ def validation_sets(config: PretrainConfig, history: History = ()) -> list[Valid
 def document_problems(config: PretrainConfig) -> list[str]:
     """Problem of finding the ends of documents, at most one line; read before any rank starts."""
     try:
-        eod_id, size = with_eod(config.data).eod_id, config.model.vocab_size
+        eod_id, size = fill_eod_id(config.data).eod_id, config.model.vocab_size
     except UserError as error:
         return list(error.problems)
     if eod_id is None or eod_id < size:
@@ -314,7 +314,7 @@ def document_problems(config: PretrainConfig) -> list[str]:
     ]
 
 
-def with_eod(data: DataConfig) -> DataConfig:
+def fill_eod_id(data: DataConfig) -> DataConfig:
     """Settings with data.eod_id filled in, where one of the three switches needs it.
 
     Raises UserError as `find_eod` does.

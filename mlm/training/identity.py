@@ -15,8 +15,8 @@ from mlm.config.build import to_dict
 from mlm.config.tree import HOISTED, flatten
 from mlm.models.config import ModelConfig
 from mlm.training.config import PretrainConfig
-from mlm.training.corpora import SWITCHES, with_eod
-from mlm.util.errors import Problem, show, spelled
+from mlm.training.corpora import SWITCHES, fill_eod_id
+from mlm.util.errors import Problem, format_settings, show
 
 MAX_CHANGES = 1000
 """Changes that a checkpoint records, the newest ones."""
@@ -112,8 +112,8 @@ def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def current_settings(config: PretrainConfig) -> dict[str, Any]:
-    """This run's spec, by keys as they are typed. Raises UserError as `with_eod` does."""
-    return flat_settings(to_dict(replace(config, data=with_eod(config.data))))
+    """This run's spec, by keys as they are typed. Raises UserError as `fill_eod_id` does."""
+    return flat_settings(to_dict(replace(config, data=fill_eod_id(config.data))))
 
 
 def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) -> list[str]:
@@ -140,9 +140,9 @@ def function_errors(config: PretrainConfig, saved: Mapping[str, Any], path: str)
             f"set {key}={show(value)}, or another ckpt=…"
             for key, value in other.items()
         ]
-    typed = spelled({key: now[key] for key in other})
+    typed = format_settings({key: now[key] for key in other})
     problem = f"{typed}: the weights in {path} are of another model"
-    fix = f"choose no model=…, which takes the checkpoint's, or set {spelled(other)}"
+    fix = f"choose no model=…, which takes the checkpoint's, or set {format_settings(other)}"
     return [Problem(other, problem, fix)]
 
 

@@ -146,7 +146,7 @@ def missing_kernel_as_user_error(config: PretrainConfig) -> Iterator[None]:
         raise
 
 
-def compiles(choice: bool | None, device: torch.device) -> bool:
+def should_compile(choice: bool | None, device: torch.device) -> bool:
     """`compile` of the configuration, decided: by default on a GPU that has a compiler."""
     if choice is not None:
         return choice
@@ -165,7 +165,7 @@ def compile_layers(
     Where the compiler was not asked for and fails, the layer runs as it is, with a warning. With `graphs` the
     launches of each are replayed. Raises UserError.
     """
-    if not compiles(choice, device):
+    if not should_compile(choice, device):
         if graphs and device.type == "cuda":
             raise UserError("cuda_graphs=true: this host has no compiler for its GPU; use cuda_graphs=false")
         return

@@ -20,7 +20,7 @@ from mlm.config.build import to_dict
 from mlm.config.imports import paths_in
 from mlm.config.tree import leaves, values_of
 from mlm.launch.stop import StopRequest
-from mlm.launch.typed import origin
+from mlm.launch.typed import run_origin
 from mlm.tracking.metrics import Parts, Rates, StepMetrics, Throughput
 from mlm.tracking.peak import Peak, memory_bytes
 from mlm.tracking.reporter import Reporter
@@ -172,11 +172,13 @@ class Loop(ABC):
 
     def is_validation_due(self) -> bool:
         """True if a validation is due; the last step is always validated."""
-        return self.validate_every > 0 and (self.is_done() or is_due(self.trainer.step, self.validate_every))
+        return self.validate_every > 0 and (
+            self.is_done() or is_step_due(self.trainer.step, self.validate_every)
+        )
 
     def is_save_due(self, validated: bool) -> bool:
         """True if a checkpoint is due; the last step is always saved."""
-        return is_due(self.trainer.step, self.trainer.config.checkpoint.save_every)
+        return is_step_due(self.trainer.step, self.trainer.config.checkpoint.save_every)
 
     def count(self) -> None:
         """Count the step that was just taken."""
@@ -239,7 +241,7 @@ class StepLogger(Observer):
         loop.count()
         loop.reporter.advance(step)
         is_last = loop.is_done() or loop.is_stopping
-        if is_last or step == 1 or is_due(step, loop.trainer.config.log.every):
+        if is_last or step == 1 or is_step_due(step, loop.trainer.config.log.every):
             self.log(outcome)
 
     def log(self, outcome: StepOutcome) -> None:
@@ -274,7 +276,7 @@ def roughly(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
 
 
-def is_due(step: int, every: int) -> bool:
+def is_step_due(step: int, every: int) -> bool:
     """True if something done every `every` steps (0: never) is due after `step`."""
     return every > 0 and step % every == 0
 
@@ -337,7 +339,7 @@ def training_session(
         config=config.log,
         is_main=ctx.is_main,
         header=header,
-        run={**record, **origin(), "loss_unit": loss_unit},
+        run={**record, **run_origin(), "loss_unit": loss_unit},
     )
     with StopRequest(announce=ctx.is_main) as stop, reporter, Saver(trainer, out, reporter) as saver:
         stop.show = reporter.announce
@@ -378,11 +380,11 @@ def run_row(name: str, out: Path) -> tuple[str, str]:
     return "run", name if out == Path("runs", name) else f"{name} in {out}"
 
 
-def model_row(trainer: Trainer, origin: str = "") -> tuple[str, str]:
+def model_row(trainer: Trainer, run_origin: str = "") -> tuple[str, str]:
     """Family, size and shape of the model."""
     model = trainer.config.model
     shape = f"{model.num_layers} layers × {model.hidden_size} × {model.num_heads} heads"
-    return "model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape}){origin}"
+    return "model", f"{model.kind} {model.num_parameters() / 1e6:,.1f}M ({shape}){run_origin}"
 
 
 def layout_row(trainer: Trainer, *, even_batches: bool = True) -> tuple[str, str]:

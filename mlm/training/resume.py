@@ -9,13 +9,13 @@ from typing import Any
 from mlm.checkpoint.huggingface.folder import CONFIG, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import candidates, locate, plain_name, problem_of
-from mlm.checkpoint.native.retention import doubt_of
+from mlm.checkpoint.native.folders import candidates, checkpoint_problem, locate, step_directory_name
+from mlm.checkpoint.native.retention import checkpoint_doubt
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
 from mlm.config.build import to_dict
 from mlm.config.path_errors import protected_from
 from mlm.data.blend_history import changed_corpus_problem, continue_history, decode, describe_change, encode
-from mlm.launch.environment import read_place
+from mlm.launch.environment import read_rank_place
 from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.history import FILE_NAME
 from mlm.training.config import PretrainConfig
@@ -26,7 +26,7 @@ from mlm.training.run_tokenizer import tokenizer_errors
 from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, show
-from mlm.util.lock import WAIT_S, sole_writer
+from mlm.util.lock import WAIT_S, single_writer
 from mlm.util.ownership import claim_folder, claim_problems, other_owners, user_name
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def _with_ancestors(best: Path) -> list[Path]:
     return branch[branch.index(best) :] if best in branch else [best]
 
 
-def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:
+def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:
     """Return the problems that keep the run from its start, or from being alone in its folder.
 
     Without `compares` the caller compares the run with its checkpoint. Called before any rank starts. The
@@ -97,8 +97,8 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
             if errors := errors_of_start(config, start) if compares else []:
                 return errors
             read_manifest(start)
-        if read_place(os.environ) is None:
-            with sole_writer(checkpoints_folder(config)):
+        if read_rank_place(os.environ) is None:
+            with single_writer(checkpoints_folder(config)):
                 pass
     except UserError as error:
         return list(error.problems)
@@ -123,7 +123,7 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
     def take() -> None:
         if ctx.is_main:
             claim_folder(config.out, "run", inputs=protected_from(config))
-            stack.enter_context(sole_writer(checkpoints_folder(config), wait_s=wait_s))
+            stack.enter_context(single_writer(checkpoints_folder(config), wait_s=wait_s))
             warn_of_owners(config)
 
     Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
@@ -178,9 +178,11 @@ def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
     paths = [
         path
         for path in candidates(checkpoints_folder(config))
-        if before is None or int(plain_name(path).removeprefix("step-")) < before
+        if before is None or int(step_directory_name(path).removeprefix("step-")) < before
     ]
-    return [path for path in paths if problem_of(path) is None and doubt_of(path) is None] or paths
+    return [
+        path for path in paths if checkpoint_problem(path) is None and checkpoint_doubt(path) is None
+    ] or paths
 
 
 def load_first_whole(trainer: Trainer, checkpoints: list[list[Any]]) -> Path | None:

@@ -20,7 +20,7 @@ from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import derived_id, write_streamed
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
-from mlm.checkpoint.parameters import parameters, unsplit
+from mlm.checkpoint.parameters import build_on_meta, parameters
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
@@ -29,11 +29,11 @@ from mlm.parallel.init import init_shard
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
 from mlm.training.config import PretrainConfig
-from mlm.training.run_tokenizer import digest_of
+from mlm.training.run_tokenizer import digests_of_tokenizer
 from mlm.training.state import CHECKPOINTS
-from mlm.util.atomic import fsync_directory
 from mlm.util.errors import UserError
-from mlm.util.lock import LOCK, sole_writer
+from mlm.util.files import fsync_directory
+from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import claim_folder, delete_owned
 from mlm.util.terminal import progress_bar
 
@@ -45,7 +45,7 @@ SPARE = 64 << 20  # bytes for manifest, tokenizer and the file system itself
 def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dict[str, Tensor]:
     """Return initial values of those parameters: whole, float32, on the CPU."""
     values = {}
-    for shard in parameter_shards(unsplit(model), Axis("tp")) if names else ():
+    for shard in parameter_shards(build_on_meta(model), Axis("tp")) if names else ():
         if shard.name in names:
             values[shard.name] = torch.empty(shard.global_shape)
             whole = replace(shard, parameter=nn.Parameter(values[shard.name]), true_size=None)
@@ -90,7 +90,7 @@ def write_imported(
     state = {
         **imported_state(config, source, filled),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
-        **({} if tokenizer is None else {TOKENIZER: digest_of(tokenizer).encode()}),
+        **({} if tokenizer is None else {TOKENIZER: digests_of_tokenizer(tokenizer).encode()}),
     }
 
     def piece(name: str, region: Region) -> Tensor:
@@ -161,7 +161,7 @@ def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
     with _naming_disk(out):
         final.parent.mkdir(parents=True, exist_ok=True)
         claim_folder(work, UNFINISHED)
-        with sole_writer(work):
+        with single_writer(work):
             try:
                 if problems := out_problems(out):
                     raise UserError(problems[0])

@@ -13,7 +13,7 @@ from mlm.training.corpora import Corpus, corpora, recorded_eod, source_facts, to
 from mlm.util.errors import UserError
 
 
-def digest_of(tokenizer: Tokenizer) -> TokenizerDigest:
+def digests_of_tokenizer(tokenizer: Tokenizer) -> TokenizerDigest:
     """Return a tokenizer's digests, as checkpoints save them."""
     return TokenizerDigest(tokenizer.digest, tokenizer.vocabulary_digest, tokenizer.eod_id)
 
@@ -34,7 +34,7 @@ def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:
     """
     tokenizer = tokenizer_of(data)
     if tokenizer is not None:
-        return digest_of(tokenizer)
+        return digests_of_tokenizer(tokenizer)
     written = (source_facts(corpus)["tokenizer"] for corpus in corpora(data))
     return next((TokenizerDigest(digest) for digest in written if digest), None)
 
@@ -57,7 +57,7 @@ def corpus_tokenizer_errors(data: DataConfig) -> list[str]:
         path, tokenizer = tokenizer_path(data), tokenizer_of(data)
         if path is None or tokenizer is None:
             return []
-        saved = digest_of(tokenizer)
+        saved = digests_of_tokenizer(tokenizer)
         return [error for corpus in corpora(data) if (error := _unlike(corpus, saved, path))]
     except UserError as error:
         return list(error.problems)
@@ -65,7 +65,7 @@ def corpus_tokenizer_errors(data: DataConfig) -> list[str]:
 
 def _unlike(corpus: Corpus, saved: TokenizerDigest, path: Path) -> str | None:
     digest = source_facts(corpus)["tokenizer"]
-    if not digest or saved.is_same(written_with(corpus.train.parent, digest)):
+    if not digest or saved.is_same(corpus_tokenizer_digest(corpus.train.parent, digest)):
         return None
     return (
         f"data.tokenizer={path}: has digest {saved.digest}, {corpus.train.parent} was written with {digest}; "
@@ -73,16 +73,16 @@ def _unlike(corpus: Corpus, saved: TokenizerDigest, path: Path) -> str | None:
     )
 
 
-def written_with(folder: Path, digest: str) -> TokenizerDigest:
+def corpus_tokenizer_digest(folder: Path, digest: str) -> TokenizerDigest:
     """Return the digests of a corpus folder's tokenizer, that of its vocabulary only if the file is there."""
     try:
         beside = tokenizer_beside(folder)
     except (UserError, OSError):
         return TokenizerDigest(digest)
-    return digest_of(beside) if beside and beside.digest == digest else TokenizerDigest(digest)
+    return digests_of_tokenizer(beside) if beside and beside.digest == digest else TokenizerDigest(digest)
 
 
 def receipt_tokenizer(prefix: Path) -> TokenizerDigest | None:
     """Return the tokenizer's digests from the receipt beside a .bin/.idx. Raises CorruptFileError."""
     digest = known_digest((read_receipt(prefix.parent) or {}).get("tokenizer"))
-    return written_with(prefix.parent, digest) if digest else None
+    return corpus_tokenizer_digest(prefix.parent, digest) if digest else None

@@ -30,7 +30,7 @@ from mlm.tracking.reporter import Reporter
 from mlm.training.observer import Observer
 from mlm.training.state import CHECKPOINTS, counters, owned_shards, save
 from mlm.training.trainer import Trainer
-from mlm.util.atomic import digest_bytes
+from mlm.util.files import digest_bytes
 
 LOWEST_PRIORITY = 19
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import mlm
 from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import set_aside
+from mlm.checkpoint.native.folders import descendants_set_aside
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
 from mlm.checkpoint.native.run_state import check_run_state
 from mlm.checkpoint.native.save_load import (
@@ -76,7 +76,7 @@ def training_shards(trainer: Trainer) -> dict[str, Shard]:
 def owned_shards(trainer: Trainer) -> dict[str, Shard]:
     """Return the parameters and moments that this rank writes: views of the live tensors."""
     stored = {s.name for s in trainer.shards if is_stored(s, trainer.ctx)}
-    return {k: v for k, v in training_shards(trainer).items() if parameter_name(k) in stored}
+    return {k: v for k, v in training_shards(trainer).items() if parameter_of_tensor(k) in stored}
 
 
 def counters(trainer: Trainer) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
     return shard.is_owner and (shard.dp_slice is not None or ctx.replicas.rank == 0)
 
 
-def parameter_name(key: str) -> str:
+def parameter_of_tensor(key: str) -> str:
     """The parameter a checkpoint tensor belongs to: model.X and optimizer.exp_avg.X -> X."""
     kind, rest = key.split(".", 1)
     return rest if kind == "model" else rest.split(".", 1)[1]
@@ -164,7 +164,7 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
         state = manifest.state
         trainer.step = int(state["step"])
         trainer.consumed_samples = int(state["consumed_samples"])
-        trainer.history = saved_history(state)
+        trainer.history = read_history(state)
         trainer.scaler.load_state(state["scaler"])
         ensure_state(trainer.optimizer, trainer.shards, float(state["applied_steps"]))
         trainer.past = past_of(trainer.config, path, manifest) if ctx.is_main else Past()
@@ -182,7 +182,7 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
     return manifest
 
 
-def saved_history(state: Mapping[str, Any]) -> History:
+def read_history(state: Mapping[str, Any]) -> History:
     """Return the corpora that a run has read, and how far; empty for synthetic data.
 
     Raises ValueError, KeyError or TypeError for a state that is not of a training run.
@@ -212,7 +212,7 @@ def check_identity(
 def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
     """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since."""
     since = changes_since(config, manifest.state["config"], manifest.step)
-    if later := set_aside(path.parent, path):
+    if later := descendants_set_aside(path.parent, path):
         since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)
     changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
     return Past(Lineage.of(manifest.state), changes).after(Save(manifest.step, manifest.save_id))

@@ -30,9 +30,9 @@ from mlm.parallel.reducers import ReducedGradients, build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
 from mlm.parallel.transfer import to_device
 from mlm.training.config import PretrainConfig
-from mlm.training.corpora import with_eod
+from mlm.training.corpora import fill_eod_id
 from mlm.training.identity import Past
-from mlm.training.kernels import choose_kernels, compile_layers, compiles
+from mlm.training.kernels import choose_kernels, compile_layers, should_compile
 from mlm.training.observer import Observers
 from mlm.training.pipelined import PipelinedModel, evaluate
 
@@ -63,7 +63,7 @@ def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool
         compile_layers(chunk.layers.values(), config.compile, ctx.device, graphs=config.cuda_graphs)
         for module in chunk.modules():
             if isinstance(module, VocabParallelEmbedding):
-                module.compiled = compiles(config.compile, ctx.device)
+                module.compiled = should_compile(config.compile, ctx.device)
     if config.cuda_graphs:
         model.replay_graphs()
     return model
@@ -108,7 +108,7 @@ class Trainer(Generic[B]):
         ctx: ParallelContext,
         objective: Objective[Transformer, B] | None = None,
     ) -> None:
-        self.config = config = replace(config, data=with_eod(config.data))
+        self.config = config = replace(config, data=fill_eod_id(config.data))
         self.ctx = ctx
         self.model = build_model(config, ctx, one_shape=objective is None)  # tasks' texts differ in length
         self.objective: Objective[Transformer, B] = objective or config.model.family.objective(

@@ -15,26 +15,26 @@ HALF_PAIR = re.compile("[\ud800-\udfff]")
 TYPES = {"NoneType": "null", "int": "an integer", "str": "a text", "dict": "an object"}
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """The text with control characters escaped, so that a file's content cannot steer a terminal."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return shown.encode(errors="backslashreplace").decode()  # half a surrogate pair
 
 
-def printed(line: str) -> str:
+def printable_line(line: str) -> str:
     """An error's line as it is printed: without control characters, and with a long word shortened.
 
     Words are those of the user's: the rest of the line would be lost beside one of hundreds of letters.
     """
-    return LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", visible(line))
+    return LONG_WORD.sub(lambda word: f"{word[0][:100]}…{word[0][-20:]}", escape_controls(line))
 
 
-def shortened(line: str) -> str:
+def truncate_line(line: str) -> str:
     """The line of a setting whose value is long: the problem, which begins it, and the fix, which ends it."""
     return line if len(line) < LONG_LINE else f"{line[: LONG_LINE // 2]} … {line[-LONG_LINE // 3 :]}"
 
 
-def half_pair(text: str) -> str | None:
+def lone_surrogate(text: str) -> str | None:
     """The first half of a surrogate pair in a text, in words, which no tokenizer takes; None without one."""
     half = HALF_PAIR.search(text)
     return None if half is None else f"half a surrogate pair (U+{ord(half[0]):X})"
@@ -56,7 +56,7 @@ def type_of(value: Any) -> str:
     return TYPES.get(name) or f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
-def spelled(settings: Mapping[str, Any]) -> str:
+def format_settings(settings: Mapping[str, Any]) -> str:
     """Settings as they are typed: `tp=2 pp=1`."""
     return " ".join(f"{key}={show(value)}" for key, value in settings.items())
 
@@ -137,7 +137,7 @@ class UserError(ValueError):
 
     def lines(self) -> list[str]:
         """Lines to print, without control characters."""
-        return [printed(line) for line in str(self).split("\n")]
+        return [printable_line(line) for line in str(self).split("\n")]
 
 
 class ConfigError(UserError):
@@ -155,7 +155,7 @@ class ConfigError(UserError):
 
     def lines(self) -> list[str]:
         """One line for each problem, whatever its value holds."""
-        return [shortened(printed(line)) for line in self.problems]
+        return [truncate_line(printable_line(line)) for line in self.problems]
 
 
 class CorruptFileError(UserError):

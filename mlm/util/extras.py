@@ -30,7 +30,7 @@ def load_extra(module: str, setting: str, extra: str = "data") -> Any:
     `setting` is the setting that needs it, as the user typed it: `input=text.parquet`.
     """
     if module in OF_THE_HUB:
-        expect_hub()
+        go_offline_without_hub()
     try:
         return import_module(module)
     except ImportError as error:
@@ -38,7 +38,7 @@ def load_extra(module: str, setting: str, extra: str = "data") -> Any:
         raise UserError(f"{setting} needs the package {package}: pip install 'mlm[{extra}]'") from error
 
 
-def expect_hub() -> None:
+def go_offline_without_hub() -> None:
     """Have the Hub's libraries use only their cache, and fail at once, if the Hub is unreachable."""
     if os.environ.get(OFFLINE) is not None or is_reachable():
         return

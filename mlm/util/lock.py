@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mlm.util.atomic import open_regular
 from mlm.util.errors import UserError
+from mlm.util.files import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Lock:
 
 
 @contextmanager
-def sole_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out") -> Iterator[None]:
+def single_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out") -> Iterator[None]:
     """Be the only process that writes checkpoints in `folder` (made if absent) while inside.
 
     On a file system that cannot lock, warn and lock nothing. `setting` is the key that named the folder.
@@ -182,7 +182,7 @@ def sole_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out") -
 
 
 @contextmanager
-def one_builder(path: Path, wait_s: float = BUILD_WAIT_S) -> Iterator[None]:
+def single_builder(path: Path, wait_s: float = BUILD_WAIT_S) -> Iterator[None]:
     """Let one process at a time make the file `path`: ranks and other runs wait for it.
 
     This saves work and nothing depends on it: where there is no lock to be had (a read-only folder, a file

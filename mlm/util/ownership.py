@@ -21,8 +21,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from mlm.util.atomic import read_regular, write_atomic
 from mlm.util.errors import UserError
+from mlm.util.files import read_regular, write_atomic
 
 MARKER = ".mlm.json"
 FORMAT = "mlm-folder-1"
@@ -102,7 +102,7 @@ def claim_folder(
     if problems := claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same):
         raise UserError(problems[0])
     folder = Path(path)
-    if not is_ours(folder, kind):
+    if not is_folder_of_kind(folder, kind):
         marker = {"format": FORMAT, "kind": kind, "created": not folder.exists()}
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / MARKER, (json.dumps(marker) + "\n").encode())
@@ -135,7 +135,7 @@ def claim_problems(
         if not os.path.lexists(folder):
             return _parent_problems(what, folder.absolute()) or rejected_place(what, folder, inputs)
         if not folder.is_dir():
-            return [f"{what}: is {described(folder)}; name a new folder"]
+            return [f"{what}: is {file_type_name(folder)}; name a new folder"]
         if (other := kind_of_folder(folder)) is not None:
             nouns = f"{KINDS[other].noun}, not {KINDS[kind].noun}"
             return [] if other == kind else [f"{what}: holds {nouns}; name a new folder"]
@@ -152,13 +152,15 @@ def _parent_problems(what: str, path: Path) -> list[str]:
     parent = next(parent for parent in path.parents if os.path.lexists(parent))
     if parent.is_dir():
         return []
-    return [f"{what}: {parent} is {described(parent)}, not a folder; name another folder"]
+    return [f"{what}: {parent} is {file_type_name(parent)}, not a folder; name another folder"]
 
 
 def _first_in_the_way(folder: Path, patterns: Sequence[str], same: Mapping[str, bytes]) -> str | None:
     """Return the first non-empty entry whose name is to be written, or a marker that is not ours."""
     for name in sorted(os.listdir(folder)):
-        if name == MARKER or (matches(name, patterns) and not _is_replaceable(folder / name, same.get(name))):
+        if name == MARKER or (
+            matches_any(name, patterns) and not _is_replaceable(folder / name, same.get(name))
+        ):
             return name
     return None
 
@@ -192,12 +194,12 @@ def kind_of_folder(folder: Path) -> str | None:
     return None if marker is None else str(marker["kind"])
 
 
-def is_ours(folder: Path, kind: str) -> bool:
+def is_folder_of_kind(folder: Path, kind: str) -> bool:
     """True if mlm made `folder`, of this type."""
     return kind_of_folder(folder) == kind
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
     """True if a name fits one of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -229,7 +231,7 @@ def delete_owned(
             return f"{problems[0].partition(';')[0]}: not deleted"
         patterns = KINDS[kind].writes if names is None else names
         for entry in sorted(os.listdir(folder)):
-            if matches(entry, patterns) or _is_partial(entry, patterns):
+            if matches_any(entry, patterns) or _is_partial(entry, patterns):
                 _delete(folder / entry, KINDS[kind].inside)
         left = sorted(set(os.listdir(folder)) - {MARKER})
         if not keep_folder:
@@ -257,7 +259,7 @@ def _delete(path: Path, inside: Sequence[str]) -> None:
         shutil.rmtree(path)  # follows no link
     else:
         for entry in os.listdir(path):
-            if matches(entry, inside):
+            if matches_any(entry, inside):
                 _delete(path / entry, ())
         if not os.listdir(path):
             path.rmdir()
@@ -267,7 +269,7 @@ def _is_partial(name: str, patterns: Iterable[str]) -> bool:
     """True for an incomplete file that a kill left (`write_atomic`): .NAME.PID.partial."""
     stem, dot, pid = name.removeprefix(".").removesuffix(".partial").rpartition(".")
     hidden = name.startswith(".") and name.endswith(".partial")
-    return hidden and bool(dot) and pid.isdigit() and matches(stem, (*patterns, MARKER))
+    return hidden and bool(dot) and pid.isdigit() and matches_any(stem, (*patterns, MARKER))
 
 
 # ---- places that are never ours
@@ -309,7 +311,7 @@ def place_of(given: str | Path | None) -> Path | None:
     return Path(*parts[: next(n for n, part in enumerate(parts) if glob.has_magic(part))]).resolve()
 
 
-def described(path: Path) -> str:
+def file_type_name(path: Path) -> str:
     """Describe the file at a path: "a FIFO"."""
     try:
         mode = path.stat().st_mode
@@ -351,7 +353,7 @@ def other_owners(paths: Iterable[Path]) -> list[str]:
     return sorted(names)
 
 
-def unreadable(path: str) -> str | None:
+def read_obstacle(path: str) -> str | None:
     """The obstacle to reading a path for this user, in words; None if they may, or nothing is there."""
     place = Path(path)
     for folder in (*reversed(place.absolute().parents), place):

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 import mlm
-from mlm.util.atomic import as_json, read_regular, write_atomic
 from mlm.util.errors import Problem, UserError
-from mlm.util.ownership import KINDS, STDOUT, described, kind_of_folder, matches, place_of
+from mlm.util.files import dump_json, read_regular, write_atomic
+from mlm.util.ownership import KINDS, STDOUT, file_type_name, kind_of_folder, matches_any, place_of
 
 Content = bytes | Callable[[BinaryIO], None]
 """Bytes, or a function that writes them to an open file."""
@@ -68,7 +68,7 @@ def write_result(
     """
     if isinstance(content, Mapping):
         own = {} if VERSIONS & content.keys() else {"versions": {"mlm": mlm.__version__}}
-        content = as_json({**content, **own})
+        content = dump_json({**content, **own})
     if problems := result_problems(path, key=key, inputs=inputs, content=content):
         raise UserError(problems[0])
     try:
@@ -107,7 +107,7 @@ def result_problems(
         if _stream(file) is not None:
             return []
         if not stat.S_ISREG(mode):
-            return [f"{what}: is {described(file)}; name another file"]
+            return [f"{what}: is {file_type_name(file)}; name another file"]
         if (given := next((i for i in inputs if _is_same(file, i)), None)) is not None:
             return [f"{what}: is the input {given}; name another file"]
         if not is_result(file) and not _holds(file, content):
@@ -147,7 +147,7 @@ def read_evaluation(out: Path) -> dict[str, Any] | None:
     return result if is_sound and "checkpoint_digest" in result else None
 
 
-def set_aside(
+def rename_earlier_result(
     out: Path, result: Mapping[str, Any], identity: Callable[[Mapping[str, Any]], str]
 ) -> Path | None:
     """Give the result of another evaluation at `out` a name with its digest; return it, None without one.
@@ -174,12 +174,12 @@ def _part_of_folder(file: Path) -> str | None:
     if manifest.is_file() and b'"digest":"xxh3:' in read_regular(manifest, HEAD):
         return "is in a checkpoint"
     kind = kind_of_folder(place.parent)
-    if kind in KEPT and matches(place.name, KINDS[kind].writes):
+    if kind in KEPT and matches_any(place.name, KINDS[kind].writes):
         return f"is a file of {KINDS[kind].noun}"
     return None
 
 
-def named(path: str | Path) -> str:
+def target_name(path: str | Path) -> str:
     """Name the target of a result, for messages."""
     return "standard output" if str(path) == STDOUT else str(path)
 

@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from mlm.util.errors import visible
+from mlm.util.errors import escape_controls
 
 Advance = Callable[[int], None]
 LINE_S = 60.0
@@ -50,7 +50,7 @@ class PlainScreen(Screen):
 
 
 def _shown(text: str) -> str:
-    return "\n".join(map(visible, text.split("\n")))
+    return "\n".join(map(escape_controls, text.split("\n")))
 
 
 def console() -> Screen:
@@ -58,13 +58,13 @@ def console() -> Screen:
     return PlainScreen(highlight=False, markup=False, soft_wrap=True)
 
 
-def plain(value: object) -> str:
+def one_line(value: object) -> str:
     """A value from a file as one line without control characters."""
     text = str(value)
-    return visible(text[:LONGEST]) + ("…" if text[LONGEST:] else "")
+    return escape_controls(text[:LONGEST]) + ("…" if text[LONGEST:] else "")
 
 
-def prose(text: str) -> str:
+def safe_text(text: str) -> str:
     """A text of many lines for standard output: where that is a terminal, without what could steer it."""
     if not sys.stdout.isatty():
         return text
@@ -74,7 +74,7 @@ def prose(text: str) -> str:
 def table(title: str, *columns: str) -> Table:
     """A table of names and numbers, none truncated. A column that ends in "#" holds numbers."""
     made = Table(
-        title=Text(plain(title)),
+        title=Text(one_line(title)),
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
@@ -92,11 +92,11 @@ def table(title: str, *columns: str) -> Table:
 
 
 def add_row(made: Table, *cells: object) -> None:
-    """A row of `plain` cells."""
-    made.add_row(*(Text(plain(cell)) for cell in cells))
+    """A row of `one_line` cells."""
+    made.add_row(*(Text(one_line(cell)) for cell in cells))
 
 
-def size(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes in the largest decimal unit: 1.2 MB."""
     number = float(count)
     for unit in ("B", "kB", "MB", "GB"):
@@ -131,7 +131,7 @@ class ProgressLines:
         self, title: str, total: int, *, in_bytes: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.title, self.total, self.clock = title, total, clock
-        self.number: Callable[[int], str] = size if in_bytes else "{:,}".format
+        self.number: Callable[[int], str] = format_bytes if in_bytes else "{:,}".format
         self.done, self.printed = 0, clock()
         self.first: tuple[float, int] | None = None
         """Time and number of the first advance: an earlier command may have done that number."""

@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.launch.environment import read_place
+from mlm.launch.environment import read_rank_place
 from mlm.launch.process import device_kind
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.corpora import corpus_problems
@@ -78,7 +78,7 @@ def needed_bytes(config: ParityConfig, num_layers: int) -> int:
     per_layer = s * batch * h * (34 + 5 * model.num_heads * s / h) / 2 * computed
     ranks = 1
     if device_kind(config.dist) != "cuda":
-        place = read_place(os.environ)
+        place = read_rank_place(os.environ)
         ranks = parallel.replica * (parallel.dp or 1) if place is None else place.local_world_size
     copies = 1 + ranks / (parallel.tp * parallel.pp)
     return int((4 * kept * parameters + per_layer * num_layers) * copies)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.folders import named_latest, step_name
-from mlm.launch.child_run import child_run, failure_of, kill
+from mlm.checkpoint.native.folders import latest_name, step_name
+from mlm.launch.child_run import child_run, command_failure, kill
 from mlm.tracking.history import FILE_NAME, read_records
 from mlm.training.loop import composed_yaml
 from mlm.training.state import CHECKPOINTS
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError, show
+from mlm.util.files import write_atomic
 from mlm.util.ownership import delete_owned
 from mlm.util.terminal import progress_bar
 from mlm.verify.config import KillPlan, VerifyResumeConfig
@@ -73,7 +73,7 @@ class Rehearsal:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(delay_s)
                 if process.poll() is not None and (
-                    failure := failure_of(process, "the run to be killed", log)
+                    failure := command_failure(process, "the run to be killed", log)
                 ):
                     raise failure
                 kill(process)
@@ -94,7 +94,7 @@ class Rehearsal:
         log = self.out / f"{name}.log"
         with child_run([*self._words(name), *overrides], log) as process:
             self._wait(what, name, process, SHOW_S / 2, lambda: False)
-        if failure := failure_of(process, f"the {what}", log):
+        if failure := command_failure(process, f"the {what}", log):
             raise failure
         if self._latest(name) != step_name(self.plan.last):
             raise UserError(f"the {what} was stopped before step {self.plan.last} (its output: {log})")
@@ -121,7 +121,7 @@ class Rehearsal:
         return ["pretrain", f"resume={self.out / name}.yaml", f"out={self.out / name}"]
 
     def _latest(self, name: str) -> str | None:
-        return named_latest(self.out / name / CHECKPOINTS)
+        return latest_name(self.out / name / CHECKPOINTS)
 
     def _is_saved(self) -> bool:
         """True once the checkpoint to resume from, or a later one, is published."""

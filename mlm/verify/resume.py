@@ -19,7 +19,7 @@ from mlm.training.corpora import corpus_problems
 from mlm.training.run_tokenizer import tokenizer_of
 from mlm.training.state import CHECKPOINTS, INCIDENTS, is_weights_only
 from mlm.util.errors import CheckFailedError, UserError, writing_to
-from mlm.util.lock import sole_writer
+from mlm.util.lock import single_writer
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
 from mlm.util.terminal import add_row, progress_bar, table
 from mlm.verify.config import (
@@ -165,7 +165,7 @@ def run(config: VerifyResumeConfig) -> None:
     may = allowed(config.precision.dtype, same_layout=is_same_layout(config, local_devices=devices))
     with writing_to(config.out):
         claim_folder(out, TASK, writes=WRITES)
-    with writing_to(config.out), sole_writer(out, wait_s=0.0):
+    with writing_to(config.out), single_writer(out, wait_s=0.0):
         delete_owned(out, TASK, names=WRITES, keep_folder=True)
         rehearsal = Rehearsal(config, plan)
         rehearsal.run_straight()

@@ -16,7 +16,7 @@ from rich.text import Text
 
 import mlm
 from mlm.config.build import to_dict
-from mlm.tracking.history import finite
+from mlm.tracking.history import replace_nonfinite
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import writing_to
 from mlm.util.results import write_result
@@ -104,7 +104,7 @@ def write_and_show(
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
     }
     with writing_to(str(out.parent)):
-        write_result(out, {key: finite(value) for key, value in result.items()})
+        write_result(out, {key: replace_nonfinite(value) for key, value in result.items()})
     screen = console()
     for each in shown:
         screen.print(each)

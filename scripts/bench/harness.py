@@ -16,8 +16,8 @@ from rich.table import Table
 
 from bench.machine import machine_facts
 from bench.stats import MIN_PAIRS, Spread
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
+from mlm.util.files import write_atomic
 
 Result = dict[str, Any]
 Say = Callable[[str], None]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.spec import Spec
 from mlm.parallel.matmul import product
-from mlm.util.atomic import digest_file
+from mlm.util.files import digest_file
 
 PROBE_S = 0.005
 """Seconds one run of the bracketing product lasts, about."""

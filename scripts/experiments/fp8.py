@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # mlm of this chec
 
 from bench.machine import machine_facts
 
-from mlm.util.atomic import write_atomic
+from mlm.util.files import write_atomic
 
 PRECISIONS = ("bf16", "fp8", "fp32")
 

@@ -76,7 +76,7 @@ class Record:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all. mlm.util.atomic does more, but packages it needs may be missing."""
+    """Write a file whole or not at all. mlm.util.files does more, but packages it needs may be missing."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     os.replace(partial, path)

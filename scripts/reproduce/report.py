@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
 from mlm.launch.doctor.findings import versions
-from mlm.util.atomic import write_atomic
+from mlm.util.files import write_atomic
 from reproduce.corpus import packages
 from reproduce.experiment import SCRIPTS, Cell, Conclusion, Curves, Experiment, Table, Verdict
 from reproduce.results import Results

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mlm.launch.doctor.findings import versions
 from mlm.plan.hardware import cpu_name
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.files import write_atomic
 from reproduce.experiment import SCRIPTS, Stages, Step
 from reproduce.results import Record, read_metrics
 

@@ -159,7 +159,7 @@ def prepare(log: Path, pipe: int | None, manner: Manner) -> None:
         pretrain.resume = announced(pretrain.resume, LOAD, pipe)
     if manner.lock_wait_s is not None:
         resume.WAIT_S = manner.lock_wait_s
-        lock.sole_writer.__wrapped__.__kwdefaults__["wait_s"] = manner.lock_wait_s
+        lock.single_writer.__wrapped__.__kwdefaults__["wait_s"] = manner.lock_wait_s
     if manner.unprivileged and os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)

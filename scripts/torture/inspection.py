@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlm.checkpoint.native.folders import checkpoints, latest_checkpoint, named_latest
+from mlm.checkpoint.native.folders import checkpoints, latest_checkpoint, latest_name
 from mlm.checkpoint.native.verify import verify_checkpoint
 from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import UserError
@@ -63,7 +63,7 @@ class Trial:
 
     def published(self) -> set[int]:
         """The steps that `latest` and the policy promise now, of a run that saves each step."""
-        name = named_latest(self.root)
+        name = latest_name(self.root)
         if name is None:
             return set()
         newest = int(name.removeprefix("step-"))

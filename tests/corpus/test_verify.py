@@ -10,8 +10,8 @@ from mlm.corpus.config import DataVerifyConfig
 from mlm.corpus.verify import Check, Expected, run_verify, verify_pair
 from mlm.data.indexed import DTYPES, IndexedDataset, IndexedWriter, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, read_receipt
-from mlm.util.atomic import digest_file
 from mlm.util.errors import CheckFailedError
+from mlm.util.files import digest_file
 from tests.data.corpora import write_corpus
 
 DOCUMENTS = [[1, 2, 9], [], [7, 9], [5, 6, 9]]

@@ -17,7 +17,7 @@ from mlm.data.chat_template import (
 )
 from mlm.data.conversation import Tokens, check_messages, encode, encode_prompt
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.chat import turn_ends
+from mlm.inference.chat import end_of_turn_tokens
 from mlm.util.errors import CorruptFileError, UserError
 from tests.data.chats import CHATML, INST, MARKED, SPECIAL, TALK, TEMPLATES, theirs, write_tokenizer
 
@@ -186,7 +186,7 @@ def test_built_in_chatml_ends_turns_with_a_token_that_the_vocabulary_has(tmp_pat
     ends = found.ids == tokenizer.eod_id
     assert ends.sum() == len(TALK)
     assert (ends & found.is_answer).sum() == 2
-    assert turn_ends(template, tokenizer, tmp_path) == {tokenizer.eod_id}
+    assert end_of_turn_tokens(template, tokenizer, tmp_path) == {tokenizer.eod_id}
     template.save(folder)
     assert theirs(folder).apply_chat_template(TALK, return_dict=False) == found.ids.tolist()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlm.data.receipt import check_corpus
-from mlm.util.atomic import digest_file
+from mlm.util.files import digest_file
 from tests.data.corpora import counting_corpus
 
 

@@ -38,7 +38,7 @@ from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import parameter_shards
 from mlm.tracking.config import LogConfig
 from mlm.training.config import PretrainConfig
-from mlm.training.run_tokenizer import digest_of
+from mlm.training.run_tokenizer import digests_of_tokenizer
 from mlm.util.ownership import claim_folder
 from tests.checkpoint.native.helpers import save
 from tests.finetune.material import WORDS, bert, gpt2, pairs, shipped, write_rows
@@ -82,7 +82,7 @@ def write_model(folder: Path, model: ModelConfig = BERT, seed: int = 0, *, recor
     tokenizer = bert() if model.kind == "bert" else gpt2()
     state = {"step": 1, "weights_only": True, "config": to_dict(config)}
     if records:
-        state[TOKENIZER] = digest_of(tokenizer).encode()
+        state[TOKENIZER] = digests_of_tokenizer(tokenizer).encode()
     save(claim_folder(folder, "run") / "checkpoints", 1, tensors, state=state)
     tokenizer.save(folder / "tokenizer.json")
     return folder

@@ -28,8 +28,8 @@ from mlm.data.indexed import HEADER, MAGIC, IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.tracking.history import read_records, rewind
-from mlm.util.atomic import digest_bytes
 from mlm.util.errors import UserError
+from mlm.util.files import digest_bytes
 
 MEMORY = 1 << 30  # bytes a reader may add to what the process has: 1 GiB
 SECONDS = 20  # of processor time; the slowest takes about 5

@@ -31,7 +31,7 @@ from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.tracking.history import read_records
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.lock import LOCK, sole_writer
+from mlm.util.lock import LOCK, single_writer
 from tests.checkpoint.native.helpers import edit_manifest, save, weights
 from tests.data.corpora import write_corpus
 from tests.hostile.files import CASES, DIGEST, manifest_of, one_in_four, payloads, read_shard, signed
@@ -83,7 +83,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object], bool]] = {
     "vocabulary": ("gpt2/vocab.json", lambda p: Tokenizer.load(p.parent), True),
     "merges": ("gpt2/merges.txt", lambda p: Tokenizer.load(p.parent), True),
     "metrics": ("metrics.jsonl", lambda p: list(read_records(p)), False),
-    "lock": (f"locked/{LOCK}", lambda p: sole_writer(p.parent).__enter__(), False),
+    "lock": (f"locked/{LOCK}", lambda p: single_writer(p.parent).__enter__(), False),
 }
 """Name → file, what reads it, whether it must be refused: else it is rebuilt, passed over or rewritten."""
 

@@ -35,7 +35,7 @@ from mlm.parallel.mesh import shape_context
 from mlm.training.config import PretrainConfig
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
-from mlm.util.errors import CorruptFileError, UserError, visible
+from mlm.util.errors import CorruptFileError, UserError, escape_controls
 from tests.checkpoint.native.helpers import edit_manifest, save
 from tests.config.cli.test_saved import BUILT, HEAD, HOSTILE, WHOLE
 from tests.hostile.files import one_in_four
@@ -107,7 +107,7 @@ def check(read: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> str:
     assert not {c for c in told.out + told.err if c < " " or c == "\x7f"} - {"\n"}
     lines = caught.value.lines()
     assert lines
-    assert all(line and line == visible(line) for line in lines)
+    assert all(line and line == escape_controls(line) for line in lines)
     assert not any("Traceback" in line for line in lines)
     assert max(map(len, lines)) < 2000
     assert time.process_time() - started < 5

@@ -24,8 +24,8 @@ from mlm.inference.trained import (
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.util.atomic import digest_bytes, digest_file
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import digest_bytes, digest_file
 from tests.checkpoint.commands.hf_models import (
     MODEL,
     add_tokenizer,

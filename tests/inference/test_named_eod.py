@@ -12,7 +12,7 @@ from mlm.data.config import DataConfig
 from mlm.data.tokenizer import EOD, Tokenizer
 from mlm.inference.trained import load_tokenizer
 from mlm.training.run_folder import write_imported
-from mlm.training.run_tokenizer import digest_of, tokenizer_now
+from mlm.training.run_tokenizer import digests_of_tokenizer, tokenizer_now
 from tests.checkpoint.commands.hf_models import MODEL, TEXT
 
 NAME = "[DOC]"
@@ -35,7 +35,7 @@ def test_an_import_records_tokenizer_and_end_of_document(tokenizer: Path, tmp_pa
         source={"kind": "test", "name": "zeros", "files": {}},
         tokenizer=named,
     )
-    assert read_manifest(run).state["tokenizer"] == digest_of(named).encode()
+    assert read_manifest(run).state["tokenizer"] == digests_of_tokenizer(named).encode()
     assert load_tokenizer(None, run).eod_id == load_tokenizer(str(tokenizer), run).eod_id == named.eod_id
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mlm.launch.environment import Place, first_host, num_threads, read_place, worker_environment
+from mlm.launch.environment import RankPlace, first_host, num_threads, read_rank_place, worker_environment
 from mlm.util.errors import UserError
 
 ALLOCATION = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[01-64]", "SLURM_NTASKS": "512"}
@@ -22,8 +22,8 @@ STEP = {
 
 
 def test_srun_task_has_its_place() -> None:
-    place = read_place({**STEP, "SLURM_CPUS_PER_TASK": "12"})
-    assert place == Place(
+    place = read_rank_place({**STEP, "SLURM_CPUS_PER_TASK": "12"})
+    assert place == RankPlace(
         rank=17,
         world_size=512,
         local_rank=1,
@@ -38,8 +38,8 @@ def test_srun_task_has_its_place() -> None:
 
 def test_torchrun_wins_over_slurm() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "9", "LOCAL_RANK": "1"}
-    place = read_place({**STEP, **torchrun, "LOCAL_WORLD_SIZE": "4"})
-    assert place == Place(
+    place = read_rank_place({**STEP, **torchrun, "LOCAL_WORLD_SIZE": "4"})
+    assert place == RankPlace(
         rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="h", master_port=9
     )
 
@@ -55,18 +55,18 @@ def test_torchrun_wins_over_slurm() -> None:
     ],
 )
 def test_shell_in_an_allocation_is_no_rank(environ: dict[str, str]) -> None:
-    assert read_place(environ) is None
+    assert read_rank_place(environ) is None
 
 
 def test_ranks_of_two_steps_meet_on_different_ports() -> None:
-    first, second = read_place(STEP), read_place({**STEP, "SLURM_STEP_ID": "1"})
+    first, second = read_rank_place(STEP), read_rank_place({**STEP, "SLURM_STEP_ID": "1"})
     assert first is not None
     assert second is not None
     assert first.master_port != second.master_port
 
 
 def test_tasks_of_an_uneven_node_are_counted() -> None:
-    place = read_place({**STEP, "SLURM_STEP_TASKS_PER_NODE": "8(x2),4,8(x61)"})
+    place = read_rank_place({**STEP, "SLURM_STEP_TASKS_PER_NODE": "8(x2),4,8(x61)"})
     assert place is not None
     assert place.local_world_size == 4
 
@@ -87,7 +87,7 @@ def test_first_host_of_a_node_list(nodelist: str, first: str) -> None:
 
 def test_missing_master_address_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"MASTER_ADDR is not set.*unset RANK and WORLD_SIZE"):
-        read_place({"RANK": "0", "WORLD_SIZE": "2"})
+        read_rank_place({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"}
@@ -107,12 +107,12 @@ TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "
 )
 def test_impossible_position_is_a_user_error(environ: dict[str, str], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
-        read_place(environ)
+        read_rank_place(environ)
 
 
 def test_rank_that_is_no_number_is_a_user_error() -> None:
     with pytest.raises(UserError, match="RANK=one in the environment is not a whole number"):
-        read_place({"RANK": "one", "WORLD_SIZE": "2"})
+        read_rank_place({"RANK": "one", "WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from mlm.launch import rendezvous
-from mlm.launch.environment import Place
+from mlm.launch.environment import RankPlace
 from mlm.launch.rendezvous import MissingRanksError, call_roll, rendezvous_store
 from mlm.parallel.watch import LostPeer
 from mlm.util.errors import UserError
 
 
-def place(rank: int, world_size: int, port: int = 1) -> Place:
-    return Place(rank, world_size, rank, world_size, master_addr="127.0.0.1", master_port=port)
+def place(rank: int, world_size: int, port: int = 1) -> RankPlace:
+    return RankPlace(rank, world_size, rank, world_size, master_addr="127.0.0.1", master_port=port)
 
 
 def meet(store: Store, world_size: int) -> list[Store]:

@@ -12,7 +12,7 @@ from mlm.launch.stop import (
     SIGNAL_NAMES,
     Relay,
     StopRequest,
-    requests_noted,
+    note_stop_requests,
 )
 
 
@@ -103,7 +103,7 @@ def test_announcement_is_one_line_on_stderr(capfd: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_before_the_training_loop_is_obeyed_by_it(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with requests_noted():
+    with note_stop_requests():
         signal.raise_signal(number)
         with StopRequest() as stop:
             assert stop.reason == SIGNAL_NAMES[number]
@@ -113,14 +113,14 @@ def test_a_signal_before_the_training_loop_is_obeyed_by_it(number: signal.Signal
 
 
 def test_a_second_interrupt_before_the_training_loop_stops_at_once() -> None:
-    with requests_noted():
+    with note_stop_requests():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
 def test_an_interrupt_after_the_training_loop_is_not_noted() -> None:
-    with requests_noted():
+    with note_stop_requests():
         with StopRequest():
             pass
         with pytest.raises(KeyboardInterrupt):
@@ -142,7 +142,7 @@ def test_a_request_repeated_while_the_command_ends_does_not_kill_it(number: sign
 
 
 def test_a_noted_signal_is_passed_on_to_ranks() -> None:
-    with requests_noted():
+    with note_stop_requests():
         signal.raise_signal(signal.SIGTERM)
         assert Relay(saves=True)._received == [signal.SIGTERM]
 
@@ -150,7 +150,7 @@ def test_a_noted_signal_is_passed_on_to_ranks() -> None:
 def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with requests_noted(), StopRequest() as stop:
+        with note_stop_requests(), StopRequest() as stop:
             signal.raise_signal(signal.SIGHUP)
             assert not stop.requested
         with Relay().receiving():

@@ -22,7 +22,7 @@ from mlm.optim.own import (
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.trainer import Trainer
-from mlm.util.errors import spelled
+from mlm.util.errors import format_settings
 from tests.ranks import run_on_ranks
 from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 
@@ -181,7 +181,9 @@ def test_optimizer_that_declares_nothing_is_rejected_where_a_rank_holds_a_part(
     assert problem is not None
     assert problem.keys == ("optimizer.kind", *(key for key in ("tp", "pp", "zero") if key in layout))
     whole = {"tp": 1, "pp": 1, "zero": 0}
-    assert problem.fix.startswith(f"use {spelled({key: whole[key] for key in problem.keys[1:]})}, or set")
+    assert problem.fix.startswith(
+        f"use {format_settings({key: whole[key] for key in problem.keys[1:]})}, or set"
+    )
 
 
 @pytest.mark.usefixtures("own")

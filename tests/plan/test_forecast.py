@@ -15,7 +15,7 @@ from mlm.plan.hardware import preset
 from mlm.plan.memory import GIB, MemoryModel
 from mlm.plan.report import spread, time_caution
 from mlm.plan.search import settings
-from mlm.tracking.summary import Predicted, comparison
+from mlm.tracking.summary import Predicted, compare_prediction
 from mlm.training.config import PretrainConfig
 from tests.config.cli.test_presets import load_config
 
@@ -146,11 +146,11 @@ def test_the_summary_shows_predicted_beside_measured() -> None:
         {"step_time_s": seconds, "memory_bytes": 2 * GIB, "mfu": mfu}
         for seconds, mfu in ((9.0, 0.1), (2.0, 0.4), (2.0, 0.4))
     ]
-    shown = comparison(steps, Predicted(1.6, 2.5 * GIB, 0.5, "DGX A100 80GB (a preset)"))
+    shown = compare_prediction(steps, Predicted(1.6, 2.5 * GIB, 0.5, "DGX A100 80GB (a preset)"))
     assert "Predicted for DGX A100 80GB (a preset)" in shown
     assert "| seconds per step | 1.6 | 2 | +25% |" in shown
     assert "| memory of rank 0, GiB | 2.50 | 2.00 | -20% |" in shown
     assert "| MFU | 50.0% | 40.0% | -20% |" in shown
-    memory_alone = comparison(steps, Predicted(None, 2.5 * GIB, None, ""))
+    memory_alone = compare_prediction(steps, Predicted(None, 2.5 * GIB, None, ""))
     assert memory_alone.count("\n| ") == 3
-    assert comparison([], Predicted(1.0, 1.0, None, "")) == comparison(steps, None) == ""
+    assert compare_prediction([], Predicted(1.0, 1.0, None, "")) == compare_prediction(steps, None) == ""

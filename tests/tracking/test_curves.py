@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from mlm.tracking import curves
 from mlm.tracking.curves import draw_parts, frame, plot_losses, running_mean, series, token_maps
-from mlm.tracking.metrics import flat
+from mlm.tracking.metrics import flatten_metrics
 from tests.tracking.reporting import step_metrics
 
 
@@ -102,7 +102,7 @@ def panels(
 
 def full_steps(count: int, **changed: object) -> list[dict[str, object]]:
     """Steps 1, 2, … as they are logged."""
-    return [{"kind": "step", **flat(step_metrics(i)), **changed} for i in range(1, count + 1)]
+    return [{"kind": "step", **flatten_metrics(step_metrics(i)), **changed} for i in range(1, count + 1)]
 
 
 def test_panels_name_their_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

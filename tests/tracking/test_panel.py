@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlm.tracking.config import LogConfig
-from mlm.tracking.panel import LivePanel, PlainLines, duration, human, quantity, step_time
+from mlm.tracking.panel import LivePanel, PlainLines, duration, format_count, format_significant, step_time
 from mlm.tracking.reporter import training_console
 from tests.tracking.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
 
@@ -232,12 +232,12 @@ def test_duration(seconds: float | None, text: str) -> None:
     "value, text", [(0.0712, "0.07120"), (3.14159, "3.142"), (412.66, "412.7"), (12345.6, "12346"), (0, "0")]
 )
 def test_quantity(value: float, text: str) -> None:
-    assert quantity(value) == text
+    assert format_significant(value) == text
 
 
 @pytest.mark.parametrize("value, text", [(950, "950"), (2e6, "2M"), (1.5e9, "1.5B"), (262144, "262k")])
 def test_human(value: float, text: str) -> None:
-    assert human(value) == text
+    assert format_count(value) == text
 
 
 @pytest.mark.parametrize("seconds, text", [(0.0123, "12.30 ms"), (0.5, "500.0 ms"), (1.5, "1.500 s")])

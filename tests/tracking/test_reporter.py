@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from mlm.tracking.config import LogConfig
-from mlm.tracking.metrics import flat
+from mlm.tracking.metrics import flatten_metrics
 from mlm.tracking.reporter import WeightsAndBiases
 from mlm.util.errors import UserError
 from tests.tracking.reporting import read_metrics, reporter, shown, step_metrics, terminal
@@ -53,7 +53,7 @@ def test_step_record_holds_every_number(tmp_path: Path) -> None:
         report.step(step_metrics(10))
     record = read_metrics(tmp_path)[1]
     assert record.pop("time") > 0
-    assert record == {"kind": "step", **flat(step_metrics(10))}
+    assert record == {"kind": "step", **flatten_metrics(step_metrics(10))}
 
 
 def test_step_record_holds_the_parts_of_the_loss(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
-from mlm.util.atomic import digest_file
+from mlm.util.files import digest_file
 from tests.data.corpora import write_corpus
 
 VOCAB = 1000

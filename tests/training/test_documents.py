@@ -15,7 +15,7 @@ from mlm.data.sampler import Batch, eval_batches
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.corpora import corpus_problems, with_eod
+from mlm.training.corpora import corpus_problems, fill_eod_id
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.data.corpora import write_corpus
@@ -39,35 +39,35 @@ def corpus(folder: Path, **receipt: Any) -> Path:
 
 def test_the_receipt_says_what_ends_a_document(tmp_path: Path) -> None:
     data = DataConfig(path=str(corpus(tmp_path)), reset_attention=True)
-    assert with_eod(data) == replace(data, eod_id=3)
+    assert fill_eod_id(data) == replace(data, eod_id=3)
 
 
 def test_a_prefix_and_a_blend_have_receipts_beside_them(tmp_path: Path) -> None:
     one, other = corpus(tmp_path / "one"), corpus(tmp_path / "other")
-    assert with_eod(DataConfig(train=str(one / "train"), mask_eod_loss=True)).eod_id == 3
+    assert fill_eod_id(DataConfig(train=str(one / "train"), mask_eod_loss=True)).eod_id == 3
     blend = (f"0.3 {one}", f"0.7 {other}")
-    assert with_eod(DataConfig(blend=blend, mask_eod_loss=True)).eod_id == 3
+    assert fill_eod_id(DataConfig(blend=blend, mask_eod_loss=True)).eod_id == 3
 
 
 def test_without_a_receipt_the_tokenizer_says_it(tmp_path: Path) -> None:
     corpus(tmp_path, eod_id=None)
     tokenizer = train_bpe(["a b c"], 258)
     tokenizer.save(tmp_path / "tokenizer.json")
-    assert with_eod(DataConfig(path=str(tmp_path), reset_positions=True)).eod_id == tokenizer.eod_id
+    assert fill_eod_id(DataConfig(path=str(tmp_path), reset_positions=True)).eod_id == tokenizer.eod_id
     named = DataConfig(kind="synthetic", tokenizer=str(tmp_path / "tokenizer.json"), reset_positions=True)
-    assert with_eod(named).eod_id == tokenizer.eod_id
+    assert fill_eod_id(named).eod_id == tokenizer.eod_id
 
 
 def test_nothing_is_read_where_documents_play_no_part(tmp_path: Path) -> None:
     (tmp_path / "corpus.json").write_text("damaged")
     data = DataConfig(path=str(tmp_path))
-    assert with_eod(data) is data
+    assert fill_eod_id(data) is data
 
 
 @pytest.mark.parametrize("said", [True, -1, "3", 3.0, [3]])
 def test_a_receipt_that_says_no_number_says_nothing(tmp_path: Path, said: Any) -> None:
     with pytest.raises(UserError, match=r"set data\.eod_id="):
-        with_eod(DataConfig(path=str(corpus(tmp_path, eod_id=said)), reset_positions=True))
+        fill_eod_id(DataConfig(path=str(corpus(tmp_path, eod_id=said)), reset_positions=True))
 
 
 def problems(data: DataConfig) -> list[str]:
@@ -110,7 +110,7 @@ def test_ends_that_contradict_each_other_are_a_problem(tmp_path: Path) -> None:
         "set data.reset_positions=false"
     )
     with pytest.raises(UserError, match="build with one tokenizer"):
-        with_eod(DataConfig(blend=(str(one), str(other)), reset_positions=True))
+        fill_eod_id(DataConfig(blend=(str(one), str(other)), reset_positions=True))
 
 
 def batches(layout: Layout, ctx: ParallelContext) -> list[Batch]:

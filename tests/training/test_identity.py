@@ -16,7 +16,7 @@ from mlm.finetune.config import FinetuneConfig
 from mlm.parallel.mesh import shape_context
 from mlm.training.config import PretrainConfig
 from mlm.training.identity import FUNCTION_KEYS, KINDS, Kind, changes_since, identity_errors
-from mlm.training.resume import resume, start_problems
+from mlm.training.resume import resume, run_start_problems
 from mlm.training.state import model_shards, save
 from mlm.training.trainer import Trainer
 from mlm.util.ownership import claim_folder
@@ -123,8 +123,8 @@ def spec(out: Path, **model: Any) -> PretrainConfig:
     ids=str,
 )
 def test_a_run_is_not_resumed_as_another_function(run: Path, changed: dict[str, Any]) -> None:
-    assert start_problems(spec(run)) == []
-    (error,) = start_problems(spec(run, **changed))
+    assert run_start_problems(spec(run)) == []
+    (error,) = run_start_problems(spec(run, **changed))
     assert error.startswith(f"model.{next(iter(changed))}=")
 
 
@@ -135,11 +135,11 @@ def test_weights_begin_a_fresh_run_only_as_the_same_function(run: Path, tmp_path
     alone: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None, "keep_last": 1, "keep_every": 0}
     save_checkpoint(tmp_path / "given/checkpoints", 0, model_shards(given.shards), state=state, **alone)
     fresh = replace(spec(tmp_path / "new", hidden_dropout=0.3), ckpt=str(tmp_path / "given"), seed=9)
-    assert start_problems(fresh) == []
-    (error,) = start_problems(replace(fresh, model=replace(fresh.model, num_heads=2)))
+    assert run_start_problems(fresh) == []
+    (error,) = run_start_problems(replace(fresh, model=replace(fresh.model, num_heads=2)))
     assert error.startswith("model.num_heads=2: the weights in")
     assert "model.num_heads" in FUNCTION_KEYS
-    (error,) = start_problems(replace(fresh, model=replace(fresh.model, num_heads=2, num_layers=1)))
+    (error,) = run_start_problems(replace(fresh, model=replace(fresh.model, num_heads=2, num_layers=1)))
     layers = given.config.model.num_layers
     assert error.endswith(f"or set model.num_layers={layers} model.num_heads={given.config.model.num_heads}")
 

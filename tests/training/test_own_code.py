@@ -11,7 +11,7 @@ import pytest
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.cli import main
 from mlm.config.imports import TRUST, OwnCodeError, imported
-from mlm.inference.trained import check_stored, named_checkpoint
+from mlm.inference.trained import check_stored_parameters, named_checkpoint
 from mlm.util.errors import CorruptFileError
 from tests.slow import thinned
 
@@ -253,10 +253,10 @@ def test_parameters_of_own_family_are_those_of_its_modules(
     mlp = 2 * 32 * 128 + 128 + 32  # of one layer of width 32
     assert model.num_parameters() == plain.num_parameters() + 2 * mlp
     manifest = read_manifest(named.path)
-    check_stored(manifest, model, named.path)
+    check_stored_parameters(manifest, model, named.path)
     for other in (replace(model, options={"experts": 4}), replace(model, num_layers=10**9)):
         with pytest.raises(CorruptFileError, match="other than the"):
-            check_stored(manifest, other, named.path)
+            check_stored_parameters(manifest, other, named.path)
 
 
 def test_commands_that_read_a_run_take_the_key_of_its_family(

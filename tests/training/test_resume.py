@@ -15,11 +15,11 @@ import torch
 from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import CheckpointConfig, PretrainConfig
-from mlm.training.resume import claim, resume, start_candidates, start_problems
+from mlm.training.resume import claim, resume, run_start_problems, start_candidates
 from mlm.training.state import model_shards, save
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.lock import sole_writer
+from mlm.util.lock import single_writer
 from mlm.util.ownership import claim_folder, owner_of
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
@@ -197,16 +197,16 @@ def test_a_training_run_that_lost_its_moments_is_rejected(out: Path, tmp_path: P
 
 def test_a_second_run_in_the_folder_is_rejected(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlm.training.resume.WAIT_S", 0.1)
-    with sole_writer(out / "checkpoints"), pytest.raises(UserError, match="checkpoints: in use by process"):
+    with single_writer(out / "checkpoints"), pytest.raises(UserError, match="checkpoints: in use by process"):
         claim(spec(out), shape_context(), ExitStack())
 
 
 def test_the_folder_is_found_taken_before_any_rank_starts(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlm.training.resume.sole_writer", lambda path: sole_writer(path, wait_s=0.0))
-    with sole_writer(out / "checkpoints"):
-        (problem,) = start_problems(spec(out))
+    monkeypatch.setattr("mlm.training.resume.single_writer", lambda path: single_writer(path, wait_s=0.0))
+    with single_writer(out / "checkpoints"):
+        (problem,) = run_start_problems(spec(out))
     assert "in use by process" in problem
-    assert start_problems(spec(out)) == []
+    assert run_start_problems(spec(out)) == []
 
 
 def test_ranks_of_a_launcher_do_not_meet_themselves(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +214,8 @@ def test_ranks_of_a_launcher_do_not_meet_themselves(out: Path, monkeypatch: pyte
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "x"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
-    with sole_writer(out / "checkpoints"):
-        assert start_problems(spec(out)) == []
+    with single_writer(out / "checkpoints"):
+        assert run_start_problems(spec(out)) == []
 
 
 def test_files_of_another_user_are_named_once(
@@ -242,7 +242,7 @@ def claim_on(ctx: ParallelContext, out: Path) -> str:
 
 
 def test_all_ranks_hear_that_the_folder_is_taken(out: Path) -> None:
-    with sole_writer(out / "checkpoints"):
+    with single_writer(out / "checkpoints"):
         first, second = run_on_ranks(claim_on, out, dp=2)
     assert first == second
     assert "in use by process" in first

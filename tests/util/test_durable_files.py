@@ -9,19 +9,19 @@ from unittest import mock
 
 import pytest
 
-from mlm.util.atomic import fsync_directory, write_atomic
+from mlm.util.files import fsync_directory, write_atomic
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
 def test_a_file_system_that_cannot_sync_a_directory_still_takes_files(tmp_path: Path, number: int) -> None:
-    with mock.patch("mlm.util.atomic.os.fsync", failing_for_directories(number)):
+    with mock.patch("mlm.util.files.os.fsync", failing_for_directories(number)):
         write_atomic(tmp_path / "file", b"content")
     assert (tmp_path / "file").read_bytes() == b"content"
 
 
 def test_a_directory_that_fails_to_reach_the_disk_is_an_error(tmp_path: Path) -> None:
     with (
-        mock.patch("mlm.util.atomic.os.fsync", failing_for_directories(errno.EIO)),
+        mock.patch("mlm.util.files.os.fsync", failing_for_directories(errno.EIO)),
         pytest.raises(OSError, match="Input/output"),
     ):
         fsync_directory(tmp_path)

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 
 from mlm.util.errors import UserError
-from mlm.util.lock import HELD, remove_abandoned, sole_writer
+from mlm.util.lock import HELD, remove_abandoned, single_writer
 
-HOLD = "import sys, time; from pathlib import Path; from mlm.util.lock import sole_writer\n"
-HOLD += "with sole_writer(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
+HOLD = "import sys, time; from pathlib import Path; from mlm.util.lock import single_writer\n"
+HOLD += "with single_writer(Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def test_a_second_writer_is_rejected_with_the_name_of_the_first(
     tmp_path: Path, holder: "subprocess.Popen[str]"
 ) -> None:
     told = rf"in use by process {holder.pid} on .* set out=… to another folder"
-    with pytest.raises(UserError, match=told), sole_writer(tmp_path, wait_s=0.2):
+    with pytest.raises(UserError, match=told), single_writer(tmp_path, wait_s=0.2):
         pass
 
 
 def test_a_killed_writer_leaves_no_lock(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    with sole_writer(tmp_path, wait_s=0.0):
+    with single_writer(tmp_path, wait_s=0.0):
         pass
 
 
@@ -50,13 +50,13 @@ def test_a_writer_about_to_leave_is_waited_for(tmp_path: Path, holder: "subproce
         holder.kill()
         holder.wait()
 
-    with mock.patch("mlm.util.lock.time.sleep", leave), sole_writer(tmp_path):
+    with mock.patch("mlm.util.lock.time.sleep", leave), single_writer(tmp_path):
         pass
 
 
 def test_the_folder_is_free_again_afterwards(tmp_path: Path) -> None:
     for _ in range(2):
-        with sole_writer(tmp_path, wait_s=0.0):
+        with single_writer(tmp_path, wait_s=0.0):
             pass
 
 
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(UserError, match=r"file.*set out=… to a folder that is"),
-        sole_writer(tmp_path / "file"),
+        single_writer(tmp_path / "file"),
     ):
         pass
 
@@ -74,7 +74,7 @@ def test_a_file_system_without_locks_warns_and_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     refused = OSError(number, os.strerror(number))
-    with mock.patch.object(fcntl, "flock", side_effect=refused), sole_writer(tmp_path):
+    with mock.patch.object(fcntl, "flock", side_effect=refused), single_writer(tmp_path):
         assert "cannot be locked here" in caplog.text
 
 
@@ -83,7 +83,7 @@ def test_a_disk_that_fails_when_locking_is_one_line(tmp_path: Path) -> None:
     with (
         mock.patch.object(fcntl, "flock", side_effect=broken),
         pytest.raises(UserError, match=r"\.lock: Input/output error when locking it: .* set ckpt=…"),
-        sole_writer(tmp_path, setting="ckpt"),
+        single_writer(tmp_path, setting="ckpt"),
     ):
         pass
 
@@ -91,7 +91,7 @@ def test_a_disk_that_fails_when_locking_is_one_line(tmp_path: Path) -> None:
 def test_a_full_disk_is_locked_without_a_note(tmp_path: Path) -> None:
     """`mlm ckpt prune` is what frees it."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with mock.patch("mlm.util.lock.os.pwrite", side_effect=full), sole_writer(tmp_path):
+    with mock.patch("mlm.util.lock.os.pwrite", side_effect=full), single_writer(tmp_path):
         other = os.open(tmp_path / ".lock", os.O_RDWR)
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

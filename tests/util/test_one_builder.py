@@ -12,7 +12,7 @@ import pytest
 
 from mlm.data.gpt import GPTDataset
 from mlm.util import lock as module
-from mlm.util.lock import one_builder
+from mlm.util.lock import single_builder
 from tests.data.corpora import counting_corpus
 
 LENGTHS = [5, 1, 17, 3, 9, 2]
@@ -77,12 +77,12 @@ def test_a_builder_that_is_killed_leaves_the_work_to_the_next(folder: Path) -> N
 
 
 def test_a_holder_that_never_ends_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    with one_builder(tmp_path / "x"), one_builder(tmp_path / "x", wait_s=0.1):
+    with single_builder(tmp_path / "x"), single_builder(tmp_path / "x", wait_s=0.1):
         pass
 
 
 def test_a_second_file_is_not_waited_for(tmp_path: Path) -> None:
-    with one_builder(tmp_path / "x"), one_builder(tmp_path / "y"):
+    with single_builder(tmp_path / "x"), single_builder(tmp_path / "y"):
         assert {path.name for path in tmp_path.iterdir()} == {".x.lock", ".y.lock"}
 
 
@@ -94,7 +94,7 @@ def test_a_file_system_without_locks_is_done_without(tmp_path: Path, monkeypatch
     before = len(os.listdir("/proc/self/fd"))
     with ExitStack() as stack:
         for _ in range(3):
-            stack.enter_context(one_builder(tmp_path / "x"))
+            stack.enter_context(single_builder(tmp_path / "x"))
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -109,5 +109,5 @@ def test_a_folder_that_cannot_be_made_is_done_without(tmp_path: Path) -> None:
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / ".x.lock").symlink_to(tmp_path / "precious")
-    with one_builder(tmp_path / "x"):
+    with single_builder(tmp_path / "x"):
         assert not (tmp_path / "precious").exists()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import mlm
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
+from mlm.util.files import write_atomic
 from mlm.util.results import is_result, result_problems, write_result
 
 OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()

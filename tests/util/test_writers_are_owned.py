@@ -9,7 +9,7 @@ CALLS = {"rmtree", "unlink", "remove", "rmdir", "removedirs", "replace", "rename
 """Of os, shutil and pathlib; `replace` and `remove` count only as functions of os or with a path."""
 ALLOWED = {
     "util/ownership.py": "decides, and deletes",
-    "util/atomic.py": "write_atomic",
+    "util/files.py": "write_atomic",
     "checkpoint/native/folders.py": "publishes and prunes checkpoints, after foreign_in",
     "checkpoint/commands/rollback.py": "renames checkpoints of a run, by their names",
     "checkpoint/native/save_load.py": "names the first state that is not finite, out of its staging folder",

@@ -15,7 +15,7 @@ from mlm.checkpoint.native.lineage import LINEAGE
 from mlm.checkpoint.native.save_load import resolve
 from mlm.config.tree import flatten
 from mlm.util.errors import CheckFailedError
-from mlm.util.terminal import add_row, console, plain, progress_bar, table
+from mlm.util.terminal import add_row, console, one_line, progress_bar, table
 
 SHOWN = 10  # tensors a table lists
 ABSENT = "—"
@@ -86,7 +86,7 @@ def sentence(comparison: Comparison) -> str:
     if differing:
         most = differing[0]
         parts.append(
-            f"{len(differing)} of {alike} tensors differ, {plain(most.name)} most: by {most.largest:.1e}, "
+            f"{len(differing)} of {alike} tensors differ, {one_line(most.name)} most: by {most.largest:.1e}, "
             f"{most.relative:.1e} of its largest element"
         )
     if comparison.forms:

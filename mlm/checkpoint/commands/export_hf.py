@@ -21,7 +21,7 @@ from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
 from mlm.checkpoint.native.reader import Reader
-from mlm.checkpoint.native.run_state import FINETUNING, label_names, texts
+from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
@@ -29,14 +29,14 @@ from mlm.checkpoint.native.verify import check_whole, shard_bytes
 from mlm.data.chat_template import FILE as CHAT_TEMPLATE
 from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.chat import turn_ends
-from mlm.inference.trained import check_stored, load_tokenizer, run_directory, trained_config
+from mlm.inference.chat import end_of_turn_tokens
+from mlm.inference.trained import check_stored_parameters, load_tokenizer, run_directory, trained_config
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
 from mlm.training.run_folder import GB, new_folder, out_problems
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from mlm.util.files import write_atomic
 from mlm.util.terminal import Advance, progress_bar
 
 SAFETENSORS_FOR = {"format": "pt"}
@@ -141,7 +141,7 @@ def open_source(ckpt: str) -> Source:
         raise UserError(f"{path}: its model.kind={model.kind} has no counterpart in transformers")
     if problem := mapping.problem(model):
         raise UserError(f"{path}: {problem}")
-    check_stored(manifest, model, path)
+    check_stored_parameters(manifest, model, path)
     saved = run_directory(path) / "tokenizer.json"
     tokenizer = load_tokenizer(None, path) if os.path.lexists(saved) else None
     if tokenizer is not None:
@@ -271,7 +271,7 @@ def write_settings(source: Source, folder: Path) -> None:
     if family_of(model.kind).causal and model.head == "language_model":
         named = {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}
         if template is not None:
-            named["eos_token_id"] = sorted(turn_ends(template, tokenizer, source.path))
+            named["eos_token_id"] = sorted(end_of_turn_tokens(template, tokenizer, source.path))
         write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
 
 
@@ -281,7 +281,7 @@ def token_ids(source: Source) -> TokenIds:
     imported = origin if isinstance(origin, dict) else {}
     eod, bos, pad = (getattr(tokenizer, f"{name}_id", None) for name in ("eod", "bos", "pad"))
     kept = imported.get("pad_token_id")
-    names = label_names(source.manifest.state) or texts(imported.get("labels"))
+    names = label_names(source.manifest.state) or as_strings(imported.get("labels"))
     on_texts = FINETUNING in source.manifest.state and source.model.head != "language_model"
     ends = on_texts and family_of(source.model.kind).causal
     return TokenIds(eod, bos, kept if isinstance(kept, int) else pad, names, ends_texts=ends)

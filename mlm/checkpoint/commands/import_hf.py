@@ -10,7 +10,7 @@ from pathlib import Path
 from mlm.checkpoint.commands.config import ImportHFConfig
 from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
 from mlm.checkpoint.commands.result import model_columns, show_table
-from mlm.checkpoint.huggingface.folder import AGAIN, TOKENIZER, HFModel, find_file, read_json, read_model
+from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, TOKENIZER, HFModel, find_file, read_json, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import JSON
 from mlm.data.chat_template import ChatTemplate
@@ -137,7 +137,7 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
     except UserError as error:
         return None, [f"the tokenizer was not taken: {error}"]
     except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read: {error.strerror}. {AGAIN}") from error
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}. {SAVE_AGAIN}") from error
     notes, size = unread_tokens(model.folder, tokenizer), model.config.vocab_size
     try:
         tokenizer.chat_template = ChatTemplate.find(model.folder, tokenizer)

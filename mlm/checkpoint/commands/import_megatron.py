@@ -9,8 +9,8 @@ from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
 from mlm.checkpoint.native.format import JSON
 from mlm.data.tokenizer import Tokenizer
 from mlm.training.run_folder import out_problems, write_imported
-from mlm.util.atomic import digest_file
 from mlm.util.errors import UserError
+from mlm.util.files import digest_file
 from mlm.util.terminal import progress_bar
 
 

@@ -13,7 +13,7 @@ from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.format import DTYPE_NAMES, FORMAT, JSON, Manifest, TensorEntry, read_manifest
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.slices import describe
-from mlm.util.terminal import add_row, console, plain, size, table
+from mlm.util.terminal import add_row, console, format_bytes, one_line, table
 
 MODEL_KEYS = ("kind", "num_layers", "hidden_size", "num_heads", "vocab_size")
 MODEL_FACTS = ("{}", "layers {}", "hidden {}", "heads {}", "vocabulary {}", "parameters {:,}")
@@ -122,12 +122,12 @@ def show(result: dict[str, Any], manifest: Manifest, *, with_tensors: bool) -> N
     out.print(facts)
     made = table("tensors by purpose", "", "tensors#", "elements#", "size#", "dtype")
     for name, group in result["groups"].items():
-        counts = f"{group['tensors']:,}", f"{group['elements']:,}", size(group["bytes"])
+        counts = f"{group['tensors']:,}", f"{group['elements']:,}", format_bytes(group["bytes"])
         add_row(made, name, *counts, ", ".join(group["dtypes"]))
     out.print(made)
     made = table("files", "", "size#", "digest")
     for name, file in result["files"].items():
-        add_row(made, name, size(file["bytes"]), file["digest"])
+        add_row(made, name, format_bytes(file["bytes"]), file["digest"])
     out.print(made)
     if with_tensors:
         show_tensors(out, manifest)
@@ -146,7 +146,7 @@ def facts_of(result: dict[str, Any]) -> dict[str, str]:
         "made from": " ".join(str(dig(source, key)) for key in ("kind", "name") if source is not None),
         "iteration": joined({"{:,}": dig(source, "iteration")}),
         "resharded to": layout_line(result["resharded_to"]),
-        "files": f"{len(result['files']):,}, {size(result['bytes'])}",
+        "files": f"{len(result['files']):,}, {format_bytes(result['bytes'])}",
         "dtypes": ", ".join(result["dtypes"]),
         "optimizer state": "yes" if result["optimizer_state"] else "no: weights alone",
         "loss scale": "" if result["loss_scale"] is None else str(result["loss_scale"]),
@@ -193,7 +193,9 @@ def show_tensors(out: Console, manifest: Manifest) -> None:
             f"{chunk.file.removesuffix('.safetensors')}{describe(chunk.region)}" for chunk in entry.chunks
         ]
         shown = where if len(where) <= 4 else [*where[:2], f"… {len(where) - 3} more …", where[-1]]
-        add_row(made, name, list(entry.shape), DTYPE_NAMES[entry.dtype], cut(entry), plain(", ".join(shown)))
+        add_row(
+            made, name, list(entry.shape), DTYPE_NAMES[entry.dtype], cut(entry), one_line(", ".join(shown))
+        )
     out.print(made)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from mlm.checkpoint.native.format import JSON, Manifest
 from mlm.checkpoint.native.run_state import FINETUNING
 from mlm.models.config import ModelConfig
-from mlm.util.errors import visible
+from mlm.util.errors import escape_controls
 
 CARD = "README.md"
 LONGEST = 200  # characters of a recorded value
@@ -88,7 +88,7 @@ def _text(value: JSON) -> str:
     """Return a recorded value on one line of a table; empty for what is no text or number."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return ""
-    return visible(str(value)[:LONGEST]).replace("|", "\\|").replace("<", "&lt;")
+    return escape_controls(str(value)[:LONGEST]).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _mapping(value: JSON) -> Mapping[str, Any]:

@@ -17,21 +17,21 @@ from mlm.checkpoint.commands.config import CkptPruneConfig
 from mlm.checkpoint.native.folders import (
     REPLACED,
     candidates,
+    checkpoint_problem,
     checkpoints,
     clear_up,
     discard,
+    latest_name,
     leftovers,
     locate,
-    named_latest,
-    problem_of,
 )
 from mlm.checkpoint.native.format import RESTORE, CheckpointError
-from mlm.checkpoint.native.retention import doubt_of, outdated
+from mlm.checkpoint.native.retention import checkpoint_doubt, outdated
 from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.util.errors import UserError
-from mlm.util.lock import sole_writer
-from mlm.util.terminal import add_row, console, plain, progress_bar, size, table
+from mlm.util.lock import single_writer
+from mlm.util.terminal import add_row, console, format_bytes, one_line, progress_bar, table
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run(config: CkptPruneConfig) -> None:
     root, alone = locate(config.ckpt)
     if alone:
         raise UserError(f"ckpt={config.ckpt}: is one checkpoint; set ckpt=… to its run directory")
-    with nullcontext() if config.dry_run else sole_writer(root, setting="ckpt"):
+    with nullcontext() if config.dry_run else single_writer(root, setting="ckpt"):
         try:
             items = list_items(root, config)
             left = [] if config.dry_run else delete(root, items)
@@ -75,16 +75,16 @@ def list_items(root: Path, config: CkptPruneConfig) -> list[Item]:
 
         def problem(path: Path) -> str | None:
             if path not in problems:
-                problems[path] = byte_problem(path, advance) if config.verify else problem_of(path)
+                problems[path] = byte_problem(path, advance) if config.verify else checkpoint_problem(path)
             return problems[path]
 
         most, every = config.keep_last, config.keep_every
         old = set(outdated(root, keep_last=most, keep_every=every, since=since, problem=problem))
     items, counted = list[Item](), candidates(root)
     for path in paths:
-        why = problems[path] if path in problems else problem_of(path)
+        why = problems[path] if path in problems else checkpoint_problem(path)
         what = "whole" if why is None else f"damaged: {shorten(path, why)}"
-        if why is None and (doubt := doubt_of(path, since)):
+        if why is None and (doubt := checkpoint_doubt(path, since)):
             what += f", doubtful: {doubt}"
         if path not in counted:
             what += ", newer than latest: kept and not counted"
@@ -129,14 +129,14 @@ def show(config: CkptPruneConfig, root: Path, items: list[Item], left: list[Path
     made = table(f"ckpt prune · {root}", "", "size#", "", "")
     for item in items:
         done = "not deleted" if item.path in left else goes if item.is_outdated else "kept"
-        add_row(made, item.path.name, size(item.bytes), done, item.what)
+        add_row(made, item.path.name, format_bytes(item.bytes), done, item.what)
     out = console()
     out.print(made)
     freed = sum(item.bytes for item in items if item.is_outdated and item.path not in left)
-    out.print(f"{size(freed)} {'would be ' if config.dry_run else ''}freed")
+    out.print(f"{format_bytes(freed)} {'would be ' if config.dry_run else ''}freed")
     damaged = [item for item in items if item.what.startswith("damaged") and not item.is_outdated]
     if damaged:
         out.print(f"damaged, kept and not counted: {len(damaged)}. Restore from a copy, or delete by hand")
-    named = named_latest(root)
+    named = latest_name(root)
     if named and not any(item.path.name.removeprefix(REPLACED) == named for item in items):
-        out.print(f"note: latest names {plain(named)}, which is not there; the newest whole one counts")
+        out.print(f"note: latest names {one_line(named)}, which is not there; the newest whole one counts")

@@ -16,24 +16,24 @@ from torch import Tensor
 
 from mlm.checkpoint.commands.config import ReshardConfig
 from mlm.checkpoint.native.folders import CHECKPOINTS, best_note, clear_up
-from mlm.checkpoint.native.format import JSON, RESTORE, CheckpointError, Manifest, read_summary
+from mlm.checkpoint.native.format import JSON, RESTORE, CheckpointError, Manifest, read_manifest_head
 from mlm.checkpoint.native.lineage import LINEAGE
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.save_load import read_finite, resolve
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, published, write_streamed
-from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_beside
+from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_run_tokenizer
 from mlm.data.tokenizer import MAX_BYTES
-from mlm.inference.trained import check_stored, run_directory, split_problems, trained_config
+from mlm.inference.trained import check_stored_parameters, run_directory, split_problems, trained_config
 from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig
 from mlm.training.config import PretrainConfig
 from mlm.training.run_folder import check_space
-from mlm.util.atomic import read_bounded, write_atomic
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, writing_to
-from mlm.util.lock import sole_writer
+from mlm.util.files import read_bounded, write_atomic
+from mlm.util.lock import single_writer
 from mlm.util.ownership import claim_folder, claim_problems
-from mlm.util.terminal import Advance, add_row, console, progress_bar, size, table
+from mlm.util.terminal import Advance, add_row, console, format_bytes, progress_bar, table
 
 TRAINING_STATE = ("applied_steps", "scaler", LINEAGE)
 """State of the optimizer in a checkpoint: left out with weights alone."""
@@ -87,7 +87,7 @@ def make_plan(config: ReshardConfig) -> Plan:
     path = resolve(config.ckpt)
     manifest = read_finite(path)
     trained = trained_config(manifest, path)
-    check_stored(manifest, trained.model, path)
+    check_stored_parameters(manifest, trained.model, path)
     model, layout = trained.model, ParallelConfig(tp=config.tp, pp=config.pp, vp=config.vp)
     if problems := split_problems(model, layout):
         raise ConfigError(problems)
@@ -147,7 +147,7 @@ def run(config: ReshardConfig) -> None:
     plan = make_plan(config)
     with writing_to(config.out):
         claim_folder(plan.out, "run", **claim_arguments(plan))
-    with sole_writer(plan.root):
+    with single_writer(plan.root):
         if published(plan.root, plan.manifest.step, plan.save_id) is not None:
             path = write_checkpoint(plan, lambda count: None)
             print(f"{path}: there already, as this command writes it")
@@ -211,7 +211,7 @@ def new_tokenizer(plan: Plan) -> bytes | None:
     with reading_of(source):
         if not os.path.lexists(source):
             return None
-        check_beside(plan.source, plan.manifest.state)
+        check_run_tokenizer(plan.source, plan.manifest.state)
         content = read_bounded(source, MAX_BYTES, RESTORE)
     with reading_of(target):
         there = target.read_bytes() if target.exists() else None
@@ -225,14 +225,14 @@ def show(plan: Plan, path: Path, seconds: float) -> None:
     made = table(f"reshard · step {plan.manifest.step}", "", "layout", "files#", "tensors#", "bytes#")
     for word, layout, manifest in (
         ("read", plan.layout_before, plan.manifest),
-        ("written", plan.layout, read_summary(path)),
+        ("written", plan.layout, read_manifest_head(path)),
     ):
         files, count = manifest.files.values(), f"{len(manifest.tensors):,}"
-        total = size(sum(entry.bytes for entry in files))
+        total = format_bytes(sum(entry.bytes for entry in files))
         add_row(made, word, layout_text(layout), f"{len(files):,}", count, total)
     out = console()
     out.print(made)
-    out.print(f"{path} in {seconds:,.1f} s, {size(int(plan.count / seconds))}/s")
+    out.print(f"{path} in {seconds:,.1f} s, {format_bytes(int(plan.count / seconds))}/s")
 
 
 def layout_text(layout: ParallelConfig) -> str:

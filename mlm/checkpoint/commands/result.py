@@ -7,7 +7,7 @@ import torch
 
 import mlm
 from mlm.models.config import ModelConfig
-from mlm.tracking.history import finite
+from mlm.tracking.history import replace_nonfinite
 from mlm.util import results as result_files
 from mlm.util.terminal import add_row, console, table
 
@@ -19,7 +19,7 @@ def versions() -> dict[str, str]:
 
 def write_result(out: str, result: dict[str, Any]) -> None:
     """Write the JSON for machines; numbers that are not finite become null. Raises UserError."""
-    result_files.write_result(out, {key: finite(value) for key, value in result.items()})
+    result_files.write_result(out, {key: replace_nonfinite(value) for key, value in result.items()})
 
 
 def show_table(title: str, columns: dict[str, object], notes: Iterable[str], *lines: str) -> None:

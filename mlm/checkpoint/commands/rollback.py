@@ -8,26 +8,26 @@ from pathlib import Path
 from mlm.checkpoint.commands.config import CkptRollbackConfig
 from mlm.checkpoint.native.folders import (
     ancestors_of,
+    checkpoint_problem,
     checkpoints,
     clear_up,
+    descendants_set_aside,
     free_name,
+    latest_name,
     locate,
-    named_latest,
-    plain_name,
     point_latest,
-    problem_of,
-    set_aside,
+    step_directory_name,
     step_name,
     step_of,
 )
-from mlm.checkpoint.native.format import CheckpointError, read_summary
+from mlm.checkpoint.native.format import CheckpointError, read_manifest_head
 from mlm.checkpoint.native.lineage import Save
-from mlm.checkpoint.native.retention import doubt_of, newest_good
+from mlm.checkpoint.native.retention import checkpoint_doubt, newest_good
 from mlm.tracking.history import FILE_NAME, diverged_since
-from mlm.util.atomic import fsync_directory
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.lock import sole_writer
-from mlm.util.terminal import console, plain
+from mlm.util.files import fsync_directory
+from mlm.util.lock import single_writer
+from mlm.util.terminal import console, one_line
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ def run(config: CkptRollbackConfig) -> None:
     root, alone = locate(config.ckpt)
     if alone:
         raise UserError(f"ckpt={config.ckpt}: is one checkpoint; set ckpt=… to its run directory")
-    with sole_writer(root, setting="ckpt"):
+    with single_writer(root, setting="ckpt"):
         try:
-            before = named_latest(root)
+            before = latest_name(root)
             step = find_step(root, config)
             moves = move_latest(root, step)
         except OSError as error:
@@ -73,7 +73,7 @@ def find_step(root: Path, config: CkptRollbackConfig) -> int:
         raise UserError(
             f"step={config.step}: no checkpoint to move to; set step=… to one of {step_list(paths)}"
         )
-    if problem := problem_of(paths[config.step]):
+    if problem := checkpoint_problem(paths[config.step]):
         raise CorruptFileError(f"step={config.step}: {problem}; set step=… to another of {step_list(paths)}")
     return config.step
 
@@ -83,9 +83,9 @@ def reachable(root: Path) -> dict[int, Path]:
 
     Raises OSError, and CheckpointError when `root` cannot be read.
     """
-    present, name = checkpoints(root), named_latest(root)
-    head = next((path for path in present.values() if plain_name(path) == name), None)
-    return dict(sorted({**(set_aside(root, head) if head else {}), **present}.items()))
+    present, name = checkpoints(root), latest_name(root)
+    head = next((path for path in present.values() if step_directory_name(path) == name), None)
+    return dict(sorted({**(descendants_set_aside(root, head) if head else {}), **present}.items()))
 
 
 def move_latest(root: Path, step: int) -> list[Move]:
@@ -101,7 +101,7 @@ def move_latest(root: Path, step: int) -> list[Move]:
         in_place = path.name == step_name(other)
         if other > step and in_place:
             newer.append(Move(path, free_name(root, other)))
-        elif not in_place and (other == step or Save(other, read_summary(path).save_id) in past):
+        elif not in_place and (other == step or Save(other, read_manifest_head(path).save_id) in past):
             restored.append(Move(path, root / step_name(other)))
     for move in restored:
         os.rename(move.before, move.after)
@@ -123,14 +123,14 @@ def show(ckpt: str, path: Path, before: str | None, moves: list[Move]) -> None:
     """Print what was done, and how to continue or to undo it."""
     out = console()
     if before == path.name and not moves:
-        out.print(f"latest is {plain(path.name)} already: nothing to do")
+        out.print(f"latest is {one_line(path.name)} already: nothing to do")
     else:
-        out.print(f"latest is {plain(path.name)}" + (f", it was {plain(before)}" if before else ""))
+        out.print(f"latest is {one_line(path.name)}" + (f", it was {one_line(before)}" if before else ""))
     for move in moves:
-        out.print(f"renamed {plain(move.before.name)} to {plain(move.after.name)}")
-    if doubt := doubt_of(path):
-        out.print(f"note: {plain(path.name)} is doubtful: {plain(doubt)}")
-    out.print(f"a run continues from it: type its command with what is to change, or resume={plain(ckpt)}")
+        out.print(f"renamed {one_line(move.before.name)} to {one_line(move.after.name)}")
+    if doubt := checkpoint_doubt(path):
+        out.print(f"note: {one_line(path.name)} is doubtful: {one_line(doubt)}")
+    out.print(f"a run continues from it: type its command with what is to change, or resume={one_line(ckpt)}")
     if before and before != path.name:
         undo = ["mlm", "ckpt", "rollback", ckpt, str(int(before.rpartition("-")[2]))]
-        out.print(f"until it does, this undoes it: {plain(shlex.join(undo))}")
+        out.print(f"until it does, this undoes it: {one_line(shlex.join(undo))}")

@@ -17,7 +17,7 @@ from mlm.checkpoint.native.folders import (
 )
 from mlm.checkpoint.native.verify import FileProblem, NotFinite, Verified, shard_bytes, verify_checkpoint
 from mlm.util.errors import CorruptFileError
-from mlm.util.terminal import add_row, console, plain, progress_bar, size, table
+from mlm.util.terminal import add_row, console, format_bytes, one_line, progress_bar, table
 
 
 def run(config: CkptVerifyConfig) -> None:
@@ -38,7 +38,7 @@ def run(config: CkptVerifyConfig) -> None:
             remedy = "Go back to one that is whole with mlm ckpt rollback, or delete it"
         raise CorruptFileError(
             f"{len(bad)} of {len(results)} checkpoints {verb} {word_of(first)}: "
-            f"{bad[0].path / plain(first.file)}: {plain(first.why)}. {remedy}"
+            f"{bad[0].path / one_line(first.file)}: {one_line(first.why)}. {remedy}"
         )
     problem = None if alone else read_pointer(place).problem
     if problem:
@@ -94,7 +94,7 @@ def show(ckpt: str, results: list[Verified], start: Path | None, *, in_run: bool
         cells: tuple[object, ...] = ("", "", "")
         if manifest is not None:
             total = sum(file.bytes for file in manifest.files.values())
-            cells = (manifest.step, len(manifest.files), size(total))
+            cells = (manifest.step, len(manifest.files), format_bytes(total))
         first, *others = [f"{word_of(f)}: {f.file}: {f.why}" for f in each.problems] or ["whole"]
         is_best = each.path.parent.parent.name == BEST
         add_row(made, f"{BEST}: {each.path.name}" if is_best else each.path.name, *cells, first)
@@ -104,7 +104,7 @@ def show(ckpt: str, results: list[Verified], start: Path | None, *, in_run: bool
     out.print(made)
     for each in results:
         for line in each.warnings:
-            out.print(f"note: {plain(line)}")
+            out.print(f"note: {one_line(line)}")
     if in_run:
         out.print(
             f"a run continues from {start}" if start else "a run would not start: none of them can be loaded"

@@ -19,8 +19,8 @@ from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
 from mlm.models.huggingface import FolderContent, HuggingFaceMapping, Note, TokenIds, kept_ids, show
-from mlm.util.atomic import parse_json, read_bounded
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import parse_json, read_bounded
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = (
@@ -36,7 +36,7 @@ MAX_BYTES = {CONFIG: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no separator, not hidden
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-AGAIN = "Download or save it again"
+SAVE_AGAIN = "Download or save it again"
 
 
 def find_file(folder: Path, name: str) -> Path | None:
@@ -51,17 +51,19 @@ def find_file(folder: Path, name: str) -> Path | None:
         target, root = path.resolve(strict=True), folder.resolve()
         status = target.stat()
     except (OSError, RuntimeError) as error:
-        raise UserError(f"{path}: cannot be opened: {error}. Make it readable, or {AGAIN.lower()}") from error
+        raise UserError(
+            f"{path}: cannot be opened: {error}. Make it readable, or {SAVE_AGAIN.lower()}"
+        ) from error
     allowed = [root]
     if root.parent.name == "snapshots":  # models--owner--name/snapshots/COMMIT: blobs of it, or of all models
         allowed += [root.parents[1] / "blobs", root.parents[2] / "blobs"]
     if not any(target.is_relative_to(parent) for parent in allowed):
         raise UserError(f"{path}: a link that leads out of the folder. Put the file itself there")
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path}: no plain file. {AGAIN}")
+        raise UserError(f"{path}: no plain file. {SAVE_AGAIN}")
     most = MAX_BYTES.get(name)
     if most is not None and status.st_size > most:
-        raise UserError(f"{path}: {status.st_size} bytes, {most} is the limit. {AGAIN}")
+        raise UserError(f"{path}: {status.st_size} bytes, {most} is the limit. {SAVE_AGAIN}")
     return target
 
 
@@ -71,15 +73,15 @@ def read_json(folder: Path, name: str) -> dict[str, JSON]:
     if path is None:
         raise UserError(f"{folder}: holds no {name}. Name the folder of a model that transformers saved")
     try:
-        content = parse_json(read_bounded(path, MAX_BYTES[name], AGAIN), foreign=True)
+        content = parse_json(read_bounded(path, MAX_BYTES[name], SAVE_AGAIN), foreign=True)
     except OSError as error:
         raise UserError(f"{folder / name}: {error.strerror}. Make it readable") from error
     except CorruptFileError:
         raise
     except ValueError as error:
-        raise CorruptFileError(f"{folder / name}: is no JSON ({error}). {AGAIN}") from error
+        raise CorruptFileError(f"{folder / name}: is no JSON ({error}). {SAVE_AGAIN}") from error
     if not isinstance(content, dict):
-        raise CorruptFileError(f"{folder / name}: is no JSON object. {AGAIN}")
+        raise CorruptFileError(f"{folder / name}: is no JSON object. {SAVE_AGAIN}")
     return content
 
 
@@ -202,11 +204,11 @@ def _headers(settings: HFSettings, files: Mapping[str, Path]) -> dict[str, tuple
     folder, mapping = settings.folder, settings.mapping
     for file, path in files.items():
         with reading(folder / file):
-            header = read_safetensors_header(path, AGAIN)[1]
+            header = read_safetensors_header(path, SAVE_AGAIN)[1]
         for theirs, layout in header.items():
             name = mapping.plain(theirs)
             if name in out:
-                raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {AGAIN}")
+                raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {SAVE_AGAIN}")
             out[name] = file, layout
     for copy, name in mapping.copies(settings.config).items():
         if settings.tied and name not in out and copy in out:  # some writers keep the other of two equal ones
@@ -220,7 +222,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}. {AGAIN}") from error
+        raise UserError(f"{path}: cannot be read: {error.strerror}. {SAVE_AGAIN}") from error
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -231,14 +233,16 @@ def weight_files(folder: Path) -> dict[str, Path]:
         raise UserError(_no_weights(folder))
     listed = read_json(folder, INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(f, str) for f in listed.values()):
-        raise CorruptFileError(f"{folder / INDEX}: its weight_map names no files. {AGAIN}")
+        raise CorruptFileError(f"{folder / INDEX}: its weight_map names no files. {SAVE_AGAIN}")
     out = {}
     for name in sorted(set(listed.values())):
         if not SHARD_NAME.fullmatch(name):
-            raise CorruptFileError(f"{folder / INDEX}: the file name {show(name)} is not allowed. {AGAIN}")
+            raise CorruptFileError(
+                f"{folder / INDEX}: the file name {show(name)} is not allowed. {SAVE_AGAIN}"
+            )
         path = find_file(folder, name)
         if path is None:
-            raise UserError(f"{folder / name}: missing, {INDEX} names it. {AGAIN}")
+            raise UserError(f"{folder / name}: missing, {INDEX} names it. {SAVE_AGAIN}")
         out[name] = path
     return out
 

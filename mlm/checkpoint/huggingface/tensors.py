@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.huggingface.folder import (
-    AGAIN,
     CONFIG,
+    SAVE_AGAIN,
     SMALL_FILES,
     TOKENIZER,
     HFModel,
@@ -19,8 +19,8 @@ from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
 from mlm.models.huggingface import Location, show
-from mlm.util.atomic import digest_file
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import digest_file
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ROWS = 4096  # compared at a time
@@ -103,7 +103,7 @@ class HFTensors:
             with reading(self.model.folder / file), open(self.model.files[file], "rb") as f:
                 copy_region(f, stored, region, whole, target)
             if not torch.stack(target.aminmax()).isfinite().all():  # without a copy of the tensor's size
-                raise CorruptFileError(f"{self.model.folder / file}: {theirs} is not finite. {AGAIN}")
+                raise CorruptFileError(f"{self.model.folder / file}: {theirs} is not finite. {SAVE_AGAIN}")
         return target
 
     def _check_names(self) -> dict[str, Location]:
@@ -114,7 +114,7 @@ class HFTensors:
             for theirs in location.names:
                 if theirs not in model.stored:
                     raise UserError(
-                        f"{model.folder}: holds no tensor {theirs}, which {CONFIG} requires. {AGAIN}"
+                        f"{model.folder}: holds no tensor {theirs}, which {CONFIG} requires. {SAVE_AGAIN}"
                     )
             locations[ours] = location
             known.update(location.names)

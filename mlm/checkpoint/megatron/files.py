@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import serialization
 
-from mlm.util.atomic import CHUNK
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import CHUNK
 
 LATEST = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")

@@ -18,13 +18,13 @@ from mlm.checkpoint.native.format import (
     CheckpointError,
     Manifest,
     read_manifest,
-    read_summary,
+    read_manifest_head,
     regular_size,
 )
 from mlm.checkpoint.native.lineage import Lineage, Save
 from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
-from mlm.util.atomic import digest_bytes, fsync_directory
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import digest_bytes, fsync_directory
 from mlm.util.ownership import owner_of
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def read_pointer(root: Path) -> Pointer:
     return Pointer(name)
 
 
-def named_latest(root: Path) -> str | None:
+def latest_name(root: Path) -> str | None:
     """The directory name that the file `latest` holds; None when it is missing or cannot be believed."""
     return read_pointer(root).name
 
@@ -116,10 +116,10 @@ def latest_checkpoint(root: Path) -> Path | None:
         problems.append(f"{root / LATEST}: {pointer.problem}")
     tried = candidates(root)
     for path in tried:
-        if problem := problem_of(path):
+        if problem := checkpoint_problem(path):
             problems.append(problem)
             continue
-        if not problems and pointer.name and plain_name(path) != pointer.name:
+        if not problems and pointer.name and step_directory_name(path) != pointer.name:
             problems.append(f"{root / LATEST} names {pointer.name}, which is gone")
         if problems:
             log.warning("%s; continuing from the newest whole checkpoint, %s", problems[0], path)
@@ -128,18 +128,20 @@ def latest_checkpoint(root: Path) -> Path | None:
     if not (tried or newer):
         return None
     why = problems[0] if problems else f"{root / LATEST} names {pointer.name}, which is gone"
-    remedy = newer and f". To continue from {plain_name(newer[-1])}, write its name into {root / LATEST}"
+    remedy = (
+        newer and f". To continue from {step_directory_name(newer[-1])}, write its name into {root / LATEST}"
+    )
     raise CorruptFileError(f"{root}: no checkpoint is whole. {why}{remedy or ''}")
 
 
-def plain_name(path: Path) -> str:
+def step_directory_name(path: Path) -> str:
     """The step-… name of a checkpoint, wherever a save moved it."""
     return path.name.removeprefix(REPLACED)
 
 
 def step_of(path: Path) -> int:
     """The step of a checkpoint's directory."""
-    return int(plain_name(path).removeprefix("step-"))
+    return int(step_directory_name(path).removeprefix("step-"))
 
 
 def candidates(root: Path) -> list[Path]:
@@ -148,21 +150,21 @@ def candidates(root: Path) -> list[Path]:
     Newer ones are of a past that a user went back from; where `latest` is missing or damaged, there are none.
     Raises CheckpointError when `root` cannot be read.
     """
-    paths, name = list(checkpoints(root).values()), named_latest(root)
+    paths, name = list(checkpoints(root).values()), latest_name(root)
     newest = step_of(Path(name)) if name else max(map(step_of, paths), default=0)
     return [path for path in reversed(paths) if step_of(path) <= newest]
 
 
 def is_of_another_step(manifest: Manifest, directory: Path) -> bool:
     """True if a manifest does not belong in a directory of this step-… name."""
-    name = plain_name(directory)
+    name = step_directory_name(directory)
     return STEP_NAME.fullmatch(name) is not None and name != step_name(manifest.step)
 
 
-def set_aside(root: Path, head: Path) -> dict[int, Path]:
+def descendants_set_aside(root: Path, head: Path) -> dict[int, Path]:
     """Checkpoints by step that were set aside and that descend from `head`. Raises OSError."""
     try:
-        manifest = read_summary(head)
+        manifest = read_manifest_head(head)
     except UserError:
         return {}
     save = Save(manifest.step, manifest.save_id)
@@ -173,7 +175,7 @@ def set_aside(root: Path, head: Path) -> dict[int, Path]:
 def ancestors_of(path: Path) -> tuple[Save, ...]:
     """The saves that a checkpoint descends from; none if it cannot be read."""
     try:
-        return Lineage.of(read_summary(path).state).ancestors
+        return Lineage.of(read_manifest_head(path).state).ancestors
     except (UserError, OSError):
         return ()
 
@@ -199,10 +201,10 @@ def free_name(root: Path, step: int) -> Path:
     return path
 
 
-def problem_of(directory: Path) -> str | None:
+def checkpoint_problem(directory: Path) -> str | None:
     """Why a checkpoint is not whole, as far as names and sizes tell: no shard is read."""
     try:
-        manifest = read_summary(directory)
+        manifest = read_manifest_head(directory)
         if is_of_another_step(manifest, directory):
             return f"{directory / MANIFEST}: of step {manifest.step}, copied here from another checkpoint"
         if (name := first_not_finite(manifest.tensors)) is not None:
@@ -301,7 +303,7 @@ def foreign_in(directory: Path) -> str | None:
     if directory.is_symlink():
         return "a link"
     try:
-        listed = set(read_summary(directory).files)
+        listed = set(read_manifest_head(directory).files)
     except UserError:
         listed = set()
     entries = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(directory)}

@@ -29,8 +29,8 @@ from mlm.checkpoint.native.columns import (
     tiling_problem,
 )
 from mlm.checkpoint.native.slices import Region, Split
-from mlm.util.atomic import digest_bytes, parse_json, read_bounded, write_atomic
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import digest_bytes, parse_json, read_bounded, write_atomic
 
 JSON: TypeAlias = Any
 """A JSON value: null, boolean, finite number, string, list, or object with string keys."""
@@ -205,7 +205,7 @@ def read_manifest(directory: Path) -> Manifest:
     return decode_manifest(_read(directory), directory / MANIFEST)
 
 
-def read_summary(directory: Path) -> Manifest:
+def read_manifest_head(directory: Path) -> Manifest:
     """The manifest without its chunks, which are not checked: quick, however many there are.
 
     Raises as `read_manifest` does.

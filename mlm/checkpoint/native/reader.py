@@ -21,8 +21,8 @@ from mlm.checkpoint.native import format as layout
 from mlm.checkpoint.native.format import RESTORE, FileEntry, Manifest
 from mlm.checkpoint.native.shard_file import Stored, parse_header
 from mlm.checkpoint.native.slices import Region, Shard
-from mlm.util.atomic import digest_name
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import digest_name
 
 BLOCK = 1 << 24  # bytes of rows read at a time: 16 MiB
 OPEN_FILES = 64  # of one checkpoint at a time; a process may have 1024 on most systems

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from mlm.checkpoint.native.folders import (
     candidates,
+    checkpoint_problem,
     discard,
     foreign_in,
-    named_latest,
-    plain_name,
-    problem_of,
+    latest_name,
+    step_directory_name,
     step_of,
 )
-from mlm.checkpoint.native.format import CheckpointError, read_summary
+from mlm.checkpoint.native.format import CheckpointError, read_manifest_head
 from mlm.checkpoint.native.norms import largest_jump
 from mlm.checkpoint.native.run_state import not_finite_since
 from mlm.util.errors import UserError
@@ -39,7 +39,7 @@ def outdated(
     keep_last: int,
     keep_every: int,
     since: int | None = None,
-    problem: Callable[[Path], str | None] = problem_of,
+    problem: Callable[[Path], str | None] = checkpoint_problem,
 ) -> list[Path]:
     """The checkpoints that retention deletes, oldest first.
 
@@ -47,26 +47,26 @@ def outdated(
     (0: none); the one `latest` names, and what is newer than that. Good are whole ones that are not doubtful.
     A damaged one, of which `problem(directory)` says why, never counts as kept: it is deleted when
     `keep_last` good ones are newer, so where none is good nothing is. Of doubtful ones `keep_last` are kept
-    besides. `since` is that of `doubt_of`. `problem` is called from the newest on, as long as it matters.
+    besides. `since` is that of `checkpoint_doubt`. `problem` is called from the newest on, while it matters.
     Raises CheckpointError when `root` cannot be read.
     """
-    named, old = named_latest(root), list[Path]()
+    named, old = latest_name(root), list[Path]()
     most, good, doubtful = max(keep_last, 1), 0, 0
     for path in candidates(root):
         if good < most:
-            if doubt_of(path, since) is None:
+            if checkpoint_doubt(path, since) is None:
                 good += problem(path) is None
                 continue
             doubtful += 1
             if doubtful <= most:
                 continue
-        is_kept = (keep_every and step_of(path) % keep_every == 0) or plain_name(path) == named
+        is_kept = (keep_every and step_of(path) % keep_every == 0) or step_directory_name(path) == named
         if not is_kept and _is_deletable(path):
             old.append(path)
     return old[::-1]
 
 
-def doubt_of(directory: Path, since: int | None = None) -> str | None:
+def checkpoint_doubt(directory: Path, since: int | None = None) -> str | None:
     """Why a checkpoint may be of a run that has gone wrong; None if its manifest does not say so.
 
     `since` is the first of the run's steps that were not finite, if it has diverged: the weights before it
@@ -75,7 +75,7 @@ def doubt_of(directory: Path, since: int | None = None) -> str | None:
     if since is not None and step_of(directory) >= since - 1:
         return f"no step after it was finite since step {since}"
     try:
-        summary = read_summary(directory)
+        summary = read_manifest_head(directory)
     except (UserError, OSError):
         return None
     if since := not_finite_since(summary.state):
@@ -90,12 +90,12 @@ def newest_good(root: Path, since: int | None = None) -> Path | None:
     Where all are doubtful, the newest one before step `since` - 1 whose weights have not jumped: steps that
     are not finite change no weight. Raises CheckpointError when `root` cannot be read.
     """
-    whole = [path for path in candidates(root) if problem_of(path) is None]
+    whole = [path for path in candidates(root) if checkpoint_problem(path) is None]
     for path in whole:
-        if doubt_of(path, since) is None:
+        if checkpoint_doubt(path, since) is None:
             return path
     before = [path for path in whole if since is None or step_of(path) < since - 1]
-    return next((path for path in before if largest_jump(read_summary(path).tensors) is None), None)
+    return next((path for path in before if largest_jump(read_manifest_head(path).tensors) is None), None)
 
 
 def _is_deletable(path: Path) -> bool:

@@ -58,10 +58,10 @@ def label_names(state: Mapping[str, JSON]) -> tuple[str, ...]:
     """Return the labels of the task that a checkpoint was finetuned on; empty if it names none."""
     finetuning = state.get(FINETUNING)
     settings = finetuning.get("depends_on") if isinstance(finetuning, dict) else None
-    return texts(settings.get("task.labels")) if isinstance(settings, dict) else ()
+    return as_strings(settings.get("task.labels")) if isinstance(settings, dict) else ()
 
 
-def texts(value: JSON) -> tuple[str, ...]:
+def as_strings(value: JSON) -> tuple[str, ...]:
     """Return a list of strings; empty for anything else."""
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         return ()

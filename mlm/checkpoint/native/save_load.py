@@ -21,7 +21,7 @@ from mlm.checkpoint.native.folders import (
     EVIDENCE,
     discard,
     latest_checkpoint,
-    named_latest,
+    latest_name,
     open_staging,
     publish,
     resolve,
@@ -38,7 +38,7 @@ from mlm.checkpoint.native.format import (
     NotFiniteError,
     TensorEntry,
     read_manifest,
-    read_summary,
+    read_manifest_head,
     write_manifest,
 )
 from mlm.checkpoint.native.norms import (
@@ -110,7 +110,7 @@ def save_checkpoint(
     first such state of a run as `not-finite-step-…`; LostPeer if a rank does not take part.
     """
     ranks = Ranks(rank, world_size, group, watch or Watch(rank))
-    explain = partial(_explain_save, root, rank, named_latest(root))
+    explain = partial(_explain_save, root, rank, latest_name(root))
     assert staged is None or save_id is not None, "what is staged carries its save id"
     save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)
@@ -145,7 +145,7 @@ def save_checkpoint(
 def _norms_before(root: Path) -> Mapping[str, float | None]:
     """Norms in the checkpoint that `latest` names, or before its weights jumped; empty if unreadable."""
     try:
-        tensors = read_summary(root / (named_latest(root) or "")).tensors
+        tensors = read_manifest_head(root / (latest_name(root) or "")).tensors
     except (UserError, OSError):
         return {}
     jumped = largest_jump(tensors) is not None

@@ -27,8 +27,8 @@ from mlm.checkpoint.native.format import (
     RESTORE,
     FileEntry,
 )
-from mlm.util.atomic import CHUNK, digest_name, parse_json
 from mlm.util.errors import CorruptFileError
+from mlm.util.files import CHUNK, digest_name, parse_json
 
 PIECE = 1 << 18  # bytes digested at a time: in the processor's cache
 MAX_HEADER_BYTES = 1 << 26  # 64 MiB; parsed JSON takes many times its size (safetensors allows 100 MB)

@@ -17,7 +17,7 @@ from mlm.checkpoint.native.folders import (
     checkpoints,
     clear_up,
     discard,
-    named_latest,
+    latest_name,
     open_staging,
     point_latest,
     publish,
@@ -30,14 +30,14 @@ from mlm.checkpoint.native.format import (
     Manifest,
     TensorEntry,
     canonical,
-    read_summary,
+    read_manifest_head,
     write_manifest,
 )
 from mlm.checkpoint.native.save_load import REMEDIES
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region, Split
-from mlm.util.atomic import digest_bytes
 from mlm.util.errors import UserError
+from mlm.util.files import digest_bytes
 
 Read = Callable[[str, Region], Tensor]
 Pieces = dict[str, dict[str, Region]]
@@ -94,7 +94,7 @@ def write_streamed(
     entries = {name: _entry(tensor, name, pieces) for name, tensor in tensors.items()}
     try:
         if (path := published(root, step, save_id)) is not None:
-            if named_latest(root) != path.name:  # killed between the two
+            if latest_name(root) != path.name:  # killed between the two
                 point_latest(root, step)
             clear_up(root)
             return path
@@ -145,7 +145,7 @@ def published(root: Path, step: int, save_id: str) -> Path | None:
     """
     for path in checkpoints(root).values():
         try:
-            is_it = path.name == step_name(step) and read_summary(path).save_id == save_id
+            is_it = path.name == step_name(step) and read_manifest_head(path).save_id == save_id
         except UserError:  # damaged: still not ours to replace
             is_it = False
         if not is_it:

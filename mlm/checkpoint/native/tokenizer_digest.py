@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.format import RESTORE
-from mlm.util.atomic import digest_file
 from mlm.util.errors import CorruptFileError
-from mlm.util.ownership import described
+from mlm.util.files import digest_file
+from mlm.util.ownership import file_type_name
 
 TOKENIZER = "tokenizer.json"
 KEY = "tokenizer"
@@ -58,16 +58,16 @@ class TokenizerDigest:
         return cls(digest, vocabulary if known else None, eod_id if type(eod_id) is int else None)
 
 
-def file_beside(directory: Path) -> Path:
+def tokenizer_path(directory: Path) -> Path:
     """tokenizer.json of the run whose checkpoint the step-… `directory` is."""
     return directory.parent.parent / TOKENIZER
 
 
-def check_beside(directory: Path, state: Mapping[str, Any]) -> None:
+def check_run_tokenizer(directory: Path, state: Mapping[str, Any]) -> None:
     """Raise CorruptFileError if tokenizer.json is no file, or not the one the checkpoint was trained with."""
-    known, path = TokenizerDigest.of(state), file_beside(directory)
+    known, path = TokenizerDigest.of(state), tokenizer_path(directory)
     if os.path.lexists(path) and not path.is_file():
-        raise CorruptFileError(f"{path}: is {described(path)}, no regular file. {RESTORE}")
+        raise CorruptFileError(f"{path}: is {file_type_name(path)}, no regular file. {RESTORE}")
     if known is None or not path.is_file():
         return
     if (digest := digest_file(path)) != known.digest:

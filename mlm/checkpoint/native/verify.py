@@ -9,7 +9,7 @@ from mlm.checkpoint.native.format import MANIFEST, RESTORE, Manifest, read_manif
 from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
 from mlm.checkpoint.native.reader import CheckedFile, read_header
 from mlm.checkpoint.native.shard_file import Form
-from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_beside, file_beside
+from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_run_tokenizer, tokenizer_path
 from mlm.util.errors import CorruptFileError, UserError
 
 
@@ -61,9 +61,9 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
         problems += _file_problems(directory / name, manifest, forms[name], progress)
     strays, warnings = _strays(directory, manifest)
     try:
-        check_beside(directory, manifest.state)
+        check_run_tokenizer(directory, manifest.state)
     except (UserError, OSError) as error:
-        strays.append(FileProblem(f"../../{TOKENIZER}", _problem(file_beside(directory), error).why))
+        strays.append(FileProblem(f"../../{TOKENIZER}", _problem(tokenizer_path(directory), error).why))
     named = STEP_NAME.fullmatch(directory.name.removeprefix(REPLACED))
     if named and int(named[1]) != manifest.step:
         warnings.append(f"{directory.name} holds step {manifest.step}: it was renamed")

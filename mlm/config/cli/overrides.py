@@ -30,7 +30,7 @@ from mlm.config.plain_yaml import parse, problem_of, read_text
 from mlm.config.suggest import foreign_option, foreign_options, nearest, nearest_key, unknown_key
 from mlm.config.tree import MISSING_VALUE, describe_values, flatten, leaves, other_names, sections
 from mlm.training.config import PretrainConfig
-from mlm.util.errors import Problem, UserError, show, visible
+from mlm.util.errors import Problem, UserError, escape_controls, show
 
 MOST_LISTED = 16  # choices that one line names
 QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
@@ -309,5 +309,7 @@ def _unprintable(value: Any) -> str | None:
     """The reason why a text cannot stand on a page: marks that turn or hide what follows."""
     is_plain = not isinstance(value, str) or value.isprintable()
     return (
-        None if is_plain else f"{visible(value)[:60]} holds characters that cannot be seen; write it without"
+        None
+        if is_plain
+        else f"{escape_controls(value)[:60]} holds characters that cannot be seen; write it without"
     )

@@ -36,8 +36,8 @@ from mlm.config.path_errors import path_problems, streams_for
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.suggest import divisors
 from mlm.config.tree import MISSING_VALUE, flatten, leaves, sections
-from mlm.launch.environment import read_place
-from mlm.launch.typed import note_job, origin
+from mlm.launch.environment import read_rank_place
+from mlm.launch.typed import record_sweep_job, run_origin
 from mlm.parallel.layout_checks import RANKS_PER_NODE
 from mlm.util.errors import Absent, ConfigError, Problem, TooManyRanks, UserError
 from mlm.util.ownership import STDOUT
@@ -138,7 +138,7 @@ def sweep(jobs: Sequence[Job]) -> int:
     Those of training runs are reported as a table; jobs of other commands have their own results.
     """
     command, has_table = jobs[0].command, jobs[0].command.out_is_run_folder and jobs[0].check is None
-    is_rank = read_place(os.environ) is not None
+    is_rank = read_rank_place(os.environ) is not None
     rows, codes = list[dict[str, Any]](), list[int]()
     is_stopped = False
     try:
@@ -155,7 +155,7 @@ def sweep(jobs: Sequence[Job]) -> int:
                 is_stopped |= not is_rank and rows[-1]["state"] in ("stopped", "interrupted")
     finally:
         if rows and speaks_for_host(os.environ):
-            resolve(f"{SWEEP_TABLE}:report_sweep")(rows, origin().get("command", []))
+            resolve(f"{SWEEP_TABLE}:report_sweep")(rows, run_origin().get("command", []))
     return next((code for code in codes if code), OK)
 
 
@@ -228,7 +228,7 @@ def _place(job: Job, values: dict[str, Any]) -> None:
     path, folder = Path(out), folder_name(varied)
     values["out"] = str(path.parent / folder / path.name if path.suffix in FILES else path / folder)
     print(f"mlm {job.command.name}: job {job.number}: out={values['out']}", file=sys.stderr)
-    note_job(varied)
+    record_sweep_job(varied)
     job.placed_out = values["out"]
 
 

@@ -16,7 +16,7 @@ from mlm.corpus.read.tables import HUB, HubSource, find_hub
 from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import INPUTS, RECEIPT, REJECTED
 from mlm.util.errors import UserError
-from mlm.util.ownership import KINDS, kind_of_folder, matches
+from mlm.util.ownership import KINDS, kind_of_folder, matches_any
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 LINES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "txt"}
@@ -58,7 +58,7 @@ IN_OUT = (REJECTED, INPUTS, RECEIPT, "tokenizer.json")
 def own_names(folder: Path, names: Collection[str]) -> set[str]:
     """Return the entries of a folder that a build wrote: files of a corpus, or of a work folder."""
     kind = kind_of_folder(folder)
-    return {name for name in names if matches(name, KINDS[kind].writes)} if kind in OF_BUILDS else set()
+    return {name for name in names if matches_any(name, KINDS[kind].writes)} if kind in OF_BUILDS else set()
 
 
 def check_apart(inputs: Collection[str], setting: str, out: str, work: str | None) -> None:

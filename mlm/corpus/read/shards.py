@@ -27,8 +27,8 @@ from mlm.corpus.read.streams import DamagedError, blocks, lines
 from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
 from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import INPUTS
-from mlm.util.atomic import digest_bytes, digest_file, write_atomic
 from mlm.util.errors import UserError
+from mlm.util.files import digest_bytes, digest_file, write_atomic
 from mlm.util.terminal import progress_bar
 
 OPENING = 1 << 12

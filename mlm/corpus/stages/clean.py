@@ -27,8 +27,8 @@ from mlm.corpus.stages.plan import Plan
 from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
+from mlm.util.files import write_atomic
 
 TEXT = np.dtype("u1")
 BATCH_BYTES = 1 << 20  # text processed together: more of it leaves the caches and takes longer

@@ -25,8 +25,8 @@ from rich.console import Console
 from mlm.corpus.config import ExecutorConfig
 from mlm.corpus.stages.plan import Plan, Stage
 from mlm.corpus.stages.run import first_error, run_task
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
+from mlm.util.files import write_atomic
 
 JOBS = "jobs.json"
 

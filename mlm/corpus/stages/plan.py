@@ -23,8 +23,8 @@ from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.records import Input, Shard
 from mlm.data.corpus_files import SPLITS, parse_split
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.atomic import digest_bytes, write_atomic
 from mlm.util.errors import CorruptFileError
+from mlm.util.files import digest_bytes, write_atomic
 
 VERSION = 3  # of what the stages write; part of every stage's digest
 PLAN = "plan.json"

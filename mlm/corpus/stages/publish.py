@@ -16,8 +16,8 @@ from mlm.corpus.stages.tokenise import MATCHES, load_contaminants
 from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.receipt import REJECTED
-from mlm.util.atomic import fsync_directory, write_atomic
 from mlm.util.errors import UserError
+from mlm.util.files import fsync_directory, write_atomic
 from mlm.util.terminal import add_row, table
 
 

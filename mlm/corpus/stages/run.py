@@ -20,8 +20,8 @@ from mlm.corpus.stages import match as match_stage
 from mlm.corpus.stages import tokenise as tokenise_stage
 from mlm.corpus.stages.plan import Plan, Stage
 from mlm.corpus.stages.publish import merge
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError
+from mlm.util.files import write_atomic
 from mlm.util.terminal import Advance, progress_bar
 
 STAGE_FUNCTIONS: dict[str, Callable[[Plan, int], None]] = {

@@ -35,7 +35,7 @@ from mlm.inference.trained import (
     load_tokenizer,
     named_checkpoint,
 )
-from mlm.launch.environment import read_place
+from mlm.launch.environment import read_rank_place
 from mlm.launch.start import choose_world_size, launch_facts
 from mlm.util.errors import ConfigError, UserError
 
@@ -216,7 +216,7 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
         values["batch_size"] = int(size)
     if isinstance(device := values.get("dist.device"), str):
         values["dist.device"] = device_of(device)
-    if read_place(os.environ) is not None:
+    if read_rank_place(os.environ) is not None:
         raise UserError(
             "lm-eval was started as one of several ranks: start it without a launcher; tp=, pp= and dp= set "
             "their number"

@@ -29,7 +29,7 @@ from mlm.evaluate.config import LmEvalConfig
 from mlm.inference.generation import Sampling, continuations, ends_at
 from mlm.inference.scoring import Request, Score, score
 from mlm.inference.trained import load_tokenizer, load_trained
-from mlm.launch.child_run import kill, plain_environment
+from mlm.launch.child_run import environment_without_launcher, kill
 from mlm.launch.process import ALONE, rank_device
 from mlm.launch.start import run_job
 from mlm.parallel.mesh import ParallelContext
@@ -134,7 +134,7 @@ class RemoteModel:
             [sys.executable, "-P", "-m", "mlm.evaluate.lm_eval.ranks", str(path / "config.json")],
             stdin=subprocess.DEVNULL,
             stdout=STDERR,  # lm-eval's stdout is for its results
-            env=plain_environment(os.environ),
+            env=environment_without_launcher(os.environ),
             start_new_session=True,  # Ctrl-C is for lm-eval, which ends the ranks
             preexec_fn=partial(die_with_parent, os.getpid()),
         )

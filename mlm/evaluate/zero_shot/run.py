@@ -33,18 +33,18 @@ from mlm.inference.trained import (
 )
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.util.atomic import digest_bytes
 from mlm.util.errors import UserError
+from mlm.util.files import digest_bytes
 from mlm.util.results import (
     folder_problem,
     is_stream,
-    named,
+    rename_earlier_result,
     result_problems,
-    set_aside,
     short_digest,
+    target_name,
     write_result,
 )
-from mlm.util.terminal import add_row, console, plain, progress_bar, table
+from mlm.util.terminal import add_row, console, one_line, progress_bar, table
 
 TASKS: dict[type[ZeroShotConfig], str] = {
     EvalWikitext103Config: "wikitext103",
@@ -59,14 +59,14 @@ def preflight(config: ZeroShotConfig) -> list[str]:
     if problems:
         return problems
     try:
-        named = named_checkpoint(config.ckpt)
-        if problem := continuation_problem(config.ckpt, named.config.model):
+        target_name = named_checkpoint(config.ckpt)
+        if problem := continuation_problem(config.ckpt, target_name.config.model):
             return [problem]
-        length = window_length(config.seq_length, named.config)
-        protocols_of(config, tokenizer_of(config, named.path, named.config.model), length)
+        length = window_length(config.seq_length, target_name.config)
+        protocols_of(config, tokenizer_of(config, target_name.path, target_name.config.model), length)
     except UserError as error:
         return list(error.problems)
-    out = result_path(config, named.path)
+    out = result_path(config, target_name.path)
     if problems := result_problems(out):
         return problems
     return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
@@ -138,7 +138,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     if config.samples is not None:
         write_result(config.samples, samples(protocols, outcomes).encode(), key="samples")
     if config.out is None:
-        set_aside(out, result, result_identity)
+        rename_earlier_result(out, result, result_identity)
     write_result(out, result)
     kept.unlink(missing_ok=True)
     show(result, protocols, out)
@@ -147,7 +147,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
 def tell_resumed(count: int, total: int, kept: Path) -> None:
     """Say on stderr what an earlier command has scored."""
     print(
-        f"mlm eval: {count:,} of {total:,} requests were scored before the last stop, in {plain(kept)}; "
+        f"mlm eval: {count:,} of {total:,} requests were scored before the last stop, in {one_line(kept)}; "
         f"{total - count:,} are left",
         file=sys.stderr,
         flush=True,
@@ -205,7 +205,7 @@ def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> No
     """Print the table, and on stderr what was left out."""
     limit = result["config"]["limit"]
     made = table(
-        f"eval {result['task']} · {plain(result['checkpoint'])} · step {result['step']}"
+        f"eval {result['task']} · {one_line(result['checkpoint'])} · step {result['step']}"
         + ("" if limit is None else f" · the first {limit} only (limit={limit})"),
         *("task", "protocol", "metric", "value#", "± s.e.#"),
     )
@@ -222,11 +222,11 @@ def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> No
     for protocol in protocols:
         source = protocol.source
         screen.print(f"{protocol.task} by {protocol.name}: {protocol.counts}")
-        screen.print(f"  {plain(source.name)}, {source.form}, {source.digest}")
+        screen.print(f"  {one_line(source.name)}, {source.form}, {source.digest}")
     screen.print(f"checkpoint {result['checkpoint_digest']}, {result['precision']}")
-    screen.print(f"written to {plain(named(out))}")
+    screen.print(f"written to {one_line(target_name(out))}")
     for warning in dict.fromkeys(w for protocol in protocols for w in protocol.warnings):
-        print(f"mlm eval {result['task']}: {plain(warning)}", file=sys.stderr)
+        print(f"mlm eval {result['task']}: {one_line(warning)}", file=sys.stderr)
 
 
 def number(value: float) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 from mlm.corpus.benchmarks import is_title
 from mlm.data.records import hub_records, read_records, readable
-from mlm.util.atomic import digest_bytes, digest_file
-from mlm.util.errors import UserError, half_pair
+from mlm.util.errors import UserError, lone_surrogate
+from mlm.util.files import digest_bytes, digest_file
 
 BLANK_LINE = " \n"
 """A blank line in WikiText's files. The Hub's loading script made it an empty row."""
@@ -162,7 +162,7 @@ def read_column(path: str, keys: Sequence[str]) -> list[tuple[str, str, str]]:
         key = next((key for key in keys if isinstance(record.get(key), str)), None)
         if key is None:
             raise UserError(f"{place}: no text under {' or '.join(map(repr, keys))}: fix or delete it")
-        if not record[key].isascii() and (half := half_pair(record[key])) is not None:
+        if not record[key].isascii() and (half := lone_surrogate(record[key])) is not None:
             raise UserError(f"{place}: holds {half}: fix or delete it")
         rows.append((place, key, record[key]))
     return rows

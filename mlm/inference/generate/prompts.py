@@ -14,7 +14,7 @@ from mlm.data.records import Located, read_records, readable
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.config import STDIN, GenerateConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.util.errors import UserError, half_pair
+from mlm.util.errors import UserError, lone_surrogate
 
 MESSAGES = ("messages", SHARE_GPT)
 KEYS = ("prompt", "text")
@@ -82,7 +82,7 @@ def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: di
             ('{"messages": […]}', '{"prompt": "…"}') if config.chat else ('{"prompt": "…"}', '{"text": "…"}')
         )
         raise UserError(f"{place}: holds no prompt: write {' or '.join(forms)}")
-    if (half := half_pair(json.dumps([text, messages], ensure_ascii=False))) is not None:
+    if (half := lone_surrogate(json.dumps([text, messages], ensure_ascii=False))) is not None:
         raise UserError(f"{place}: holds {half}, no UTF-8: correct it")
     if not config.chat:
         encode = tokenizer.encode_special if config.special_tokens else tokenizer.encode

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.chat import load_chat_template, turn_ends
+from mlm.inference.chat import end_of_turn_tokens, load_chat_template
 from mlm.inference.generate.config import STDIN, GenerateConfig
 from mlm.inference.generate.prompts import Prompt, read_prompts, share_prompts
 from mlm.inference.generation import Sampling, before_stop, continuations, ends_at
@@ -28,8 +28,8 @@ from mlm.inference.trained import (
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
-from mlm.util.results import folder_problem, named, write_result
-from mlm.util.terminal import Advance, plain, progress_bar, prose
+from mlm.util.results import folder_problem, target_name, write_result
+from mlm.util.terminal import Advance, one_line, progress_bar, safe_text
 
 SAMPLE_BITS = 32
 """Of the number that a text's draws are a function of, those below the number of its sample."""
@@ -41,10 +41,10 @@ def preflight(config: GenerateConfig) -> list[str]:
     if problems:
         return problems
     try:
-        named = named_checkpoint(config.ckpt)
-        if problem := continuation_problem(config.ckpt, named.config.model):
+        target_name = named_checkpoint(config.ckpt)
+        if problem := continuation_problem(config.ckpt, target_name.config.model):
             return [problem]
-        tokenizer = tokenizer_of(config, named.path, named.config.model)
+        tokenizer = tokenizer_of(config, target_name.path, target_name.config.model)
         problems = [*filter(None, [folder_problem(config.out)])]
         if "" in config.stop:
             problems.append('stop="" would end every text at once; give texts of one character or more')
@@ -89,7 +89,7 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         lines = [json.dumps(said, ensure_ascii=False) + "\n" for said in records]
         text = "".join(lines).encode("utf-8", "backslashreplace")
         write_result(config.out, text, inputs=[config.prompts])
-        print(f"written to {named(config.out)}", file=sys.stderr)
+        print(f"written to {target_name(config.out)}", file=sys.stderr)
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 
@@ -111,7 +111,7 @@ def tokenizer_of(config: GenerateConfig, path: Path, model: ModelConfig) -> Toke
 def ends_of(tokenizer: Tokenizer, path: Path) -> Collection[int]:
     """Return the tokens that end a text: of a document, or of an answer."""
     template = tokenizer.chat_template
-    return (tokenizer.eod_id,) if template is None else turn_ends(template, tokenizer, path)
+    return (tokenizer.eod_id,) if template is None else end_of_turn_tokens(template, tokenizer, path)
 
 
 def warn_of_long(prompts: Iterable[Prompt], max_positions: int) -> None:
@@ -119,7 +119,7 @@ def warn_of_long(prompts: Iterable[Prompt], max_positions: int) -> None:
     for prompt in prompts:
         if len(prompt.ids) > max_positions:
             print(
-                f"mlm generate: {plain(prompt.place)}: of its {len(prompt.ids)} tokens the last "
+                f"mlm generate: {one_line(prompt.place)}: of its {len(prompt.ids)} tokens the last "
                 f"{max_positions} are read, the checkpoint's max_positions",
                 file=sys.stderr,
             )
@@ -173,8 +173,10 @@ def print_whole(
     """A text among several, under the location of its prompt."""
     prompt, sample = text
     ids = printed_ids(prompt)
-    print(f"{'' if first else chr(10)}--- {plain(prompt.place)}, sample {sample + 1}")
-    print(prose(before_stop(tokenizer.decode([*ids, *new]), stops, len(tokenizer.decode(ids)))), flush=True)
+    print(f"{'' if first else chr(10)}--- {one_line(prompt.place)}, sample {sample + 1}")
+    print(
+        safe_text(before_stop(tokenizer.decode([*ids, *new]), stops, len(tokenizer.decode(ids)))), flush=True
+    )
 
 
 def record(
@@ -236,6 +238,6 @@ class Stream:
 
     def _print(self, text: str) -> None:
         if self.shown:
-            sys.stdout.write(prose(text[self.printed :]))
+            sys.stdout.write(safe_text(text[self.printed :]))
             sys.stdout.flush()
         self.printed = len(text)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mlm.launch.doctor.command import DoctorConfig
 from mlm.launch.doctor.findings import Control, Finding
-from mlm.util.atomic import read_regular, write_atomic
+from mlm.util.files import read_regular, write_atomic
 from mlm.util.lock import Lock, held_folder, remove_abandoned
 from mlm.util.results import is_stream
-from mlm.util.terminal import size
+from mlm.util.terminal import format_bytes
 
 SEEN_S = 2.0
 """Seconds in which a file that another host wrote must be seen."""
@@ -168,12 +168,12 @@ def _speed(path: Path) -> Finding:
         speed = _write_pieces(path)
     except OSError as error:
         remedy = "free some space there, or name an out on another disk"
-        said = f"{error.strerror} within {size(PIECES * PIECE)} ({path.parent.parent})"
+        said = f"{error.strerror} within {format_bytes(PIECES * PIECE)} ({path.parent.parent})"
         return Finding(SPEED, "fail", said, remedy)
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-    said = f"{size(int(speed))}/s"
+    said = f"{format_bytes(int(speed))}/s"
     if speed >= SLOW_SPEED:
         return Finding(SPEED, "ok", said)
     minutes = PARAMETER * BILLION / speed / 60

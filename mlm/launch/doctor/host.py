@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from mlm.launch.doctor.findings import Finding
-from mlm.launch.environment import Place
+from mlm.launch.environment import RankPlace
 from mlm.launch.rendezvous import check_addresses
 from mlm.util.errors import UserError
 from mlm.util.system import available_cores
-from mlm.util.terminal import size
+from mlm.util.terminal import format_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 LEAST_MEMORY, LITTLE_MEMORY = 256 * MIB, 2 * GIB
@@ -30,7 +30,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def memory(available: int, ranks_here: int) -> Finding:
     """Judge the free memory of the host, which its ranks share."""
     each = available // max(1, ranks_here)
-    text = f"{size(available)} free for {ranks_here} rank{'s' * (ranks_here > 1)}"
+    text = f"{format_bytes(available)} free for {ranks_here} rank{'s' * (ranks_here > 1)}"
     remedy = "end other programs on this host, or start fewer ranks on it"
     if each < LEAST_MEMORY:
         return Finding("memory", "fail", text, remedy)
@@ -45,7 +45,7 @@ def disk(folder: Path) -> Finding:
         remedy = "name an out on a disk that all hosts have"
         return Finding("disk", "fail", f"{folder}: {error.strerror}", remedy)
     free = status.f_bavail * status.f_frsize
-    text = f"{size(free)} free in {folder}"
+    text = f"{format_bytes(free)} free in {folder}"
     if status.f_files and status.f_favail == 0:
         remedy = "delete files there, or name an out on another disk"
         return Finding("disk", "fail", f"no inodes left in {folder}", remedy)
@@ -90,14 +90,14 @@ def shared_memory(on_gpu: bool, folder: Path = SHARED_MEMORY) -> Finding:
     except OSError as error:
         return Finding("/dev/shm", "fail" if on_gpu else "warn", str(error.strerror), "mount a tmpfs there")
     whole, free = (count * status.f_frsize for count in (status.f_blocks, status.f_bavail))
-    text = f"{size(free)} free of {size(whole)}"
+    text = f"{format_bytes(free)} free of {format_bytes(whole)}"
     remedy = "give the container more (docker run --shm-size=8g, an emptyDir with medium: Memory)"
     if free < LEAST_SHARED:
         return Finding("/dev/shm", "fail", text, remedy)
     return Finding("/dev/shm", "warn" if on_gpu and free < LITTLE_SHARED else "ok", text, remedy)
 
 
-def names(place: Place | None, environ: Mapping[str, str]) -> Finding:
+def names(place: RankPlace | None, environ: Mapping[str, str]) -> Finding:
     """Judge whether this host finds rank 0 and others find this one; `place` is None for one rank."""
     own = socket.gethostname()
     try:
@@ -198,7 +198,7 @@ def check_device(device: torch.device) -> list[Finding]:
     if device.type != "cuda":
         return []
     free, whole = torch.cuda.mem_get_info(device)
-    text = f"{size(free)} of {size(whole)} free"
+    text = f"{format_bytes(free)} of {format_bytes(whole)} free"
     used = free < (1 - IN_USE) * whole
     remedy = "end the programs that nvidia-smi lists on it, or choose GPUs by CUDA_VISIBLE_DEVICES"
     uuid = torch.cuda.get_device_properties(device).uuid

@@ -31,12 +31,12 @@ from mlm.launch.doctor.host import (
     shared_memory,
 )
 from mlm.launch.doctor.traffic import check_traffic, judge
-from mlm.launch.environment import Place, read_place
+from mlm.launch.environment import RankPlace, read_rank_place
 from mlm.launch.rendezvous import LOOPBACK, interfaces
 from mlm.launch.start import LaunchFacts, choose_world_size
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
-from mlm.util.results import named, write_result
+from mlm.util.results import target_name, write_result
 from mlm.util.system import available_memory
 from mlm.util.terminal import add_row, console, table
 
@@ -58,7 +58,7 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
 
     Every rank calls this.
     """
-    place = read_place(os.environ) if ctx.world_size > 1 else None
+    place = read_rank_place(os.environ) if ctx.world_size > 1 else None
     control = Control.of(ctx, place.master_addr if place is not None else LOOPBACK, config.timeout_s)
     folder = folder_of(config)
     note(ctx, f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
@@ -82,7 +82,7 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
         raise CheckFailedError(problem)
 
 
-def check_host(ctx: ParallelContext, place: Place | None, folder: Path) -> list[Finding]:
+def check_host(ctx: ParallelContext, place: RankPlace | None, folder: Path) -> list[Finding]:
     """Return this rank's findings that need no other rank."""
     ranks_here = 1 if place is None else place.local_world_size
     on_gpu = ctx.device.type == "cuda"
@@ -140,7 +140,7 @@ def report(
             write_result(config.out, {**result, "ranks": ranks_facts, "communication": traffic, **own})
         except UserError as error:  # other ranks wait for what is returned here
             return "; ".join(filter(None, (problem, str(error))))
-        out.print(f"written to {named(config.out)}")
+        out.print(f"written to {target_name(config.out)}")
     if problem:
         return problem
     out.print(

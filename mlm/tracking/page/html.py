@@ -25,7 +25,7 @@ from markupsafe import Markup, escape
 
 from mlm.tracking.page.runs import LARGEST, MISSING, Column, Run, number, when
 from mlm.tracking.panel import duration
-from mlm.util.errors import show, visible
+from mlm.util.errors import escape_controls, show
 from mlm.util.results import HTML_MARK
 
 MAX_TEXT = 300
@@ -65,7 +65,7 @@ def text(value: object, longest: int = MAX_TEXT) -> Markup:
         return value
     content = value if isinstance(value, str) else show(value)
     end = "…" if len(content) > longest else ""
-    return escape("\n".join(map(visible, content[:longest].split("\n"))) + end)
+    return escape("\n".join(map(escape_controls, content[:longest].split("\n"))) + end)
 
 
 def figure(value: float, form: str = "{:.4f}") -> str:

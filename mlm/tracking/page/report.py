@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 import mlm
-from mlm.launch.stop import Stopped, requests_raised
+from mlm.launch.stop import Stopped, raise_stop_requests
 from mlm.tracking.config import ReportConfig
 from mlm.tracking.history import FILE_NAME
 from mlm.tracking.page.command import choose
@@ -24,9 +24,9 @@ from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_memory, draw_s
 from mlm.tracking.page.runs import CONFIG, MISSING, RESULT, Column, Run, names_of, number, read_run
 from mlm.tracking.panel import duration
 from mlm.tracking.summary import MAX_ATTEMPTS
-from mlm.util.errors import show, visible
-from mlm.util.results import named, write_result
-from mlm.util.terminal import Screen, add_row, plain, size, table
+from mlm.util.errors import escape_controls, show
+from mlm.util.results import target_name, write_result
+from mlm.util.terminal import Screen, add_row, format_bytes, one_line, table
 
 TEMPLATE = "sections.html"
 MAX_BYTES = 2_000_000
@@ -59,12 +59,12 @@ def run(config: ReportConfig, console: Console | None = None, sleep: Sleep = tim
     console = console or Screen()
     chosen = choose(config.runs)
     for problem in chosen.skipped:
-        print(f"mlm report: skipped: {visible(problem)}", file=sys.stderr)
+        print(f"mlm report: skipped: {escape_controls(problem)}", file=sys.stderr)
     reader = RunsReader(chosen.runs)
     if not config.watch:
         say(console, write_page(config, reader.read(), None))
         return 0
-    with requests_raised():
+    with raise_stop_requests():
         try:
             watch(config, reader, console, sleep)
         except (KeyboardInterrupt, Stopped) as stop:
@@ -133,7 +133,7 @@ def write_page(config: ReportConfig, runs: Sequence[Run], reload_s: float | None
     """Write the page and return a line on it. Raises UserError."""
     content = make_page(runs, reload_s=reload_s)
     write_result(config.out, content, inputs=config.runs)
-    return f"written to {named(config.out)} ({size(len(content))})"
+    return f"written to {target_name(config.out)} ({format_bytes(len(content))})"
 
 
 def say(console: Console, line: str) -> None:
@@ -183,7 +183,9 @@ def fit_sections(sections: Sequence[tuple[str, str, Markup]]) -> list[tuple[str,
     sizes = [len(content.encode()) for _, _, content in sections]
     while sum(sizes) > MAX_SECTION_BYTES:
         largest = sizes.index(max(sizes))
-        line = f"This part would take {size(sizes[largest])} and is left out; name fewer runs to see it."
+        line = (
+            f"This part would take {format_bytes(sizes[largest])} and is left out; name fewer runs to see it."
+        )
         fitting[largest], sizes[largest] = (*fitting[largest][:2], paragraph(line)), 0
     return fitting
 
@@ -272,12 +274,17 @@ def overview(runs: Sequence[Run], *, ascii_only: bool = False) -> RenderableType
             time_left(run),
             MISSING if since is None else f"{duration(since)} ago",
         )
-    return Group(rows, *(Text(plain(note)) for run in runs for note in run.notes))
+    return Group(rows, *(Text(one_line(note)) for run in runs for note in run.notes))
 
 
 def overview_line(run: Run) -> str:
     """Return the newest numbers of a run as names and values."""
-    words = [plain(run.name), run.state, f"step {run.progress}", f"loss {figure(run.last('step', 'loss'))}"]
+    words = [
+        one_line(run.name),
+        run.state,
+        f"step {run.progress}",
+        f"loss {figure(run.last('step', 'loss'))}",
+    ]
     if len(run.column("validation", "loss")):
         words.append(f"validation {figure(run.last('validation', 'loss'))}")
     words += [f"tokens/s {figure(run.median('tokens_per_s'), '{:.0f}')}", f"left {time_left(run)}"]

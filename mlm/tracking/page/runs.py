@@ -16,8 +16,8 @@ from mlm.config.plain_yaml import parse as parse_yaml
 from mlm.config.plain_yaml import read_text
 from mlm.config.tree import flatten
 from mlm.tracking.history import FILE_NAME, MAX_BYTES, MAX_LINE, MOVE, parse, step_of
-from mlm.util.atomic import open_bounded, parse_json, read_bounded
-from mlm.util.errors import UserError, visible
+from mlm.util.errors import UserError, escape_controls
+from mlm.util.files import open_bounded, parse_json, read_bounded
 from mlm.util.lock import LOCK, Lock
 
 Column = NDArray[np.float64]
@@ -234,7 +234,7 @@ def names_of(folders: Sequence[str]) -> list[str]:
         others = [other for other in parts if other != mine]
         while count < len(mine) and any(other[-count:] == mine[-count:] for other in others):
             count += 1
-        names.append(visible("/".join(mine[-count:]))[-80:])
+        names.append(escape_controls("/".join(mine[-count:]))[-80:])
     return names
 
 
@@ -285,7 +285,7 @@ def add_record(run: Run, record: dict[str, Any]) -> None:
         run.attempts.append(record)
         run.failure = ""
     if kind == "failed":
-        run.failure = visible(str(record.get("error")))[:MAX_FAILURE]
+        run.failure = escape_controls(str(record.get("error")))[:MAX_FAILURE]
     if kind in ("run", "rewound"):
         for rows in run.rows.values():
             rows.drop_after(step_of(record))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import plain_name
-from mlm.checkpoint.native.format import TensorEntry, read_summary
+from mlm.checkpoint.native.folders import step_directory_name
+from mlm.checkpoint.native.format import TensorEntry, read_manifest_head
 from mlm.checkpoint.native.norms import (
     describe_not_finite,
     first_not_finite,
@@ -89,7 +89,7 @@ def diagnosis(trainer: Trainer, batches: Sequence[Any], since: int, warmup: str)
 def describe_state(parts: Sequence[Mapping[str, float]], good: Path | None) -> str:
     """State of weights and moments in words: what is not finite, or has grown since a good checkpoint."""
     try:
-        then = {} if good is None else read_summary(good).tensors
+        then = {} if good is None else read_manifest_head(good).tensors
     except (UserError, OSError):
         then = {}
     names = sorted({name for part in parts for name in part})
@@ -107,5 +107,5 @@ def describe_way_back(out: str, good: Path | None, advice: str) -> str:
     """The newest good checkpoint and the command that goes back to it, in words."""
     if good is None:
         return f"No good checkpoint is left: start again with another out=… and {advice}"
-    command = ["mlm", "ckpt", "rollback", out, str(int(plain_name(good).removeprefix("step-")))]
+    command = ["mlm", "ckpt", "rollback", out, str(int(step_directory_name(good).removeprefix("step-")))]
     return f"Newest good checkpoint: {good}. Go back with `{shlex.join(command)}`, then resume with {advice}"

@@ -17,7 +17,7 @@ from mlm.parallel.context.zigzag import local_positions
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.watch import name_ranks
 from mlm.training.incidents.numbers import deviations
-from mlm.training.kernels import compiles
+from mlm.training.kernels import should_compile
 from mlm.training.trainer import Trainer
 
 WEIGHT, INPUT, OUTPUT, GRADIENT, WEIGHT_GRADIENT = "weight", "input", "output", "gradient", "weight gradient"
@@ -136,7 +136,7 @@ class Probe:
             for name, module in chunk.named_modules():
                 if name in self.modules:
                     handles.append(module.register_forward_hook(self._hook(name)))
-        compiled = compiles(trainer.config.compile, trainer.ctx.device)
+        compiled = should_compile(trainer.config.compile, trainer.ctx.device)
         try:
             with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
                 yield

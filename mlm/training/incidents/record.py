@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mlm.checkpoint.native.folders import step_name
 from mlm.parallel.mesh import ParallelContext
-from mlm.tracking.history import finite
+from mlm.tracking.history import replace_nonfinite
 from mlm.training.incidents.probe import Probe
-from mlm.util.atomic import as_json, parse_json, read_bounded, write_atomic
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import dump_json, parse_json, read_bounded, write_atomic
 
 FOLDER, FILE, REPORT = "incidents", "incident.json", "README.md"
 FORMAT = 1
@@ -46,7 +46,7 @@ def write_rank(folder: Path, ctx: ParallelContext, probe: Probe) -> None:
     place = {axis.name: axis.rank for axis in (ctx.tp, ctx.cp, ctx.pp, ctx.dp)}
     content = {"rank": ctx.rank, **place, "host": socket.gethostname()}
     tensors = [row.encode() for row in sorted(rows, key=lambda row: row.order)]
-    write_atomic(folder / f"rank-{ctx.rank:05d}.json", as_json(_finite({**content, "tensors": tensors})))
+    write_atomic(folder / f"rank-{ctx.rank:05d}.json", dump_json(_finite({**content, "tensors": tensors})))
 
 
 def rows_of(batch: Any) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def write_samples(folder: Path, ctx: ParallelContext, batches: Sequence[Any]) ->
 
 def write_record(folder: Path, record: Mapping[str, Any], lines: Sequence[str]) -> None:
     """Write incident.json and the report. Raises OSError."""
-    write_atomic(folder / FILE, as_json(_finite({"format": FORMAT, **record})))
+    write_atomic(folder / FILE, dump_json(_finite({"format": FORMAT, **record})))
     title = f"# Incident at step {record['step']}: {', '.join(record['kinds'])}\n\n"
     write_atomic(folder / REPORT, (title + "".join(f"- {line}\n" for line in lines)).encode())
 
@@ -109,6 +109,6 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def _finite(content: Mapping[str, Any]) -> dict[str, Any]:
-    made = finite(dict(content))
+    made = replace_nonfinite(dict(content))
     assert isinstance(made, dict)
     return made

@@ -13,7 +13,7 @@ from typing import Any
 from rich.text import Text
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import named_latest, plain_name
+from mlm.checkpoint.native.folders import latest_name, step_directory_name
 from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
@@ -62,13 +62,13 @@ from mlm.training.loop import (
 from mlm.training.memory import out_of_memory_as_user_error, reuse_large_blocks
 from mlm.training.observer import Observer
 from mlm.training.pretrain.samples import PromptSampler, prompt_problems
-from mlm.training.resume import claim, continue_data, model_folder, resume, start_problems
+from mlm.training.resume import claim, continue_data, model_folder, resume, run_start_problems
 from mlm.training.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
 from mlm.training.saver import SaveFailedError
 from mlm.training.state import CHECKPOINTS
 from mlm.training.trainer import Trainer
-from mlm.util.atomic import write_atomic
 from mlm.util.errors import UserError, show, writing_to
+from mlm.util.files import write_atomic
 
 SUMMARY, CURVES = "README.md", "loss.png"
 MOST_EPOCHS, FEW_EPOCHS = 20, 4  # above the first a run is warned, the second is advised
@@ -80,7 +80,7 @@ def preflight(config: PretrainConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
     problems = [*missing_extras(config.log), *corpus_problems(config)]
     problems = problems or corpus_tokenizer_errors(config.data) or prompt_problems(config)
-    return problems or start_problems(config)
+    return problems or run_start_problems(config)
 
 
 def run(config: PretrainConfig, ctx: ParallelContext) -> int:
@@ -342,10 +342,10 @@ def summarising_failure(trainer: Trainer, out: Path, rows: list[tuple[str, str]]
 def newest_rows(out: Path) -> list[tuple[str, str]]:
     """Rows of the summary on the newest good checkpoint, and on one that is newer. Raises OSError."""
     root = out / CHECKPOINTS
-    good, newest = newest_good(root, diverged_since(out / FILE_NAME)), named_latest(root)
+    good, newest = newest_good(root, diverged_since(out / FILE_NAME)), latest_name(root)
     rows = [("newest good checkpoint", f"`{good}`" if good else "none")]
-    if good is not None and newest is not None and plain_name(good) != newest:
-        step = str(int(plain_name(good).removeprefix("step-")))
+    if good is not None and newest is not None and step_directory_name(good) != newest:
+        step = str(int(step_directory_name(good).removeprefix("step-")))
         command = shlex.join(["mlm", "ckpt", "rollback", str(out), step])
         rows.append((f"newer, and not good: {newest}", f"go back with `{command}`"))
     return rows

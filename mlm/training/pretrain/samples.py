@@ -28,7 +28,7 @@ from mlm.training.observer import Observer
 from mlm.training.run_tokenizer import tokenizer_of
 from mlm.training.trainer import Trainer
 from mlm.util.errors import Problem, UserError
-from mlm.util.terminal import plain
+from mlm.util.terminal import one_line
 
 KEY = "train.sample_prompts"
 METHOD = "next_logits"
@@ -102,7 +102,7 @@ class PromptSampler(Observer):
         for number, (prompt, tokens) in enumerate(zip(self.texts, each, strict=True), start=1):
             text = self.tokenizer.decode(tokens)
             self.reporter.event("sample", {"step": step, "prompt": prompt, "text": text})
-            self.reporter.note(f"sample {number}: {plain(' '.join((prompt + text).split()))}")
+            self.reporter.note(f"sample {number}: {one_line(' '.join((prompt + text).split()))}")
 
     def continued(self) -> list[list[int]]:
         """Return the new tokens of each prompt, the same on every rank."""

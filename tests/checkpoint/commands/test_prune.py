@@ -7,7 +7,7 @@ import pytest
 from mlm.checkpoint.commands import prune as ckpt_prune
 from mlm.checkpoint.native.folders import LATEST
 from mlm.training.state import CHECKPOINTS
-from mlm.util.lock import sole_writer
+from mlm.util.lock import single_writer
 from tests.checkpoints_on_disk import checkpoint, damage, mlm, shorten, write_run
 
 Output = pytest.CaptureFixture[str]
@@ -104,10 +104,10 @@ def test_folder_that_a_run_uses_is_left_alone(
 ) -> None:
 
     def at_once(folder: Path, **options: str) -> object:
-        return sole_writer(folder, wait_s=0.0, **options)
+        return single_writer(folder, wait_s=0.0, **options)
 
-    monkeypatch.setattr(ckpt_prune, "sole_writer", at_once)
-    with sole_writer(run / CHECKPOINTS):
+    monkeypatch.setattr(ckpt_prune, "single_writer", at_once)
+    with single_writer(run / CHECKPOINTS):
         assert mlm("ckpt", "prune", run) == 2
         assert mlm("ckpt", "prune", run, "--dry-run") == 0
     assert "in use by process" in capsys.readouterr().err

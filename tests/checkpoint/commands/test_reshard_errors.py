@@ -11,7 +11,7 @@ from mlm.checkpoint.commands import reshard
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.parallel.mesh import shape_context
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.lock import sole_writer
+from mlm.util.lock import single_writer
 from tests.checkpoint.commands.reshard_runs import LAYERS, STEP, content, make_source, spec, to, trained
 from tests.checkpoint.native.helpers import edit_manifest
 from tests.checkpoint.native.kill_saves import kill_at_operation
@@ -107,8 +107,8 @@ class TestRefusals:
         self, tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("mlm.util.lock.WAIT_S", 0.0)
-        monkeypatch.setattr(reshard, "sole_writer", lambda folder: sole_writer(folder, wait_s=0.0))
-        with sole_writer(tmp_path / "checkpoints"), pytest.raises(UserError, match="in use by process"):
+        monkeypatch.setattr(reshard, "single_writer", lambda folder: single_writer(folder, wait_s=0.0))
+        with single_writer(tmp_path / "checkpoints"), pytest.raises(UserError, match="in use by process"):
             to(source, tmp_path, 2)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from mlm.checkpoint.native.folders import latest_checkpoint, named_latest, step_name
+from mlm.checkpoint.native.folders import latest_checkpoint, latest_name, step_name
 from mlm.training.state import CHECKPOINTS
-from mlm.util.lock import sole_writer
+from mlm.util.lock import single_writer
 from tests.checkpoint.native.helpers import save
 from tests.checkpoints_on_disk import checkpoint, mlm, shorten, tensors, training_state
 
@@ -48,7 +48,7 @@ def test_it_goes_forward_again_until_training_continues(run: Path, capsys: Outpu
     mlm("ckpt", "rollback", run, "step=2")
     assert mlm("ckpt", "rollback", run, "step=4") == 0
     assert names(run) == [f"aside-{step_name(5)}", *map(step_name, (1, 2, 3, 4))]
-    assert named_latest(run / CHECKPOINTS) == step_name(4)
+    assert latest_name(run / CHECKPOINTS) == step_name(4)
     mlm("ckpt", "rollback", run, "step=2")
     add(run, 3, [1, 2], value=2.0)  # training continues
     assert mlm("ckpt", "rollback", run, "step=5") == 2
@@ -67,14 +67,14 @@ def test_the_newest_good_one_is_taken_without_a_step(run: Path) -> None:
     shorten(checkpoint(run, 5))
     add(run, 4, [1, 2, 3], value=1e30)
     assert mlm("ckpt", "rollback", run) == 0
-    assert named_latest(run / CHECKPOINTS) == step_name(3)
+    assert latest_name(run / CHECKPOINTS) == step_name(3)
 
 
 def test_a_run_that_diverged_goes_back_beyond_the_weights_that_gave_no_finite_number(run: Path) -> None:
     record = {"kind": "diverged", "time": 0, "step": 12, "since": 5, "good": None}
     (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     assert mlm("ckpt", "rollback", run) == 0
-    assert named_latest(run / CHECKPOINTS) == step_name(3)
+    assert latest_name(run / CHECKPOINTS) == step_name(3)
 
 
 def test_pruning_keeps_the_checkpoint_that_a_diverged_run_goes_back_to(run: Path) -> None:
@@ -83,7 +83,7 @@ def test_pruning_keeps_the_checkpoint_that_a_diverged_run_goes_back_to(run: Path
     assert mlm("ckpt", "prune", run, "keep_last=1") == 0
     assert step_name(3) in names(run)
     assert mlm("ckpt", "rollback", run) == 0
-    assert named_latest(run / CHECKPOINTS) == step_name(3)
+    assert latest_name(run / CHECKPOINTS) == step_name(3)
 
 
 def test_roll_back_to_where_it_is_does_nothing(run: Path, capsys: Output) -> None:
@@ -96,7 +96,7 @@ def test_a_damaged_target_is_rejected_and_nothing_moves(run: Path, capsys: Outpu
     shorten(checkpoint(run, 3))
     assert mlm("ckpt", "rollback", run, "step=3") == 1
     assert "step=3: " in capsys.readouterr().err
-    assert named_latest(run / CHECKPOINTS) == step_name(5)
+    assert latest_name(run / CHECKPOINTS) == step_name(5)
 
 
 def test_a_step_that_is_not_there_is_a_line_with_those_that_are(run: Path, capsys: Output) -> None:
@@ -109,10 +109,10 @@ def test_a_step_that_is_not_there_is_a_line_with_those_that_are(run: Path, capsy
 
 def test_a_folder_in_use_is_left_alone(run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlm.util.lock.WAIT_S", 0.0)
-    with sole_writer(run / CHECKPOINTS):
+    with single_writer(run / CHECKPOINTS):
         monkeypatch.setattr(
-            "mlm.checkpoint.commands.rollback.sole_writer", lambda *a, **k: sole_writer(*a, **k, wait_s=0)
+            "mlm.checkpoint.commands.rollback.single_writer", lambda *a, **k: single_writer(*a, **k, wait_s=0)
         )
         assert mlm("ckpt", "rollback", run, "step=3") == 2
     assert "in use by process" in capsys.readouterr().err
-    assert named_latest(run / CHECKPOINTS) == step_name(5)
+    assert latest_name(run / CHECKPOINTS) == step_name(5)

@@ -18,7 +18,7 @@ from mlm.checkpoint.native.folders import open_staging, step_name
 from mlm.checkpoint.native.format import MANIFEST, Manifest, canonical, pack, unpack
 from mlm.checkpoint.native.save_load import Shard, load_checkpoint, save_checkpoint
 from mlm.checkpoint.native.slices import Region
-from mlm.util.atomic import digest_bytes
+from mlm.util.files import digest_bytes
 
 ALONE: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None}
 

@@ -15,7 +15,7 @@ from mlm.checkpoint.native.retention import outdated, prune
 from mlm.checkpoint.native.save_load import latest_checkpoint, resolve
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.lock import sole_writer
+from mlm.util.lock import single_writer
 from tests.checkpoint.native.helpers import load, save, weights
 from tests.util.as_nobody import NOBODY, as_nobody, open_folder
 
@@ -196,7 +196,7 @@ def test_a_group_keeps_its_rights(tmp_path: Path) -> None:
     os.chown(tmp_path, -1, group)
     before = os.umask(0o002)
     try:
-        with sole_writer(tmp_path / "checkpoints"):
+        with single_writer(tmp_path / "checkpoints"):
             path = save(tmp_path / "checkpoints", 1, weights())
         staged = StagedFile()
         staged.fill({"a": torch.zeros(3)}, "b" * 32)

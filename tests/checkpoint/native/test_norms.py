@@ -11,7 +11,7 @@ from torch import Tensor
 from mlm.checkpoint.native.folders import EVIDENCE, latest_checkpoint, step_name
 from mlm.checkpoint.native.format import NotFiniteError, read_manifest
 from mlm.checkpoint.native.norms import joint_norm, norm
-from mlm.checkpoint.native.retention import doubt_of, newest_good, outdated
+from mlm.checkpoint.native.retention import checkpoint_doubt, newest_good, outdated
 from mlm.checkpoint.native.run_state import INCIDENTS, NOT_FINITE_SINCE
 from mlm.checkpoint.native.slices import Shard
 from mlm.util.errors import CorruptFileError
@@ -130,13 +130,13 @@ def test_weights_that_jump_are_saved_with_a_warning_and_push_out_nothing(
 @pytest.mark.parametrize(("before", "after"), [(1.0, 90.0), (1e-4, 1.0), (1.0, 0.0)])
 def test_growth_of_training_is_no_jump(tmp_path: Path, before: float, after: float) -> None:
     save(tmp_path, 1, model(before))
-    assert doubt_of(save(tmp_path, 2, model(after, moment=1e-2))) is None
+    assert checkpoint_doubt(save(tmp_path, 2, model(after, moment=1e-2))) is None
 
 
 def test_a_checkpoint_of_steps_that_are_not_finite_pushes_out_nothing(tmp_path: Path) -> None:
     save(tmp_path, 1, model(), keep_last=1)
     path = save(tmp_path, 2, model(), keep_last=1, state={INCIDENTS: {NOT_FINITE_SINCE: 2}})
-    assert doubt_of(path) == "steps are not finite since step 2"
+    assert checkpoint_doubt(path) == "steps are not finite since step 2"
     assert outdated(tmp_path, keep_last=1, keep_every=0) == []
     assert newest_good(tmp_path) == tmp_path / step_name(1)
 

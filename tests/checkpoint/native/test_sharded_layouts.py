@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mlm.checkpoint.native.save_load import load_checkpoint, save_checkpoint
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.state import is_stored, parameter_name, training_shards
+from mlm.training.state import is_stored, parameter_of_tensor, training_shards
 from tests.parallel.sharded_rank import Rank, samples_of
 from tests.ranks import run_on_ranks
 
@@ -38,7 +38,7 @@ def train_and_save(ctx: ParallelContext, path: Path) -> None:
 
 def save(mine: Rank, path: Path) -> None:
     stored = {s.name for s in mine.shards if is_stored(s, mine.ctx)}
-    mine_only = {k: v for k, v in training_shards(state_of(mine)).items() if parameter_name(k) in stored}
+    mine_only = {k: v for k, v in training_shards(state_of(mine)).items() if parameter_of_tensor(k) in stored}
     save_checkpoint(path, 1, mine_only, state={}, keep_last=1, keep_every=0, **place(mine.ctx))
 
 

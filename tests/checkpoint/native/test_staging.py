@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mlm.checkpoint.native.shard_file import write_shard_file
 from mlm.checkpoint.native.staging import ALIGNMENT, BLOCK, StagedFile
-from mlm.util.atomic import digest_file
+from mlm.util.files import digest_file
 
 SAVE_ID = "0123456789abcdef0123456789abcdef"
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mlm.checkpoint.native import stream
-from mlm.checkpoint.native.folders import latest_checkpoint, named_latest
+from mlm.checkpoint.native.folders import latest_checkpoint, latest_name
 from mlm.checkpoint.native.format import CheckpointError, read_manifest
 from mlm.checkpoint.native.slices import Region, Split
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
@@ -165,6 +165,6 @@ def test_killed_at_every_file_operation_the_second_try_gives_the_same_bytes(tmp_
         found = latest_checkpoint(root)
         assert found is None or content(found) == straight
         assert content(write(root)) == straight
-        assert named_latest(root) == "step-00000003"
+        assert latest_name(root) == "step-00000003"
         assert sorted(path.name for path in root.iterdir()) == ["latest", "step-00000003"]
     assert number > 20

@@ -26,7 +26,7 @@ from mlm.evaluate.zero_shot import run as evaluate
 from mlm.inference.trained import named_checkpoint
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.util.atomic import digest_file
+from mlm.util.files import digest_file
 from tests.checkpoint.commands.hf_models import import_model
 from tests.evaluate.zero_shot.texts import (
     PASSAGES,

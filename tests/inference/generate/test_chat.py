@@ -15,7 +15,7 @@ import transformers
 from mlm.config.cli.entry import main
 from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.chat import turn_ends
+from mlm.inference.chat import end_of_turn_tokens
 from mlm.inference.generate.config import GenerateConfig
 from mlm.inference.generate.run import run
 from mlm.inference.generation import Sampling, generate
@@ -149,7 +149,7 @@ def test_turn_ends_with_the_template_s_token_and_the_document_s(tmp_path: Path, 
     template = ChatTemplate.find(tmp_path, tokenizer)
     assert template is not None
     closing = {"llama3": "<|eot_id|>", "qwen2": "<|im_end|>"}.get(style, "</s>")
-    names = {tokenizer.name_of(id) for id in turn_ends(template, tokenizer, tmp_path)}
+    names = {tokenizer.name_of(id) for id in end_of_turn_tokens(template, tokenizer, tmp_path)}
     assert names == {closing, tokenizer.name_of(tokenizer.eod_id)}
 
 

@@ -18,7 +18,7 @@ from mlm.config.cli.entry import main
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.prompts import Prompt
 from mlm.inference.generate.run import Stream, show
-from mlm.util.terminal import prose
+from mlm.util.terminal import safe_text
 from tests.checkpoint.commands.hf_models import SHAPE, add_tokenizer, edit_tensors, make_model
 
 COMMAND = ("generate", "dist.threads_per_rank=1")
@@ -284,9 +284,9 @@ class Terminal(io.StringIO):
 
 def test_what_could_steer_a_terminal_is_not_printed_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "a\x1b[2Jb\n\té\x9b"
-    assert prose(text) == text  # a file or a pipe gets what the model said
+    assert safe_text(text) == text  # a file or a pipe gets what the model said
     monkeypatch.setattr("sys.stdout", Terminal())
-    assert prose(text) == "a\ufffd[2Jb\n\té\ufffd"
+    assert safe_text(text) == "a\ufffd[2Jb\n\té\ufffd"
 
 
 def test_a_character_split_over_tokens_is_printed_once_it_is_whole(

@@ -13,7 +13,7 @@ from mlm.launch import rendezvous
 from mlm.launch.doctor import host
 from mlm.launch.doctor.findings import Finding, Status, rows_of
 from mlm.launch.doctor.host import GIB, MIB, environment, judge_gpu
-from mlm.launch.environment import Place
+from mlm.launch.environment import RankPlace
 from mlm.util import system
 
 HERE = ["lo", "eth0", "ib0"]
@@ -101,7 +101,7 @@ def test_host_names_that_do_not_resolve_are_found(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node1")
-    place = Place(0, 4, 0, 2, master_addr="nosuch", master_port=1)
+    place = RankPlace(0, 4, 0, 2, master_addr="nosuch", master_port=1)
     found = host.names(place, {})
     assert (found.status, "MASTER_ADDR=nosuch" in found.result) == ("fail", True)
     assert "set MASTER_ADDR" in found.remedy

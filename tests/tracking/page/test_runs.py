@@ -10,7 +10,7 @@ import pytest
 
 from mlm.tracking.page.runs import Rows, names_of, number, read_run
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.lock import sole_writer
+from mlm.util.lock import single_writer
 from tests.tracking.page.made import some_run, started, stepped, validated, write_run
 
 FAILED = {
@@ -96,9 +96,9 @@ def test_a_run_has_its_state(tmp_path: Path, records: list[dict[str, Any]], expe
 
 def test_a_run_whose_checkpoints_are_locked_is_running(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", started(time=1.8e9), stepped(10))
-    with sole_writer(folder / "checkpoints"):
+    with single_writer(folder / "checkpoints"):
         assert read_run(folder, "a").state == "running since 2027-01-15 08:00"
-        with pytest.raises(UserError, match="in use by"), sole_writer(folder / "checkpoints", wait_s=0):
+        with pytest.raises(UserError, match="in use by"), single_writer(folder / "checkpoints", wait_s=0):
             pass
     assert read_run(folder, "a").state == "stopped"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlm.checkpoint.native.folders import EVIDENCE, named_latest, step_name
+from mlm.checkpoint.native.folders import EVIDENCE, latest_name, step_name
 from mlm.config.cli import main
 from mlm.training.trainer import StepOutcome, Trainer
 from tests.training.incidents.runs import losses, pretrain, records
@@ -33,7 +33,7 @@ def names(out: Path) -> list[str]:
 
 
 def latest(out: Path) -> str | None:
-    return named_latest(out / "checkpoints")
+    return latest_name(out / "checkpoints")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlm.config.cli import main
-from mlm.util.atomic import digest_file
+from mlm.util.files import digest_file
 from tests.training.blended import VOCAB, segments, write_corpora
 
 TINY = [

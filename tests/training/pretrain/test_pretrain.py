@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mlm.config.cli import main
-from mlm.util.atomic import digest_file
+from mlm.util.files import digest_file
 from tests.conftest import pictures
 from tests.data.corpora import write_corpus
 from tests.slow import thinned

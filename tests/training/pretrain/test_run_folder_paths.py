@@ -12,7 +12,7 @@ from mlm.config.cli import main
 from mlm.tracking.curves import plot_losses
 from mlm.tracking.history import FILE_NAME, History
 from mlm.util.errors import UserError
-from mlm.util.lock import LOCK, one_builder, sole_writer
+from mlm.util.lock import LOCK, single_builder, single_writer
 from mlm.util.ownership import claim_folder
 
 TINY = (
@@ -70,7 +70,7 @@ def test_a_lock_that_is_no_file_is_an_error(stand: str, tmp_path: Path) -> None:
     folder.mkdir()
     STANDS[stand](folder / LOCK)
     before = (folder / LOCK).lstat().st_mode
-    with pytest.raises(UserError, match=r"\.lock: .*: make it writable"), sole_writer(folder):
+    with pytest.raises(UserError, match=r"\.lock: .*: make it writable"), single_writer(folder):
         pass
     assert (folder / LOCK).lstat().st_mode == before
 
@@ -79,10 +79,10 @@ def test_a_lock_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / LOCK).symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError), sole_writer(tmp_path / "checkpoints"):
+    with pytest.raises(UserError), single_writer(tmp_path / "checkpoints"):
         pass
     (tmp_path / ".index.npy.lock").symlink_to(tmp_path / "mine")
-    with one_builder(tmp_path / "index.npy"):
+    with single_builder(tmp_path / "index.npy"):
         pass  # done without
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / ".index.npy.lock").is_symlink()

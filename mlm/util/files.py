@@ -226,7 +226,7 @@ def parse_json(content: bytes | str, *, foreign: bool = False) -> Any:
         raise ValueError("its brackets nest too deeply") from None
 
 
-def as_json(values: Mapping[str, Any]) -> bytes:
+def dump_json(values: Mapping[str, Any]) -> bytes:
     """Return indented JSON with a line end, as results and receipts are written."""
     return (json.dumps(values, indent=2) + "\n").encode()
 
