@@ -2,9 +2,9 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from mlm.checkpoint.huggingface.folder import CONFIG, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
@@ -107,13 +107,14 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
 
 def errors_of_start(config: PretrainConfig, start: Path) -> list[str]:
     """Return the settings in which the run differs from that of the checkpoint it starts from."""
-    manifest = read_manifest(start)
-    weights_only, errors = is_weights_only(manifest), list[str]()
+    manifest, errors = read_manifest(start), list[str]()
     try:
-        check_identity(config, start, manifest, weights_only=weights_only)
+        check_identity(config, start, manifest)
     except ConfigError as error:
         errors += error.problems
-    return errors if weights_only else [*errors, *tokenizer_errors(config.data, start, manifest)]
+    if is_weights_only(manifest):
+        return errors
+    return [*errors, *tokenizer_errors(config.data, start, manifest)]
 
 
 def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> None:
@@ -150,9 +151,8 @@ def resume(trainer: Trainer) -> Path | None:
     """
     config, ctx, ranks = trainer.config, trainer.ctx, Ranks.of(trainer.ctx)
 
-    def look() -> list[list[str | bool]]:
-        paths = start_candidates(config) if ctx.is_main else []
-        return [[str(path), _holds_weights_only(path)] for path in paths]
+    def look() -> list[str]:
+        return list(map(str, start_candidates(config))) if ctx.is_main else []
 
     def explain(error: Exception) -> UserError:
         return CheckpointError(f"out={config.out}: {error}")
@@ -167,10 +167,8 @@ def rewind(trainer: Trainer, before: int | None = None) -> Path | None:
     None without one of a step below `before`. Collective. Raises as `resume`.
     """
     ranks = Ranks.of(trainer.ctx)
-    paths = (
-        [[str(path), False] for path in rewind_candidates(trainer.config, before)] if ranks.is_main else []
-    )
-    return load_first_whole(trainer, ranks.broadcast(paths))
+    paths = rewind_candidates(trainer.config, before) if ranks.is_main else []
+    return load_first_whole(trainer, ranks.broadcast(list(map(str, paths))))
 
 
 def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
@@ -185,25 +183,23 @@ def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
     ] or paths
 
 
-def load_first_whole(trainer: Trainer, checkpoints: list[list[Any]]) -> Path | None:
-    """Load the first checkpoint that is whole, of (path, holds weights only) in order; see `resume`."""
-    config, ctx = trainer.config, trainer.ctx
+def load_first_whole(trainer: Trainer, paths: Sequence[str]) -> Path | None:
+    """Load the first checkpoint that is whole; see `resume`."""
     problems: list[str] = []
-    for path, weights_only in checkpoints:
+    for path in paths:
         try:
-            load(trainer, Path(path), weights_only=weights_only)
+            load(trainer, Path(path))
         except (CorruptFileError, CheckpointError) as error:
             problems.append(str(error))
             continue
-        if problems and ctx.is_main:
+        if problems and trainer.ctx.is_main:
             log.warning("%s; continuing from the one before, %s", problems[0], path)
         return Path(path)
     if len(problems) == 1:
         raise CorruptFileError(problems[0])
     if problems:
-        raise CorruptFileError(
-            f"{checkpoints_folder(config)}: none of {len(problems)} checkpoints is whole. {problems[0]}"
-        )
+        folder = checkpoints_folder(trainer.config)
+        raise CorruptFileError(f"{folder}: none of {len(problems)} checkpoints is whole. {problems[0]}")
     return None
 
 
@@ -236,10 +232,3 @@ def continue_data(trainer: Trainer) -> str | None:
 
     trainer.history = decode(ranks.broadcast(ranks.together(look, explain)), consumed)
     return describe_change(trainer.history, consumed)
-
-
-def _holds_weights_only(path: Path) -> bool:
-    try:
-        return is_weights_only(read_manifest(path))
-    except (UserError, OSError):
-        return False  # loading reports the problem

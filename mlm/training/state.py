@@ -23,6 +23,7 @@ from mlm.checkpoint.native.save_load import (
     read_manifest,
     save_checkpoint,
 )
+from mlm.checkpoint.native.staging import StagedFile
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.checkpoint.parameters import split_of
 from mlm.config.build import to_dict
@@ -30,6 +31,7 @@ from mlm.data.blend_history import History, decode, encode
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
+from mlm.parallel.watch import Watch
 from mlm.training.config import PretrainConfig
 from mlm.training.identity import (
     MAX_CHANGES,
@@ -94,25 +96,44 @@ def counters(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def save(trainer: Trainer, out: Path, may_prune: Callable[[], bool] = lambda: True) -> Path:
+def save(trainer: Trainer, out: Path) -> Path:
     """Write `out/checkpoints/step-…`. Collective over all ranks; raises CheckpointError on all."""
-    ctx, config, save_id = trainer.ctx, trainer.config, uuid.uuid4().hex
-    path = save_checkpoint(
-        out / CHECKPOINTS,
-        trainer.step,
-        owned_shards(trainer),
-        state=counters(trainer),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
-        keep_last=config.checkpoint.keep_last,
-        keep_every=config.checkpoint.keep_every,
-        save_id=save_id,  # of rank 0, whose state is saved
-        may_prune=may_prune,
-    )
+    ctx, save_id = trainer.ctx, uuid.uuid4().hex  # of rank 0, whose state is saved
+    shards, state = owned_shards(trainer), counters(trainer)
+    path = write_checkpoint(trainer, out, shards, state, save_id, group=ctx.host_group, watch=ctx.watch)
     trainer.past = trainer.past.after(Save(trainer.step, save_id))
     return path
+
+
+def write_checkpoint(
+    trainer: Trainer,
+    out: Path,
+    shards: dict[str, Shard],
+    state: dict[str, Any],
+    save_id: str,
+    *,
+    group: Any,
+    watch: Watch,
+    staged: StagedFile | None = None,
+    may_prune: Callable[[], bool] = lambda: True,
+) -> Path:
+    """Write a trainer's state by `owned_shards` and `counters`, as `save_checkpoint` does. Collective."""
+    ctx, settings = trainer.ctx, trainer.config.checkpoint
+    return save_checkpoint(
+        out / CHECKPOINTS,
+        state["step"],
+        shards,
+        state=state,
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        group=group,
+        watch=watch,
+        keep_last=settings.keep_last,
+        keep_every=settings.keep_every,
+        save_id=save_id,
+        staged=staged,
+        may_prune=may_prune,
+    )
 
 
 def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
@@ -131,25 +152,26 @@ def is_weights_only(manifest: Manifest) -> bool:
     return manifest.state.get("weights_only") is True
 
 
-def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifest:
+def load(trainer: Trainer, path: Path) -> Manifest:
     """Continue from a checkpoint directory: weights, moments, loss scale and counters.
 
-    One with `weights_only` gives the weights a run begins with: step 0, no moments.
+    Where it holds weights alone, a run begins with them: step 0, no moments.
 
     Collective over all ranks. Raises ConfigError with a line for each setting of the run's identity that
     differs, or of the model's function for weights alone; UserError when the tensors do not fit;
     CorruptFileError when it is damaged.
     """
-    ctx = trainer.ctx
-    ranks = Ranks.of(ctx)
+    ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
-    def check() -> None:
-        if ranks.is_main:
-            check_identity(trainer.config, path, read_manifest(path), weights_only=weights_only)
+    def check() -> bool:
+        if not ranks.is_main:
+            return False
+        manifest = read_manifest(path)
+        check_identity(trainer.config, path, manifest)
+        return is_weights_only(manifest)
 
-    ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
-    if weights_only:
-        return load_weights(trainer.shards, path, ctx, config=to_dict(trainer.config))
+    if ranks.broadcast(ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))):
+        return load_weights(trainer.shards, path, ctx, config=config)
     manifest = load_checkpoint(
         path,
         training_shards(trainer),
@@ -157,7 +179,7 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
         world_size=ctx.world_size,
         group=ctx.host_group,
         watch=ctx.watch,
-        config=to_dict(trainer.config),
+        config=config,
     )
     check_run_state(manifest, path)
     try:
@@ -194,14 +216,12 @@ def read_history(state: Mapping[str, Any]) -> History:
     return decode(state["data"]["segments"], int(state["consumed_samples"]))
 
 
-def check_identity(
-    config: PretrainConfig, path: Path, manifest: Manifest, *, weights_only: bool = False
-) -> None:
+def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> None:
     """Raise ConfigError if a run with this identity cannot continue from a checkpoint or its weights."""
     saved = manifest.state.get("config")
     if not isinstance(saved, Mapping):
         return  # loading reports the problem
-    if weights_only:
+    if is_weights_only(manifest):
         errors = function_errors(config, saved, str(path))
     else:
         errors = identity_errors(config, saved, f"the run in {path.parent.parent}")

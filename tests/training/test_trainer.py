@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig, TrainConfig
-from mlm.training.incidents.divergence import diagnosis
+from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.state import load, save
 from mlm.training.trainer import StopVote, Trainer
 from mlm.util.errors import UserError
@@ -192,7 +193,8 @@ def exhaust(ctx: ParallelContext) -> str:
         trainer.model.chunks[0].layers["1"].mlp.up.weight.data.fill_(1e5)
     batches = list(eval_batches(SyntheticDataset(VOCAB, SEQ, 2, 0), micro_batch_size=2, rank=0, size=1))
     trainer.scaler.scale.fill_(1.0)
-    return diagnosis(trainer, batches, 1, "schedule.warmup")[0]
+    incidents: Any = SimpleNamespace(trainer=trainer, batches=batches, reporter=None)
+    return DivergenceStop(incidents, "schedule.warmup").diagnosis(1, None)
 
 
 def test_each_step_uses_the_learning_rate_of_its_own_number() -> None:
@@ -327,4 +329,8 @@ def test_a_stop_asked_of_one_rank_is_heard_by_all() -> None:
 
 
 def vote(ctx: ParallelContext) -> tuple[bool, bool]:
-    return StopVote(ctx, lambda: False).result(), StopVote(ctx, lambda: ctx.rank == 1).result()
+    trainer = Trainer(config(), ctx)
+    votes = [StopVote(trainer, lambda: False), StopVote(trainer, lambda: ctx.rank == 1)]
+    for each in votes:
+        each.before_update()
+    return votes[0].result(), votes[1].result()

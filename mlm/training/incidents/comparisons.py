@@ -27,7 +27,7 @@ from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard
 from mlm.parallel.watch import name_ranks
-from mlm.training.incidents.numbers import Numbers, shared_numbers
+from mlm.training.incidents.numbers import StepNumbers, shared_numbers
 from mlm.training.trainer import Trainer
 
 LISTED = 8
@@ -161,7 +161,7 @@ def _gradients(trainer: Trainer, parts: Tensor) -> dict[str, Tensor]:
 class SecondPass:
     """A step's numbers when it is computed again, the same on every rank."""
 
-    numbers: Numbers
+    numbers: StepNumbers
     ranks: list[int]
     """Ranks on which the first pass began to differ; none where no message shows it."""
     where: str

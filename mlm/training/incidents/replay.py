@@ -12,7 +12,6 @@ import torch
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import CHECKPOINTS, checkpoints
-from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import from_dict
 from mlm.data.sampler import Loader, MicroBatch
 from mlm.launch.checks import problems_of
@@ -25,11 +24,11 @@ from mlm.training.config import PretrainConfig
 from mlm.training.corpora import train_dataset
 from mlm.training.incidents.command import ReplayConfig, ReplayRun
 from mlm.training.incidents.numbers import Memory, decode, shared_numbers
-from mlm.training.incidents.probe import Findings, Probe, gather
+from mlm.training.incidents.probe import Findings, StepProbe
 from mlm.training.incidents.record import read_incident
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.observer import Observer, Observers
-from mlm.training.state import is_weights_only, load
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
@@ -96,7 +95,7 @@ class SkipSteps(Observer):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayedStep:
     """A computed step."""
 
     loss: float
@@ -142,7 +141,7 @@ def load_checkpoint_before(trainer: Trainer, step: int) -> Path | None:
     before = ranks.broadcast(before)
     if before:
         path = Path(before[-1])
-        load(trainer, path, weights_only=is_weights_only(read_manifest(path)))
+        load(trainer, path)
         return path
     if trainer.config.ckpt is not None or (trainer.config.data.kind == "indexed" and step > 1):
         raise UserError(
@@ -173,16 +172,16 @@ def steps_of(trainer: Trainer, memory: Memory, step: int) -> Iterator[Iterator[l
         yield steps
 
 
-def compute(trainer: Trainer, batches: Sequence[Any]) -> Outcome:
+def compute(trainer: Trainer, batches: Sequence[Any]) -> ReplayedStep:
     """Compute loss, gradient norm and statistics of a step. Collective."""
-    ctx, probe = trainer.ctx, Probe(trainer)
+    ctx, probe = trainer.ctx, StepProbe(trainer)
     parts = probe.run(batches)
     norm = gradient_norm(trainer.shards, ctx) / trainer.scaler.scale
     step = shared_numbers(trainer, parts, norm)
-    return Outcome(step.loss, step.norm, gather(probe, ctx))
+    return ReplayedStep(step.loss, step.norm, probe.gather())
 
 
-def is_reproduced(record: dict[str, Any], outcome: Outcome) -> bool:
+def is_reproduced(record: dict[str, Any], outcome: ReplayedStep) -> bool:
     """Return True if the replay has the numbers of the incident, to rounding, or has none either."""
     pairs = zip(recorded_numbers(record), (outcome.loss, outcome.norm), strict=True)
     return all(
@@ -191,7 +190,7 @@ def is_reproduced(record: dict[str, Any], outcome: Outcome) -> bool:
     )
 
 
-def compare_with_record(record: dict[str, Any], outcome: Outcome, reproduced: bool) -> list[str]:
+def compare_with_record(record: dict[str, Any], outcome: ReplayedStep, reproduced: bool) -> list[str]:
     """Return the replayed numbers beside the recorded ones, and the places that were found."""
     then = recorded_numbers(record)
     now = (outcome.loss, outcome.norm)
@@ -214,7 +213,7 @@ def recorded_numbers(record: dict[str, Any]) -> tuple[float, float]:
     return loss, norm
 
 
-def format_numbers(outcome: Outcome) -> str:
+def format_numbers(outcome: ReplayedStep) -> str:
     """Return loss and gradient norm as words."""
     return f"loss {outcome.loss:.8g}, gradient norm {outcome.norm:.8g}"
 

@@ -13,7 +13,7 @@ from mlm.data.sampler import Loader, MicroBatch
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.incidents.probe import Probe, gather
+from mlm.training.incidents.probe import StepProbe
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.test_trainer import SEQ, VOCAB, config
@@ -33,9 +33,9 @@ def batches_of(trainer: Trainer) -> list[MicroBatch]:
 def found(trainer: Trainer, plant: Callable[[Trainer], None] = lambda trainer: None) -> dict[str, Any]:
     """The findings of a step with a planted error."""
     plant(trainer)
-    probe = Probe(trainer)
+    probe = StepProbe(trainer)
     probe.run(batches_of(trainer))
-    return gather(probe, trainer.ctx).encode()
+    return probe.gather().encode()
 
 
 def layer(trainer: Trainer, number: int) -> nn.Module | None:
