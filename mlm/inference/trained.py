@@ -315,7 +315,7 @@ def known_tokenizer(path: Path) -> TokenizerDigest | None:
 
 def corpus_problem(prefix: Path, path: Path, key: str = "path") -> str | None:
     """The error where a corpus was written with another tokenizer than a checkpoint was trained with."""
-    known, written = known_tokenizer(path), receipt_tokenizer(prefix)
+    known, written = known_tokenizer(path), receipt_tokenizer(prefix.parent)
     if known is None or written is None or known.is_same(written):
         return None
     return (

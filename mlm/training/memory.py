@@ -13,6 +13,12 @@ from mlm.util.errors import UserError
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
+def _libc() -> ctypes.CDLL | None:
+    """The C library if it is glibc."""
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+
+
 def reuse_large_blocks() -> bool:
     """Let glibc's malloc keep freed blocks of any size for the next allocation; return True if it could.
 
@@ -20,29 +26,22 @@ def reuse_large_blocks() -> bool:
     it is faulted in and zeroed again by the system at each step: 1.1 to 1.25 times the step time. Peak memory
     is the same; freed memory stays with the process.
     """
-    if not sys.platform.startswith("linux"):
+    libc, largest = _libc(), 2**31 - 1
+    if libc is None:
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
-        return False
-    largest = 2**31 - 1
-    mapped = mallopt(M_MMAP_THRESHOLD, largest) or mallopt(M_MMAP_THRESHOLD, 32 << 20)
-    return bool(mapped and mallopt(M_TRIM_THRESHOLD, largest))
+    mapped = libc.mallopt(M_MMAP_THRESHOLD, largest) or libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    return bool(mapped and libc.mallopt(M_TRIM_THRESHOLD, largest))
 
 
-def trim_memory() -> bool:
-    """Return freed memory that `reuse_large_blocks` keeps to the system; return True if it could.
+def trim_memory() -> None:
+    """Return freed memory that `reuse_large_blocks` keeps to the system, where that is possible.
 
     Needed where sizes change from step to step: blocks for texts of any length fragment memory. Finetuning on
     RTE grew from 1 to 6 GB in 600 steps.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        return bool(ctypes.CDLL(None).malloc_trim(0))
-    except (OSError, AttributeError):  # another C library
-        return False
+    libc = _libc()
+    if libc is not None:
+        libc.malloc_trim(0)
 
 
 def memory_remedies(micro_batch_size: int, parallel: ParallelConfig, length: str) -> str:

@@ -17,7 +17,6 @@ from mlm.config.path_errors import protected_from
 from mlm.data.blend_history import changed_corpus_problem, continue_history, decode, describe_change, encode
 from mlm.launch.environment import read_rank_place
 from mlm.parallel.mesh import ParallelContext
-from mlm.tracking.history import FILE_NAME
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import sources
 from mlm.training.identity import function_errors
@@ -27,7 +26,7 @@ from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, loa
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, show
 from mlm.util.lock import WAIT_S, single_writer
-from mlm.util.ownership import claim_folder, claim_problems, other_owners, user_name
+from mlm.util.ownership import claim_folder, claim_problems
 
 log = logging.getLogger(__name__)
 
@@ -125,22 +124,8 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
         if ctx.is_main:
             claim_folder(config.out, "run", inputs=protected_from(config))
             stack.enter_context(single_writer(checkpoints_folder(config), wait_s=wait_s))
-            warn_of_owners(config)
 
     Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
-
-
-def warn_of_owners(config: PretrainConfig) -> None:
-    """Warn that a run's folder will hold files of several users."""
-    if others := other_owners([Path(config.out, FILE_NAME), *checkpoints_folder(config).glob("step-*")]):
-        log.warning(
-            "out=%s: holds files of %s, and this process writes as %s: checkpoints that it may not delete "
-            "stay whole. Continue as %s, or share the folder with a group (chmod g+rws, umask 002)",
-            config.out,
-            ", ".join(others),
-            user_name(os.geteuid()),
-            others[0],
-        )
 
 
 def resume(trainer: Trainer) -> Path | None:

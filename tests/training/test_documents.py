@@ -87,10 +87,8 @@ def test_an_unknown_end_is_a_problem(switch: str) -> None:
 
 
 def test_an_end_that_is_no_token_is_a_problem() -> None:
-    assert problems(DataConfig(kind="synthetic", eod_id=11, mask_eod_loss=True)) == [
-        "data.eod_id=11 is no token of model.vocab_size=11: set data.eod_id to the id of the end-of-document "
-        "token, or model.vocab_size=12 or more"
-    ]
+    (problem,) = problems(DataConfig(kind="synthetic", eod_id=11, mask_eod_loss=True))
+    assert problem.startswith("data.eod_id=11 is no token of model.vocab_size=11")
 
 
 def test_documents_written_without_an_end_are_a_problem(tmp_path: Path) -> None:
@@ -105,10 +103,7 @@ def test_documents_written_without_an_end_are_a_problem(tmp_path: Path) -> None:
 def test_ends_that_contradict_each_other_are_a_problem(tmp_path: Path) -> None:
     one, other = corpus(tmp_path / "one"), corpus(tmp_path / "other", eod_id=5)
     (problem,) = problems(DataConfig(path=str(one), eod_id=4, reset_positions=True))
-    assert problem == (
-        f"data.eod_id: end-of-document token 4, but {one}/corpus.json records 3: leave data.eod_id out, or "
-        "set data.reset_positions=false"
-    )
+    assert f"the end-of-document token is 4 by data.eod_id, 3 by {one}/corpus.json" in problem
     with pytest.raises(UserError, match="build with one tokenizer"):
         fill_eod_id(DataConfig(blend=(str(one), str(other)), reset_positions=True))
 

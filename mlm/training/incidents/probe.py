@@ -204,27 +204,11 @@ class StepProbe:
                 return {**row.place(), "sample": sample, "deviations": round(far, 1)}
         return None
 
-    def heaviest_sample(self) -> dict[str, Any] | None:
-        """Return the sample with the largest gradient, where backward leaves the layers of this rank.
-
-        None if that gradient is zero or not finite: then it says nothing about samples.
-        """
-        rows = [row for row in self.ordered() if row.what == GRADIENT and row.norms]
-        if not rows or rows[-1].bad:
-            return None
-        sample, norm = max(rows[-1].norms.items(), key=lambda item: item[1])
-        return {"name": rows[-1].name, "sample": sample, "norm": norm} if norm else None
-
     def gather(self) -> "Findings":
         """Compare what each rank saw. Collective over all ranks."""
-        mine = [self.first_bad(), self.first_outlier(), self.heaviest_sample()]
-        bad, outliers, heaviest = zip(*Ranks.of(self.trainer.ctx).all_gather(mine), strict=True)
-        heavy = [one for one in heaviest if one is not None]
-        return Findings(
-            earliest_place(bad),
-            earliest_place(outliers),
-            max(heavy, key=lambda one: one["norm"], default=None),
-        )
+        mine = [self.first_bad(), self.first_outlier()]
+        bad, outliers = zip(*Ranks.of(self.trainer.ctx).all_gather(mine), strict=True)
+        return Findings(earliest_place(bad), earliest_place(outliers))
 
 
 @dataclass(frozen=True)
@@ -235,12 +219,10 @@ class Findings:
     """First number that is not finite: tensor, name, sample, position, ranks."""
     outlier: dict[str, Any] | None
     """First activation or gradient of one sample that is far from those of others."""
-    heaviest: dict[str, Any] | None
-    """Sample with the largest gradient."""
 
     def encode(self) -> dict[str, Any]:
         """As JSON values."""
-        return {"first_not_finite": self.first_bad, "first_outlier": self.outlier, "heaviest": self.heaviest}
+        return {"first_not_finite": self.first_bad, "first_outlier": self.outlier}
 
     def lines(self) -> list[str]:
         """Sentences for a reader, the most telling first."""
@@ -251,11 +233,6 @@ class Findings:
             far = self.outlier["deviations"]
             lines.append(
                 f"the first outlier is {describe_place(self.outlier)}, {far:g} deviations from other samples"
-            )
-        if self.heaviest is not None:
-            one = self.heaviest
-            lines.append(
-                f"sample {one['sample']} has the largest gradient, {one['norm']:.3g} at {one['name']}"
             )
         return lines
 

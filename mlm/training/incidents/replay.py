@@ -16,7 +16,7 @@ from mlm.config.build import from_dict
 from mlm.data.sampler import Loader, MicroBatch
 from mlm.launch.checks import problems_of
 from mlm.launch.start import run_job
-from mlm.optim.clip import clip_factor, gradient_norm
+from mlm.optim.clip import gradient_norm
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.checks import OWN_CODE_RULES, saved_problems
@@ -123,10 +123,6 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     reproduced = is_reproduced(record, outcome)
     for line in compare_with_record(record, outcome, reproduced):
         say(line)
-    clip = trainer.config.optimizer.clip_grad_norm
-    if clip and math.isfinite(outcome.norm):
-        factor = float(clip_factor(torch.tensor(outcome.norm), clip))
-        say(f"clipping: optimizer.clip_grad_norm={clip:g} scales the gradient by {factor:.3g}")
     if config.beside.dtype != config.precision.dtype:
         other = compute(at_precision(trainer, config), batches)
         say(f"precision={config.beside.dtype}: {format_numbers(other)}")

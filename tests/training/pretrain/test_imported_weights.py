@@ -73,15 +73,6 @@ def test_checkpoint_of_megatron_is_imported_first(
     assert said in capsys.readouterr().err
 
 
-def test_inspection_shows_the_iteration_of_the_weights(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["ckpt", "inspect", str(folder / "ours")]) == 0
-    out = capsys.readouterr().out
-    assert "megatron theirs" in out
-    assert "1,000" in out
-
-
 def test_run_without_a_validation_part_says_so(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
