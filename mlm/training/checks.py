@@ -152,41 +152,44 @@ def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
 
 
 def _accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
-    parallel, dtype = config.parallel, config.precision.dtype
-    reasons = {
-        "zero": (parallel.zero > 0, "keeps gradients elsewhere", "zero=0"),
-        "recompute": (parallel.recompute == "full", "computes layers anew", "recompute=selective"),
-        "precision.dtype": (dtype == "fp8", "has no product that adds", "precision=bf16"),
-    }
     if not config.fuse_accumulation:
         return None
-    for key, (applies, why, fix) in reasons.items():
-        if applies:
-            said = f"fuse_accumulation=true does not go with {key}={values_of(config)[key]}, which {why}"
-            return Problem(("fuse_accumulation", key), said, f"use fuse_accumulation=false or {fix}")
-    return None
+    parallel, is_fp8 = config.parallel, config.precision.dtype == "fp8"
+    conflicts = {
+        "zero": (parallel.zero > 0, "zero=0"),
+        "recompute": (parallel.recompute == "full", "recompute=selective"),
+        "precision.dtype": (is_fp8, "precision=bf16"),
+    }
+    return _conflict(config, "fuse_accumulation", conflicts)
 
 
 def _graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
-    parallel = config.parallel
-    allowed: dict[str, tuple[bool, str]] = {
-        "compile": (config.compile is not False, "compile=true"),
-        "tp": (parallel.tp == 1, "tp=1"),
-        "cp": (parallel.cp == 1, "cp=1"),
-        "pp": (parallel.pp == 1, "pp=1"),
-        "vp": (parallel.vp == 1, "vp=1"),
-        "pipeline": (parallel.pipeline == "1f1b", "pipeline=1f1b"),
-        "zero": (parallel.zero == 0, "zero=0"),
-        "recompute": (parallel.recompute != "full", "recompute=selective"),
-        "fuse_accumulation": (not config.fuse_accumulation, "fuse_accumulation=false"),
-        "deterministic": (not config.deterministic, "deterministic=false"),
-    }
     if not config.cuda_graphs:
         return None
-    for key, (sound, fix) in allowed.items():
-        if not sound:
-            said = f"cuda_graphs=true does not go with {key}={show(values_of(config)[key])}"
-            return Problem(("cuda_graphs", key), said, f"use cuda_graphs=false or {fix}")
+    parallel = config.parallel
+    conflicts: dict[str, tuple[bool, str]] = {
+        "compile": (config.compile is False, "compile=true"),
+        "tp": (parallel.tp > 1, "tp=1"),
+        "cp": (parallel.cp > 1, "cp=1"),
+        "pp": (parallel.pp > 1, "pp=1"),
+        "vp": (parallel.vp > 1, "vp=1"),
+        "pipeline": (parallel.pipeline != "1f1b", "pipeline=1f1b"),
+        "zero": (parallel.zero > 0, "zero=0"),
+        "recompute": (parallel.recompute == "full", "recompute=selective"),
+        "fuse_accumulation": (config.fuse_accumulation, "fuse_accumulation=false"),
+        "deterministic": (config.deterministic, "deterministic=false"),
+    }
+    return _conflict(config, "cuda_graphs", conflicts)
+
+
+def _conflict(
+    config: PretrainConfig, switch: str, conflicts: Mapping[str, tuple[bool, str]]
+) -> Problem | None:
+    """The first setting that a switch does not go with, of (True if it does not, what to set) by key."""
+    for key, (applies, fix) in conflicts.items():
+        if applies:
+            problem = f"{switch}=true does not go with {key}={show(values_of(config)[key])}"
+            return Problem((switch, key), problem, f"use {switch}=false or {fix}")
     return None
 
 

@@ -28,8 +28,8 @@ from mlm.parallel.transfer import to_device
 from mlm.training.kernels import attention_of_any_shape
 
 
-class Texts(Protocol):
-    """Part of what any pass reads."""
+class HasTokens(Protocol):
+    """A micro-batch of any pass."""
 
     @property
     def tokens(self) -> Tensor:
@@ -37,7 +37,7 @@ class Texts(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Texts)
+T = TypeVar("T", bound=HasTokens)
 B = TypeVar("B", bound=MicroBatch)
 
 EVAL_ROUNDS = 4

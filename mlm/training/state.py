@@ -1,6 +1,5 @@
 """A trainer's state as a checkpoint, and back."""
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,15 +95,6 @@ def counters(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def save(trainer: Trainer, out: Path) -> Path:
-    """Write `out/checkpoints/step-…`. Collective over all ranks; raises CheckpointError on all."""
-    ctx, save_id = trainer.ctx, uuid.uuid4().hex  # of rank 0, whose state is saved
-    shards, state = owned_shards(trainer), counters(trainer)
-    path = write_checkpoint(trainer, out, shards, state, save_id, group=ctx.host_group, watch=ctx.watch)
-    trainer.past = trainer.past.after(Save(trainer.step, save_id))
-    return path
-
-
 def write_checkpoint(
     trainer: Trainer,
     out: Path,
@@ -114,8 +104,8 @@ def write_checkpoint(
     *,
     group: Any,
     watch: Watch,
-    staged: StagedFile | None = None,
-    may_prune: Callable[[], bool] = lambda: True,
+    staged: StagedFile | None,
+    may_prune: Callable[[], bool],
 ) -> Path:
     """Write a trainer's state by `owned_shards` and `counters`, as `save_checkpoint` does. Collective."""
     ctx, settings = trainer.ctx, trainer.config.checkpoint

@@ -22,10 +22,11 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.config import PretrainConfig, TrainConfig
-from mlm.training.state import load, save
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
+from tests.training.saving import save
 
 VOCAB, HIDDEN, HEADS, LAYERS, POSITIONS = 50257, 8, 8, 6, 8
 LAYOUTS = {

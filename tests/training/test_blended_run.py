@@ -17,13 +17,14 @@ from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import corpus_problems, corpus_samples, sources, train_dataset
 from mlm.training.resume import continue_data
-from mlm.training.state import load, save
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.checkpoint.native.helpers import edit_manifest
 from tests.data.corpora import counting_corpus
 from tests.ranks import run_on_ranks
 from tests.training.blended import NAMES, VOCAB, add_receipt, segments, write_corpora
+from tests.training.saving import save
 from tests.training.test_trainer import config
 
 SEQ, BATCH = 4, 8

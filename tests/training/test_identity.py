@@ -25,9 +25,10 @@ from mlm.training.identity import (
     identity_errors,
 )
 from mlm.training.resume import resume, run_start_problems
-from mlm.training.state import model_shards, save
+from mlm.training.state import model_shards
 from mlm.training.trainer import Trainer
 from mlm.util.ownership import claim_folder
+from tests.training.saving import save
 from tests.training.test_trainer import config, steps_of
 
 MAY_CHANGE = (

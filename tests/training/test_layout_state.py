@@ -12,11 +12,12 @@ from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.state import load, save
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
+from tests.training.saving import save
 from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 
 LAYOUTS = [

@@ -15,13 +15,14 @@ from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import CheckpointConfig, PretrainConfig
 from mlm.training.resume import claim, resume, run_start_problems, start_candidates
-from mlm.training.state import model_shards, save
+from mlm.training.state import model_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer
 from mlm.util.ownership import claim_folder
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
+from tests.training.saving import save
 from tests.training.test_trainer import config, steps_of
 
 STEPS = ["step-00000002", "step-00000004", "step-00000006"]

@@ -22,11 +22,12 @@ from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.incidents.divergence import DivergenceStop
-from mlm.training.state import load, save
+from mlm.training.state import load
 from mlm.training.trainer import StopVote, Trainer
 from mlm.util.errors import UserError
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
+from tests.training.saving import save
 
 VOCAB, SEQ = 61, 16
 

@@ -157,8 +157,7 @@ class SecondPass:
     def line(self, state: str) -> str:
         """Return what it says about the first pass, and what to do; `state` says what the second is."""
         seen = f"first seen on {self.where}" if self.ranks else "no message shows on which rank"
-        numbers = f"loss {self.numbers.loss:.6g}, gradient norm {self.numbers.norm:.6g}"
-        return f"computed again: {state} ({numbers}); not in the data; {seen}; {self.advice}"
+        return f"computed again: {state} ({self.numbers}); not in the data; {seen}; {self.advice}"
 
     def encode(self) -> dict[str, Any]:
         """As JSON values."""

@@ -51,6 +51,9 @@ class StepNumbers:
     scale: float = 1.0
     """fp16: loss scale, where gradients overflowed."""
 
+    def __str__(self) -> str:
+        return f"loss {self.loss:.8g}, gradient norm {self.norm:.8g}"
+
     @property
     def are_finite(self) -> bool:
         """True if loss and gradient norm are finite."""

@@ -76,12 +76,8 @@ class SlowRanks(Observer):
         """Return this rank's seconds a step: computing, reading data, saving, waiting by axis."""
         steps, total = max(1, step - self.step), time.monotonic() - self.since
         spent = self.ctx.watch.spent
-        waits = {
-            f"waiting over {axis}": s - self.waited.get(axis, 0.0)
-            for axis, s in spent.items()
-            if axis != "world"
-        }
-        waits["waiting for all"] = spent.get("world", 0.0) - self.waited.get("world", 0.0)
+        names = {axis: "waiting for all" if axis == "world" else f"waiting over {axis}" for axis in spent}
+        waits = {names[axis]: s - self.waited.get(axis, 0.0) for axis, s in spent.items()}
         parts = {**self.spent, **waits}
         parts["computing"] = max(0.0, total - sum(parts.values()))
         return {what: seconds / steps for what, seconds in parts.items()}

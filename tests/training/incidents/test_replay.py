@@ -11,10 +11,11 @@ import torch
 from mlm.config.cli import main
 from mlm.parallel.mesh import shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.state import load, save
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.training.incidents.bad_data import BAD
 from tests.training.incidents.runs import STEP, folder, incident, pretrain
+from tests.training.saving import save
 
 Said = pytest.CaptureFixture[str]
 
