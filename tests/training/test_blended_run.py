@@ -11,7 +11,6 @@ import pytest
 from mlm.checkpoint.native.save_load import latest_checkpoint
 from mlm.data.blend_history import seed_of
 from mlm.data.config import DataConfig
-from mlm.data.indexed import IndexedDataset
 from mlm.data.sampler import Loader
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
@@ -168,13 +167,6 @@ def test_corpora_without_weights_count_by_their_tokens(corpora: Path) -> None:
     assert np.bincount(source).tolist() == [100, 300]
 
 
-def test_the_changed_blend_is_reported_in_a_line(corpora: Path, tmp_path: Path) -> None:
-    assert leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)[1] is None
-    assert leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)[1] is None
-    said = leg(shape_context(), tmp_path / "run", spec(("1 corpora/web", "1 corpora/code")), 1)[1]
-    assert said == "data changed at sample 16: web 50.00% (was 25.00%), code 50.00% (new); without wiki"
-
-
 def test_a_changed_blend_needs_data_change(corpora: Path, tmp_path: Path) -> None:
     leg(shape_context(), tmp_path / "run", spec(WIKI_WEB), 1)
     other = spec(("1 corpora/web", "1 corpora/code"), change=False)
@@ -242,14 +234,6 @@ class TestProblems:
         shutil.copytree(corpora / "wiki", corpora / "copy")
         (problem,) = corpus_problems(spec(("corpora/wiki", "corpora/copy")))
         assert "corpora/wiki/train and corpora/copy/train are copies of one corpus" in problem
-
-    def test_corpora_of_equal_lengths_are_no_copies(self, corpora: Path) -> None:
-        assert IndexedDataset("corpora/wiki/train").digest == IndexedDataset("corpora/web/train").digest
-        assert corpus_problems(spec(WIKI_WEB)) == []
-
-    def test_a_damaged_one_is_named(self, corpora: Path) -> None:
-        (corpora / "web" / "train.bin").write_bytes(b"")
-        assert any("web/train.bin" in problem for problem in corpus_problems(spec(WIKI_WEB)))
 
     def test_a_validation_set_is_looked_at_too(self, corpora: Path) -> None:
         (corpora / "web" / "validation.bin").write_bytes(b"")

@@ -14,7 +14,6 @@ from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch, eval_batches
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.config import PretrainConfig
 from mlm.training.corpora import corpus_problems, fill_eod_id
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
@@ -160,14 +159,6 @@ def test_the_loss_is_the_mean_over_what_is_scored() -> None:
     assert trainer.global_counts(micro_batches).item() == SAMPLES * SEQ - ends
 
 
-def test_a_step_with_nothing_to_score_has_a_loss_of_zero() -> None:
-    layout = Layout(documents=True, micro_batches=4)
-    trainer = Trainer(layout.config(), shape_context())
-    nothing = [replace(b, tokens=b.tokens.fill_(EOD)) for b in batches(layout, trainer.ctx)]
-    outcome = trainer.train_step(nothing)
-    assert (outcome.parts.item(), outcome.grad_norm.item()) == (0.0, 0.0)
-
-
 def test_a_run_remembers_its_boundaries_and_is_scored_with_them(tmp_path: Path) -> None:
     """`mlm eval loss` repeats the run's last validation loss, with the corpus's receipt gone."""
     folder, out = corpus(tmp_path / "corpus"), tmp_path / "run"
@@ -185,8 +176,3 @@ def test_a_run_remembers_its_boundaries_and_is_scored_with_them(tmp_path: Path) 
     (folder / "corpus.json").unlink()
     assert main(["eval", "loss", f"ckpt={out}", f"out={tmp_path / 'score.json'}", "dist.device=cpu"]) == 0
     assert json.loads((tmp_path / "score.json").read_text())["loss"] == pytest.approx(validation, abs=1e-6)
-
-
-def test_a_run_spec_keeps_its_boundaries(tmp_path: Path) -> None:
-    spec: PretrainConfig = Layout(documents=True).config()
-    assert Trainer(spec, shape_context()).config == spec

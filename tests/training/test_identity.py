@@ -121,7 +121,7 @@ def spec(out: Path, **model: Any) -> PretrainConfig:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"num_heads": 2}, {"layer_norm_eps": 1e-3}, {"activation": "gelu"}, {"hidden_dropout": 0.2}],
+    [{"num_heads": 2}, {"hidden_dropout": 0.2}],
     ids=str,
 )
 def test_a_run_is_not_resumed_as_another_function(run: Path, changed: dict[str, Any]) -> None:

@@ -40,7 +40,9 @@ def sizes(parallel: ParallelConfig) -> dict[str, int]:
     return {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp or 1}
 
 
-@pytest.mark.parametrize("parallel", thinned(LAYOUTS, 4), ids=str)
+@pytest.mark.parametrize(
+    "parallel", thinned([ParallelConfig(), *LAYOUTS, ParallelConfig(tp=2, dp=2)], 4), ids=str
+)
 def test_resumed_losses_are_bit_equal(tmp_path: Path, parallel: ParallelConfig) -> None:
     """Four steps straight against two, save, a fresh trainer, load, two more; with dropout."""
     for straight, resumed in run_on_ranks(

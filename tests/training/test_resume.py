@@ -85,14 +85,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning_that_na
     assert steps_of(trainer, 4) == straight[1][4:]
 
 
-def test_two_damaged_ones_give_way_to_the_third(out: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flip(out / "checkpoints" / STEPS[2] / "rank-00000.safetensors")
-    cut(out / "checkpoints" / STEPS[1] / "manifest.json")
-    trainer = Trainer(spec(out), shape_context())
-    assert resume(trainer) == out / "checkpoints" / STEPS[0]
-    assert STEPS[2] in caplog.text
-
-
 @pytest.mark.parametrize("damage", ["flipped shard", "cut shard"])
 def test_a_run_does_not_start_afresh_over_damaged_checkpoints(out: Path, damage: str) -> None:
     for step in reversed(STEPS):

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-from mlm.checkpoint.native import save_load
 from mlm.checkpoint.native.save_load import CheckpointError, read_manifest
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.config import ParallelConfig
@@ -287,14 +286,3 @@ def test_both_ways_of_saving_write_the_same_tensors(tmp_path: Path) -> None:
             for path, manifest in zip(paths, (first, second), strict=True)
         ]
         assert contents[0] == contents[1]
-
-
-def test_saving_synchronously_stages_nothing(tmp_path: Path) -> None:
-    trainer = Trainer(spec(asynchronous=False), shape_context())
-    saver, _ = saver_of(trainer, tmp_path)
-    with (
-        mock.patch.object(save_load, "write_shard_file", wraps=save_load.write_shard_file) as streamed,
-        saver,
-    ):
-        saver.begin()
-    assert streamed.call_count == 1

@@ -148,15 +148,9 @@ def test_an_overflow_of_one_layer_in_float16_is_named_and_float32_has_none(
     assert "not finite" not in beside
 
 
-@pytest.mark.parametrize(
-    "place, text",
-    [("nowhere", "holds no incident.json"), ("", "holds no incident.json")],
-)
-def test_a_folder_that_is_no_incident_is_a_mistake(
-    place: str, text: str, tmp_path: Path, capsys: Said
-) -> None:
-    assert main(["replay", str(tmp_path / place)]) == 2
-    assert text in capsys.readouterr().err
+def test_a_folder_that_is_no_incident_is_a_mistake(tmp_path: Path, capsys: Said) -> None:
+    assert main(["replay", str(tmp_path)]) == 2
+    assert "holds no incident.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": 1, "exact": {}, "config": {}, "layout": {}}'])

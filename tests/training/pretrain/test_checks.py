@@ -80,12 +80,6 @@ def test_sound_config_has_no_problem() -> None:
         ),
         (["log.timeline_every=-1"], "log.timeline_every=-1 must be 0 or more"),
         (["tp=0"], "tp=0 must be greater than 0"),
-        (["train.steps=-1"], "train.steps=-1 must be greater than 0"),
-        (["model.vocab_multiple=0"], "model.vocab_multiple=0 must be greater than 0"),
-        (["model.hidden_dropout=1.0"], "model.hidden_dropout=1.0 must be at least 0 and below 1"),
-        (["optimizer.betas=[0.9,1.0]"], "optimizer.betas=[0.9,1.0] must be at least 0 and below 1"),
-        (["optimizer.weight_decay=-0.1"], "optimizer.weight_decay=-0.1 must be 0 or more"),
-        (["dist.master_port=70000"], "dist.master_port=70000 must be 0 (any free port) to 65535"),
         (
             ["dist.backend=nccl"],
             "dist.backend=nccl runs on GPUs, and this run is on CPU; use dist.backend=auto or gloo",
