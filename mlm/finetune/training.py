@@ -33,9 +33,8 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import peak_flops
 from mlm.training.config import CheckpointConfig, PretrainConfig, TrainConfig
-from mlm.training.kernels import missing_kernel_as_user_error
 from mlm.training.loop import CONFIG, Loop, composed_yaml, is_step_due, training_session
-from mlm.training.memory import out_of_memory_as_user_error, trim_memory
+from mlm.training.memory import torch_errors_as_user_errors, trim_memory
 from mlm.training.resume import claim, resume
 from mlm.training.run_tokenizer import digests_of_tokenizer
 from mlm.training.state import FINETUNING, load_weights
@@ -229,9 +228,7 @@ def finetune(
     )
     spec = spec_of(config, material.start, config.train.epochs * order.steps_per_epoch)
     objective = objective_of(kind, ctx, DTYPES[config.precision.dtype])
-    size, length = config.train.micro_batch_size, "task.max_length"
-    with out_of_memory_as_user_error(size, config.parallel, length), ExitStack() as stack:
-        stack.enter_context(missing_kernel_as_user_error(spec))
+    with torch_errors_as_user_errors(spec, "task.max_length"), ExitStack() as stack:
         claim(spec, ctx, stack)
         check_start(config.out, ctx)
         run = Run(

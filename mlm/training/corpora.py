@@ -345,10 +345,5 @@ def recorded_eod(data: DataConfig) -> int | None:
 
 def corpus_folders(data: DataConfig) -> list[Path]:
     """Folders of the training corpora, each with a receipt if `mlm data build` wrote it."""
-    if data.kind != "indexed":
-        return []
-    if data.blend:
-        return [parse_entry(text).prefix.parent for text in data.blend]
-    if data.train is not None:
-        return [Path(data.train).parent]
-    return [training_prefix(data.path).parent] if data.path is not None else []
+    is_named = data.blend or data.train is not None or data.path is not None
+    return [corpus.train.parent for corpus in corpora(data)] if is_named else []

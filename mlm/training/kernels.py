@@ -119,19 +119,11 @@ def attention_of_any_shape(device: torch.device) -> Iterator[None]:
         _key_compiled_code()
 
 
-@contextmanager
-def missing_kernel_as_user_error(config: PretrainConfig) -> Iterator[None]:
-    """Turn PyTorch's errors for a kernel that it lacks into a UserError with a fix."""
-    try:
-        yield
-    except RuntimeError as error:
-        for words, problem in MISSING.items():
-            if words in str(error):
-                said = problem.format(
-                    attention=config.attention, deterministic=str(config.deterministic).lower()
-                )
-                raise UserError(f"{said} ({str(error).splitlines()[0]})") from error
-        raise
+def kernel_problem(error: Exception, config: PretrainConfig) -> str | None:
+    """The problem of PyTorch's error for a kernel that it lacks, and its fix; None for other errors."""
+    problem = next((problem for words, problem in MISSING.items() if words in str(error)), None)
+    deterministic = str(config.deterministic).lower()
+    return problem and problem.format(attention=config.attention, deterministic=deterministic)
 
 
 def should_compile(choice: bool | None, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Memory of a process: reuse of large blocks, and the error for a lack of memory."""
+"""Memory of a process: reuse of large blocks; errors for a lack of memory or of a kernel."""
 
 import ctypes
 import sys
@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from mlm.parallel.config import ParallelConfig
+from mlm.training.config import PretrainConfig
+from mlm.training.kernels import kernel_problem
 from mlm.util.errors import UserError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -56,20 +58,29 @@ def memory_remedies(micro_batch_size: int, parallel: ParallelConfig, length: str
     return ", ".join([*helping, "raise tp or pp", f"or lower {length}"])
 
 
+def memory_problem(error: Exception, config: PretrainConfig, length: str) -> str | None:
+    """The problem of an error for lack of memory and its fix; None for other errors."""
+    on_gpu = isinstance(error, torch.OutOfMemoryError)
+    if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+        return None
+    size = config.train.micro_batch_size
+    return (
+        f"train.micro_batch_size={size} is too much for the memory of "
+        f"{'the GPU' if on_gpu else 'this host'}: {memory_remedies(size, config.parallel, length)}"
+    )
+
+
 @contextmanager
-def out_of_memory_as_user_error(
-    micro_batch_size: int, parallel: ParallelConfig, length: str
-) -> Iterator[None]:
-    """Turn the errors that PyTorch and Python raise for lack of memory into a UserError with a fix."""
+def torch_errors_as_user_errors(config: PretrainConfig, length: str) -> Iterator[None]:
+    """Turn errors of PyTorch and Python for lack of memory, or of a kernel, into a UserError with a fix.
+
+    `length` is the setting of a sample's length.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        on_gpu = isinstance(error, torch.OutOfMemoryError)
-        if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+        problem = memory_problem(error, config, length) or kernel_problem(error, config)
+        if problem is None:
             raise
         reason = f" ({str(error).splitlines()[0]})" if str(error) else ""
-        raise UserError(
-            f"train.micro_batch_size={micro_batch_size} is too much for the memory of "
-            f"{'the GPU' if on_gpu else 'this host'}: "
-            f"{memory_remedies(micro_batch_size, parallel, length)}{reason}"
-        ) from error
+        raise UserError(f"{problem}{reason}") from error

@@ -93,11 +93,8 @@ class PipelinedModel:
             chain(*(chunk.modules() for chunk in self.chunks)) if casts else (), self.dtype
         )
         self.replays = False
+        """True if layers are replayed as CUDA graphs, which need to know where a micro-batch begins."""
         self._plans: dict[tuple[bool, int], tuple[Sequence[Instruction], float]] = {}
-
-    def replay_graphs(self) -> None:
-        """Tell CUDA graphs where a micro-batch begins, and which tensors stay where they are."""
-        self.replays = self.casts.stay = True
 
     @property
     def defers_weight_grads(self) -> bool:

@@ -24,7 +24,7 @@ from mlm.training.run_folder import run_config
 from mlm.training.run_tokenizer import tokenizer_errors
 from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, load
 from mlm.training.trainer import Trainer
-from mlm.util.errors import ConfigError, CorruptFileError, UserError, show
+from mlm.util.errors import CorruptFileError, UserError, attempt, show
 from mlm.util.lock import WAIT_S, single_writer
 from mlm.util.ownership import claim_folder, claim_problems
 
@@ -92,28 +92,20 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
         checkpoints, source = start_candidates(config), model_folder(config)
         if not checkpoints and source is not None and (errors := model_folder_errors(config, source)):
             return errors
-        for start in checkpoints[:1]:
-            if errors := errors_of_start(config, start) if compares else []:
-                return errors
-            read_manifest(start)
+        if checkpoints:
+            start, manifest = checkpoints[0], read_manifest(checkpoints[0])
+            if compares:
+                attempt(problems, lambda: check_identity(config, start, manifest))
+            if compares and not is_weights_only(manifest):
+                problems += tokenizer_errors(config.data, start, manifest)
+            if problems:
+                return problems
         if read_rank_place(os.environ) is None:
             with single_writer(checkpoints_folder(config)):
                 pass
     except UserError as error:
         return list(error.problems)
     return []
-
-
-def errors_of_start(config: PretrainConfig, start: Path) -> list[str]:
-    """Return the settings in which the run differs from that of the checkpoint it starts from."""
-    manifest, errors = read_manifest(start), list[str]()
-    try:
-        check_identity(config, start, manifest)
-    except ConfigError as error:
-        errors += error.problems
-    if is_weights_only(manifest):
-        return errors
-    return [*errors, *tokenizer_errors(config.data, start, manifest)]
 
 
 def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> None:

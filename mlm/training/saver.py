@@ -21,13 +21,13 @@ import torch
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.lineage import Save
-from mlm.checkpoint.native.save_load import CheckpointError, Shard, stored_tensors
+from mlm.checkpoint.native.save_load import CheckpointError, Shard, save_checkpoint, stored_tensors
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.parallel.watch import LostPeer, Watch
 from mlm.tracking.reporter import Reporter
 from mlm.training.observer import Observer
-from mlm.training.state import counters, owned_shards, write_checkpoint
+from mlm.training.state import CHECKPOINTS, counters, owned_shards
 from mlm.training.trainer import Trainer
 from mlm.util.files import digest_bytes
 
@@ -210,17 +210,22 @@ class Saver(Observer):
 
     def _write(self, pending: PendingSave, group: Any, watch: Watch, staged: StagedFile | None) -> None:
         """Write the checkpoint, and keep what becomes of it in `pending`."""
+        ctx, settings = self.trainer.ctx, self.trainer.config.checkpoint
         try:
             if staged is not None and self._copies_aside:
                 self._copy(pending)
-            pending.path = write_checkpoint(
-                self.trainer,
-                self.out,
+            pending.path = save_checkpoint(
+                self.out / CHECKPOINTS,
+                pending.step,
                 pending.shards,
-                pending.state,
-                pending.save_id,
+                state=pending.state,
+                rank=ctx.rank,
+                world_size=ctx.world_size,
                 group=group,
                 watch=watch,
+                keep_last=settings.keep_last,
+                keep_every=settings.keep_every,
+                save_id=pending.save_id,
                 staged=staged,
                 may_prune=pending.await_judgement,
             )

@@ -1,6 +1,6 @@
 """A trainer's state as a checkpoint, and back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,7 @@ from mlm.checkpoint.native.save_load import (
     Shard,
     load_checkpoint,
     read_manifest,
-    save_checkpoint,
 )
-from mlm.checkpoint.native.staging import StagedFile
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.checkpoint.parameters import split_of
 from mlm.config.build import to_dict
@@ -30,7 +28,6 @@ from mlm.data.blend_history import History, decode, encode
 from mlm.optim.adamw import applied_steps, ensure_state, moment, moments
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
-from mlm.parallel.watch import Watch
 from mlm.training.config import PretrainConfig
 from mlm.training.identity import (
     MAX_CHANGES,
@@ -64,11 +61,11 @@ def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> Shard:
     return Shard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))
 
 
-def training_shards(trainer: Trainer) -> dict[str, Shard]:
-    """Parameters and Adam's moments under their checkpoint names."""
+def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, Shard]:
+    """These parameters and their moments under their checkpoint names: views of the live tensors."""
     multiple = trainer.config.model.vocab_multiple
-    out = model_shards(trainer.shards, multiple)
-    for s in trainer.shards:
+    out = model_shards(shards, multiple)
+    for s in shards:
         for name in moments(trainer.optimizer):
             out[f"optimizer.{name}.{s.name}"] = as_shard(s, moment(trainer.optimizer, s, name), multiple)
     return out
@@ -76,8 +73,7 @@ def training_shards(trainer: Trainer) -> dict[str, Shard]:
 
 def owned_shards(trainer: Trainer) -> dict[str, Shard]:
     """Return the parameters and moments that this rank writes: views of the live tensors."""
-    stored = {s.name for s in trainer.shards if is_stored(s, trainer.ctx)}
-    return {k: v for k, v in training_shards(trainer).items() if parameter_of_tensor(k) in stored}
+    return training_shards(trainer, [s for s in trainer.shards if is_stored(s, trainer.ctx)])
 
 
 def counters(trainer: Trainer) -> dict[str, Any]:
@@ -95,46 +91,9 @@ def counters(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def write_checkpoint(
-    trainer: Trainer,
-    out: Path,
-    shards: dict[str, Shard],
-    state: dict[str, Any],
-    save_id: str,
-    *,
-    group: Any,
-    watch: Watch,
-    staged: StagedFile | None,
-    may_prune: Callable[[], bool],
-) -> Path:
-    """Write a trainer's state by `owned_shards` and `counters`, as `save_checkpoint` does. Collective."""
-    ctx, settings = trainer.ctx, trainer.config.checkpoint
-    return save_checkpoint(
-        out / CHECKPOINTS,
-        state["step"],
-        shards,
-        state=state,
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=group,
-        watch=watch,
-        keep_last=settings.keep_last,
-        keep_every=settings.keep_every,
-        save_id=save_id,
-        staged=staged,
-        may_prune=may_prune,
-    )
-
-
 def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
     """True if this rank writes this part. Of equal replicas the first one writes."""
     return shard.is_owner and (shard.dp_slice is not None or ctx.replicas.rank == 0)
-
-
-def parameter_of_tensor(key: str) -> str:
-    """The parameter a checkpoint tensor belongs to: model.X and optimizer.exp_avg.X -> X."""
-    kind, rest = key.split(".", 1)
-    return rest if kind == "model" else rest.split(".", 1)[1]
 
 
 def is_weights_only(manifest: Manifest) -> bool:
@@ -164,7 +123,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         return load_weights(trainer.shards, path, ctx, config=config)
     manifest = load_checkpoint(
         path,
-        training_shards(trainer),
+        training_shards(trainer, trainer.shards),
         rank=ctx.rank,
         world_size=ctx.world_size,
         group=ctx.host_group,

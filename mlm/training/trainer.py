@@ -64,8 +64,7 @@ def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool
         for module in chunk.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.compiled = should_compile(config.compile, ctx.device)
-    if config.cuda_graphs:
-        model.replay_graphs()
+    model.replays = model.casts.stay = config.cuda_graphs
     return model
 
 

@@ -155,7 +155,7 @@ def prepare(log: Path, pipe: int | None, manner: Manner) -> None:
     os.dup2(output, 2)
     pretrain.plot_losses = lambda *_: None  # half of the time of such a run
     if pipe is not None:
-        saver.write_checkpoint = announced(saver.write_checkpoint, SAVE, pipe, limit_files(manner))
+        saver.save_checkpoint = announced(saver.save_checkpoint, SAVE, pipe, limit_files(manner))
         pretrain.resume = announced(pretrain.resume, LOAD, pipe)
     if manner.lock_wait_s is not None:
         resume.WAIT_S = manner.lock_wait_s

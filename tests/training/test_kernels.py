@@ -34,9 +34,9 @@ from mlm.training.kernels import (
     attention_of_any_shape,
     choose_attention,
     choose_kernels,
-    missing_kernel_as_user_error,
     should_compile,
 )
+from mlm.training.memory import torch_errors_as_user_errors
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.operators import Operators
@@ -329,13 +329,16 @@ def test_sums_over_tp_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_kernel_that_pytorch_lacks_is_a_mistake_in_the_settings(words: str) -> None:
     config = load_config("pretrain", ["model=gpt2_tiny", "data=synthetic", "attention=flash"])
     wanted = r"^(attention=flash|deterministic=false)"
-    with pytest.raises(UserError, match=wanted), missing_kernel_as_user_error(config):
+    with pytest.raises(UserError, match=wanted), torch_errors_as_user_errors(config, "data.seq_length"):
         raise RuntimeError(f"{words}. Aborting.")
 
 
 def test_other_errors_of_pytorch_stay_what_they_are() -> None:
     config = load_config("pretrain", ["model=gpt2_tiny", "data=synthetic"])
-    with pytest.raises(RuntimeError, match="sizes differ"), missing_kernel_as_user_error(config):
+    with (
+        pytest.raises(RuntimeError, match="sizes differ"),
+        torch_errors_as_user_errors(config, "data.seq_length"),
+    ):
         raise RuntimeError("sizes differ")
 
 

@@ -217,7 +217,7 @@ def test_the_last_save_s_failure_is_raised(tmp_path: Path, asynchronous: bool) -
 def test_a_lost_rank_is_raised_not_reported_as_a_failed_save(tmp_path: Path) -> None:
     trainer = Trainer(spec(), shape_context())
     saver, told = saver_of(trainer, tmp_path)
-    with mock.patch("mlm.training.saver.write_checkpoint", side_effect=LostPeer("rank 1 is gone")), saver:
+    with mock.patch("mlm.training.saver.save_checkpoint", side_effect=LostPeer("rank 1 is gone")), saver:
         saver.begin()
         with pytest.raises(LostPeer, match="rank 1 is gone"):
             saver.finish()

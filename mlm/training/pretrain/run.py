@@ -44,7 +44,6 @@ from mlm.training.identity import changes_line
 from mlm.training.incidents.divergence import DivergedError
 from mlm.training.incidents.numbers import spare_samples
 from mlm.training.incidents.watcher import IncidentError
-from mlm.training.kernels import missing_kernel_as_user_error
 from mlm.training.loop import (
     CONFIG,
     Loop,
@@ -56,7 +55,7 @@ from mlm.training.loop import (
     run_row,
     training_session,
 )
-from mlm.training.memory import out_of_memory_as_user_error, reuse_large_blocks
+from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors
 from mlm.training.observer import Observer
 from mlm.training.pretrain.samples import PromptSampler, prompt_problems
 from mlm.training.resume import claim, continue_data, model_folder, resume, run_start_problems
@@ -84,24 +83,14 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     out = Path(config.out)
-    size, length = config.train.micro_batch_size, "data.seq_length"
-    with out_of_memory_as_user_error(size, config.parallel, length), ExitStack() as stack:
-        stack.enter_context(missing_kernel_as_user_error(config))
+    with torch_errors_as_user_errors(config, "data.seq_length"), ExitStack() as stack:
         claim(config, ctx, stack)
         check_start(config.out, ctx)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
-        return train(trainer, out, resume(trainer) or load_model_folder_weights(trainer))
-
-
-def load_model_folder_weights(trainer: Trainer) -> Path | None:
-    """Load the weights of the model folder that `ckpt` names, and return it; None if it names none.
-
-    Collective over all ranks. Raises UserError, CorruptFileError.
-    """
-    folder = model_folder(trainer.config)
-    if folder is not None:
-        load_model_folder(trainer.shards, folder, trainer.ctx, fill=False)
-    return folder
+        start = resume(trainer)
+        if start is None and (start := model_folder(config)) is not None:
+            load_model_folder(trainer.shards, start, ctx, fill=False)
+        return train(trainer, out, start)
 
 
 def train(trainer: Trainer, out: Path, start: Path | None) -> int:

@@ -10,7 +10,8 @@ import torch
 from mlm.checkpoint.native.folders import EVIDENCE, latest_name, step_name
 from mlm.config.cli import main
 from mlm.training.trainer import StepOutcome, Trainer
-from tests.training.incidents.runs import losses, pretrain, records
+from tests.training.incidents.runs import losses, pretrain
+from tests.training.records import records
 
 Output = pytest.CaptureFixture[str]
 

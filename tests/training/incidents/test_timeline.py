@@ -21,7 +21,7 @@ from mlm.training.observer import Observers
 from mlm.training.pretrain.run import run
 from mlm.training.trainer import Trainer
 from tests.ranks import command, run_on_ranks
-from tests.training.incidents.runs import records
+from tests.training.records import records
 from tests.training.test_gradient_sums import MICRO_BATCHES, batches
 from tests.training.test_trainer import config
 

@@ -30,6 +30,7 @@ from mlm.training.corpora import (
 from mlm.training.state import load_weights
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
+from tests.training.records import records
 
 WORDS = """
 sun moon star sea river stone tree bird wolf king queen crown sword night day wind rain snow
@@ -103,11 +104,6 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         == 0
     )
     return out
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    return [record for record in lines if record["kind"] == kind]
 
 
 def test_both_losses_and_accuracies_are_logged_and_validated(run: Path) -> None:

@@ -16,6 +16,7 @@ from mlm.util.files import digest_file
 from tests.conftest import pictures
 from tests.data.corpora import write_corpus
 from tests.slow import thinned
+from tests.training.records import losses, records
 
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
@@ -64,15 +65,6 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pictures():
         assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}"]) == 0
     return out
-
-
-def records(out: Path, kind: str) -> list[dict[str, object]]:
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r["kind"] == kind]
-
-
-def losses(out: Path) -> list[object]:
-    return [r["loss"] for r in records(out, "step")]
 
 
 def test_a_run_leaves_config_checkpoint_metrics_curve_tokenizer_and_summary(run: Path) -> None:

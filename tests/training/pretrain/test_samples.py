@@ -20,6 +20,7 @@ from mlm.training.trainer import Trainer
 from tests.checkpoint.commands.hf_models import add_tokenizer
 from tests.data.corpora import write_corpus
 from tests.ranks import run_on_ranks
+from tests.training.records import records
 from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 
 PROMPTS = ("To be", "or not to be", "x")
@@ -54,11 +55,6 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "sampled"
     trained(corpus, out, *SAMPLED)
     return out
-
-
-def records(out: Path, *kinds: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in found if record["kind"] in kinds]
 
 
 def test_samples_are_what_generate_writes_from_the_checkpoint_of_the_step(run: Path, tmp_path: Path) -> None:
