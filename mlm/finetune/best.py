@@ -41,8 +41,6 @@ class Progress:
     """Validations since then."""
     tokens: int = 0
     """Tokens trained on, padding left out."""
-    warnings: list[str] = field(default_factory=list)
-    """Lines on the predictions of that step."""
 
     def add(self, step: int, scores: Scores, errors: Collection[str] = ()) -> bool:
         """Add a validation; return True if it is the best by the first metric of the first split.

@@ -14,7 +14,7 @@ from mlm.finetune.best import DATA_PATH, best_of
 from mlm.finetune.config import EvalTaskConfig, TaskConfig
 from mlm.finetune.inputs import Start, start_of, tokenize_split
 from mlm.finetune.scoring import Scored, files_of, objective_of, probabilities_of, score_split
-from mlm.finetune.splits import Split, read_part, read_split
+from mlm.finetune.splits import TaskSplit, read_part, read_split
 from mlm.finetune.task_type import check_installed, task_type
 from mlm.inference.trained import (
     Trained,
@@ -81,7 +81,7 @@ def saved_state(start: Start) -> dict[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def split_of(config: EvalTaskConfig, name: str, start: Start) -> Split:
+def split_of(config: EvalTaskConfig, name: str, start: Start) -> TaskSplit:
     """Read a split of data.path, or of the rows that the checkpoint was finetuned on.
 
     Of a single file of conversations those that the run held out. Raises UserError.
@@ -152,11 +152,9 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         write_result(config.probabilities, probabilities(task, scores).encode(), key="probabilities")
     aside = None if config.out is not None else rename_earlier_result(out, result, result_identity)
     write_result(out, result)
-    notes = [] if aside is None else [f"the result there before: {one_line(aside)}"]
-    for scored in scores:
-        split = scored.tokenized.split
-        notes += map(one_line, kind.warnings(task, split.name, split.rows, scored.predictions))
-    show_table(result, out, *notes)
+    show_table(result, out)
+    if aside is not None:
+        console().print(f"the result there before: {one_line(aside)}")
 
 
 def receipt(
@@ -208,8 +206,8 @@ def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:
     }
 
 
-def show_table(result: dict[str, Any], out: Path, *notes: str) -> None:
-    """Print the table, and lines after it."""
+def show_table(result: dict[str, Any], out: Path) -> None:
+    """Print the table, and the files written."""
     title = f"eval {result['task']} · {one_line(result['checkpoint'])} · step {result['step']}"
     made = table(title, "split", "rows#", "metric", "value#")
     for entry in result["results"]:
@@ -226,5 +224,3 @@ def show_table(result: dict[str, Any], out: Path, *notes: str) -> None:
         for file in entry["predictions"]:
             screen.print(f"predictions of {entry['split']}: {one_line(file)}")
     screen.print(f"written to {one_line(target_name(out))}")
-    for note in notes:
-        screen.print(note)

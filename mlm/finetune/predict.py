@@ -12,9 +12,9 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.batches import batcher_of
 from mlm.finetune.checks import check_task
 from mlm.finetune.config import TaskConfig
-from mlm.finetune.rows import Row, RowError
+from mlm.finetune.rows import RowError, TaskRow
 from mlm.finetune.scoring import Finetuning, predictions_of, probabilities_of
-from mlm.finetune.splits import Split, tokenize
+from mlm.finetune.splits import TaskSplit, tokenize
 from mlm.finetune.task_type import Prediction, task_type
 from mlm.inference.trained import Trained, is_model_folder
 from mlm.models.huggingface import label_entries
@@ -97,16 +97,16 @@ def _foreign_task(trained: Trained, *, is_pair: bool) -> TaskConfig:
     )
 
 
-def split_of(task: TaskConfig, rows: Sequence[Any]) -> Split:
+def split_of(task: TaskConfig, rows: Sequence[Any]) -> TaskSplit:
     """Return the rows as a split without labels. Raises UserError for one that the task cannot read."""
-    kind, parsed = task_type(task.kind), list[Row]()
+    kind, parsed = task_type(task.kind), list[TaskRow]()
     for number, row in enumerate(rows):
         record = record_of(task, row, number)
         try:
             parsed.append(kind.parse(task, record, str(number)))
         except RowError as error:
             raise UserError(f"texts[{number}]: {error}") from error
-    return Split(
+    return TaskSplit(
         name="texts",
         source="texts",
         rows=parsed,

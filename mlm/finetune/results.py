@@ -48,8 +48,6 @@ class Result:
     """The settings, and digests of weights, tokenizer and rows (inputs.py)."""
     config_digest: str
     versions: dict[str, str]
-    warnings: tuple[str, ...] = ()
-    """Lines on the predictions of the best checkpoint."""
 
 
 def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
@@ -93,8 +91,6 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
     errors = task_type(config.task.kind).errors
     best = max(results, key=lambda result: merit(result.scores, errors))
     screen.print(f"best checkpoint: {one_line(best.checkpoint)}")
-    for line in dict.fromkeys(line for result in results for line in result.warnings):
-        screen.print(one_line(line))
     for result in results:
         for file in result.predictions:
             screen.print(f"predictions: {one_line(file)}")

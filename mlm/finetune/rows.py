@@ -32,7 +32,7 @@ class MissingColumnError(RowError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TaskRow:
     """One question of a task."""
 
     id: str

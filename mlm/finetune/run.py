@@ -1,5 +1,6 @@
 """`mlm finetune TASK`: train a head, and the model below it, on a task; keep the best checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from mlm.config.build import from_dict
 from mlm.finetune.batches import chosen_rows
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import (
-    Splits,
     Start,
     change_problems,
     depends_on,
@@ -19,6 +19,7 @@ from mlm.finetune.inputs import (
     tokenize_split,
 )
 from mlm.finetune.results import RESULT, Result, finished, report
+from mlm.finetune.splits import TaskSplit
 from mlm.finetune.task_type import check_installed
 from mlm.finetune.training import Material, finetune, spec_of
 from mlm.inference.trained import checkpoint_problems
@@ -41,7 +42,7 @@ def preflight(config: FinetuneConfig) -> list[str]:
     try:
         if config.seeds > 1:
             problems += claim_problems(config.out, "run", writes=(RESULT,))
-        start.tokenize(config.task, splits.train.select([0]))
+        start.tokenize(config.task, splits[config.task.train].select([0]))
         problems += length_problems(config, start)
         for one in by_seed(config):
             problems += run_start_problems(spec_of(one, start, 1), compares=False)
@@ -101,14 +102,15 @@ def by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
     return [replace(config, seed=s, seeds=1, out=str(Path(config.out, f"seed-{s}"))) for s in seeds]
 
 
-def prepare(config: FinetuneConfig, start: Start, splits: Splits) -> Material:
+def prepare(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSplit]) -> Material:
     """Tokenise the rows. Raises UserError."""
-    task, train, wanted = config.task, splits.train, config.data.train_rows
+    task, train, wanted = config.task, splits[config.task.train], config.data.train_rows
     if wanted is not None:
         train = train.select(chosen_rows(len(train), wanted, config.data.seed).tolist())
+    tests = task.tests if config.data.predict_tests else ()
     return Material(
         start=start,
         train=tokenize_split(task, train, start),
-        validations=[tokenize_split(task, split, start) for split in splits.validations],
-        tests=[tokenize_split(task, split, start) for split in splits.tests],
+        validations=[tokenize_split(task, splits[name], start) for name in task.validations],
+        tests=[tokenize_split(task, splits[name], start) for name in tests],
     )

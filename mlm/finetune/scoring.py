@@ -14,7 +14,7 @@ from mlm.finetune.batches import Batcher, TaskBatch
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example
 from mlm.finetune.packing import AnswerLoss, Packer, answer_scores
-from mlm.finetune.splits import Split, TokenizedSplit
+from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import without_padding
@@ -182,7 +182,7 @@ def predictions_of(
 
 
 def predict(
-    task: TaskConfig, split: Split, examples: Sequence[Example], outputs: Sequence[Output]
+    task: TaskConfig, split: TaskSplit, examples: Sequence[Example], outputs: Sequence[Output]
 ) -> list[Prediction]:
     """Return one prediction per row of a split.
 
@@ -240,7 +240,7 @@ def score_split(
 
 
 def write_predictions(
-    task: TaskConfig, split: Split, predictions: Sequence[Prediction], folder: Path
+    task: TaskConfig, split: TaskSplit, predictions: Sequence[Prediction], folder: Path
 ) -> list[Path]:
     """Write the predictions of a split below a folder and return the files. Raises OSError."""
     names = files_of(task, split.name)

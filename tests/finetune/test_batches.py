@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlm.finetune.batches import Batcher, Order, TaskBatch, chosen_rows
-from mlm.finetune.examples import Example, Text
+from mlm.finetune.examples import Example, InputText
 from mlm.parallel.labels import IGNORE_INDEX
 
 
@@ -16,9 +16,9 @@ def examples_of(count: int, texts: int = 1, longest: int = 30, seed: int = 0) ->
     """Examples of random lengths; the tokens of a text are the number of its example, from 1."""
     draw = random.Random(seed)
 
-    def text(number: int) -> Text:
+    def text(number: int) -> InputText:
         length = draw.randint(1, longest)
-        return Text(np.full(length, number + 1, dtype=np.int32), draw.randint(0, length))
+        return InputText(np.full(length, number + 1, dtype=np.int32), draw.randint(0, length))
 
     return [Example(n, tuple(text(n) for _ in range(texts)), n % 3) for n in range(count)]
 

@@ -50,7 +50,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def evaluation(config: FinetuneConfig) -> TokenizedSplit:
     """The training conversations of a run."""
-    return tokenize_split(config.task, splits_of(config).train, start_of(config))
+    return tokenize_split(config.task, splits_of(config)[config.task.train], start_of(config))
 
 
 def test_losses_equal_a_plain_loop_of_transformers(folder: Path) -> None:

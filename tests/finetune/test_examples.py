@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlm.finetune.examples import Text
+from mlm.finetune.examples import InputText
 from mlm.finetune.splits import TokenizedSplit, tokenize
 from mlm.util.errors import UserError
 from tests.finetune.material import bert, gpt2, pairs, sentence, shipped, split_of, their_bert
@@ -25,11 +25,11 @@ def rows_of_pairs(count: int, longest: int) -> list[dict[str, Any]]:
     ]
 
 
-def types_of(text: Text) -> list[int]:
+def types_of(text: InputText) -> list[int]:
     return [0] * text.second + [1] * (len(text) - text.second)
 
 
-def assert_same(text: Text, theirs: Any) -> None:
+def assert_same(text: InputText, theirs: Any) -> None:
     assert text.tokens.dtype == np.int32
     assert text.tokens.tolist() == theirs["input_ids"]
     assert types_of(text) == theirs["token_type_ids"]

@@ -12,10 +12,7 @@ from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.finetune import run, training
 from mlm.finetune.best import best_of
-from mlm.finetune.classification import Classification
 from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
-from mlm.finetune.rows import Row
-from mlm.finetune.task_type import Prediction
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from tests.finetune.runs import (
@@ -246,25 +243,3 @@ def test_best_of_a_run_is_its_best_folder(folder: Path, tmp_path: Path) -> None:
     assert best_of(str(tmp_path / "out")) == str(tmp_path / "out/best")
     for other in (folder / "bert", tmp_path / "nothing", "owner/name"):
         assert best_of(str(other)) == str(other)
-
-
-def test_classifier_that_predicts_one_label_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At the end of training and of evaluation; not where it tells labels apart, or all rows have one."""
-    monkeypatch.setattr(Classification, "predict", lambda self, task, row, *_: Prediction(row.id, 1))
-    write_model(tmp_path / "bert")
-    write_data(tmp_path / "classification", "classification")
-    lines = (tmp_path / "classification/validation.jsonl").read_text().splitlines()
-    share = sum(json.loads(line)["label"] == 1 for line in lines) / 9
-    line = f"warning: all 9 rows of validation are predicted yes, the label of {share:.0%} of them; train"
-    assert finetune(finetuning(tmp_path))["warnings"][0].startswith(line)
-    assert line in capsys.readouterr().out
-    monkeypatch.setattr(Classification, "gives_probabilities", False)
-    score(evaluation(tmp_path))
-    assert line in capsys.readouterr().out
-    kind, task = Classification(), task_of("classification")
-    alike = [Row(str(n), ("a", "b"), 1) for n in range(3)]
-    same = [Prediction(row.id, 1) for row in alike]
-    assert kind.warnings(task, "validation", alike, same) == []
-    assert kind.warnings(task, "validation", [*alike, Row("3", ("a",), 0)], [*same, Prediction("3", 0)]) == []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.evaluate.zero_shot.sources import Texts
+from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.inference.scoring import Request, Score
 
 V1, LM_EVAL = "Megatron-LM", "lm-eval"
@@ -27,7 +27,7 @@ class Metric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ProtocolResult:
     """Metrics of a model by one protocol."""
 
     metrics: dict[str, Metric]
@@ -43,9 +43,9 @@ class Protocol:
     """Its name at its source: wikitext103, lambada_openai, …"""
     name: str
     """V1 (arXiv:1909.08053, appendix E) or LM_EVAL."""
-    source: Texts
+    source: EvalTexts
     requests: tuple[Request, ...]
-    finish: Callable[[Sequence[Score]], Outcome]
+    finish: Callable[[Sequence[Score]], ProtocolResult]
     """Metrics from the scores of `requests`, in their order."""
     facts: dict[str, Any]
     """Entries of the receipt: T, T_o, N, …, by key."""

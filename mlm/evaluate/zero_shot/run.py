@@ -17,7 +17,7 @@ from mlm.evaluate.config import (
 )
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
-from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, deduplicate
+from mlm.evaluate.zero_shot.protocol import Protocol, ProtocolResult, deduplicate
 from mlm.inference.scoring import score
 from mlm.inference.trained import (
     Trained,
@@ -124,7 +124,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     show(result, protocols, out)
 
 
-def samples(protocols: list[Protocol], outcomes: list[Outcome]) -> str:
+def samples(protocols: list[Protocol], outcomes: list[ProtocolResult]) -> str:
     """A line of JSON per window, article and passage."""
     return "".join(
         json.dumps({"task": protocol.task, "protocol": protocol.name} | sample) + "\n"
@@ -137,7 +137,7 @@ def receipt(
     config: ZeroShotConfig,
     trained: Trained,
     tokenizer: Tokenizer,
-    outcomes: Sequence[tuple[Protocol, Outcome]],
+    outcomes: Sequence[tuple[Protocol, ProtocolResult]],
     *,
     seconds: float,
     learnt_from: list[dict[str, Any]],
@@ -156,7 +156,7 @@ def receipt(
     }
 
 
-def result_of(protocol: Protocol, outcome: Outcome) -> dict[str, Any]:
+def result_of(protocol: Protocol, outcome: ProtocolResult) -> dict[str, Any]:
     """One protocol's numbers, and what they are numbers of."""
     return {
         "task": protocol.task,
@@ -205,7 +205,7 @@ def number(value: float) -> str:
 
 
 def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
-    """Return the file of the JSON receipt. A trial with limit=N has a separate one beside the full result's."""
+    """Return the file of the JSON receipt; a trial with limit=N has another than the full evaluation."""
     if config.out is not None:
         return Path(config.out)
     trial = "" if config.limit is None else f"-limit{config.limit}"
