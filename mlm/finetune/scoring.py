@@ -152,8 +152,7 @@ def evaluate(
         return {name: values[name] for name in task.metrics}, []
     with progress_bar(f"scoring {split.name}", len(examples), shown=shown) as advance:
         predictions = predictions_of(model, objective, task, tokenized, batcher, advance)
-    scored = split.has_labels
-    metrics = task_type(task.kind).score(task, split.rows, predictions) if scored else {}
+    metrics = task_type(task.kind).score(task, split.rows, predictions) if split.has_labels else {}
     return metrics, predictions
 
 
@@ -171,12 +170,12 @@ def predictions_of(
     """
     split, examples = tokenized.split, tokenized.examples
     outputs = outputs_of(model, objective, examples, batcher, advance)
-    for number, output in enumerate(outputs):
+    for example, output in zip(examples, outputs, strict=True):
         if not np.isfinite(output).all():
+            precision = str(model.dtype).removeprefix("torch.")
             raise UserError(
-                f"{split.places[examples[number].row]}: the model's outputs are not finite in "
-                f"precision={str(model.dtype).removeprefix('torch.')}: use another checkpoint, a lower "
-                "optimizer.lr, or precision=fp32"
+                f"{split.places[example.row]}: the model's outputs are not finite in "
+                f"precision={precision}{NOT_FINITE}"
             )
     return predict(task, split, examples, outputs)
 
@@ -189,15 +188,11 @@ def predict(
     `outputs[i]` belongs to `examples[i]`: [num_labels] per text, or [n, 2] for the n tokens of its text (head
     span), without padding.
     """
-    assert len(outputs) == len(examples)
     kind = task_type(task.kind)
-    together = groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row)
     predictions = list[Prediction]()
-    for row, pairs in together:
-        assert row == len(predictions), "every row has examples, in the order of the rows"
-        mine, of_mine = zip(*pairs, strict=True)
-        predictions.append(kind.predict(task, split.rows[row], mine, of_mine))
-    assert len(predictions) == len(split)
+    for row, pairs in groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row):
+        predictions.append(kind.predict(task, split.rows[row], *zip(*pairs, strict=True)))
+    assert len(predictions) == len(split), "every row has examples, in the order of the rows"
     return predictions
 
 

@@ -43,12 +43,12 @@ class EvalTexts:
 # ----- WikiText: one text, the whole file
 
 
-def wikitext(path: str | None, *, raw: bool, key: str | None = None) -> EvalTexts:
+def wikitext(path: str | None, *, raw: bool) -> EvalTexts:
     """WikiText's test split as the text of one file, from `path` or the Hub, there in its raw form or not.
 
-    Errors name `key`, or data.path and data.raw_path. Raises UserError, CorruptFileError.
+    Raises UserError, CorruptFileError.
     """
-    key = key or ("data.raw_path" if raw else "data.path")
+    key = "data.raw_path" if raw else "data.path"
     if path is None:
         name = HUB_WIKITEXT_RAW if raw else HUB_WIKITEXT
         bring = f"{'wiki.test.raw' if raw else 'wiki.test.tokens'} as a file"
@@ -104,12 +104,12 @@ def is_article_title(line: str) -> bool:
 # ----- LAMBADA: passages
 
 
-def lambada(path: str | None, *, standard: bool, key: str | None = None) -> EvalTexts:
+def lambada(path: str | None, *, standard: bool) -> EvalTexts:
     """LAMBADA's test passages, from `path` or the Hub, there in the lower-case form or not.
 
-    Errors name `key`, or data.path and data.standard_path. Raises UserError, CorruptFileError.
+    Raises UserError, CorruptFileError.
     """
-    key = key or ("data.standard_path" if standard else "data.path")
+    key = "data.standard_path" if standard else "data.path"
     if path is None:
         name, config = (HUB_LAMBADA_STANDARD, "plain_text") if standard else (HUB_LAMBADA, "default")
         bring = "a .jsonl with a passage under `text` in each line"

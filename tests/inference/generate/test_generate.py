@@ -17,7 +17,7 @@ from mlm.config.cli.compose import load_config
 from mlm.config.cli.entry import main
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.prompts import Prompt
-from mlm.inference.generate.run import Stream, show
+from mlm.inference.generate.run import TextStream, show
 from mlm.util.terminal import safe_text
 from tests.checkpoint.commands.hf_models import SHAPE, add_tokenizer, edit_tensors, make_model
 
@@ -189,7 +189,7 @@ class TestResults:
         assert "tokens/s" in said
         assert "tokens/s" not in out
 
-    def test_a_text_is_printed_when_it_and_those_before_it_have_ended(
+    def test_texts_are_printed_in_order_the_first_as_its_tokens_come(
         self, model: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         tokenizer = Tokenizer.load(model)
@@ -197,15 +197,15 @@ class TestResults:
         texts = [(Prompt(f"prompt {n}", "b", (ids["b"],)), 0) for n in range(3)]
         heard = []
 
-        def found() -> Iterator[tuple[int, int | None]]:
+        def chosen() -> Iterator[tuple[int, int | None]]:
             for index, text in [(1, "a"), (1, None), (0, "c"), (2, None), (0, "a"), (0, None)]:
-                heard.append(capsys.readouterr().out)
                 yield index, None if text is None else ids[text]
+                heard.append(capsys.readouterr().out)
 
-        show(found(), texts, tokenizer, shown=True, alone=True, advance=lambda _: None)
-        assert "".join(heard) == ""
-        want = [f"--- prompt {n}, sample 1\n{body}\n" for n, body in enumerate(("bca", "ba", "b"))]
-        assert capsys.readouterr().out == "\n".join(want)
+        show(chosen(), texts, tokenizer, shown=True, advance=lambda _: None)
+        heads = [f"--- prompt {n}, sample 1\n" for n in range(3)]
+        assert heard[:5] == [f"{heads[0]}b", "", "c", "", "a"]
+        assert heard[5] == f"\n\n{heads[1]}ba\n\n{heads[2]}b\n"
 
     def test_a_prompt_longer_than_the_model_reads_is_cut_and_reported(
         self, model: Path, capsys: pytest.CaptureFixture[str]
@@ -249,13 +249,12 @@ class TestStops:
 
     def test_nothing_is_printed_that_becomes_a_stop(self, capsys: pytest.CaptureFixture[str]) -> None:
         letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
-        stream = Stream(letters, ["bcd"], shown=True)  # type: ignore[arg-type]
-        stream.begin([ord("b"), ord("c")])  # a prompt is text
-        said = []
-        for letter in "dbcabcd":
-            stream.add([ord(letter)])
+        stream = TextStream(letters, [ord("b"), ord("c")], ["bcd"])  # type: ignore[arg-type]
+        said, new = [], [ord(letter) for letter in "dbcabcd"]
+        for count in range(1, 8):
+            stream.print(new[:count])
             said.append(capsys.readouterr().out)
-        stream.end()
+        stream.print(new, is_whole=True)
         assert said == ["bcd", "", "", "bca", "", "", ""]
         assert capsys.readouterr().out == "\n"
 
@@ -293,9 +292,9 @@ def test_a_character_split_over_tokens_is_printed_once_it_is_whole(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parts = {(): "", (0,): "a", (0, 1): "a\ufffd", (0, 1, 2): "aé"}
-    stream = Stream(SimpleNamespace(decode=lambda ids: parts[tuple(ids)]), shown=True)  # type: ignore[arg-type]
+    stream = TextStream(SimpleNamespace(decode=lambda ids: parts[tuple(ids)]), ())  # type: ignore[arg-type]
     said = []
-    for token in (0, 1, 2):
-        stream.add([token])
+    for count in (1, 2, 3):
+        stream.print(range(count))
         said.append(capsys.readouterr().out)
     assert said == ["a", "", "é"]
