@@ -14,7 +14,7 @@ import transformers
 from mlm.config.cli import main
 from mlm.finetune import run
 from mlm.finetune.batches import Order
-from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, FinetuneScheduleConfig
+from mlm.finetune.config import FinetuneConfig, FinetuneScheduleConfig
 from mlm.finetune.inputs import load_body, splits_of, start_of, tokenize_split
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, first_fit
 from mlm.finetune.splits import TokenizedSplit, read_part
@@ -27,7 +27,7 @@ from mlm.util.errors import UserError
 from tests.data.chats import CHATML, theirs
 from tests.finetune.chats import POSITIONS, chat_task, chatting, write_chats, write_llama
 from tests.finetune.material import write_rows
-from tests.finetune.runs import GPT2, finetune, losses, read, records, score, weights, write_model
+from tests.finetune.runs import GPT2, finetune, losses, read, weights, write_model
 from tests.ranks import command, run_on_ranks
 
 TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
@@ -154,13 +154,6 @@ def test_run_is_the_same_at_every_layout(folder: Path, alone: Path, layout: str)
     assert ours["scores"]["validation"] == pytest.approx(mine["scores"]["validation"], rel=1e-9)
     first, second = (weights(out / "best" / "checkpoints") for out in (Path(config.out), alone))
     torch.testing.assert_close(first, second, rtol=1e-7, atol=1e-9)
-
-
-def test_evaluation_repeats_the_score_of_the_best_checkpoint(folder: Path, alone: Path) -> None:
-    config = EvalTaskConfig(ckpt=str(alone), task=chat_task(), precision=PrecisionConfig(dtype="fp64"))
-    (found,) = score(config)["results"]
-    assert found["metrics"] == pytest.approx(read(alone / "result.json")["scores"]["validation"], rel=1e-12)
-    assert records(alone, "step")
 
 
 def test_single_file_holds_out_conversations(tmp_path: Path) -> None:

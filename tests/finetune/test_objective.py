@@ -13,7 +13,6 @@ from torch import Tensor
 from mlm.finetune.batches import TaskBatch, labels_of, unscored
 from mlm.finetune.examples import Example
 from mlm.finetune.scoring import Finetuning
-from mlm.finetune.span import SPAN
 from mlm.finetune.task_type import task_type
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
@@ -164,15 +163,6 @@ def test_what_is_not_scored_changes_nothing(kind: str) -> None:
     loss.sum().backward()
     assert loss.tolist() == [0.0]
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-def test_the_loss_of_a_span_does_not_depend_on_padding() -> None:
-    """Positions behind a text can be no answer."""
-    objective = Finetuning(SPAN, ParallelContext(), torch.float64)
-    outputs = torch.randn(2, 8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    labels, lengths = torch.tensor([[1, 2], [0, 3]]), torch.tensor([5, 4])
-    losses = [objective.loss(outputs[:, :width], labels, lengths) for width in (5, 8)]
-    assert losses[0] == losses[1]
 
 
 def test_labels_keep_their_digits() -> None:

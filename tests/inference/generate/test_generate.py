@@ -19,7 +19,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.prompts import Prompt
 from mlm.inference.generate.run import TextStream, show
 from mlm.util.terminal import safe_text
-from tests.checkpoint.commands.hf_models import SHAPE, add_tokenizer, edit_tensors, make_model
+from tests.checkpoint.commands.hf_models import SHAPE, add_tokenizer, make_model
 
 COMMAND = ("generate", "dist.threads_per_rank=1")
 
@@ -107,14 +107,6 @@ class TestPrompts:
         (after_eod,) = generated(model, "prompt=<|endoftext|>", "special_tokens=true")
         assert said["prompt"] == ""
         assert said["tokens"] == after_eod["tokens"] != generated(model, "prompt=<|endoftext|>")[0]["tokens"]
-
-    def test_the_token_before_an_empty_prompt_is_not_printed(
-        self, model: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (said,) = generated(model)
-        capsys.readouterr()
-        assert main([*COMMAND, f"ckpt={model}", "max_new_tokens=6", "min_new_tokens=6"]) == 0
-        assert capsys.readouterr().out == said["continuation"] + "\n"
 
     def test_empty_standard_input_is_rejected(
         self, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -212,16 +204,6 @@ class TestResults:
     ) -> None:
         generated(model, f"prompt='{'to be ' * SHAPE['n_positions']}'")
         assert f"the last {SHAPE['n_positions']} are read" in capsys.readouterr().err
-
-    def test_weights_that_are_no_numbers_are_named(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        make_model(tmp_path / "nan")
-        add_tokenizer(tmp_path / "nan")
-        edit_tensors(tmp_path / "nan", lambda tensors: tensors["transformer.ln_f.bias"].fill_(float("nan")))
-        assert main([*COMMAND, f"ckpt={tmp_path / 'nan'}", "prompt=a", "out=x.jsonl"]) == 1
-        assert "model.safetensors: ln_f.bias is not finite" in capsys.readouterr().err
-        assert not Path("x.jsonl").exists()
 
 
 class TestStops:
