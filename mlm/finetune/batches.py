@@ -91,7 +91,7 @@ def permutation(count: int, state: Bits) -> Ids:
     return stable_argsort(draw(state, np.arange(count)))
 
 
-def chosen_rows(count: int, wanted: int, seed: int) -> Ids:
+def draw_rows(count: int, wanted: int, seed: int) -> Ids:
     """Return `wanted` of the numbers below `count`, drawn at random, in ascending order."""
     return np.sort(permutation(count, root(seed))[:wanted])
 
@@ -159,9 +159,9 @@ class Batcher:
         for i, text in enumerate(texts):
             tokens[i, : len(text)] = text.tokens
             types[i, text.second : len(text)] = 1
-        labels = labels_of(rows)
+        labels = stack_labels(rows)
         if not numbers:
-            labels = unscored(labels)
+            labels = mask_labels(labels)
         lengths = torch.tensor([len(text) for text in texts])
         return TaskBatch(
             torch.from_numpy(tokens),
@@ -186,7 +186,7 @@ class Batcher:
             first += rows
 
 
-def labels_of(rows: Sequence[Example]) -> Tensor:
+def stack_labels(rows: Sequence[Example]) -> Tensor:
     """Return the targets of examples, not scored where there is no label."""
     labels = [row.label for row in rows]
     if any(isinstance(label, tuple) for label in labels):
@@ -197,12 +197,12 @@ def labels_of(rows: Sequence[Example]) -> Tensor:
     return torch.tensor([IGNORE_INDEX if label is None else label for label in labels])
 
 
-def unscored(labels: Tensor) -> Tensor:
+def mask_labels(labels: Tensor) -> Tensor:
     """Return targets of the same shape that are not scored."""
     return torch.full_like(labels, float("nan") if labels.is_floating_point() else IGNORE_INDEX)
 
 
-def batcher_of(
+def make_batcher(
     model: PipelinedModel, micro_batch_size: int, max_length: int, kind: type[Batcher] = Batcher
 ) -> Batcher:
     """Return the batcher of this rank: micro-batches of `micro_batch_size` texts of `max_length` tokens."""

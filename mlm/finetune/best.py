@@ -109,7 +109,7 @@ def best_folder(out: Path) -> Path:
     return out / BEST
 
 
-def best_of(ckpt: str) -> str:
+def resolve_best(ckpt: str) -> str:
     """Return the folder of a finetuning run's best checkpoint; any other path as it is."""
     best = latest_checkpoint(best_folder(Path(ckpt)) / CHECKPOINTS)
     return ckpt if best is None else str(best_folder(Path(ckpt)))

@@ -14,7 +14,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, InputText
 from mlm.finetune.packing import Packer
-from mlm.finetune.rows import ExampleError, RowError, TaskRow, checked_text, present
+from mlm.finetune.rows import ExampleError, RowError, TaskRow, check_text, present
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem
@@ -61,7 +61,7 @@ class Chat(TaskType):
             text = json.dumps([messages, record.get(TOOLS)], ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RowError(f"'{column}' holds more than JSON values ({error}): fix or delete it") from error
-        return TaskRow(id, (checked_text(text, column),), answers)
+        return TaskRow(id, (check_text(text, column),), answers)
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame

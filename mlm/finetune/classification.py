@@ -16,14 +16,14 @@ from mlm.finetune.examples import Example, Frame, InputText, encode, truncate_lo
 from mlm.finetune.rows import (
     RowError,
     TaskRow,
-    checked_text,
-    index_of_label,
-    number_of_label,
+    check_text,
+    parse_label,
+    parse_number_label,
     present,
+    read_texts,
     sequence,
-    texts_of,
 )
-from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, submitted
+from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, format_prediction
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 
@@ -86,7 +86,7 @@ class OneOrTwoTexts(TaskType):
 
     def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
         """Return GLUE's table, as gluebenchmark.com takes it."""
-        lines = [f"{' '.join(p.id.split())}\t{submitted(task, p)}" for p in predictions]
+        lines = [f"{' '.join(p.id.split())}\t{format_prediction(task, p)}" for p in predictions]
         return ["\n".join(["index\tprediction", *lines, ""])]
 
 
@@ -101,7 +101,7 @@ class Classification(Labelling, OneOrTwoTexts):
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record. Raises RowError."""
-        return TaskRow(id, texts_of(task, record, task.columns), index_of_label(task, record.get(task.label)))
+        return TaskRow(id, read_texts(task, record, task.columns), parse_label(task, record.get(task.label)))
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
         """Return the problem of a known metric that does not suit a task."""
@@ -128,7 +128,7 @@ class MultipleChoice(Labelling):
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record. Raises RowError."""
         *columns, column = task.columns
-        texts = texts_of(task, record, columns)
+        texts = read_texts(task, record, columns)
         options = sequence(present(record, column))
         if options is None or not all(isinstance(option, str) for option in options):
             raise RowError(
@@ -138,8 +138,8 @@ class MultipleChoice(Labelling):
             raise RowError(
                 f"'{column}' holds {len(options)} options, task.labels {len(task.labels)}: fix or delete it"
             )
-        checked = tuple(checked_text(option, column) for option in options)
-        return TaskRow(id, texts, index_of_label(task, record.get(task.label)), checked)
+        checked = tuple(check_text(option, column) for option in options)
+        return TaskRow(id, texts, parse_label(task, record.get(task.label)), checked)
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
@@ -180,7 +180,7 @@ class Regression(OneOrTwoTexts):
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record. Raises RowError."""
         return TaskRow(
-            id, texts_of(task, record, task.columns), number_of_label(task, record.get(task.label))
+            id, read_texts(task, record, task.columns), parse_number_label(task, record.get(task.label))
         )
 
     def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ from typing import Any
 
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import to_dict
-from mlm.finetune.batches import batcher_of
-from mlm.finetune.best import DATA_PATH, best_of
+from mlm.finetune.batches import make_batcher
+from mlm.finetune.best import DATA_PATH, resolve_best
 from mlm.finetune.config import EvalTaskConfig, TaskConfig
-from mlm.finetune.inputs import Start, start_of, tokenize_split
-from mlm.finetune.scoring import Scored, files_of, objective_of, probabilities_of, score_split
+from mlm.finetune.inputs import Start, read_start, tokenize_split
+from mlm.finetune.scoring import Scored, label_probabilities, make_objective, prediction_files, score_split
 from mlm.finetune.splits import TaskSplit, read_part, read_split
 from mlm.finetune.task_type import check_installed, task_type
 from mlm.inference.trained import (
@@ -48,7 +48,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         return problems
     try:
         check_installed(config.task)
-        start = start_of(config)
+        start = read_start(config)
         if problems := task_problems(config, start):
             return problems
         for name in splits(config):
@@ -69,7 +69,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
             "chat=true`"
         )
     elif config.predictions is not None:
-        names = [file for name in splits(config) for file in files_of(task, name)]
+        names = [file for name in splits(config) for file in prediction_files(task, name)]
         problems += claim_problems(config.predictions, "predictions", key="predictions", writes=names)
     return problems
 
@@ -125,18 +125,18 @@ def result_path(config: EvalTaskConfig, start: Start) -> Path:
     if config.out is not None:
         return Path(config.out)
     name = f"eval-{config.task.name}.json"
-    if best_of(config.ckpt) != config.ckpt:
+    if resolve_best(config.ckpt) != config.ckpt:
         return Path(config.ckpt, name)
     return result_file(start.named.path, name)
 
 
 def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     """Score the splits; rank 0 prints a table and writes a JSON receipt. Raises UserError."""
-    begin, start, task = time.monotonic(), start_of(config), config.task
+    begin, start, task = time.monotonic(), read_start(config), config.task
     trained = load_trained(str(start.named.path), config.parallel, config.precision, ctx)
     kind = task_type(task.kind)
-    objective = objective_of(kind, ctx, trained.model.dtype)
-    batcher = batcher_of(trained.model, config.batch_size, start.max_length, kind.batcher)
+    objective = make_objective(kind, ctx, trained.model.dtype)
+    batcher = make_batcher(trained.model, config.batch_size, start.max_length, kind.batcher)
     out = result_path(config, start)
     place = result_path(replace(config, out=None), start) if is_stream(out) else out
     scores = []
@@ -180,7 +180,7 @@ def probabilities(task: TaskConfig, scores: Sequence[Scored]) -> str:
     lines = []
     for scored in scores:
         for each in scored.predictions:
-            chances = probabilities_of(task, each)
+            chances = label_probabilities(task, each)
             row = {"split": scored.tokenized.split.name, "id": each.id, "probabilities": chances}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     return "".join(lines)

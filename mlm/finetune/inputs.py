@@ -63,7 +63,7 @@ class Start:
         return tokenize(task, split, self.tokenizer, causal=causal, max_length=self.max_length)
 
 
-def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
+def read_start(config: FinetuneConfig | EvalTaskConfig) -> Start:
     """Read the checkpoint of `ckpt`, but no tensor; of a finetuning run, the best one. Raises UserError."""
     task, named = config.task, named_checkpoint(config.ckpt)
     kind, model = task_type(task.kind), named.config.model
@@ -86,7 +86,7 @@ def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
     )
 
 
-def splits_of(config: FinetuneConfig) -> dict[str, TaskSplit]:
+def read_splits(config: FinetuneConfig) -> dict[str, TaskSplit]:
     """Read the rows to train on, to validate on and to predict, by the split's name.
 
     Raises ConfigError for all unusable rows.

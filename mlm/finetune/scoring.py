@@ -86,12 +86,12 @@ class Finetuning:
 Objective = Finetuning | AnswerLoss
 
 
-def objective_of(kind: TaskType, ctx: ParallelContext, dtype: torch.dtype) -> Objective:
+def make_objective(kind: TaskType, ctx: ParallelContext, dtype: torch.dtype) -> Objective:
     """Return the objective of a type of task; `dtype` is that of activations."""
     return AnswerLoss(ctx, dtype) if kind.is_chat else Finetuning(kind, ctx, dtype)
 
 
-def outputs_of(
+def compute_outputs(
     model: PipelinedModel,
     objective: Finetuning,
     examples: Sequence[Example],
@@ -151,12 +151,12 @@ def evaluate(
             raise UserError(f"{split.source}: the loss of split {split.name} is not finite{NOT_FINITE}")
         return {name: values[name] for name in task.metrics}, []
     with progress_bar(f"scoring {split.name}", len(examples), shown=shown) as advance:
-        predictions = predictions_of(model, objective, task, tokenized, batcher, advance)
+        predictions = compute_predictions(model, objective, task, tokenized, batcher, advance)
     metrics = task_type(task.kind).score(task, split.rows, predictions) if split.has_labels else {}
     return metrics, predictions
 
 
-def predictions_of(
+def compute_predictions(
     model: PipelinedModel,
     objective: Finetuning,
     task: TaskConfig,
@@ -169,7 +169,7 @@ def predictions_of(
     Raises UserError if the model's outputs are not finite.
     """
     split, examples = tokenized.split, tokenized.examples
-    outputs = outputs_of(model, objective, examples, batcher, advance)
+    outputs = compute_outputs(model, objective, examples, batcher, advance)
     for example, output in zip(examples, outputs, strict=True):
         if not np.isfinite(output).all():
             precision = str(model.dtype).removeprefix("torch.")
@@ -196,7 +196,7 @@ def predict(
     return predictions
 
 
-def probabilities_of(task: TaskConfig, prediction: Prediction) -> dict[str, float]:
+def label_probabilities(task: TaskConfig, prediction: Prediction) -> dict[str, float]:
     """Return the softmax of a prediction's scores, in float64, by the name of the label."""
     outputs = np.array(prediction.scores, dtype=np.float64)
     weights = np.exp(outputs - outputs.max())
@@ -238,7 +238,7 @@ def write_predictions(
     task: TaskConfig, split: TaskSplit, predictions: Sequence[Prediction], folder: Path
 ) -> list[Path]:
     """Write the predictions of a split below a folder and return the files. Raises OSError."""
-    names = files_of(task, split.name)
+    names = prediction_files(task, split.name)
     claim_folder(folder, "predictions", key="predictions", writes=names)
     contents = task_type(task.kind).contents(task, predictions)
     for name, content in zip(names, contents, strict=True):
@@ -246,7 +246,7 @@ def write_predictions(
     return [folder / name for name in names]
 
 
-def files_of(task: TaskConfig, split: str) -> list[str]:
+def prediction_files(task: TaskConfig, split: str) -> list[str]:
     """Return the names of the files of a split's predictions, named after it or as in task.submission."""
     stem = dict(zip(task.tests, task.submission, strict=False)).get(split, split)
     return task_type(task.kind).files(task, stem)

@@ -16,7 +16,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA, stderr_of_mean
-from mlm.finetune.rows import RowError, TaskRow, checked_text, sequence, shown, texts_of, whole_number
+from mlm.finetune.rows import RowError, TaskRow, check_text, parse_whole_number, read_texts, sequence, shown
 from mlm.finetune.task_type import Candidate, Output, Prediction, RowExamples, TaskType, as_json
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
@@ -93,7 +93,7 @@ class SpanTask(TaskType):
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return a row of a context, a question, and answers that the context holds. Raises RowError."""
-        texts = texts_of(task, record, task.columns)
+        texts = read_texts(task, record, task.columns)
         answers = answers_of(task, record.get(task.label))
         if answers == () and not task.unanswerable:
             if record.get("is_impossible"):
@@ -248,12 +248,12 @@ def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:
         pairs = [(item.get("text"), item.get("answer_start")) for item in items]
     answers = list[Answer]()
     for text, start in pairs:
-        number = whole_number(start)
+        number = parse_whole_number(start)
         if number is None:
             raise RowError(
                 f"answer_start={shown(start)} of '{task.label}' is no whole number: fix or delete it"
             )
-        answers.append(Answer(checked_text(text, task.label), number))
+        answers.append(Answer(check_text(text, task.label), number))
     return tuple(answers)
 
 

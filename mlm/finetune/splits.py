@@ -13,7 +13,7 @@ from mlm.data.records import SUFFIXES, Located, Record, hub_records, read_record
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, frame
-from mlm.finetune.rows import ExampleError, MissingColumnError, RowError, TaskRow, identity_of
+from mlm.finetune.rows import ExampleError, MissingColumnError, RowError, TaskRow, row_name
 from mlm.finetune.task_type import task_type
 from mlm.util.errors import ConfigError, UserError
 from mlm.util.files import digest_name
@@ -64,7 +64,7 @@ def read_split(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
             others += 1
             continue
         try:
-            name = identity_of(record, task.id, len(places))
+            name = row_name(record, task.id, len(places))
             earlier[name] += 1
             rows.append(kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1)))
         except RowError as error:

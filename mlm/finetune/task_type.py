@@ -171,7 +171,7 @@ class TaskType(ABC):
 
     def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
         """Return the contents of `files`."""
-        return [as_json({p.id: submitted(task, p) for p in predictions})]
+        return [as_json({p.id: format_prediction(task, p) for p in predictions})]
 
 
 def task_type(kind: str) -> TaskType:
@@ -190,7 +190,7 @@ def check_installed(task: TaskConfig) -> None:
         load_extra(module, f"task={task.name}", EXTRA)
 
 
-def submitted(task: TaskConfig, prediction: Prediction) -> str:
+def format_prediction(task: TaskConfig, prediction: Prediction) -> str:
     """Return a prediction as it is submitted."""
     value = prediction.value
     if isinstance(value, float):

@@ -17,12 +17,12 @@ from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
-from mlm.finetune.batches import Batcher, Order, TaskBatch, batcher_of
+from mlm.finetune.batches import Batcher, Order, TaskBatch, make_batcher
 from mlm.finetune.best import BASE, DATA_PATH, Progress, Scores, best_folder, read_best, save_best
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Settings, Start, load_body
 from mlm.finetune.results import RESULT, Result, header
-from mlm.finetune.scoring import Objective, evaluate, objective_of, score_split
+from mlm.finetune.scoring import Objective, evaluate, make_objective, score_split
 from mlm.finetune.splits import TokenizedSplit
 from mlm.finetune.task_type import task_type
 from mlm.launch.doctor.quick import check_start
@@ -160,7 +160,7 @@ class FinetuneLoop(Loop):
         state[FINETUNING] = {**state[FINETUNING], "progress": asdict(self.progress)}
 
 
-def spec_of(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
+def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
     """Return the run as the trainer takes it, and as checkpoints save it."""
     warmup = min(math.ceil(config.schedule.warmup * steps), steps - 1)
     return PretrainConfig(
@@ -205,8 +205,8 @@ def finetune(
         sort_batches=1 if kind.is_chat else config.train.sort_batches,  # packed, not sorted
         seed=config.seed,
     )
-    spec = spec_of(config, start, config.train.epochs * order.steps_per_epoch)
-    objective = objective_of(kind, ctx, DTYPES[config.precision.dtype])
+    spec = pretrain_config(config, start, config.train.epochs * order.steps_per_epoch)
+    objective = make_objective(kind, ctx, DTYPES[config.precision.dtype])
     with out_of_memory_as_user_error(size, config.parallel, "task.max_length"), ExitStack() as stack:
         stack.enter_context(missing_kernel_as_user_error(spec))
         claim(spec, ctx, stack)
@@ -231,7 +231,7 @@ def finetune(
             seq_length=sum(lengths) // len(lengths),
             loss_unit=kind.loss_unit,
         ) as session:
-            batcher = batcher_of(trainer.model, size, start.max_length, kind.batcher)
+            batcher = make_batcher(trainer.model, size, start.max_length, kind.batcher)
             loop = FinetuneLoop(
                 *session, config=config, material=material, order=order, batcher=batcher, progress=progress
             )

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from mlm.finetune.batches import Batcher, Order, TaskBatch, chosen_rows
+from mlm.finetune.batches import Batcher, Order, TaskBatch, draw_rows
 from mlm.finetune.examples import Example, InputText
 from mlm.parallel.labels import IGNORE_INDEX
 
@@ -120,9 +120,9 @@ def test_an_evaluation_has_each_example_once(size: int, groups_of: int) -> None:
 
 
 def test_chosen_rows_are_drawn_at_random_and_in_order() -> None:
-    rows = chosen_rows(1000, 100, seed=5).tolist()
+    rows = draw_rows(1000, 100, seed=5).tolist()
     assert rows == sorted(set(rows))
     assert len(rows) == 100
     assert 400 < sum(rows) / 100 < 600
-    assert rows == chosen_rows(1000, 100, seed=5).tolist() != chosen_rows(1000, 100, seed=6).tolist()
-    assert chosen_rows(7, 7, seed=1).tolist() == list(range(7))
+    assert rows == draw_rows(1000, 100, seed=5).tolist() != draw_rows(1000, 100, seed=6).tolist()
+    assert draw_rows(7, 7, seed=1).tolist() == list(range(7))

@@ -15,7 +15,7 @@ from mlm.config.cli import main
 from mlm.finetune import run
 from mlm.finetune.batches import Order
 from mlm.finetune.config import FinetuneConfig, FinetuneScheduleConfig
-from mlm.finetune.inputs import load_body, splits_of, start_of, tokenize_split
+from mlm.finetune.inputs import load_body, read_splits, read_start, tokenize_split
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, first_fit
 from mlm.finetune.splits import TokenizedSplit, read_part
 from mlm.optim.config import PrecisionConfig
@@ -50,7 +50,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def evaluation(config: FinetuneConfig) -> TokenizedSplit:
     """The training conversations of a run."""
-    return tokenize_split(config.task, splits_of(config)[config.task.train], start_of(config))
+    return tokenize_split(config.task, read_splits(config)[config.task.train], read_start(config))
 
 
 def test_losses_equal_a_plain_loop_of_transformers(folder: Path) -> None:
@@ -96,7 +96,7 @@ def summed(
     config: FinetuneConfig, packer: Packer
 ) -> tuple[float, int, list[torch.Tensor], list[PackedBatch]]:
     """Loss of all conversations summed, scored tokens, gradients, and the micro-batches."""
-    start, ctx = start_of(config), ParallelContext()
+    start, ctx = read_start(config), ParallelContext()
     model = PipelinedModel(start.model, ParallelConfig(), PrecisionConfig(dtype="fp64"), ctx)
     shards = [shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp)]
     load_body(shards, start.named, ctx)
@@ -207,7 +207,7 @@ def problem_of(config: FinetuneConfig) -> str:
     problems = run.preflight(config)
     if not problems:
         with pytest.raises(UserError) as error:
-            run.prepare(config, start_of(config), splits_of(config))
+            run.prepare(config, read_start(config), read_splits(config))
         problems = list(error.value.problems)
     assert len(problems) == 1
     assert "\n" not in problems[0]

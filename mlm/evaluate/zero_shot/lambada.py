@@ -18,7 +18,7 @@ from mlm.evaluate.zero_shot.protocol import (
     ProtocolResult,
     exp,
     exp_stderr,
-    first_places,
+    join_places,
     mean,
     mean_stderr,
 )
@@ -127,11 +127,11 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
     if skipped:
         warnings.append(
             f"{len(skipped)} passages left out, as they have less than two words or too long a last word: "
-            f"{first_places(skipped)}"
+            f"{join_places(skipped)}"
         )
     if cut:
         warnings.append(
-            f"{len(cut)} passages truncated on the left to {seq_length} tokens: {first_places(cut)}"
+            f"{len(cut)} passages truncated on the left to {seq_length} tokens: {join_places(cut)}"
         )
     return Protocol(
         task=task,

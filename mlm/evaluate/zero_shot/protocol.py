@@ -76,7 +76,7 @@ def as_tokens(ids: Sequence[int]) -> NDArray[np.int64]:
     return np.asarray(ids, dtype=np.int64)
 
 
-def first_places(places: Sequence[str]) -> str:
+def join_places(places: Sequence[str]) -> str:
     """Some places, in words."""
     shown = ", ".join(places[:3])
     return f"{shown} and {len(places) - 3} more" if len(places) > 3 else shown
