@@ -30,14 +30,13 @@ from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
 from mlm.inference.generation import Sampling
 from mlm.inference.scoring import Request, Score, rolling_windows
 from mlm.inference.trained import (
-    checkpoint_problems,
-    continuation_problem,
+    check_source,
     load_tokenizer,
     named_checkpoint,
 )
 from mlm.launch.environment import read_rank_place
 from mlm.launch.start import choose_world_size, launch_facts
-from mlm.util.errors import ConfigError, UserError
+from mlm.util.errors import UserError
 
 KEYS = {"precision": "precision.dtype", "device": "dist.device"}
 """Short names of model_args, and the fields they set."""
@@ -220,10 +219,7 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
         return check_lm_eval(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     config = build(LmEvalConfig, values, check)
-    if problems := checkpoint_problems(config.ckpt, config.parallel):
-        raise ConfigError(problems)
-    if problem := continuation_problem(config.ckpt, named_checkpoint(config.ckpt).config.model):
-        raise UserError(problem)
+    check_source(config.ckpt, config.parallel)
     return config
 
 

@@ -152,7 +152,6 @@ def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_
                 "100,000 random resamplings approach"
             ),
         },
-        counts=f"{len(requests):,} passages, {len(skipped):,} left out, {len(cut):,} truncated on the left",
         warnings=tuple(warnings),
     )
 

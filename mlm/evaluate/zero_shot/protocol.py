@@ -49,8 +49,6 @@ class Protocol:
     """Metrics from the scores of `requests`, in their order."""
     facts: dict[str, Any]
     """Entries of the receipt: T, T_o, N, …, by key."""
-    counts: str
-    """The same as one readable line."""
     warnings: tuple[str, ...] = field(default=())
     """Texts left out or truncated, and a text that is not of the protocol's form."""
 

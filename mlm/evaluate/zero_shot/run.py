@@ -21,11 +21,9 @@ from mlm.evaluate.zero_shot.protocol import Protocol, ProtocolResult, deduplicat
 from mlm.inference.scoring import score
 from mlm.inference.trained import (
     Trained,
-    checkpoint_problems,
-    continuation_problem,
+    check_source,
     load_tokenizer,
     load_trained,
-    named_checkpoint,
     result_file,
     result_identity,
     window_length,
@@ -51,18 +49,13 @@ TASKS: dict[type[ZeroShotConfig], str] = {
 
 def preflight(config: ZeroShotConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
-    problems = checkpoint_problems(config.ckpt, config.parallel)
-    if problems:
-        return problems
     try:
-        target_name = named_checkpoint(config.ckpt)
-        if problem := continuation_problem(config.ckpt, target_name.config.model):
-            return [problem]
-        length = window_length(config.seq_length, target_name.config)
-        protocols_of(config, tokenizer_of(config, target_name.path, target_name.config.model), length)
+        named = check_source(config.ckpt, config.parallel)
+        length = window_length(config.seq_length, named.config)
+        protocols_of(config, tokenizer_of(config, named.path, named.config.model), length)
     except UserError as error:
         return list(error.problems)
-    out = result_path(config, target_name.path)
+    out = result_path(config, named.path)
     if problems := result_problems(out):
         return problems
     return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
@@ -191,7 +184,8 @@ def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> No
     screen.print(made)
     for protocol in protocols:
         source = protocol.source
-        screen.print(f"{protocol.task} by {protocol.name}: {protocol.counts}")
+        numbers = (f"{key} = {fact:,}" for key, fact in protocol.facts.items() if isinstance(fact, int))
+        screen.print(f"{protocol.task} by {protocol.name}: {', '.join(numbers)}")
         screen.print(f"  {one_line(source.name)}, {source.form}, {source.digest}")
     screen.print(f"checkpoint {result['checkpoint_digest']}, {result['precision']}")
     screen.print(f"written to {one_line(target_name(out))}")

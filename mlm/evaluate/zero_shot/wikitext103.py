@@ -80,10 +80,6 @@ def whole_text(
             "scored_tokens": len(tokens) - 1,
             "standard_errors": "to first order, over stretches of seq_length scored tokens or more",
         },
-        counts=(
-            f"{len(windows):,} windows of {seq_length:,} tokens, stride {stride:,}, "
-            f"T = {len(tokens):,}, T_o = {words:,}"
-        ),
         warnings=form_warning(source, wants_unk=True),
     )
 
@@ -168,10 +164,6 @@ def per_article(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, lim
             "windows": len(requests),
             "standard_errors": "to first order, over articles (lm-eval gives none)",
         },
-        counts=(
-            f"{len(texts):,} articles in {len(requests):,} windows of {seq_length:,} tokens, T = {scored:,}, "
-            f"T_o = {sum(words):,}, {sum(sizes):,} bytes"
-        ),
         warnings=form_warning(source, wants_unk=False),
     )
 

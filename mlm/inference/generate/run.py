@@ -18,11 +18,9 @@ from mlm.inference.generate.config import STDIN, GenerateConfig
 from mlm.inference.generate.prompts import Prompt, read_prompts, share_prompts
 from mlm.inference.generation import Sampling, before_stop, continuations, ends_at
 from mlm.inference.trained import (
-    checkpoint_problems,
-    continuation_problem,
+    check_source,
     load_tokenizer,
     load_trained,
-    named_checkpoint,
 )
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -36,14 +34,10 @@ SAMPLE_BITS = 32
 
 def preflight(config: GenerateConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
-    problems = checkpoint_problems(config.ckpt, config.parallel)
-    if problems:
-        return problems
+    problems: list[str] = []
     try:
-        target_name = named_checkpoint(config.ckpt)
-        if problem := continuation_problem(config.ckpt, target_name.config.model):
-            return [problem]
-        tokenizer = tokenizer_of(config, target_name.path, target_name.config.model)
+        named = check_source(config.ckpt, config.parallel)
+        tokenizer = tokenizer_of(config, named.path, named.config.model)
         problems = [*filter(None, [folder_problem(config.out)])]
         if "" in config.stop:
             problems.append('stop="" would end every text at once; give texts of one character or more')
