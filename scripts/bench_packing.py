@@ -81,7 +81,7 @@ def forms(examples: Sequence[Example], args: argparse.Namespace) -> dict[str, li
     return {
         "packed": packed.micro_batches(examples, order, 0),
         "sorted": alone.micro_batches(examples, order, 0),
-        "padded": [alone.packed(examples, [[n] for n in numbers], [0], 0) for numbers in some],
+        "padded": [alone.batch(examples, [[n] for n in numbers], 0, 0) for numbers in some],
     }
 
 
