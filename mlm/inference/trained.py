@@ -42,7 +42,7 @@ from mlm.training.memory import reuse_large_blocks
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.run_tokenizer import digests_of_tokenizer, receipt_tokenizer
 from mlm.training.state import load_weights
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
 from mlm.util.files import digest_bytes
 
 LISTED = 3  # problems of a saved configuration that a message lists
@@ -185,6 +185,21 @@ def checkpoint_problems(ckpt: str, parallel: ParallelConfig) -> list[str]:
     except UserError as error:
         return list(error.problems)
     return split_problems(named.config.model, parallel)
+
+
+def check_source(ckpt: str, parallel: ParallelConfig, *, causal: bool = True) -> CheckpointSource:
+    """Return what `ckpt` names, of which no tensor is read yet.
+
+    Raises UserError, with all problems, unless it can be split this way and predicts tokens, with `causal`
+    the next one.
+    """
+    if problems := checkpoint_problems(ckpt, parallel):
+        raise ConfigError(problems)
+    named = named_checkpoint(ckpt)
+    predicts = continuation_problem if causal else prediction_problem
+    if problem := predicts(ckpt, named.config.model):
+        raise UserError(problem)
+    return named
 
 
 def continuation_problem(ckpt: str, model: ModelConfig) -> str | None:
