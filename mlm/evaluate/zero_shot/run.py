@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlm
 from mlm.config.build import to_dict
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.config import (
@@ -18,7 +19,7 @@ from mlm.evaluate.config import (
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
 from mlm.evaluate.zero_shot.protocol import Protocol, ProtocolResult, deduplicate
-from mlm.inference.scoring import score
+from mlm.inference.scoring import Request, digest_requests, score
 from mlm.inference.trained import (
     Trained,
     check_source,
@@ -31,10 +32,13 @@ from mlm.inference.trained import (
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
+from mlm.util.files import digest_bytes
 from mlm.util.results import (
     folder_problem,
+    is_stream,
     rename_earlier_result,
     result_problems,
+    short_digest,
     target_name,
     write_result,
 )
@@ -88,15 +92,30 @@ def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> l
 
 
 def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
-    """Score the texts; rank 0 prints a table and writes a JSON receipt."""
+    """Score the texts; rank 0 prints a table and writes a JSON receipt.
+
+    Scores are kept beside the receipt until it is written, so that a stopped command resumes.
+    """
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     tokenizer = tokenizer_of(config, trained.path, trained.config.model)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
     requests, where = deduplicate([request for protocol in protocols for request in protocol.requests])
     out = result_path(config, trained.path)
+    beside = default_path(config, trained.path) if is_stream(out) else out
+    identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
+    kept = kept_path(beside, identity, requests)
     begin = time.monotonic()
     with progress_bar("scoring", len(requests), shown=ctx.is_main) as advance:
-        scores = score(trained, requests, batch_size=config.batch_size, ctx=ctx, advance=advance)
+        scores = score(
+            trained,
+            requests,
+            batch_size=config.batch_size,
+            ctx=ctx,
+            kept=kept,
+            identity=identity,
+            advance=advance,
+            resumed=lambda count: tell_resumed(count, len(requests), kept) if ctx.is_main else None,
+        )
     if not ctx.is_main:
         return
     places = iter(where)
@@ -114,7 +133,18 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     if config.out is None:
         rename_earlier_result(out, result, result_identity)
     write_result(out, result)
+    kept.unlink(missing_ok=True)
     show(result, protocols, out)
+
+
+def tell_resumed(count: int, total: int, kept: Path) -> None:
+    """Say on stderr what an earlier command has scored."""
+    print(
+        f"mlm eval: {count:,} of {total:,} requests were scored before the last stop, in {one_line(kept)}; "
+        f"{total - count:,} are left",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def samples(protocols: list[Protocol], outcomes: list[ProtocolResult]) -> str:
@@ -198,9 +228,21 @@ def number(value: float) -> str:
     return f"{value:,.5g}" if abs(value) < 1e6 else f"{value:.4e}"
 
 
+# ----- the files of results
+
+
 def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
-    """Return the file of the JSON receipt; a trial with limit=N has another than the full evaluation."""
-    if config.out is not None:
-        return Path(config.out)
+    """The file of the JSON receipt. A trial with limit=N has a separate one beside the full result's."""
+    return Path(config.out) if config.out else default_path(config, checkpoint)
+
+
+def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
+    """Path without `out`, and of what is scored already if `out` is a stream."""
     trial = "" if config.limit is None else f"-limit{config.limit}"
     return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
+
+
+def kept_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:
+    """The file of scores so far: of this evaluation alone, so that a trial leaves another's as they are."""
+    about = digest_bytes(f"{identity} {digest_requests(requests)}".encode())
+    return out.with_name(f".{out.stem}.{short_digest(about)}.partial.jsonl")
