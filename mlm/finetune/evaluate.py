@@ -13,7 +13,14 @@ from mlm.finetune.batches import make_batcher
 from mlm.finetune.best import DATA_PATH, resolve_best
 from mlm.finetune.config import EvalTaskConfig, TaskConfig
 from mlm.finetune.inputs import Start, read_start, tokenize_split
-from mlm.finetune.scoring import Scored, label_probabilities, make_objective, prediction_files, score_split
+from mlm.finetune.scoring import (
+    Scored,
+    label_probabilities,
+    make_objective,
+    one_label_warning,
+    prediction_files,
+    score_split,
+)
 from mlm.finetune.splits import TaskSplit, read_part, read_split
 from mlm.finetune.task_type import check_installed, task_type
 from mlm.inference.trained import (
@@ -153,6 +160,9 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     aside = None if config.out is not None else rename_earlier_result(out, result, result_identity)
     write_result(out, result)
     show_table(result, out)
+    for scored in scores:
+        if warning := one_label_warning(task, scored.tokenized.split, scored.predictions):
+            console().print(one_line(warning))
     if aside is not None:
         console().print(f"the result there before: {one_line(aside)}")
 

@@ -156,6 +156,18 @@ def evaluate(
     return metrics, predictions
 
 
+def one_label_warning(task: TaskConfig, split: TaskSplit, predictions: Sequence[Prediction]) -> str | None:
+    """Return a line on a classifier that predicts one label for all rows of a split with several."""
+    labels, values = [row.label for row in split.rows], {prediction.value for prediction in predictions}
+    if not (task.labels and split.has_labels) or len(values) != 1 or len(set(labels)) == 1:
+        return None
+    (value,) = values
+    return (
+        f"warning: all {len(labels):,} rows of {split.name} are predicted {task.labels[int(value)]}, the "
+        f"label of {labels.count(value) / len(labels):.0%}; train longer, or with another optimizer.lr"
+    )
+
+
 def compute_predictions(
     model: PipelinedModel,
     objective: Finetuning,

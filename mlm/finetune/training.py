@@ -22,7 +22,7 @@ from mlm.finetune.best import BASE, DATA_PATH, Progress, Scores, best_folder, re
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Settings, Start, load_body
 from mlm.finetune.results import RESULT, Result, header
-from mlm.finetune.scoring import Objective, evaluate, make_objective, score_split
+from mlm.finetune.scoring import Objective, evaluate, make_objective, one_label_warning, score_split
 from mlm.finetune.splits import TokenizedSplit
 from mlm.finetune.task_type import task_type
 from mlm.launch.doctor.quick import check_start
@@ -137,9 +137,11 @@ class FinetuneLoop(Loop):
         shown = trainer.ctx.is_main and self.config.log.live == "off"  # a live panel has the terminal
         scores: Scores = {}
         for each in self.material.validations:
-            scores[each.split.name], _ = evaluate(
+            scores[each.split.name], predictions = evaluate(
                 trainer.model, objective, task, each, self.batcher, shown=shown
             )
+            if warning := one_label_warning(task, each.split, predictions):
+                self.reporter.problem(warning)
         is_best = self.progress.add(trainer.step, scores, task_type(task.kind).errors)
         if is_best:
             self.record_progress()

@@ -26,7 +26,7 @@ from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, loa
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError, attempt, show
 from mlm.util.lock import WAIT_S, single_writer
-from mlm.util.ownership import claim_folder, claim_problems
+from mlm.util.ownership import MARKER, claim_folder, claim_problems, owner_of, user_name
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +116,20 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
         if ctx.is_main:
             claim_folder(config.out, "run", inputs=protected_from(config))
             stack.enter_context(single_writer(checkpoints_folder(config), wait_s=wait_s))
+            warn_of_other_owner(Path(config.out))
 
     Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
+
+
+def warn_of_other_owner(out: Path) -> None:
+    """Warn that a run's folder will hold files of several users: its marker is of the one who began."""
+    if (out / MARKER).stat().st_uid != os.geteuid():
+        owner, writer = owner_of(out / MARKER), user_name(os.geteuid())
+        log.warning(
+            "out=%s: holds files of %s, and this process writes as %s: checkpoints that it may not delete "
+            "stay whole. Continue as %s, or share the folder with a group (chmod g+rws, umask 002)",
+            *(out, owner, writer, owner),
+        )
 
 
 def resume(trainer: Trainer) -> Path | None:

@@ -11,7 +11,12 @@ import torch
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.finetune import run, training
+from mlm.finetune.classification import Classification
 from mlm.finetune.config import FinetuneCheckpointConfig
+from mlm.finetune.rows import TaskRow
+from mlm.finetune.scoring import one_label_warning
+from mlm.finetune.splits import TaskSplit
+from mlm.finetune.task_type import Prediction
 from mlm.parallel.mesh import ParallelContext
 from tests.finetune.runs import (
     GPT2,
@@ -208,3 +213,27 @@ class TestStart:
         heads = [name for name in made[0] if not torch.allclose(made[0][name], made[1][name])]
         assert heads == ["model.classifier.weight"]
         assert all(torch.allclose(made[0][n], start[n]) for n in made[0] if n in start)
+
+
+def test_classifier_that_predicts_one_label_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While it trains and in its evaluation; not where it tells labels apart, or all rows have one."""
+    monkeypatch.setattr(Classification, "predict", lambda self, task, row, *_: Prediction(row.id, 1))
+    write_model(tmp_path / "bert")
+    write_data(tmp_path / "classification", "classification")
+    finetune(finetuning(tmp_path))
+    assert "all 9 rows of validation are predicted yes" in capsys.readouterr().err
+    score(evaluation(tmp_path))
+    assert "all 9 rows of validation are predicted yes" in capsys.readouterr().out
+    task, rows = task_of("classification"), [TaskRow(str(n), ("a", "b"), 1) for n in range(3)]
+
+    def split_of(rows: list[TaskRow]) -> TaskSplit:
+        places = [""] * len(rows)
+        return TaskSplit(name="x", source="", rows=rows, places=places, digest="xxh3:0", has_labels=True)
+
+    same = [Prediction(row.id, 1) for row in rows]
+    assert one_label_warning(task, split_of(rows), same) is None
+    other = split_of([*rows, TaskRow("3", ("a", "b"), 0)])
+    assert one_label_warning(task, other, [*same, Prediction("3", 1)]) is not None
+    assert one_label_warning(task, other, [*same, Prediction("3", 0)]) is None

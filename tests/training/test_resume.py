@@ -1,6 +1,7 @@
 """The start of a run: its newest whole checkpoint, passing over damaged ones; a lock; weights alone."""
 
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from mlm.training.state import model_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer
-from mlm.util.ownership import claim_folder
+from mlm.util.ownership import claim_folder, owner_of
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
 from tests.training.saving import save
@@ -197,6 +198,20 @@ def test_ranks_of_a_launcher_do_not_meet_themselves(out: Path, monkeypatch: pyte
     monkeypatch.setenv("MASTER_PORT", "1")
     with single_writer(out / "checkpoints"):
         assert run_start_problems(spec(out)) == []
+
+
+def test_files_of_another_user_are_named_once(
+    out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        claim(spec(out), shape_context(), stack)
+    assert caplog.text == ""
+    owner = owner_of(out)
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)
+    with ExitStack() as stack:
+        claim(spec(out), shape_context(), stack)
+    (line,) = caplog.messages
+    assert f"out={out}: holds files of {owner}, and this process writes as user 4000000000" in line
 
 
 def claim_on(ctx: ParallelContext, out: Path) -> str:

@@ -67,6 +67,7 @@ from mlm.util.errors import UserError, writing_to
 from mlm.util.files import write_atomic
 
 SUMMARY, CURVES = "README.md", "loss.png"
+MOST_EPOCHS, FEW_EPOCHS = 20, 4  # above the first a run is warned, the second is advised
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,10 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
     samples = train_dataset(config, num_samples, trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
-    warning = warmup_warning(config.optimizer, config.schedule, config.train.steps)
+    warnings = [
+        warmup_warning(config.optimizer, config.schedule, config.train.steps),
+        epochs_warning(samples, config.train.steps) if left > 0 else None,
+    ]
     if ctx.is_main:
         if (tokenizer := tokenizer_now(config.data)) is not None:
             trainer.extra_state[TOKENIZER] = tokenizer.encode()
@@ -123,7 +127,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
                 "corpora": trained_on(trainer.history),
             },
             notes=notes(trainer, start, changed),
-            warnings=[] if warning is None else [warning],
+            warnings=[warning for warning in warnings if warning is not None],
             peak=peak,
             tokens_per_step=config.train.global_batch_size * config.data.seq_length,
             seq_length=config.data.seq_length,
@@ -174,12 +178,29 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
 def data_line(trainer: Trainer, samples: Dataset) -> str:
     """Name of each corpus, its share of a blend, and the passes over it in train.steps."""
     sources = trainer.history[-1].sources
-    parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
     return ", ".join(
         source.name
         + (f" {source.weight:.2%}" if sources[1:] else "")
-        + (f" ({part.epochs:,.1f} epochs)" if isinstance(part, FromCorpus) else "")
-        for source, part in zip(sources, parts, strict=True)
+        + ("" if epochs is None else f" ({epochs:,.1f} epochs)")
+        for source, epochs in zip(sources, epochs_of(samples), strict=True)
+    )
+
+
+def epochs_of(samples: Dataset) -> list[float | None]:
+    """Passes over each part of a blend, or over the one corpus; None of what is no corpus."""
+    parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
+    return [part.epochs if isinstance(part, FromCorpus) else None for part in parts]
+
+
+def epochs_warning(samples: Dataset, steps: int) -> str | None:
+    """Return a warning if a run reads a corpus so often that the model learns it by heart, else None."""
+    most = max((epochs for epochs in epochs_of(samples) if epochs is not None), default=0.0)
+    if most <= MOST_EPOCHS:
+        return None
+    fewer = max(1, int(steps * FEW_EPOCHS / most))
+    return (
+        f"warning: train.steps={steps} reads the corpus {most:,.0f} times, so that the model learns it by "
+        f"heart; use about train.steps={fewer} for {FEW_EPOCHS} epochs, or a smaller train.global_batch_size"
     )
 
 

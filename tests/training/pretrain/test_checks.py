@@ -2,16 +2,19 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mlm.config.build import build
 from mlm.config.cli.compose import compose_values, load_config
+from mlm.data.blend import BlendedDataset
 from mlm.launch.checks import data_parallel_size
 from mlm.parallel.config import ParallelConfig
 from mlm.training.checks import check_pretrain
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import corpus_folders, train_prefix, validation_prefixes
+from mlm.training.pretrain.run import epochs_warning
 from mlm.util.errors import ConfigError
 
 SOUND = ["model=gpt2_tiny", "data=synthetic"]
@@ -232,3 +235,12 @@ def test_sums_inside_products_need_gradients_in_one_place(other: str, key: str) 
         f" does not go with {key}=" in str(each) for each in problems_of("fuse_accumulation=true", other)
     )
     assert problems_of("fuse_accumulation=true", "precision=bf16", "recompute=selective") == []
+
+
+@pytest.mark.parametrize(("epochs", "fix"), [([20.0], None), ([126.0], "15"), ([1.0, 40.0], "50")])
+def test_a_run_that_learns_its_corpus_by_heart_is_warned(epochs: list[float], fix: str | None) -> None:
+    parts = [SimpleNamespace(epochs=number) for number in epochs]
+    samples = parts[0] if len(parts) == 1 else BlendedDataset(parts, epochs, num_samples=1)  # type: ignore
+    warning = epochs_warning(samples, 500)  # type: ignore[arg-type]
+    assert (warning is None) == (fix is None)
+    assert f"about train.steps={fix} " in (warning or "about train.steps=None ")
