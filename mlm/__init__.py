@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     )
     from mlm.parallel.cross_entropy import linear_cross_entropy
     from mlm.parallel.gradients import GradientReducer, sum_replicated_gradients
-    from mlm.parallel.init import init_parameters
     from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from mlm.parallel.mesh import ParallelContext
+    from mlm.parallel.random import init_parameters
     from mlm.parallel.sharding import parameter_shards
 
 __version__ = "0.2.0"
@@ -95,7 +95,7 @@ _MODULES = {
     "mlm.optim.config": ("OptimizerConfig", "ScheduleConfig"),
     "mlm.optim.schedule": ("learning_rate",),
     "mlm.parallel.gradients": ("GradientReducer", "sum_replicated_gradients"),
-    "mlm.parallel.init": ("init_parameters",),
+    "mlm.parallel.random": ("init_parameters",),
     "mlm.parallel.sharding": ("parameter_shards",),
 }
 

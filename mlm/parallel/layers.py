@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from mlm.parallel.collectives import reduce_from_tp, scatter_sequence
 from mlm.parallel.compute_state import ComputesInHalf, usable
-from mlm.parallel.init import init_parameters
 from mlm.parallel.linear import column_parallel_linear, linear, row_parallel_linear
 from mlm.parallel.mesh import Axis
+from mlm.parallel.random import init_parameters
 
 
 def split(size: int, name: str, tp: Axis) -> int:

@@ -21,12 +21,11 @@ from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
 from mlm.parallel.context.zigzag import local_positions
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.fused_accumulation import FusedAccumulation, fuse_embedding_grad
 from mlm.parallel.gradients import GradientReducer, Reducer, sum_replicated_gradients, sum_tied_gradients
-from mlm.parallel.init import init_parameters
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
-from mlm.parallel.reducers import ReducedGradients, build_reducer
+from mlm.parallel.random import init_parameters
+from mlm.parallel.reducers import FusedAccumulation, ReducedGradients, build_reducer, fuse_embedding_grad
 from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
 from mlm.parallel.transfer import to_device
 from mlm.training.config import PretrainConfig

@@ -21,9 +21,9 @@ from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce, gather_rows
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.init import init_parameters
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_whole, parameter_shards
 from mlm.parallel.uncompiled import prepare_to_compile
 from tests.megatron_core import megatron_core

@@ -19,9 +19,9 @@ from mlm.models.heads import MaskedTokenHead, PlainLinear
 from mlm.models.layer_norm import LayerNorm
 from mlm.models.llama.norm import RMSNorm
 from mlm.parallel.compute_state import CachedHalfParams
-from mlm.parallel.init import init_parameters
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import init_parameters
 from tests.models.test_compiled import FAMILIES, GPT
 from tests.operators import Operators
 from tests.ranks import run_on_ranks

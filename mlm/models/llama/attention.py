@@ -17,8 +17,8 @@ from mlm.models.config import ModelConfig
 from mlm.models.llama.norm import RMSNorm
 from mlm.models.llama.settings import LlamaSettings
 from mlm.models.rotary import Rotary
-from mlm.parallel.columns import column_parallel_pair
 from mlm.parallel.layers import ColumnParallelLinear
+from mlm.parallel.linear import column_parallel_pair
 
 
 class HeadNorm(RMSNorm):
@@ -69,7 +69,14 @@ class GroupedQueryAttention(SelfAttention):
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Queries and keys, turned, and values: [S, B, (n + 2k) D], ordered [q | k | v]."""
         assert rotary is not None
-        q, kv = column_parallel_pair(x, self.query, self.kv)
+        q, kv = column_parallel_pair(
+            x,
+            (self.query.weight, self.kv.weight),
+            (self.query.bias, self.kv.bias),
+            self.tp,
+            sequence_parallel=self.query.sequence_parallel,
+            computes=(self.query.compute, self.kv.compute),
+        )
         q = q.unflatten(-1, (-1, self.head_dim))  # [S, B, n, D]
         k, v = kv.unflatten(-1, (self.kv_heads, 2, self.head_dim)).unbind(3)  # each [S, B, k, D]
         if self.query_norm is not None and self.key_norm is not None:

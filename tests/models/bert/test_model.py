@@ -14,9 +14,9 @@ from mlm.models.config import ModelConfig
 from mlm.models.documents import without_padding
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.gradients import sum_replicated_gradients
-from mlm.parallel.init import init_parameters
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_whole, parameter_shards
 from tests.models.bert.reference import as_ours, pretraining_model
 from tests.ranks import run_on_ranks

@@ -16,8 +16,8 @@ from mlm.models.gpt2.huggingface import MAPPING
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_whole, parameter_shards
 from mlm.parallel.uncompiled import prepare_to_compile
 from tests.ranks import run_on_ranks

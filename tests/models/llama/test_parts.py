@@ -18,8 +18,8 @@ from mlm.models.llama.norm import RMSNorm
 from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings
 from mlm.models.rotary import Rotary
-from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis
+from mlm.parallel.random import init_parameters
 
 S, B = 9, 2
 MODEL = ModelConfig(
