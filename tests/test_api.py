@@ -51,7 +51,7 @@ SURFACE = {
     "Model.predict": "(self, texts, *, batch_size=8)",
     "Model.score": "(self, texts, *, batch_size=8)",
     "ModelConfig": "num_layers, hidden_size, num_heads",
-    "ModelFamily": "model, causal, objective, samples, num_head_parameters, head_products, protocol",
+    "ModelFamily": "model, causal, objective, samples, head_products, protocol",
     "OptimizerConfig": "",
     "ParallelContext": "",
     "RowParallelLinear": f"{LINEAR})",

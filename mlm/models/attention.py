@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
         self.layer, self.recompute, self.causal = layer, recompute, config.family.causal
         self.head_dim, self.dropout = config.head_dim, config.attention_dropout
-        self.window = config.sizes.window
+        self.window = config.architecture.window
         self.first_head = tp.rank * config.num_heads // tp.size
         self.register_buffer("places", place_keys(layer, ("attention",)), persistent=False)
         self._add_projections(config, sequence_parallel)
@@ -61,7 +61,7 @@ class SelfAttention(nn.Module):
             sequence_parallel=sequence_parallel,
             init_std=config.init_std / math.sqrt(2 * config.num_layers),
             init_seed=None,
-            bias=config.sizes.bias,
+            bias=config.architecture.bias,
         )
 
     def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:

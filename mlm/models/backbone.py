@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.models.heads import PlainLinear, gather_outputs
-from mlm.models.layer_norm import LayerNorm
+from mlm.models.norms import LayerNorm
 from mlm.models.rotary import Rotary
 from mlm.models.stage import Stage, split_layers
 from mlm.models.transformer import TransformerLayer
@@ -101,7 +101,7 @@ class Transformer(nn.Module):
                 init_seed=None,
             )
         if stage.is_first:
-            if config.sizes.learned_positions:
+            if config.architecture.learned_positions:
                 self.position = Table(config.max_positions, h, init_std=std)
             if config.token_types:
                 self.token_type = Table(config.token_types, h, init_std=std)
@@ -169,7 +169,7 @@ class Transformer(nn.Module):
         first = self.tp.rank * rows if self.sequence_parallel else 0
         mine = slice(first, first + rows)
         x = self.token(tokens.t())
-        if self.config.sizes.learned_positions:
+        if self.config.architecture.learned_positions:
             x = x + self.position(range(first, first + rows) if positions is None else positions.t()[mine])
         if token_types is not None:
             x = x + self.token_type(token_types.t()[mine])

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mlm.models.config import ModelConfig
-from mlm.models.probe import Outputs, Probe
 from mlm.util.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -151,6 +150,44 @@ class FolderContent:
     """Remarks on both for the user."""
 
 
+PROBE_BATCH, PROBE_LENGTH = 2, 64
+
+Outputs = dict[str, Tensor]
+"""Outputs of a model by name: of each token [R, …], of each sample [B, …]."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeSamples:
+    """Random samples on which a model is compared with its twin of `transformers`, the same at every call.
+
+    Shapes: B samples, S tokens.
+    """
+
+    tokens: Tensor
+    """[B, S] int64, over the whole vocabulary."""
+    lengths: Tensor
+    """[B] int64: tokens before the padding. The last sample is shorter, but for a causal language model."""
+    token_types: Tensor | None
+    """[B, S] int64; None for a model without token types."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "ProbeSamples":
+        """Samples for a model."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (PROBE_BATCH, min(model.max_positions, PROBE_LENGTH))
+        tokens = torch.randint(model.vocab_size, shape, generator=generator)
+        lengths = torch.full((PROBE_BATCH,), shape[1])
+        if not model.family.causal or model.head == "classification":
+            lengths[-1] -= shape[1] // 3
+        types = torch.randint(model.token_types, shape, generator=generator) if model.token_types else None
+        return cls(tokens, lengths, types)
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, S] bool: True for tokens that are no padding."""
+        return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceMapping:
     """A model family as `transformers` names, configures and runs it."""
@@ -190,7 +227,7 @@ class HuggingFaceMapping:
     """Return the entries of tokenizer_config.json that AutoTokenizer needs."""
     our_outputs: "Callable[[Transformer, Tensor, Tensor], Outputs]"
     """(last stage, its hidden states [S, B, H], mask [B, S]) -> outputs without a finetuning head."""
-    their_outputs: Callable[[Any, Probe, FolderContent], Outputs]
+    their_outputs: Callable[[Any, ProbeSamples, FolderContent], Outputs]
     """Run a model of `transformers` on a probe; parameters that the folder lacks are not compared."""
 
     def copies(self, model: ModelConfig) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ from mlm.models.attention import SelfAttention
 from mlm.models.cache import Reading
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
-from mlm.models.layer_norm import LayerNorm
+from mlm.models.norms import LayerNorm
 from mlm.models.rotary import Rotary
 from mlm.parallel.dropout import DropoutStream, place_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -32,7 +32,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
         super().__init__()
-        h, f, std, sizes = config.hidden_size, config.ffn_size, config.init_std, config.sizes
+        h, f, std, sizes = config.hidden_size, config.ffn_size, config.init_std, config.architecture
         self.activation = config.activation
         self.up = ColumnParallelLinear(
             h,

@@ -6,8 +6,7 @@ from pathlib import Path
 from mlm.config.imports import is_path
 from mlm.config.suggest import around, divisors, either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
-from mlm.models.checks import model_problem
-from mlm.models.family import SHIPPED
+from mlm.models.family import SHIPPED, model_problem
 from mlm.parallel.layout_checks import MAX_CPU_RANKS, TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
 from mlm.parallel.nearest_layout import layout_problems
 from mlm.plan.calibrate_config import PlanCalibrateConfig

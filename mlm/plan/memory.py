@@ -201,7 +201,7 @@ class Moving:
         self.memory, self.layout, self.stage_rank, self.held = memory, layout, stage_rank, held
         self.e, self.h, self.t = memory.element, memory.model.hidden_size, layout.tp
         self.f = memory.model.ffn_size // layout.tp
-        self.sizes = sizes = memory.model.sizes
+        self.sizes = sizes = memory.model.architecture
         self.queries = memory.model.num_heads * sizes.head_dim // layout.tp
         self.kv = sizes.kv_size(layout.tp)
         self.ups = 2 if sizes.gated else 1

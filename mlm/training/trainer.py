@@ -12,8 +12,7 @@ from torch import Tensor
 from mlm.data.blend_history import History
 from mlm.data.sampler import MicroBatch, Ranges, first_of_step
 from mlm.models.backbone import Transformer
-from mlm.models.family import SHIPPED
-from mlm.models.objective import Objective
+from mlm.models.family import SHIPPED, Objective
 from mlm.optim.adamw import apply, build_optimizer, ensure_state, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm
 from mlm.optim.precision import LossScaler, parameter_dtype

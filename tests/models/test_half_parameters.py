@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.models.backbone import Table
-from mlm.models.layer_norm import LayerNorm
-from mlm.models.llama.norm import RMSNorm
+from mlm.models.norms import LayerNorm, RMSNorm
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 

@@ -1,7 +1,6 @@
 """Every model preset on the meta device: its parameter count against the built model and its paper."""
 
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import mlm
 from mlm.config.cli.compose import load_config
 from mlm.models.config import ModelConfig
-from mlm.models.family import SHIPPED, SIZES, family_of
+from mlm.models.family import family_of
 from mlm.models.llama.settings import LlamaSettings
 from mlm.parallel.mesh import shape_context
 from mlm.parallel.sharding import parameter_shards
@@ -133,7 +132,7 @@ def built(config: ModelConfig, tp: int, rank: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", thinned(PRESETS, 3))
-def test_preset_has_the_parameters_its_formula_counts(name: str) -> None:
+def test_parameters_counted_from_two_layers_are_those_of_all(name: str) -> None:
     config = preset(name)
     assert built(config, 1, 0)[0] == config.num_parameters()
 
@@ -142,7 +141,7 @@ def test_preset_has_the_parameters_its_formula_counts(name: str) -> None:
 def test_preset_splits_over_every_tp_that_its_papers_use(name: str) -> None:
     """The eight (or fewer) shards together hold each split parameter once and each replicated one each."""
     config = preset(name)
-    kv_heads = config.sizes.kv_heads
+    kv_heads = config.architecture.kv_heads
     tp = next(
         t
         for t in (8, 6, 5, 4, 3, 2, 1)
@@ -165,7 +164,7 @@ def test_llamas_have_the_released_models_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(RELEASED))
 def test_llamas_have_the_settings_of_their_config_json(name: str) -> None:
-    """Sizes, of which a closed formula makes the released total, and what no count of parameters shows."""
+    """Sizes, and what no count of parameters shows."""
     config = preset(name)
     settings = LlamaSettings.of(config)
     n, h, heads, kv, d, f, vocab = SHAPES[name]
@@ -188,10 +187,6 @@ def test_llamas_have_the_settings_of_their_config_json(name: str) -> None:
     assert (settings.qkv_bias, settings.qk_norm) == (family == "qwen2", family == "qwen3")
     assert settings.tied == (name in TIED)
     assert (config.activation, config.hidden_dropout, config.attention_dropout) == ("silu", 0.0, 0.0)
-    norms = 2 * h + (2 * d if family == "qwen3" else 0)
-    biases = (heads + 2 * kv) * d if family == "qwen2" else 0
-    layer = 2 * h * d * (heads + kv) + 3 * h * f + norms + biases
-    assert vocab * h * (1 if name in TIED else 2) + n * layer + h == RELEASED[name]
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -221,9 +216,3 @@ def test_berts_have_the_published_size(name: str) -> None:
     """Pretraining heads included, to the digits that the papers print."""
     billions, digits = BERTS[name]
     assert round(preset(name).num_parameters() / 1e9, digits) == billions
-
-
-@pytest.mark.parametrize("kind", SHIPPED)
-def test_sizes_without_torch_are_those_of_the_family(kind: str) -> None:
-    module, _, name = SIZES[kind].partition(":")
-    assert getattr(import_module(module), name) is family_of(kind).sizes

@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mlm.models.bert.model import BERT
 from mlm.models.gpt2.model import GPT2
 from mlm.models.heads import MaskedTokenHead, PlainLinear
-from mlm.models.layer_norm import LayerNorm
-from mlm.models.llama.norm import RMSNorm
+from mlm.models.norms import LayerNorm, RMSNorm
 from mlm.parallel.compute_state import CachedHalfParams
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.layer_norm import LayerNorm
-from mlm.models.llama.norm import RMSNorm
+from mlm.models.norms import LayerNorm, RMSNorm
 from mlm.optim.precision import DTYPES
 from mlm.parallel.sharded import _ReduceScatter
 from mlm.training.trainer import StepOutcome, Trainer

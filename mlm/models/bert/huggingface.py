@@ -29,6 +29,8 @@ from mlm.models.huggingface import (
     HuggingFaceMapping,
     Location,
     Note,
+    Outputs,
+    ProbeSamples,
     TokenIds,
     activation,
     label_entries,
@@ -36,7 +38,6 @@ from mlm.models.huggingface import (
     show,
     weight_and_bias,
 )
-from mlm.models.probe import Outputs, Probe
 from mlm.util.errors import UserError
 
 PREFIX = "bert."
@@ -272,7 +273,7 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
     return {"token logits": stage.token_logits(rows), "order logits": stage.sop_head(pooled)[0]}
 
 
-def their_outputs(theirs: Any, probe: Probe, content: FolderContent) -> Outputs:
+def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> Outputs:
     """Outputs of a BERT of `transformers`, but for heads that the folder lacks."""
     types = {} if probe.token_types is None else {"token_type_ids": probe.token_types}
     found = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)

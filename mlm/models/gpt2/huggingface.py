@@ -26,13 +26,14 @@ from mlm.models.huggingface import (
     Head,
     HuggingFaceMapping,
     Location,
+    Outputs,
+    ProbeSamples,
     TokenIds,
     activation,
     label_entries,
     one_head,
     weight_and_bias,
 )
-from mlm.models.probe import Outputs, Probe
 from mlm.parallel.cross_entropy import full_logits
 
 PREFIX = "transformer."
@@ -189,7 +190,7 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
     return {"logits": full_logits(rows, stage.token)} if stage.config.is_tied else {"hidden states": rows}
 
 
-def their_outputs(theirs: Any, probe: Probe, content: FolderContent) -> Outputs:
+def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> Outputs:
     """Outputs of a GPT-2 of `transformers`."""
     head = content.config.head
     if head == "classification":

@@ -14,8 +14,8 @@ from torch import Tensor
 from mlm.models.attention import SelfAttention
 from mlm.models.cache import causal_attention, joined, window_mask
 from mlm.models.config import ModelConfig
-from mlm.models.llama.norm import RMSNorm
 from mlm.models.llama.settings import LlamaSettings
+from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
 from mlm.parallel.layers import ColumnParallelLinear
 from mlm.parallel.linear import column_parallel_pair

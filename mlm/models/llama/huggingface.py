@@ -27,6 +27,8 @@ from mlm.models.huggingface import (
     HuggingFaceMapping,
     Location,
     Note,
+    Outputs,
+    ProbeSamples,
     TokenIds,
     activation,
     show,
@@ -34,7 +36,6 @@ from mlm.models.huggingface import (
 from mlm.models.llama.huggingface_rope import read_rope, write_rope
 from mlm.models.llama.model import Llama
 from mlm.models.llama.settings import DEFAULTS, LlamaSettings, model_problem, num_blocks
-from mlm.models.probe import Outputs, Probe
 from mlm.parallel.cross_entropy import full_logits
 from mlm.util.errors import ConfigError, UserError
 
@@ -291,7 +292,7 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
     return {"logits": full_logits(rows, stage.vocabulary)}
 
 
-def their_outputs(theirs: Any, probe: Probe, content: FolderContent) -> Outputs:
+def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> Outputs:
     """Outputs of a model of `transformers`."""
     found = theirs(probe.tokens, attention_mask=probe.mask.long())
     if content.config.head == "none":

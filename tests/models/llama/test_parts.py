@@ -8,15 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.models.checks import model_problem
 from mlm.models.config import ModelConfig
 from mlm.models.documents import document_bias, document_spans
+from mlm.models.family import model_problem
 from mlm.models.llama.attention import GroupedQueryAttention
-from mlm.models.llama.mlp import GatedMLP
-from mlm.models.llama.model import Llama
-from mlm.models.llama.norm import RMSNorm
+from mlm.models.llama.model import GatedMLP, Llama
 from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings
+from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_parameters

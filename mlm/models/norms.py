@@ -1,4 +1,7 @@
-"""Root-mean-square norm (arXiv:1910.07467): y = x / sqrt(mean(x^2) + eps) * weight."""
+"""Layer norm and RMSNorm whose weights are float32 and whose activations may be narrower.
+
+Shapes: x [..., H], weight and bias [H].
+"""
 
 from typing import Any
 
@@ -8,9 +11,60 @@ from torch import Tensor, nn
 
 from mlm.parallel.compute_state import ComputesInHalf, usable
 
+HALF = (torch.bfloat16, torch.float16)
+
+
+class LayerNorm(ComputesInHalf, nn.LayerNorm):
+    """Layer norm whose float32 weights serve activations of any dtype. Replicated over tp."""
+
+    def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
+        """Weight and bias, but on a CPU, which reads them as they are."""
+        is_wide = self.weight.device.type == "cpu" and dtype in HALF
+        return {} if is_wide else {"weight": True, "bias": True}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x."""
+        if x.device.type == "cpu" and x.dtype in HALF and not torch.compiler.is_compiling():
+            y: Tensor = _WideSums.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
+            return y
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
+        copies = usable(self.compute.weight_copy, x.dtype), usable(self.compute.bias_copy, x.dtype)
+        if copies[0] is not None and copies[1] is not None and not torch.compiler.is_compiling():
+            weight, bias = copies[0], copies[1]  # a compiler fuses the casts
+        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class _WideSums(torch.autograd.Function):
+    """The same on a CPU, whose own kernel sums the gradients of weight and bias in the activations' dtype.
+
+    In bfloat16 that sum stops growing: over 8,192 rows it was 10 to 24 % off.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        y, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight.float(), bias.float(), eps)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+            dy, x, x.shape[-1:], mean, scale, weight.float(), bias.float(), [True, False, False]
+        )
+        rows = tuple(range(x.dim() - 1))
+        normed = (x.float() - mean).mul_(scale)
+        dw = normed.mul_(dy).sum(rows).to(weight.dtype)
+        return dx, dw, dy.sum(rows, dtype=torch.float32).to(bias.dtype), None
+
 
 class RMSNorm(ComputesInHalf, nn.RMSNorm):
-    """RMSNorm whose float32 weight serves activations of any dtype. Replicated over tp."""
+    """RMSNorm (arXiv:1910.07467): y = x / sqrt(mean(x^2) + eps) * weight.
+
+    Its float32 weight serves activations of any dtype. Replicated over tp.
+    """
 
     def __init__(self, size: int, *, eps: float) -> None:
         super().__init__(size, eps=eps)
