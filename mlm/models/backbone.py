@@ -16,7 +16,7 @@ from mlm.models.documents import Spans
 from mlm.models.heads import PlainLinear, gather_outputs
 from mlm.models.norms import LayerNorm
 from mlm.models.rotary import Rotary
-from mlm.models.stage import Stage, split_layers
+from mlm.models.stage import PipelineStage, split_layers
 from mlm.models.transformer import TransformerLayer
 from mlm.parallel.context.zigzag import local_positions, local_tokens
 from mlm.parallel.dropout import DropoutStream, site_keys
@@ -38,7 +38,7 @@ class Inputs:
     """Hides the padding where attention is not causal; None where there is none."""
 
 
-class Table(nn.Module):
+class LearnedTable(nn.Module):
     """A learned table [rows, H], replicated over tp: of positions, or of segment types."""
 
     def __init__(self, rows: int, hidden_size: int, *, init_std: float) -> None:
@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
         sequence_parallel: bool = False,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
         cp: Axis | None = None,
     ) -> None:
         super().__init__()
@@ -102,9 +102,9 @@ class Transformer(nn.Module):
             )
         if stage.is_first:
             if config.architecture.learned_positions:
-                self.position = Table(config.max_positions, h, init_std=std)
+                self.position = LearnedTable(config.max_positions, h, init_std=std)
             if config.token_types:
-                self.token_type = Table(config.token_types, h, init_std=std)
+                self.token_type = LearnedTable(config.token_types, h, init_std=std)
             if config.norm == "post":
                 self.embedding_norm = LayerNorm(h, eps=config.layer_norm_eps)
         self.layers = nn.ModuleDict(

@@ -8,7 +8,7 @@ config.json and their defaults: the documentation of BertConfig and MegatronBert
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import (
     EXACT_GELU,
-    GELU_NAMES,
     JSON,
     TANH_GELU,
     UNSUPPORTED,
@@ -29,10 +28,11 @@ from mlm.models.huggingface import (
     HuggingFaceMapping,
     Location,
     Note,
+    NumberKey,
     Outputs,
     ProbeSamples,
+    SizeKey,
     TokenIds,
-    activation,
     label_entries,
     one_head,
     show,
@@ -115,6 +115,7 @@ def plain_name(theirs: str) -> str:
 def _keys(vocabulary: int, width: int, layers: int, heads: int) -> ConfigKeys:
     """Keys of config.json with the defaults of one of the two model types."""
     return ConfigKeys(
+        activation="hidden_act",
         fixed=UNSUPPORTED
         | {
             "hidden_act": (*EXACT_GELU, *TANH_GELU),
@@ -123,21 +124,20 @@ def _keys(vocabulary: int, width: int, layers: int, heads: int) -> ConfigKeys:
             "is_causal": (False,),
         },
         sizes={
-            "vocab_size": (vocabulary, 1 << 24),
-            "hidden_size": (width, 1 << 20),
-            "num_hidden_layers": (layers, 10_000),
-            "num_attention_heads": (heads, 1 << 20),
-            "intermediate_size": (4 * width, 1 << 24),
-            "max_position_embeddings": (512, 1 << 24),
-            "type_vocab_size": (2, 1 << 16),
+            "vocab_size": SizeKey("vocab_size", vocabulary, 1 << 24),
+            "hidden_size": SizeKey("hidden_size", width, 1 << 20),
+            "num_hidden_layers": SizeKey("num_layers", layers, 10_000),
+            "num_attention_heads": SizeKey("num_heads", heads, 1 << 20),
+            "intermediate_size": SizeKey("ffn_hidden_size", 4 * width, 1 << 24),
+            "max_position_embeddings": SizeKey("max_positions", 512, 1 << 24),
+            "type_vocab_size": SizeKey("token_types", 2, 1 << 16),
         },
         numbers={
-            "hidden_dropout_prob": (0.1, 0.0, 1.0),
-            "attention_probs_dropout_prob": (0.1, 0.0, 1.0),
-            "layer_norm_eps": (1e-12, 0.0, 1.0),
-            "initializer_range": (0.02, 0.0, 1e3),
+            "hidden_dropout_prob": NumberKey("hidden_dropout", 0.1),
+            "attention_probs_dropout_prob": NumberKey("attention_dropout", 0.1),
+            "layer_norm_eps": NumberKey("layer_norm_eps", 1e-12),
+            "initializer_range": NumberKey("init_std", 0.02, below=1e3),
         },
-        heads=("hidden_size", "num_attention_heads"),
     )
 
 
@@ -149,9 +149,11 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
 
     Raises ConfigError.
     """
-    is_megatron = config.get("model_type") == "megatron-bert"
-    found = _KEYS["pre" if is_megatron else "post"].read(config, path, "BERT")
-    hidden, ffn = found["hidden_size"], found["intermediate_size"]
+    norm: Literal["pre", "post"] = "pre" if config.get("model_type") == "megatron-bert" else "post"
+    found = _KEYS[norm].read(config, path, "BERT")
+    settings = _KEYS[norm].settings(found)
+    if settings["ffn_hidden_size"] == 4 * settings["hidden_size"]:
+        settings["ffn_hidden_size"] = None
     notes = []
     last = config.get("classifier_dropout")
     if last is not None and last != found["hidden_dropout_prob"]:
@@ -159,46 +161,16 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
             f"classifier_dropout={show(last)} is not kept: model.hidden_dropout is one number for all, "
             f"hidden_dropout_prob={found['hidden_dropout_prob']} is taken"
         )
-    model = ModelConfig(
-        kind="bert",
-        norm="pre" if is_megatron else "post",
-        num_layers=found["num_hidden_layers"],
-        hidden_size=hidden,
-        num_heads=found["num_attention_heads"],
-        ffn_hidden_size=None if ffn == 4 * hidden else ffn,
-        max_positions=found["max_position_embeddings"],
-        vocab_size=found["vocab_size"],
-        token_types=found["type_vocab_size"],
-        activation=activation(found["hidden_act"]),
-        hidden_dropout=float(found["hidden_dropout_prob"]),
-        attention_dropout=float(found["attention_probs_dropout_prob"]),
-        init_std=float(found["initializer_range"]),
-        layer_norm_eps=float(found["layer_norm_eps"]),
-        head="none",
-    )
-    return model, notes
+    return ModelConfig(**settings, kind="bert", norm=norm, head="none"), notes
 
 
 def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     """Return the config.json that the class of the model's head loads."""
     return {
-        "architectures": [architecture(model)],
+        **_KEYS[model.norm].write(model, architecture(model)),
         "model_type": "bert" if model.norm == "post" else "megatron-bert",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
         "intermediate_size": model.ffn_size,
-        "hidden_act": GELU_NAMES[model.activation],
-        "hidden_dropout_prob": model.hidden_dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
-        "max_position_embeddings": model.max_positions,
-        "type_vocab_size": model.token_types,
-        "initializer_range": model.init_std,
-        "layer_norm_eps": model.layer_norm_eps,
         "pad_token_id": ids.pad,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
         **(label_entries(model, ids.labels) if model.head == "classification" else {}),
     }
 

@@ -26,7 +26,7 @@ segments (nats per sample), and how many of each the model has right. The first 
 
 
 @dataclass(frozen=True, eq=False)
-class Targets:
+class MaskedTargets:
     """Targets of a micro-batch, on the device. Only masked tokens go through the head."""
 
     places: Tensor
@@ -38,7 +38,7 @@ class Targets:
     """[B] int64: 1 where the second segment comes first in its document, −100 where that is not scored."""
 
 
-def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: int = 0) -> Targets:
+def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: int = 0) -> MaskedTargets:
     """Targets of labels [B, S], IGNORE_INDEX where nothing is masked; `parts` is t with sequence parallelism.
 
     Places are found where the labels are: on the host, no device has to be waited for.
@@ -51,7 +51,7 @@ def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: 
     for p in range(parts):
         found = is_masked[p].nonzero().flatten()
         places[p, : len(found)], targets[p, : len(found)] = found, rows[p, found]
-    return Targets(places[part], targets.flatten(), is_swapped)
+    return MaskedTargets(places[part], targets.flatten(), is_swapped)
 
 
 class BERT(Transformer):
@@ -68,7 +68,7 @@ class BERT(Transformer):
     def forward(
         self,
         inputs: Inputs,
-        targets: Targets,
+        targets: MaskedTargets,
         scale: Tensor,
         stream: DropoutStream | None = None,
         x: Tensor | None = None,
@@ -87,7 +87,7 @@ class BERT(Transformer):
         return torch.stack([loss, order.sum() * scale[1], hits, right.sum() * scale[3]])
 
     @torch.no_grad()
-    def sums(self, inputs: Inputs, targets: Targets, x: Tensor | None = None) -> Tensor:
+    def sums(self, inputs: Inputs, targets: MaskedTargets, x: Tensor | None = None) -> Tensor:
         """Return PARTS summed over masked tokens and over samples, without dropout: [4] float64.
 
         Stages before the last return hidden states.

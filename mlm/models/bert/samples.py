@@ -20,7 +20,7 @@ from mlm.data.epochs import CACHE_FROM, EpochCache, permutation
 from mlm.data.indexed import IndexedDataset
 from mlm.data.synthetic import SyntheticDataset
 from mlm.models.bert.masking import BERTVocab, mask_tokens
-from mlm.models.bert.pairs import Pairs, Targets, find_spans, make_pairs
+from mlm.models.bert.pairs import Pairs, TargetLengths, find_spans, make_pairs
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
@@ -191,10 +191,10 @@ class BERTDataset:
         size = self.indexed.num_documents + self.indexed.num_tokens // self.seq_length
         return self._epochs.get(number, is_large=size >= self.cache_from)
 
-    def targets(self, epoch: int) -> Targets:
+    def targets(self, epoch: int) -> TargetLengths:
         """Target lengths of an epoch's samples, [CLS] and [SEP] not counted."""
         state = draw(draw(root(self.seed), TARGETS), epoch)
-        return Targets(state, self.seq_length - SPECIAL, self.short_seq_prob)
+        return TargetLengths(state, self.seq_length - SPECIAL, self.short_seq_prob)
 
     def _gather(self, ids: Ids) -> BERTSamples:
         begins, ends, targets = self._spans(ids)

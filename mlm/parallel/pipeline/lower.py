@@ -21,7 +21,7 @@ from mlm.parallel.pipeline.actions import (
     Schedule,
     ScheduleError,
     Send,
-    Span,
+    TimedAction,
 )
 from mlm.parallel.pipeline.simulate import Computed, num_chunks, simulate
 
@@ -42,7 +42,7 @@ def lower(schedule: Schedule, *, cost: Cost = DEFAULT_COST) -> Plan:
     assert min(astuple(cost)) >= 0, f"negative duration: {cost}"
     check_complete(schedule)
     order = simulate(schedule, cost=cost)
-    timeline: list[list[Span]] = [[] for _ in schedule]
+    timeline: list[list[TimedAction]] = [[] for _ in schedule]
     for computed in order:
         timeline[computed.rank].append(computed.span)
     transfers = _transfers(order, p=len(schedule))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mlm.parallel.pipeline.actions import Action, Cost, Op, Schedule, ScheduleError, Span
+from mlm.parallel.pipeline.actions import Action, Cost, Op, Schedule, ScheduleError, TimedAction
 
 
 def consumer(rank: int, action: Action, *, p: int, v: int) -> tuple[int, Action] | None:
@@ -29,7 +29,7 @@ class Computed(NamedTuple):
     """A simulated computation: on which rank, when, and the rank and action that need its result, if any."""
 
     rank: int
-    span: Span
+    span: TimedAction
     consumer: tuple[int, Action] | None
 
 
@@ -94,7 +94,7 @@ def simulate(schedule: Schedule, *, cost: Cost) -> list[Computed]:
             source = computed[producer]
             start = max(start, source.span.end + (cost.transfer if source.rank != rank else 0))
         end = free[rank] = start + durations[action.op]
-        computed.append(Computed(rank, Span(action, start, end), consumer(rank, action, p=p, v=v)))
+        computed.append(Computed(rank, TimedAction(action, start, end), consumer(rank, action, p=p, v=v)))
     return computed
 
 
