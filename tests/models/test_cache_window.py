@@ -52,12 +52,3 @@ def test_a_cache_is_as_large_as_its_columns_and_keeps_them_as_it_grows() -> None
     keys, values = cache.layer(0, like, FIRST_COLUMNS + 1)
     assert keys.shape[2] == 2 * FIRST_COLUMNS
     assert (keys.sum(), values.sum()) == (2 * FIRST_COLUMNS, 3 * FIRST_COLUMNS)
-
-
-def test_a_moved_row_has_the_keys_and_the_values_of_its_source() -> None:
-    cache = KeyValueCache(2, 4)
-    pair = cache.layer(0, torch.zeros(1, 1, 1, 1), 4)
-    for number, held in enumerate(pair):
-        held[1, 0, :, 0] = torch.arange(1.0, 5.0) + 10 * number
-    cache.move(1, 0, 3)
-    assert [held[0, 0, :, 0].tolist() for held in pair] == [[1, 2, 3, 0], [11, 12, 13, 0]]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.models import documents, packed
+from mlm.models import documents
 from mlm.models.attention import fused_attention
 from mlm.models.documents import Boundaries, document_bias, without_padding
 from mlm.models.packed import Packing, build_packing, packed_attention
@@ -76,14 +76,6 @@ def test_packing_lists_each_token_once_in_the_order_of_the_sequences() -> None:
     found = build_packing([[2], [1, 2], [1]], CPU)
     assert found.rows.tolist() == [0, 3, 1, 4, 7, 2]
     assert (found.begins.tolist(), found.longest) == ([0, 2, 3, 5, 6], 2)
-
-
-def test_spans_are_packed_on_a_gpu_that_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_switch", [])
-    assert not packed.packs(torch.device("cuda"))
-    packed.pack_sequences(True)
-    assert packed.packs(torch.device("cuda"))
-    assert not packed.packs(CPU)
 
 
 def test_padding_and_documents_give_their_packing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,12 +47,6 @@ def test_ranks_draw_their_rows_and_heads_of_one_mask() -> None:
     assert torch.equal(probabilities(of()), torch.cat(heads, dim=1))
 
 
-def test_what_is_replicated_has_one_mask_on_every_rank() -> None:
-    x = torch.ones(1, B, H)
-    masks = [of(sequence_rank=rank).everywhere(x, 0.5, PLACES[0]) for rank in (0, 1)]
-    assert torch.equal(*masks)
-
-
 def test_documents_of_a_sample_have_masks_of_their_own() -> None:
     first, second = (
         of().probabilities(torch.ones(HEADS, 3, 3), 0.5, PLACES[0], length=S, first_row=row, sample=1)

@@ -132,15 +132,6 @@ def test_padding_changes_nothing() -> None:
     torch.testing.assert_close(both[1:], alone, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("head", ["language_model", "none", "classification", "span"])
-def test_num_parameters_counts_what_is_built(norm: str, head: str) -> None:
-    config = replace(MODEL, norm=norm, head=head, num_labels=3)
-    model = BERT(config, tp=ONE)
-    shards = parameter_shards(model, ONE)
-    assert config.num_parameters() == sum(torch.Size(s.global_shape).numel() for s in shards)
-
-
 def check_head_on_ranks(ctx: ParallelContext, config: ModelConfig, sequence_parallel: bool) -> None:
     """Outputs and gradients of a finetuning head against one process, in float64."""
     from mlm.models.family import family_of

@@ -126,32 +126,6 @@ def test_spans_of_full_length_are_megatrons(tmp_path: Path, documents: Documents
     assert spans_of(corpus, 0, longest, 0.0) == sorted((int(begin), int(end)) for begin, end, _ in theirs)
 
 
-def test_every_sentence_of_a_longer_document_lies_in_one_sample(tmp_path: Path) -> None:
-    corpus = sentence_corpus(tmp_path / "c", [[3, 4, 5], [9], [2, 2], [], [1] * 30])
-    covered = [k for begin, end in spans_of(corpus, 0, 10, 0.5) for k in range(begin, end)]
-    assert covered == [0, 1, 2, *range(4, 36)]  # sentence 3 is alone in its document
-
-
-def test_no_sample_has_one_sentence(tmp_path: Path) -> None:
-    """Neither a long sentence alone nor a last one that is left over."""
-    corpus = sentence_corpus(tmp_path / "c", [[50, 50, 50, 50, 50]])
-    assert spans_of(corpus, 0, 10, 0.0) == [(0, 2), (2, 5)]
-
-
-def test_one_target_in_ten_is_short() -> None:
-    targets = TargetLengths(root(1), 125, 0.1).of(np.arange(100_000))
-    short = (targets < 125).sum()
-    expected = 100_000 * 0.1 * 123 / 124  # the short lengths 2 … 125 hold 125 itself
-    assert abs(short - expected) < 5 * np.sqrt(expected * 0.9)
-
-
-def test_short_targets_are_even_from_2_on() -> None:
-    targets = TargetLengths(root(1), 21, 1.0).of(np.arange(40_000))
-    counts = np.bincount(targets, minlength=22)
-    assert counts[:2].sum() == 0
-    assert ((counts[2:] - 2000) ** 2 / 2000).sum() < 66  # chi-square, 19 degrees: probability 4e-7
-
-
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 60))
 def test_shortening_takes_tokens_from_the_longer_segment(first: int, second: int, goal: int) -> None:
     """Megatron-LM's rule, one token at a time."""
