@@ -227,7 +227,7 @@ class Transformer(nn.Module):
         if self.pools:
             pooled = self.pool(h)
             if stream is not None:
-                pooled = stream.everywhere(pooled, self.config.hidden_dropout, self.places[1])
+                pooled = stream.replicated(pooled, self.config.hidden_dropout, self.places[1])
             return self.whole(self.classifier(pooled))[0]
         rows = torch.arange(len(inputs.lengths), device=h.device)
         if self.sequence_parallel:  # a row's last token is on any one of the ranks

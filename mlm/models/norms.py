@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.compute_state import ComputesInHalf, usable
+from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -29,7 +29,10 @@ class LayerNorm(ComputesInHalf, nn.LayerNorm):
             return y
         weight: Tensor = self.weight
         bias: Tensor = self.bias
-        copies = usable(self.compute.weight_copy, x.dtype), usable(self.compute.bias_copy, x.dtype)
+        copies = (
+            copy_of_dtype(self.compute.weight_copy, x.dtype),
+            copy_of_dtype(self.compute.bias_copy, x.dtype),
+        )
         if copies[0] is not None and copies[1] is not None and not torch.compiler.is_compiling():
             weight, bias = copies[0], copies[1]  # a compiler fuses the casts
         weight, bias = weight.to(x.dtype), bias.to(x.dtype)
@@ -78,7 +81,7 @@ class RMSNorm(ComputesInHalf, nn.RMSNorm):
         assert self.eps is not None
         if x.device.type == "cuda" or torch.compiler.is_compiling():
             weight: Tensor = self.weight
-            copy = usable(self.compute.weight_copy, x.dtype)
+            copy = copy_of_dtype(self.compute.weight_copy, x.dtype)
             if copy is not None and not torch.compiler.is_compiling():  # which fuses the cast
                 weight = copy
             y: Tensor = F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)

@@ -17,7 +17,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.models.norms import LayerNorm
 from mlm.models.rotary import Rotary
-from mlm.parallel.dropout import DropoutStream, place_keys
+from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
 
@@ -88,7 +88,9 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout, self.norms_first = config.hidden_dropout, config.norm == "pre"
-        self.register_buffer("places", place_keys(layer, ("attention out", "mlp out")), persistent=False)
+        self.register_buffer(
+            "places", site_keys([(layer, "attention out"), (layer, "mlp out")]), persistent=False
+        )
         self.attention_norm = self.norm_type(config.hidden_size, eps=config.layer_norm_eps)
         self.attention = self.attention_type(
             config,

@@ -31,7 +31,7 @@ from mlm.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, usable
+from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, copy_of_dtype
 from mlm.parallel.matmul import add_weight_gradient, product, weight_gradient
 from mlm.parallel.mesh import Axis
 from mlm.parallel.uncompiled import skip_compile
@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
         parts: int,
     ) -> Tensor:
         # the weight as it is kept: a cast of our own is cheaper made twice than saved
-        cast = usable(cast, x.dtype)
+        cast = copy_of_dtype(cast, x.dtype)
         used = weight if cast is None else cast
         ctx.save_for_backward(x, used)
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaf, ctx.fused_grad = None if deferred is None else weight, fused_grad
         multiply = in_fp8.product if fp8 else product
-        cast_bias = usable(cast_bias, x.dtype)
+        cast_bias = copy_of_dtype(cast_bias, x.dtype)
         offset = bias if cast_bias is None else cast_bias
         narrow, offset = used.to(x.dtype), None if offset is None else offset.to(x.dtype)
         if sequence_parallel and parts > 1:
@@ -121,7 +121,7 @@ class _RowParallel(torch.autograd.Function):
         fused_grad: Tensor | None,
         parts: int,
     ) -> Tensor:
-        cast = usable(cast, x.dtype)
+        cast = copy_of_dtype(cast, x.dtype)
         used = weight if cast is None else cast
         ctx.save_for_backward(x, used)
         ctx.weight_dtype, ctx.fused_grad, ctx.fp8 = weight.dtype, fused_grad, fp8
@@ -169,10 +169,10 @@ class _Pair(torch.autograd.Function):
         ctx.deferred = computes[0].deferred
         ctx.leaves = None if ctx.deferred is None else weights
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
-        casts = [usable(compute.weight_copy, x.dtype) for compute in computes]
+        casts = [copy_of_dtype(compute.weight_copy, x.dtype) for compute in computes]
         used = [w if cast is None else cast for cast, w in zip(casts, weights, strict=True)]
         ctx.save_for_backward(x, *used)
-        casts = [usable(compute.bias_copy, x.dtype) for compute in computes]
+        casts = [copy_of_dtype(compute.bias_copy, x.dtype) for compute in computes]
         offsets = [b if cast is None else cast for cast, b in zip(casts, biases, strict=True)]
         multiply = in_fp8.product if ctx.fp8 else product
         products = [

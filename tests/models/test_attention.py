@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from mlm.models.attention import fused_attention, unfused_attention
-from mlm.models.documents import document_bias, without_padding
-from mlm.parallel.dropout import DropoutStream, place_keys
+from mlm.models.documents import document_bias, padding_spans
+from mlm.parallel.dropout import DropoutStream, site_keys
 
 S, B, HEADS, HEAD_DIM = 7, 3, 2, 9
 
@@ -20,7 +20,7 @@ def qkv() -> Tensor:
 
 def bias(name: str) -> Tensor | None:
     if name == "padding":
-        spans = without_padding(torch.tensor([S, 4, 1]), S, torch.float64, torch.device("cpu"))
+        spans = padding_spans(torch.tensor([S, 4, 1]), S, torch.float64, torch.device("cpu"))
         assert spans is not None
         return spans.bias
     if name == "documents":
@@ -48,7 +48,7 @@ def test_dropout_takes_probabilities_out_and_scales_the_others() -> None:
     x = qkv().detach()
     stream, place = (
         DropoutStream.of_micro_batch(1, 0, B, torch.device("cpu")),
-        place_keys(0, ("attention",))[0],
+        site_keys([(0, "attention")])[0],
     )
 
     def drop(p: Tensor) -> Tensor:

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.cache import FIRST_COLUMNS, DecodePass, KeyValueCache, PrefillPass, causal_attention, joined
+from mlm.models.cache import (
+    FIRST_COLUMNS,
+    DecodePass,
+    KeyValueCache,
+    PrefillPass,
+    causal_attention,
+    merge_heads,
+)
 
 HEADS, KV_HEADS, D, LONGEST = 4, 2, 6, 12
 CPU = torch.device("cpu")
@@ -30,7 +37,7 @@ def test_a_step_attends_to_what_reading_everything_again_does(
     found = DecodePass(cache, lengths, dtype=torch.float64, device=CPU).attend(0, *last, window=window)
     for row, n in enumerate(lengths):
         whole = (x[row : row + 1, :, : n + 1] for x in (q, k, v))
-        want = joined(causal_attention(*whole, window=window))[-1:]
+        want = merge_heads(causal_attention(*whole, window=window))[-1:]
         torch.testing.assert_close(found[:, row : row + 1], want, rtol=0, atol=1e-12)
 
 

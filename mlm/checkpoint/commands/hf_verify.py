@@ -15,7 +15,7 @@ from mlm.checkpoint.huggingface.folder import HFModel, read_model
 from mlm.inference.hf_source import EXTRA
 from mlm.inference.trained import load_trained
 from mlm.models.backbone import Inputs, Transformer
-from mlm.models.documents import without_padding
+from mlm.models.documents import padding_spans
 from mlm.models.family import family_of
 from mlm.models.huggingface import Outputs, ProbeSamples
 from mlm.optim.config import PrecisionConfig
@@ -134,7 +134,7 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
 def inputs_of(probe: ProbeSamples, device: torch.device, *, reads_both_ways: bool) -> Inputs:
     """Return the probe as the input of a model."""
     width = probe.tokens.shape[1]
-    spans = without_padding(probe.lengths, width, torch.float32, device) if reads_both_ways else None
+    spans = padding_spans(probe.lengths, width, torch.float32, device) if reads_both_ways else None
     types = None if probe.token_types is None else probe.token_types.to(device)
     return Inputs(probe.tokens.to(device), probe.lengths.to(device), types, spans)
 

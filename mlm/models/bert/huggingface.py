@@ -150,16 +150,16 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
     Raises ConfigError.
     """
     norm: Literal["pre", "post"] = "pre" if config.get("model_type") == "megatron-bert" else "post"
-    found = _KEYS[norm].read(config, path, "BERT")
-    settings = _KEYS[norm].settings(found)
+    values = _KEYS[norm].read(config, path, "BERT")
+    settings = _KEYS[norm].settings(values)
     if settings["ffn_hidden_size"] == 4 * settings["hidden_size"]:
         settings["ffn_hidden_size"] = None
     notes = []
     last = config.get("classifier_dropout")
-    if last is not None and last != found["hidden_dropout_prob"]:
+    if last is not None and last != values["hidden_dropout_prob"]:
         notes.append(
             f"classifier_dropout={show(last)} is not kept: model.hidden_dropout is one number for all, "
-            f"hidden_dropout_prob={found['hidden_dropout_prob']} is taken"
+            f"hidden_dropout_prob={values['hidden_dropout_prob']} is taken"
         )
     return ModelConfig(**settings, kind="bert", norm=norm, head="none"), notes
 
@@ -175,7 +175,7 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     }
 
 
-def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
     """Return the model that these tensors make.
 
     BertForMaskedLM has neither pooler nor sentence-order head, BertModel perhaps no pooler: missing
@@ -186,19 +186,19 @@ def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str)
         "classification": "classifier.weight",
         "span": "qa_outputs.weight",
     }
-    head = one_head(heads, found, path)
-    modules = {name.rpartition(".")[0] for name in found}
+    head = one_head(heads, shapes, path)
+    modules = {name.rpartition(".")[0] for name in shapes}
     if head == "classification":
         if _POOLER not in modules:
             raise UserError(
                 f"{path}: holds a classifier and no {_POOLER}: a label for each token "
                 f"(…BertForTokenClassification) is not supported. Save its base model, and name that folder"
             )
-        shape = found["classifier.weight"]
+        shape = shapes["classifier.weight"]
         return FolderContent(replace(model, head=head, num_labels=shape[0] if shape else 0))
     if head == "span":
         config = replace(model, head=head)
-        unused = frozenset(name for name in found if name.startswith(f"{_POOLER}."))
+        unused = frozenset(name for name in shapes if name.startswith(f"{_POOLER}."))
         note = f"left out: {_POOLER}, which {architecture(config)} has no use for"
         return FolderContent(config, left_out=unused, notes=(Note(note),) if unused else ())
     wanted = {"pooler": _POOLER} | ({"sop_head": _ORDER} if head == "language_model" else {})
@@ -207,7 +207,7 @@ def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str)
         Note(f"no {theirs} is there: {ours} takes initial values, which training moves", about=ours)
         for ours, theirs in missing.items()
     ]
-    unused = frozenset(name for name in found if head is None and name.startswith(f"{_ORDER}."))
+    unused = frozenset(name for name in shapes if head is None and name.startswith(f"{_ORDER}."))
     if unused:
         notes.append(Note(f"left out: {_ORDER}, as no masked-LM head is there", about="sop_head"))
     filled = frozenset(f"{ours}.{part}" for ours in missing for part in ("weight", "bias"))
@@ -231,8 +231,8 @@ def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> d
         "mask": tokenizer.mask_id,
         "pad": tokenizer.pad_id,
     }
-    found = {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
-    return {**found, "unk_token": UNK, "model_input_names": list(INPUTS)}
+    tokens = {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
+    return {**tokens, "unk_token": UNK, "model_input_names": list(INPUTS)}
 
 
 def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
@@ -248,20 +248,20 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
 def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> Outputs:
     """Outputs of a BERT of `transformers`, but for heads that the folder lacks."""
     types = {} if probe.token_types is None else {"token_type_ids": probe.token_types}
-    found = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)
+    output = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)
     filled = {name.partition(".")[0] for name in content.filled}
     match content.config.head:
         case "classification":
-            return {"logits": found.logits}
+            return {"logits": output.logits}
         case "span":
-            return {"logits": torch.stack([found.start_logits, found.end_logits], -1)[probe.mask]}
+            return {"logits": torch.stack([output.start_logits, output.end_logits], -1)[probe.mask]}
         case "none":
-            outputs = {"hidden states": found.last_hidden_state[probe.mask]}
-            return outputs if "pooler" in filled else outputs | {"pooled states": found.pooler_output}
-    outputs = {"token logits": found.prediction_logits[probe.mask]}
+            outputs = {"hidden states": output.last_hidden_state[probe.mask]}
+            return outputs if "pooler" in filled else outputs | {"pooled states": output.pooler_output}
+    outputs = {"token logits": output.prediction_logits[probe.mask]}
     if filled & {"pooler", "sop_head"}:  # the sentence-order head reads the pooler
         return outputs
-    return outputs | {"order logits": found.seq_relationship_logits}
+    return outputs | {"order logits": output.seq_relationship_logits}
 
 
 MAPPING = HuggingFaceMapping(

@@ -16,7 +16,7 @@ from torch import Tensor
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.heads import MaskedTokenHead, PlainLinear
 from mlm.parallel.collectives import gather_rows
-from mlm.parallel.cross_entropy import cross_entropy_and_hits, full_logits, token_scores, wide
+from mlm.parallel.cross_entropy import cross_entropy_and_hits, full_logits, loss_dtype, token_scores
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 
@@ -115,7 +115,7 @@ class BERT(Transformer):
         if not self.stage.is_last:
             return h
         y = self.token_logits(h.flatten(0, 1))  # [S * B, vocab_size]
-        return y.to(wide(y.dtype)).view(*h.shape[:2], -1).transpose(0, 1)
+        return y.to(loss_dtype(y.dtype)).view(*h.shape[:2], -1).transpose(0, 1)
 
     def token_logits(self, rows: Tensor) -> Tensor:
         """Logits of the masked-LM head for hidden states [R, H]: [R, vocab_size], on every tp rank."""
@@ -127,6 +127,6 @@ class BERT(Transformer):
     def _order(self, h: Tensor, is_swapped: Tensor) -> tuple[Tensor, Tensor]:
         """Each sample's loss of sentence-order prediction, and 1 where the prediction is right: [B] each."""
         logits = self.whole(self.sop_head(self.pool(h)))[0]
-        logits = logits.to(wide(logits.dtype))
+        logits = logits.to(loss_dtype(logits.dtype))
         losses = F.cross_entropy(logits, is_swapped, ignore_index=IGNORE_INDEX, reduction="none")
         return losses, (logits.detach().argmax(-1) == is_swapped).to(losses.dtype)

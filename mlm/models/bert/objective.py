@@ -9,7 +9,7 @@ from mlm.data.config import DataConfig
 from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT, PARTS, MaskedTargets, masked_targets
 from mlm.models.bert.samples import BERTBatch
-from mlm.models.documents import without_padding
+from mlm.models.documents import padding_spans
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
@@ -34,7 +34,7 @@ class MaskedTokens:
     def inputs(self, chunk: BERT, batch: BERTBatch) -> tuple[Inputs, MaskedTargets]:
         """Inputs and targets of a micro-batch, on the device."""
         device = self.ctx.device
-        spans = without_padding(batch.lengths, batch.tokens.shape[1], self.dtype, device)
+        spans = padding_spans(batch.lengths, batch.tokens.shape[1], self.dtype, device)
         shard = {"parts": self.ctx.tp.size, "part": self.ctx.tp.rank} if chunk.sequence_parallel else {}
         targets = masked_targets(batch.labels, batch.is_swapped, **shard)
         places, labels, is_swapped = (

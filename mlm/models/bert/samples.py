@@ -88,11 +88,6 @@ class BERTSamples:
         """True at tokens, false at padding: bool [n, S]."""
         return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
-    @property
-    def masked_positions(self) -> NDArray[np.bool_]:
-        """True at tokens to predict: bool [n, S]."""
-        return np.not_equal(self.labels, IGNORE_INDEX)
-
 
 @dataclass(frozen=True, eq=False)
 class BERTBatch:

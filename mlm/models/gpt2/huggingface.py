@@ -110,14 +110,14 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
 def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for a GPT2Config, and notes on differences. Raises ConfigError."""
     config = dict(config) | {_ALIASES[k]: v for k, v in config.items() if k in _ALIASES}
-    found = _KEYS.read(config, path, "GPT-2")
+    values = _KEYS.read(config, path, "GPT-2")
     notes = []
-    if found["embd_pdrop"] != found["resid_pdrop"]:
+    if values["embd_pdrop"] != values["resid_pdrop"]:
         notes.append(
-            f"embd_pdrop={found['embd_pdrop']} is not kept: model.hidden_dropout is one number for the "
-            f"embeddings and the residual branches, resid_pdrop={found['resid_pdrop']} is taken"
+            f"embd_pdrop={values['embd_pdrop']} is not kept: model.hidden_dropout is one number for the "
+            f"embeddings and the residual branches, resid_pdrop={values['resid_pdrop']} is taken"
         )
-    return ModelConfig(**_KEYS.settings(found)), notes
+    return ModelConfig(**_KEYS.settings(values)), notes
 
 
 def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
@@ -134,16 +134,16 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     }
 
 
-def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
     """Return the model that these tensors make.
 
     Without another head it is GPT2LMHeadModel, whose output layer is the token table. Raises UserError if
     there are two heads.
     """
     heads: dict[Head, str] = {"classification": "score.weight", "span": "qa_outputs.weight"}
-    head = one_head(heads, found, path)
+    head = one_head(heads, shapes, path)
     if head == "classification":
-        num_labels = found["score.weight"][0] if found["score.weight"] else 0
+        num_labels = shapes["score.weight"][0] if shapes["score.weight"] else 0
         filled = frozenset({"classifier.bias"})
         return FolderContent(replace(model, head="classification", num_labels=num_labels), filled)
     return FolderContent(replace(model, head="span") if head == "span" else model)
@@ -174,12 +174,12 @@ def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> O
         theirs.config.pad_token_id = None  # a random token could be its padding: sample by sample, without
         samples = zip(probe.tokens, probe.lengths.tolist(), strict=True)
         return {"logits": torch.cat([theirs(row[None, :length]).logits for row, length in samples])}
-    found = theirs(probe.tokens, attention_mask=probe.mask.long())
+    output = theirs(probe.tokens, attention_mask=probe.mask.long())
     if head == "span":
-        return {"logits": torch.stack([found.start_logits, found.end_logits], -1)[probe.mask]}
+        return {"logits": torch.stack([output.start_logits, output.end_logits], -1)[probe.mask]}
     if head == "none":
-        return {"hidden states": found.last_hidden_state[probe.mask]}
-    return {"logits": found.logits[probe.mask]}
+        return {"hidden states": output.last_hidden_state[probe.mask]}
+    return {"logits": output.logits[probe.mask]}
 
 
 MAPPING = HuggingFaceMapping(

@@ -147,15 +147,15 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
 def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for one of the four configurations, and no notes. Raises ConfigError."""
     kind = str(config["model_type"])
-    found = _KEYS[kind].read(config, path, NAMES[kind])
-    options, problems = read_rope(config, path, found["max_position_embeddings"])
-    window, more = _window(config, found["num_hidden_layers"], kind, path)
+    values = _KEYS[kind].read(config, path, NAMES[kind])
+    options, problems = read_rope(config, path, values["max_position_embeddings"])
+    window, more = _window(config, values["num_hidden_layers"], kind, path)
     if problems or more:
         raise ConfigError([*problems, *more])
-    heads, width = found["num_attention_heads"], found["hidden_size"] // found["num_attention_heads"]
+    heads, width = values["num_attention_heads"], values["hidden_size"] // values["num_attention_heads"]
     options |= {
-        "num_kv_heads": found["num_key_value_heads"] or heads,
-        "head_dim": found["head_dim"] or width,
+        "num_kv_heads": values["num_key_value_heads"] or heads,
+        "head_dim": values["head_dim"] or width,
         "qk_norm": kind == "qwen3",
         "qkv_bias": kind == "qwen2",
         "tied": config.get("tie_word_embeddings", False) is True,
@@ -163,7 +163,7 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
     }
     usual = DEFAULTS | {"num_kv_heads": heads, "head_dim": width}
     model = ModelConfig(
-        **_KEYS[kind].settings(found),
+        **_KEYS[kind].settings(values),
         kind="llama",
         hidden_dropout=0.0,
         options={name: value for name, value in options.items() if value != usual[name]},
@@ -223,15 +223,15 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     }
 
 
-def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
     """Return the model that these tensors make: a language model, or its layers alone.
 
     Raises UserError for a head that is no output layer.
     """
-    other = next((name for name in found if name.startswith(("score.", "qa_outputs."))), None)
+    other = next((name for name in shapes if name.startswith(("score.", "qa_outputs."))), None)
     if other is not None:
         raise UserError(f"{path}: holds {other}, a head that is not supported. Save the model with lm_head")
-    if "lm_head.weight" in found or LlamaSettings.of(model).tied:
+    if "lm_head.weight" in shapes or LlamaSettings.of(model).tied:
         return FolderContent(model)
     note = Note("no lm_head.weight is there, nor tie_word_embeddings=true: the layers alone, without output")
     return FolderContent(replace(model, head="none"), notes=(note,))

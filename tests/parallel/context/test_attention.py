@@ -14,7 +14,7 @@ from mlm.models.cache import window_mask
 from mlm.parallel.context import attention as module
 from mlm.parallel.context.attention import GPUKernel, KeyBlock, attention_blocks, context_attention
 from mlm.parallel.context.zigzag import local_tokens, rank_positions
-from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped, place_keys
+from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped, site_keys
 from mlm.parallel.mesh import Axis, ParallelContext
 from tests.ranks import run_on_ranks
 
@@ -83,13 +83,13 @@ def compare_with_whole(ctx: ParallelContext, length: int, window: int, p: float)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
     dy = torch.randn(samples, HEADS, length, D, dtype=torch.float64)
-    stream, place = DropoutStream.of_micro_batch(1, 0, samples, ctx.device), place_keys(3, ("attention",))[0]
+    stream, place = DropoutStream.of_micro_batch(1, 0, samples, ctx.device), site_keys([(3, "attention")])[0]
     expected = attention_of_whole(*whole, window, p, stream, place)
     expected.backward(dy)
 
     def drop(x: Tensor, heads: range, rows: Tensor, columns: Tensor) -> Tensor:
         how = {"length": length, "heads": heads, "rows": rows, "columns": columns}
-        return stream.some_probabilities(x, p, place, **how)
+        return stream.probabilities_at(x, p, place, **how)
 
     own = [local_tokens(x.detach(), ctx.cp, 2).requires_grad_() for x in whole]
     with patch.object(module, "MOST_SCORES", 100):  # a few heads at a time
