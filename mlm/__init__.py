@@ -83,7 +83,10 @@ _MODULES = {
     "mlm.checkpoint.commands.import_hf": ("import_hf",),
     "mlm.launch.join": ("build_mesh",),
     "mlm.inference.api": ("Model", "load"),
-    "mlm.models": ("BERT", "GPT2", "ModelConfig", "ModelFamily"),
+    "mlm.models.bert.model": ("BERT",),
+    "mlm.models.config": ("ModelConfig",),
+    "mlm.models.family": ("ModelFamily",),
+    "mlm.models.gpt2.model": ("GPT2",),
     "mlm.parallel.collectives": (
         *("all_reduce", "copy_to_tp", "gather_sequence", "reduce_from_tp", "scatter_sequence"),
     ),
