@@ -24,9 +24,9 @@ from mlm.parallel.mesh import Axis
 class GatedMLP(MLP):
     """Gated MLP y = W2 (act(G x) * (U x)) (arXiv:2002.05202): SwiGLU, or GeGLU with model.activation=gelu.
 
-    G and U are in one weight, whose rows are ordered [block][gate, up][F / blocks], with gcd(N, F) blocks: a
-    contiguous split at any tp that divides the heads and F gives whole blocks. Columns of W2 are in the usual
-    order.
+    G and U are in one weight, whose rows are ordered `[block][gate, up][F / blocks]`, with gcd(N, F) blocks:
+    a contiguous split at any tp that divides the heads and F gives whole blocks. Columns of W2 are in the
+    usual order.
     """
 
     def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
