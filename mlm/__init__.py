@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     )
     from mlm.parallel.cross_entropy import linear_cross_entropy
     from mlm.parallel.gradients import GradientReducer, sum_replicated_gradients
-    from mlm.parallel.init import init_parameters
     from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from mlm.parallel.mesh import ParallelContext
+    from mlm.parallel.random import init_parameters
     from mlm.parallel.sharding import parameter_shards
 
 __version__ = "0.2.0"
@@ -83,7 +83,10 @@ _MODULES = {
     "mlm.checkpoint.commands.import_hf": ("import_hf",),
     "mlm.launch.join": ("build_mesh",),
     "mlm.inference.api": ("Model", "load"),
-    "mlm.models": ("BERT", "GPT2", "ModelConfig", "ModelFamily"),
+    "mlm.models.bert.model": ("BERT",),
+    "mlm.models.config": ("ModelConfig",),
+    "mlm.models.family": ("ModelFamily",),
+    "mlm.models.gpt2.model": ("GPT2",),
     "mlm.parallel.collectives": (
         *("all_reduce", "copy_to_tp", "gather_sequence", "reduce_from_tp", "scatter_sequence"),
     ),
@@ -95,7 +98,7 @@ _MODULES = {
     "mlm.optim.config": ("OptimizerConfig", "ScheduleConfig"),
     "mlm.optim.schedule": ("learning_rate",),
     "mlm.parallel.gradients": ("GradientReducer", "sum_replicated_gradients"),
-    "mlm.parallel.init": ("init_parameters",),
+    "mlm.parallel.random": ("init_parameters",),
     "mlm.parallel.sharding": ("parameter_shards",),
 }
 

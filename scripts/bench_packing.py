@@ -31,9 +31,9 @@ from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.init import init_parameters
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.random import init_parameters
 from mlm.training.pipelined import PipelinedModel
 
 VOCAB = 2048

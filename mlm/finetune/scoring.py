@@ -17,9 +17,9 @@ from mlm.finetune.packing import AnswerLoss, Packer, answer_scores
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
 from mlm.models.backbone import Inputs, Transformer
-from mlm.models.documents import without_padding
+from mlm.models.documents import padding_spans
 from mlm.parallel.collectives import all_reduce
-from mlm.parallel.cross_entropy import wide
+from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
@@ -48,7 +48,7 @@ class Finetuning:
         device, config = self.ctx.device, chunk.config
         spans = None
         if not config.family.causal:  # in a causal model no token attends to padding
-            spans = without_padding(batch.lengths, batch.tokens.shape[1], self.dtype, device)
+            spans = padding_spans(batch.lengths, batch.tokens.shape[1], self.dtype, device)
         tokens, lengths, types = (
             to_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
         )
@@ -74,7 +74,7 @@ class Finetuning:
         if not chunk.stage.is_last:
             return y
         labels, lengths = (to_device(t, y.device) for t in (batch.labels, batch.lengths))
-        return scale * self.loss(y.to(wide(y.dtype)), labels, lengths)
+        return scale * self.loss(y.to(loss_dtype(y.dtype)), labels, lengths)
 
     def sums(self, chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:
         """Return hidden states, or in the last stage the sum of the losses in float64."""

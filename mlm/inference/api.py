@@ -39,7 +39,7 @@ from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.collectives import broadcast
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.cross_entropy import wide
+from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import ConfigError, Problem, UserError, type_of
 
@@ -282,7 +282,11 @@ class Model:
 
         model, pp, size = self.trained.model, self.ctx.pp, self.config.vocab_size
         found_here = [y.contiguous() for _, y in model.evaluate([Batch(batch, batch, 0)], forward)]
-        y = found_here[0] if found_here else batch.new_empty(*batch.shape, size, dtype=wide(model.dtype))
+        y = (
+            found_here[0]
+            if found_here
+            else batch.new_empty(*batch.shape, size, dtype=loss_dtype(model.dtype))
+        )
         return broadcast(y, pp, pp.size - 1)
 
     def _batch(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:

@@ -24,8 +24,8 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import JSON, CheckpointError, Manifest, canonical
 from mlm.checkpoint.native.slices import Region
 from mlm.data.files_present import hub_id
-from mlm.parallel.init import init_shard
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.random import init_shard
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.config import PretrainConfig
 from mlm.training.run_folder import imported_state, run_config

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mlm.models.cache import Reading, heads_of, joined
+from mlm.models.cache import Reading, merge_heads, split_heads
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.models.packed import packed_attention
 from mlm.models.rotary import Rotary
 from mlm.parallel.context.attention import context_attention
-from mlm.parallel.dropout import DropoutStream, place_keys
+from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
 from mlm.parallel.uncompiled import skip_compile
@@ -50,9 +50,9 @@ class SelfAttention(nn.Module):
             raise ValueError(f"num_heads={config.num_heads} must be divisible by tp={tp.size}")
         self.layer, self.recompute, self.causal = layer, recompute, config.family.causal
         self.head_dim, self.dropout = config.head_dim, config.attention_dropout
-        self.window = config.sizes.window
+        self.window = config.architecture.window
         self.first_head = tp.rank * config.num_heads // tp.size
-        self.register_buffer("places", place_keys(layer, ("attention",)), persistent=False)
+        self.register_buffer("places", site_keys([(layer, "attention")]), persistent=False)
         self._add_projections(config, sequence_parallel)
         self.out = RowParallelLinear(
             config.num_heads * self.head_dim,
@@ -61,7 +61,7 @@ class SelfAttention(nn.Module):
             sequence_parallel=sequence_parallel,
             init_std=config.init_std / math.sqrt(2 * config.num_layers),
             init_seed=None,
-            bias=config.sizes.bias,
+            bias=config.architecture.bias,
         )
 
     def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:
@@ -83,7 +83,7 @@ class SelfAttention(nn.Module):
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of `project`, each [B, heads, S, D]."""
-        return heads_of(qkv, self.head_dim)
+        return split_heads(qkv, self.head_dim)
 
     def parts(self, qkv: Tensor, count: int) -> tuple[Tensor, ...]:
         """`project` as each of `count` tp ranks would have it."""
@@ -136,7 +136,7 @@ class SelfAttention(nn.Module):
 
         def drop(x: Tensor, heads: range, rows: Tensor, columns: Tensor) -> Tensor:
             assert stream is not None
-            return stream.some_probabilities(
+            return stream.probabilities_at(
                 x,
                 self.dropout,
                 self.places[0],
@@ -147,7 +147,7 @@ class SelfAttention(nn.Module):
             )
 
         drops = drop if stream is not None and self.dropout > 0 else None
-        return joined(context_attention(q, k, v, self.cp, window=self.window, drop=drops))
+        return merge_heads(context_attention(q, k, v, self.cp, window=self.window, drop=drops))
 
     def _fused(self, qkv: Tensor, p: float, spans: Spans | None) -> Tensor:
         def attention(

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
 from mlm.models.heads import PlainLinear, gather_outputs
-from mlm.models.layer_norm import LayerNorm
+from mlm.models.norms import LayerNorm
 from mlm.models.rotary import Rotary
-from mlm.models.stage import Stage, split_layers
+from mlm.models.stage import PipelineStage, split_layers
 from mlm.models.transformer import TransformerLayer
 from mlm.parallel.context.zigzag import local_positions, local_tokens
 from mlm.parallel.dropout import DropoutStream, site_keys
@@ -38,7 +38,7 @@ class Inputs:
     """Hides the padding where attention is not causal; None where there is none."""
 
 
-class Table(nn.Module):
+class LearnedTable(nn.Module):
     """A learned table [rows, H], replicated over tp: of positions, or of segment types."""
 
     def __init__(self, rows: int, hidden_size: int, *, init_std: float) -> None:
@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
         sequence_parallel: bool = False,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
         cp: Axis | None = None,
     ) -> None:
         super().__init__()
@@ -101,10 +101,10 @@ class Transformer(nn.Module):
                 init_seed=None,
             )
         if stage.is_first:
-            if config.sizes.learned_positions:
-                self.position = Table(config.max_positions, h, init_std=std)
+            if config.architecture.learned_positions:
+                self.position = LearnedTable(config.max_positions, h, init_std=std)
             if config.token_types:
-                self.token_type = Table(config.token_types, h, init_std=std)
+                self.token_type = LearnedTable(config.token_types, h, init_std=std)
             if config.norm == "post":
                 self.embedding_norm = LayerNorm(h, eps=config.layer_norm_eps)
         self.layers = nn.ModuleDict(
@@ -169,7 +169,7 @@ class Transformer(nn.Module):
         first = self.tp.rank * rows if self.sequence_parallel else 0
         mine = slice(first, first + rows)
         x = self.token(tokens.t())
-        if self.config.sizes.learned_positions:
+        if self.config.architecture.learned_positions:
             x = x + self.position(range(first, first + rows) if positions is None else positions.t()[mine])
         if token_types is not None:
             x = x + self.token_type(token_types.t()[mine])
@@ -227,7 +227,7 @@ class Transformer(nn.Module):
         if self.pools:
             pooled = self.pool(h)
             if stream is not None:
-                pooled = stream.everywhere(pooled, self.config.hidden_dropout, self.places[1])
+                pooled = stream.replicated(pooled, self.config.hidden_dropout, self.places[1])
             return self.whole(self.classifier(pooled))[0]
         rows = torch.arange(len(inputs.lengths), device=h.device)
         if self.sequence_parallel:  # a row's last token is on any one of the ranks

@@ -80,7 +80,7 @@ class PrefillPass:
         keys, values = self.cache.layer(layer, k, length)
         for number, row in enumerate(self.rows):
             keys[row, :, :length], values[row, :, :length] = k[number], v[number]
-        return joined(causal_attention(q, k, v, window=window))
+        return merge_heads(causal_attention(q, k, v, window=window))
 
 
 class DecodePass:
@@ -127,13 +127,13 @@ class DecodePass:
         keys, values = keys[: self.count, :, : self.columns], values[: self.count, :, : self.columns]
         grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.bias(window), enable_gqa=grouped)
-        return joined(y)
+        return merge_heads(y)
 
 
 Reading = PrefillPass | DecodePass
 
 
-def heads_of(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(qkv: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of [S, B, 3H/t], each [B, N/t, S, D]."""
     s, b, _ = qkv.shape
     q, k, v = qkv.view(s, b, -1, 3, head_dim).permute(3, 1, 2, 0, 4).unbind(0)
@@ -160,6 +160,6 @@ def window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def joined(y: Tensor) -> Tensor:
+def merge_heads(y: Tensor) -> Tensor:
     """[B, N/t, S, D] -> [S, B, H/t]."""
     return y.permute(2, 0, 1, 3).flatten(2)

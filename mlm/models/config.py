@@ -1,11 +1,10 @@
 """Settings of a model: shape, regularisation and head of a transformer."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
-from mlm.models.family import SHIPPED, ModelFamily, count_parameters, family_of, sizes_of
-from mlm.models.sizes import Sizes
+from mlm.models.family import SHIPPED, Architecture, ModelFamily, count_parameters, family_of
 
 if TYPE_CHECKING:
     from mlm.data.sampler import MicroBatch
@@ -78,14 +77,14 @@ class ModelConfig:
         return self.options.get(name, self.family.options[name])
 
     @property
-    def sizes(self) -> Sizes:
+    def architecture(self) -> Architecture:
         """Parts and sizes that the family decides."""
-        return sizes_of(self)
+        return self.family.architecture(self)
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head, D."""
-        return self.sizes.head_dim
+        return self.architecture.head_dim
 
     @property
     def ffn_size(self) -> int:
@@ -95,7 +94,7 @@ class ModelConfig:
     @property
     def is_tied(self) -> bool:
         """True if the output layer is the token table, which the last stage then holds too."""
-        return self.head == "language_model" and self.sizes.tied
+        return self.head == "language_model" and self.architecture.tied
 
     def padded_vocab_size(self, tp: int) -> int:
         """vocab_size rounded up to vocab_multiple * tp, so each of tp ranks holds equal whole tiles."""
@@ -104,25 +103,13 @@ class ModelConfig:
 
     def num_parameters(self) -> int:
         """Parameters of the unpadded model; an output layer tied to the token embedding counts once."""
-        if self.kind not in SHIPPED:
-            return count_parameters(replace(self, vocab_multiple=1))
-        h, sizes = self.hidden_size, self.sizes
-        qkv = sizes.head_dim * (self.num_heads + 2 * sizes.kv_heads)
-        biases = (qkv if sizes.qkv_bias else 0) + (2 * h + self.ffn_size if sizes.bias else 0)
-        one_norm = h * (2 if sizes.norm_bias else 1)
-        norms = 2 * one_norm + (2 * sizes.head_dim if sizes.head_norms else 0)
-        rows = self.vocab_size + self.token_types + (self.max_positions if sizes.learned_positions else 0)
-        if self.head == "language_model" and not sizes.tied:
-            rows += self.vocab_size
-        layers = self.num_layers * (self._layer_weights() + biases + norms)
-        # one norm is after the layers, or after the embeddings with norm=post
-        return rows * h + layers + one_norm + self.family.num_head_parameters(self)
+        return count_parameters(self)
 
     def _layer_weights(self) -> int:
         """Elements of a layer's matrices."""
-        sizes = self.sizes
-        attention = 2 * sizes.head_dim * (self.num_heads + sizes.kv_heads)
-        return self.hidden_size * (attention + (3 if sizes.gated else 2) * self.ffn_size)
+        parts = self.architecture
+        attention = 2 * parts.head_dim * (self.num_heads + parts.kv_heads)
+        return self.hidden_size * (attention + (3 if parts.gated else 2) * self.ffn_size)
 
     def flops_per_token(self, seq_length: int, tp: int = 1) -> float:
         """Model floating-point operations of one training token, forward and backward, no recomputation.
@@ -132,6 +119,6 @@ class ModelConfig:
         the layers count as the family defines it: vocabulary projections of scored tokens.
         """
         width = self.num_heads * self.head_dim
-        attention = 12 * self.num_layers * width * self.sizes.attended(seq_length)
+        attention = 12 * self.num_layers * width * self.architecture.attended(seq_length)
         layers = self.num_layers * self._layer_weights()
         return 6 * (layers + self.family.head_products(self, tp)) + attention

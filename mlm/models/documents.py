@@ -104,18 +104,18 @@ class Boundaries:
 def document_positions(ends: Tensor) -> Tensor:
     """Tokens between each token and the beginning of its document or sample: bool [B, S] -> int64 [B, S]."""
     places = torch.arange(ends.shape[1], device=ends.device)
-    begins = torch.where(_behind(ends), places, 0).cummax(dim=1).values  # of each token's document
+    begins = torch.where(_document_begins(ends), places, 0).cummax(dim=1).values  # of each token's document
     return places - begins
 
 
 def document_spans(ends: Tensor, dtype: torch.dtype) -> Spans:
     """The documents that `ends`, bool [B, S], marks the last token of."""
     if ends.device.type == "cpu":
-        return Spans(tuple(map(_lengths, _behind(ends))))
+        return Spans(tuple(map(_lengths, _document_begins(ends))))
     return Spans((), document_bias(ends, dtype))
 
 
-def without_padding(lengths: Tensor, width: int, dtype: torch.dtype, device: torch.device) -> Spans | None:
+def padding_spans(lengths: Tensor, width: int, dtype: torch.dtype, device: torch.device) -> Spans | None:
     """Return spans that hide the padding after sequences; None if there is none.
 
     Args:
@@ -135,13 +135,13 @@ def without_padding(lengths: Tensor, width: int, dtype: torch.dtype, device: tor
 
 def document_bias(ends: Tensor, dtype: torch.dtype) -> Tensor:
     """0 for each token and those not after it in its document, else -inf: bool [B, S] -> [B, 1, S, S]."""
-    number = _behind(ends).cumsum(dim=1)  # of each token's document in its sample
+    number = _document_begins(ends).cumsum(dim=1)  # of each token's document in its sample
     attends = (number[:, :, None] == number[:, None, :]).tril()
     bias = torch.zeros(attends.shape, dtype=dtype, device=ends.device)
     return bias.masked_fill_(~attends, -math.inf).unsqueeze(1)
 
 
-def _behind(ends: Tensor) -> Tensor:
+def _document_begins(ends: Tensor) -> Tensor:
     """True at tokens right after the end of a document: bool [B, S]."""
     begins = ends.roll(1, dims=1)
     begins[:, 0] = False

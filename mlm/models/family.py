@@ -7,18 +7,18 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from mlm.config.imports import imported
-from mlm.models.sizes import Sizes, usual_sizes
+from mlm.config.imports import OwnCodeError, imported
 from mlm.util.errors import Problem
 
 if TYPE_CHECKING:  # settings know their family, so nothing here may need them, or torch, at run time
     import torch
+    from torch import Tensor
 
     from mlm.data.config import DataConfig
     from mlm.data.sampler import Dataset, MicroBatch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # settings know their family, so nothing here may need them, 
     from mlm.models.config import ModelConfig
     from mlm.models.huggingface import HuggingFaceMapping
     from mlm.models.megatron import MegatronMapping
-    from mlm.models.objective import Objective
+    from mlm.parallel.dropout import DropoutStream
     from mlm.parallel.mesh import ParallelContext
 
 SHIPPED = {
@@ -36,15 +36,55 @@ SHIPPED = {
     "llama": "mlm.models.llama.family",
 }
 """Module of the FAMILY of each shipped kind."""
-SIZES = {
-    "gpt2": "mlm.models.sizes:usual_sizes",
-    "bert": "mlm.models.sizes:usual_sizes",
-    "llama": "mlm.models.llama.settings:sizes",
-}
-"""`sizes` of each, where neither the family nor torch is imported: a plan's formulas need no more."""
-
 C = TypeVar("C", bound="Transformer")
 B = TypeVar("B", bound="MicroBatch")
+C_in = TypeVar("C_in", bound="Transformer", contravariant=True)
+B_in = TypeVar("B_in", bound="MicroBatch", contravariant=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """Parts and sizes of a model beyond those that ModelConfig names; the defaults are those of GPT-2."""
+
+    head_dim: int
+    """Width of one attention head, D."""
+    kv_heads: int
+    """Heads of keys and of values, K; num_heads where each query head has its own."""
+    gated: bool = False
+    """True for an MLP of three matrices: its input is multiplied by a gate (arXiv:2002.05202)."""
+    fused_qkv: bool = True
+    """True if queries, keys and values are of one weight; else queries of one, keys and values of another."""
+    qkv_bias: bool = True
+    """True if queries, keys and values have biases."""
+    bias: bool = True
+    """True if attention's output and the MLP have biases."""
+    norm_bias: bool = True
+    """True for layer norm, which has a bias; False for RMSNorm."""
+    head_norms: bool = False
+    """True if the queries and keys of each head are normed."""
+    learned_positions: bool = True
+    """True if there is a table of positions."""
+    tied: bool = True
+    """True if a language model's output layer is the token table."""
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0 for all before it."""
+
+    def attended(self, seq_length: int) -> float:
+        """Tokens that attention is computed for, of each token: S, as formulas count no causal mask.
+
+        A window W < S leaves S W - W^2/2 of the S^2/2 pairs under the mask.
+        """
+        w = min(self.window or seq_length, seq_length)
+        return w * (2 - w / seq_length)
+
+    def kv_size(self, tp: int = 1) -> int:
+        """Width of the keys on one tensor-parallel rank: beyond K ranks, heads are replicated."""
+        return self.head_dim * max(1, self.kv_heads // tp)
+
+
+def usual_architecture(model: "ModelConfig") -> Architecture:
+    """The parts and sizes of GPT-2 and BERT."""
+    return Architecture(head_dim=model.hidden_size // model.num_heads, kv_heads=model.num_heads)
 
 
 class SampleSource(Protocol):
@@ -73,6 +113,44 @@ class SampleSource(Protocol):
 
     def synthetic(self, data: "DataConfig", vocab_size: int, num_samples: int, seed: int) -> "Dataset":
         """Return random samples of data.seq_length tokens."""
+        ...
+
+
+class Objective(Protocol[C_in, B_in]):
+    """Training objective: the numbers that a micro-batch gives, and what each is divided by.
+
+    Its `parts` are k numbers; the first `losses` of them are minimised.
+    """
+
+    parts: tuple[str, ...]
+    losses: int
+    methods: tuple[str, ...]
+    """Methods of the model that it calls, other than `forward`."""
+
+    def counts(self, batch: B_in) -> Sequence[int]:
+        """Return the number of terms in each part of a micro-batch: scored tokens, samples. On the host.
+
+        Over cp ranks those of all of them; `output` and `sums` add up this rank's.
+        """
+        ...
+
+    def output(
+        self,
+        chunk: C_in,
+        batch: B_in,
+        scale: "Tensor",
+        stream: "DropoutStream | None",
+        x: "Tensor | None",
+    ) -> "Tensor":
+        """Return a stage's hidden states, or in the last stage `scale` [k] times each part's sum.
+
+        The latter is [k], of which the losses are differentiable. `x` are the hidden states of the stage
+        before, None in the first.
+        """
+        ...
+
+    def sums(self, chunk: C_in, batch: B_in, x: "Tensor | None") -> "Tensor":
+        """Return the same without dropout, gradients and scale: [k] float64."""
         ...
 
 
@@ -109,10 +187,8 @@ class ModelFamily(Generic[C, B]):
     """True if its attention takes packed sequences in place of a bias (mlm/models/packed.py)."""
     data_keys: tuple[str, ...] = ()
     """Keys of data.* that shape the samples of this family and not of others."""
-    sizes: "Callable[[ModelConfig], Sizes]" = usual_sizes
+    architecture: "Callable[[ModelConfig], Architecture]" = usual_architecture
     """Return parts and sizes of a model: heads of keys, gates, biases, what is tied."""
-    num_head_parameters: "Callable[[ModelConfig], int]"
-    """Parameters after the layers and their norm, without the language model's output layer."""
     head_products: "Callable[[ModelConfig, int], float]"
     """Weights that a token of pretraining is multiplied with after the layers, at a tp: an average."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
@@ -149,20 +225,53 @@ def shipped(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
 
 
 def count_parameters(model: "ModelConfig") -> int:
-    """Parameters of a model, counted in its modules: no formula knows those of the user's own family.
+    """Parameters of a model, counted in its modules on the meta device; padding rows and copies not.
 
-    `model` has no padding (vocab_multiple=1). Raises OwnCodeError (a UserError) if there is no such family.
+    Layers of a shipped family are alike: two are built, however many a file claims. Raises OwnCodeError (a
+    UserError) if there is no such family.
     """
-    family = family_of(model.kind)
-    with import_module("torch").device("meta"):
-        whole: Any = family.model(model)
-    return sum(parameter.numel() for parameter in whole.parameters())
+    family, layers = family_of(model.kind), model.num_layers
+
+    def count(num_layers: int) -> int:
+        with import_module("torch").device("meta"):
+            whole: Any = family.model(replace(model, num_layers=num_layers, vocab_multiple=1))
+        return sum(parameter.numel() for parameter in whole.parameters())
+
+    if model.kind not in SHIPPED or layers <= 2:
+        return count(layers)
+    one, two = count(1), count(2)
+    return one + (layers - 1) * (two - one)
 
 
-def sizes_of(model: "ModelConfig") -> Sizes:
-    """Return parts and sizes of a model. Raises OwnCodeError (a UserError) if there is no such family."""
-    if model.kind not in SIZES:
-        return family_of(model.kind).sizes(model)
-    module, _, name = SIZES[model.kind].partition(":")
-    found: Sizes = getattr(import_module(module), name)(model)
+def model_problem(model: "ModelConfig") -> Problem | None:
+    """Return the problem of a model's family, or of settings that no model of it has."""
+    try:
+        family = model.family
+    except OwnCodeError as error:
+        return error.problems[0]
+    for name in model.options.keys() - family.options.keys():
+        known = ", ".join(family.options) or "none"
+        problem = f"model.options.{name}: model.kind={model.kind} has the settings: {known}"
+        return Problem((f"model.options.{name}", "model.kind"), problem, "remove it")
+    return family.model_problem(model)
+
+
+def pretraining_problem(config: Any) -> Problem | None:
+    """Return the problem of a head that is not pretrained."""
+    head = config.model.head
+    if head == "language_model":
+        return None
+    return Problem(
+        ("model.head",),
+        f"model.head={head} is for finetuning (`mlm finetune`)",
+        "pretraining needs model.head=language_model",
+    )
+
+
+def data_problem(config: Any) -> Problem | None:
+    """Return the problem of data settings that the model's samples cannot be made with."""
+    try:
+        found: Problem | None = config.model.family.data_problem(config.data)
+    except OwnCodeError:
+        return None
     return found

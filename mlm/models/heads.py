@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.models.config import ModelConfig
-from mlm.models.layer_norm import LayerNorm
+from mlm.models.norms import LayerNorm
 from mlm.models.transformer import activate
 from mlm.parallel.collectives import gather_rows
 from mlm.parallel.compute_state import ComputesInHalf

@@ -8,13 +8,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mlm.models.config import ModelConfig
-from mlm.models.probe import Outputs, Probe
 from mlm.util.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -28,8 +27,9 @@ Head = Literal["language_model", "none", "classification", "span"]
 EXACT_GELU = ("gelu",)
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of one function: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
-GELU_NAMES = {"gelu": EXACT_GELU[0], "gelu_tanh": TANH_GELU[0]}
-"""model.activation -> name in `transformers`."""
+SILU = ("silu", "swish")
+ACTIVATIONS = {"gelu": EXACT_GELU, "gelu_tanh": TANH_GELU, "silu": SILU}
+"""model.activation -> names in `transformers`, of which the first is written."""
 
 UNSUPPORTED: dict[str, tuple[JSON, ...]] = {
     "add_cross_attention": (False,),
@@ -151,6 +151,44 @@ class FolderContent:
     """Remarks on both for the user."""
 
 
+PROBE_BATCH, PROBE_LENGTH = 2, 64
+
+Outputs = dict[str, Tensor]
+"""Outputs of a model by name: of each token [R, …], of each sample [B, …]."""
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeSamples:
+    """Random samples on which a model is compared with its twin of `transformers`, the same at every call.
+
+    Shapes: B samples, S tokens.
+    """
+
+    tokens: Tensor
+    """[B, S] int64, over the whole vocabulary."""
+    lengths: Tensor
+    """[B] int64: tokens before the padding. The last sample is shorter, but for a causal language model."""
+    token_types: Tensor | None
+    """[B, S] int64; None for a model without token types."""
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "ProbeSamples":
+        """Samples for a model."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (PROBE_BATCH, min(model.max_positions, PROBE_LENGTH))
+        tokens = torch.randint(model.vocab_size, shape, generator=generator)
+        lengths = torch.full((PROBE_BATCH,), shape[1])
+        if not model.family.causal or model.head == "classification":
+            lengths[-1] -= shape[1] // 3
+        types = torch.randint(model.token_types, shape, generator=generator) if model.token_types else None
+        return cls(tokens, lengths, types)
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, S] bool: True for tokens that are no padding."""
+        return torch.arange(self.tokens.shape[1]) < self.lengths[:, None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceMapping:
     """A model family as `transformers` names, configures and runs it."""
@@ -190,7 +228,7 @@ class HuggingFaceMapping:
     """Return the entries of tokenizer_config.json that AutoTokenizer needs."""
     our_outputs: "Callable[[Transformer, Tensor, Tensor], Outputs]"
     """(last stage, its hidden states [S, B, H], mask [B, S]) -> outputs without a finetuning head."""
-    their_outputs: Callable[[Any, Probe, FolderContent], Outputs]
+    their_outputs: Callable[[Any, ProbeSamples, FolderContent], Outputs]
     """Run a model of `transformers` on a probe; parameters that the folder lacks are not compared."""
 
     def copies(self, model: ModelConfig) -> Mapping[str, str]:
@@ -274,25 +312,58 @@ def label_entries(model: ModelConfig, known: Sequence[str] = ()) -> dict[str, JS
     }
 
 
-def activation(name: str) -> Literal["gelu", "gelu_tanh"]:
-    """Return model.activation for one of the names in EXACT_GELU and TANH_GELU."""
-    return "gelu" if name in EXACT_GELU else "gelu_tanh"
+class SizeKey(NamedTuple):
+    """A whole number from 1 in a config.json; null too if that is the default."""
+
+    ours: str
+    """Field of ModelConfig; "" for none."""
+    default: int | None
+    most: int
+
+
+class NumberKey(NamedTuple):
+    """A number in a config.json."""
+
+    ours: str
+    """Field of ModelConfig."""
+    default: float
+    least: float = 0.0
+    below: float = 1.0
 
 
 @dataclass(frozen=True)
 class ConfigKeys:
     """Keys of a family's config.json. The bounds limit the model that a hostile file can make us build."""
 
+    activation: str
+    """Key of the activation, which is among `fixed`."""
     fixed: Mapping[str, tuple[JSON, ...]]
     """Key -> supported values; the first is the default."""
-    sizes: Mapping[str, tuple[int | None, int]]
-    """Key -> (default, largest). Whole numbers from 1; null too if the default is None."""
-    numbers: Mapping[str, tuple[float, float, float]]
-    """Key -> (default, least, below)."""
-    heads: tuple[str, str]
-    """Keys of the width and of the number of heads that must divide it."""
+    sizes: Mapping[str, SizeKey]
+    numbers: Mapping[str, NumberKey]
+    """Of two keys for one field the last counts."""
     types: Mapping[str, tuple[type, ...]] = field(default_factory=lambda: TYPES)
     """Key -> types of its value, if it is there, for keys that are read elsewhere."""
+
+    def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of ModelConfig for the values that `read` returned."""
+        sizes = {key.ours: values[theirs] for theirs, key in self.sizes.items() if key.ours}
+        numbers = {key.ours: float(values[theirs]) for theirs, key in self.numbers.items()}
+        name = values[self.activation]
+        activation = next(ours for ours, names in ACTIVATIONS.items() if name in names)
+        return {**sizes, **numbers, "activation": activation}
+
+    def write(self, model: ModelConfig, architecture: str) -> dict[str, JSON]:
+        """Return the entries of config.json that any of its classes has."""
+        keys = {theirs: key.ours for theirs, key in self.sizes.items() if key.ours}
+        keys |= {theirs: key.ours for theirs, key in self.numbers.items()}
+        return {
+            "architectures": [architecture],
+            **{theirs: getattr(model, ours) for theirs, ours in keys.items()},
+            self.activation: ACTIVATIONS[model.activation][0],
+            "dtype": "float32",
+            "tie_word_embeddings": True,
+        }
 
     def read(self, config: Mapping[str, JSON], path: str, name: str) -> dict[str, Any]:
         """Return the value of every key. Raises ConfigError with a line for each that is not supported."""
@@ -304,7 +375,7 @@ class ConfigKeys:
                 problems.append(
                     f"{path}: {key}={show(found[key])} is not what our {name} computes; supported: {meant}"
                 )
-        for key, (default, most) in self.sizes.items():
+        for key, (_, default, most) in self.sizes.items():
             value = found[key] = config.get(key, default)
             if (value is None and default is None) or (type(value) is int and 0 < value <= most):
                 continue
@@ -313,13 +384,14 @@ class ConfigKeys:
             if key in config and type(config[key]) not in types:
                 wanted = " or ".join(_WORDS[kind] for kind in types)
                 problems.append(f"{path}: {key}={show(config[key])} must be {wanted}")
-        for key, (standard, least, below) in self.numbers.items():
+        for key, (_, standard, least, below) in self.numbers.items():
             value = found[key] = config.get(key, standard)
             if type(value) not in (int, float) or not least <= value < below:
                 problems.append(
                     f"{path}: {key}={show(value)} must be a number, at least {least} and below {below}"
                 )
-        width, heads = self.heads
+        ours = {size.ours: key for key, size in self.sizes.items()}
+        width, heads = ours["hidden_size"], ours["num_heads"]
         if not problems and found[width] % found[heads]:
             problems.append(f"{path}: {width}={found[width]} must be a multiple of {heads}={found[heads]}")
         if problems:

@@ -8,7 +8,7 @@ HEAD_MODULES = ("final_norm", "output", "pooler", "mlm_head", "sop_head", "class
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A run of consecutive layers, with the embedding before the first and the head after the last."""
 
     layers: range
@@ -17,7 +17,7 @@ class Stage:
     is_last: bool
 
 
-def split_layers(num_layers: int, num_stages: int) -> list[Stage]:
+def split_layers(num_layers: int, num_stages: int) -> list[PipelineStage]:
     """Return the stages of a model, in order.
 
     Layers left over by the division go to the stages without embedding or head, then to the first: the last
@@ -33,7 +33,7 @@ def split_layers(num_layers: int, num_stages: int) -> list[Stage]:
         counts[stage] += 1
     stages, first = [], 0
     for number, count in enumerate(counts):
-        stages.append(Stage(range(first, first + count), number == 0, number == num_stages - 1))
+        stages.append(PipelineStage(range(first, first + count), number == 0, number == num_stages - 1))
         first += count
     return stages
 

@@ -15,9 +15,9 @@ from mlm.models.attention import SelfAttention
 from mlm.models.cache import Reading
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
-from mlm.models.layer_norm import LayerNorm
+from mlm.models.norms import LayerNorm
 from mlm.models.rotary import Rotary
-from mlm.parallel.dropout import DropoutStream, place_keys
+from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
 
@@ -32,7 +32,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
         super().__init__()
-        h, f, std, sizes = config.hidden_size, config.ffn_size, config.init_std, config.sizes
+        h, f, std, sizes = config.hidden_size, config.ffn_size, config.init_std, config.architecture
         self.activation = config.activation
         self.up = ColumnParallelLinear(
             h,
@@ -88,7 +88,9 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout, self.norms_first = config.hidden_dropout, config.norm == "pre"
-        self.register_buffer("places", place_keys(layer, ("attention out", "mlp out")), persistent=False)
+        self.register_buffer(
+            "places", site_keys([(layer, "attention out"), (layer, "mlp out")]), persistent=False
+        )
         self.attention_norm = self.norm_type(config.hidden_size, eps=config.layer_norm_eps)
         self.attention = self.attention_type(
             config,

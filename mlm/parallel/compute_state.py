@@ -64,7 +64,7 @@ class ComputesInHalf(nn.Module):
         return {}
 
 
-def usable(copy: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def copy_of_dtype(copy: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return the copy if it is of that dtype: inputs of others are multiplied by the parameter itself."""
     return copy if copy is not None and copy.dtype == dtype else None
 

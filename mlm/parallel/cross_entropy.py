@@ -115,7 +115,7 @@ def fused_losses(
     return losses, passes[1](logits, log_sum, column, factor, true)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def loss_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype logits are normalised in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -192,14 +192,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compute = table.weight_in(hidden.dtype)
         added = None if bias is None else bias.to(hidden.dtype)
         half = hidden.dtype in HALF
-        before, then = split_scale(scale.to(wide(hidden.dtype)), hidden.dtype)
+        before, then = split_scale(scale.to(loss_dtype(hidden.dtype)), hidden.dtype)
         rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, chunk_bytes)
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (see matmul.weight_gradient); turned once
         turned = uses_onednn(hidden, compute)
         d_weight: Tensor | None = None  # summed over the chunks, so wide even where the weight is not
-        d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide(bias.dtype))
-        loss = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
+        d_bias = None if bias is None else torch.zeros_like(bias, dtype=loss_dtype(bias.dtype))
+        loss = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
         hits = torch.zeros_like(loss)
         can_fuse = table.compiled and half and bias is None and not counts_hits
         fused = compiled(hidden.device) if can_fuse else None
@@ -210,7 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if fused is not None:
                 losses, left = fused_losses(logits, labels[part], table, before, fused)
             else:
-                logits = logits.to(wide(hidden.dtype))
+                logits = logits.to(loss_dtype(hidden.dtype))
                 if counts_hits:
                     hits += is_argmax(logits, labels[part], table).sum()
                 losses, p = losses_and_gradient(logits, labels[part], table)
@@ -221,9 +221,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # the row scale multiplies H-wide operands rather than V-wide ones
             right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
             torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
-            d_weight = sum_of_chunks(d_weight, left, right, turned=turned, dtype=wide(weight.dtype))
+            d_weight = sum_of_chunks(d_weight, left, right, turned=turned, dtype=loss_dtype(weight.dtype))
         if d_weight is None:  # nothing to score
-            d_weight, turned = torch.zeros_like(weight, dtype=wide(weight.dtype)), False
+            d_weight, turned = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype)), False
         d_weight = d_weight.t().contiguous() if turned else d_weight
         if d_bias is not None:
             d_bias = d_bias.to(weight.dtype)
@@ -324,7 +324,7 @@ def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) 
     compute = table.weight_in(hidden.dtype)
     rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device)
     losses = [
-        softmax_and_loss(product(h, compute).to(wide(h.dtype)), y, table)[1]
+        softmax_and_loss(product(h, compute).to(loss_dtype(h.dtype)), y, table)[1]
         for h, y in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
     return torch.cat(losses)
@@ -345,7 +345,7 @@ def token_scores(
     rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device)
     scores = []
     for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
-        logits = product(h, compute, added).to(wide(h.dtype))
+        logits = product(h, compute, added).to(loss_dtype(h.dtype))
         best = is_argmax(logits, y, table)
         scores.append(torch.stack([softmax_and_loss(logits, y, table)[1], best.to(logits.dtype)]))
     return torch.cat(scores, 1)

@@ -8,7 +8,7 @@ The hash is the finaliser of MurmurHash3 (Appleby 2011, public domain), 32 bits 
 elements. Sixteen bits an element give a probability in steps of 2^-16; results are scaled by its own inverse.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +25,8 @@ CHUNK = 1 << 17
 """Hashes made at a time on a CPU: half a megabyte, so that all passes over them stay in the cache."""
 
 
-def place_keys(layer: int, sites: Sequence[str]) -> Tensor:
-    """Keys of the places of a layer, by its global number: int32 [len(sites), 2]. A module keeps its own."""
-    return site_keys((layer, site) for site in sites)
-
-
 def site_keys(places: Iterable[tuple[int, str]]) -> Tensor:
-    """Keys of places of several layers, each a layer's number and a site in it: int32 [places, 2]."""
+    """Keys of places, each a layer's global number and a site in it: int32 [places, 2]."""
     return _keys(derive_seed("place", layer, site) for layer, site in places)
 
 
@@ -156,7 +151,7 @@ class DropoutStream:
             return self._of_rows(x, p, place, self._rows(x, self.sequence_rank * x.shape[0]))
         return self._of_rows(x, p, place, self.places)
 
-    def everywhere(self, x: Tensor, p: float, place: Tensor) -> Tensor:
+    def replicated(self, x: Tensor, p: float, place: Tensor) -> Tensor:
         """Dropout of activations [S, B, H] replicated over tp, however hidden states are split."""
         return self._of_rows(x, p, place, self._rows(x, 0))
 
@@ -203,7 +198,7 @@ class DropoutStream:
         )  # [B, N/t * rows, columns]
         return dropped(x, keep.view(x.shape), p)
 
-    def some_probabilities(
+    def probabilities_at(
         self,
         x: Tensor,
         p: float,

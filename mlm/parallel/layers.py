@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlm.parallel.collectives import reduce_from_tp, scatter_sequence
-from mlm.parallel.compute_state import ComputesInHalf, usable
-from mlm.parallel.init import init_parameters
+from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
 from mlm.parallel.linear import column_parallel_linear, linear, row_parallel_linear
 from mlm.parallel.mesh import Axis
+from mlm.parallel.random import init_parameters
 
 
 def split(size: int, name: str, tp: Axis) -> int:
@@ -60,7 +60,7 @@ class TensorParallelLayer(ComputesInHalf):
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in a dtype, without a gradient's way back."""
-        copy = usable(self.compute.weight_copy, dtype)
+        copy = copy_of_dtype(self.compute.weight_copy, dtype)
         return self.weight.to(dtype) if copy is None else copy
 
     def reduce_output(self, x: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class RowParallelLinear(TensorParallelLayer):
         else:
             y = self.reduce_output(linear(x, self.weight, None, self.compute))
         bias: Tensor | None = self.bias
-        copy = usable(self.compute.bias_copy, x.dtype)
+        copy = copy_of_dtype(self.compute.bias_copy, x.dtype)
         if copy is not None and not torch.compiler.is_compiling():  # which fuses the cast
             bias = copy
         return y if bias is None else y + bias.to(x.dtype)

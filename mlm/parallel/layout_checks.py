@@ -12,12 +12,9 @@ from typing import Any
 
 from mlm.config.suggest import divisors
 from mlm.util.errors import show
-from mlm.util.system import host_memory
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
-TRAINED_BYTES = 16  # a parameter with its gradient and two moments, in float32
 RANKS_PER_NODE = 8  # of scripts/slurm/pretrain.sbatch
-LAUNCHERS = "start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch of the repository)"
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Launch:
         return self.world_size or self.local_devices or MAX_CPU_RANKS
 
 
-class Settings(dict[str, Any]):
+class LayoutValues(dict[str, Any]):
     """Key → value, and the names under which the user typed the keys, where those differ."""
 
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
@@ -50,9 +47,9 @@ class Settings(dict[str, Any]):
         """Settings as typed: `tp=2 * pp=4`."""
         return " * ".join(f"{self.name(key)}={show(self[key])}" for key in keys)
 
-    def changed(self, change: Mapping[str, Any]) -> "Settings":
+    def changed(self, change: Mapping[str, Any]) -> "LayoutValues":
         """These settings with other values."""
-        return Settings({**self, **change}, self.names)
+        return LayoutValues({**self, **change}, self.names)
 
 
 @dataclass(frozen=True)
@@ -65,18 +62,10 @@ class Breach:
     """Another way to fix it, or help to choose."""
     start: str = ""
     """The launch that these settings are meant for, where no setting needs to change."""
-    can_start_here: bool = True
-    """False if no change of the layout helps on this host."""
 
-    def fix(self, settings: str, *, alone: bool, others: bool = False) -> str:
-        """The fix by `settings`; `alone` if these suffice however other problems are fixed.
-
-        `others`: fixes of other problems may change the number of ranks, so that no launch can be named.
-        """
-        start = LAUNCHERS if self.start and others else self.start
-        if start and not self.can_start_here:
-            return start
-        return f"{f'{start}, or here ' if start else ''}use {settings}{self.note if alone else ''}"
+    def fix(self, settings: str, *, alone: bool) -> str:
+        """The fix by `settings`; `alone` if these suffice however other problems are fixed."""
+        return f"{f'{self.start}, or here ' if self.start else ''}use {settings}{self.note if alone else ''}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,7 @@ class LayoutRule:
     """Keys it depends on; skipped when one of them is out of range."""
     moves: tuple[str, ...]
     """Keys that a fix changes, the likeliest first."""
-    breach: Callable[[Settings, Launch], Breach | None]
+    breach: Callable[[LayoutValues, Launch], Breach | None]
     only_here: bool = False
     """True if starting elsewhere fixes it too: the fixes of other problems need not keep it when broken."""
 
@@ -103,23 +92,23 @@ def num_replicas(replica: int, dp: int | None, launch: Launch) -> int:
     return max(available // replica, 1)
 
 
-def replica_size(values: Settings) -> int:
+def replica_size(values: LayoutValues) -> int:
     """Ranks of one replica."""
     return int(values["tp"] * values["cp"] * values["pp"])
 
 
-def _replica_keys(values: Settings) -> tuple[str, ...]:
+def _replica_keys(values: LayoutValues) -> tuple[str, ...]:
     """Keys whose product `replica_size` is; cp only where it counts."""
     return ("tp", "cp", "pp") if values["cp"] > 1 else ("tp", "pp")
 
 
-def sequence_quantum(values: Settings) -> int:
+def sequence_quantum(values: LayoutValues) -> int:
     """Tokens of which data.seq_length must be a multiple: pieces of cp ranks, which their tp ranks split."""
     cp = values["cp"]
     return math.lcm(2 * cp if cp > 1 else 1, cp * values["tp"] if values["sequence_parallel"] else 1)
 
 
-def batch_quantum(values: Settings, launch: Launch) -> int:
+def batch_quantum(values: LayoutValues, launch: Launch) -> int:
     """Samples of which train.global_batch_size must be a multiple.
 
     Interleaved 1F1B takes micro-batches in groups of p (arXiv:2104.04473, section 2.2.2).
@@ -129,22 +118,22 @@ def batch_quantum(values: Settings, launch: Launch) -> int:
     return int(replicas * values["train.micro_batch_size"] * (values["pp"] if interleaved else 1))
 
 
-def _heads_divide_hidden(values: Settings, _: Launch) -> Breach | None:
+def _heads_divide_hidden(values: LayoutValues, _: Launch) -> Breach | None:
     if values["model.hidden_size"] % values["model.num_heads"] == 0:
         return None
     return Breach(f"{values.typed('model.num_heads')} does not divide {values.typed('model.hidden_size')}")
 
 
-def _tp_divides_heads(values: Settings, _: Launch) -> Breach | None:
+def _tp_divides_heads(values: LayoutValues, _: Launch) -> Breach | None:
     return _tp_divides("model.num_heads", values)
 
 
-def _tp_divides_ffn(values: Settings, _: Launch) -> Breach | None:
+def _tp_divides_ffn(values: LayoutValues, _: Launch) -> Breach | None:
     # null is 4 * hidden_size: divided where the heads are
     return None if values["model.ffn_hidden_size"] is None else _tp_divides("model.ffn_hidden_size", values)
 
 
-def _tp_fits_kv_heads(values: Settings, _: Launch) -> Breach | None:
+def _tp_fits_kv_heads(values: LayoutValues, _: Launch) -> Breach | None:
     heads, tp = (values.get("model.options") or {}).get("num_kv_heads"), values["tp"]
     if type(heads) is not int or heads <= 0 or values["model.num_heads"] % tp:  # num_heads has its own rule
         return None
@@ -153,7 +142,7 @@ def _tp_fits_kv_heads(values: Settings, _: Launch) -> Breach | None:
     return Breach(f"of {values.typed('tp')} and model.options.num_kv_heads={heads} neither divides the other")
 
 
-def _tp_divides(key: str, values: Settings) -> Breach | None:
+def _tp_divides(key: str, values: LayoutValues) -> Breach | None:
     if values[key] % values["tp"] == 0:
         return None
     valid = divisors(values[key])
@@ -161,7 +150,7 @@ def _tp_divides(key: str, values: Settings) -> Breach | None:
     return Breach(f"{values.typed('tp')} does not divide {values.typed(key)}", note=listed)
 
 
-def _sequence_fits(values: Settings, _: Launch) -> Breach | None:
+def _sequence_fits(values: LayoutValues, _: Launch) -> Breach | None:
     length, positions = values["data.seq_length"], values["model.max_positions"]
     if length <= positions:
         return None
@@ -171,35 +160,31 @@ def _sequence_fits(values: Settings, _: Launch) -> Breach | None:
     )
 
 
-def _tp_divides_sequence(values: Settings, _: Launch) -> Breach | None:
+def _tp_divides_sequence(values: LayoutValues, _: Launch) -> Breach | None:
     tokens = values["data.seq_length"] // values["cp"]  # of one cp rank
     if not values["sequence_parallel"] or tokens % values["tp"] == 0:
         return None
-    if values["cp"] > 1:
-        return Breach(
-            f"{values.typed('sequence_parallel')} splits the sequences of each cp rank, but "
-            f"{values.typed('cp', 'tp')} does not divide {values.typed('data.seq_length')}"
-        )
+    ranks = values.typed(*(("cp", "tp") if values["cp"] > 1 else ("tp",)))
     return Breach(
-        f"{values.typed('sequence_parallel')} splits sequences, but {values.typed('tp')} does not divide "
+        f"{values.typed('sequence_parallel')} splits sequences, but {ranks} does not divide "
         f"{values.typed('data.seq_length')}"
     )
 
 
-def overlapped_tokens(values: Settings) -> int:
+def overlapped_tokens(values: LayoutValues) -> int:
     """Tokens of a sequence that tp_overlap cuts into parts: those that a rank communicates."""
     tokens = values["data.seq_length"] // values["cp"]
     return int(tokens // values["tp"] if values["sequence_parallel"] else tokens)
 
 
-def _parts_divide_sequence(values: Settings, _: Launch) -> Breach | None:
+def _parts_divide_sequence(values: LayoutValues, _: Launch) -> Breach | None:
     tokens, parts = overlapped_tokens(values), values["tp_overlap"]
     if values["tp"] == 1 or tokens % parts == 0:
         return None
     return Breach(f"{values.typed('tp_overlap')} does not divide a rank's {tokens} tokens of a sequence")
 
 
-def _cp_divides_sequence(values: Settings, _: Launch) -> Breach | None:
+def _cp_divides_sequence(values: LayoutValues, _: Launch) -> Breach | None:
     cp = values["cp"]
     if cp == 1 or values["data.seq_length"] % (2 * cp) == 0:
         return None
@@ -209,25 +194,23 @@ def _cp_divides_sequence(values: Settings, _: Launch) -> Breach | None:
     )
 
 
-def _sequences_are_whole(values: Settings, _: Launch) -> Breach | None:
+def _sequences_are_whole(values: LayoutValues, _: Launch) -> Breach | None:
     if values["cp"] == 1:
         return None
     return Breach(f"{values.typed('cp')} splits the sequences of pretraining and `mlm eval loss` alone")
 
 
-def _layers_fill_stages(values: Settings, _: Launch) -> Breach | None:
+def _layers_fill_stages(values: LayoutValues, _: Launch) -> Breach | None:
     layers, pp, vp = values["model.num_layers"], values["pp"], values["vp"]
     stages = f"{values.typed('pp', 'vp')} = {pp * vp} stages" if vp > 1 else f"{values.typed('pp')} stages"
     if pp * vp > layers:
         return Breach(f"{stages} are more than {values.typed('model.num_layers')}")
     if vp > 1 and layers % (pp * vp):
-        return Breach(
-            f"{stages} do not divide {values.typed('model.num_layers')}, as interleaving (vp > 1) needs"
-        )
+        return Breach(f"{stages} do not divide {values.typed('model.num_layers')}, as vp > 1 needs")
     return None
 
 
-def _chunks_interleave(values: Settings, _: Launch) -> Breach | None:
+def _chunks_interleave(values: LayoutValues, _: Launch) -> Breach | None:
     if values["vp"] == 1 or values["pp"] > 1:
         return None
     return Breach(
@@ -235,13 +218,13 @@ def _chunks_interleave(values: Settings, _: Launch) -> Breach | None:
     )
 
 
-def _schedule_interleaves(values: Settings, _: Launch) -> Breach | None:
+def _schedule_interleaves(values: LayoutValues, _: Launch) -> Breach | None:
     if values["vp"] == 1 or values["pipeline"] != "zb_h1":
         return None
     return Breach(f"{values.typed('pipeline')} has one stage per rank, but {values.typed('vp')}")
 
 
-def _weights_stay_gathered(values: Settings, _: Launch) -> Breach | None:
+def _weights_stay_gathered(values: LayoutValues, _: Launch) -> Breach | None:
     if values["zero"] != 3 or values["pp"] == 1:
         return None
     return Breach(
@@ -250,7 +233,7 @@ def _weights_stay_gathered(values: Settings, _: Launch) -> Breach | None:
     )
 
 
-def _replicas_fill_world(values: Settings, launch: Launch) -> Breach | None:
+def _replicas_fill_world(values: LayoutValues, launch: Launch) -> Breach | None:
     replica, world_size = replica_size(values), launch.world_size
     if world_size is None or world_size % replica == 0:
         return None
@@ -260,7 +243,7 @@ def _replicas_fill_world(values: Settings, launch: Launch) -> Breach | None:
     )
 
 
-def _dp_fills_world(values: Settings, launch: Launch) -> Breach | None:
+def _dp_fills_world(values: LayoutValues, launch: Launch) -> Breach | None:
     replica, dp, world_size = replica_size(values), values["dp"], launch.world_size
     if world_size is None or dp is None or world_size % replica or replica * dp == world_size:
         return None
@@ -271,52 +254,25 @@ def _dp_fills_world(values: Settings, launch: Launch) -> Breach | None:
     )
 
 
-def _host_has_ranks(values: Settings, launch: Launch) -> Breach | None:
+def _host_has_ranks(values: LayoutValues, launch: Launch) -> Breach | None:
     replica, most = replica_size(values), launch.most_ranks
     dp = num_replicas(replica, values["dp"], launch)
     if launch.world_size is not None or replica * dp <= most:
         return None
     here = f"this host has {most} GPUs" if launch.local_devices else f"a CPU host runs at most {most}"
     ranks, typed = replica * dp, values.changed({"dp": dp}).typed(*_replica_keys(values), "dp")
-    start = _start_of(ranks, launch.local_devices or RANKS_PER_NODE) if launch.elsewhere else ""
-    fits = launch.local_devices is not None or _weights_fit(values)
-    return Breach(f"{typed} = {ranks} ranks, but {here}", start=start, can_start_here=fits)
+    start = f"start {ranks} ranks with torchrun or SLURM (scripts/slurm/pretrain.sbatch)"
+    return Breach(f"{typed} = {ranks} ranks, but {here}", start=start if launch.elsewhere else "")
 
 
-def _weights_fit(values: Settings) -> bool:
-    """Return False if weights, gradients and moments exceed the host's memory, in any layout."""
-    layers, hidden = (values.get(f"model.{key}") for key in ("num_layers", "hidden_size"))
-    if not isinstance(layers, int) or not isinstance(hidden, int):
-        return True
-    return TRAINED_BYTES * 12 * layers * hidden**2 <= host_memory()
-
-
-def _start_of(ranks: int, most_per_node: int) -> str:
-    """The launchers' own options for this number of ranks."""
-    each = max(size for size in divisors(ranks) if size <= most_per_node)
-    nodes, slurm = ranks // each, "" if each == RANKS_PER_NODE else f" --ntasks-per-node={each}"
-    return (
-        f"start {ranks} ranks with torchrun (--nnodes={nodes} --nproc-per-node={each} …) or SLURM "
-        f"(sbatch --nodes={nodes}{slurm} scripts/slurm/pretrain.sbatch …)"
-    )
-
-
-def _batches_divide(values: Settings, launch: Launch) -> Breach | None:
+def _batches_divide(values: LayoutValues, launch: Launch) -> Breach | None:
     size, micro = values["train.global_batch_size"], values["train.micro_batch_size"]
-    dp = num_replicas(replica_size(values), values["dp"], launch)
-    batch = values.typed("train.global_batch_size")
-    if size % (dp * micro):
-        typed = values.changed({"dp": dp}).typed("dp", "train.micro_batch_size")
-        key = "train.micro_batch_size"
-        fits = [n for n in range(1, micro) if size % batch_quantum(values.changed({key: n}), launch) == 0]
-        note = f", or {values.name(key)}={fits[-1]}" if fits else ""
-        return Breach(f"{batch} is not a multiple of {typed} = {dp * micro}", note=note)
-    if size % batch_quantum(values, launch):
-        return Breach(
-            f"{batch} gives each replica {size // (dp * micro)} micro-batches, but "
-            f"{values.typed('vp')} takes them in groups of {values.typed('pp')}"
-        )
-    return None
+    quantum, dp = batch_quantum(values, launch), num_replicas(replica_size(values), values["dp"], launch)
+    if size % quantum == 0:
+        return None
+    groups = ("pp",) if quantum > dp * micro else ()  # interleaving takes micro-batches in groups of pp
+    typed = values.changed({"dp": dp}).typed("dp", "train.micro_batch_size", *groups)
+    return Breach(f"{values.typed('train.global_batch_size')} is not a multiple of {typed} = {quantum}")
 
 
 _RANKS = ("tp", "cp", "pp", "dp")

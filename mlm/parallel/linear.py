@@ -7,20 +7,23 @@ master weights, gradient accumulation and reduction stay in float32.
 Where the layer is split by column, the input's gradient is summed over tp (operator f). Here that sum is
 under way while the weight's gradient is computed. With sequence parallelism the input is gathered along S
 before the product, and again in backward rather than kept, while the input's gradient is computed
-(arXiv:2205.05198, section 4.2.2). What has no product beside it can be communicated in parts, each beside the
-product of another (chunks.py).
+(arXiv:2205.05198, section 4.2.2).
 
-Shapes: x [S, …, I] or [S/t, …, I], weight [O, I], y [S, …, O].
+What has no product beside it can be communicated in k parts of the sequence (`overlap_chunks`), each beside
+the product of another: of the gathers before a product and the sums after it only the first and the last are
+then waited for. Where ranks hold rows of their own, a part is of the rows of each.
+
+Shapes: x [S, …, I] or [S/t, …, I], weight [O, I], y [S, …, O]; t = tensor-parallel size, k parts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mlm.parallel import fp8 as in_fp8
-from mlm.parallel.chunks import gathered_products, scattered_product, summed_product
 from mlm.parallel.collectives import (
     copy_to_tp,
     gather_rows,
@@ -28,7 +31,7 @@ from mlm.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, usable
+from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, copy_of_dtype
 from mlm.parallel.matmul import add_weight_gradient, product, weight_gradient
 from mlm.parallel.mesh import Axis
 from mlm.parallel.uncompiled import skip_compile
@@ -36,6 +39,8 @@ from mlm.parallel.uncompiled import skip_compile
 SINGLE_RANK = Axis("tp")
 DEFAULT_COMPUTE = ComputeState()
 """Of a product on its own: nothing is deferred, fused or cast before."""
+Product = Callable[[Tensor], Tensor]
+"""[…, I] -> […, O], each row for itself."""
 
 
 class _Linear(torch.autograd.Function):
@@ -55,7 +60,7 @@ class _Linear(torch.autograd.Function):
         parts: int,
     ) -> Tensor:
         # the weight as it is kept: a cast of our own is cheaper made twice than saved
-        cast = usable(cast, x.dtype)
+        cast = copy_of_dtype(cast, x.dtype)
         used = weight if cast is None else cast
         ctx.save_for_backward(x, used)
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
@@ -63,7 +68,7 @@ class _Linear(torch.autograd.Function):
         # recomputation hands a placeholder of the saved weight to backward, whose gradient would be lost
         ctx.leaf, ctx.fused_grad = None if deferred is None else weight, fused_grad
         multiply = in_fp8.product if fp8 else product
-        cast_bias = usable(cast_bias, x.dtype)
+        cast_bias = copy_of_dtype(cast_bias, x.dtype)
         offset = bias if cast_bias is None else cast_bias
         narrow, offset = used.to(x.dtype), None if offset is None else offset.to(x.dtype)
         if sequence_parallel and parts > 1:
@@ -90,7 +95,7 @@ class _Linear(torch.autograd.Function):
         dy2 = dy.reshape(-1, dy.shape[-1])  # [rows, O]
         if needs_weight and later:
             gather_over = tp if ctx.sequence_parallel else None
-            deferred.add(_weight_job(x, ctx.leaf, ctx.fused_grad, dy2, gather_over, ctx.fp8))
+            deferred.add(_weight_job(x, [ctx.leaf], ctx.fused_grad, [dy2], gather_over, ctx.fp8))
         elif needs_weight:
             whole = x if gathering is None else gathering.wait()
             dw = _own_gradient(whole, ctx.weight_dtype, ctx.fused_grad, dy2, ctx.fp8)
@@ -116,7 +121,7 @@ class _RowParallel(torch.autograd.Function):
         fused_grad: Tensor | None,
         parts: int,
     ) -> Tensor:
-        cast = usable(cast, x.dtype)
+        cast = copy_of_dtype(cast, x.dtype)
         used = weight if cast is None else cast
         ctx.save_for_backward(x, used)
         ctx.weight_dtype, ctx.fused_grad, ctx.fp8 = weight.dtype, fused_grad, fp8
@@ -141,10 +146,77 @@ class _RowParallel(torch.autograd.Function):
         dy2, dw = dy.reshape(-1, dy.shape[-1]), None
         if ctx.needs_input_grad[1]:
             if deferred is not None and deferred.open:
-                deferred.add(_weight_job(x, ctx.leaf, ctx.fused_grad, dy2, None, ctx.fp8))
+                deferred.add(_weight_job(x, [ctx.leaf], ctx.fused_grad, [dy2], None, ctx.fp8))
             else:
                 dw = _own_gradient(x, ctx.weight_dtype, ctx.fused_grad, dy2, ctx.fp8)
         return dx, dw, None, None, None, None, None, None, None
+
+
+class _Pair(torch.autograd.Function):
+    """Two layers split by column of one input, which is gathered once, as its gradient is summed once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tp: Axis,
+        sequence_parallel: bool,
+        computes: tuple[ComputeState, ComputeState],
+        x: Tensor,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:2], parameters[2:]
+        ctx.tp, ctx.sequence_parallel, ctx.fp8 = tp, sequence_parallel, computes[0].fp8
+        ctx.deferred = computes[0].deferred
+        ctx.leaves = None if ctx.deferred is None else weights
+        ctx.dtypes = [None if p is None else p.dtype for p in parameters]
+        casts = [copy_of_dtype(compute.weight_copy, x.dtype) for compute in computes]
+        used = [w if cast is None else cast for cast, w in zip(casts, weights, strict=True)]
+        ctx.save_for_backward(x, *used)
+        casts = [copy_of_dtype(compute.bias_copy, x.dtype) for compute in computes]
+        offsets = [b if cast is None else cast for cast, b in zip(casts, biases, strict=True)]
+        multiply = in_fp8.product if ctx.fp8 else product
+        products = [
+            partial(multiply, weight=w.to(x.dtype), bias=None if b is None else b.to(x.dtype))
+            for w, b in zip(used, offsets, strict=True)
+            if w is not None
+        ]
+        chunks = computes[0].overlap_chunks
+        if sequence_parallel and chunks > 1 and x.shape[0] % chunks == 0:
+            return tuple(gathered_products(x, tp, chunks, products))
+        whole = gather_rows(x, tp) if sequence_parallel else x
+        return tuple(times(whole) for times in products)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        tp, later = ctx.tp, ctx.deferred is not None and ctx.deferred.open
+        needs_x, needs_weights = ctx.needs_input_grad[3], ctx.needs_input_grad[4]
+        gather = ctx.sequence_parallel and needs_weights and not later
+        gathering = start_all_gather(x, tp) if gather else None
+        summing = None
+        if needs_x:
+            first, second = (
+                in_fp8.input_gradient(dy, w.to(dy.dtype)) if ctx.fp8 else product(dy, w.to(dy.dtype).t())
+                for dy, w in zip(gradients, weights, strict=True)
+            )
+            start = start_reduce_scatter if ctx.sequence_parallel else start_all_reduce
+            summing = start(first.add_(second), tp)
+        rows = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]  # each [rows, O]
+        dw: list[Tensor | None] = [None, None]
+        if needs_weights and later:
+            gather_over = tp if ctx.sequence_parallel else None
+            ctx.deferred.add(_weight_job(x, ctx.leaves, None, rows, gather_over, ctx.fp8))
+        elif needs_weights:
+            whole = x if gathering is None else gathering.wait()
+            dw = [
+                _own_gradient(whole, dtype, None, dy, ctx.fp8)
+                for dy, dtype in zip(rows, ctx.dtypes, strict=False)
+            ]
+        db = [
+            dy.sum(0, dtype=dtype) if dtype is not None else None
+            for dy, dtype in zip(rows, ctx.dtypes[2:], strict=True)
+        ]
+        return None, None, None, summing.wait() if summing is not None else None, *dw, *db
 
 
 def _own_gradient(
@@ -159,21 +231,62 @@ def _own_gradient(
 
 
 def _weight_job(
-    x: Tensor, weight: Tensor, fused_grad: Tensor | None, dy: Tensor, gather_over: Axis | None, fp8: bool
+    x: Tensor,
+    weights: Sequence[Tensor],
+    fused_grad: Tensor | None,
+    gradients: Sequence[Tensor],
+    gather_over: Axis | None,
+    fp8: bool,
 ) -> Callable[[], None]:
     @torch.no_grad()
     def run() -> None:
         whole = x if gather_over is None else gather_rows(x, gather_over)
-        dw = _own_gradient(whole, weight.dtype, fused_grad, dy, fp8)
-        if dw is not None:
-            torch.autograd.backward(weight, dw)  # adds to .grad and runs the hooks that wait for it
+        for weight, dy in zip(weights, gradients, strict=True):
+            dw = _own_gradient(whole, weight.dtype, fused_grad, dy, fp8)
+            if dw is not None:
+                torch.autograd.backward(weight, dw)  # adds to .grad and runs the hooks that wait for it
 
     return run
+
+
+def gathered_products(x: Tensor, tp: Axis, parts: int, products: Sequence[Product]) -> list[Tensor]:
+    """Return products of the rows of all ranks: [S/t, B, I] -> [S, B, O] each.
+
+    Args:
+        x: this rank's rows.
+        tp: the ranks.
+        parts: k, which must divide S/t.
+        products: maps of a part's rows [S/k, B, I].
+    """
+    arriving = [start_all_gather(part, tp) for part in x.chunk(parts)]
+    found: list[Tensor] = []
+    for i, pending in enumerate(arriving):
+        rows = pending.wait()  # [t, S/(tk), B, I]
+        made = [product(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]) for product in products]
+        if not found:
+            found = [part.new_empty((tp.size, parts, *part.shape[1:])) for part in made]
+        for whole, part in zip(found, made, strict=True):
+            whole[:, i] = part
+    return [whole.flatten(0, 2) for whole in found]
+
+
+def scattered_product(x: Tensor, tp: Axis, parts: int, product: Product) -> Tensor:
+    """Return this rank's rows of the sum over tp: [S, B, I/t] -> [S/t, B, O]. tk must divide S."""
+    rows = x.unflatten(0, (tp.size, parts, -1))  # [t, k, S/(tk), B, I/t]
+    leaving = [start_reduce_scatter(product(rows[:, i].flatten(0, 1)), tp) for i in range(parts)]
+    return torch.cat([pending.wait() for pending in leaving])
+
+
+def summed_product(x: Tensor, tp: Axis, parts: int, product: Product) -> Tensor:
+    """Return the sum over tp: [S, B, I/t] -> [S, B, O]. k must divide S."""
+    leaving = [start_all_reduce(product(part), tp) for part in x.chunk(parts)]
+    return torch.cat([pending.wait() for pending in leaving])
 
 
 _eager_linear: Callable[..., Tensor] = skip_compile(_Linear.apply)
 """torch.compile traces neither communication that is waited for later nor deferred products."""
 _eager_row_parallel: Callable[..., Tensor] = skip_compile(_RowParallel.apply)
+_eager_pair: Callable[..., tuple[Tensor, Tensor]] = skip_compile(_Pair.apply)
 
 
 def linear(
@@ -211,6 +324,25 @@ def column_parallel_linear(
     return _eager_linear(
         x, weight, bias, *_copies(compute, bias), tp, sequence_parallel, *_ways(compute), chunks
     )
+
+
+def column_parallel_pair(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None],
+    tp: Axis,
+    *,
+    sequence_parallel: bool,
+    computes: tuple[ComputeState, ComputeState],
+) -> tuple[Tensor, Tensor]:
+    """Two layers split by column of one input, as `column_parallel_linear`: queries, and keys with values.
+
+    They are apart because tensor-parallel ranks hold different parts of each.
+    """
+    if tp.size == 1:
+        first, second = (linear(x, *each) for each in zip(weights, biases, computes, strict=True))
+        return first, second
+    return _eager_pair(tp, sequence_parallel, computes, x, *weights, *biases)
 
 
 def row_parallel_linear(

@@ -13,7 +13,7 @@ from mlm.config.suggest import around, divisors, multiples_around
 from mlm.parallel.layout_checks import (
     Launch,
     LayoutRule,
-    Settings,
+    LayoutValues,
     batch_quantum,
     overlapped_tokens,
     replica_size,
@@ -47,23 +47,23 @@ def layout_problems(
     `names` maps keys to the names they were typed under, `fix_names` to those under which a fix sets them.
     """
     sound = [rule for rule in rules if not set(rule.reads) & set(out_of_range)]
-    settings = Settings(values, names)
+    settings = LayoutValues(values, names)
     broken = [rule for rule in sound if rule.breach(settings, launch)]
     elsewhere = [rule for rule in broken if rule.only_here]
     rest = [rule for rule in broken if not rule.only_here]
     kept = [rule for rule in sound if rule not in elsewhere]
     return [
-        *Layout(settings, launch, kept, fix_names).problems(rest),
-        *Layout(settings, launch, sound, fix_names).problems(elsewhere, others=bool(rest)),
+        *LayoutFixes(settings, launch, kept, fix_names).problems(rest),
+        *LayoutFixes(settings, launch, sound, fix_names).problems(elsewhere),
     ]
 
 
-class Layout:
-    """The settings of a layout and the rules that it should keep."""
+class LayoutFixes:
+    """The settings of a layout, the rules that it should keep, and the nearest settings that do."""
 
     def __init__(
         self,
-        values: Settings,
+        values: LayoutValues,
         launch: Launch,
         rules: list[LayoutRule],
         fix_names: Mapping[str, str] | None = None,
@@ -71,14 +71,14 @@ class Layout:
         self.values, self.launch, self.rules, self.fix_names = values, launch, rules, fix_names or {}
         self.read = {key for rule in rules for key in rule.reads}
 
-    def problems(self, broken: list[LayoutRule], *, others: bool = False) -> list[Problem]:
-        """The problem of each of these rules, which do not hold. `others`: further rules do not either."""
+    def problems(self, broken: list[LayoutRule]) -> list[Problem]:
+        """The problem of each of these rules, which do not hold."""
         fixes, alone = self._fixes(broken) if broken else ([], False)
         found = []
         for rule, changes in zip(broken, fixes, strict=True):
             breach = rule.breach(self.values, self.launch)
             assert breach is not None
-            fix = breach.fix(" or ".join(map(self._spelled, changes)), alone=alone, others=others)
+            fix = breach.fix(" or ".join(map(self._spelled, changes)), alone=alone)
             kind = TooManyRanks if breach.start else Problem
             found.append(kind(map(self.values.name, rule.reads), breach.why, fix))
         return found
@@ -133,7 +133,7 @@ class Layout:
         changed = self.values.changed(change)
         return all(rule.breach(changed, self.launch) is None for rule in rules)
 
-    def _range(self, key: str, values: Settings) -> Iterable[Any]:
+    def _range(self, key: str, values: LayoutValues) -> Iterable[Any]:
         """Values worth trying for one key, the others as they are in `values`."""
         match key:
             case "model.num_heads":
@@ -164,7 +164,7 @@ class Layout:
         started = self.launch.world_size
         return divisors(started) if started else range(1, self.launch.most_ranks + 1)
 
-    def _replicas(self, values: Settings) -> Iterable[int | None]:
+    def _replicas(self, values: LayoutValues) -> Iterable[int | None]:
         """Values for dp; null (the ranks that are left) only where a launcher sets their number."""
         each, rest = divmod(self.launch.most_ranks, replica_size(values))
         if values["dp"] is None:

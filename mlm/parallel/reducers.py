@@ -1,16 +1,57 @@
-"""Choice of a reducer, replicated gradients or shards, and its calls around the actions of a step."""
+"""Sums of gradients over micro-batches and ranks: the choice of a reducer, and its calls in a step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from mlm.parallel.compute_state import DeferredWeightGrads
-from mlm.parallel.fused_accumulation import FusedAccumulation
 from mlm.parallel.gradients import GradientReducer, Reducer, ReduceWhen
-from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.pipeline.engine import ChunkGradients
+
+
+class FusedAccumulation:
+    """The linear layers of a model chunk, whose weight gradients join the sums inside their own products.
+
+    A product that writes a gradient and a pass that adds it to the sum move 16 bytes a weight and micro-batch
+    and hold a second matrix; a product that adds moves 8. The first micro-batch has no sum to join where
+    gradients begin as None.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.layers = [m for m in modules if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+
+    def start(self) -> None:
+        """Let the next forward pass's gradients join the sums that exist."""
+        for layer in self.layers:
+            layer.compute.fused_grad = layer.weight.grad
+
+    def stop(self) -> None:
+        """Let them go through autograd, and hold no sum."""
+        for layer in self.layers:
+            layer.compute.fused_grad = None
+
+
+@contextmanager
+def fuse_embedding_grad(tables: Iterable[VocabParallelEmbedding]) -> Iterator[None]:
+    """In the block, let the loss add the gradients of these tables in its forward passes.
+
+    Kept until the backward pass, each would be a matrix for each micro-batch in flight; so it is none.
+    For cleared gradients, and passes that are each followed by one backward pass from a seed of 1. A
+    reduction may start in a chunk's last backward pass: all its forward passes are over then, and autograd
+    calls the hooks of a weight for which a backward pass returns nothing.
+    """
+    tables = list(tables)
+    for table in tables:
+        table.fuses_grad = True
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.fuses_grad = False
 
 
 class ReducedGradients(ChunkGradients):

@@ -16,8 +16,7 @@ The sum, not the mean, is taken: the loss is already divided by the tokens of th
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -73,14 +72,14 @@ class ShardedReducer:
         for unit in (*self.units, self.root):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-            unit.set_custom_all_gather(_AllGather(dp))  # type: ignore[arg-type]  # its base class is private
-            unit.set_custom_reduce_scatter(_ReduceScatter(dp))  # type: ignore[arg-type]
+            unit.set_custom_all_gather(_Collective("all_gather", dp))  # type: ignore[arg-type]  # its base class is private
+            unit.set_custom_reduce_scatter(_Collective("reduce_scatter", dp))  # type: ignore[arg-type]
         # a compiled layer returns one; what the warning is about, in-place changes of it, we do not do
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for name in methods:
             register_fsdp_forward_method(model, name)
         self.keeps_gathered = zero == 2
-        self.slices = _hand_out_slices(model, dp)
+        self.slices = _assign_slices(model, dp)
         self.every, self.late_weights = reduce == "every", late_weights
         self.sync_late = False  # without effect
         self._passes: tuple[bool, bool] | None = None
@@ -138,17 +137,17 @@ class ShardedReducer:
             dp_slice.parameter.grad = None if rows.grad is None else _local(rows.grad)
 
 
-def _hand_out_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataParallelSlice]]:
+def _assign_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataParallelSlice]]:
     """Tell `parameter_shards` what this rank holds: FSDP2's parameters, each with our view of its rows."""
-    handed_out: dict[nn.Parameter, DataParallelSlice] = {}
+    slices: dict[nn.Parameter, DataParallelSlice] = {}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         for parameter in own.values():
-            if parameter not in handed_out:
-                handed_out[parameter] = _slice_of(parameter, dp)
+            if parameter not in slices:
+                slices[parameter] = _slice_of(parameter, dp)
         if own:
-            setattr(module, DP_SLICES, {name: handed_out[p] for name, p in own.items()})
-    return list(handed_out.items())
+            setattr(module, DP_SLICES, {name: slices[p] for name, p in own.items()})
+    return list(slices.items())
 
 
 def _slice_of(parameter: nn.Parameter, dp: Axis) -> DataParallelSlice:
@@ -177,45 +176,31 @@ def _run_post_backward(root: FSDPModule) -> None:
 
 
 class _Collective:
-    """A collective that FSDP2 leaves to us, so that a hang in it can be named.
+    """The all-gather or reduce-scatter that FSDP2 leaves to us, so that a hang in it can be named.
 
     Called with FSDP2's arguments; when the call returns it is over for the device's current stream.
     """
 
-    def __init__(self, dp: Axis) -> None:
-        self.dp = dp
+    def __init__(self, name: str, dp: Axis) -> None:
+        self.name, self.dp = name, dp
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def complete(
-        self, name: str, out: Tensor, x: Tensor, begin: Callable[[Tensor, Tensor], dist.Work]
-    ) -> None:
-        record(x, self.dp, is_sent=True)
-        held, given = for_transport(out, self.dp), for_transport(x, self.dp)
-        with self.dp.watch.waiting(name, self.dp.name, self.dp.ranks):
-            work = begin(held, given)
-        Pending(name, self.dp, out, work, held=held).wait()
-
-
-class _AllGather(_Collective):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        assert not async_op
-        begin = partial(gather_flat, group=group, async_op=True)
-        self.complete("all_gather", output_tensor, input_tensor, begin)
-
-
-class _ReduceScatter(_Collective):
     def __call__(
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp,
+        op: dist.ReduceOp | None = None,
         async_op: bool = False,
     ) -> None:
         assert not async_op
-        begin = partial(scatter_flat, op=op, group=group, async_op=True)
-        self.complete("reduce_scatter", output_tensor, input_tensor, begin)
+        record(input_tensor, self.dp, is_sent=True)
+        held, given = for_transport(output_tensor, self.dp), for_transport(input_tensor, self.dp)
+        with self.dp.watch.waiting(self.name, self.dp.name, self.dp.ranks):
+            if op is None:
+                work = gather_flat(held, given, group=group, async_op=True)
+            else:
+                work = scatter_flat(held, given, op=op, group=group, async_op=True)
+        Pending(self.name, self.dp, output_tensor, work, held=held).wait()

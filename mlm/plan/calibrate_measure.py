@@ -26,7 +26,7 @@ from mlm.parallel.collectives import (
     start_receive,
     start_send,
 )
-from mlm.parallel.dropout import DropoutStream, place_keys
+from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.plan.calibrate_config import Format
@@ -238,7 +238,7 @@ class Measurements:
         """With dropout, as layers do it on a CPU."""
         seq, samples, _ = qkv.shape
         stream = DropoutStream.of_micro_batch(0, 0, samples, self.device)
-        (place,) = place_keys(0, ("attention",)).to(self.device)
+        (place,) = site_keys([(0, "attention")]).to(self.device)
         drop = partial(stream.probabilities, p=DROPOUT, place=place, length=seq)
         return partial(unfused_attention, qkv, width, drop)
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from mlm.config.imports import is_path
 from mlm.config.suggest import around, divisors, either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
-from mlm.models.checks import model_problem
-from mlm.models.family import SHIPPED
-from mlm.parallel.layout_checks import MAX_CPU_RANKS, TRAIN_RULES, Breach, Launch, LayoutRule, Settings
+from mlm.models.family import SHIPPED, model_problem
+from mlm.parallel.layout_checks import MAX_CPU_RANKS, TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
 from mlm.parallel.nearest_layout import layout_problems
 from mlm.plan.calibrate_config import PlanCalibrateConfig
 from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
@@ -27,7 +26,7 @@ MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not SEARCHED & set(rule.read
 """Rules that no search can keep by another layout."""
 
 
-def _context_is_not_modelled(values: Settings, _: Launch) -> Breach | None:
+def _context_is_not_modelled(values: LayoutValues, _: Launch) -> Breach | None:
     return None if values["cp"] == 1 else Breach(f"{values.typed('cp')}: plans have no context parallelism")
 
 

@@ -16,7 +16,7 @@ from itertools import chain
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED
-from mlm.models.stage import Stage, parameter_home, split_layers
+from mlm.models.stage import PipelineStage, parameter_home, split_layers
 from mlm.plan.cost import ELEMENT_BYTES
 from mlm.plan.shape import Layout
 
@@ -72,7 +72,7 @@ def parameter_parts(model: ModelConfig, tp: int) -> dict[int | str, list[Part]]:
 
     parts = defaultdict[int | str, list[Part]](list)
     with torch.device("meta"):
-        ends = Stage(range(0, model.num_layers, max(1, model.num_layers - 1)), True, True)
+        ends = PipelineStage(range(0, model.num_layers, max(1, model.num_layers - 1)), True, True)
         module = model.family.model(model, tp=Axis("tp", 0, tp), stage=ends)
     for name, parameter in module.named_parameters():
         rows = len(parameter)
@@ -130,7 +130,7 @@ class MemoryModel:
         ranks = {0, layout.pp - 1, min(1, layout.pp - 1)}
         return max((self.peak(layout, rank) for rank in sorted(ranks)), key=lambda peak: peak.total)
 
-    def stages(self, layout: Layout, stage_rank: int) -> list[Stage]:
+    def stages(self, layout: Layout, stage_rank: int) -> list[PipelineStage]:
         """The chunks of a pipeline rank."""
         return list(_stages(self.model.num_layers, layout.pp * layout.vp)[stage_rank :: layout.pp])
 
@@ -174,7 +174,7 @@ class MemoryModel:
 
 
 @cache
-def _stages(layers: int, stages: int) -> tuple[Stage, ...]:
+def _stages(layers: int, stages: int) -> tuple[PipelineStage, ...]:
     return tuple(split_layers(layers, stages))
 
 
@@ -201,7 +201,7 @@ class Moving:
         self.memory, self.layout, self.stage_rank, self.held = memory, layout, stage_rank, held
         self.e, self.h, self.t = memory.element, memory.model.hidden_size, layout.tp
         self.f = memory.model.ffn_size // layout.tp
-        self.sizes = sizes = memory.model.sizes
+        self.sizes = sizes = memory.model.architecture
         self.queries = memory.model.num_heads * sizes.head_dim // layout.tp
         self.kv = sizes.kv_size(layout.tp)
         self.ups = 2 if sizes.gated else 1

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from mlm.parallel.pipeline.actions import Action, Op, Plan, Span
+from mlm.parallel.pipeline.actions import Action, Op, Plan, TimedAction
 from mlm.plan.terminal import INPUT_GRADIENT, NAMES, fill, ink
 from mlm.util.results import CREATOR
 
@@ -90,7 +90,7 @@ def draw_labels(axes: Axes, plan: Plan, *, points_per_time: float) -> None:
                 )
 
 
-def font_points(span: Span, points_per_time: float) -> float:
+def font_points(span: TimedAction, points_per_time: float) -> float:
     """Size at which a cell's number fits: a digit is about 0.64 as wide as high."""
     digits = len(str(span.action.micro_batch))
     return min(FONT_POINTS, (span.end - span.start) * points_per_time / (0.64 * digits + 0.3))

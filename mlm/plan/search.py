@@ -13,7 +13,7 @@ from typing import Any
 
 from mlm.config.suggest import divisors
 from mlm.models.config import ModelConfig
-from mlm.parallel.layout_checks import TRAIN_RULES, Breach, Launch, LayoutRule, Settings
+from mlm.parallel.layout_checks import TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
 from mlm.plan.config import PlanLayoutsConfig
 from mlm.plan.cost import CostModel, StepTime
 from mlm.plan.hardware import HardwareConfig
@@ -177,10 +177,10 @@ def splits(query: Query, broken: Broken | None = None) -> Iterator[dict[str, Any
         yield choice
 
 
-def settings(query: Query, choice: Mapping[str, Any]) -> Settings:
+def settings(query: Query, choice: Mapping[str, Any]) -> LayoutValues:
     """The settings that the rules read, of some fields of a layout."""
     model = query.model
-    return Settings(
+    return LayoutValues(
         {
             "cp": 1,  # plans have no context parallelism,
             "tp_overlap": 1,  # and no products in parts
@@ -199,7 +199,7 @@ def settings(query: Query, choice: Mapping[str, Any]) -> Settings:
 
 
 def _breach(
-    rules: Sequence[LayoutRule], values: Settings, launch: Launch
+    rules: Sequence[LayoutRule], values: LayoutValues, launch: Launch
 ) -> tuple[LayoutRule, Breach] | None:
     return next(((rule, found) for rule in rules if (found := rule.breach(values, launch))), None)
 

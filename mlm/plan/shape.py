@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mlm.models.config import ModelConfig
-from mlm.models.sizes import Sizes
+from mlm.models.family import Architecture
 from mlm.parallel.config import ParallelConfig
 
 Schedule = Literal["1f1b", "gpipe", "zb_h1"]
@@ -48,7 +48,7 @@ class Shape:
     @classmethod
     def of(cls, model: ModelConfig, seq: int, tp: int = 1) -> "Shape":
         """The shape of a model; its vocabulary is padded for `tp`."""
-        sizes = model.sizes
+        sizes = model.architecture
         return cls(
             layers=model.num_layers,
             hidden=model.hidden_size,
@@ -80,7 +80,7 @@ class Shape:
     @property
     def attended(self) -> float:
         """Tokens that attention is computed for, of each token."""
-        return Sizes(head_dim=self.head_dim, kv_heads=1, window=self.window).attended(self.seq)
+        return Architecture(head_dim=self.head_dim, kv_heads=1, window=self.window).attended(self.seq)
 
     @property
     def kv_size(self) -> int:

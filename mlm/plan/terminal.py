@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from mlm.parallel.pipeline.actions import Action, Op, Plan, Span
+from mlm.parallel.pipeline.actions import Action, Op, Plan, TimedAction
 
 NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight gradient"}
 INPUT_GRADIENT = "input gradient"  # what BACKWARD is where there are WEIGHT actions
@@ -104,7 +104,7 @@ def label(action: Action, scale: Scale) -> str:
     return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if scale.num_chunks > 2 else "")
 
 
-def row(spans: tuple[Span, ...], scale: Scale, start: int, end: int) -> Text:
+def row(spans: tuple[TimedAction, ...], scale: Scale, start: int, end: int) -> Text:
     """A rank's computations and idle times in columns [start, end)."""
     line, at = Text(), start
     for span in spans:

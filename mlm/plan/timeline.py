@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
-from mlm.parallel.pipeline.actions import Op, Plan, Span
+from mlm.parallel.pipeline.actions import Op, Plan, TimedAction
 from mlm.plan.terminal import INPUT_GRADIENT, NAMES
 
 WIDTH, ROW = 1000, 24
@@ -17,7 +17,7 @@ def timeline(plan: Plan) -> Markup:
     return Markup(drawing(lines, plan.num_stages // len(lines), plan.makespan, "schedule") + legend(lines))
 
 
-def drawing(lines: Sequence[Sequence[Span]], chunks: int, whole: float, name: str) -> Markup:
+def drawing(lines: Sequence[Sequence[TimedAction]], chunks: int, whole: float, name: str) -> Markup:
     """Draw a line of computations for each stage, over a time of `whole`; `name` is read aloud."""
     scale, height, parts = WIDTH / whole, ROW * len(lines), []
     for rank, spans in enumerate(lines):
@@ -40,7 +40,7 @@ def drawing(lines: Sequence[Sequence[Span]], chunks: int, whole: float, name: st
     )
 
 
-def legend(lines: Sequence[Sequence[Span]]) -> Markup:
+def legend(lines: Sequence[Sequence[TimedAction]]) -> Markup:
     """Name the colours of a drawing."""
     used = {span.action.op for spans in lines for span in spans}
     backward = INPUT_GRADIENT if Op.WEIGHT in used else NAMES[Op.BACKWARD]

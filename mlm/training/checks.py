@@ -9,8 +9,8 @@ from mlm.data import files_present as present
 from mlm.data.blend_checks import blend_problems
 from mlm.data.config import SOURCES, DataConfig
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
-from mlm.models.checks import data_problem, model_problem, pretraining_problem
 from mlm.models.config import ModelConfig
+from mlm.models.family import data_problem, model_problem, pretraining_problem
 from mlm.optim.own import check_decay, check_optimizer, layout_problem
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.training.config import PretrainConfig

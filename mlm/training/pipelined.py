@@ -10,7 +10,7 @@ from torch import Tensor
 from mlm.data.sampler import MicroBatch
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
-from mlm.models.objective import Objective
+from mlm.models.family import Objective
 from mlm.models.stage import split_layers
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES, parameter_dtype

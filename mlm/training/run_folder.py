@@ -24,8 +24,8 @@ from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
-from mlm.parallel.init import init_shard
 from mlm.parallel.mesh import Axis
+from mlm.parallel.random import init_shard
 from mlm.parallel.sharding import parameter_shards
 from mlm.training.config import PretrainConfig
 from mlm.training.run_tokenizer import digests_of_tokenizer

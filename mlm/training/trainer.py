@@ -12,8 +12,7 @@ from torch import Tensor
 from mlm.data.blend_history import History
 from mlm.data.sampler import MicroBatch, Ranges, first_of_step
 from mlm.models.backbone import Transformer
-from mlm.models.family import SHIPPED
-from mlm.models.objective import Objective
+from mlm.models.family import SHIPPED, Objective
 from mlm.optim.adamw import apply, build_optimizer, ensure_state, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm
 from mlm.optim.precision import LossScaler, parameter_dtype
@@ -21,12 +20,11 @@ from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
 from mlm.parallel.context.zigzag import local_positions
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.fused_accumulation import FusedAccumulation, fuse_embedding_grad
 from mlm.parallel.gradients import GradientReducer, Reducer, sum_replicated_gradients, sum_tied_gradients
-from mlm.parallel.init import init_parameters
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
-from mlm.parallel.reducers import ReducedGradients, build_reducer
+from mlm.parallel.random import init_parameters
+from mlm.parallel.reducers import FusedAccumulation, ReducedGradients, build_reducer, fuse_embedding_grad
 from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
 from mlm.parallel.transfer import to_device
 from mlm.training.config import PretrainConfig

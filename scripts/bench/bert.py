@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from bench.contenders import TransformersTrainee, imported
 from bench.shapes import NUM_BATCHES, Shape
 from mlm.data.sampler import collate
-from mlm.models.bert.samples import BERTBatch
-from mlm.models.bert.synthetic import SyntheticBERT
+from mlm.models.bert.samples import BERTBatch, SyntheticBERT
 from mlm.models.config import ModelConfig
 from mlm.util.errors import UserError
 

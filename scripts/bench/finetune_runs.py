@@ -20,7 +20,7 @@ from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import encode, frame
 from mlm.inference.trained import load_tokenizer, load_trained
 from mlm.models.backbone import Inputs
-from mlm.models.documents import without_padding
+from mlm.models.documents import padding_spans
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -205,7 +205,7 @@ def hidden_difference(model: Path, texts: Sequence[str]) -> float:
     theirs = AutoModel.from_pretrained(model).eval()(**given).last_hidden_state
     lengths = torch.tensor([len(row) for row in ids])
     tokens = given["input_ids"]
-    spans = without_padding(lengths, tokens.shape[1], torch.float32, device)
+    spans = padding_spans(lengths, tokens.shape[1], torch.float32, device)
     inputs = Inputs(tokens, lengths, torch.zeros_like(tokens), spans)
     ours = trained.model.chunks[0].encode(inputs).transpose(0, 1)  # [B, S, H]
     return float((ours - theirs)[is_text].abs().max())

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
-from mlm.models.bert.corpora import SentencePairs, bert_vocab
+from mlm.models.bert.family import SentencePairs, bert_vocab
 from mlm.parallel.labels import IGNORE_INDEX
 from reproduce.corpus import BERT_CORPUS, BERT_VOCAB_SIZE, corpus_stages
 from reproduce.experiment import Conclusion, Curves, Experiment, Settings, Step, Table, Verdict

@@ -33,8 +33,8 @@ from mlm.inference.trained import load_trained
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
-from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import parameter_shards
 from mlm.tracking.config import LogConfig
 from mlm.training.config import PretrainConfig

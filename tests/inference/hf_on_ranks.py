@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mlm.checkpoint.commands.hf_verify import inputs_of, our_outputs
 from mlm.inference.trained import load_trained
-from mlm.models.probe import Outputs, Probe
+from mlm.models.huggingface import Outputs, ProbeSamples
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -25,6 +25,8 @@ def states_of_layers(ctx: ParallelContext, folder: Path, tokens: Tensor, mask: T
     for layer in model.layers.values():
         layer.register_forward_hook(lambda layer, args, y: found.append(y.transpose(0, 1)[mask.bool()]))
     model.encode(
-        inputs_of(Probe(tokens, mask.sum(1), torch.zeros_like(tokens)), ctx.device, reads_both_ways=True)
+        inputs_of(
+            ProbeSamples(tokens, mask.sum(1), torch.zeros_like(tokens)), ctx.device, reads_both_ways=True
+        )
     )
     return torch.stack(found)

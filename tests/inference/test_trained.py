@@ -39,8 +39,8 @@ MODEL = ModelConfig(num_layers=6, hidden_size=24, num_heads=4, ffn_hidden_size=6
         (
             ParallelConfig(pp=2, vp=2),
             [
-                "pp=2 * vp=2 = 4 stages do not divide the checkpoint's num_layers=6, as interleaving "
-                "(vp > 1) needs; use vp=1 or vp=3"
+                "pp=2 * vp=2 = 4 stages do not divide the checkpoint's num_layers=6, as "
+                "vp > 1 needs; use vp=1 or vp=3"
             ],
         ),
     ],

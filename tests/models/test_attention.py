@@ -1,15 +1,12 @@
 """Attention with dropout on the probabilities, which PyTorch's fused kernels do not do on a CPU."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from mlm.models.attention import fused_attention, unfused_attention
-from mlm.models.documents import document_bias, without_padding
-from mlm.parallel.dropout import DropoutStream, place_keys
-from tests.operators import Operators
+from mlm.models.documents import document_bias, padding_spans
+from mlm.parallel.dropout import DropoutStream, site_keys
 
 S, B, HEADS, HEAD_DIM = 7, 3, 2, 9
 
@@ -23,7 +20,7 @@ def qkv() -> Tensor:
 
 def bias(name: str) -> Tensor | None:
     if name == "padding":
-        spans = without_padding(torch.tensor([S, 4, 1]), S, torch.float64, torch.device("cpu"))
+        spans = padding_spans(torch.tensor([S, 4, 1]), S, torch.float64, torch.device("cpu"))
         assert spans is not None
         return spans.bias
     if name == "documents":
@@ -46,24 +43,12 @@ def test_without_dropout_it_equals_the_fused_kernel(name: str) -> None:
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("attention", [fused_attention, unfused_attention])
-def test_the_gradients_of_q_k_and_v_are_written_once(attention: Callable[..., Tensor]) -> None:
-    """Side by side, as the qkv product reads them: nothing turns or copies them after."""
-    x = qkv()
-    y = attention(x, HEAD_DIM, 0.0 if attention is fused_attention else lambda p: p)
-    with Operators() as seen:
-        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
-        dx.view(S * B, -1)
-    copies = ("aten.stack", "aten.cat", "aten.clone", "aten._unsafe_view", "aten.copy_")
-    assert [name for name in seen.names if name.startswith(copies)] == ["aten.stack.default"]
-
-
 def test_dropout_takes_probabilities_out_and_scales_the_others() -> None:
     """With the same mask applied to probabilities made by hand."""
     x = qkv().detach()
     stream, place = (
         DropoutStream.of_micro_batch(1, 0, B, torch.device("cpu")),
-        place_keys(0, ("attention",))[0],
+        site_keys([(0, "attention")])[0],
     )
 
     def drop(p: Tensor) -> Tensor:

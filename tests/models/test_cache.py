@@ -13,8 +13,8 @@ from mlm.models.gpt2.model import GPT2
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import full_logits
-from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
+from mlm.parallel.random import init_parameters
 from mlm.training.pipelined import PipelinedModel
 from tests.ranks import run_on_ranks
 from tests.slow import thinned

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.cache import FIRST_COLUMNS, DecodePass, KeyValueCache, PrefillPass, causal_attention, joined
+from mlm.models.cache import (
+    FIRST_COLUMNS,
+    DecodePass,
+    KeyValueCache,
+    PrefillPass,
+    causal_attention,
+    merge_heads,
+)
 
 HEADS, KV_HEADS, D, LONGEST = 4, 2, 6, 12
 CPU = torch.device("cpu")
@@ -30,7 +37,7 @@ def test_a_step_attends_to_what_reading_everything_again_does(
     found = DecodePass(cache, lengths, dtype=torch.float64, device=CPU).attend(0, *last, window=window)
     for row, n in enumerate(lengths):
         whole = (x[row : row + 1, :, : n + 1] for x in (q, k, v))
-        want = joined(causal_attention(*whole, window=window))[-1:]
+        want = merge_heads(causal_attention(*whole, window=window))[-1:]
         torch.testing.assert_close(found[:, row : row + 1], want, rtol=0, atol=1e-12)
 
 
@@ -52,12 +59,3 @@ def test_a_cache_is_as_large_as_its_columns_and_keeps_them_as_it_grows() -> None
     keys, values = cache.layer(0, like, FIRST_COLUMNS + 1)
     assert keys.shape[2] == 2 * FIRST_COLUMNS
     assert (keys.sum(), values.sum()) == (2 * FIRST_COLUMNS, 3 * FIRST_COLUMNS)
-
-
-def test_a_moved_row_has_the_keys_and_the_values_of_its_source() -> None:
-    cache = KeyValueCache(2, 4)
-    pair = cache.layer(0, torch.zeros(1, 1, 1, 1), 4)
-    for number, held in enumerate(pair):
-        held[1, 0, :, 0] = torch.arange(1.0, 5.0) + 10 * number
-    cache.move(1, 0, 3)
-    assert [held[0, 0, :, 0].tolist() for held in pair] == [[1, 2, 3, 0], [11, 12, 13, 0]]

@@ -16,7 +16,7 @@ from mlm.models.gpt2.model import GPT2
 from mlm.models.llama.model import Llama
 from mlm.parallel.compute_state import CachedHalfParams
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.init import init_parameters
+from mlm.parallel.random import init_parameters
 from tests.models.llama.test_parts import MODEL as LLAMA
 
 S, B = 8, 2

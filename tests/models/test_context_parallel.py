@@ -8,8 +8,8 @@ import torch
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.models.llama.model import Llama
-from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import init_parameters
 from tests.models.test_sequence_parallel import saved_bytes
 from tests.ranks import run_on_ranks
 

@@ -1,6 +1,5 @@
 """Documents in a sample: each against itself alone, run by transformers' GPT2LMHeadModel."""
 
-import math
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -12,18 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from mlm.data.config import DataConfig
 from mlm.models import documents as module
 from mlm.models.config import ModelConfig
-from mlm.models.documents import Boundaries, Spans, document_bias, document_positions, document_spans
+from mlm.models.documents import Boundaries, Spans, document_bias, document_positions
 from mlm.models.gpt2.huggingface import MAPPING
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import all_reduce, gather_rows
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.init import init_parameters
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_whole, parameter_shards
 from mlm.parallel.uncompiled import prepare_to_compile
 from tests.megatron_core import megatron_core
@@ -186,38 +184,6 @@ def test_the_mask_for_one_kernel_gives_what_document_by_document_gives(
     """The mask that a GPU is given, here on the CPU."""
     monkeypatch.setattr(module, "document_spans", lambda ends, dtype: Spans((), document_bias(ends, dtype)))
     check_against_transformers(ParallelContextOfOne(), expected(True, True, False))
-
-
-def test_the_mask_is_that_of_the_documents() -> None:
-    ends = torch.tensor([[False, True, False, False], [True, False, False, True]])
-    x = -math.inf
-    first = [[0, x, x, x], [0, 0, x, x], [x, x, 0, x], [x, x, 0, 0]]
-    second = [[0, x, x, x], [x, 0, x, x], [x, 0, 0, x], [x, 0, 0, 0]]
-    assert document_bias(ends, torch.float32).tolist() == [[first], [second]]
-
-
-def test_positions_and_lengths_are_those_the_samples_were_made_of() -> None:
-    ends = batch()[0] == EOD
-    counted = [[place for length in lengths for place in range(length)] for lengths in LENGTHS]
-    assert document_positions(ends).tolist() == counted
-    assert document_spans(ends, torch.float32).lengths == LENGTHS
-
-
-def test_only_what_was_asked_for_begins_anew() -> None:
-    tokens, labels = batch()
-    nothing = Boundaries(EOD, mask_eod_loss=True)
-    assert nothing.documents(tokens, torch.float32) is None
-    positions = Boundaries(EOD, reset_positions=True).documents(tokens, torch.float32)
-    assert positions is not None
-    assert positions.spans is None
-    attention = Boundaries(EOD, reset_attention=True).documents(tokens, torch.float32)
-    assert attention is not None
-    assert attention.positions is None
-    assert Boundaries(EOD, True, True).scored(tokens, labels) is labels
-
-
-def test_documents_play_no_part_by_default() -> None:
-    assert Boundaries.of(DataConfig(eod_id=EOD)) is None
 
 
 @pytest.mark.slow

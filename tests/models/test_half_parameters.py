@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlm.models.backbone import Table
-from mlm.models.layer_norm import LayerNorm
-from mlm.models.llama.norm import RMSNorm
+from mlm.models.backbone import LearnedTable
+from mlm.models.norms import LayerNorm, RMSNorm
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 
@@ -17,7 +16,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: LayerNorm(WIDTH, eps=1e-5),
     "rms norm": lambda: RMSNorm(WIDTH, eps=1e-5),
     "token table": lambda: VocabParallelEmbedding(3, 3, WIDTH, tp=Axis("tp")),
-    "table": lambda: Table(3, WIDTH, init_std=0.02),
+    "table": lambda: LearnedTable(3, WIDTH, init_std=0.02),
 }
 
 

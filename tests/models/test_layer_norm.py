@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mlm.models.layer_norm import LayerNorm
+from mlm.models.norms import LayerNorm
 
 ROWS, WIDTH = 8192, 32
 

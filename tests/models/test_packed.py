@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.models import documents, packed
+from mlm.models import documents
 from mlm.models.attention import fused_attention
-from mlm.models.documents import Boundaries, document_bias, without_padding
+from mlm.models.documents import Boundaries, document_bias, padding_spans
 from mlm.models.packed import Packing, build_packing, packed_attention
 
 S, B, HEADS, HEAD_DIM, EOD = 12, 3, 2, 8, 7
@@ -48,7 +48,7 @@ def test_packed_attention_is_that_with_a_bias(causal: bool, monkeypatch: pytest.
             ends[sample, torch.tensor(each).cumsum(0) - 1] = True
         bias = document_bias(ends, torch.float64)
     else:
-        spans = without_padding(torch.tensor([12, 5, 1]), S, torch.float64, CPU)
+        spans = padding_spans(torch.tensor([12, 5, 1]), S, torch.float64, CPU)
         assert spans is not None
         bias = spans.bias
     generator = torch.Generator().manual_seed(0)
@@ -78,18 +78,10 @@ def test_packing_lists_each_token_once_in_the_order_of_the_sequences() -> None:
     assert (found.begins.tolist(), found.longest) == ([0, 2, 3, 5, 6], 2)
 
 
-def test_spans_are_packed_on_a_gpu_that_was_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_switch", [])
-    assert not packed.packs(torch.device("cuda"))
-    packed.pack_sequences(True)
-    assert packed.packs(torch.device("cuda"))
-    assert not packed.packs(CPU)
-
-
 def test_padding_and_documents_give_their_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of a bias; lengths are those on the host."""
     monkeypatch.setattr(documents, "packs", lambda device: True)
-    padded = without_padding(torch.tensor([12, 5, 1]), S, torch.bfloat16, CPU)
+    padded = padding_spans(torch.tensor([12, 5, 1]), S, torch.bfloat16, CPU)
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     tokens[0, [1, 2]] = EOD
     apart = Boundaries(EOD, reset_attention=True).documents(tokens, torch.bfloat16, tokens)

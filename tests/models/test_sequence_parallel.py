@@ -15,8 +15,8 @@ from mlm.models.gpt2.model import GPT2
 from mlm.models.transformer import TransformerLayer
 from mlm.parallel import collectives, linear
 from mlm.parallel.dropout import DropoutStream
-from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import init_parameters
 from tests.ranks import run_on_ranks
 
 S, B = 64, 2

@@ -12,10 +12,10 @@ from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
-from mlm.models.layer_norm import LayerNorm
+from mlm.models.norms import LayerNorm
 from mlm.parallel.dropout import DropoutStream, draw_keep_mask
-from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis
+from mlm.parallel.random import init_parameters
 
 ONE = Axis("tp")
 

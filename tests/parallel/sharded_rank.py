@@ -7,13 +7,13 @@ from torch import Tensor
 
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
-from mlm.models.stage import Stage
+from mlm.models.stage import PipelineStage
 from mlm.optim.adamw import build_optimizer, ensure_state
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.gradients import Reducer, ReduceWhen
-from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.random import init_parameters
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 
@@ -43,7 +43,7 @@ class Rank:
         dtype: torch.dtype = torch.float64,
         master: torch.dtype = torch.float64,
         recompute: str = "none",
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
         reduce: ReduceWhen = "last",
         late_weights: bool = False,
         model: ModelConfig = MODEL,

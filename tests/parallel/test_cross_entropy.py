@@ -23,7 +23,6 @@ from mlm.parallel.cross_entropy import (
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import load_whole, shard_of
-from tests.operators import Operators
 from tests.ranks import run_on_ranks
 
 VOCAB, PADDED, HIDDEN, ROWS = 10, 16, 5, 11
@@ -231,17 +230,6 @@ def test_chunks_of_half_precision_add_to_the_gradient_in_their_products(
     assert len(joined) == math.ceil(len(labels) / 3) - 1
     assert len({total.data_ptr() for total in joined}) == 1
     torch.testing.assert_close(*found, rtol=0, atol=2**-7 * float(found[0].abs().max()))
-
-
-def test_the_gradient_over_the_vocabulary_is_scaled_once() -> None:
-    """By the rest of its own scale and by the gradient of the loss together: a pass over [V, H] each."""
-    hidden, weight, labels = problem()
-    x = hidden.detach().bfloat16().requires_grad_()
-    with Operators() as seen:
-        loss = linear_cross_entropy(x, labels, table_of(weight.float(), Axis("tp")), torch.tensor(0.23))
-        assert seen.names.count("aten.mul_.Tensor") == 0
-        loss.backward(torch.tensor(3.0))
-    assert seen.names.count("aten.mul_.Tensor") == 2  # of the hidden states' gradient, and of the table's
 
 
 @pytest.mark.slow

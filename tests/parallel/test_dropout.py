@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from mlm.parallel import dropout
-from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped_steps, place_keys, sample_keys
+from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped_steps, sample_keys, site_keys
 
 CPU = torch.device("cpu")
 S, B, H, HEADS = 8, 4, 6, 4
-PLACES = place_keys(0, ("attention", "attention out"))
+PLACES = site_keys([(0, "attention"), (0, "attention out")])
 
 
 def of(seed: int = 1, sample: int = 0, samples: int = B, sequence_rank: int = 0) -> DropoutStream:
@@ -28,7 +28,7 @@ def probabilities(stream: DropoutStream, heads: int = HEADS, **where: Any) -> Te
 
 
 def test_masks_differ_by_layer_site_sample_and_seed() -> None:
-    masks = [hidden(of()), hidden(of(), place_keys(1, ("attention out",))[0]), hidden(of(), PLACES[0])]
+    masks = [hidden(of()), hidden(of(), site_keys([(1, "attention out")])[0]), hidden(of(), PLACES[0])]
     masks += [hidden(of(2)), hidden(of(sample=8))]
     assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 5
     assert torch.equal(masks[0], hidden(of()))
@@ -45,12 +45,6 @@ def test_ranks_draw_their_rows_and_heads_of_one_mask() -> None:
     assert torch.equal(hidden(of()), torch.cat(ranks))
     heads = [probabilities(of(), HEADS // 2, first_head=rank * HEADS // 2) for rank in (0, 1)]
     assert torch.equal(probabilities(of()), torch.cat(heads, dim=1))
-
-
-def test_what_is_replicated_has_one_mask_on_every_rank() -> None:
-    x = torch.ones(1, B, H)
-    masks = [of(sequence_rank=rank).everywhere(x, 0.5, PLACES[0]) for rank in (0, 1)]
-    assert torch.equal(*masks)
 
 
 def test_documents_of_a_sample_have_masks_of_their_own() -> None:

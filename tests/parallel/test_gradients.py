@@ -93,21 +93,6 @@ def check_unused(ctx: ParallelContext) -> None:
     assert used.grad.tolist() == unused.grad.tolist() == [2.0, 2.0]
 
 
-def test_a_gradient_given_past_autograd_is_reduced() -> None:
-    run_on_ranks(check_given, dp=2)
-
-
-def check_given(ctx: ParallelContext) -> None:
-    used, given = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    reducer = GradientReducer([used, given], ctx.dp)
-    reducer.start_step()
-    reducer.sync = True
-    given.grad = torch.full((2,), 1.0 + ctx.rank)
-    used.sum().backward()
-    reducer.finish()
-    assert given.grad.tolist() == [3.0, 3.0]
-
-
 class _Withheld(torch.autograd.Function):
     """x times w, whose gradient is kept back as one that is put off; the hook of w runs all the same."""
 

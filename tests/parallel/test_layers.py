@@ -140,14 +140,6 @@ def test_layers_name_the_size_tp_does_not_divide(build, message) -> None:  # typ
         build(Axis("tp", 0, 4))
 
 
-def test_a_printed_layer_shows_its_whole_size_and_its_split() -> None:
-    tp = Axis("tp", rank=0, size=2)
-    assert repr(ColumnParallelLinear(6, 8, tp=tp)) == "ColumnParallelLinear(in=6, out=8, tp=2)"
-    assert repr(RowParallelLinear(8, 6, tp=tp)) == "RowParallelLinear(in=8, out=6, tp=2)"
-    table = VocabParallelEmbedding(9, 10, 4, tp=tp)
-    assert repr(table) == "VocabParallelEmbedding(vocab=9, padded=10, hidden=4, tp=2)"
-
-
 def test_float32_master_weights_get_float32_gradients_from_bfloat16_activations() -> None:
     layer = ColumnParallelLinear(8, 4, tp=Axis("tp"))
     load_whole(layer, {"weight": torch.randn(4, 8), "bias": torch.randn(4)}, Axis("tp"))

@@ -3,7 +3,6 @@
 import pytest
 
 from mlm.config.cli.compose import load_config
-from mlm.parallel import layout_checks
 from mlm.training.checks import check_pretrain
 
 SOUND = ["model=gpt2_tiny", "model.num_layers=12", "data=synthetic"]  # 4 heads, 128 positions
@@ -58,8 +57,8 @@ def test_layout_that_runs_has_no_problem(overrides: list[str]) -> None:
         ),
         (
             ["cp=2", "tp=4", "sequence_parallel=true", "data.seq_length=12"],
-            "sequence_parallel=true splits the sequences of each cp rank, but cp=2 * tp=4 does not divide "
-            "data.seq_length=12; use data.seq_length=8 or data.seq_length=16",
+            "sequence_parallel=true splits sequences, but cp=2 * tp=4 does not divide data.seq_length=12; "
+            "use data.seq_length=8 or data.seq_length=16",
         ),
         (["pp=13"], "pp=13 stages are more than model.num_layers=12; use pp=12"),
         (
@@ -68,8 +67,7 @@ def test_layout_that_runs_has_no_problem(overrides: list[str]) -> None:
         ),
         (
             ["pp=4", "vp=2"],
-            "pp=4 * vp=2 = 8 stages do not divide model.num_layers=12, as interleaving (vp > 1) needs; "
-            "use vp=1 or vp=3",
+            "pp=4 * vp=2 = 8 stages do not divide model.num_layers=12, as vp > 1 needs; use vp=1 or vp=3",
         ),
         (["vp=2"], "vp=2 interleaves the stages of a pipeline, but pp=1 makes none; use vp=1 or pp=2"),
         (
@@ -97,23 +95,13 @@ def test_layout_that_runs_has_no_problem(overrides: list[str]) -> None:
         ),
         (
             ["pp=3", "vp=2", "dp=2", "train.global_batch_size=64"],
-            "train.global_batch_size=64 gives each replica 4 micro-batches, but vp=2 takes them in groups of "
-            "pp=3; use train.global_batch_size=48 or train.global_batch_size=96",
-        ),
-        (
-            ["pp=3", "vp=2", "train.global_batch_size=100"],
-            "train.global_batch_size=100 is not a multiple of dp=1 * train.micro_batch_size=8 = 8; "
-            "use train.global_batch_size=96 or train.global_batch_size=120",
+            "train.global_batch_size=64 is not a multiple of dp=2 * train.micro_batch_size=8 * pp=3 = 48; "
+            "use train.global_batch_size=48 or train.global_batch_size=96",
         ),
     ],
 )
 def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> None:
     assert problems_of(*overrides) == [problem]
-
-
-def test_schedule_is_not_adapted_to_a_batch_that_does_not_fit_it() -> None:
-    (problem,) = problems_of("pp=3", "vp=2", "pipeline=zb_h1", "train.global_batch_size=64")
-    assert problem.endswith("use vp=1")
 
 
 @pytest.mark.parametrize(
@@ -158,45 +146,24 @@ def test_alternatives_of_one_problem_break_no_other_rule() -> None:
 @pytest.mark.parametrize(
     "local_devices, remedy",
     [
-        (
-            8,
-            "this host has 8 GPUs; start 128 ranks with torchrun (--nnodes=16 --nproc-per-node=8 …) or SLURM "
-            "(sbatch --nodes=16 scripts/slurm/pretrain.sbatch …), or here use dp=4",
-        ),
-        (
-            6,
-            "this host has 6 GPUs; start 128 ranks with torchrun (--nnodes=32 --nproc-per-node=4 …) or SLURM "
-            "(sbatch --nodes=32 --ntasks-per-node=4 scripts/slurm/pretrain.sbatch …), or here use dp=3",
-        ),
+        (8, "this host has 8 GPUs; {}, or here use dp=4"),
         (
             None,
-            "a CPU host runs at most 64; start 128 ranks with torchrun (--nnodes=16 --nproc-per-node=8 …) or "
-            "SLURM (sbatch --nodes=16 scripts/slurm/pretrain.sbatch …), or here use dp=32 or tp=1",
+            "a CPU host runs at most 64; {}, or here use dp=32 or tp=1",
         ),
     ],
 )
 def test_first_remedy_of_too_many_ranks_is_to_launch_them(local_devices: int | None, remedy: str) -> None:
     batch = ["train.global_batch_size=768", "train.micro_batch_size=1"]
+    remedy = remedy.format("start 128 ranks with torchrun or SLURM (scripts/slurm/pretrain.sbatch)")
     assert problems_of("tp=2", "dp=64", *batch, local_devices=local_devices) == [
         f"tp=2 * pp=1 * dp=64 = 128 ranks, but {remedy}"
     ]
 
 
-def test_a_host_without_the_memory_for_the_weights_is_no_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_checks, "host_memory", lambda: 24 << 30)
-    large = ["model.num_layers=72", "model.hidden_size=3072", "model.num_heads=24", "tp=8", "dp=64"]
-    (problem,) = problems_of(*large, "train.global_batch_size=512", "train.micro_batch_size=1")
-    assert problem.endswith("scripts/slurm/pretrain.sbatch …)")
-    (problem,) = problems_of(
-        *large, "model.num_layers=2", "train.global_batch_size=512", "train.micro_batch_size=1"
-    )
-    assert problem.endswith(", or here use dp=8 or tp=1")
-
-
 def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:
     problems = problems_of("tp=4", "pp=12", "zero=3", "dp=8", local_devices=8)
-    assert [problem.split("; ")[1] for problem in problems] == [
+    assert [problem.split("; ")[1].split(", or here ")[-1] for problem in problems] == [
         "use zero=2",
-        "start them with torchrun or SLURM (scripts/slurm/pretrain.sbatch of the repository), "
-        "or here use pp=1 dp=2",
+        "use pp=1 dp=2",
     ]

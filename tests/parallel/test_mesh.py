@@ -1,7 +1,5 @@
 """Place of a rank in a layout."""
 
-import pytest
-
 from mlm.parallel.mesh import ParallelContext, coordinates, shape_context
 from tests.ranks import run_on_ranks
 
@@ -16,12 +14,6 @@ def test_coordinates_put_tensor_ranks_side_by_side_then_data_then_stages() -> No
         (0, 1, 0),
         (1, 1, 2),
     ]
-
-
-@pytest.mark.parametrize("layout", [{"tp": 8, "pp": 64, "dp": 6}, {"tp": 8, "pp": 1, "dp": 64}])
-def test_coordinates_are_a_bijection(layout: dict[str, int]) -> None:
-    world = layout["tp"] * layout["pp"] * layout["dp"]
-    assert len({coordinates(r, **layout) for r in range(world)}) == world
 
 
 def test_shape_context_knows_any_rank_without_process_groups() -> None:

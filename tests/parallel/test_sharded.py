@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from mlm.models.stage import Stage
+from mlm.models.stage import PipelineStage
 from mlm.optim.clip import gradient_norm
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.compute_state import DeferredWeightGrads
@@ -115,7 +115,11 @@ def test_chunks_of_a_pipeline_equal_one_process(zero: int) -> None:
 
 def check_chunks(ctx: ParallelContext, zero: int) -> None:
     one = Rank(ParallelContext())
-    stages = [Stage(range(1), True, False), Stage(range(1, 2), False, False), Stage(range(2, 2), False, True)]
+    stages = [
+        PipelineStage(range(1), True, False),
+        PipelineStage(range(1, 2), False, False),
+        PipelineStage(range(2, 2), False, True),
+    ]
     chunks = [Rank(ctx, zero, stage=stage) for stage in stages]
     one.accumulate(all_samples(ctx, 0))
     for chunk in chunks:

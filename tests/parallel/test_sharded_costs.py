@@ -24,9 +24,7 @@ from tests.parallel.sharded_rank import (
     MODEL,
     Rank,
     defer_weight_grads,
-    rectangle,
     samples_of,
-    wholes,
 )
 from tests.ranks import run_on_ranks
 
@@ -274,41 +272,3 @@ def check_late_accumulation(ctx: ParallelContext, zero: int) -> None:
         sums.append([s.parameter.grad for s in mine.shards])
     for s, once, five_times in zip(mine.shards, *sums, strict=True):
         assert torch.equal(five_times, 5 * once), s.name
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_bfloat16_gradients_are_near_those_of_replicated_weights(zero: int) -> None:
-    run_on_ranks(check_half, zero, dp=2)
-
-
-def check_half(ctx: ParallelContext, zero: int) -> None:
-    """Within a few roundings of bfloat16 (2^-8) of each parameter's largest gradient."""
-    half = {"dtype": torch.bfloat16, "master": torch.float32}
-    replicated, mine = Rank(ctx, 0, **half), Rank(ctx, zero, **half)
-    for rank in (replicated, mine):
-        rank.accumulate(list(samples_of(0, ctx.dp.rank)))
-    expected = wholes(replicated, "grad")
-    for s in mine.shards:
-        assert s.parameter.grad is not None
-        error = s.without_padding(s.parameter.grad) - rectangle(s, expected[s.name])
-        assert not error.numel() or error.abs().max() <= 2**-6 * expected[s.name].abs().max(), s.name
-
-
-def test_passes_whose_weight_gradients_come_later_send_nothing() -> None:
-    """One reduction once these have come, and none for the little that is there before."""
-    run_on_ranks(check_late_reductions, dp=2)
-
-
-def check_late_reductions(ctx: ParallelContext) -> None:
-    mine = Rank(ctx, 2, reduce="every", late_weights=True)
-    deferred = defer_weight_grads(mine.model)
-    with collectives() as seen:
-        mine.reducer.start_step()
-        for sample in samples_of(0, ctx.dp.rank):
-            mine.loss(sample).backward()
-        assert seen["scatter_flat"] == []
-        for job in deferred.take():
-            job()
-        mine.reducer.settle()
-        mine.reducer.finish()
-        assert len(seen["scatter_flat"]) >= LAYERS + 1

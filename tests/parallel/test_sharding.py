@@ -91,13 +91,6 @@ def test_a_tied_copy_owns_nothing() -> None:
     assert [s.is_owner for s in parameter_shards(copy, Axis("tp"))] == [False]
 
 
-def test_shards_keep_their_parameter_from_call_to_call() -> None:
-    """The optimizer's state belongs to the parameter object."""
-    model = cut(model_of(Axis("tp")), Axis("dp", 1, 2))
-    first, again = (list(parameter_shards(model, Axis("tp"))) for _ in range(2))
-    assert all(a.parameter is b.parameter for a, b in zip(first, again, strict=True))
-
-
 class SharedHeads(nn.Module):
     """Rows of which two neighbouring ranks hold the same part, and columns beside padded rows."""
 

@@ -12,7 +12,7 @@ from torch.distributed import DistStoreError
 
 from mlm.parallel import collectives
 from mlm.parallel.mesh import Axis
-from mlm.parallel.watch import LostPeer, Watch, name_ranks
+from mlm.parallel.watch import LostPeer, Watch
 
 TIMED_OUT = RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation")
 CLOSED = RuntimeError("[gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:40586")
@@ -43,28 +43,6 @@ def test_closed_connection_is_distinguished_from_a_timeout(watch: Watch) -> None
 
 def test_errors_of_the_store_are_lost_peers(watch: Watch) -> None:
     assert "did not finish" in line(watch, DistStoreError("wait timeout after 20000ms"))
-
-
-def test_peer_in_a_larger_group_is_one_of_the_others(watch: Watch) -> None:
-    assert line(watch, CLOSED, (0, 1, 2)).endswith("(ranks 0, 1, 2) broke: one of the other 2 ranks is gone")
-
-
-def test_wait_without_peers_blames_none() -> None:
-    wait = Watch(0, 1.0).waiting("all-reduce", "tp", (0,))
-    assert (
-        wait.unfinished()
-        .args[0]
-        .endswith("(dist.timeout_s): this process is stuck, gone or waiting for another")
-    )
-
-
-def test_large_group_is_shortened() -> None:
-    assert name_ranks(range(0, 512, 8)) == "ranks 0, 8, 16, … 504: 64 of them"
-
-
-def test_step_is_left_out_outside_training(watch: Watch) -> None:
-    watch.step = 0
-    assert line(watch, CLOSED).startswith("rank 2: all_reduce over tp")
 
 
 def test_other_errors_pass_unchanged(watch: Watch) -> None:

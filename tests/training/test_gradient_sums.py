@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from mlm.data.sampler import Batch
-from mlm.parallel import fused_accumulation, gradients, linear
+from mlm.parallel import gradients, linear
 from mlm.parallel.compute_state import ComputeState
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.reducers import FusedAccumulation
 from mlm.training.config import PretrainConfig
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
@@ -106,7 +107,7 @@ def test_totals_are_of_linear_layers_alone() -> None:
     trainer: Trainer[Batch] = Trainer(replace(SPEC, fuse_accumulation=True), ParallelContext())
     found = trainer.gradients[0].fused
     assert found is not None
-    assert isinstance(found, fused_accumulation.FusedAccumulation)
+    assert isinstance(found, FusedAccumulation)
     assert {type(layer).__name__ for layer in found.layers} == {"ColumnParallelLinear", "RowParallelLinear"}
 
 

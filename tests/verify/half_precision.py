@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlm.models.backbone import Table
+from mlm.models.backbone import LearnedTable
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
@@ -86,7 +86,9 @@ def _compare(config: ParityConfig, layout: Trainer, alone: Trainer | None) -> Ha
     half, coarse, update = DTYPES[config.precision.dtype], set[str](), layout.clip_and_update
 
     def noting(parts: Tensor) -> StepOutcome:  # the update overwrites gradients by clipped ones
-        sums = (s for s in layout.shards if not isinstance(s.module, Table))  # whose rows may be read once
+        sums = (
+            s for s in layout.shards if not isinstance(s.module, LearnedTable)
+        )  # whose rows may be read once
         coarse.update(s.name for s in sums if _is_coarse(s.parameter.grad, half))
         return update(parts)
 

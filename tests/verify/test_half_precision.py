@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.layer_norm import LayerNorm
-from mlm.models.llama.norm import RMSNorm
+from mlm.models.norms import LayerNorm, RMSNorm
 from mlm.optim.precision import DTYPES
-from mlm.parallel.sharded import _ReduceScatter
+from mlm.parallel.sharded import _Collective
 from mlm.training.trainer import StepOutcome, Trainer
 from tests.ranks import run_on_ranks
 from tests.verify.half_precision import (
@@ -68,17 +67,17 @@ def gradients_reduced_in_half(trainer: Trainer) -> None:
             bucket.reduce = in_half
 
 
-class ReduceScatterInHalf(_ReduceScatter):
-    def complete(self, name: str, out: Tensor, x: Tensor, begin: Any) -> None:
-        held = out.to(torch.bfloat16)
-        super().complete(name, held, x.to(torch.bfloat16), begin)
-        out.copy_(held)
+class ReduceScatterInHalf(_Collective):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        held = output_tensor.to(torch.bfloat16)
+        super().__call__(held, input_tensor.to(torch.bfloat16), *args, **kwargs)
+        output_tensor.copy_(held)
 
 
 def sharded_gradients_reduced_in_half(trainer: Trainer) -> None:
     for reducer in trainer.reducers:
         for unit in (*reducer.units, reducer.root):
-            unit.set_custom_reduce_scatter(ReduceScatterInHalf(trainer.ctx.replicas))
+            unit.set_custom_reduce_scatter(ReduceScatterInHalf("reduce_scatter", trainer.ctx.replicas))
 
 
 def sums_over_micro_batches_in_half(trainer: Trainer) -> None:

@@ -15,9 +15,9 @@ from mlm.checkpoint.huggingface.folder import HFModel, read_model
 from mlm.inference.hf_source import EXTRA
 from mlm.inference.trained import load_trained
 from mlm.models.backbone import Inputs, Transformer
-from mlm.models.documents import without_padding
+from mlm.models.documents import padding_spans
 from mlm.models.family import family_of
-from mlm.models.probe import Outputs, Probe
+from mlm.models.huggingface import Outputs, ProbeSamples
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
@@ -92,7 +92,7 @@ def compare_logits(folder: Path, run: Path) -> Agreement:
                 f"{TOLERANCE:.0e} is allowed: not the same model. Nothing was written; please report this"
             )
         worst = max(worst, difference)
-    return Agreement(tuple(reference), worst, int(Probe.of(model.config).lengths.sum()))
+    return Agreement(tuple(reference), worst, int(ProbeSamples.of(model.config).lengths.sum()))
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
@@ -115,7 +115,7 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
     name_outputs = family.huggingface.our_outputs
     outputs: Outputs = {}
 
-    def forward(chunk: Transformer, probe: Probe, x: Tensor | None) -> Tensor:
+    def forward(chunk: Transformer, probe: ProbeSamples, x: Tensor | None) -> Tensor:
         inputs = inputs_of(probe, ctx.device, reads_both_ways=not family.causal)
         head = chunk.config.head
         is_finetuned = head in ("classification", "span")
@@ -126,15 +126,15 @@ def our_outputs(run: Path, ctx: ParallelContext | None = None) -> Outputs:
             outputs.update(logits if is_finetuned else name_outputs(chunk, y, mask))
         return y
 
-    for _ in trained.model.evaluate([Probe.of(trained.config.model)], forward):
+    for _ in trained.model.evaluate([ProbeSamples.of(trained.config.model)], forward):
         pass
     return {name: value.cpu() for name, value in outputs.items()}
 
 
-def inputs_of(probe: Probe, device: torch.device, *, reads_both_ways: bool) -> Inputs:
+def inputs_of(probe: ProbeSamples, device: torch.device, *, reads_both_ways: bool) -> Inputs:
     """Return the probe as the input of a model."""
     width = probe.tokens.shape[1]
-    spans = without_padding(probe.lengths, width, torch.float32, device) if reads_both_ways else None
+    spans = padding_spans(probe.lengths, width, torch.float32, device) if reads_both_ways else None
     types = None if probe.token_types is None else probe.token_types.to(device)
     return Inputs(probe.tokens.to(device), probe.lengths.to(device), types, spans)
 
@@ -147,7 +147,7 @@ def reference_outputs(model: HFModel) -> Outputs:
     """
     theirs = _load(model)
     with _blames_folder(model, "run"):
-        outputs = model.mapping.their_outputs(theirs, Probe.of(model.config), model.content)
+        outputs = model.mapping.their_outputs(theirs, ProbeSamples.of(model.config), model.content)
     del theirs
     gc.collect()
     return outputs

@@ -1,19 +1,99 @@
 """BERT as a model family."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from mlm.data.config import MASKED, DataConfig
+from mlm.data.indexed import IndexedDataset
+from mlm.data.receipt import read_receipt
+from mlm.data.sampler import Dataset
+from mlm.data.tokenizer import Tokenizer
 from mlm.models.bert import huggingface, megatron
-from mlm.models.bert.corpora import SentencePairs, corpus_problems
 from mlm.models.bert.masking import BERTVocab
 from mlm.models.bert.model import BERT
 from mlm.models.bert.objective import MaskedTokens
-from mlm.models.bert.samples import BERTBatch
+from mlm.models.bert.samples import BERTBatch, BERTDataset, SyntheticBERT
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
-from mlm.util.errors import Problem
+from mlm.util.errors import Problem, UserError
 
 SHORTEST = 8
 """Tokens of a BERT sample at the least: [CLS], two [SEP] and some text."""
+VALIDATION_SEED = 0
+"""Of the masks of samples that are scored."""
 DOCUMENT_SWITCHES = ("reset_positions", "reset_attention", "mask_eod_loss")
+
+
+class SentencePairs:
+    """BERT samples of a corpus with one sequence per sentence."""
+
+    def train(
+        self,
+        data: DataConfig,
+        prefix: Path,
+        tokenizer: Tokenizer | None,
+        num_samples: int,
+        *,
+        seed: int,
+        cache: Path | None,
+    ) -> BERTDataset:
+        """Return training samples of a corpus. Raises UserError as BERTDataset does."""
+        return BERTDataset(
+            IndexedDataset(prefix),
+            seq_length=data.seq_length,
+            num_samples=num_samples,
+            seed=seed,
+            vocab=bert_vocab(tokenizer),
+            masked_lm_prob=data.masked_lm_prob,
+            short_seq_prob=data.short_seq_prob,
+            max_ngram=data.max_ngram,
+            cache_dir=cache,
+        )
+
+    def validation(self, data: DataConfig, prefix: Path, tokenizer: Tokenizer | None) -> BERTDataset:
+        """Return one pass over a corpus, masked in one way whatever the run's seed."""
+        once = self.train(data, prefix, tokenizer, 1, seed=VALIDATION_SEED, cache=None)
+        once.num_samples = once.epoch_samples
+        return once
+
+    def synthetic(self, data: DataConfig, vocab_size: int, num_samples: int, seed: int) -> Dataset:
+        """Return random samples."""
+        return SyntheticBERT(vocab_size, data.seq_length, num_samples, seed)
+
+
+def bert_vocab(tokenizer: Tokenizer | None) -> BERTVocab:
+    """Return what BERT samples depend on of the run's tokenizer. Raises UserError."""
+    if tokenizer is None:
+        raise UserError(
+            "data.tokenizer=null, and no tokenizer.json is beside the corpus: BERT samples need the ids of "
+            "[CLS], [SEP], [MASK] and [PAD]",
+            keys=("data.tokenizer",),
+            fix="set data.tokenizer=…/tokenizer.json",
+        )
+    return BERTVocab.of(tokenizer)
+
+
+def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Path | None) -> list[Problem]:
+    """Return the problem of making BERT samples of these corpora, at most one."""
+    try:
+        size = len(bert_vocab(None if tokenizer is None else Tokenizer.load(tokenizer)).word_starts)
+    except UserError as error:
+        return list(error.problems)
+    if size > model.vocab_size:
+        problem = f"model.vocab_size={model.vocab_size} is less than the {size} tokens of the tokenizer"
+        return [Problem(("model.vocab_size", "data.tokenizer"), problem, f"set model.vocab_size={size}")]
+    for prefix in prefixes:
+        receipt = read_receipt(prefix.parent) or {}
+        if receipt.get("sentences") is False:
+            problem = f"{prefix}: its documents are not split into sentences, as BERT samples need"
+            return [
+                Problem(
+                    ("data.path", "data.train", "data.blend"),
+                    problem,
+                    "build it with `mlm data build sentences=true`",
+                )
+            ]
+    return []
 
 
 def model_problem(model: ModelConfig) -> Problem | None:
@@ -40,20 +120,6 @@ def data_problem(data: DataConfig) -> Problem | None:
     return None
 
 
-def num_head_parameters(model: ModelConfig) -> int:
-    """Return the parameters of the pooler and of the heads of pretraining, or of the one for finetuning."""
-    h = model.hidden_size
-    if model.head == "span":
-        return 2 * (h + 1)
-    pooler = h * h + h
-    if model.head == "classification":
-        return pooler + model.num_labels * (h + 1)
-    if model.head == "language_model":
-        transform = h * h + 3 * h  # with its norm
-        return pooler + transform + model.vocab_size + 2 * (h + 1)
-    return pooler
-
-
 def head_products(model: ModelConfig, tp: int) -> float:
     """Return those of masked tokens alone: their transform, and the vocabulary projection."""
     if model.head != "language_model":
@@ -70,7 +136,6 @@ FAMILY: ModelFamily[BERT, BERTBatch] = ModelFamily(
     check_tokenizer=BERTVocab.of,
     scored=MASKED,
     data_keys=("data.masked_lm_prob", "data.short_seq_prob", "data.max_ngram"),
-    num_head_parameters=num_head_parameters,
     head_products=head_products,
     loss_unit="nats, both heads",
     protocol="one pass over the samples of pretraining, masks of a fixed seed",

@@ -8,7 +8,7 @@ config.json and their defaults: the documentation of BertConfig and MegatronBert
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import (
     EXACT_GELU,
-    GELU_NAMES,
     JSON,
     TANH_GELU,
     UNSUPPORTED,
@@ -29,14 +28,16 @@ from mlm.models.huggingface import (
     HuggingFaceMapping,
     Location,
     Note,
+    NumberKey,
+    Outputs,
+    ProbeSamples,
+    SizeKey,
     TokenIds,
-    activation,
     label_entries,
     one_head,
     show,
     weight_and_bias,
 )
-from mlm.models.probe import Outputs, Probe
 from mlm.util.errors import UserError
 
 PREFIX = "bert."
@@ -114,6 +115,7 @@ def plain_name(theirs: str) -> str:
 def _keys(vocabulary: int, width: int, layers: int, heads: int) -> ConfigKeys:
     """Keys of config.json with the defaults of one of the two model types."""
     return ConfigKeys(
+        activation="hidden_act",
         fixed=UNSUPPORTED
         | {
             "hidden_act": (*EXACT_GELU, *TANH_GELU),
@@ -122,21 +124,20 @@ def _keys(vocabulary: int, width: int, layers: int, heads: int) -> ConfigKeys:
             "is_causal": (False,),
         },
         sizes={
-            "vocab_size": (vocabulary, 1 << 24),
-            "hidden_size": (width, 1 << 20),
-            "num_hidden_layers": (layers, 10_000),
-            "num_attention_heads": (heads, 1 << 20),
-            "intermediate_size": (4 * width, 1 << 24),
-            "max_position_embeddings": (512, 1 << 24),
-            "type_vocab_size": (2, 1 << 16),
+            "vocab_size": SizeKey("vocab_size", vocabulary, 1 << 24),
+            "hidden_size": SizeKey("hidden_size", width, 1 << 20),
+            "num_hidden_layers": SizeKey("num_layers", layers, 10_000),
+            "num_attention_heads": SizeKey("num_heads", heads, 1 << 20),
+            "intermediate_size": SizeKey("ffn_hidden_size", 4 * width, 1 << 24),
+            "max_position_embeddings": SizeKey("max_positions", 512, 1 << 24),
+            "type_vocab_size": SizeKey("token_types", 2, 1 << 16),
         },
         numbers={
-            "hidden_dropout_prob": (0.1, 0.0, 1.0),
-            "attention_probs_dropout_prob": (0.1, 0.0, 1.0),
-            "layer_norm_eps": (1e-12, 0.0, 1.0),
-            "initializer_range": (0.02, 0.0, 1e3),
+            "hidden_dropout_prob": NumberKey("hidden_dropout", 0.1),
+            "attention_probs_dropout_prob": NumberKey("attention_dropout", 0.1),
+            "layer_norm_eps": NumberKey("layer_norm_eps", 1e-12),
+            "initializer_range": NumberKey("init_std", 0.02, below=1e3),
         },
-        heads=("hidden_size", "num_attention_heads"),
     )
 
 
@@ -148,61 +149,33 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
 
     Raises ConfigError.
     """
-    is_megatron = config.get("model_type") == "megatron-bert"
-    found = _KEYS["pre" if is_megatron else "post"].read(config, path, "BERT")
-    hidden, ffn = found["hidden_size"], found["intermediate_size"]
+    norm: Literal["pre", "post"] = "pre" if config.get("model_type") == "megatron-bert" else "post"
+    values = _KEYS[norm].read(config, path, "BERT")
+    settings = _KEYS[norm].settings(values)
+    if settings["ffn_hidden_size"] == 4 * settings["hidden_size"]:
+        settings["ffn_hidden_size"] = None
     notes = []
     last = config.get("classifier_dropout")
-    if last is not None and last != found["hidden_dropout_prob"]:
+    if last is not None and last != values["hidden_dropout_prob"]:
         notes.append(
             f"classifier_dropout={show(last)} is not kept: model.hidden_dropout is one number for all, "
-            f"hidden_dropout_prob={found['hidden_dropout_prob']} is taken"
+            f"hidden_dropout_prob={values['hidden_dropout_prob']} is taken"
         )
-    model = ModelConfig(
-        kind="bert",
-        norm="pre" if is_megatron else "post",
-        num_layers=found["num_hidden_layers"],
-        hidden_size=hidden,
-        num_heads=found["num_attention_heads"],
-        ffn_hidden_size=None if ffn == 4 * hidden else ffn,
-        max_positions=found["max_position_embeddings"],
-        vocab_size=found["vocab_size"],
-        token_types=found["type_vocab_size"],
-        activation=activation(found["hidden_act"]),
-        hidden_dropout=float(found["hidden_dropout_prob"]),
-        attention_dropout=float(found["attention_probs_dropout_prob"]),
-        init_std=float(found["initializer_range"]),
-        layer_norm_eps=float(found["layer_norm_eps"]),
-        head="none",
-    )
-    return model, notes
+    return ModelConfig(**settings, kind="bert", norm=norm, head="none"), notes
 
 
 def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     """Return the config.json that the class of the model's head loads."""
     return {
-        "architectures": [architecture(model)],
+        **_KEYS[model.norm].write(model, architecture(model)),
         "model_type": "bert" if model.norm == "post" else "megatron-bert",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
         "intermediate_size": model.ffn_size,
-        "hidden_act": GELU_NAMES[model.activation],
-        "hidden_dropout_prob": model.hidden_dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
-        "max_position_embeddings": model.max_positions,
-        "type_vocab_size": model.token_types,
-        "initializer_range": model.init_std,
-        "layer_norm_eps": model.layer_norm_eps,
         "pad_token_id": ids.pad,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
         **(label_entries(model, ids.labels) if model.head == "classification" else {}),
     }
 
 
-def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
     """Return the model that these tensors make.
 
     BertForMaskedLM has neither pooler nor sentence-order head, BertModel perhaps no pooler: missing
@@ -213,19 +186,19 @@ def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str)
         "classification": "classifier.weight",
         "span": "qa_outputs.weight",
     }
-    head = one_head(heads, found, path)
-    modules = {name.rpartition(".")[0] for name in found}
+    head = one_head(heads, shapes, path)
+    modules = {name.rpartition(".")[0] for name in shapes}
     if head == "classification":
         if _POOLER not in modules:
             raise UserError(
                 f"{path}: holds a classifier and no {_POOLER}: a label for each token "
                 f"(…BertForTokenClassification) is not supported. Save its base model, and name that folder"
             )
-        shape = found["classifier.weight"]
+        shape = shapes["classifier.weight"]
         return FolderContent(replace(model, head=head, num_labels=shape[0] if shape else 0))
     if head == "span":
         config = replace(model, head=head)
-        unused = frozenset(name for name in found if name.startswith(f"{_POOLER}."))
+        unused = frozenset(name for name in shapes if name.startswith(f"{_POOLER}."))
         note = f"left out: {_POOLER}, which {architecture(config)} has no use for"
         return FolderContent(config, left_out=unused, notes=(Note(note),) if unused else ())
     wanted = {"pooler": _POOLER} | ({"sop_head": _ORDER} if head == "language_model" else {})
@@ -234,7 +207,7 @@ def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str)
         Note(f"no {theirs} is there: {ours} takes initial values, which training moves", about=ours)
         for ours, theirs in missing.items()
     ]
-    unused = frozenset(name for name in found if head is None and name.startswith(f"{_ORDER}."))
+    unused = frozenset(name for name in shapes if head is None and name.startswith(f"{_ORDER}."))
     if unused:
         notes.append(Note(f"left out: {_ORDER}, as no masked-LM head is there", about="sop_head"))
     filled = frozenset(f"{ours}.{part}" for ours in missing for part in ("weight", "bias"))
@@ -258,8 +231,8 @@ def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> d
         "mask": tokenizer.mask_id,
         "pad": tokenizer.pad_id,
     }
-    found = {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
-    return {**found, "unk_token": UNK, "model_input_names": list(INPUTS)}
+    tokens = {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
+    return {**tokens, "unk_token": UNK, "model_input_names": list(INPUTS)}
 
 
 def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
@@ -272,23 +245,23 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
     return {"token logits": stage.token_logits(rows), "order logits": stage.sop_head(pooled)[0]}
 
 
-def their_outputs(theirs: Any, probe: Probe, content: FolderContent) -> Outputs:
+def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> Outputs:
     """Outputs of a BERT of `transformers`, but for heads that the folder lacks."""
     types = {} if probe.token_types is None else {"token_type_ids": probe.token_types}
-    found = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)
+    output = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)
     filled = {name.partition(".")[0] for name in content.filled}
     match content.config.head:
         case "classification":
-            return {"logits": found.logits}
+            return {"logits": output.logits}
         case "span":
-            return {"logits": torch.stack([found.start_logits, found.end_logits], -1)[probe.mask]}
+            return {"logits": torch.stack([output.start_logits, output.end_logits], -1)[probe.mask]}
         case "none":
-            outputs = {"hidden states": found.last_hidden_state[probe.mask]}
-            return outputs if "pooler" in filled else outputs | {"pooled states": found.pooler_output}
-    outputs = {"token logits": found.prediction_logits[probe.mask]}
+            outputs = {"hidden states": output.last_hidden_state[probe.mask]}
+            return outputs if "pooler" in filled else outputs | {"pooled states": output.pooler_output}
+    outputs = {"token logits": output.prediction_logits[probe.mask]}
     if filled & {"pooler", "sop_head"}:  # the sentence-order head reads the pooler
         return outputs
-    return outputs | {"order logits": found.seq_relationship_logits}
+    return outputs | {"order logits": output.seq_relationship_logits}
 
 
 MAPPING = HuggingFaceMapping(

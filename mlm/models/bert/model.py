@@ -16,7 +16,7 @@ from torch import Tensor
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.heads import MaskedTokenHead, PlainLinear
 from mlm.parallel.collectives import gather_rows
-from mlm.parallel.cross_entropy import cross_entropy_and_hits, full_logits, token_scores, wide
+from mlm.parallel.cross_entropy import cross_entropy_and_hits, full_logits, loss_dtype, token_scores
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 
@@ -26,7 +26,7 @@ segments (nats per sample), and how many of each the model has right. The first 
 
 
 @dataclass(frozen=True, eq=False)
-class Targets:
+class MaskedTargets:
     """Targets of a micro-batch, on the device. Only masked tokens go through the head."""
 
     places: Tensor
@@ -38,7 +38,7 @@ class Targets:
     """[B] int64: 1 where the second segment comes first in its document, −100 where that is not scored."""
 
 
-def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: int = 0) -> Targets:
+def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: int = 0) -> MaskedTargets:
     """Targets of labels [B, S], IGNORE_INDEX where nothing is masked; `parts` is t with sequence parallelism.
 
     Places are found where the labels are: on the host, no device has to be waited for.
@@ -51,7 +51,7 @@ def masked_targets(labels: Tensor, is_swapped: Tensor, *, parts: int = 1, part: 
     for p in range(parts):
         found = is_masked[p].nonzero().flatten()
         places[p, : len(found)], targets[p, : len(found)] = found, rows[p, found]
-    return Targets(places[part], targets.flatten(), is_swapped)
+    return MaskedTargets(places[part], targets.flatten(), is_swapped)
 
 
 class BERT(Transformer):
@@ -68,7 +68,7 @@ class BERT(Transformer):
     def forward(
         self,
         inputs: Inputs,
-        targets: Targets,
+        targets: MaskedTargets,
         scale: Tensor,
         stream: DropoutStream | None = None,
         x: Tensor | None = None,
@@ -87,7 +87,7 @@ class BERT(Transformer):
         return torch.stack([loss, order.sum() * scale[1], hits, right.sum() * scale[3]])
 
     @torch.no_grad()
-    def sums(self, inputs: Inputs, targets: Targets, x: Tensor | None = None) -> Tensor:
+    def sums(self, inputs: Inputs, targets: MaskedTargets, x: Tensor | None = None) -> Tensor:
         """Return PARTS summed over masked tokens and over samples, without dropout: [4] float64.
 
         Stages before the last return hidden states.
@@ -115,7 +115,7 @@ class BERT(Transformer):
         if not self.stage.is_last:
             return h
         y = self.token_logits(h.flatten(0, 1))  # [S * B, vocab_size]
-        return y.to(wide(y.dtype)).view(*h.shape[:2], -1).transpose(0, 1)
+        return y.to(loss_dtype(y.dtype)).view(*h.shape[:2], -1).transpose(0, 1)
 
     def token_logits(self, rows: Tensor) -> Tensor:
         """Logits of the masked-LM head for hidden states [R, H]: [R, vocab_size], on every tp rank."""
@@ -127,6 +127,6 @@ class BERT(Transformer):
     def _order(self, h: Tensor, is_swapped: Tensor) -> tuple[Tensor, Tensor]:
         """Each sample's loss of sentence-order prediction, and 1 where the prediction is right: [B] each."""
         logits = self.whole(self.sop_head(self.pool(h)))[0]
-        logits = logits.to(wide(logits.dtype))
+        logits = logits.to(loss_dtype(logits.dtype))
         losses = F.cross_entropy(logits, is_swapped, ignore_index=IGNORE_INDEX, reduction="none")
         return losses, (logits.detach().argmax(-1) == is_swapped).to(losses.dtype)

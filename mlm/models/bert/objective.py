@@ -7,9 +7,9 @@ from torch import Tensor
 
 from mlm.data.config import DataConfig
 from mlm.models.backbone import Inputs
-from mlm.models.bert.model import BERT, PARTS, Targets, masked_targets
+from mlm.models.bert.model import BERT, PARTS, MaskedTargets, masked_targets
 from mlm.models.bert.samples import BERTBatch
-from mlm.models.documents import without_padding
+from mlm.models.documents import padding_spans
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
@@ -31,10 +31,10 @@ class MaskedTokens:
         """The objective of a run; `dtype` is that of activations."""
         return cls(ctx, dtype)
 
-    def inputs(self, chunk: BERT, batch: BERTBatch) -> tuple[Inputs, Targets]:
+    def inputs(self, chunk: BERT, batch: BERTBatch) -> tuple[Inputs, MaskedTargets]:
         """Inputs and targets of a micro-batch, on the device."""
         device = self.ctx.device
-        spans = without_padding(batch.lengths, batch.tokens.shape[1], self.dtype, device)
+        spans = padding_spans(batch.lengths, batch.tokens.shape[1], self.dtype, device)
         shard = {"parts": self.ctx.tp.size, "part": self.ctx.tp.rank} if chunk.sequence_parallel else {}
         targets = masked_targets(batch.labels, batch.is_swapped, **shard)
         places, labels, is_swapped = (
@@ -43,7 +43,7 @@ class MaskedTokens:
         tokens, lengths, token_types = (
             to_device(t, device) for t in (batch.tokens, batch.lengths, batch.token_types)
         )
-        return Inputs(tokens, lengths, token_types, spans), Targets(places, labels, is_swapped)
+        return Inputs(tokens, lengths, token_types, spans), MaskedTargets(places, labels, is_swapped)
 
     def counts(self, batch: BERTBatch) -> Sequence[int]:
         """Masked tokens and samples, for the losses and for the accuracies."""

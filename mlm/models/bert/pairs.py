@@ -18,16 +18,12 @@ from mlm.util.splitmix import Bits, below, draw, uniform
 
 CHUNK = 1 << 22
 """Sentences whose places are held at a time, while documents are shorter."""
-FEW = 32
-"""Documents from which on they are walked together, a sample of each at a step."""
-WINDOW = 1 << 16
-"""Sentences of a document walked alone whose successors are computed at a time."""
 
 Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Targets:
+class TargetLengths:
     """Target lengths: `longest`, or with probability `short_prob` uniform from 2 to `longest`.
 
     The target of the sample that begins at a sentence is a function of (state, number of that sentence).
@@ -44,7 +40,7 @@ class Targets:
         return np.where(is_short, 2 + below(draw(bits, 0), self.longest - 1), self.longest)
 
 
-def find_spans(indexed: IndexedDataset, targets: Targets) -> tuple[Ids, Ids]:
+def find_spans(indexed: IndexedDataset, targets: TargetLengths) -> tuple[Ids, Ids]:
     """First sequence of each sample and the one after its last, in corpus order: int64 [n] and [n]."""
     documents = np.array(indexed.document_indices)
     spans = [np.empty((2, 0), dtype=np.int64)]
@@ -72,45 +68,25 @@ def document_chunks(documents: Ids) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def cut_documents(places: Ids, bounds: Ids, numbers: Ids, targets: Targets) -> tuple[Ids, Ids]:
+def cut_documents(places: Ids, bounds: Ids, numbers: Ids, targets: TargetLengths) -> tuple[Ids, Ids]:
     """Samples of documents: sentence k begins at token places[k], document d has those from bounds[d] on.
 
     `numbers` says which sequence of the corpus each sentence is. Returns begins and ends among `places`,
     int64 [n] each, in no order.
     """
-
-    def ends_of(begins: Ids, limits: Ids) -> Ids:
-        """Ends of the samples that begin at these sentences, in documents that end at `limits`."""
-        goals = places[begins] + targets.of(numbers[begins])
-        ends = np.maximum(np.searchsorted(places, goals), begins + 2)
-        return np.where(limits - ends < 2, limits, ends)
-
-    keep = np.diff(bounds) >= 2
-    cursors, limits = bounds[:-1][keep], bounds[1:][keep]
-    begins, ends = [cursors[:0]], [cursors[:0]]
-    while len(cursors) >= FEW:
-        reached = ends_of(cursors, limits)
+    counts = np.diff(bounds)
+    limits = np.repeat(bounds[1:], counts)  # the end of each sentence's document
+    goals = places + targets.of(numbers)
+    ends = np.maximum(np.searchsorted(places, goals), np.arange(len(places)) + 2)
+    ends = np.where(limits - ends < 2, limits, ends)  # of a sample that begins at each sentence
+    cursors = bounds[:-1][counts >= 2]
+    begins = [cursors[:0]]
+    while len(cursors) > 0:  # a sample of each document at a step
         begins.append(cursors)
-        ends.append(reached)
-        left = reached < limits
-        cursors, limits = reached[left], limits[left]
-    for cursor, limit in zip(cursors.tolist(), limits.tolist(), strict=True):
-        while cursor < limit:
-            window = np.arange(cursor, min(cursor + WINDOW, limit))
-            successors = ends_of(window, np.full(len(window), limit))
-            path = walk(successors.tolist(), cursor)
-            begins.append(np.array(path[:-1]))
-            ends.append(np.array(path[1:]))
-            cursor = path[-1]
-    return np.concatenate(begins), np.concatenate(ends)
-
-
-def walk(successors: list[int], start: int) -> list[int]:
-    """start, its successor, and so on until outside; successors[k] follows start + k."""
-    path = [start]
-    while path[-1] - start < len(successors):
-        path.append(successors[path[-1] - start])
-    return path
+        reached = ends[cursors]
+        cursors = reached[reached < limits[cursors]]
+    found = np.concatenate(begins)
+    return found, ends[found]
 
 
 @dataclass(frozen=True, eq=False)

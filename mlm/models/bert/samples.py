@@ -18,8 +18,9 @@ from torch import Tensor
 
 from mlm.data.epochs import CACHE_FROM, EpochCache, permutation
 from mlm.data.indexed import IndexedDataset
+from mlm.data.synthetic import SyntheticDataset
 from mlm.models.bert.masking import BERTVocab, mask_tokens
-from mlm.models.bert.pairs import Pairs, Targets, find_spans, make_pairs
+from mlm.models.bert.pairs import Pairs, TargetLengths, find_spans, make_pairs
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
@@ -31,6 +32,8 @@ BATCH = 1 << 17
 TARGETS, SAMPLES = 0, 1
 """Draws of the seed's stream: states of the epochs' target lengths, and of the samples."""
 ORDER_STREAM = 2  # 0 and 1 are GPTDataset's
+SYNTHETIC_MASKED, SYNTHETIC_SHORT = 0.15, 0.1
+"""Share of tokens that are to be predicted, and of samples shorter than seq_length."""
 RULE = 1  # number of the sampling rule; part of the cache key
 
 Ids = NDArray[np.int64]
@@ -84,11 +87,6 @@ class BERTSamples:
     def padding_mask(self) -> NDArray[np.bool_]:
         """True at tokens, false at padding: bool [n, S]."""
         return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
-
-    @property
-    def masked_positions(self) -> NDArray[np.bool_]:
-        """True at tokens to predict: bool [n, S]."""
-        return np.not_equal(self.labels, IGNORE_INDEX)
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,10 +186,10 @@ class BERTDataset:
         size = self.indexed.num_documents + self.indexed.num_tokens // self.seq_length
         return self._epochs.get(number, is_large=size >= self.cache_from)
 
-    def targets(self, epoch: int) -> Targets:
+    def targets(self, epoch: int) -> TargetLengths:
         """Target lengths of an epoch's samples, [CLS] and [SEP] not counted."""
         state = draw(draw(root(self.seed), TARGETS), epoch)
-        return Targets(state, self.seq_length - SPECIAL, self.short_seq_prob)
+        return TargetLengths(state, self.seq_length - SPECIAL, self.short_seq_prob)
 
     def _gather(self, ids: Ids) -> BERTSamples:
         begins, ends, targets = self._spans(ids)
@@ -243,3 +241,33 @@ class BERTDataset:
 
     def _key(self) -> str:
         return f"{RULE} {self.indexed.digest} {self.seq_length} {self.short_seq_prob!r} {self.seed}"
+
+
+class SyntheticBERT:
+    """Random BERT samples, a tenth of them short, in place of a corpus. Sample i: a function of (seed, i)."""
+
+    def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int) -> None:
+        assert seq_length >= 8
+        self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
+        self._tokens = SyntheticDataset(vocab_size, seq_length, num_samples, seed)
+        self._labels = SyntheticDataset(vocab_size, seq_length, num_samples, seed + 1)
+        self._draws = SyntheticDataset(1 << 20, seq_length + 3, num_samples, seed + 2)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def gather(self, sample_ids: ArrayLike) -> BERTSamples:
+        """Samples in bulk: as BERTDataset's, of random tokens."""
+        s, draws = self.seq_length, self._draws.gather(sample_ids) / (1 << 20)  # [n, S + 4], below 1
+        lengths = np.where(draws[:, s] < SYNTHETIC_SHORT, 8 + draws[:, s + 1] * (s - 8), s).astype(np.int64)
+        second = (1 + draws[:, s + 2] * (lengths - 1)).astype(np.int64)  # where the second segment begins
+        columns = np.arange(s)
+        inside = columns < lengths[:, None]
+        is_masked = (inside & (draws[:, :s] < SYNTHETIC_MASKED)) | (columns == 1)  # one at least
+        return BERTSamples(
+            tokens=np.where(inside, self._tokens.gather(sample_ids)[:, :s], 0),
+            token_types=(inside & (columns >= second[:, None])).astype(np.int64),
+            lengths=lengths,
+            labels=np.where(is_masked, self._labels.gather(sample_ids)[:, :s], IGNORE_INDEX),
+            is_swapped=(draws[:, s + 3] < 0.5).astype(np.int64),
+        )

@@ -10,9 +10,10 @@ from mlm.data.synthetic import SyntheticDataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
-from mlm.models.gpt2 import huggingface, megatron
+from mlm.models.gpt2 import huggingface
 from mlm.models.gpt2.model import GPT2
 from mlm.models.gpt2.objective import NextToken
+from mlm.models.megatron import MegatronMapping, activation
 from mlm.util.errors import Problem
 
 
@@ -61,12 +62,6 @@ def model_problem(model: ModelConfig) -> Problem | None:
     return None
 
 
-def num_head_parameters(model: ModelConfig) -> int:
-    """Return the parameters of a head for finetuning; the output layer is tied to the token table."""
-    outputs = {"classification": model.num_labels, "span": 2}.get(model.head, 0)
-    return outputs * (model.hidden_size + 1)
-
-
 def head_products(model: ModelConfig, tp: int) -> float:
     """Return the weights of the vocabulary projection."""
     return model.hidden_size * model.padded_vocab_size(tp) if model.head == "language_model" else 0.0
@@ -78,10 +73,13 @@ FAMILY: ModelFamily[GPT2, Batch] = ModelFamily(
     objective=NextToken.of,
     samples=Windows(),
     splits_sequences=True,
-    num_head_parameters=num_head_parameters,
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
     model_problem=model_problem,
     huggingface=huggingface.MAPPING,
-    megatron=megatron.MAPPING,
+    megatron=MegatronMapping(
+        name="GPT-2",
+        vocabularies=(50257,),
+        settings=lambda args: {"activation": activation(args)},
+    ),
 )

@@ -15,9 +15,9 @@ from torch import Tensor
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
+from mlm.models.gpt2.model import GPT2
 from mlm.models.huggingface import (
     EXACT_GELU,
-    GELU_NAMES,
     JSON,
     TANH_GELU,
     UNSUPPORTED,
@@ -26,13 +26,15 @@ from mlm.models.huggingface import (
     Head,
     HuggingFaceMapping,
     Location,
+    NumberKey,
+    Outputs,
+    ProbeSamples,
+    SizeKey,
     TokenIds,
-    activation,
     label_entries,
     one_head,
     weight_and_bias,
 )
-from mlm.models.probe import Outputs, Probe
 from mlm.parallel.cross_entropy import full_logits
 
 PREFIX = "transformer."
@@ -51,6 +53,7 @@ _LAYER = {  # ours -> (theirs, True if their weight is stored [in, out])
     "mlp.down": ("mlp.c_proj", True),
 }
 _KEYS = ConfigKeys(
+    activation="activation_function",
     fixed=UNSUPPORTED
     | {
         "activation_function": (*TANH_GELU, *EXACT_GELU),
@@ -62,21 +65,20 @@ _KEYS = ConfigKeys(
         # any reorder_and_upcast_attn: it chooses the precision and order of products, not the function
     },
     sizes={
-        "vocab_size": (50257, 1 << 24),
-        "n_positions": (1024, 1 << 24),
-        "n_embd": (768, 1 << 20),
-        "n_layer": (12, 10_000),
-        "n_head": (12, 1 << 20),
-        "n_inner": (None, 1 << 24),
+        "vocab_size": SizeKey("vocab_size", 50257, 1 << 24),
+        "n_positions": SizeKey("max_positions", 1024, 1 << 24),
+        "n_embd": SizeKey("hidden_size", 768, 1 << 20),
+        "n_layer": SizeKey("num_layers", 12, 10_000),
+        "n_head": SizeKey("num_heads", 12, 1 << 20),
+        "n_inner": SizeKey("ffn_hidden_size", None, 1 << 24),
     },
     numbers={
-        "resid_pdrop": (0.1, 0.0, 1.0),
-        "embd_pdrop": (0.1, 0.0, 1.0),
-        "attn_pdrop": (0.1, 0.0, 1.0),
-        "layer_norm_epsilon": (1e-5, 0.0, 1.0),
-        "initializer_range": (0.02, 0.0, 1e3),
+        "embd_pdrop": NumberKey("hidden_dropout", 0.1),
+        "resid_pdrop": NumberKey("hidden_dropout", 0.1),
+        "attn_pdrop": NumberKey("attention_dropout", 0.1),
+        "layer_norm_epsilon": NumberKey("layer_norm_eps", 1e-5),
+        "initializer_range": NumberKey("init_std", 0.02, below=1e3),
     },
-    heads=("n_embd", "n_head"),
 )
 _ALIASES = {  # other names that GPT2Config accepts, and takes where both are given
     "max_position_embeddings": "n_positions",
@@ -108,50 +110,23 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
 def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for a GPT2Config, and notes on differences. Raises ConfigError."""
     config = dict(config) | {_ALIASES[k]: v for k, v in config.items() if k in _ALIASES}
-    found = _KEYS.read(config, path, "GPT-2")
+    values = _KEYS.read(config, path, "GPT-2")
     notes = []
-    if found["embd_pdrop"] != found["resid_pdrop"]:
+    if values["embd_pdrop"] != values["resid_pdrop"]:
         notes.append(
-            f"embd_pdrop={found['embd_pdrop']} is not kept: model.hidden_dropout is one number for the "
-            f"embeddings and the residual branches, resid_pdrop={found['resid_pdrop']} is taken"
+            f"embd_pdrop={values['embd_pdrop']} is not kept: model.hidden_dropout is one number for the "
+            f"embeddings and the residual branches, resid_pdrop={values['resid_pdrop']} is taken"
         )
-    model = ModelConfig(
-        num_layers=found["n_layer"],
-        hidden_size=found["n_embd"],
-        num_heads=found["n_head"],
-        ffn_hidden_size=found["n_inner"],
-        max_positions=found["n_positions"],
-        vocab_size=found["vocab_size"],
-        activation=activation(found["activation_function"]),
-        hidden_dropout=float(found["resid_pdrop"]),
-        attention_dropout=float(found["attn_pdrop"]),
-        init_std=float(found["initializer_range"]),
-        layer_norm_eps=float(found["layer_norm_epsilon"]),
-    )
-    return model, notes
+    return ModelConfig(**_KEYS.settings(values)), notes
 
 
 def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     """Return the config.json that the class of the model's head loads."""
     return {
-        "architectures": [ARCHITECTURES[model.head]],
+        **_KEYS.write(model, ARCHITECTURES[model.head]),
         "model_type": "gpt2",
-        "vocab_size": model.vocab_size,
-        "n_positions": model.max_positions,
-        "n_embd": model.hidden_size,
-        "n_layer": model.num_layers,
-        "n_head": model.num_heads,
-        "n_inner": model.ffn_hidden_size,
-        "activation_function": GELU_NAMES[model.activation],
-        "resid_pdrop": model.hidden_dropout,
-        "embd_pdrop": model.hidden_dropout,
-        "attn_pdrop": model.attention_dropout,
-        "layer_norm_epsilon": model.layer_norm_eps,
-        "initializer_range": model.init_std,
         "bos_token_id": ids.eod,
         "eos_token_id": ids.eod,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
         # its classifier reads the last token before this padding, so that one trained on eod has none
         **({"pad_token_id": ids.eod} if model.head == "classification" and not ids.ends_texts else {}),
         **({} if ids.pad is None else {"pad_token_id": ids.pad}),
@@ -159,16 +134,16 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     }
 
 
-def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
     """Return the model that these tensors make.
 
     Without another head it is GPT2LMHeadModel, whose output layer is the token table. Raises UserError if
     there are two heads.
     """
     heads: dict[Head, str] = {"classification": "score.weight", "span": "qa_outputs.weight"}
-    head = one_head(heads, found, path)
+    head = one_head(heads, shapes, path)
     if head == "classification":
-        num_labels = found["score.weight"][0] if found["score.weight"] else 0
+        num_labels = shapes["score.weight"][0] if shapes["score.weight"] else 0
         filled = frozenset({"classifier.bias"})
         return FolderContent(replace(model, head="classification", num_labels=num_labels), filled)
     return FolderContent(replace(model, head="span") if head == "span" else model)
@@ -185,23 +160,26 @@ def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> d
 
 def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
     """Logits, or hidden states of a model without a head."""
+    assert isinstance(stage, GPT2)
     rows = y.transpose(0, 1)[mask]  # [R, H]
-    return {"logits": full_logits(rows, stage.token)} if stage.config.is_tied else {"hidden states": rows}
+    if stage.config.head != "language_model":
+        return {"hidden states": rows}
+    return {"logits": full_logits(rows, stage.vocabulary)}
 
 
-def their_outputs(theirs: Any, probe: Probe, content: FolderContent) -> Outputs:
-    """Outputs of a GPT-2 of `transformers`."""
+def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> Outputs:
+    """Outputs of a causal model of `transformers`."""
     head = content.config.head
     if head == "classification":
         theirs.config.pad_token_id = None  # a random token could be its padding: sample by sample, without
         samples = zip(probe.tokens, probe.lengths.tolist(), strict=True)
         return {"logits": torch.cat([theirs(row[None, :length]).logits for row, length in samples])}
-    found = theirs(probe.tokens, attention_mask=probe.mask.long())
+    output = theirs(probe.tokens, attention_mask=probe.mask.long())
     if head == "span":
-        return {"logits": torch.stack([found.start_logits, found.end_logits], -1)[probe.mask]}
+        return {"logits": torch.stack([output.start_logits, output.end_logits], -1)[probe.mask]}
     if head == "none":
-        return {"hidden states": found.last_hidden_state[probe.mask]}
-    return {"logits": found.logits[probe.mask]}
+        return {"hidden states": output.last_hidden_state[probe.mask]}
+    return {"logits": output.logits[probe.mask]}
 
 
 MAPPING = HuggingFaceMapping(

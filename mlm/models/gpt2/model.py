@@ -13,7 +13,13 @@ from mlm.models.cache import Reading
 from mlm.models.documents import Documents
 from mlm.parallel.collectives import all_reduce, gather_rows
 from mlm.parallel.context.zigzag import local_positions, local_tokens
-from mlm.parallel.cross_entropy import full_logits, linear_cross_entropy, token_losses, token_scores, wide
+from mlm.parallel.cross_entropy import (
+    full_logits,
+    linear_cross_entropy,
+    loss_dtype,
+    token_losses,
+    token_scores,
+)
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.layers import VocabParallelEmbedding
@@ -68,7 +74,7 @@ class GPT2(Transformer):
         if not self.stage.is_last:
             return h
         if scale is None:
-            scale = 1 / (labels != IGNORE_INDEX).sum().clamp(min=1).to(wide(h.dtype))
+            scale = 1 / (labels != IGNORE_INDEX).sum().clamp(min=1).to(loss_dtype(h.dtype))
         labels = local_tokens(labels, self.cp, 1)
         return linear_cross_entropy(h.flatten(0, 1), labels.t().flatten(), self.vocabulary, scale)
 
@@ -118,7 +124,7 @@ class GPT2(Transformer):
             mine = torch.where(here.any(0)[:, None], h[here.int().argmax(0), rows], 0)
             found = all_reduce(mine, self.cp)
         y = full_logits(found, self.vocabulary)
-        return y.to(wide(y.dtype))
+        return y.to(loss_dtype(y.dtype))
 
     @torch.no_grad()
     def scores(self, tokens: Tensor, places: Tensor, labels: Tensor, x: Tensor | None = None) -> Tensor:
@@ -154,7 +160,7 @@ class GPT2(Transformer):
         if not self.stage.is_last:
             return h
         y = full_logits(h.flatten(0, 1), self.vocabulary)  # [S * B, vocab_size]
-        return y.to(wide(y.dtype)).view(*h.shape[:2], -1).transpose(0, 1)
+        return y.to(loss_dtype(y.dtype)).view(*h.shape[:2], -1).transpose(0, 1)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, reading: Reading, x: Tensor | None = None) -> Tensor:

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.models.attention import SelfAttention
-from mlm.models.cache import causal_attention, joined, window_mask
+from mlm.models.cache import causal_attention, merge_heads, window_mask
 from mlm.models.config import ModelConfig
-from mlm.models.llama.norm import RMSNorm
 from mlm.models.llama.settings import LlamaSettings
+from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
-from mlm.parallel.columns import column_parallel_pair
 from mlm.parallel.layers import ColumnParallelLinear
+from mlm.parallel.linear import column_parallel_pair
 
 
 class HeadNorm(RMSNorm):
@@ -69,7 +69,14 @@ class GroupedQueryAttention(SelfAttention):
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Queries and keys, turned, and values: [S, B, (n + 2k) D], ordered [q | k | v]."""
         assert rotary is not None
-        q, kv = column_parallel_pair(x, self.query, self.kv)
+        q, kv = column_parallel_pair(
+            x,
+            (self.query.weight, self.kv.weight),
+            (self.query.bias, self.kv.bias),
+            self.tp,
+            sequence_parallel=self.query.sequence_parallel,
+            computes=(self.query.compute, self.kv.compute),
+        )
         q = q.unflatten(-1, (-1, self.head_dim))  # [S, B, n, D]
         k, v = kv.unflatten(-1, (self.kv_heads, 2, self.head_dim)).unbind(3)  # each [S, B, k, D]
         if self.query_norm is not None and self.key_norm is not None:
@@ -101,18 +108,18 @@ class GroupedQueryAttention(SelfAttention):
                 k[:, first : first + kv],
                 v[:, first : first + kv],
             )
-            found.append(joined(torch.cat(mine, dim=1)))
+            found.append(merge_heads(torch.cat(mine, dim=1)))
         return tuple(found)
 
     def fused(self, qkv: Tensor, p: float, bias: Tensor | None, causal: bool) -> Tensor:
         """Attention by PyTorch's best kernel: [S, B, (n + 2k) D] -> [S, B, n D]."""
         q, k, v = self.heads(qkv)
         if bias is None:
-            return joined(causal_attention(q, k, v, window=self.window, p=p))
+            return merge_heads(causal_attention(q, k, v, window=self.window, p=p))
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self._windowed(bias), dropout_p=p, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return joined(y)
+        return merge_heads(y)
 
     def _windowed(self, bias: Tensor) -> Tensor:
         """`bias` [B, 1, S, S], -inf beyond the window too."""
@@ -136,4 +143,4 @@ class GroupedQueryAttention(SelfAttention):
             added = self._windowed(bias)
         scores = q @ k.transpose(2, 3) / math.sqrt(self.head_dim) + added  # [B, n, S, S]
         probabilities = drop(torch.softmax(scores, -1).flatten(0, 1)).view(b, n, s, s)
-        return joined(probabilities @ v)
+        return merge_heads(probabilities @ v)

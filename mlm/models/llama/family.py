@@ -2,11 +2,11 @@
 
 from mlm.data.sampler import Batch
 from mlm.models.family import ModelFamily
-from mlm.models.gpt2.family import Windows, head_products, num_head_parameters
+from mlm.models.gpt2.family import Windows, head_products
 from mlm.models.gpt2.objective import NextToken
 from mlm.models.llama import huggingface
 from mlm.models.llama.model import Llama
-from mlm.models.llama.settings import DEFAULTS, model_problem, sizes
+from mlm.models.llama.settings import DEFAULTS, architecture, model_problem
 
 FAMILY: ModelFamily[Llama, Batch] = ModelFamily(
     model=Llama,
@@ -16,8 +16,7 @@ FAMILY: ModelFamily[Llama, Batch] = ModelFamily(
     samples=Windows(),
     splits_sequences=True,
     options=DEFAULTS,
-    sizes=sizes,
-    num_head_parameters=num_head_parameters,
+    architecture=architecture,
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
     model_problem=model_problem,

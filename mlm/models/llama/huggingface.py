@@ -7,18 +7,15 @@ Qwen3Config (https://huggingface.co/docs/transformers/model_doc/llama, …/mistr
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
-
-from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
-from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
+from mlm.models.gpt2.huggingface import our_outputs, their_outputs
 from mlm.models.huggingface import (
     EXACT_GELU,
-    GELU_NAMES,
     JSON,
     NULL,
+    SILU,
     TANH_GELU,
     TYPES,
     UNSUPPORTED,
@@ -27,21 +24,18 @@ from mlm.models.huggingface import (
     HuggingFaceMapping,
     Location,
     Note,
+    NumberKey,
+    SizeKey,
     TokenIds,
-    activation,
     show,
 )
 from mlm.models.llama.huggingface_rope import read_rope, write_rope
-from mlm.models.llama.model import Llama
 from mlm.models.llama.settings import DEFAULTS, LlamaSettings, model_problem, num_blocks
-from mlm.models.probe import Outputs, Probe
-from mlm.parallel.cross_entropy import full_logits
 from mlm.util.errors import ConfigError, UserError
 
 PREFIX = "model."
 NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """model_type -> prefix of its classes."""
-SILU = ("silu", "swish")
 MOST_LAYERS = 10_000
 
 _NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
@@ -61,9 +55,9 @@ _TYPES = TYPES | {
     "max_window_layers": (int,),
 }
 _NUMBERS = {
-    "rms_norm_eps": (1e-6, 0.0, 1.0),
-    "initializer_range": (0.02, 0.0, 1e3),
-    "attention_dropout": (0.0, 0.0, 1.0),
+    "rms_norm_eps": NumberKey("layer_norm_eps", 1e-6),
+    "initializer_range": NumberKey("init_std", 0.02, below=1e3),
+    "attention_dropout": NumberKey("attention_dropout", 0.0),
 }
 
 
@@ -72,19 +66,19 @@ def _keys(
 ) -> ConfigKeys:
     """Keys of config.json with the defaults of one of the model types."""
     return ConfigKeys(
+        activation="hidden_act",
         fixed=_FIXED | _NO_BIASES,
         sizes={
-            "vocab_size": (vocabulary, 1 << 24),
-            "hidden_size": (4096, 1 << 20),
-            "num_hidden_layers": (32, MOST_LAYERS),
-            "num_attention_heads": (32, 1 << 20),
-            "num_key_value_heads": (kv_heads, 1 << 20),
-            "intermediate_size": (ffn, 1 << 24),
-            "max_position_embeddings": (positions, 1 << 30),
-            "head_dim": (head_dim, 1 << 16),
+            "vocab_size": SizeKey("vocab_size", vocabulary, 1 << 24),
+            "hidden_size": SizeKey("hidden_size", 4096, 1 << 20),
+            "num_hidden_layers": SizeKey("num_layers", 32, MOST_LAYERS),
+            "num_attention_heads": SizeKey("num_heads", 32, 1 << 20),
+            "num_key_value_heads": SizeKey("", kv_heads, 1 << 20),
+            "intermediate_size": SizeKey("ffn_hidden_size", ffn, 1 << 24),
+            "max_position_embeddings": SizeKey("max_positions", positions, 1 << 30),
+            "head_dim": SizeKey("", head_dim, 1 << 16),
         },
         numbers=_NUMBERS,
-        heads=("hidden_size", "num_attention_heads"),
         types=_TYPES,
     )
 
@@ -153,41 +147,25 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
 def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for one of the four configurations, and no notes. Raises ConfigError."""
     kind = str(config["model_type"])
-    problems: list[Any] = []
-    found: dict[str, Any] = {}
-    try:
-        found = _KEYS[kind].read(config, path, NAMES[kind])
-    except ConfigError as error:
-        problems += error.problems
-    positions = found.get("max_position_embeddings", 1 << 30)  # of a file with problems none of rope's
-    options, wrong = read_rope(config, path, positions)
-    more, also = _window(config, kind, path)
-    problems += [*wrong, *also]
-    if problems:
-        raise ConfigError(problems)
-    heads, width = found["num_attention_heads"], found["hidden_size"] // found["num_attention_heads"]
+    values = _KEYS[kind].read(config, path, NAMES[kind])
+    options, problems = read_rope(config, path, values["max_position_embeddings"])
+    window, more = _window(config, values["num_hidden_layers"], kind, path)
+    if problems or more:
+        raise ConfigError([*problems, *more])
+    heads, width = values["num_attention_heads"], values["hidden_size"] // values["num_attention_heads"]
     options |= {
-        "num_kv_heads": found["num_key_value_heads"] or heads,
-        "head_dim": found["head_dim"] or width,
+        "num_kv_heads": values["num_key_value_heads"] or heads,
+        "head_dim": values["head_dim"] or width,
         "qk_norm": kind == "qwen3",
         "qkv_bias": kind == "qwen2",
         "tied": config.get("tie_word_embeddings", False) is True,
-        **more,
+        "window": window,
     }
     usual = DEFAULTS | {"num_kv_heads": heads, "head_dim": width}
     model = ModelConfig(
+        **_KEYS[kind].settings(values),
         kind="llama",
-        num_layers=found["num_hidden_layers"],
-        hidden_size=found["hidden_size"],
-        num_heads=heads,
-        ffn_hidden_size=found["intermediate_size"],
-        max_positions=found["max_position_embeddings"],
-        vocab_size=found["vocab_size"],
-        activation="silu" if found["hidden_act"] in SILU else activation(found["hidden_act"]),
         hidden_dropout=0.0,
-        attention_dropout=float(found["attention_dropout"]),
-        init_std=float(found["initializer_range"]),
-        layer_norm_eps=float(found["rms_norm_eps"]),
         options={name: value for name, value in options.items() if value != usual[name]},
     )
     if wrong_model := model_problem(model):
@@ -195,33 +173,26 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
     return model, []
 
 
-def _window(config: Mapping[str, JSON], kind: str, path: str) -> tuple[dict[str, int], list[str]]:
-    """Return the sliding window of all layers, and what is wrong with it."""
+def _window(config: Mapping[str, JSON], layers: int, kind: str, path: str) -> tuple[int, list[str]]:
+    """Return the sliding window of all layers, 0 for none, and what is wrong with it."""
     is_qwen = kind.startswith("qwen")
     size = config.get("sliding_window", None if kind == "llama" else 4096)
     if is_qwen and not config.get("use_sliding_window", False):
         size = None
-    if size is not None and (type(size) is not int or not 0 < size < 1 << 31 or kind == "llama"):
+    if size is not None and (not 0 < size < 1 << 31 or kind == "llama"):
         name = NAMES[kind]
-        return {}, [f"{path}: sliding_window={show(size)} is not what our {name} computes; supported: null"]
-    layers, full = config.get("num_hidden_layers", 32), config.get("max_window_layers", 28) if is_qwen else 0
-    if type(layers) is not int or not 0 < layers <= MOST_LAYERS or type(full) is not int:
-        return {}, []  # among the problems of sizes and types
-    sliding = 0 if size is None else max(layers - max(full, 0), 0)
+        return 0, [f"{path}: sliding_window={show(size)} is not what our {name} computes; supported: null"]
+    full = max(config.get("max_window_layers", 28), 0) if is_qwen else 0  # the first ones
+    sliding = 0 if size is None else max(layers - full, 0)
     usual = ["full_attention"] * (layers - sliding) + ["sliding_attention"] * sliding
-    types = config.get("layer_types")
-    types = usual if types is None else types
-    if not isinstance(types, list) or len(types) != layers:
-        found = f"{len(types)} types" if isinstance(types, list) else show(types)
-        return {}, [f"{path}: layer_types={found} must be a list of num_hidden_layers={layers} types"]
-    kinds = {one if isinstance(one, str) else show(one) for one in types}
-    listed = show(", ".join(sorted(kinds)))
-    if kinds not in ({"full_attention"}, {"sliding_attention"}):
-        return {}, [f"{path}: layer_types={listed}: supported: one type of attention for all layers"]
-    is_sliding = "sliding_attention" in kinds
+    types = usual if config.get("layer_types") is None else config["layer_types"]
+    if types not in (["full_attention"] * layers, ["sliding_attention"] * layers):
+        listed = show(types if types != usual else sorted(set(usual)))
+        return 0, [f"{path}: layer_types={listed}: supported: one type of attention for all {layers} layers"]
+    is_sliding = types[0] == "sliding_attention"
     if (is_sliding and size is None) or (types != usual and not is_qwen):
-        return {}, [f"{path}: layer_types={listed} does not go with sliding_window={show(size)}; fix one"]
-    return ({} if size is None or not is_sliding else {"window": size}), []
+        return 0, [f"{path}: layer_types={types[0]} does not go with sliding_window={show(size)}; fix one"]
+    return size if is_sliding else 0, []
 
 
 def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
@@ -237,20 +208,11 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     biases |= {"mlp_bias": False} if kind == "llama" else {}
     usual = model.hidden_size // model.num_heads
     return {
-        "architectures": [architecture(model)],
+        **_KEYS[kind].write(model, architecture(model)),
         "model_type": kind,
-        "vocab_size": model.vocab_size,
-        "max_position_embeddings": model.max_positions,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
         "num_key_value_heads": settings.num_kv_heads,
         **({} if kind == "qwen2" and settings.head_dim == usual else {"head_dim": settings.head_dim}),
         "intermediate_size": model.ffn_size,
-        "hidden_act": "silu" if model.activation == "silu" else GELU_NAMES[model.activation],
-        "attention_dropout": model.attention_dropout,
-        "rms_norm_eps": model.layer_norm_eps,
-        "initializer_range": model.init_std,
         **write_rope(model, settings),
         **windowed,
         **biases,
@@ -258,19 +220,18 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
         "eos_token_id": ids.eod,
         "pad_token_id": ids.pad,
         "tie_word_embeddings": settings.tied,
-        "dtype": "float32",
     }
 
 
-def content(model: ModelConfig, found: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
     """Return the model that these tensors make: a language model, or its layers alone.
 
     Raises UserError for a head that is no output layer.
     """
-    other = next((name for name in found if name.startswith(("score.", "qa_outputs."))), None)
+    other = next((name for name in shapes if name.startswith(("score.", "qa_outputs."))), None)
     if other is not None:
         raise UserError(f"{path}: holds {other}, a head that is not supported. Save the model with lm_head")
-    if "lm_head.weight" in found or LlamaSettings.of(model).tied:
+    if "lm_head.weight" in shapes or LlamaSettings.of(model).tied:
         return FolderContent(model)
     note = Note("no lm_head.weight is there, nor tie_word_embeddings=true: the layers alone, without output")
     return FolderContent(replace(model, head="none"), notes=(note,))
@@ -280,23 +241,6 @@ def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> d
     """Return the end and the beginning of a text, and the padding."""
     named = {"eos": tokenizer.eod_id, "bos": tokenizer.bos_id, "pad": ids.pad}
     return {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
-
-
-def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
-    """Logits, or hidden states of a model without a head."""
-    assert isinstance(stage, Llama)
-    rows = y.transpose(0, 1)[mask]  # [R, H]
-    if stage.config.head != "language_model":
-        return {"hidden states": rows}
-    return {"logits": full_logits(rows, stage.vocabulary)}
-
-
-def their_outputs(theirs: Any, probe: Probe, content: FolderContent) -> Outputs:
-    """Outputs of a model of `transformers`."""
-    found = theirs(probe.tokens, attention_mask=probe.mask.long())
-    if content.config.head == "none":
-        return {"hidden states": found.last_hidden_state[probe.mask]}
-    return {"logits": found.logits[probe.mask]}
 
 
 MAPPING = HuggingFaceMapping(

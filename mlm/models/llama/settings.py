@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from mlm.models.config import ModelConfig
-from mlm.models.sizes import Sizes
+from mlm.models.family import Architecture
 from mlm.util.errors import Problem, show
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -80,10 +80,10 @@ def kind_of(name: str) -> type[bool] | type[int] | type[float] | type[str]:
     return type(DEFAULTS[name])
 
 
-def sizes(model: ModelConfig) -> Sizes:
+def architecture(model: ModelConfig) -> Architecture:
     """Return parts and sizes of a model."""
     settings = LlamaSettings.of(model)
-    return Sizes(
+    return Architecture(
         head_dim=settings.head_dim,
         kv_heads=settings.num_kv_heads,
         gated=True,

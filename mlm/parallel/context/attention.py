@@ -36,7 +36,7 @@ of heads and the places of queries and keys in the sequence."""
 
 
 @dataclass(frozen=True)
-class Block:
+class KeyBlock:
     """Queries of this rank, and keys of one rank that some of them attend to."""
 
     source: int
@@ -52,12 +52,12 @@ class Block:
 class Kernel(Protocol):
     """Attention of a block."""
 
-    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return results [B, n, rows, D] and the log-sum-exps of scores [B, n, rows]."""
         ...
 
     def backward(
-        self, block: Block, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
+        self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the block's part of the gradients of q, k and v.
 
@@ -69,13 +69,13 @@ class Kernel(Protocol):
 class CPUKernel:
     """PyTorch's fused kernel for a CPU."""
 
-    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of a block."""
         y, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, block.causal)
         return y, log_sum
 
     def backward(
-        self, block: Block, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
+        self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of a block."""
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -86,13 +86,13 @@ class CPUKernel:
 class GPUKernel:
     """FlashAttention (arXiv:2307.08691), for half precision on a GPU."""
 
-    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of a block."""
         y, log_sum, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal)
         return y, log_sum
 
     def backward(
-        self, block: Block, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
+        self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of a block."""
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # state of dropout
@@ -114,7 +114,7 @@ class UnfusedKernel:
     """Tokens that each attends to, itself included; 0 for all before it."""
     drop: Drop | None = None
 
-    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of a block."""
         y, log_sum = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
         for heads, shared in self._heads(q, k):
@@ -127,7 +127,7 @@ class UnfusedKernel:
         return y, log_sum
 
     def backward(
-        self, block: Block, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
+        self, block: KeyBlock, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, log_sum: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of a block."""
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -154,7 +154,7 @@ class UnfusedKernel:
             last = min(first + size, k.shape[1])
             yield slice(first * share, last * share), slice(first, last)
 
-    def _scores(self, block: Block, q: Tensor, k: Tensor) -> Tensor:
+    def _scores(self, block: KeyBlock, q: Tensor, k: Tensor) -> Tensor:
         """[B, k, n/k, rows, columns], -inf where a query does not attend."""
         scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT
         scores = scores.to(_wide(q.dtype)) / math.sqrt(q.shape[-1])
@@ -166,7 +166,7 @@ class UnfusedKernel:
         masked: Tensor = scores.masked_fill_(hidden, -math.inf)
         return masked
 
-    def _dropped(self, block: Block, p: Tensor, heads: slice) -> Tensor:
+    def _dropped(self, block: KeyBlock, p: Tensor, heads: slice) -> Tensor:
         if self.drop is None:
             return p
         flat: Tensor = self.drop(
@@ -174,7 +174,7 @@ class UnfusedKernel:
         )
         return flat.view(p.shape)
 
-    def _places(self, block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _places(self, block: KeyBlock, device: torch.device) -> tuple[Tensor, Tensor]:
         """Places in the sequence of a block's queries and keys."""
         rows = rank_positions(self.cp.rank, self.length, self.cp.size, device)[block.rows]
         return rows, rank_positions(block.source, self.length, self.cp.size, device)[block.columns]
@@ -240,7 +240,7 @@ class _ContextAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
-def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> tuple[Block, list[Block]]:
+def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> tuple[KeyBlock, list[KeyBlock]]:
     """This rank's own block, and those of other ranks of which its `tokens` see something."""
     half, everything = tokens // 2, slice(None)
     others = []
@@ -249,10 +249,10 @@ def attention_blocks(cp: Axis, tokens: int, window: int = 0) -> tuple[Block, lis
         if away == 0 or 0 < window <= (away - 1) * half + 1:
             continue
         if source < cp.rank:
-            others.append(Block(source, everything, slice(half), causal=False))
+            others.append(KeyBlock(source, everything, slice(half), causal=False))
         else:
-            others.append(Block(source, slice(half, None), everything, causal=False))
-    return Block(cp.rank, everything, everything, causal=True), others
+            others.append(KeyBlock(source, slice(half, None), everything, causal=False))
+    return KeyBlock(cp.rank, everything, everything, causal=True), others
 
 
 def _merge(y: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None:

@@ -76,7 +76,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimedAction:
     """Start and end of an action on its rank in the simulation."""
 
     action: Action
@@ -92,7 +92,7 @@ class Plan:
     """p * v."""
     instructions: tuple[tuple[Instruction, ...], ...]
     """Each rank's computations, sends and receives, in the order it issues them."""
-    timeline: tuple[tuple[Span, ...], ...]
+    timeline: tuple[tuple[TimedAction, ...], ...]
     """Each rank's computations in the simulation."""
     makespan: float
     """Time from the first start to the last end."""

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 SENDS_KEPT = 8
 """Sends that may be under way before the oldest is awaited. Any number is safe: plans complete even where
-every transfer blocks both its ranks (deadlock.py)."""
+every transfer blocks both its ranks (lower.py)."""
 
 
 _NOTHING = nullcontext()

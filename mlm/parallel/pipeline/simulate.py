@@ -3,17 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from mlm.parallel.pipeline.actions import Action, Cost, Op, Schedule, ScheduleError, Span
-
-
-def needs_neighbour(rank: int, action: Action, *, p: int, v: int) -> bool:
-    """True if `action` on `rank` needs what another stage computes.
-
-    Not so for F of the first stage, B of the last (its loss is its own) and W.
-    """
-    if action.op is Op.FORWARD:
-        return rank > 0 or action.chunk > 0
-    return action.op is Op.BACKWARD and (rank < p - 1 or action.chunk < v - 1)
+from mlm.parallel.pipeline.actions import Action, Cost, Op, Schedule, ScheduleError, TimedAction
 
 
 def consumer(rank: int, action: Action, *, p: int, v: int) -> tuple[int, Action] | None:
@@ -39,7 +29,7 @@ class Computed(NamedTuple):
     """A simulated computation: on which rank, when, and the rank and action that need its result, if any."""
 
     rank: int
-    span: Span
+    span: TimedAction
     consumer: tuple[int, Action] | None
 
 
@@ -80,9 +70,11 @@ def ordered(schedule: Schedule) -> list[Step]:
                     ready.append(after % p)
             position[rank] += 1
             order.append(Step(rank, action, producer))
-    stuck = [(r, actions[position[r]]) for r, actions in enumerate(schedule) if position[r] < len(actions)]
+    stuck = [(r, actions[position[r]]) for r, actions in enumerate(schedule) if position[r] < len(actions)][
+        :8
+    ]
     if stuck:
-        raise ScheduleError("the schedule cannot complete: " + listed(_wait(*at, p, v) for at in stuck))
+        raise ScheduleError("the schedule cannot complete: " + ", ".join(_wait(*at, p, v) for at in stuck))
     return order
 
 
@@ -102,7 +94,7 @@ def simulate(schedule: Schedule, *, cost: Cost) -> list[Computed]:
             source = computed[producer]
             start = max(start, source.span.end + (cost.transfer if source.rank != rank else 0))
         end = free[rank] = start + durations[action.op]
-        computed.append(Computed(rank, Span(action, start, end), consumer(rank, action, p=p, v=v)))
+        computed.append(Computed(rank, TimedAction(action, start, end), consumer(rank, action, p=p, v=v)))
     return computed
 
 
@@ -116,10 +108,3 @@ def _wait(rank: int, action: Action, p: int, v: int) -> str:
     producer = _neighbour(rank, action, p, v, step=-1 if action.op is Op.FORWARD else 1)
     assert producer is not None
     return f"rank {rank} at {action} needs {producer[1]} of rank {producer[0]}"
-
-
-def listed(items: Iterable[str], most: int = 8) -> str:
-    """The items in one line; of more than `most`, the first ones and how many are left."""
-    all_items = list(items)
-    left = len(all_items) - most
-    return ", ".join(all_items[:most]) + (f" and {left} more" if left > 0 else "")

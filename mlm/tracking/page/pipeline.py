@@ -11,8 +11,8 @@ from markupsafe import Markup
 
 from mlm.config.build import build
 from mlm.models.family import SHIPPED
-from mlm.models.stage import Stage, split_layers
-from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, Span
+from mlm.models.stage import PipelineStage, split_layers
+from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, TimedAction
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.memory import GIB, PARTS, MemoryModel, Peak
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, simulate, title
@@ -74,7 +74,7 @@ class RunPlan:
         return max(batch // (self.sizes["dp"] * self.size("train.micro_batch_size")), 1)
 
     @cached_property
-    def stages(self) -> list[list[Stage]]:
+    def stages(self) -> list[list[PipelineStage]]:
         """Chunks of layers of each pipeline rank; empty where they are not known."""
         layers, pp, chunks = self.size("model.num_layers"), self.sizes["pp"], self.size("vp")
         if "model.num_layers" not in self.run.settings or layers < pp * chunks or pp * chunks > 4096:
@@ -158,7 +158,7 @@ def draw_layout(plan: RunPlan) -> Markup:
     return macro(TEMPLATE, "layout", plan, rows, hidden)
 
 
-def layers_of(stages: Sequence[Stage]) -> str:
+def layers_of(stages: Sequence[PipelineStage]) -> str:
     """Return what a pipeline rank holds: `embedding, layers 0–3, output`."""
     ranges = [
         f"{stage.layers[0]}–{stage.layers[-1]}" if len(stage.layers) > 1 else f"{stage.layers[0]}"
@@ -251,7 +251,7 @@ class MeasuredStep:
     """Computations of each stage in a step (log.timeline_every): from input to end, in ms."""
 
     step: int
-    lines: tuple[tuple[Span, ...], ...]
+    lines: tuple[tuple[TimedAction, ...], ...]
     one_clock: bool
     """False if ranks of several hosts were aligned by a barrier."""
 
@@ -313,7 +313,7 @@ def read_step(record: Mapping[str, Any]) -> MeasuredStep:
     return MeasuredStep(record["step"], tuple(lines), record.get("aligned") == "clock")
 
 
-def read_span(row: object) -> Span | None:
+def read_span(row: object) -> TimedAction | None:
     """Read a computation; None if it is damaged."""
     if not isinstance(row, list) or len(row) != 6:
         return None
@@ -322,7 +322,7 @@ def read_span(row: object) -> Span | None:
     if op not in [each.value for each in Op] or type(chunk) is not int or type(micro_batch) is not int:
         return None
     is_sound = 0 <= begin <= arrived < end < MAX_STEP_MS  # false of a NaN
-    return Span(Action(Op(op), chunk, micro_batch), arrived, end) if is_sound else None
+    return TimedAction(Action(Op(op), chunk, micro_batch), arrived, end) if is_sound else None
 
 
 def sort_key(action: Action) -> tuple[str, int, int]:

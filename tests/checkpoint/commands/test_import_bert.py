@@ -17,7 +17,7 @@ from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.native.format import read_manifest
 from mlm.inference.hf_source import load_model_folder
 from mlm.inference.trained import load_trained
-from mlm.models.probe import Outputs, Probe
+from mlm.models.huggingface import Outputs, ProbeSamples
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import shape_context
@@ -59,7 +59,7 @@ def test_imported_model_says_what_transformers_says(
 
 
 def test_compared_texts_have_padding_and_two_segments() -> None:
-    probe = Probe.of(MODEL)
+    probe = ProbeSamples.of(MODEL)
     assert probe.token_types is not None
     assert probe.lengths.tolist() == [48, 32]
     assert set(probe.token_types.flatten().tolist()) == {0, 1}

@@ -23,8 +23,7 @@ from mlm.checkpoint.native.format import read_manifest
 from mlm.config.cli import main
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.trained import trained_config
-from mlm.models.huggingface import Location
-from mlm.models.probe import Probe
+from mlm.models.huggingface import Location, ProbeSamples
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.run_folder import UNFINISHED
 from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
@@ -55,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 def reference(model: GPT2LMHeadModel) -> Tensor:
     """Logits of `transformers`, from the model that was never saved."""
     with torch.no_grad():
-        logits: Tensor = model(Probe.of(MODEL).tokens).logits
+        logits: Tensor = model(ProbeSamples.of(MODEL).tokens).logits
     return logits.flatten(0, 1)
 
 

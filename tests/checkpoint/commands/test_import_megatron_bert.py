@@ -14,7 +14,7 @@ from mlm.checkpoint.commands.import_megatron import run
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.inference.trained import named_checkpoint
 from mlm.models.config import ModelConfig
-from mlm.models.probe import Outputs, Probe
+from mlm.models.huggingface import Outputs, ProbeSamples
 from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.megatron.berts import random_bert, write_bert
 from tests.checkpoint.megatron.written import FILE, VOCAB, Change, Layout, edit
@@ -47,7 +47,7 @@ def model_of(run: Path) -> ModelConfig:
 @torch.no_grad()
 def reference(model: MegatronBertForPreTraining, config: ModelConfig, **inputs: Any) -> Outputs:
     """Outputs of transformers on the probe."""
-    probe = Probe.of(config)
+    probe = ProbeSamples.of(config)
     inputs = {"token_type_ids": probe.token_types} | inputs
     said = model(probe.tokens, attention_mask=probe.mask.long(), **inputs)
     return {"token logits": said.prediction_logits[probe.mask], "order logits": said.seq_relationship_logits}

@@ -13,8 +13,8 @@ from mlm.checkpoint.huggingface.folder import HFModel, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
-from mlm.models.bert.huggingface import MAPPING, locations, read_config, write_config
-from mlm.models.huggingface import Location, TokenIds
+from mlm.models.bert.huggingface import locations, read_config, write_config
+from mlm.models.huggingface import TokenIds
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 from tests.checkpoint.commands.hf_berts import FAMILIES, MODEL, make_bert
 from tests.checkpoint.commands.hf_models import edit_config, edit_tensors
@@ -46,24 +46,6 @@ def test_every_parameter_has_a_location_of_its_own(norm: Any, head: Any) -> None
     assert found.keys() == parameters(model).keys()
     names = [name for location in found.values() for name in location.names]
     assert len(set(names)) == len(names)
-
-
-def test_query_key_and_value_are_joined_by_head() -> None:
-    """Rows of each of theirs are numbered part * H + head * D + d; ours are asked for by that formula."""
-    heads, dim = 3, 2
-    hidden = heads * dim
-    location = Location(("query", "key", "value"), num_heads=heads)
-    theirs = torch.arange(3 * hidden).chunk(3)
-    want = [part * hidden + h * dim + d for h in range(heads) for part in range(3) for d in range(dim)]
-    assert location.to_ours(theirs).tolist() == want
-
-
-def test_joining_is_undone_bit_for_bit() -> None:
-    location = Location(("query", "key", "value"), num_heads=4)
-    theirs = torch.randn(24, 8).chunk(3)
-    parts = location.to_theirs(location.to_ours(theirs))
-    assert location.shape((24, 8)) == (8, 8)
-    assert all(torch.equal(found, want) for found, want in zip(parts, theirs, strict=True))
 
 
 CLASSES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
@@ -147,18 +129,6 @@ def test_a_region_of_joined_tensors_is_read(folder: Path) -> None:
     second_head = Region((3 * 6 + 6, 2), (6, 5))  # rows of k, D = 6
     found = HFTensors(read(folder)).read("layers.1.attention.qkv.weight", second_head)
     assert torch.equal(found, key[6:12, 2:7])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_state_becomes_whole_parameters(tmp_path: Path, family: str) -> None:
-    model = make_bert(tmp_path, family, "ForPreTraining")
-    config = read(tmp_path).config
-    found = MAPPING.to_ours(model.state_dict(), config)
-    assert {name: tuple(value.shape) for name, value in found.items()} == {
-        name: tensor.shape for name, tensor in parameters(config).items()
-    }
-    with pytest.raises(KeyError, match="surprise"):
-        MAPPING.to_ours(model.state_dict() | {"surprise": torch.ones(1)}, config)
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -258,10 +228,3 @@ def test_a_name_that_stands_twice_is_rejected(folder: Path) -> None:
     edit_tensors(folder, old_and_new)
     with pytest.raises(CorruptFileError, match=r"embeddings\.LayerNorm\.weight is in"):
         read(folder)
-
-
-def test_label_count_is_bounded_by_what_is_there(tmp_path: Path) -> None:
-    """Labels named in config.json build nothing."""
-    make_bert(tmp_path, "bert", "ForSequenceClassification", num_labels=3)
-    edit_config(tmp_path, num_labels=10**12, id2label={"0": "a"})
-    assert read(tmp_path).config.num_labels == 3

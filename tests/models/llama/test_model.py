@@ -67,6 +67,6 @@ def check_greedy(ctx: ParallelContext, want: dict[str, Any]) -> None:
         token = model.read(token, step).argmax(-1, keepdim=True)
         column += 1
         assert torch.equal(token, written[:, column : column + 1]), f"token {column}"
-    kv_heads = max(1, config.sizes.kv_heads // ctx.tp.size)
+    kv_heads = max(1, config.architecture.kv_heads // ctx.tp.size)
     keys = next(iter(cache._layers.values()))[0]
     assert keys.shape[1] == kv_heads

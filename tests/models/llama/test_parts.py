@@ -1,6 +1,5 @@
 """Parts of the Llama family alone: turns, windows, norms, gates, settings."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -8,18 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.models.checks import model_problem
 from mlm.models.config import ModelConfig
 from mlm.models.documents import document_bias, document_spans
+from mlm.models.family import model_problem
 from mlm.models.llama.attention import GroupedQueryAttention
-from mlm.models.llama.mlp import GatedMLP
-from mlm.models.llama.model import Llama
-from mlm.models.llama.norm import RMSNorm
+from mlm.models.llama.model import GatedMLP, Llama
 from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings
+from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
-from mlm.parallel.init import init_parameters
 from mlm.parallel.mesh import Axis
+from mlm.parallel.random import init_parameters
 
 S, B = 9, 2
 MODEL = ModelConfig(
@@ -188,35 +186,3 @@ def test_a_factor_scales_cosines_and_sines() -> None:
     torch.testing.assert_close(
         Rotary.of(torch.arange(S)[:, None], turns, 1.5, torch.float64).turn(x), 1.5 * plain
     )
-
-
-def test_yarns_ramp_begins_at_the_floor_and_ends_at_the_ceiling() -> None:
-    """Dimensions that turn 32 times and once in 4096 tokens: i = 64 ln(4096 / 2 pi n) / (2 ln 10000)."""
-    settings = {"head_dim": 64, "rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_positions": 4096}
-    for truncate, first, last in ((True, 10, 23), (False, 10.4718, 22.5133)):
-        yarn = LlamaSettings(**settings, rope_truncate=truncate)  # type: ignore[arg-type]
-        found, factor = frequencies(yarn, torch.float64, torch.device("cpu"))
-        scaled = [min(1.0, max(0.0, (i - first) / (last - first))) for i in range(32)]
-        want = [10000 ** (-i / 32) * (1 - s + s / 4) for i, s in enumerate(scaled)]
-        assert found.tolist() == pytest.approx(want, rel=1e-4 if not truncate else 1e-12)
-        assert factor == pytest.approx(1.1386294)  # 0.1 ln 4 + 1
-
-
-def test_yarns_ramp_ends_with_the_head() -> None:
-    """Its last dimension would turn once in the original context only beyond those that the head has."""
-    yarn = LlamaSettings(
-        head_dim=8, rope_theta=10.0, rope_scaling="yarn", rope_factor=4.0, rope_original_positions=4096
-    )
-    found, _ = frequencies(replace(yarn, rope_beta_fast=500.0), torch.float64, torch.device("cpu"))
-    assert found.tolist() == pytest.approx([10 ** (-i / 4) * (1 - i / 7 * 3 / 4) for i in range(4)])
-
-
-def test_llama3_keeps_short_waves_and_stretches_long_ones_by_the_factor() -> None:
-    """Of 4 turns or more in the original context, of one or less, and between them by a ramp."""
-    llama3 = LlamaSettings(head_dim=64, rope_scaling="llama3", rope_factor=8.0, rope_original_positions=8192)
-    found, factor = frequencies(llama3, torch.float64, torch.device("cpu"))
-    plain = [10000 ** (-i / 32) for i in range(32)]
-    stays = [min(1.0, max(0.0, (8192 * w / (2 * math.pi) - 1) / 3)) for w in plain]
-    assert found.tolist() == pytest.approx([w * (s + (1 - s) / 8) for w, s in zip(plain, stays, strict=True)])
-    assert {0.0, 1.0} < set(stays)
-    assert factor == 1.0

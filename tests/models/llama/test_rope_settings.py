@@ -105,44 +105,6 @@ def test_200_random_settings_are_those_of_transformers_or_rejected() -> None:
     assert 20 <= rejected <= 100
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=lambda rope: str(rope["rope_type"]))
-def test_the_original_context_beside_the_scaling_counts(kind: str, rope: dict[str, Any]) -> None:
-    """As Phi-3 stores it; without any it is max_position_embeddings."""
-    inside = {**rope, ORIGINAL: 2048}
-    tables = [
-        config_of(kind, rope_scaling=inside, original_max_position_embeddings=256),
-        config_of(kind, rope_scaling=rope, original_max_position_embeddings=256),
-        config_of(kind, rope_scaling=inside),
-        config_of(kind, rope_scaling=rope),
-    ]
-    for config in tables:
-        check_equal(config)
-    first, second, third, fourth = (our_table(config)[0] for config in tables)
-    assert torch.equal(first, second)
-    assert not torch.equal(second, third)
-    assert not torch.equal(third, fourth)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {**YARN, "factor": None, ORIGINAL: 512},
-        {**YARN, ORIGINAL: 4},  # the ramp would end before it begins
-        {**YARN, ORIGINAL: 1 << 30, "rope_theta": 100.0},  # and begin after the last dimension
-        {**YARN, ORIGINAL: 1024, "truncate": None},
-        {**YARN, ORIGINAL: 1024, "mscale": 0.707, "mscale_all_dim": 1.0},
-        {**YARN, ORIGINAL: 1024, "mscale": 0.707, "mscale_all_dim": 1.0, "attention_factor": 1.1},
-        {**YARN, ORIGINAL: 1024, "mscale": 0.707},
-        {**YARN, ORIGINAL: 1024, "beta_fast": 0, "beta_slow": None},
-    ],
-    ids=str,
-)
-def test_yarn_is_that_of_transformers(rope: dict[str, Any]) -> None:
-    check_equal(config_of(rope_scaling=rope))
-    check_equal(config_of(rope_parameters={"rope_theta": 10000.0, **rope}))
-
-
 @pytest.mark.parametrize(
     ("rope", "named"),
     [

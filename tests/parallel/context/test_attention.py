@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mlm.models.cache import window_mask
 from mlm.parallel.context import attention as module
-from mlm.parallel.context.attention import Block, GPUKernel, attention_blocks, context_attention
+from mlm.parallel.context.attention import GPUKernel, KeyBlock, attention_blocks, context_attention
 from mlm.parallel.context.zigzag import local_tokens, rank_positions
-from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped, place_keys
+from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped, site_keys
 from mlm.parallel.mesh import Axis, ParallelContext
 from tests.ranks import run_on_ranks
 
@@ -35,7 +35,7 @@ def test_the_kernel_of_a_gpu_takes_what_it_is_given(kv_heads: int, causal: bool)
     """PyTorch's own signature, dtypes and shapes, forward and backward, on the meta device."""
     q = torch.empty(16, B, HEADS, D, device="meta", dtype=torch.bfloat16).permute(1, 2, 0, 3)
     k = v = torch.empty(B, kv_heads, 32, D, device="meta", dtype=torch.bfloat16)[..., :16, :]
-    block, kernel = Block(0, slice(None), slice(None), causal), GPUKernel()
+    block, kernel = KeyBlock(0, slice(None), slice(None), causal), GPUKernel()
     y, log_sum = kernel.forward(block, q, k, v)
     assert (y.shape, y.dtype) == (q.shape, torch.bfloat16)
     assert (log_sum.shape, log_sum.dtype) == (q.shape[:3], torch.float32)
@@ -83,13 +83,13 @@ def compare_with_whole(ctx: ParallelContext, length: int, window: int, p: float)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
     dy = torch.randn(samples, HEADS, length, D, dtype=torch.float64)
-    stream, place = DropoutStream.of_micro_batch(1, 0, samples, ctx.device), place_keys(3, ("attention",))[0]
+    stream, place = DropoutStream.of_micro_batch(1, 0, samples, ctx.device), site_keys([(3, "attention")])[0]
     expected = attention_of_whole(*whole, window, p, stream, place)
     expected.backward(dy)
 
     def drop(x: Tensor, heads: range, rows: Tensor, columns: Tensor) -> Tensor:
         how = {"length": length, "heads": heads, "rows": rows, "columns": columns}
-        return stream.some_probabilities(x, p, place, **how)
+        return stream.probabilities_at(x, p, place, **how)
 
     own = [local_tokens(x.detach(), ctx.cp, 2).requires_grad_() for x in whole]
     with patch.object(module, "MOST_SCORES", 100):  # a few heads at a time

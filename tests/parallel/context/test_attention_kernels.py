@@ -8,10 +8,10 @@ import torch
 
 from mlm.parallel.context import attention as module
 from mlm.parallel.context.attention import (
-    Block,
     CPUKernel,
     GPUKernel,
     Kernel,
+    KeyBlock,
     UnfusedKernel,
     context_attention,
 )
@@ -50,7 +50,7 @@ def test_each_device_dtype_and_width_has_its_kernel(
 def test_a_gpus_kernel_masks_the_ranks_own_keys_alone(causal: bool) -> None:
     """Forward and backward; keys of other ranks are all before the queries."""
     x = torch.empty(1, 2, 4, 8, device=META, dtype=BF16)
-    block, kernel, aten = Block(0, slice(None), slice(None), causal), GPUKernel(), torch.ops.aten
+    block, kernel, aten = KeyBlock(0, slice(None), slice(None), causal), GPUKernel(), torch.ops.aten
     sums = torch.empty(1, 2, 4, device=META)
     with (
         patch.object(aten, "_scaled_dot_product_flash_attention", return_value=(x, sums)) as forward,

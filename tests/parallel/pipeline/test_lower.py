@@ -1,14 +1,13 @@
 """Lowered plans: nothing missing, one order of transfers for all ranks, no deadlock."""
 
-from collections import Counter
-from graphlib import TopologicalSorter
+from collections import Counter, deque
+from collections.abc import Sequence
 from itertools import pairwise, product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlm.parallel.pipeline import lower as lower_module
 from mlm.parallel.pipeline.actions import (
     Action,
     Cost,
@@ -20,10 +19,9 @@ from mlm.parallel.pipeline.actions import (
     ScheduleError,
     Send,
 )
-from mlm.parallel.pipeline.deadlock import check_no_deadlock
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-from mlm.parallel.pipeline.simulate import Computed
+from mlm.parallel.pipeline.simulate import consumer
 
 F, B, W = Op
 F0, F1, B0, B1 = Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0, 1)
@@ -75,38 +73,6 @@ def test_plan_computes_each_action_once_in_the_schedules_order(schedule: Schedul
 
 @quick
 @given(schedules(), costs)
-def test_every_stage_boundary_is_crossed_once_by_a_send_and_its_receive(
-    schedule: Schedule, cost: Cost
-) -> None:
-    plan = lower(schedule, cost=cost)
-    p = len(schedule)
-    ends: dict[type, Counter[tuple[int, int, Op, int, int]]] = {Send: Counter(), Receive: Counter()}
-    for rank in range(p):
-        for transfer in transfers_of(plan, rank):
-            ends[type(transfer)][sent(plan, rank, transfer)] += 1
-    boundaries: Counter[tuple[int, int, Op, int, int]] = Counter()
-    for rank, action in ((r, a) for r in range(p) for a in schedule[r] if p > 1 and a.op is not W):
-        stage = action.chunk * p + rank
-        before = stage - 1 if action.op is F else stage + 1
-        if 0 <= before < plan.num_stages:
-            boundaries[before % p, rank, action.op, stage, action.micro_batch] += 1
-    assert ends[Send] == ends[Receive] == boundaries
-
-
-@quick
-@given(schedules(), costs)
-def test_all_ranks_issue_transfers_in_one_global_order(schedule: Schedule, cost: Cost) -> None:
-    """An order of which every rank's is a restriction exists: their union has no circle."""
-    plan = lower(schedule, cost=cost)
-    union: TopologicalSorter[tuple[int, int, Op, int, int]] = TopologicalSorter()
-    for rank in range(len(schedule)):
-        for one, after in pairwise(sent(plan, rank, t) for t in transfers_of(plan, rank)):
-            union.add(after, one)
-    union.prepare()  # raises CycleError
-
-
-@quick
-@given(schedules(), costs)
 def test_transfers_go_in_the_order_their_data_is_computed(schedule: Schedule, cost: Cost) -> None:
     """In the simulation: so the first in a rank's queue is the first that can go."""
     plan = lower(schedule, cost=cost)
@@ -135,35 +101,48 @@ def test_sends_follow_their_action_and_receives_precede_it(schedule: Schedule, c
 
 @quick
 @given(schedules(), costs)
-def test_plan_completes_on_one_stream_per_rank(schedule: Schedule, cost: Cost) -> None:
-    assert completes_on_streams(lower(schedule, cost=cost).instructions)
+def test_plan_completes_where_each_transfer_holds_up_both_its_ranks(schedule: Schedule, cost: Cost) -> None:
+    plan = lower(schedule, cost=cost)
+    assert completes(plan.instructions, plan.num_stages // len(schedule))
 
 
-def completes_on_streams(instructions: tuple[tuple[Instruction, ...], ...]) -> bool:
-    """True if all complete if posting waits for nothing, and each rank's transfers run in order beside it."""
+def completes(instructions: Sequence[Sequence[Instruction]], v: int) -> bool:
+    """True if all complete by rendezvous: a transfer waits for its data and for the rank at the other end.
+
+    What completes so completes too where transfers overlap the computation. False for a transfer whose two
+    ends mean different data.
+    """
     p = len(instructions)
-    todo = [list(mine) for mine in instructions]
-    posted: list[list[Send | Receive]] = [[] for _ in range(p)]
+    todo = [deque(mine) for mine in instructions]
+    computed: list[set[Action]] = [set() for _ in range(p)]
+    arrived: list[set[Action]] = [set() for _ in range(p)]
     moved = True
     while moved:
         moved = False
         for rank in range(p):
-            waits = {t.action for t in posted[rank] if isinstance(t, Receive)}
-            while todo[rank] and todo[rank][0] not in waits:
-                now = todo[rank].pop(0)
+            while todo[rank]:
+                now = todo[rank][0]
+                if isinstance(now, Action):
+                    before = now.chunk * p + rank + (-1 if now.op is F else 1)
+                    remote = p > 1 and now.op is not W and 0 <= before < p * v
+                    if remote and now not in arrived[rank]:
+                        break
+                    computed[rank].add(todo[rank].popleft())
+                elif isinstance(now, Send):
+                    there = todo[now.peer][0] if todo[now.peer] else None
+                    if not isinstance(there, Receive) or there.peer != rank:
+                        break
+                    if now.action not in computed[rank]:
+                        break
+                    if consumer(rank, now.action, p=p, v=v) != (now.peer, there.action):
+                        return False
+                    arrived[now.peer].add(there.action)
+                    todo[rank].popleft()
+                    todo[now.peer].popleft()
+                else:
+                    break  # its sender moves both on
                 moved = True
-                if not isinstance(now, Action):
-                    posted[rank].append(now)
-                    waits |= {now.action} if isinstance(now, Receive) else set()
-            head = posted[rank][0] if posted[rank] else None
-            if isinstance(head, Send) and posted[head.peer]:
-                there = posted[head.peer][0]
-                if there.peer == rank and isinstance(there, Receive) and there.action.op is head.action.op:
-                    assert there.action.micro_batch == head.action.micro_batch
-                    posted[rank].pop(0)
-                    posted[head.peer].pop(0)
-                    moved = True
-    return not any(todo) and not any(posted)
+    return not any(todo)
 
 
 @quick
@@ -185,7 +164,7 @@ def test_any_schedule_that_can_complete_has_a_plan(data: st.DataObject) -> None:
     except ScheduleError as error:
         assert "the schedule cannot complete" in str(error)  # noqa: PT017
     else:
-        assert completes_on_streams(plan.instructions)
+        assert completes(plan.instructions, 1)
 
 
 def test_receives_are_posted_one_computation_ahead() -> None:
@@ -231,10 +210,9 @@ def test_micro_batch_is_in_flight_until_its_weight_gradient() -> None:
     "schedule, message",
     [
         (((F0, F1, B0, B1), (F0, F1, B0)), "rank 1 lacks B1"),
-        (((F0, B0), (F0, B0, B0)), "rank 1 has B0 2 times"),
-        (((F0, B0, F1, B1), (F0, B0)), "rank 1 lacks F1, rank 1 lacks B1"),
-        (((F0, Action(F, 1, 0)), (F0,)), "rank 1 lacks F0.1"),
-        (((F0, B0), (B0, F0)), "rank 1 has them out of order"),
+        (((F0, B0), (F0, B0, B0)), "rank 1 has B0 twice"),
+        (((F0, Action(F, 1, 0)), (F0,)), r"rank 1 lacks F0\.1"),
+        (((F0, B0), (B0, F0)), "rank 1 has B0 twice or out of order"),
         (((F0, Action(W, 0, 0)),), r"the schedule has F\+W; it needs F, F\+B or F\+B\+W"),
         (((), ()), "the schedule has no actions"),
         (
@@ -246,24 +224,6 @@ def test_micro_batch_is_in_flight_until_its_weight_gradient() -> None:
 def test_wrong_schedule_is_rejected_by_name(schedule: Schedule, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         lower(schedule)
-
-
-def test_many_problems_are_cut_short() -> None:
-    with pytest.raises(ScheduleError, match="rank 0 lacks F7 and 992 more"):
-        lower(((Action(F, 0, 1000),),))
-
-
-def test_lower_checks_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a mistake put into the order of one rank's transfers."""
-    right = lower_module._transfers
-
-    def wrong(order: list[Computed], *, p: int) -> lower_module.Transfers:
-        first, *rest = right(order, p=p)
-        return [[first[1], first[0], *first[2:]], *rest]
-
-    monkeypatch.setattr(lower_module, "_transfers", wrong)
-    with pytest.raises(ScheduleError, match=r"deadlock|mismatch"):
-        lower(build_schedule("gpipe", stages=2, chunks=1, micro_batches=2))
 
 
 @quick
@@ -283,8 +243,7 @@ def test_swapping_two_transfers_of_a_rank_is_found(
         rank, i, k = data.draw(st.sampled_from(swaps))
         ranks = [list(mine) for mine in plan.instructions]
         ranks[rank][i], ranks[rank][k] = ranks[rank][k], ranks[rank][i]
-        with pytest.raises(ScheduleError, match=r"deadlock|mismatch"):
-            check_no_deadlock(ranks)
+        assert not completes(ranks, plan.num_stages // len(schedule))
 
 
 @pytest.mark.parametrize("name, p, v, m", [("1f1b", 64, 1, 512), ("1f1b", 35, 3, 280)])
