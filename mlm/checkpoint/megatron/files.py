@@ -149,8 +149,8 @@ def _named_latest(source: Path) -> Path:
     step = source / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration)
     if not STEP_FOLDER.fullmatch(step.name) or step.parent != source or not step.is_dir():
         raise CorruptFileError(
-            f"{file}: names {printable(iteration)!r}, which is not there: copy it too, or name another folder "
-            f"in {source}"
+            f"{file}: names {printable(iteration)!r}, which is not there: copy it too, or name another "
+            f"folder in {source}"
         )
     return step
 
@@ -166,7 +166,7 @@ def _rank_files(step: Path) -> RankFiles:
             raise UserError(f"{folder}: a mixture of experts (three rank numbers): mlm has no such model")
         rank = int(numbers[1]), int(numbers[2] or 0)
         if rank in files:
-            raise CorruptFileError(f"{step}: {folder.name} is there twice, of two layouts: delete the older")
+            raise CorruptFileError(f"{step}: {folder.name} of two layouts: delete the older")
         files[rank] = path
     if not files:
         raise _nothing_found(step)
