@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.checkpoint.native.folders import BEST, latest_checkpoint
-from mlm.checkpoint.native.lineage import LINEAGE
+from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve, save_checkpoint
 from mlm.config.build import from_dict
 from mlm.training.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
-from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
+from mlm.checkpoint.native.run_state import LINEAGE, Lineage, Save
 from mlm.config.build import to_dict
 from mlm.config.tree import HOISTED, flatten
 from mlm.models.config import ModelConfig

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.lineage import Save
+from mlm.checkpoint.native.run_state import Save
 from mlm.checkpoint.native.save_load import CheckpointError, Shard, save_checkpoint, stored_tensors
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.mesh import ParallelContext, host_group

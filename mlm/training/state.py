@@ -13,8 +13,7 @@ import mlm
 from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import descendants_set_aside
-from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
-from mlm.checkpoint.native.run_state import check_run_state
+from mlm.checkpoint.native.run_state import LINEAGE, TOKENIZER, Lineage, Save, check_run_state
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Manifest,
@@ -23,7 +22,6 @@ from mlm.checkpoint.native.save_load import (
     read_manifest,
     save_checkpoint,
 )
-from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.checkpoint.parameters import split_of
 from mlm.config.build import to_dict
 from mlm.data.blend_history import History, decode, encode

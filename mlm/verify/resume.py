@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mlm.checkpoint.native.compare import Comparison, TensorDifference, compare_checkpoints, compared_bytes
 from mlm.checkpoint.native.folders import step_name
-from mlm.checkpoint.native.lineage import LINEAGE
+from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.launch.start import launch_facts
 from mlm.optim.adamw import MOMENTS

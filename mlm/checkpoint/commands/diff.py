@@ -11,7 +11,7 @@ from mlm.checkpoint.commands.config import CkptDiffConfig
 from mlm.checkpoint.commands.result import versions, write_result
 from mlm.checkpoint.native.compare import Comparison, compare_checkpoints, compared_bytes
 from mlm.checkpoint.native.format import JSON, Manifest, read_manifest
-from mlm.checkpoint.native.lineage import LINEAGE
+from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import resolve
 from mlm.config.tree import flatten
 from mlm.util.errors import CheckFailedError

@@ -17,12 +17,11 @@ from torch import Tensor
 from mlm.checkpoint.commands.config import ReshardConfig
 from mlm.checkpoint.native.folders import CHECKPOINTS, best_note, clear_up
 from mlm.checkpoint.native.format import JSON, RESTORE, CheckpointError, Manifest, read_manifest_head
-from mlm.checkpoint.native.lineage import LINEAGE
 from mlm.checkpoint.native.reader import Reader
+from mlm.checkpoint.native.run_state import LINEAGE, TOKENIZER_FILE, check_run_tokenizer
 from mlm.checkpoint.native.save_load import read_finite, resolve
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, published, write_streamed
-from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_run_tokenizer
 from mlm.data.tokenizer import MAX_BYTES
 from mlm.inference.trained import check_stored_parameters, run_directory, split_problems, trained_config
 from mlm.models.stage import split_layers
@@ -164,16 +163,16 @@ def run(config: ReshardConfig) -> None:
 
 def claim_arguments(plan: Plan) -> dict[str, Any]:
     """Files at the top of `out`: a tokenizer that is the source's is not in the way."""
-    source = run_directory(plan.source) / TOKENIZER
-    same = {TOKENIZER: source.read_bytes()} if source.is_file() else {}
-    return {"inputs": [plan.source], "writes": (CHECKPOINTS, TOKENIZER), "same": same}
+    source = run_directory(plan.source) / TOKENIZER_FILE
+    same = {TOKENIZER_FILE: source.read_bytes()} if source.is_file() else {}
+    return {"inputs": [plan.source], "writes": (CHECKPOINTS, TOKENIZER_FILE), "same": same}
 
 
 def write_checkpoint(plan: Plan, advance: Advance) -> Path:
     """Write the checkpoint, and the tokenizer beside it first. Returns the step-… directory."""
     if (tokenizer := new_tokenizer(plan)) is not None:
         try:
-            write_atomic(plan.out / TOKENIZER, tokenizer)
+            write_atomic(plan.out / TOKENIZER_FILE, tokenizer)
         except OSError as error:
             raise UserError(f"out={plan.out}: {error.strerror}: name another folder") from error
     with Reader(plan.source, plan.manifest) as reader:
@@ -207,7 +206,7 @@ def reading_of(path: Path) -> Iterator[None]:
 
 def new_tokenizer(plan: Plan) -> bytes | None:
     """The source run's tokenizer, if it has one and `out` has not. Raises UserError if that has another."""
-    source, target = (folder / TOKENIZER for folder in (run_directory(plan.source), plan.out))
+    source, target = (folder / TOKENIZER_FILE for folder in (run_directory(plan.source), plan.out))
     with reading_of(source):
         if not os.path.lexists(source):
             return None

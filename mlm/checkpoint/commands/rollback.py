@@ -21,8 +21,8 @@ from mlm.checkpoint.native.folders import (
     step_of,
 )
 from mlm.checkpoint.native.format import CheckpointError, read_manifest_head
-from mlm.checkpoint.native.lineage import Save
 from mlm.checkpoint.native.retention import checkpoint_doubt, newest_good
+from mlm.checkpoint.native.run_state import Save
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import fsync_directory

@@ -195,13 +195,12 @@ def tiling_problem(columns: Columns, names: Sequence[str]) -> str | None:
         shape = columns.shapes[number]
         piece = Region(*(tuple(c[row, : len(shape)].tolist()) for c in (columns.offset, columns.size)))
         return f"{names[number]}: piece {describe(piece)} is not inside shape {list(shape)}"
-    number = _first_untiled(columns)
-    if number is None:
+    if (untiled := _first_untiled(columns)) is None:
         return None
-    sizes = columns.by_tensor(())[number].size.tolist()
-    held, full = sum(map(prod, sizes)), prod(columns.shapes[number])
+    sizes = columns.by_tensor(())[untiled].size.tolist()
+    held, full = sum(map(prod, sizes)), prod(columns.shapes[untiled])
     why = "there is a hole" if held < full else "pieces overlap"
-    return f"{names[number]}: its {len(sizes)} pieces hold {held} of {full} elements: {why}"
+    return f"{names[untiled]}: its {len(sizes)} pieces hold {held} of {full} elements: {why}"
 
 
 def _outside(columns: Columns) -> int | None:

@@ -8,8 +8,8 @@ from mlm.checkpoint.native.folders import REPLACED, STEP_NAME
 from mlm.checkpoint.native.format import MANIFEST, RESTORE, Manifest, read_manifest
 from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
 from mlm.checkpoint.native.reader import CheckedFile, read_header
+from mlm.checkpoint.native.run_state import TOKENIZER_FILE, check_run_tokenizer, tokenizer_path
 from mlm.checkpoint.native.shard_file import Form
-from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_run_tokenizer, tokenizer_path
 from mlm.util.errors import CorruptFileError, UserError
 
 
@@ -63,7 +63,7 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     try:
         check_run_tokenizer(directory, manifest.state)
     except (UserError, OSError) as error:
-        strays.append(FileProblem(f"../../{TOKENIZER}", _problem(tokenizer_path(directory), error).why))
+        strays.append(FileProblem(f"../../{TOKENIZER_FILE}", _problem(tokenizer_path(directory), error).why))
     named = STEP_NAME.fullmatch(directory.name.removeprefix(REPLACED))
     if named and int(named[1]) != manifest.step:
         warnings.append(f"{directory.name} holds step {manifest.step}: it was renamed")
