@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import BEST, latest_checkpoint
 from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve, save_checkpoint
@@ -91,10 +92,7 @@ def save_best(trainer: Trainer, out: Path) -> None:
         trainer.step,
         model_shards(owned, trainer.config.model.vocab_multiple),
         state={**facts, "weights_only": True},
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
+        ranks=Ranks.of(trainer.ctx),
         keep_last=1,
         keep_every=0,
     )

@@ -100,10 +100,7 @@ def save(trainer: Trainer, out: Path, may_prune: Callable[[], bool] = lambda: Tr
         trainer.step,
         owned_shards(trainer),
         state=counters(trainer),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
+        ranks=Ranks.of(ctx),
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
         save_id=save_id,  # of rank 0, whose state is saved
@@ -151,10 +148,7 @@ def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifes
     manifest = load_checkpoint(
         path,
         training_shards(trainer),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
+        ranks=Ranks.of(ctx),
         config=to_dict(trainer.config),
     )
     check_run_state(manifest, path)
@@ -226,10 +220,7 @@ def load_weights(
     return load_checkpoint(
         path,
         model_shards(shards),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
+        ranks=Ranks.of(ctx),
         allow_extra=lambda name: name.startswith("optimizer."),
         cast=True,
         config=config,

@@ -85,7 +85,6 @@ MAINTENANCE = (
                 "mlm ckpt prune runs/shakespeare keep_last=1 --dry-run",
             ),
             ("Every ten thousandth, and the last", "mlm ckpt prune runs/longer keep_last=1 keep_every=10000"),
-            ("Every byte of the two it keeps is read first", "mlm ckpt prune runs/shakespeare --verify"),
         ),
     ),
     Command(

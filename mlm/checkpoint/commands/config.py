@@ -67,8 +67,6 @@ class CkptPruneConfig:
     """Newest whole checkpoints kept; the one to continue from always is."""
     keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Checkpoints at multiples of this step are kept too; 0 keeps none for that."""
-    verify: bool = False
-    """Read every byte of the newest until keep_last are found whole; false checks names and sizes only."""
     dry_run: bool = False
     """Only list what would be deleted."""
 

@@ -27,9 +27,9 @@ MAX_MESSAGE = 2000  # characters of an error that travel
 class Ranks:
     """The ranks that save or load together. `group` is gloo over all of them, None when there is one."""
 
-    rank: int
-    world_size: int
-    group: ProcessGroup | None
+    rank: int = 0
+    world_size: int = 1
+    group: ProcessGroup | None = None
     watch: Watch = field(default_factory=Watch, compare=False)
     """Names what is waited for when a rank is lost."""
 
@@ -121,6 +121,9 @@ class Ranks:
         kind, message = failed[0]
         others = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
         raise KINDS.get(kind, UserError)(message + others) from cause
+
+
+ONE_RANK = Ranks()
 
 
 def _encode(value: JSON) -> Tensor:

@@ -20,7 +20,7 @@ from mlm.checkpoint.native.format import (
     read_manifest_head,
     regular_size,
 )
-from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
+from mlm.checkpoint.native.norms import not_finite_problem
 from mlm.checkpoint.native.run_state import Lineage, Save
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes, fsync_directory
@@ -190,8 +190,8 @@ def checkpoint_problem(directory: Path) -> str | None:
             step_directory_name(directory)
         ):
             return f"{directory / MANIFEST}: of step {manifest.step}, copied here from another checkpoint"
-        if (name := first_not_finite(manifest.tensors)) is not None:
-            return f"{directory}: {describe_not_finite(name)}"
+        if problem := not_finite_problem(manifest.tensors):
+            return f"{directory}: {problem}"
         for name, entry in manifest.files.items():
             if (size := regular_size(directory / name)) != entry.bytes:
                 return f"{directory / name}: {size} bytes, the manifest says {entry.bytes}"

@@ -12,10 +12,9 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import step_directory_name
 from mlm.checkpoint.native.format import TensorEntry, read_manifest_head
 from mlm.checkpoint.native.norms import (
-    describe_not_finite,
-    first_not_finite,
     largest_jump,
     norm,
+    not_finite_problem,
     with_norms,
 )
 from mlm.checkpoint.native.retention import newest_good
@@ -96,8 +95,8 @@ def describe_state(parts: Sequence[Mapping[str, float]], good: Path | None) -> s
     blank = TensorEntry((), torch.float32, ())
     before = {name: entry.norm for name, entry in then.items()}
     now = with_norms({name: then.get(name, blank) for name in names}, parts, before)
-    if (name := first_not_finite(now)) is not None:
-        return describe_not_finite(name)
+    if problem := not_finite_problem(now):
+        return problem
     jump = largest_jump(now)
     grown = f", but the norm of {jump[0]} is {jump[1]:.3g} times that in {good and good.name}" if jump else ""
     return f"the weights are finite{grown}"

@@ -29,9 +29,9 @@ def test_result_has_these_keys(tmp_path: Path) -> None:
     result = read(tmp_path / "x.json")
     assert list(result) == ["task", "ckpt", "whole", "continues_from", "checkpoints", "versions"]
     assert list(result["checkpoints"][0]) == [
-        *("path", "whole", "step", "files", "bytes", "digest", "faults", "warnings")
+        *("path", "whole", "step", "files", "bytes", "digest", "problems")
     ]
-    assert list(result["checkpoints"][1]["faults"][0]) == ["file", "why"]
+    assert list(result["checkpoints"][1]["problems"][0]) == ["file", "why"]
 
 
 def test_whole_run_ends_with_0(tmp_path: Path, capsys: Output) -> None:

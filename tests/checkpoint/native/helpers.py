@@ -20,8 +20,6 @@ from mlm.checkpoint.native.save_load import Shard, load_checkpoint, save_checkpo
 from mlm.checkpoint.native.slices import Region
 from mlm.util.files import digest_bytes
 
-ALONE: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None}
-
 
 def weights(value: float = 1.0) -> dict[str, Tensor]:
     """Two small tensors filled with `value`."""
@@ -32,13 +30,13 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) 
     """One rank saves whole tensors."""
     shards = {name: Shard.whole(tensor) for name, tensor in tensors.items()}
     return save_checkpoint(
-        root, step, shards, **({"state": {"step": step}, "keep_last": 2, "keep_every": 0} | ALONE | settings)
+        root, step, shards, **({"state": {"step": step}, "keep_last": 2, "keep_every": 0} | settings)
     )
 
 
 def load(path: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Manifest:
     """One rank loads whole tensors in place."""
-    return load_checkpoint(path, {n: Shard.whole(t) for n, t in tensors.items()}, **(ALONE | settings))
+    return load_checkpoint(path, {n: Shard.whole(t) for n, t in tensors.items()}, **settings)
 
 
 def save_unchecked(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) -> Path:

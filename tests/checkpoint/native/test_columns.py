@@ -28,7 +28,6 @@ from mlm.checkpoint.native.save_load import load_checkpoint
 from mlm.checkpoint.native.slices import Region, Shard
 from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import (
-    ALONE,
     edit_chunks,
     edit_manifest,
     load,
@@ -54,7 +53,7 @@ def blank() -> dict[str, Tensor]:
 def test_a_checkpoint_in_columns_loads_at_another_layout(tmp_path: Path) -> None:
     path, full = save_pieces(tmp_path, 1, state_of_four()), torch.zeros(6, 4)
     for piece in pieces(full, [[1, 5]]):
-        load_checkpoint(path, {"w": piece}, **ALONE, allow_extra=lambda name: True)
+        load_checkpoint(path, {"w": piece}, allow_extra=lambda name: True)
     assert torch.equal(full, torch.arange(24.0).view(6, 4) + 1)
     tensors = blank()
     load(path, tensors)

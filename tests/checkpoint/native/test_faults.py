@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from mlm.checkpoint.native import reader, save_load
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Shard,
@@ -144,12 +145,11 @@ def shards_of(rank: int, value: float) -> dict[str, Shard]:
 
 def save_on(ctx: ParallelContext, root: Path, step: int, value: float = 1.0) -> Path:
     settings: dict[str, Any] = {"state": {"rank": ctx.rank}, "keep_last": 2, "keep_every": 0}
-    where = {"rank": ctx.rank, "world_size": ctx.world_size, "group": ctx.host_group}
-    return save_checkpoint(root, step, shards_of(ctx.rank, value), **settings, **where)
+    return save_checkpoint(root, step, shards_of(ctx.rank, value), ranks=Ranks.of(ctx), **settings)
 
 
 def load_on(ctx: ParallelContext, path: Path, shards: dict[str, Shard]) -> Any:
-    return load_checkpoint(path, shards, rank=ctx.rank, world_size=ctx.world_size, group=ctx.host_group)
+    return load_checkpoint(path, shards, ranks=Ranks.of(ctx))
 
 
 def message_of(work: Callable[[], Any]) -> tuple[str, str]:

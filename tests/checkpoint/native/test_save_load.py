@@ -13,7 +13,7 @@ from mlm.checkpoint.native import reader, shard_file
 from mlm.checkpoint.native.format import DTYPES, MANIFEST
 from mlm.checkpoint.native.save_load import CheckpointError, Shard, load_checkpoint
 from mlm.util.errors import CorruptFileError, UserError
-from tests.checkpoint.native.helpers import ALONE, load, pieces, save, save_pieces, weights
+from tests.checkpoint.native.helpers import load, pieces, save, save_pieces, weights
 
 
 def blank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -86,7 +86,7 @@ def test_any_cut_loads_into_any_cut(before: list[list[int]], after: list[list[in
         path = save_pieces(Path(folder), 1, [{"x": piece} for piece in pieces(full, before)])
         loaded = torch.full_like(full, torch.nan)
         for piece in pieces(loaded, after):
-            load_checkpoint(path, {"x": piece}, **ALONE)
+            load_checkpoint(path, {"x": piece})
     assert torch.equal(loaded, full)
 
 
@@ -100,10 +100,10 @@ def test_two_pieces_to_three_and_back_are_the_same_bits(
     first = save_pieces(tmp_path / "a", 1, [{"x": piece} for piece in pieces(full, before)])
     middle, last = torch.zeros_like(full), torch.zeros_like(full)
     for piece in pieces(middle, after):
-        load_checkpoint(first, {"x": piece}, **ALONE)
+        load_checkpoint(first, {"x": piece})
     second = save_pieces(tmp_path / "b", 1, [{"x": piece} for piece in pieces(middle, after)])
     for piece in pieces(last, before):
-        load_checkpoint(second, {"x": piece}, **ALONE)
+        load_checkpoint(second, {"x": piece})
     assert same_bits(last, full)
 
 

@@ -26,7 +26,7 @@ def flip(path: Path, place: int) -> None:
 
 def test_checkpoint_as_saved_is_whole(tmp_path: Path) -> None:
     found = verify_checkpoint(three_files(tmp_path))
-    assert (found.whole, found.loads, found.problems, found.warnings) == (True, True, (), ())
+    assert (found.whole, found.loads, found.problems) == (True, True, ())
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -128,20 +128,6 @@ def test_stale_shard_is_a_problem_that_no_loading_meets(tmp_path: Path) -> None:
     (path / "rank-00009.safetensors").touch()
     found = verify_checkpoint(path)
     assert (found.whole, found.loads) == (False, True)
-
-
-def test_other_file_is_a_warning(tmp_path: Path) -> None:
-    path = three_files(tmp_path)
-    (path / "notes.txt").touch()
-    found = verify_checkpoint(path)
-    assert found.whole
-    assert found.warnings == ("step-00000001/notes.txt is no part of the checkpoint",)
-
-
-def test_renamed_checkpoint_is_a_warning(tmp_path: Path) -> None:
-    found = verify_checkpoint(three_files(tmp_path).rename(tmp_path / "step-00000007"))
-    assert found.whole
-    assert found.warnings == ("step-00000007 holds step 1: it was renamed",)
 
 
 def test_progress_hears_of_every_byte(tmp_path: Path) -> None:
