@@ -58,7 +58,7 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """The checkpoint to export."""
 
     path: Path
@@ -115,7 +115,9 @@ def run(config: ExportHFConfig) -> None:
     show(config, *convert(config))
 
 
-def convert(config: ExportHFConfig) -> tuple[Source, Mapping[str, list[Exported]], Agreement | None, bool]:
+def convert(
+    config: ExportHFConfig,
+) -> tuple[ExportSource, Mapping[str, list[Exported]], Agreement | None, bool]:
     """Verify the digests, write, compare logits and publish; return what `show` prints."""
     source = open_source(config.ckpt)
     tensors = plan_tensors(source)
@@ -131,7 +133,7 @@ def convert(config: ExportHFConfig) -> tuple[Source, Mapping[str, list[Exported]
     return source, files, agreement, shift is not None
 
 
-def open_source(ckpt: str) -> Source:
+def open_source(ckpt: str) -> ExportSource:
     """Read the manifest and the tokenizer. Raises UserError."""
     path = resolve(ckpt)
     manifest = read_manifest(path)
@@ -146,10 +148,10 @@ def open_source(ckpt: str) -> Source:
     tokenizer = load_tokenizer(None, path) if os.path.lexists(saved) else None
     if tokenizer is not None:
         tokenizer.chat_template = ChatTemplate.find(run_directory(path), tokenizer)
-    return Source(path, manifest, model, mapping, tokenizer)
+    return ExportSource(path, manifest, model, mapping, tokenizer)
 
 
-def plan_tensors(source: Source) -> list[Exported]:
+def plan_tensors(source: ExportSource) -> list[Exported]:
     """Return every parameter in the order of the model. Raises CorruptFileError if one is missing."""
     out = []
     for name, location in source.mapping.locations(source.model):
@@ -180,7 +182,7 @@ def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
 
 
 def write_weights(
-    source: Source,
+    source: ExportSource,
     files: Mapping[str, list[Exported]],
     folder: Path,
     progress: Advance,
@@ -222,7 +224,7 @@ def read_whole(reader: Reader, name: str) -> Tensor:
         raise CorruptFileError(f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}") from error
 
 
-def folded_bias(source: Source) -> Tensor | None:
+def folded_bias(source: ExportSource) -> Tensor | None:
     """Return the term [H] to add to final_norm's bias if the class has no classifier bias, else None.
 
     It is the smallest d with W d = b. Only the classifier W reads that norm's output, so its logits stay the
@@ -246,7 +248,7 @@ def folded_bias(source: Source) -> Tensor | None:
     return shift.float()
 
 
-def write_settings(source: Source, folder: Path) -> None:
+def write_settings(source: ExportSource, folder: Path) -> None:
     """Write config.json, the model card, and the tokenizer with settings of AutoTokenizer and generate()."""
     tokenizer, model = source.tokenizer, source.model
     ids = token_ids(source)
@@ -275,7 +277,7 @@ def write_settings(source: Source, folder: Path) -> None:
         write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
 
 
-def token_ids(source: Source) -> TokenIds:
+def token_ids(source: ExportSource) -> TokenIds:
     """Return ids and labels for config.json: those of the imported folder, else of tokenizer and task."""
     tokenizer, origin = source.tokenizer, source.manifest.state.get("source")
     imported = origin if isinstance(origin, dict) else {}
@@ -294,7 +296,7 @@ def write_json(path: Path, value: JSON) -> None:
 
 def show(
     config: ExportHFConfig,
-    source: Source,
+    source: ExportSource,
     files: Mapping[str, list[Exported]],
     agreement: Agreement | None,
     is_folded: bool,

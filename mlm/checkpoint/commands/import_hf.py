@@ -100,7 +100,7 @@ def convert(config: ImportHFConfig) -> tuple[HFModel, Path, list[str], Agreement
 
 def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, list[str]]:
     """Return padding and labels of config.json to write at an export, and a note on what is not kept."""
-    ids, _ = model.kept
+    ids = model.kept
     is_usable = tokenizer is None or ids.pad is None or ids.pad in tokenizer.added_ids
     if is_usable or not model.mapping.pads_with_special_token:
         return ids, []
