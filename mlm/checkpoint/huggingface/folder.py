@@ -224,7 +224,6 @@ def weight_files(folder: Path) -> dict[str, Path]:
 def _no_weights(folder: Path) -> str:
     other = next((path for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), folder)
     return (
-        f"{other}: only {WEIGHTS} and {INDEX} are read: a pickle could run any code. Is there a "
-        "safetensors version? Else load it where you trust it, by transformers, write it by save_pretrained, and "
-        "name that folder"
+        f"{other}: only {WEIGHTS} and {INDEX} are read: a pickle could run any code. Is there a safetensors "
+        "version? Else load it where you trust it, by transformers, and name what save_pretrained writes"
     )

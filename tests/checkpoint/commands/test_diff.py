@@ -8,8 +8,8 @@ import torch
 
 from mlm.config.cli import main
 from mlm.parallel.config import ParallelConfig
-from tests.checkpoint.native.helpers import pieces, save, save_pieces, save_unchecked
-from tests.checkpoints_on_disk import checkpoint, mlm, read, tensors, write_run
+from tests.checkpoint.native.helpers import save, save_unchecked
+from tests.checkpoints_on_disk import mlm, read, tensors, write_run
 
 Output = pytest.CaptureFixture[str]
 
@@ -39,23 +39,6 @@ def test_equal_tensors_end_with_0_and_settings_that_differ_are_listed(tmp_path: 
         "config.parallel.tp": {"first": 2, "second": 4},
     }
     assert "all 3 tensors are equal bit for bit" in capsys.readouterr().out
-
-
-def test_same_tensors_written_at_two_layouts_are_equal(tmp_path: Path) -> None:
-    x = torch.randn(6, 8)
-    save(tmp_path / "one", 1, {"model.w": x})
-    save_pieces(tmp_path / "four", 1, [{"model.w": piece} for piece in pieces(x, [[3], [5]])])
-    assert mlm("ckpt", "diff", tmp_path / "one", tmp_path / "four") == 0
-
-
-def test_counters_of_two_steps_differ(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    assert mlm("ckpt", "diff", checkpoint(run, 1), run, f"out={tmp_path}/x.json") == 0
-    assert read(tmp_path / "x.json")["state"] == {
-        "step": {"first": 1, "second": 3},
-        "consumed_samples": {"first": 8, "second": 24},
-        "applied_steps": {"first": 1.0, "second": 3.0},
-    }
 
 
 def test_difference_ends_with_1_and_one_line(tmp_path: Path, capsys: Output) -> None:

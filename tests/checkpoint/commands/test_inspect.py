@@ -94,13 +94,6 @@ def test_name_from_a_checkpoint_cannot_steer_the_terminal(tmp_path: Path, capsys
     assert "model.[bold]w" in out
 
 
-def test_damaged_manifest_ends_with_1(tmp_path: Path, capsys: Output) -> None:
-    path = checkpoint(write_run(tmp_path / "run"), 3)
-    (path / "manifest.json").write_text("{}")
-    assert mlm("ckpt", "inspect", path) == 1
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.parametrize("out", ["absent/x.json", "run"])
 def test_out_that_cannot_be_written_is_found_first(tmp_path: Path, capsys: Output, out: str) -> None:
     run = write_run(tmp_path / "run")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from mlm.checkpoint.native import columns as columns_module
 from mlm.checkpoint.native.columns import (
@@ -24,7 +23,6 @@ from mlm.checkpoint.native.columns import (
 from mlm.checkpoint.native.declaration import declare_shards, merge_declared
 from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.reader import plan_reading
-from mlm.checkpoint.native.save_load import load_checkpoint
 from mlm.checkpoint.native.slices import Region, Shard
 from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import (
@@ -44,20 +42,6 @@ def state_of_four(value: float = 1.0) -> list[dict[str, Shard]]:
     ranks[0]["scalar"] = Shard.whole(torch.tensor(value))
     ranks[3]["empty"] = Shard.whole(torch.zeros(0, 3))
     return ranks
-
-
-def blank() -> dict[str, Tensor]:
-    return {"w": torch.zeros(6, 4), "scalar": torch.tensor(0.0), "empty": torch.zeros(0, 3)}
-
-
-def test_a_checkpoint_in_columns_loads_at_another_layout(tmp_path: Path) -> None:
-    path, full = save_pieces(tmp_path, 1, state_of_four()), torch.zeros(6, 4)
-    for piece in pieces(full, [[1, 5]]):
-        load_checkpoint(path, {"w": piece}, allow_extra=lambda name: True)
-    assert torch.equal(full, torch.arange(24.0).view(6, 4) + 1)
-    tensors = blank()
-    load(path, tensors)
-    assert float(tensors["scalar"]) == 1
 
 
 @pytest.mark.parametrize("shapes", [[], [()], [(0, 2)], [(3,), (2, 1, 2)]])

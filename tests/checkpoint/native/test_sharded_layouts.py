@@ -16,10 +16,7 @@ from tests.ranks import run_on_ranks
 
 
 def test_a_checkpoint_moves_between_sharded_and_tensor_parallel_layouts(tmp_path: Path) -> None:
-    """zero=3 dp=4 -> zero=0 tp=2 dp=2 -> zero=2 tp=2 dp=2 -> one process, moments included, bit for bit.
-
-    The second and the third keep their chunks in columns.
-    """
+    """zero=3 dp=4 -> zero=0 tp=2 dp=2 -> zero=2 tp=2 dp=2 -> one process, moments included, bit for bit."""
     run_on_ranks(train_and_save, tmp_path / "a", dp=4)
     run_on_ranks(load_and_save, tmp_path / "a", tmp_path / "b", 0, tp=2, dp=2)
     run_on_ranks(load_and_save, tmp_path / "b", tmp_path / "c", 2, tp=2, dp=2)

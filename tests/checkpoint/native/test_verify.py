@@ -1,14 +1,25 @@
-"""Every damage to a checkpoint is found, named, and does not hide the next."""
+"""Every damage to a checkpoint is found, named, loaded by nobody, and does not hide the next."""
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from mlm.checkpoint.native.format import MANIFEST
 from mlm.checkpoint.native.verify import FileProblem, shard_bytes, verify_checkpoint
-from tests.checkpoint.native.helpers import edit_chunks, edit_manifest, pieces, save, save_pieces, weights
+from mlm.util.errors import UserError
+from tests.checkpoint.native.helpers import (
+    edit_chunks,
+    edit_manifest,
+    load,
+    pieces,
+    save,
+    save_pieces,
+    weights,
+)
 
 SHARDS = [f"rank-{rank:05d}.safetensors" for rank in range(3)]
 
@@ -103,9 +114,12 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     three_files(tmp_path, 1)
     path = three_files(tmp_path, 2)
     do(path)
-    (problem,) = verify_checkpoint(path).problems
+    found = verify_checkpoint(path)
+    (problem,) = found.problems
     assert problem.file == file
     assert re.search(why, problem.why)
+    with nullcontext() if found.loads else pytest.raises(UserError, match=file):
+        load(path, {"w": torch.zeros(6, 4, dtype=torch.int64)})
 
 
 def test_all_problems_are_found_not_the_first_alone(tmp_path: Path) -> None:
