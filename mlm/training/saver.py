@@ -22,7 +22,7 @@ import torch
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.run_state import Save
-from mlm.checkpoint.native.save_load import CheckpointError, Shard, save_checkpoint, stored_tensors
+from mlm.checkpoint.native.save_load import CheckpointError, TensorShard, save_checkpoint, stored_tensors
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.parallel.watch import LostPeer, Watch
@@ -185,7 +185,7 @@ class Saver(Observer):
             job.judged.set()
 
     def _copy(
-        self, job: Job, shards: dict[str, Shard], save_id: str, ready: "torch.cuda.Event | None"
+        self, job: Job, shards: dict[str, TensorShard], save_id: str, ready: "torch.cuda.Event | None"
     ) -> None:
         """Copy the tensors to be written."""
         with _after(ready, self.trainer.ctx.device):
@@ -195,7 +195,7 @@ class Saver(Observer):
     def _write(
         self,
         job: Job,
-        shards: dict[str, Shard],
+        shards: dict[str, TensorShard],
         state: dict[str, Any],
         save_id: str,
         ready: "torch.cuda.Event | None",

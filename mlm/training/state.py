@@ -17,7 +17,7 @@ from mlm.checkpoint.native.run_state import LINEAGE, TOKENIZER, Lineage, Save, c
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Manifest,
-    Shard,
+    TensorShard,
     load_checkpoint,
     read_manifest,
     save_checkpoint,
@@ -48,7 +48,7 @@ FINETUNING = run_state.FINETUNING
 """Key of what a finetuning run adds to the state of its checkpoints."""
 
 
-def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, Shard]:
+def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, TensorShard]:
     """Parameters under their checkpoint names; views of the live tensors, padding left out.
 
     `vocab_multiple` is model.vocab_multiple; loading does not need it.
@@ -56,12 +56,12 @@ def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> d
     return {f"model.{s.name}": as_shard(s, s.parameter.detach(), vocab_multiple) for s in shards}
 
 
-def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> Shard:
+def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> TensorShard:
     """A tensor laid out like a parameter (itself, a moment) as checkpoints see it."""
-    return Shard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))
+    return TensorShard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))
 
 
-def training_shards(trainer: Trainer) -> dict[str, Shard]:
+def training_shards(trainer: Trainer) -> dict[str, TensorShard]:
     """Parameters and Adam's moments under their checkpoint names."""
     multiple = trainer.config.model.vocab_multiple
     out = model_shards(trainer.shards, multiple)
@@ -71,7 +71,7 @@ def training_shards(trainer: Trainer) -> dict[str, Shard]:
     return out
 
 
-def owned_shards(trainer: Trainer) -> dict[str, Shard]:
+def owned_shards(trainer: Trainer) -> dict[str, TensorShard]:
     """Return the parameters and moments that this rank writes: views of the live tensors."""
     stored = {s.name for s in trainer.shards if is_stored(s, trainer.ctx)}
     return {k: v for k, v in training_shards(trainer).items() if parameter_of_tensor(k) in stored}

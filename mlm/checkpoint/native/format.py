@@ -28,7 +28,7 @@ from mlm.checkpoint.native.columns import (
     encode_columns,
     tiling_problem,
 )
-from mlm.checkpoint.native.slices import Region, Split
+from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes, parse_json, read_bounded, write_atomic
 
@@ -86,7 +86,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: Collection[Chunk]
-    split: Split | None = None
+    split: TensorSplit | None = None
     """Split over layouts, if the writer knew it."""
     norm: float | None = field(default=None, compare=False)
     """L2 norm, NaN if an element is not finite; None of integers, and of what no training run saved."""
@@ -326,9 +326,9 @@ def _build_norm(value: JSON) -> float | None:
     return float(value)
 
 
-def build_split(name: str, value: JSON, shape: tuple[int, ...]) -> Split:
-    """A Split from its JSON. Raises ValueError, KeyError or TypeError when it is none for this shape."""
-    split = Split(value["tp_dim"], value["stage"], _whole_number(value["multiple"]))
+def build_split(name: str, value: JSON, shape: tuple[int, ...]) -> TensorSplit:
+    """A split from its JSON. Raises ValueError, KeyError or TypeError when it is none for this shape."""
+    split = TensorSplit(value["tp_dim"], value["stage"], _whole_number(value["multiple"]))
     dim, stage = split.tp_dim, split.stage
     if (dim is not None and _whole_number(dim) >= len(shape)) or not split.multiple:
         raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")

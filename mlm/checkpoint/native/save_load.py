@@ -44,7 +44,7 @@ from mlm.checkpoint.native.norms import largest_jump, norms_of, not_finite_probl
 from mlm.checkpoint.native.reader import Reader, Reading, plan_reading
 from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.shard_file import write_shard_file
-from mlm.checkpoint.native.slices import Shard
+from mlm.checkpoint.native.slices import TensorShard
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.util.errors import CorruptFileError, UserError
 
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 __all__ = [
     "CheckpointError",
     "Manifest",
-    "Shard",
+    "TensorShard",
     "latest_checkpoint",
     "load_checkpoint",
     "read_manifest",
@@ -75,7 +75,7 @@ REMEDIES = {
 def save_checkpoint(
     root: Path,
     step: int,
-    shards: Mapping[str, Shard],
+    shards: Mapping[str, TensorShard],
     *,
     state: Mapping[str, JSON],
     keep_last: int,
@@ -151,13 +151,17 @@ def _prepare(root: Path, step: int, save_id: str, declared: list[bytes]) -> dict
     return tensors
 
 
-def stored_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+def stored_tensors(shards: Mapping[str, TensorShard]) -> dict[str, Tensor]:
     """Return the shards of a rank that are written: those that hold an element."""
     return {name: shard.tensor for name, shard in shards.items() if shard.tensor.numel()}
 
 
 def write_shards(
-    staging: Path, rank: int, shards: Mapping[str, Shard], save_id: str, staged: StagedFile | None = None
+    staging: Path,
+    rank: int,
+    shards: Mapping[str, TensorShard],
+    save_id: str,
+    staged: StagedFile | None = None,
 ) -> list[JSON] | None:
     """Write this rank's file; return its [bytes, digest, block digests, norms], None without any element."""
     tensors, path = stored_tensors(shards), staging / file_name(rank)
@@ -204,7 +208,7 @@ def _explain_save(root: Path, rank: int, previous: str | None, error: Exception)
 
 def load_checkpoint(
     path: Path,
-    wanted: Mapping[str, Shard],
+    wanted: Mapping[str, TensorShard],
     *,
     ranks: Ranks = ONE_RANK,
     allow_missing: Callable[[str], bool] | None = None,
@@ -276,7 +280,7 @@ def _explain_load(path: Path, rank: int, error: Exception) -> UserError:
 def _check_fit(
     path: Path,
     manifest: Manifest,
-    wanted: Mapping[str, Shard],
+    wanted: Mapping[str, TensorShard],
     unwanted: list[str],
     allow_missing: Callable[[str], bool] | None,
     cast: bool,

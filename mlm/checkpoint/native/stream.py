@@ -13,7 +13,7 @@ from mlm.checkpoint.native.declaration import file_name
 from mlm.checkpoint.native.folders import point_latest, step_name
 from mlm.checkpoint.native.format import JSON, Manifest, TensorEntry, canonical, write_manifest
 from mlm.checkpoint.native.shard_file import Form, write_stream
-from mlm.checkpoint.native.slices import Region, Split
+from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.util.files import digest_bytes, fsync_directory
 
 Read = Callable[[str, Region], Tensor]
@@ -27,7 +27,7 @@ class GlobalTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    split: Split
+    split: TensorSplit
     norm: float | None = None
     norm_before: float | None = None
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlm.checkpoint.native.save_load import Shard, save_checkpoint
-from mlm.checkpoint.native.slices import Split
+from mlm.checkpoint.native.save_load import TensorShard, save_checkpoint
+from mlm.checkpoint.native.slices import TensorSplit
 from tests.checkpoint.native.helpers import save
 from tests.checkpoints_on_disk import checkpoint, mlm, read, training_state, write_run
 
@@ -53,7 +53,7 @@ def test_table_says_what_people_ask(tmp_path: Path, capsys: Output) -> None:
 
 
 def test_every_tensor_is_listed_when_asked_for(tmp_path: Path, capsys: Output) -> None:
-    shard = Shard(torch.ones(6, 4), (6, 4), (0, 0), Split(0, "first", 2))
+    shard = TensorShard(torch.ones(6, 4), (6, 4), (0, 0), TensorSplit(0, "first", 2))
     save_checkpoint(tmp_path, 1, {"model.w": shard}, state={}, keep_last=1, keep_every=0)
     mlm("ckpt", "inspect", tmp_path, "--tensors")
     out = capsys.readouterr().out

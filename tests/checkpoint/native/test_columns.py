@@ -23,7 +23,7 @@ from mlm.checkpoint.native.columns import (
 from mlm.checkpoint.native.declaration import declare_shards, merge_declared
 from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.reader import plan_reading
-from mlm.checkpoint.native.slices import Region, Shard
+from mlm.checkpoint.native.slices import Region, TensorShard
 from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import (
     edit_chunks,
@@ -36,11 +36,11 @@ from tests.checkpoint.native.helpers import (
 )
 
 
-def state_of_four(value: float = 1.0) -> list[dict[str, Shard]]:
+def state_of_four(value: float = 1.0) -> list[dict[str, TensorShard]]:
     """A matrix in 2 x 2 pieces; the first rank has a scalar, the last a tensor of no elements."""
     ranks = [{"w": piece} for piece in pieces(torch.arange(24.0).view(6, 4) + value, [[2], [1]])]
-    ranks[0]["scalar"] = Shard.whole(torch.tensor(value))
-    ranks[3]["empty"] = Shard.whole(torch.zeros(0, 3))
+    ranks[0]["scalar"] = TensorShard.whole(torch.tensor(value))
+    ranks[3]["empty"] = TensorShard.whole(torch.zeros(0, 3))
     return ranks
 
 
@@ -148,7 +148,7 @@ def declared(ranks: int) -> list[bytes]:
     """The declarations of ranks that hold equal rows of three tensors."""
     full = torch.empty(ranks, 2, device="meta")
     return [
-        declare_shards({name: Shard(full[r : r + 1], (ranks, 2), (r, 0)) for name in "abc"}, 1, 1)
+        declare_shards({name: TensorShard(full[r : r + 1], (ranks, 2), (r, 0)) for name in "abc"}, 1, 1)
         for r in range(ranks)
     ]
 
@@ -192,6 +192,6 @@ def test_a_load_makes_objects_only_of_the_chunks_it_reads(
 
     monkeypatch.setattr(Chunk, "__init__", count)
     manifest = read_manifest(path)
-    readings = plan_reading(manifest, {"w": Shard(torch.zeros(3, 2), (64, 2), (10, 0))})
+    readings = plan_reading(manifest, {"w": TensorShard(torch.zeros(3, 2), (64, 2), (10, 0))})
     assert (len(made), len(readings)) == (3, 3)
     assert isinstance(manifest.tensors["w"].chunks, Chunks)

@@ -18,7 +18,7 @@ from mlm.checkpoint.native import reader, save_load
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
-    Shard,
+    TensorShard,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -132,9 +132,9 @@ def test_unreadable_shard_is_an_error(tmp_path: Path) -> None:
 # Two ranks. `w` is cut into rows [0:4] and [4:6]; rank 0 owns the replicated `b`.
 
 
-def shards_of(rank: int, value: float) -> dict[str, Shard]:
-    mine = {"w": Shard(torch.full((4 - 2 * rank, 4), value), (6, 4), (4 * rank, 0))}
-    return mine if rank else mine | {"b": Shard.whole(torch.full((3,), value))}
+def shards_of(rank: int, value: float) -> dict[str, TensorShard]:
+    mine = {"w": TensorShard(torch.full((4 - 2 * rank, 4), value), (6, 4), (4 * rank, 0))}
+    return mine if rank else mine | {"b": TensorShard.whole(torch.full((3,), value))}
 
 
 def save_on(ctx: ParallelContext, root: Path, step: int, value: float = 1.0) -> Path:
@@ -142,7 +142,7 @@ def save_on(ctx: ParallelContext, root: Path, step: int, value: float = 1.0) -> 
     return save_checkpoint(root, step, shards_of(ctx.rank, value), ranks=Ranks.of(ctx), **settings)
 
 
-def load_on(ctx: ParallelContext, path: Path, shards: dict[str, Shard]) -> Any:
+def load_on(ctx: ParallelContext, path: Path, shards: dict[str, TensorShard]) -> Any:
     return load_checkpoint(path, shards, ranks=Ranks.of(ctx))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mlm.checkpoint.native import reader, shard_file
 from mlm.checkpoint.native.format import DTYPES, MANIFEST
-from mlm.checkpoint.native.save_load import CheckpointError, Shard, load_checkpoint
+from mlm.checkpoint.native.save_load import CheckpointError, TensorShard, load_checkpoint
 from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import load, pieces, save, save_pieces, weights
 
@@ -98,8 +98,8 @@ def test_pieces_that_leave_a_hole_are_not_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("other", [torch.zeros(2, 4, dtype=torch.float64), torch.zeros(2, 4)])
 def test_ranks_that_disagree_on_a_tensor_are_not_saved(tmp_path: Path, other: Tensor) -> None:
-    mine = Shard(torch.zeros(4, 4), (6, 4), (0, 0))
-    theirs = Shard(other, (6 + (other.dtype == torch.float32), 4), (4, 0))
+    mine = TensorShard(torch.zeros(4, 4), (6, 4), (0, 0))
+    theirs = TensorShard(other, (6 + (other.dtype == torch.float32), 4), (4, 0))
     with pytest.raises(CheckpointError, match=r"w is .* on rank 1"):
         save_pieces(tmp_path, 1, [{"w": mine}, {"w": theirs}])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import read_manifest
-from mlm.checkpoint.native.slices import Region, Split
+from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
 from tests.checkpoint.native.helpers import load
 
@@ -24,12 +24,12 @@ FULL = {
     "none": torch.empty(0, 3),
 }
 SPLITS = {
-    "table": Split(0, "first", 4),
-    "up": Split(0, 0),
-    "down": Split(1, 1),
-    "norm": Split(None, "last"),
-    "scale": Split(None, 0),
-    "none": Split(None, 0),
+    "table": TensorSplit(0, "first", 4),
+    "up": TensorSplit(0, 0),
+    "down": TensorSplit(1, 1),
+    "norm": TensorSplit(None, "last"),
+    "scale": TensorSplit(None, 0),
+    "none": TensorSplit(None, 0),
 }
 TENSORS = {name: GlobalTensor(tuple(x.shape), x.dtype, SPLITS[name]) for name, x in FULL.items()}
 SAVE_ID = derived_id(["of", "this"])
