@@ -161,10 +161,9 @@ def unread_tokens(folder: Path, tokenizer: Tokenizer) -> list[str]:
     unread = [name for name in names if name not in tokenizer]
     if not unread:
         return []
-    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
     return [
-        f"{SETTINGS} alone holds the token {show_value(unread[0])}{more}, not kept: to keep it, load the "
-        f"tokenizer by AutoTokenizer, save it by save_pretrained, and import it with the model"
+        f"{SETTINGS} alone holds the token {show_value(unread[0])}, one of {len(unread)} not kept: to keep "
+        f"them, load the tokenizer by AutoTokenizer, save it by save_pretrained, and import it with the model"
     ]
 
 

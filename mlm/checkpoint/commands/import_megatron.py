@@ -16,13 +16,7 @@ from mlm.util.terminal import progress_bar
 
 def preflight(config: ImportMegatronConfig) -> list[str]:
     """Return what is wrong with the settings, the folders and the tokenizer; no tensor file is opened."""
-    numbers = {"vocab_size": config.vocab_size, "num_heads": config.num_heads}
-    problems = [
-        f"{key}={value} must be 1 or more"
-        for key, value in numbers.items()
-        if value is not None and value < 1
-    ]
-    problems += out_problems(config.out)
+    problems = out_problems(config.out)
     for look in (lambda: find_files(config.source), lambda: read_tokenizer(config)):
         try:
             look()

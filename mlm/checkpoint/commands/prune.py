@@ -13,13 +13,11 @@ from pathlib import Path
 
 from mlm.checkpoint.commands.config import CkptPruneConfig
 from mlm.checkpoint.native.folders import (
-    REPLACED,
     candidates,
     checkpoint_problem,
     checkpoints,
     clear_up,
     discard,
-    latest_name,
     leftovers,
     locate,
 )
@@ -28,7 +26,7 @@ from mlm.checkpoint.native.retention import checkpoint_doubt, outdated
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.util.errors import UserError
 from mlm.util.lock import single_writer
-from mlm.util.terminal import add_row, console, format_bytes, one_line, table
+from mlm.util.terminal import add_row, console, format_bytes, table
 
 
 @dataclass(frozen=True)
@@ -113,6 +111,3 @@ def show(config: CkptPruneConfig, root: Path, items: list[Item], left: list[Path
     damaged = [item for item in items if item.what.startswith("damaged") and not item.is_outdated]
     if damaged:
         out.print(f"damaged, kept and not counted: {len(damaged)}. Restore from a copy, or delete by hand")
-    named = latest_name(root)
-    if named and not any(item.path.name.removeprefix(REPLACED) == named for item in items):
-        out.print(f"note: latest names {one_line(named)}, which is not there; the newest whole one counts")

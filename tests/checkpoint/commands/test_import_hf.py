@@ -111,17 +111,6 @@ def test_imported_model_has_the_logits_of_transformers(tmp_path: Path) -> None:
     assert difference(our_outputs(run)["logits"], reference(model)) <= LIMIT
 
 
-def test_exact_gelu_is_computed_as_it_is(tmp_path: Path) -> None:
-    """Its tanh form differs by up to 5e-4, which shows: weights are large here."""
-    model = make_model(tmp_path / "model", activation_function="gelu")
-    with torch.no_grad():
-        for block in model.transformer.h:
-            block.mlp.c_fc.weight.mul_(8)
-    model.save_pretrained(tmp_path / "model")
-    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
-    assert difference(our_outputs(run)["logits"], reference(model)) <= LIMIT
-
-
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_imported_model_splits_over_two_ranks(tmp_path: Path, axis: str) -> None:
     model = make_model(tmp_path / "model")
@@ -138,8 +127,7 @@ def logits_on_rank(ctx: ParallelContext, run: Path) -> Tensor:
     ("names", "note"),
     [
         (["<|endoftext|>"], None),
-        (["<|endoftext|>", "<|user|>"], "holds the token <|user|>, not kept"),
-        (["<|user|>", "<|tool|>", "<|end|>"], "holds the token <|user|> and 2 more, not kept"),
+        (["<|user|>", "<|tool|>", "<|end|>"], "holds the token <|user|>, one of 3 not kept"),
     ],
 )
 def test_tokens_that_only_the_settings_hold_are_said(
@@ -177,10 +165,6 @@ class TestCheckpoint:
         assert len(files) == 5
         for file in files:
             assert (runs[0] / file).read_bytes() == (runs[1] / file).read_bytes(), file
-
-    def test_tokenizer_is_taken_as_it_is(self, folder: Path, tmp_path: Path) -> None:
-        run = import_model(folder, tmp_path / "run", verify=False)
-        assert (run / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
     def test_tokenizer_is_made_of_vocabulary_and_merges(self, folder: Path, tmp_path: Path) -> None:
         want = Tokenizer.load(folder).encode(TEXT)

@@ -146,9 +146,8 @@ def test_failed_import_leaves_nothing(tmp_path: Path) -> None:
 
 def test_preflight_names_every_problem(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    problems = preflight(config(tmp_path, vocab_size=0, tokenizer=str(tmp_path / "none")))
+    problems = preflight(config(tmp_path, tokenizer=str(tmp_path / "none")))
     assert [problem.split(":")[0].split("=")[0] for problem in problems] == [
-        "vocab_size",
         "out",
         str(tmp_path / "theirs"),
         f"no tokenizer at {tmp_path / 'none'}",

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import Manifest, read_manifest
 from mlm.config.cli import main
 from mlm.parallel.mesh import ParallelContext, shape_context
@@ -153,10 +152,6 @@ class TestState:
     def test_tokenizer_comes_along(self, tmp_path: Path, source: Path) -> None:
         to(source, tmp_path)
         assert (tmp_path / "tokenizer.json").read_text() == '{"of": "the run"}'
-
-    def test_it_is_the_latest_of_its_run_directory(self, tmp_path: Path, source: Path) -> None:
-        path = to(source, tmp_path, 2)
-        assert latest_checkpoint(tmp_path / "checkpoints") == path
 
 
 def test_a_table_tells_what_became_of_it(
