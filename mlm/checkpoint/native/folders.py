@@ -115,10 +115,14 @@ def latest_checkpoint(root: Path) -> Path | None:
         if problems:
             log.warning("%s; continuing from the newest whole checkpoint, %s", problems[0], path)
         return path
-    if not checkpoints(root):
+    present = checkpoints(root)
+    if not present:
         return None
     why = problems[0] if problems else f"{root / LATEST} names {pointer.name}, which is gone"
-    raise CorruptFileError(f"{root}: no checkpoint is whole. {why}. Write the name of another into {LATEST}")
+    newest, remedy = max(present), ""
+    if pointer.name is not None and newest > step_of(Path(pointer.name)):
+        remedy = f". To continue from {step_name(newest)}, write its name into {root / LATEST}"
+    raise CorruptFileError(f"{root}: no checkpoint is whole. {why}{remedy}")
 
 
 def step_directory_name(path: Path) -> str:
