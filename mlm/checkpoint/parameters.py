@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mlm.checkpoint.native.slices import Split
+from mlm.checkpoint.native.slices import TensorSplit
 from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
@@ -26,6 +26,8 @@ def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
     }
 
 
-def split_of(shard: ParameterShard, vocab_multiple: int) -> Split:
+def split_of(shard: ParameterShard, vocab_multiple: int) -> TensorSplit:
     """Return how layouts split a parameter."""
-    return Split(shard.tp_dim, parameter_home(shard.name), 1 if shard.true_size is None else vocab_multiple)
+    return TensorSplit(
+        shard.tp_dim, parameter_home(shard.name), 1 if shard.true_size is None else vocab_multiple
+    )

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import BEST, latest_checkpoint
-from mlm.checkpoint.native.lineage import LINEAGE
+from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve, save_checkpoint
 from mlm.config.build import from_dict
 from mlm.training.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards
@@ -89,10 +90,7 @@ def save_best(trainer: Trainer, out: Path) -> None:
         trainer.step,
         model_shards(owned, trainer.config.model.vocab_multiple),
         state={**facts, "weights_only": True},
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
+        ranks=Ranks.of(trainer.ctx),
         keep_last=1,
         keep_every=0,
     )

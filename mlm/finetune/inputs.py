@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import latest_checkpoint
 from mlm.checkpoint.native.format import canonical
 from mlm.checkpoint.native.save_load import load_checkpoint, read_manifest
@@ -138,10 +139,7 @@ def load_body(shards: Sequence[ParameterShard], named: CheckpointSource, ctx: Pa
     load_checkpoint(
         named.path,
         model_shards([s for s in body if f"model.{s.name}" in there or not s.name.startswith("pooler.")]),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
+        ranks=Ranks.of(ctx),
         allow_extra=lambda name: name.startswith(("optimizer.", *NOT_LOADED)),
         cast=True,
     )

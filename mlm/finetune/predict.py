@@ -85,7 +85,7 @@ def _foreign_task(trained: Trained, *, is_pair: bool) -> TaskConfig:
             "`mlm eval TASK`, which names the task"
         )
     if is_model_folder(path):
-        known = read_model(path).kept[0].labels
+        known = read_model(path).kept.labels
     else:
         source = trained.manifest.state.get("source")
         known = strings(source.get("labels")) if isinstance(source, dict) else ()

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 import mlm
-from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.config.build import config_digest
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id

@@ -18,8 +18,8 @@ import mlm
 from mlm.checkpoint.huggingface.folder import CONFIG, read_model
 from mlm.checkpoint.native.folders import locate
 from mlm.checkpoint.native.format import MANIFEST, canonical
+from mlm.checkpoint.native.run_state import TOKENIZER_FILE, TokenizerDigest, check_run_tokenizer
 from mlm.checkpoint.native.save_load import Manifest, read_manifest, resolve
-from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, TokenizerDigest, check_run_tokenizer
 from mlm.config.build import from_dict
 from mlm.config.imports import OwnCodeError, is_path
 from mlm.data.receipt import version_of
@@ -300,7 +300,7 @@ def _saved_tokenizer(path: Path, key: str) -> Tokenizer:
             raise
         except (UserError, OSError) as error:
             raise NoTokenizerError(f"{key}=null: {error}: give {key}=…/tokenizer.json") from error
-    saved = run_directory(path) / TOKENIZER
+    saved = run_directory(path) / TOKENIZER_FILE
     if not os.path.lexists(saved):
         raise NoTokenizerError(f"{key}=null and {saved} is not there: give {key}=…/tokenizer.json")
     state = read_manifest(path).state

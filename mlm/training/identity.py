@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
+from mlm.checkpoint.native.run_state import LINEAGE, Lineage, Save
 from mlm.config.build import to_dict
 from mlm.config.tree import HOISTED, flatten, leaves
 from mlm.models.config import ModelConfig

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import mlm
 from mlm.checkpoint.native.format import JSON
+from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import derived_id, write_streamed
-from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.checkpoint.parameters import build_on_meta, parameters
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from mlm.checkpoint.native.format import Manifest
-from mlm.checkpoint.native.tokenizer_digest import TokenizerDigest
+from mlm.checkpoint.native.run_state import TokenizerDigest
 from mlm.data.blend_history import known_digest
 from mlm.data.config import DataConfig
 from mlm.data.corpus_files import tokenizer_beside

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.lineage import Save
-from mlm.checkpoint.native.save_load import CheckpointError, Shard, save_checkpoint, stored_tensors
+from mlm.checkpoint.native.run_state import Save
+from mlm.checkpoint.native.save_load import CheckpointError, TensorShard, save_checkpoint, stored_tensors
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.parallel.watch import LostPeer, Watch
@@ -46,7 +46,7 @@ class PendingSave:
 
     step: int
     save_id: str
-    shards: dict[str, Shard]
+    shards: dict[str, TensorShard]
     """What this rank writes: views of the live tensors."""
     state: dict[str, Any]
     ready: "torch.cuda.Event | None"
@@ -219,10 +219,7 @@ class Saver(Observer):
                 pending.step,
                 pending.shards,
                 state=pending.state,
-                rank=ctx.rank,
-                world_size=ctx.world_size,
-                group=group,
-                watch=watch,
+                ranks=Ranks(ctx.rank, ctx.world_size, group, watch),
                 keep_last=settings.keep_last,
                 keep_every=settings.keep_every,
                 save_id=pending.save_id,

@@ -12,16 +12,14 @@ import mlm
 from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import descendants_set_aside
-from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
-from mlm.checkpoint.native.run_state import check_run_state
+from mlm.checkpoint.native.run_state import LINEAGE, TOKENIZER, Lineage, Save, check_run_state
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Manifest,
-    Shard,
+    TensorShard,
     load_checkpoint,
     read_manifest,
 )
-from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.checkpoint.parameters import split_of
 from mlm.config.build import to_dict
 from mlm.data.blend_history import History, decode, encode
@@ -48,7 +46,7 @@ FINETUNING = run_state.FINETUNING
 """Key of what a finetuning run adds to the state of its checkpoints."""
 
 
-def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, Shard]:
+def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> dict[str, TensorShard]:
     """Parameters under their checkpoint names; views of the live tensors, padding left out.
 
     `vocab_multiple` is model.vocab_multiple; loading does not need it.
@@ -56,12 +54,12 @@ def model_shards(shards: Sequence[ParameterShard], vocab_multiple: int = 1) -> d
     return {f"model.{s.name}": as_shard(s, s.parameter.detach(), vocab_multiple) for s in shards}
 
 
-def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> Shard:
+def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> TensorShard:
     """A tensor laid out like a parameter (itself, a moment) as checkpoints see it."""
-    return Shard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))
+    return TensorShard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))
 
 
-def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, Shard]:
+def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, TensorShard]:
     """These parameters and their moments under their checkpoint names: views of the live tensors."""
     multiple = trainer.config.model.vocab_multiple
     out = model_shards(shards, multiple)
@@ -71,7 +69,7 @@ def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[
     return out
 
 
-def owned_shards(trainer: Trainer) -> dict[str, Shard]:
+def owned_shards(trainer: Trainer) -> dict[str, TensorShard]:
     """Return the parameters and moments that this rank writes: views of the live tensors."""
     return training_shards(trainer, [s for s in trainer.shards if is_stored(s, trainer.ctx)])
 
@@ -124,10 +122,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     manifest = load_checkpoint(
         path,
         training_shards(trainer, trainer.shards),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
+        ranks=ranks,
         config=config,
     )
     check_run_state(manifest, path)
@@ -197,10 +192,7 @@ def load_weights(
     return load_checkpoint(
         path,
         model_shards(shards),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
+        ranks=Ranks.of(ctx),
         allow_extra=lambda name: name.startswith("optimizer."),
         cast=True,
         config=config,

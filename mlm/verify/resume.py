@@ -8,9 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
-from mlm.checkpoint.native.compare import Comparison, TensorDifference, compare_checkpoints, compared_bytes
+from mlm.checkpoint.native.compare import (
+    CheckpointComparison,
+    TensorDifference,
+    compare_checkpoints,
+    compared_bytes,
+)
 from mlm.checkpoint.native.folders import step_name
-from mlm.checkpoint.native.lineage import LINEAGE
+from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.launch.start import launch_facts
 from mlm.optim.adamw import MOMENTS
@@ -64,7 +69,7 @@ class Runs:
     """Up to plan.kill of the run that was killed, then of the one that resumed it."""
     starts: tuple[int, ...]
     """Step at which each start of the resumed run began."""
-    final: Comparison
+    final: CheckpointComparison
     """Of the checkpoints of the last step, the straight run's first."""
 
     @property

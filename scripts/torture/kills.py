@@ -72,7 +72,7 @@ def kill_resharding(trial: Trial) -> str:
     for path in checkpoints(target / CHECKPOINTS).values():
         if not verify_checkpoint(path).whole:
             trial.found.silent.append("a resharded checkpoint has its name and is not whole")
-    if code := start_reshard(trial.out, target, tp=tp).end():
+    if not target.exists() and (code := start_reshard(trial.out, target, tp=tp).end()):
         trial.found.other.append(f"mlm reshard does not go on: exit code {code}")
         return phase
     straight = trial.out.with_name(f"{trial.out.name}-straight")

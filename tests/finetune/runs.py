@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mlm.checkpoint.native.format import read_manifest
-from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.finetune import evaluate, run

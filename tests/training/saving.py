@@ -4,7 +4,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.lineage import Save
+from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.run_state import Save
 from mlm.checkpoint.native.save_load import save_checkpoint
 from mlm.training.state import CHECKPOINTS, counters, owned_shards
 from mlm.training.trainer import Trainer
@@ -18,10 +19,7 @@ def save(trainer: Trainer[Any], out: Path) -> Path:
         trainer.step,
         owned_shards(trainer),
         state=counters(trainer),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
+        ranks=Ranks.of(ctx),
         keep_last=trainer.config.checkpoint.keep_last,
         keep_every=trainer.config.checkpoint.keep_every,
         save_id=save_id,

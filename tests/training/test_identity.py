@@ -134,7 +134,7 @@ def test_weights_begin_a_fresh_run_only_as_the_same_function(run: Path, tmp_path
     """Seed, dropout and data are the new run's own."""
     given = Trainer(spec(tmp_path / "given"), shape_context())
     state = {"weights_only": True, "config": to_dict(given.config)}
-    alone: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None, "keep_last": 1, "keep_every": 0}
+    alone: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
     save_checkpoint(tmp_path / "given/checkpoints", 0, model_shards(given.shards), state=state, **alone)
     fresh = replace(spec(tmp_path / "new", hidden_dropout=0.3), ckpt=str(tmp_path / "given"), seed=9)
     assert run_start_problems(fresh) == []

@@ -148,7 +148,7 @@ def weights_only(out: Path) -> Trainer:
     trainer = Trainer(spec(out), shape_context())
     steps_of(trainer, 3)
     state = {"weights_only": True, "config": {}}
-    settings: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None, "keep_last": 1, "keep_every": 0}
+    settings: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
     save_checkpoint(out / "checkpoints", 0, model_shards(trainer.shards), state=state, **settings)
     return trainer
 
@@ -171,7 +171,7 @@ def test_a_training_run_that_lost_its_moments_is_rejected(out: Path, tmp_path: P
     path = tmp_path / "cut" / "checkpoints"
     given = Trainer(spec(tmp_path / "cut"), shape_context())
     state = dict(read_manifest(out / "checkpoints" / STEPS[0]).state)
-    settings: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None, "keep_last": 1, "keep_every": 0}
+    settings: dict[str, Any] = {"keep_last": 1, "keep_every": 0}
     save_checkpoint(path, 2, model_shards(given.shards), state=state, **settings)
     with pytest.raises(UserError, match=r"optimizer.exp_avg.* is not in it"):
         resume(Trainer(spec(tmp_path / "cut"), shape_context()))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlm.checkpoint.native.compare import Comparison, FormDifference, TensorDifference
+from mlm.checkpoint.native.compare import CheckpointComparison, FormDifference, TensorDifference
 from mlm.checkpoint.native.format import Manifest
 from mlm.verify.config import KillPlan
 from mlm.verify.resume import Allowed, Runs, allowed, beyond, judge, read_starts, read_steps
@@ -34,7 +34,7 @@ def runs(*tensors: TensorDifference, **changed: Any) -> Runs:
     """Four steps, killed after the checkpoint of the second; equal but for what is given."""
     manifest = Manifest(4, "id", {}, {}, {**COUNTERS, "config": {}, "versions": {}})
     steps = {step: record(step) for step in range(1, 5)}
-    final = Comparison(manifest, manifest, (), (), (), tensors or (tensor(WEIGHT), tensor(MOMENT)))
+    final = CheckpointComparison(manifest, manifest, (), (), (), tensors or (tensor(WEIGHT), tensor(MOMENT)))
     return replace(Runs(KillPlan(0, 2, 4), steps, steps, (0, 2), final), **changed)
 
 

@@ -58,7 +58,7 @@ MAINTENANCE = (
         target="mlm.checkpoint.commands.diff:run",
         local_check=check_out_file,
         positional=("first", "second"),
-        summary="compare two checkpoints: settings, counters, tensors",
+        summary="compare two checkpoints: step, state, tensors",
         about=(
             "Compares two checkpoints tensor by tensor, whatever layouts wrote them. Ends with 0 if all "
             "tensors are equal bit for bit, 1 if not."
@@ -85,7 +85,6 @@ MAINTENANCE = (
                 "mlm ckpt prune runs/shakespeare keep_last=1 --dry-run",
             ),
             ("Every ten thousandth, and the last", "mlm ckpt prune runs/longer keep_last=1 keep_every=10000"),
-            ("Every byte of the two it keeps is read first", "mlm ckpt prune runs/shakespeare --verify"),
         ),
     ),
     Command(

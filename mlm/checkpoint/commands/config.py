@@ -67,8 +67,6 @@ class CkptPruneConfig:
     """Newest whole checkpoints kept; the one to continue from always is."""
     keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Checkpoints at multiples of this step are kept too; 0 keeps none for that."""
-    verify: bool = False
-    """Read every byte of the newest until keep_last are found whole; false checks names and sizes only."""
     dry_run: bool = False
     """Only list what would be deleted."""
 
@@ -127,10 +125,10 @@ class ImportMegatronConfig:
     """Its folder (its newest iteration is taken), or an iter_… or release folder in it."""
     out: OutFolder
     """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int, POSITIVE] | None = None
     """Tokens of its tokenizer, without padding; null takes the tokenizer's, else GPT-2's or BERT's
     (50257; 30522 or 28996) where it fits."""
-    num_heads: int | None = None
+    num_heads: Annotated[int, POSITIVE] | None = None
     """Attention heads, for checkpoints of 2019, which do not record it; null takes theirs."""
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the

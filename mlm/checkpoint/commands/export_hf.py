@@ -58,7 +58,7 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """The checkpoint to export."""
 
     path: Path
@@ -115,7 +115,9 @@ def run(config: ExportHFConfig) -> None:
     show(config, *convert(config))
 
 
-def convert(config: ExportHFConfig) -> tuple[Source, Mapping[str, list[Exported]], Agreement | None, bool]:
+def convert(
+    config: ExportHFConfig,
+) -> tuple[ExportSource, Mapping[str, list[Exported]], Agreement | None, bool]:
     """Verify the digests, write, compare logits and publish; return what `show` prints."""
     source = open_source(config.ckpt)
     tensors = plan_tensors(source)
@@ -124,14 +126,13 @@ def convert(config: ExportHFConfig) -> tuple[Source, Mapping[str, list[Exported]
     with new_folder(Path(config.out), count, "exported-model") as folder:
         with progress_bar("exporting", shard_bytes(source.path) + count, in_bytes=True) as advance:
             check_whole(source.path, advance)
-            shift = folded_bias(source)
-            write_weights(source, files, folder, advance, shift)
+            is_folded = write_weights(source, files, folder, advance)
         write_settings(source, folder)
         agreement = compare_logits(folder, source.path) if config.verify else None
-    return source, files, agreement, shift is not None
+    return source, files, agreement, is_folded
 
 
-def open_source(ckpt: str) -> Source:
+def open_source(ckpt: str) -> ExportSource:
     """Read the manifest and the tokenizer. Raises UserError."""
     path = resolve(ckpt)
     manifest = read_manifest(path)
@@ -146,10 +147,10 @@ def open_source(ckpt: str) -> Source:
     tokenizer = load_tokenizer(None, path) if os.path.lexists(saved) else None
     if tokenizer is not None:
         tokenizer.chat_template = ChatTemplate.find(run_directory(path), tokenizer)
-    return Source(path, manifest, model, mapping, tokenizer)
+    return ExportSource(path, manifest, model, mapping, tokenizer)
 
 
-def plan_tensors(source: Source) -> list[Exported]:
+def plan_tensors(source: ExportSource) -> list[Exported]:
     """Return every parameter in the order of the model. Raises CorruptFileError if one is missing."""
     out = []
     for name, location in source.mapping.locations(source.model):
@@ -180,19 +181,16 @@ def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
 
 
 def write_weights(
-    source: Source,
-    files: Mapping[str, list[Exported]],
-    folder: Path,
-    progress: Advance,
-    shift: Tensor | None = None,
-) -> None:
-    """Write the safetensors files and, of several, their index; `shift` [H] is added to final_norm's bias."""
-
-    def read(tensor: Exported) -> Tensor:
-        value = load(reader, tensor)
-        return value if shift is None or tensor.ours != "model.final_norm.bias" else value + shift
-
+    source: ExportSource, files: Mapping[str, list[Exported]], folder: Path, progress: Advance
+) -> bool:
+    """Write the safetensors files and, of several, their index; return True if a bias was folded."""
     with Reader(source.path, source.manifest) as reader:
+        shift = folded_bias(source, reader)
+
+        def read(tensor: Exported) -> Tensor:
+            value = tensor.location.to_theirs(read_whole(reader, tensor.ours))[tensor.part]
+            return value if shift is None or tensor.ours != "model.final_norm.bias" else value + shift
+
         for name, tensors in files.items():
             by_name = {tensor.theirs: tensor for tensor in tensors}
             write_stream(
@@ -206,11 +204,7 @@ def write_weights(
         size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
         listed = {tensor.theirs: name for name, tensors in files.items() for tensor in tensors}
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": listed})
-
-
-def load(reader: Reader, tensor: Exported) -> Tensor:
-    """Return a tensor as transformers stores it, float32. Raises CorruptFileError."""
-    return tensor.location.to_theirs(read_whole(reader, tensor.ours))[tensor.part]
+    return shift is not None
 
 
 def read_whole(reader: Reader, name: str) -> Tensor:
@@ -222,7 +216,7 @@ def read_whole(reader: Reader, name: str) -> Tensor:
         raise CorruptFileError(f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}") from error
 
 
-def folded_bias(source: Source) -> Tensor | None:
+def folded_bias(source: ExportSource, reader: Reader) -> Tensor | None:
     """Return the term [H] to add to final_norm's bias if the class has no classifier bias, else None.
 
     It is the smallest d with W d = b. Only the classifier W reads that norm's output, so its logits stay the
@@ -230,10 +224,7 @@ def folded_bias(source: Source) -> Tensor | None:
     """
     if source.model.head not in source.mapping.heads_without_bias:
         return None
-    with Reader(source.path, source.manifest) as reader:
-        weight, bias = (
-            read_whole(reader, f"model.classifier.{part}").double() for part in ("weight", "bias")
-        )
+    weight, bias = (read_whole(reader, f"model.classifier.{part}").double() for part in ("weight", "bias"))
     if not bias.any():
         return None
     shift: Tensor = torch.linalg.pinv(weight) @ bias
@@ -246,7 +237,7 @@ def folded_bias(source: Source) -> Tensor | None:
     return shift.float()
 
 
-def write_settings(source: Source, folder: Path) -> None:
+def write_settings(source: ExportSource, folder: Path) -> None:
     """Write config.json, the model card, and the tokenizer with settings of AutoTokenizer and generate()."""
     tokenizer, model = source.tokenizer, source.model
     ids = token_ids(source)
@@ -275,7 +266,7 @@ def write_settings(source: Source, folder: Path) -> None:
         write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
 
 
-def token_ids(source: Source) -> TokenIds:
+def token_ids(source: ExportSource) -> TokenIds:
     """Return ids and labels for config.json: those of the imported folder, else of tokenizer and task."""
     tokenizer, origin = source.tokenizer, source.manifest.state.get("source")
     imported = origin if isinstance(origin, dict) else {}
@@ -294,7 +285,7 @@ def write_json(path: Path, value: JSON) -> None:
 
 def show(
     config: ExportHFConfig,
-    source: Source,
+    source: ExportSource,
     files: Mapping[str, list[Exported]],
     agreement: Agreement | None,
     is_folded: bool,

@@ -1,6 +1,7 @@
 """Comparison of a checkpoint with a folder of `transformers`: outputs of both on the same random tokens."""
 
 import gc
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,18 +75,8 @@ def compare_logits(folder: Path, run: Path) -> Agreement:
     worst = 0.0
     for name, want in reference.items():
         actual = ours.get(name)
-        if actual is None or actual.shape != want.shape:
-            shape = "none" if actual is None else str(list(actual.shape))
-            raise CheckFailedError(
-                f"{folder}: transformers gives {name} of {list(want.shape)}, ours are {shape}: not the same "
-                f"model. Nothing was written"
-            )
-        if not want.isfinite().all():
-            raise CheckFailedError(
-                f"{folder}: {name} of transformers are not all finite: nothing to compare with. Nothing "
-                "was written; repair the weights, or set verify=false"
-            )
-        difference = relative_difference(actual, want)
+        is_comparable = actual is not None and actual.shape == want.shape and bool(want.isfinite().all())
+        difference = relative_difference(actual, want) if actual is not None and is_comparable else math.inf
         if not difference <= TOLERANCE:  # a NaN too
             raise CheckFailedError(
                 f"{folder}: {name} differ from those of transformers by {difference:.1e} of the largest, "

@@ -100,7 +100,7 @@ def convert(config: ImportHFConfig) -> tuple[HFModel, Path, list[str], Agreement
 
 def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, list[str]]:
     """Return padding and labels of config.json to write at an export, and a note on what is not kept."""
-    ids, _ = model.kept
+    ids = model.kept
     is_usable = tokenizer is None or ids.pad is None or ids.pad in tokenizer.added_ids
     if is_usable or not model.mapping.pads_with_special_token:
         return ids, []
@@ -161,10 +161,9 @@ def unread_tokens(folder: Path, tokenizer: Tokenizer) -> list[str]:
     unread = [name for name in names if name not in tokenizer]
     if not unread:
         return []
-    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
     return [
-        f"{SETTINGS} alone holds the token {show_value(unread[0])}{more}, not kept: to keep it, load the "
-        f"tokenizer by AutoTokenizer, save it by save_pretrained, and import it with the model"
+        f"{SETTINGS} alone holds the token {show_value(unread[0])}, one of {len(unread)} not kept: to keep "
+        f"them, load the tokenizer by AutoTokenizer, save it by save_pretrained, and import it with the model"
     ]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mlm.checkpoint.commands.config import ImportMegatronConfig
 from mlm.checkpoint.commands.result import model_columns, show_table
-from mlm.checkpoint.megatron.files import RankFiles, check_records, find_files, is_zip, unreadable_error
+from mlm.checkpoint.megatron.files import RankFiles, check_records, find_files, unreadable_error
 from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
 from mlm.checkpoint.native.format import JSON
 from mlm.data.tokenizer import Tokenizer
@@ -16,13 +16,7 @@ from mlm.util.terminal import progress_bar
 
 def preflight(config: ImportMegatronConfig) -> list[str]:
     """Return what is wrong with the settings, the folders and the tokenizer; no tensor file is opened."""
-    numbers = {"vocab_size": config.vocab_size, "num_heads": config.num_heads}
-    problems = [
-        f"{key}={value} must be 1 or more"
-        for key, value in numbers.items()
-        if value is not None and value < 1
-    ]
-    problems += out_problems(config.out)
+    problems = out_problems(config.out)
     for look in (lambda: find_files(config.source), lambda: read_tokenizer(config)):
         try:
             look()
@@ -64,15 +58,12 @@ def digest_files(files: RankFiles) -> dict[str, str]:
     Raises CorruptFileError where one differs, UserError where a file cannot be read.
     """
     paths = files.files.values()
-    with progress_bar(
-        "reading", sum(path.stat().st_size * (1 + is_zip(path)) for path in paths), in_bytes=True
-    ) as advance:
-        digests = {}
+    digests = {}
+    with progress_bar("reading", sum(path.stat().st_size for path in paths), in_bytes=True) as advance:
         for path in paths:
             try:
-                check_records(path, advance)
-                digests[path.relative_to(files.path).as_posix()] = digest_file(path)
-                advance(path.stat().st_size)
+                check_records(path)
+                digests[path.relative_to(files.path).as_posix()] = digest_file(path, advance)
             except OSError as error:
                 raise unreadable_error(path, error) from error
     return digests

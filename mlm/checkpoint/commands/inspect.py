@@ -5,8 +5,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from mlm.checkpoint.commands.config import CkptInspectConfig
 from mlm.checkpoint.commands.result import versions, write_result
 from mlm.checkpoint.native.folders import best_note
@@ -16,10 +14,7 @@ from mlm.checkpoint.native.slices import describe
 from mlm.util.terminal import add_row, console, format_bytes, one_line, table
 
 MODEL_KEYS = ("kind", "num_layers", "hidden_size", "num_heads", "vocab_size")
-MODEL_FACTS = ("{}", "layers {}", "hidden {}", "heads {}", "vocabulary {}", "parameters {:,}")
-FIRST = ("tp", "pp", "vp", "dp")  # of a layout's keys
-TRAINING_KEYS = ("config", "consumed_samples", "applied_steps", "scaler")
-"""Keys of the state of a training run."""
+LAYOUT_KEYS = ("tp", "pp", "vp", "dp", "cp", "ep", "zero")
 
 
 @dataclass
@@ -49,10 +44,9 @@ def run(config: CkptInspectConfig) -> None:
 
 def result_of(path: Path, manifest: Manifest) -> dict[str, Any]:
     """All facts for machines; null where the checkpoint does not record one."""
-    state = manifest.state
-    weights_only = state.get("weights_only") is True
+    state, grouped = manifest.state, groups(manifest)
     samples, length = dig(state, "consumed_samples"), dig(state, "config", "data", "seq_length")
-    grouped = groups(manifest)
+    parameters = grouped["model"].elements if "model" in grouped else None
     return {
         "task": "ckpt inspect",
         "path": str(path),
@@ -60,18 +54,11 @@ def result_of(path: Path, manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "consumed_samples": samples,
         "consumed_tokens": samples * length if type(samples) is type(length) is int else None,
-        "weights_only": weights_only,
-        "optimizer_state": any(name.startswith("optimizer.") for name in grouped),
-        "missing": [
-            key for key in TRAINING_KEYS if key not in state and not (weights_only and key != "config")
-        ],
-        "model": {key: dig(state, "config", "model", key) for key in MODEL_KEYS}
-        | {"parameters": grouped["model"].elements if "model" in grouped else None},
+        "model": {key: dig(state, "config", "model", key) for key in MODEL_KEYS} | {"parameters": parameters},
         "layout": dig(state, "config", "parallel"),
         "resharded_to": dig(state, "reshard", "layout"),
         "loss_scale": dig(state, "scaler", "scale"),
         "bytes": sum(file.bytes for file in manifest.files.values()),
-        "dtypes": sorted({DTYPE_NAMES[entry.dtype] for entry in manifest.tensors.values()}),
         "groups": {name: asdict(group) for name, group in grouped.items()},
         "files": {name: asdict(file) for name, file in sorted(manifest.files.items())},
         "tensors": {name: _tensor(entry) for name, entry in manifest.tensors.items()},
@@ -129,77 +116,62 @@ def show(result: dict[str, Any], manifest: Manifest, *, with_tensors: bool) -> N
     for name, file in result["files"].items():
         add_row(made, name, format_bytes(file["bytes"]), file["digest"])
     out.print(made)
-    if with_tensors:
-        show_tensors(out, manifest)
+    if not with_tensors:
+        return
+    made = table("tensors", "", "shape", "dtype", "split", "pieces")
+    for name, entry in manifest.tensors.items():
+        pieces = [
+            f"{chunk.file.removesuffix('.safetensors')}{describe(chunk.region)}" for chunk in entry.chunks
+        ]
+        shown = pieces if len(pieces) <= 4 else [*pieces[:3], f"… {len(pieces) - 3} more"]
+        cells = list(entry.shape), DTYPE_NAMES[entry.dtype], split_text(entry), one_line(", ".join(shown))
+        add_row(made, name, *cells)
+    out.print(made)
 
 
 def facts_of(result: dict[str, Any]) -> dict[str, str]:
     """Name and value of facts listed once; those that the checkpoint does not record are left out."""
-    samples, tokens, missing = (result[key] for key in ("consumed_samples", "consumed_tokens", "missing"))
     source = dig(result, "state", "source")
+    has_moments = any(name.startswith("optimizer.") for name in result["groups"])
     facts = {
         "step": f"{result['step']:,}",
-        "seen": joined({"{:,} samples": samples, "{:,} tokens": tokens}),
-        "model": joined(dict(zip(MODEL_FACTS, result["model"].values(), strict=True))),
-        "trained at": layout_line(result["layout"]),
-        "data": data_line(dig(result, "state", "data", "segments")),
-        "made from": " ".join(str(dig(source, key)) for key in ("kind", "name") if source is not None),
-        "iteration": joined({"{:,}": dig(source, "iteration")}),
-        "resharded to": layout_line(result["resharded_to"]),
+        "samples": number_text(result["consumed_samples"]),
+        "tokens": number_text(result["consumed_tokens"]),
+        "model": settings_text(result["model"]),
+        "trained at": settings_text({key: dig(result["layout"], key) for key in LAYOUT_KEYS}),
+        "data": data_text(dig(result, "state", "data", "segments")),
+        "made from": settings_text({key: dig(source, key) for key in ("kind", "name", "iteration")}),
+        "resharded to": settings_text(result["resharded_to"]),
         "files": f"{len(result['files']):,}, {format_bytes(result['bytes'])}",
-        "dtypes": ", ".join(result["dtypes"]),
-        "optimizer state": "yes" if result["optimizer_state"] else "no: weights alone",
+        "optimizer state": "yes" if has_moments else "no: weights alone",
         "loss scale": "" if result["loss_scale"] is None else str(result["loss_scale"]),
-        "written by": layout_line(result["written_by"]),
+        "written by": settings_text(result["written_by"]),
         "save id": result["save_id"],
         "digest": result["digest"],
-        "missing": missing and f"{', '.join(missing)}: not the state of a training run",
     }
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def joined(facts: dict[str, JSON]) -> str:
-    """Numbers and words by their format, those that are known: `24 samples, 384 tokens`."""
-    known = [
-        form.format(value)
-        for form, value in facts.items()
-        if type(value) is int or (isinstance(value, str) and ":," not in form)
-    ]
-    return ", ".join(known)
+def number_text(value: JSON) -> str:
+    """A whole number; empty for anything else."""
+    return f"{value:,}" if type(value) is int else ""
 
 
-def data_line(segments: JSON) -> str:
-    """Name and share of each corpus of the newest blend: `wiki 30.00%, web 70.00% since sample 4,096`."""
-    newest = segments[-1] if isinstance(segments, list) and segments else None
-    sources, begin = dig(newest, "sources"), dig(newest, "from_sample")
-    shares = [(dig(s, "name"), dig(s, "weight")) for s in (sources if isinstance(sources, list) else [])]
-    line = ", ".join(f"{name} {share:.2%}" for name, share in shares if isinstance(share, float))
-    return f"{line} since sample {begin:,}" if line and isinstance(begin, int) and begin else line
-
-
-def layout_line(layout: JSON) -> str:
+def settings_text(settings: JSON) -> str:
     """{"tp": 2, "pp": 1} as `tp=2 pp=1`."""
-    if not isinstance(layout, dict):
-        return "" if layout is None else str(layout)
-    keys = sorted(layout, key=[*FIRST, *layout].index)
-    return " ".join(f"{key}={str(layout[key]).lower()}" for key in keys if layout[key] is not None)
+    if not isinstance(settings, dict):
+        return "" if settings is None else str(settings)
+    return " ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
 
 
-def show_tensors(out: Console, manifest: Manifest) -> None:
-    """Return a table of every tensor, its split and the files of its pieces."""
-    made = table("tensors", "", "shape", "dtype", "cut", "pieces")
-    for name, entry in manifest.tensors.items():
-        where = [
-            f"{chunk.file.removesuffix('.safetensors')}{describe(chunk.region)}" for chunk in entry.chunks
-        ]
-        shown = where if len(where) <= 4 else [*where[:2], f"… {len(where) - 3} more …", where[-1]]
-        add_row(
-            made, name, list(entry.shape), DTYPE_NAMES[entry.dtype], cut(entry), one_line(", ".join(shown))
-        )
-    out.print(made)
+def data_text(segments: JSON) -> str:
+    """Name and share of each corpus of the newest blend: `wiki 30.00%, web 70.00%`."""
+    sources = dig(segments[-1], "sources") if isinstance(segments, list) and segments else None
+    shares = [(dig(s, "name"), dig(s, "weight")) for s in (sources if isinstance(sources, list) else [])]
+    return ", ".join(f"{name} {share:.2%}" for name, share in shares if isinstance(share, float))
 
 
-def cut(entry: TensorEntry) -> str:
+def split_text(entry: TensorEntry) -> str:
     """`dim 0 over tp, layer 3`: the split of a tensor over layouts."""
     if entry.split is None:
         return "not recorded"

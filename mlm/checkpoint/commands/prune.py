@@ -1,37 +1,32 @@
 """`mlm ckpt prune`: delete old checkpoints of a run, and what killed saves left.
 
 Kept: the newest keep_last whole checkpoints, multiples of keep_every, the one `latest` names and newer ones,
-and what a roll-back set aside: that is its owner's to delete by hand. Whole is meant as names and sizes tell,
-which is quick; with verify=true every byte is read. A damaged checkpoint never counts as kept. It is deleted
-when keep_last whole ones are newer, as a whole one would be; a newer one stays until its owner has looked at
-it: it may be the only trace of those steps.
+and what a roll-back set aside: that is its owner's to delete by hand. Whole is meant as names and sizes tell;
+`mlm ckpt verify` reads every byte. A damaged checkpoint never counts as kept. It is deleted when keep_last
+whole ones are newer, as a whole one would be; a newer one stays until its owner has looked at it: it may be
+the only trace of those steps.
 """
 
-import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.checkpoint.commands.config import CkptPruneConfig
 from mlm.checkpoint.native.folders import (
-    REPLACED,
     candidates,
     checkpoint_problem,
     checkpoints,
     clear_up,
     discard,
-    latest_name,
     leftovers,
     locate,
 )
 from mlm.checkpoint.native.format import RESTORE, CheckpointError
 from mlm.checkpoint.native.retention import checkpoint_doubt, outdated
-from mlm.checkpoint.native.verify import shard_bytes, verify_checkpoint
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.util.errors import UserError
 from mlm.util.lock import single_writer
-from mlm.util.terminal import add_row, console, format_bytes, one_line, progress_bar, table
+from mlm.util.terminal import add_row, console, format_bytes, table
 
 
 @dataclass(frozen=True)
@@ -69,45 +64,24 @@ def run(config: CkptPruneConfig) -> None:
 
 def list_items(root: Path, config: CkptPruneConfig) -> list[Item]:
     """All items of the folder, checkpoints first, to keep or delete. Raises OSError and CheckpointError."""
-    paths, since = list(checkpoints(root).values()), diverged_since(root.parent / FILE_NAME)
-    problems: dict[Path, str | None] = {}
-    with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
-
-        def problem(path: Path) -> str | None:
-            if path not in problems:
-                problems[path] = byte_problem(path, advance) if config.verify else checkpoint_problem(path)
-            return problems[path]
-
-        most, every = config.keep_last, config.keep_every
-        old = set(outdated(root, keep_last=most, keep_every=every, since=since, problem=problem))
-    items, counted = list[Item](), candidates(root)
-    for path in paths:
-        why = problems[path] if path in problems else checkpoint_problem(path)
-        what = "whole" if why is None else f"damaged: {shorten(path, why)}"
-        if why is None and (doubt := checkpoint_doubt(path, since)):
-            what += f", doubtful: {doubt}"
+    since, counted = diverged_since(root.parent / FILE_NAME), candidates(root)
+    old = outdated(root, keep_last=config.keep_last, keep_every=config.keep_every, since=since)
+    items = []
+    for path in checkpoints(root).values():
+        if problem := checkpoint_problem(path):
+            what = f"damaged: {problem.removeprefix(f'{path}/').removesuffix(f'. {RESTORE}')}"
+        else:
+            doubt = checkpoint_doubt(path, since)
+            what = f"whole, doubtful: {doubt}" if doubt else "whole"
         if path not in counted:
             what += ", newer than latest: kept and not counted"
         items.append(Item(path, bytes_of(path), what, path in old))
     return items + [Item(path, bytes_of(path), "left by a killed save", True) for path in leftovers(root)]
 
 
-def byte_problem(path: Path, progress: Callable[[int], None]) -> str | None:
-    """Why a checkpoint cannot be loaded, every byte read."""
-    verified = verify_checkpoint(path, progress)
-    return None if verified.loads else f"{verified.problems[0].file}: {verified.problems[0].why}"
-
-
-def shorten(path: Path, why: str) -> str:
-    """Return a problem without the directory and the remedy, for a row of a table."""
-    return why.removeprefix(f"{path}/").removesuffix(f". {RESTORE}")
-
-
 def bytes_of(path: Path) -> int:
-    """Bytes of the files below a directory, or of a file."""
-    if not path.is_dir() or path.is_symlink():
-        return path.lstat().st_size
-    return sum(Path(folder, name).lstat().st_size for folder, _, names in os.walk(path) for name in names)
+    """Bytes of a checkpoint's files, or of a file."""
+    return sum(each.lstat().st_size for each in (path.iterdir() if path.is_dir() else [path]))
 
 
 def delete(root: Path, items: list[Item]) -> list[Path]:
@@ -137,6 +111,3 @@ def show(config: CkptPruneConfig, root: Path, items: list[Item], left: list[Path
     damaged = [item for item in items if item.what.startswith("damaged") and not item.is_outdated]
     if damaged:
         out.print(f"damaged, kept and not counted: {len(damaged)}. Restore from a copy, or delete by hand")
-    named = latest_name(root)
-    if named and not any(item.path.name.removeprefix(REPLACED) == named for item in items):
-        out.print(f"note: latest names {one_line(named)}, which is not there; the newest whole one counts")

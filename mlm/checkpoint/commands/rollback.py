@@ -2,7 +2,6 @@
 
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.checkpoint.commands.config import CkptRollbackConfig
@@ -21,21 +20,16 @@ from mlm.checkpoint.native.folders import (
     step_of,
 )
 from mlm.checkpoint.native.format import CheckpointError, read_manifest_head
-from mlm.checkpoint.native.lineage import Save
 from mlm.checkpoint.native.retention import checkpoint_doubt, newest_good
+from mlm.checkpoint.native.run_state import Save
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import fsync_directory
 from mlm.util.lock import single_writer
 from mlm.util.terminal import console, one_line
 
-
-@dataclass(frozen=True)
-class Move:
-    """A checkpoint that was renamed."""
-
-    before: Path
-    after: Path
+Moves = list[tuple[Path, Path]]
+"""Paths of checkpoints before and after they were renamed."""
 
 
 def run(config: CkptRollbackConfig) -> None:
@@ -88,7 +82,7 @@ def reachable(root: Path) -> dict[int, Path]:
     return dict(sorted({**(descendants_set_aside(root, head) if head else {}), **present}.items()))
 
 
-def move_latest(root: Path, step: int) -> list[Move]:
+def move_latest(root: Path, step: int) -> Moves:
     """Point `latest` at a reachable step, with its ancestors in their place and what is newer set aside.
 
     A kill at any instant leaves a `latest` that can be loaded; the same call then does the rest. Raises
@@ -96,18 +90,18 @@ def move_latest(root: Path, step: int) -> list[Move]:
     """
     clear_up(root)
     paths = reachable(root)
-    past, restored, newer = ancestors_of(paths[step]), list[Move](), list[Move]()
+    past, restored, newer = ancestors_of(paths[step]), Moves(), Moves()
     for other, path in paths.items():
         in_place = path.name == step_name(other)
         if other > step and in_place:
-            newer.append(Move(path, free_name(root, other)))
+            newer.append((path, free_name(root, other)))
         elif not in_place and (other == step or Save(other, read_manifest_head(path).save_id) in past):
-            restored.append(Move(path, root / step_name(other)))
-    for move in restored:
-        os.rename(move.before, move.after)
+            restored.append((path, root / step_name(other)))
+    for before, after in restored:
+        os.rename(before, after)
     point_latest(root, step)
-    for move in newer:
-        os.rename(move.before, move.after)
+    for before, after in newer:
+        os.rename(before, after)
     fsync_directory(root)
     return restored + newer
 
@@ -119,15 +113,15 @@ def step_list(paths: dict[int, Path]) -> str:
     )
 
 
-def show(ckpt: str, path: Path, before: str | None, moves: list[Move]) -> None:
+def show(ckpt: str, path: Path, before: str | None, moves: Moves) -> None:
     """Print what was done, and how to continue or to undo it."""
     out = console()
     if before == path.name and not moves:
         out.print(f"latest is {one_line(path.name)} already: nothing to do")
     else:
         out.print(f"latest is {one_line(path.name)}" + (f", it was {one_line(before)}" if before else ""))
-    for move in moves:
-        out.print(f"renamed {one_line(move.before.name)} to {one_line(move.after.name)}")
+    for old, new in moves:
+        out.print(f"renamed {one_line(old.name)} to {one_line(new.name)}")
     if doubt := checkpoint_doubt(path):
         out.print(f"note: {one_line(path.name)} is doubtful: {one_line(doubt)}")
     out.print(f"a run continues from it: type its command with what is to change, or resume={one_line(ckpt)}")

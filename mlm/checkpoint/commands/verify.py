@@ -77,8 +77,7 @@ def result_of(ckpt: str, results: list[Verified], start: Path | None) -> dict[st
                 "files": each.manifest and len(each.manifest.files),
                 "bytes": each.manifest and sum(file.bytes for file in each.manifest.files.values()),
                 "digest": each.manifest and each.manifest.digest,
-                "faults": [asdict(problem) for problem in each.problems],
-                "warnings": list(each.warnings),
+                "problems": [asdict(problem) for problem in each.problems],
             }
             for each in results
         ],
@@ -102,9 +101,6 @@ def show(ckpt: str, results: list[Verified], start: Path | None, *, in_run: bool
             add_row(made, "", "", "", "", line)
     out = console()
     out.print(made)
-    for each in results:
-        for line in each.warnings:
-            out.print(f"note: {one_line(line)}")
     if in_run:
         out.print(
             f"a run continues from {start}" if start else "a run would not start: none of them can be loaded"

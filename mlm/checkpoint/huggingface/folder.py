@@ -11,7 +11,6 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from mlm.checkpoint.native.format import JSON
@@ -35,7 +34,6 @@ ADAPTER = "adapter_config.json"
 MAX_BYTES = {CONFIG: 1 << 20, INDEX: 1 << 26} | dict.fromkeys(TOKENIZER, 1 << 28)
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}\.safetensors")  # no separator, not hidden
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 SAVE_AGAIN = "Download or save it again"
 
 
@@ -86,54 +84,32 @@ def read_json(folder: Path, name: str) -> dict[str, JSON]:
 
 
 @dataclass(frozen=True)
-class HFSettings:
-    """The content of config.json."""
-
-    folder: Path
-    mapping: HuggingFaceMapping
-    config: ModelConfig
-    """All settings but the head, which the tensors show."""
-    notes: tuple[Note, ...]
-    """Differences from config.json."""
-    raw: Mapping[str, JSON]
-    """All of config.json."""
-
-    @property
-    def tied(self) -> bool:
-        """True if the output layer is the token table even where the file holds no output layer."""
-        return self.raw.get("tie_word_embeddings", True) is True
-
-
-@dataclass(frozen=True)
 class HFModel:
     """A model folder: its settings, and the location of its tensors."""
 
-    settings: HFSettings
+    folder: Path
+    mapping: HuggingFaceMapping
+    raw: Mapping[str, JSON]
+    """All of config.json."""
     content: FolderContent
     files: Mapping[str, Path]
     """Safetensors file -> path of its bytes."""
     stored: Mapping[str, tuple[str, Stored]]
     """Plain name of each tensor -> its file and layout."""
-
-    @cached_property
-    def kept(self) -> tuple[TokenIds, tuple[Note, ...]]:
-        """Padding and labels that an export writes again, and notes on those that it cannot."""
-        return kept_ids(self.settings.raw, self.config)
-
-    @property
-    def folder(self) -> Path:
-        """The folder."""
-        return self.settings.folder
-
-    @property
-    def mapping(self) -> HuggingFaceMapping:
-        """The mapping of its family."""
-        return self.settings.mapping
+    notes: tuple[Note, ...]
+    """Remarks for the user, one line each."""
+    kept: TokenIds
+    """Padding and labels that an export writes again."""
 
     @property
     def config(self) -> ModelConfig:
         """Our settings of the model."""
         return self.content.config
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the output layer is the token table even where the folder holds no output layer."""
+        return is_tied(self.raw)
 
     @property
     def copies(self) -> Mapping[str, str]:
@@ -145,38 +121,34 @@ class HFModel:
         """Class of `transformers` that holds the model."""
         return self.mapping.architecture(self.config)
 
-    @property
-    def notes(self) -> tuple[Note, ...]:
-        """Remarks for the user, one line each."""
-        return (*self.settings.notes, *self.content.notes, *self.kept[1])
+
+def is_tied(raw: Mapping[str, JSON]) -> bool:
+    """Return True if a config.json ties the output layer to the token table."""
+    return raw.get("tie_word_embeddings", True) is True
 
 
-def mapping_for(config: Mapping[str, JSON], path: str) -> HuggingFaceMapping:
-    """Return the mapping of the family that a config.json is of. Raises UserError if there is none."""
-    model_type = config.get("model_type")
-    mappings = [mapping for kind in SHIPPED if (mapping := family_of(kind).huggingface)]
-    for mapping in mappings:
-        if model_type in mapping.model_types:
-            return mapping
-    supported = (name for mapping in mappings for name in mapping.model_types)
-    raise UserError(
-        f"{path}: model_type={show(model_type)} is not a model of ours; supported: {', '.join(supported)}"
-    )
+def read_settings(folder: Path) -> tuple[HuggingFaceMapping, dict[str, JSON], ModelConfig, tuple[Note, ...]]:
+    """Read config.json of a model folder: its family, content, our settings without the head, and notes.
 
-
-def read_settings(folder: Path) -> HFSettings:
-    """Read config.json of a model folder. Raises UserError with all its problems together."""
+    Raises UserError with all its problems together.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: is no folder. Name one with config.json and model.safetensors")
-    content, path = read_json(folder, CONFIG), str(folder / CONFIG)
+    raw, path = read_json(folder, CONFIG), str(folder / CONFIG)
     if find_file(folder, ADAPTER):
         raise UserError(
             f"{folder}: {ADAPTER}: holds an adapter, whose weights are not in the model. Merge it "
             f"(merge_and_unload of peft), save the model, and name that folder"
         )
-    mapping = mapping_for(content, path)
-    config, notes = mapping.read(content, path)
-    return HFSettings(folder, mapping, config, tuple(map(Note, notes)), content)
+    mappings = [mapping for kind in SHIPPED if (mapping := family_of(kind).huggingface)]
+    mapping = next((each for each in mappings if raw.get("model_type") in each.model_types), None)
+    if mapping is None:
+        supported = ", ".join(name for each in mappings for name in each.model_types)
+        raise UserError(
+            f"{path}: model_type={show(raw.get('model_type'))} is not a model of ours; supported: {supported}"
+        )
+    config, notes = mapping.read(raw, path)
+    return mapping, raw, config, tuple(map(Note, notes))
 
 
 def read_model(folder: Path) -> HFModel:
@@ -184,24 +156,29 @@ def read_model(folder: Path) -> HFModel:
 
     Raises UserError, and CorruptFileError for damaged files.
     """
-    settings = read_settings(folder)
+    mapping, raw, config, notes = read_settings(folder)
     files = weight_files(folder)
-    stored = _headers(settings, files)
+    stored = _headers(folder, mapping, files)
+    for copy, name in mapping.copies(config).items():
+        if is_tied(raw) and name not in stored and copy in stored:  # some writers keep the other of two equal
+            stored[name] = stored.pop(copy)
     shapes = {name: layout.shape for name, (_, layout) in stored.items()}
-    content = settings.mapping.content(settings.config, shapes, str(folder))
-    named = settings.raw.get("architectures") or ("",)
+    content = mapping.content(config, shapes, str(folder))
+    named = raw.get("architectures") or ("",)
     if content.config.head == "none" and str(named[0]).endswith("ForCausalLM"):
         raise UserError(
             f"{folder}: holds no lm_head.weight, which {show(named[0])} has. Save the model again, or set "
             f"tie_word_embeddings=true in {CONFIG} if the token table is its output layer"
         )
-    return HFModel(settings, content, files, stored)
+    kept, lost = kept_ids(raw, content.config)
+    return HFModel(folder, mapping, raw, content, files, stored, (*notes, *content.notes, *lost), kept)
 
 
-def _headers(settings: HFSettings, files: Mapping[str, Path]) -> dict[str, tuple[str, Stored]]:
+def _headers(
+    folder: Path, mapping: HuggingFaceMapping, files: Mapping[str, Path]
+) -> dict[str, tuple[str, Stored]]:
     """Return file and layout of every tensor, under its plain name."""
     out: dict[str, tuple[str, Stored]] = {}
-    folder, mapping = settings.folder, settings.mapping
     for file, path in files.items():
         with reading(folder / file):
             header = read_safetensors_header(path, SAVE_AGAIN)[1]
@@ -210,9 +187,6 @@ def _headers(settings: HFSettings, files: Mapping[str, Path]) -> dict[str, tuple
             if name in out:
                 raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {SAVE_AGAIN}")
             out[name] = file, layout
-    for copy, name in mapping.copies(settings.config).items():
-        if settings.tied and name not in out and copy in out:  # some writers keep the other of two equal ones
-            out[name] = out.pop(copy)
     return out
 
 
@@ -248,16 +222,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _no_weights(folder: Path) -> str:
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
-    remedy = (
-        "load it where you trust it, by transformers, and write it with save_pretrained (safetensors is its "
-        "default), then name that folder"
+    other = next((path for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), folder)
+    return (
+        f"{other}: only {WEIGHTS} and {INDEX} are read: a pickle could run any code. Is there a safetensors "
+        "version? Else load it where you trust it, by transformers, and name what save_pretrained writes"
     )
-    if not others:
-        return f"{folder}: holds neither {WEIGHTS} nor {INDEX}. Name the folder of a model, or {remedy}"
-    if others[0].endswith(PICKLES):
-        return (
-            f"{folder / others[0]}: a pickle, which could run any code when it is read: it is not opened. "
-            f"Is there a safetensors version? Else {remedy}"
-        )
-    return f"{folder / others[0]}: only {WEIGHTS} is read. To convert it, {remedy}"

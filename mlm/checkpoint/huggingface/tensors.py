@@ -141,7 +141,7 @@ class HFTensors:
         for copy, name in model.copies.items():
             if copy in model.stored:
                 self._check_copy(copy, name)
-            elif has_output and not model.settings.tied and copy.endswith("weight"):
+            elif has_output and not model.is_tied and copy.endswith("weight"):
                 raise UserError(
                     f"{model.folder / CONFIG}: tie_word_embeddings=false, and no {copy} is there. "
                     f"Supported: an output layer that is the token table"

@@ -18,7 +18,7 @@ import argparse
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +28,9 @@ import torch
 from torch import serialization
 
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import CHUNK
 
 LATEST = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
-MOMENTS_FILE = "optim.pt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 STEP_FOLDER = re.compile(r"iter_(\d{7,})|release")
 DISTRIBUTED = (".metadata", "metadata.json", "common.pt", "*.distcp")
@@ -130,9 +128,8 @@ def unreadable_error(path: Path, error: OSError) -> UserError:
 
 def _step_folder(source: Path) -> Path:
     if not source.is_dir():
-        there = "is no folder" if source.exists() else "no such folder"
-        raise UserError(f"{source}: {there}: name the folder that holds {LATEST}, or mp_rank_00")
-    if RANK_FOLDER.fullmatch(source.name) and any((source / name).exists() for name in MODEL_FILES):
+        raise UserError(f"{source}: no such folder: name the folder that holds {LATEST}, or mp_rank_00")
+    if RANK_FOLDER.fullmatch(source.name):
         raise UserError(f"{source}: one rank of a checkpoint: name its parent, {source.resolve().parent}")
     if any(RANK_FOLDER.fullmatch(path.name) for path in source.iterdir()):
         return source
@@ -149,48 +146,34 @@ def _named_latest(source: Path) -> Path:
     file = source / LATEST
     with open(file, "rb") as f:
         iteration = f.read(64).strip().decode("ascii", "replace")
-    if iteration != "release" and not iteration.isdecimal():
+    step = source / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else iteration)
+    if not STEP_FOLDER.fullmatch(step.name) or step.parent != source or not step.is_dir():
         raise CorruptFileError(
-            f"{file}: {iteration!r} is no iteration: name one of the folders in {source} instead"
-        )
-    step = source / (iteration if iteration == "release" else f"iter_{int(iteration):07d}")
-    if not step.is_dir():
-        raise CorruptFileError(
-            f"{file}: names {step.name}, which is not there: copy it too, or name another folder in {source}"
+            f"{file}: names {printable(iteration)!r}, which is not there: copy it too, or name another "
+            f"folder in {source}"
         )
     return step
 
 
 def _rank_files(step: Path) -> RankFiles:
     files: dict[tuple[int, int], Path] = {}
-    with_pipeline: set[bool] = set()
     for folder in sorted(step.iterdir()):
         numbers = RANK_FOLDER.fullmatch(folder.name)
-        if not numbers or not folder.is_dir():
+        path = next((path for name in MODEL_FILES if (path := folder / name).is_file()), None)
+        if not numbers or path is None:  # the moments of one data-parallel rank lie in folders of their own
             continue
-        present = [folder / name for name in MODEL_FILES if (folder / name).is_file()]
-        if not present and (folder / MOMENTS_FILE).exists():
-            continue  # the moments of one data-parallel rank
         if numbers[3] is not None:
             raise UserError(f"{folder}: a mixture of experts (three rank numbers): mlm has no such model")
-        if not present:
-            raise CorruptFileError(
-                f"{folder}: holds no {MODEL_FILES[0]}: the checkpoint is not whole, copy it again"
-            )
-        if len(present) > 1:
-            raise CorruptFileError(f"{folder}: holds {' and '.join(MODEL_FILES)}: delete the older one")
-        files[int(numbers[1]), int(numbers[2] or 0)] = present[0]
-        with_pipeline.add(numbers[2] is not None)
+        rank = int(numbers[1]), int(numbers[2] or 0)
+        if rank in files:
+            raise CorruptFileError(f"{step}: {folder.name} of two layouts: delete the older")
+        files[rank] = path
     if not files:
         raise _nothing_found(step)
-    if len(with_pipeline) > 1:
-        raise CorruptFileError(
-            f"{step}: holds mp_rank_XX and mp_rank_XX_YYY, of two layouts: delete the older ones"
-        )
     tp, pp = (1 + max(numbers) for numbers in zip(*files, strict=True))
     for t, p in ((t, p) for t in range(tp) for p in range(pp)):
         if (t, p) not in files:
-            name = f"mp_rank_{t:02d}_{p:03d}" if True in with_pipeline else f"mp_rank_{t:02d}"
+            name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
             raise CorruptFileError(
                 f"{step}: {name}/{MODEL_FILES[0]} is missing, of tp={tp} pp={pp} ranks: copy it too"
             )
@@ -212,22 +195,21 @@ def is_zip(path: Path) -> bool:
         return f.read(len(ZIP_MAGIC)) == ZIP_MAGIC
 
 
-def check_records(path: Path, progress: Callable[[int], None] = lambda count: None) -> None:
+def check_records(path: Path) -> None:
     """Compare every record of a file with its checksum; the old format has none. Reads all of it.
 
-    Raises CorruptFileError where one differs. `progress` receives bytes.
+    Raises CorruptFileError where one differs.
     """
     if not is_zip(path):
         return
     try:
         with zipfile.ZipFile(path) as records:
-            for info in records.infolist():
-                with records.open(info) as record:
-                    while block := record.read(CHUNK):
-                        progress(len(block))
+            damaged = records.testzip()
     # a RuntimeError, or a kind of it, is zipfile's word for an encrypted record and for an unknown method
     except (zipfile.BadZipFile, EOFError, RuntimeError) as error:
         raise damaged_error(path, error) from error
+    if damaged is not None:
+        raise damaged_error(path, ValueError(f"bad CRC of {damaged}"))
 
 
 def read_file(path: Path) -> dict[str, Any]:

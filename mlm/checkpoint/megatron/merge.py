@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.megatron.args import (
-    Settings,
-    Sizes,
-    check_layout,
+    MegatronArgs,
+    check_recorded,
     describe_value,
     family_names,
     mappings,
@@ -37,10 +36,10 @@ from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_DEPTH, _MAX_NODES = 8, 1 << 17  # of the dictionaries in a file; they may hold themselves
+_VERSIONS = (0, 1.0, 2.0, 3.0)
 
 Named = Mapping[str, Any]
 """Part of the model in a file: Megatron-LM's names -> values."""
-_VERSIONS = (0, 1.0, 2.0, 3.0)
 Parts = dict[str, tuple[Tensor, ...]]
 """Our name -> the tensor of each tensor-parallel rank."""
 
@@ -113,72 +112,73 @@ def open_checkpoint(
         UserError: The model is not supported, or something has to be specified.
         CorruptFileError: A file is damaged, or they do not belong together.
     """
-    ranks = {rank: read_file(path) for rank, path in sorted(files.files.items())}
-    settings = Settings(ranks[0, 0].get("args"), files.files[0, 0])
-    vp = _num_chunks(files.files[0, 0], ranks[0, 0])
-    chunks = {rank: _chunks(files, rank, content, vp) for rank, content in ranks.items()}
-    kind = kind_of({files.files[rank]: parts for rank, parts in chunks.items()}, settings)
-    check_layout(settings, files.tp, files.pp)
-    version = _check_one_run(files, ranks)
-    parts, num_layers = _merge(files, chunks, mappings()[kind])
-    sizes = _sizes(files, parts, num_layers, mappings()[kind])
-    wanted = parameters(replace(shape_config(settings, kind, sizes), vocab_multiple=1))
-    filled, remarks = _complete(files, parts, wanted, mappings()[kind])
+    contents = {rank: read_file(path) for rank, path in sorted(files.files.items())}
+    chunks = {rank: _chunks(files.files[rank], content) for rank, content in contents.items()}
+    args = MegatronArgs(contents[0, 0].get("args"), files.files[0, 0])
+    kind = kind_of({files.files[rank]: parts for rank, parts in chunks.items()}, args)
+    mapping = mappings()[kind]
+    version = _check_one_save(files, contents, chunks)
+    parts, num_layers = _merge(files, chunks, mapping)
+    sizes = {"num_layers": num_layers}
+    for field, (name, is_split) in mapping.sizes.items():
+        _check_present(files, name, parts)
+        sizes[field] = parts[name][0].shape[0] * (files.tp if is_split else 1)
+    check_recorded(args, files.tp, files.pp, sizes)
+    shape, table_rows = shape_config(args, kind, sizes), sizes["vocab_size"]
+    wanted = parameters(replace(shape, vocab_multiple=1))
+    filled, remarks = _complete(files, parts, wanted, mapping)
     tp_dims = _check_shapes(files, parts, wanted)
-    vocabulary = true_vocabulary(settings, kind, sizes, vocab_size=vocab_size, known=known)
-    model = model_config(settings, kind, sizes, num_heads=num_heads, vocab_size=vocabulary)
-    check_replicas(files, parts, tp_dims)
-    iteration = ranks[0, 0].get("iteration")
+    vocabulary = true_vocabulary(args, mapping, table_rows, files.tp, vocab_size=vocab_size, known=known)
+    model = model_config(args, shape, files.tp, num_heads=num_heads, vocab_size=vocabulary)
+    _check_replicas(files, parts, tp_dims)
+    iteration = contents[0, 0].get("iteration")
     return MegatronModel(
         files=files,
         model=model,
         parts={name: held for name, held in parts.items() if name != HEAD},
         tp_dims=tp_dims,
         version=version,
-        vp=vp,
+        vp=len(chunks[0, 0]),
         iteration=iteration if type(iteration) is int else None,
-        table_rows=sizes.fields["vocab_size"],
+        table_rows=table_rows,
         filled=filled,
-        notes=(*remarks, *notes(settings, kind)),
+        notes=(*remarks, *notes(args, mapping)),
     )
 
 
-def _num_chunks(path: Path, content: Mapping[str, Any]) -> int:
-    """Return the number of model parts in a file: 1, or its virtual stages."""
+def _chunks(path: Path, content: Mapping[str, Any]) -> list[Named]:
+    """Return the parts of the model in a file: one, or its virtual stages."""
     if "model" in content:
-        return 1
-    count = 0
-    while f"model{count}" in content:
-        count += 1
-    if not count:
-        keys = ", ".join(sorted(content)[:6])
-        raise CorruptFileError(
-            f"{path}: holds no model (it has {printable(keys) or 'nothing'}): name another iteration"
-        )
-    return count
+        return [named_values(path, content["model"])]
+    chunks: list[Named] = []
+    while (key := f"model{len(chunks)}") in content:
+        chunks.append(named_values(path, content[key]))
+    if not chunks:
+        keys = printable(", ".join(sorted(content)[:6]))
+        raise CorruptFileError(f"{path}: holds no model (it has {keys or 'nothing'}): name another iteration")
+    return chunks
 
 
-def _chunks(files: RankFiles, rank: tuple[int, int], content: Mapping[str, Any], vp: int) -> list[Named]:
-    """Return the model parts of a file."""
-    path = files.files[rank]
-    if _num_chunks(path, content) != vp:
-        raise CorruptFileError(f"{path}: has other model parts than {files.files[0, 0]}: copy it again")
-    keys = ["model"] if "model" in content else [f"model{v}" for v in range(vp)]
-    return [named_values(path, content[key]) for key in keys]
-
-
-def _check_one_run(files: RankFiles, ranks: Mapping[tuple[int, int], dict[str, Any]]) -> float:
+def _check_one_save(
+    files: RankFiles,
+    contents: Mapping[tuple[int, int], dict[str, Any]],
+    chunks: Mapping[tuple[int, int], list[Named]],
+) -> float:
     """Return the version of all files. Raises CorruptFileError if they are not of one save."""
-    for key in ("iteration", "checkpoint_version"):
-        values = {rank: content.get(key) for rank, content in ranks.items()}
-        for rank, value in values.items():
-            if type(value) not in (int, float, type(None)) or value != values[0, 0]:
+    first = contents[0, 0]
+    for rank, content in contents.items():
+        for key in ("iteration", "checkpoint_version"):
+            value, expected = content.get(key), first.get(key)
+            if type(value) not in (int, float, type(None)) or value != expected:
                 raise CorruptFileError(
-                    f"{files.files[rank]}: {key}={describe_value(value)}, but "
-                    f"{describe_value(values[0, 0])} in "
+                    f"{files.files[rank]}: {key}={describe_value(value)}, but {describe_value(expected)} in "
                     f"{files.files[0, 0].parent.name}: files of different saves, copy them again"
                 )
-    version = ranks[0, 0].get("checkpoint_version") or 0
+        if len(chunks[rank]) != len(chunks[0, 0]):
+            raise CorruptFileError(
+                f"{files.files[rank]}: has other model parts than the first: copy it again"
+            )
+    version = first.get("checkpoint_version") or 0
     if version not in _VERSIONS:
         raise UserError(
             f"{files.files[0, 0]}: checkpoint_version={describe_value(version)}: "
@@ -190,46 +190,43 @@ def _check_one_run(files: RankFiles, ranks: Mapping[tuple[int, int], dict[str, A
 def _merge(
     files: RankFiles, chunks: Mapping[tuple[int, int], list[Named]], mapping: MegatronMapping
 ) -> tuple[Parts, int]:
-    """Return what each rank holds of each parameter, and the number of layers."""
-    merged: dict[str, list[Tensor]] = {}
+    """Return what each tensor-parallel rank holds of each parameter, and the number of layers."""
+    ranks, counts = zip(*(_stages_of(files, chunks, mapping, t) for t in range(files.tp)), strict=True)
+    for rank in ranks:
+        if differing := rank.keys() ^ ranks[0].keys():
+            raise CorruptFileError(
+                f"{files.path}: {min(differing)} is not in every rank that should hold it: copy all again"
+            )
+    return {name: tuple(rank[name] for rank in ranks) for name in ranks[0]}, counts[0]
+
+
+def _stages_of(
+    files: RankFiles, chunks: Mapping[tuple[int, int], list[Named]], mapping: MegatronMapping, t: int
+) -> tuple[dict[str, Tensor], int]:
+    """Return the tensors of a tensor-parallel rank, all stages, under our names; and how many layers."""
+    named: dict[str, Tensor] = {}
     num_layers = 0
     for v in range(len(chunks[0, 0])):
         for p in range(files.pp):
-            counts = set()
-            for t in range(files.tp):
-                path = files.files[t, p]
-                named, count = our_names(path, chunks[t, p][v], mapping, num_layers)
-                counts.add(count)
-                for name, tensor in named.items():
-                    held = merged.setdefault(name, [])
-                    if len(held) != t:
-                        raise CorruptFileError(
-                            f"{path}: {name} is in too few or too many ranks: copy all again"
-                        )
-                    held.append(tensor)
-            if len(counts) > 1:
-                raise CorruptFileError(f"{files.path}: ranks of stage {p} differ in layers: copy all again")
-            num_layers += counts.pop()
-    if not num_layers:
-        raise CorruptFileError(f"{files.path}: holds no layers: copy it again")
-    return {name: tuple(held) for name, held in merged.items()}, num_layers
+            path, layers = files.files[t, p], set[int]()
+            for theirs, value in chunks[t, p][v].items():
+                ours = mapping.our_name(theirs, num_layers)
+                if ours is None or ours in named:
+                    raise no_part(path, theirs)
+                named[ours] = _plain(path, theirs, value)
+                if ours.startswith("layers."):
+                    layers.add(int(ours.split(".")[1]) - num_layers)
+            if layers != set(range(len(layers))):
+                raise CorruptFileError(
+                    f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy it again"
+                )
+            num_layers += len(layers)
+    return named, num_layers
 
 
-def _sizes(files: RankFiles, parts: Parts, num_layers: int, mapping: MegatronMapping) -> Sizes:
-    """Return the sizes that tensors show."""
-    fields = {"num_layers": num_layers}
-    for name, (parameter, is_split) in mapping.sizes.items():
-        held = parts.get(parameter, ())
-        _check_in_every_rank(files, parameter, held)
-        fields[name] = held[0].shape[0] * (files.tp if is_split else 1)
-    return Sizes(fields, files.tp)
-
-
-def _check_in_every_rank(files: RankFiles, name: str, held: tuple[Tensor, ...]) -> None:
-    if len(held) != files.tp:
-        raise CorruptFileError(
-            f"{files.path}: {name} is not in every rank that should hold it: copy all again"
-        )
+def _check_present(files: RankFiles, name: str, parts: Parts) -> None:
+    if name not in parts:
+        raise CorruptFileError(f"{files.path}: {name} is missing: copy all files again")
 
 
 def _complete(
@@ -249,7 +246,7 @@ def _complete(
         elif name.rpartition(".")[0] in absent:
             filled.add(name)
         else:
-            _check_in_every_rank(files, name, parts.get(name, ()))
+            _check_present(files, name, parts)
     remarks += [f"no {module} is there: it takes initial values, which training moves" for module in absent]
     return frozenset(filled), remarks
 
@@ -261,7 +258,6 @@ def _check_shapes(
     tp_dims: dict[str, int | None] = {}
     for name, held in parts.items():
         tensor = wanted["token.weight" if name == HEAD else name]
-        assert tensor.split is not None
         dim = tp_dims[name] = tensor.split.tp_dim
         if len({part.shape for part in held}) > 1 or whole_shape(held, dim) != tensor.shape:
             shapes = " + ".join(str(list(part.shape)) for part in held[:4])
@@ -274,20 +270,18 @@ def _check_shapes(
 
 def named_values(path: Path, chunk: Any) -> dict[str, Any]:
     """Flatten a dictionary of dictionaries: dotted name -> value, in order. Raises CorruptFileError."""
-    if not isinstance(chunk, dict):
-        raise CorruptFileError(f"{path}: its model is no dictionary: copy it again")
     named: dict[str, Any] = {}
     open_nodes: list[tuple[str, int, Any]] = [("", 0, chunk)]
     visited = 0
     while open_nodes:
         prefix, depth, node = open_nodes.pop()
         visited += 1
-        if not isinstance(node, dict):
+        if prefix and not isinstance(node, dict):
             if not prefix.endswith("_extra_state."):  # Transformer Engine's, of FP8 training
                 named[prefix.removesuffix(".")] = node
             continue
         too_many = depth > _MAX_DEPTH or visited > _MAX_NODES
-        if too_many or not all(type(key) is str for key in node):
+        if too_many or not isinstance(node, dict) or not all(type(key) is str for key in node):
             raise CorruptFileError(
                 f"{path}: {printable(prefix) or 'model'} is no dictionary of names: copy it again"
             )
@@ -295,13 +289,13 @@ def named_values(path: Path, chunk: Any) -> dict[str, Any]:
     return named
 
 
-def kind_of(parts: Mapping[Path, Iterable[Named]], settings: Settings) -> str:
+def kind_of(parts: Mapping[Path, Iterable[Named]], args: MegatronArgs) -> str:
     """Return the kind of model whose family has all these names, and supports the run's arguments.
 
     Raises ConfigError for arguments that no family supports, UserError for a name that none has.
     """
     known = mappings()
-    problems = {kind: unsupported_arguments(settings, mapping) for kind, mapping in known.items()}
+    problems = {kind: unsupported_arguments(args, mapping) for kind, mapping in known.items()}
     if all(problems.values()):
         raise ConfigError(next(iter(problems.values())))
     fitting = list(known)
@@ -322,24 +316,6 @@ def no_part(path: Path, theirs: str) -> UserError:
     return UserError(
         f"{path}: {printable(theirs)} is no part of {names} as mlm has them: only these are imported"
     )
-
-
-def our_names(
-    path: Path, chunk: Named, mapping: MegatronMapping, first_layer: int
-) -> tuple[dict[str, Tensor], int]:
-    """Return the tensors of one part of the model under our names, and its number of layers."""
-    named: dict[str, Tensor] = {}
-    layers: set[int] = set()
-    for theirs, value in chunk.items():
-        ours = mapping.our_name(theirs, first_layer)
-        if ours is None or ours in named:
-            raise no_part(path, theirs)
-        named[ours] = _plain(path, theirs, value)
-        if ours.startswith("layers."):
-            layers.add(int(ours.split(".")[1]) - first_layer)
-    if layers != set(range(len(layers))):
-        raise CorruptFileError(f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy it again")
-    return named, len(layers)
 
 
 def _plain(path: Path, name: str, value: Any) -> Tensor:
@@ -368,27 +344,21 @@ def whole_shape(held: tuple[Tensor, ...], dim: int | None) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def check_replicas(
-    files: RankFiles, parts: Mapping[str, tuple[Tensor, ...]], tp_dims: Mapping[str, int | None]
-) -> None:
+def _check_replicas(files: RankFiles, parts: Parts, tp_dims: Mapping[str, int | None]) -> None:
     """Raise CorruptFileError unless copies in several ranks are equal.
 
     Raises UserError for an output layer that is not the token table.
     """
     for name, held in parts.items():
-        if tp_dims[name] is None:
-            for t, part in enumerate(held):
-                if not _same_bits(part, held[0]):
-                    raise CorruptFileError(
-                        f"{files.path}: {name} differs between tensor-parallel ranks 0 and {t}, which hold "
-                        f"copies of it: they are of different saves, take another iteration"
-                    )
-    for t, head in enumerate(parts.get(HEAD, ())):
-        if not _same_bits(head, parts["token.weight"][t]):
-            raise UserError(
-                f"{files.path}: the output layer differs from the token table in tensor-parallel rank {t}: "
-                f"mlm has tied embeddings only"
+        if tp_dims[name] is None and not all(_same_bits(part, held[0]) for part in held):
+            raise CorruptFileError(
+                f"{files.path}: {name} differs between tensor-parallel ranks, which hold copies of it: "
+                "they are of different saves, take another iteration"
             )
+    if not all(map(_same_bits, parts.get(HEAD, ()), parts["token.weight"])):
+        raise UserError(
+            f"{files.path}: the output layer differs from the token table: mlm has tied embeddings only"
+        )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -23,7 +23,7 @@ Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 ROWS = 1 << 20
 """Chunks per pass of a check: bounds its memory."""
-MAX_CUT_DIMS = 4  # layouts split a tensor along one or two
+PRIME = np.uint64((1 << 31) - 1)  # products of two numbers below it fit into 64 bits
 
 
 @dataclass(frozen=True)
@@ -195,15 +195,12 @@ def tiling_problem(columns: Columns, names: Sequence[str]) -> str | None:
         shape = columns.shapes[number]
         piece = Region(*(tuple(c[row, : len(shape)].tolist()) for c in (columns.offset, columns.size)))
         return f"{names[number]}: piece {describe(piece)} is not inside shape {list(shape)}"
-    untiled = _untiled(columns)
-    if untiled is None:
+    if (untiled := _first_untiled(columns)) is None:
         return None
-    shape, chunks = columns.shapes[untiled], columns.by_tensor(())[untiled]
-    if len(chunks) and (chunks.size.min(0) < shape).sum() > MAX_CUT_DIMS:
-        return f"{names[untiled]}: it is split along more than {MAX_CUT_DIMS} dims"
-    held, full = sum(prod(size) for size in chunks.size.tolist()), prod(shape)
+    sizes = columns.by_tensor(())[untiled].size.tolist()
+    held, full = sum(map(prod, sizes)), prod(columns.shapes[untiled])
     why = "there is a hole" if held < full else "pieces overlap"
-    return f"{names[untiled]}: its {len(chunks)} pieces hold {held} of {full} elements: {why}"
+    return f"{names[untiled]}: its {len(sizes)} pieces hold {held} of {full} elements: {why}"
 
 
 def _outside(columns: Columns) -> int | None:
@@ -216,67 +213,31 @@ def _outside(columns: Columns) -> int | None:
     return None
 
 
-def _untiled(columns: Columns) -> int | None:
+def _first_untiled(columns: Columns) -> int | None:
     """Number of the first tensor that is not tiled by its chunks, which are inside it.
 
-    How often each element is held is a sum of products of steps, up at a piece's offset and down at its end:
-    corners of pieces that must cancel. Their salted hashes then add up to 0; those of corners that do not
-    cancel do so with a probability of about 2^-64, unless the attacker knows the salt.
+    With a random function h, the product over dims of h(end) - h(begin) is a fingerprint of a piece that adds
+    up: those of pieces that tile a tensor sum to that of the tensor. Other sums agree, modulo a prime, with a
+    probability of dims / PRIME at each of two salts, unless an adversary knows these.
     """
-    full = columns.full
-    cut = np.zeros(full.shape, np.bool_)
-    for rows in columns.blocks():
-        tensor = columns.tensor[rows]
-        begins = _begins(tensor)
-        cut[tensor[begins]] |= np.logical_or.reduceat(columns.size[rows] != full[tensor], begins, axis=0)
-    counts = cut.sum(1)
-    if (counts > MAX_CUT_DIMS).any():
-        return int(counts.argmax())
-    most = int(counts.max(initial=0))
-    dims = np.argsort(~cut, axis=1, kind="stable")[:, :most]  # [tensors, most]: those cut come first
-    unused = ((np.arange(most) >= counts[:, None]) << np.arange(most)).sum(1)
-    corners = _Corners(dims, unused, secrets.randbits(63))
-    held = np.flatnonzero((full > 0).all(1))
-    sums = np.zeros(len(full), np.uint64)
-    sums[held] -= corners.of(held, np.zeros_like(full[held]), full[held])
-    for rows in columns.blocks():
-        tensor, offset = columns.tensor[rows], columns.offset[rows]
-        begins = _begins(tensor)
-        hashes = corners.of(tensor, offset, offset + columns.size[rows])
-        sums[tensor[begins]] += np.add.reduceat(hashes, begins)
-    wrong = np.flatnonzero(sums)
-    return int(wrong[0]) if len(wrong) else None
+    whole = np.zeros_like(columns.full)
+    differs = np.zeros(len(whole), np.bool_)
+    for salt in (secrets.randbits(63), secrets.randbits(63)):
+        sums = np.zeros(len(whole), np.uint64)
+        for rows in columns.blocks():
+            offset = columns.offset[rows]
+            np.add.at(sums, columns.tensor[rows], _fingerprints(offset, offset + columns.size[rows], salt))
+        differs |= sums % PRIME != _fingerprints(whole, columns.full, salt)
+    return int(differs.argmax()) if differs.any() else None
 
 
-def _begins(tensor: Ints) -> Ints:
-    """Begin of each tensor's chunks in a column that is sorted and not empty."""
-    return np.flatnonzero(np.concatenate([[True], tensor[1:] != tensor[:-1]]))
-
-
-@dataclass(frozen=True)
-class _Corners:
-    """Signed sums of the hashes of the corners of pieces, along the dims that their tensor is split along."""
-
-    dims: Ints
-    """[tensors, most]: the dims a tensor is split along; entries after them are unused."""
-    unused: Ints
-    """[tensors]: bit k stands for unused column k."""
-    salt: int
-
-    def of(self, tensor: Ints, low: Ints, high: Ints) -> Hashes:
-        """One sum per piece, modulo 2^64."""
-        unused, dims = self.unused[tensor], self.dims[tensor]
-        hashes = {0: mix(tensor.astype(np.uint64) + np.uint64(self.salt))}
-        for column in range(self.dims.shape[1]):
-            at = dims[:, column : column + 1]
-            ends = [np.take_along_axis(side, at, 1)[:, 0].astype(np.uint64) for side in (low, high)]
-            hashes = {
-                bits | end << column: mix((hashed ^ ends[end]) + np.uint64(column + 1))
-                for bits, hashed in hashes.items()
-                for end in (0, 1)
-            }
-        total = np.zeros(len(tensor), np.uint64)
-        for bits, hashed in hashes.items():
-            counted = np.where(unused & bits, np.uint64(0), hashed)
-            total = total - counted if bits.bit_count() % 2 else total + counted
-        return total
+def _fingerprints(begin: Ints, end: Ints, salt: int) -> Hashes:
+    """Numbers below PRIME of the pieces from `begin` to `end`, both [n, dims]."""
+    product = np.ones(len(begin), np.uint64)
+    for dim in range(begin.shape[1]):
+        low, high = (
+            mix(mix(side[:, dim].astype(np.uint64) + np.uint64(salt)) + np.uint64(dim)) % PRIME
+            for side in (begin, end)
+        )
+        product = product * (high + PRIME - low) % PRIME
+    return product

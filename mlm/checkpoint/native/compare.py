@@ -58,7 +58,7 @@ class FormDifference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CheckpointComparison:
     """The tensors of two checkpoints, side by side. Each list is sorted by name."""
 
     first: Manifest
@@ -82,12 +82,9 @@ class Comparison:
 
 
 def compare_checkpoints(
-    first: Path,
-    second: Path,
-    progress: Callable[[int], None] = lambda count: None,
-    names: Callable[[str], bool] = lambda name: True,
-) -> Comparison:
-    """Compare the tensors of two step-… directories element by element; `names(name)` picks them.
+    first: Path, second: Path, progress: Callable[[int], None] = lambda count: None
+) -> CheckpointComparison:
+    """Compare the tensors of two step-… directories element by element.
 
     Reads both by blocks of rows: a dozen times BLOCK bytes, or one row, are held at most.
     `progress` receives bytes compared, `compared_bytes` in all. Blocks that are read are compared with their
@@ -97,7 +94,7 @@ def compare_checkpoints(
     """
     try:
         manifests = read_manifest(first), read_manifest(second)
-        mine, theirs = ({name for name in manifest.tensors if names(name)} for manifest in manifests)
+        mine, theirs = (manifest.tensors.keys() for manifest in manifests)
         forms = {name: [_form(manifest.tensors[name]) for manifest in manifests] for name in mine & theirs}
         with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
             alike = sorted(name for name, (here, there) in forms.items() if here == there)
@@ -105,7 +102,7 @@ def compare_checkpoints(
     except OSError as error:
         where = error.filename or f"{first} or {second}"
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}. {RESTORE}") from error
-    return Comparison(
+    return CheckpointComparison(
         *manifests,
         only_first=tuple(sorted(mine - theirs)),
         only_second=tuple(sorted(theirs - mine)),
@@ -114,14 +111,12 @@ def compare_checkpoints(
     )
 
 
-def compared_bytes(
-    first: Manifest, second: Manifest, names: Callable[[str], bool] = lambda name: True
-) -> int:
+def compared_bytes(first: Manifest, second: Manifest) -> int:
     """Bytes of one of the two that `compare_checkpoints` compares with the other's."""
     return sum(
         prod(entry.shape) * entry.dtype.itemsize
         for name, entry in first.tensors.items()
-        if names(name) and name in second.tensors and _form(second.tensors[name]) == _form(entry)
+        if name in second.tensors and _form(second.tensors[name]) == _form(entry)
     )
 
 

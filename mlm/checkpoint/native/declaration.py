@@ -25,7 +25,7 @@ from mlm.checkpoint.native.columns import (
     tiling_problem,
 )
 from mlm.checkpoint.native.format import DTYPE_NAMES, DTYPES, CheckpointError, TensorEntry
-from mlm.checkpoint.native.slices import Shard, Split
+from mlm.checkpoint.native.slices import TensorShard, TensorSplit
 
 HEAD = struct.Struct("<Q")
 """Bytes of the table, which follows; then the columns."""
@@ -36,7 +36,7 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def declare_shards(shards: Mapping[str, Shard], step: int, main_step: int) -> bytes:
+def declare_shards(shards: Mapping[str, TensorShard], step: int, main_step: int) -> bytes:
     """The tensors that this rank declares, and the regions of them that it holds."""
     if step != main_step:
         raise CheckpointError(f"ranks save different steps: {step} and {main_step} (rank 0)")
@@ -92,7 +92,7 @@ def _add_table(
     """
     rows = json.loads(zlib.decompress(table))
     for name, dtype, shape, split in rows:
-        entry = TensorEntry(tuple(shape), DTYPES[dtype], (), Split(**split) if split else None)
+        entry = TensorEntry(tuple(shape), DTYPES[dtype], (), TensorSplit(**split) if split else None)
         known = entries.setdefault(name, entry)
         if (known.shape, known.dtype) != (entry.shape, entry.dtype):
             raise CheckpointError(

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mlm.checkpoint.native.format import JSON, CheckpointError, NotFiniteError
@@ -27,9 +26,9 @@ MAX_MESSAGE = 2000  # characters of an error that travel
 class Ranks:
     """The ranks that save or load together. `group` is gloo over all of them, None when there is one."""
 
-    rank: int
-    world_size: int
-    group: ProcessGroup | None
+    rank: int = 0
+    world_size: int = 1
+    group: ProcessGroup | None = None
     watch: Watch = field(default_factory=Watch, compare=False)
     """Names what is waited for when a rank is lost."""
 
@@ -49,20 +48,20 @@ class Ranks:
 
     def all_gather(self, value: JSON) -> list[JSON]:
         """Every rank's value, on every rank."""
-        return [value] if self.group is None else [_decode(x) for x in self._gather(_encode(value), True)]
+        return [json.loads(part) for part in self._gather(json.dumps(value).encode(), to_all=True)]
 
     def gather(self, value: JSON) -> list[JSON]:
         """Every rank's value, on rank 0; an empty list on the others."""
-        return [value] if self.group is None else [_decode(x) for x in self._gather(_encode(value), False)]
+        return [json.loads(part) for part in self.gather_bytes(json.dumps(value).encode())]
 
     def gather_bytes(self, value: bytes) -> list[bytes]:
         """Every rank's bytes, not empty, on rank 0; an empty list on the others."""
+        return self._gather(value, to_all=False)
+
+    def _gather(self, value: bytes, *, to_all: bool) -> list[bytes]:
         if self.group is None:
             return [value]
         mine = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-        return [part.numpy().tobytes() for part in self._gather(mine, False)]
-
-    def _gather(self, mine: Tensor, to_all: bool) -> list[Tensor]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with self._waiting("all_gather"):
             dist.all_gather(lengths, torch.tensor([mine.numel()]), group=self.group)
@@ -75,19 +74,19 @@ class Ranks:
                 dist.all_gather(received, padded, group=self.group)
             else:
                 dist.gather(padded, received if self.is_main else None, group=self.group, group_dst=0)
-        return [content[:n] for content, n in zip(received, sizes, strict=False)]
+        return [content[:n].numpy().tobytes() for content, n in zip(received, sizes, strict=False)]
 
     def broadcast(self, value: JSON) -> JSON:
         """Rank 0's value, on every rank."""
         if self.group is None:
             return value
-        mine = _encode(value)
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         length = torch.tensor([mine.numel()])
         with self._waiting("broadcast"):
             dist.broadcast(length, group=self.group, group_src=0)
             text = mine if self.is_main else torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(text, group=self.group, group_src=0)
-        return _decode(text)
+        return json.loads(text.numpy().tobytes())
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag True if it is true on some rank. All ranks pass equally many."""
@@ -123,9 +122,4 @@ class Ranks:
         raise KINDS.get(kind, UserError)(message + others) from cause
 
 
-def _encode(value: JSON) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(text: Tensor) -> JSON:
-    return json.loads(text.numpy().tobytes())
+ONE_RANK = Ranks()

@@ -9,9 +9,8 @@ import logging
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from mlm.checkpoint.native.format import (
     MANIFEST,
@@ -21,8 +20,8 @@ from mlm.checkpoint.native.format import (
     read_manifest_head,
     regular_size,
 )
-from mlm.checkpoint.native.lineage import Lineage, Save
-from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
+from mlm.checkpoint.native.norms import not_finite_problem
+from mlm.checkpoint.native.run_state import Lineage, Save
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes, fsync_directory
 from mlm.util.ownership import owner_of
@@ -41,13 +40,10 @@ STEP_NAME = re.compile(r"step-(\d{8,18})")
 ASIDE = re.compile(r"aside-step-(\d{8,18})(-\d+)?")
 """A checkpoint that a roll-back, or the training after it, renamed: nothing loads, counts or deletes it."""
 MAX_POINTER_BYTES = 1 << 10
-_STEP = r"step-\d{8,18}"
-LEFT = re.compile(rf"\.(saving-{_STEP}-[\w-]+|replaced-{_STEP}|trash-(saving-|replaced-)?{_STEP}(-[\w-]+)?)")
-"""Folders that killed saves and deletions leave."""
-LEFT_POINTER = re.compile(rf"\.latest-{_STEP}(-[\w-]+)?")
-SHARD = re.compile(r"rank-\d{5,}\.safetensors")
-PARTIAL = re.compile(r"\.nfs\w+|\..+\.\d+\.partial")
-"""Files that a file system or `write_atomic` leaves for a while."""
+LEFT = re.compile(r"\.(?:saving|replaced|trash|latest)-(?:\w+-)?step-\d{8,18}(?:-[\w-]+)?")
+"""What killed saves and deletions leave."""
+OURS = re.compile(r"manifest\.json|rank-\d{5,}\.safetensors|\.nfs\w+|\..+\.\d+\.partial")
+"""Files of a checkpoint, and those that a file system or `write_atomic` leaves for a while."""
 
 
 def step_name(step: int) -> str:
@@ -72,9 +68,8 @@ def checkpoints(root: Path) -> dict[int, Path]:
     return dict(sorted(paths.items()))
 
 
-@dataclass(frozen=True)
-class Pointer:
-    """Content of `latest`."""
+class Pointer(NamedTuple):
+    """Content of the file `latest`."""
 
     name: str | None
     """Name of the directory; None when there is no such file, or it cannot be believed."""
@@ -91,12 +86,10 @@ def read_pointer(root: Path) -> Pointer:
         with open(path, "rb") as f:
             name, *digest = f.read(MAX_POINTER_BYTES).decode("ascii", "replace").strip().split("\n")
     except OSError as error:
-        return Pointer(None, problem=f"it cannot be read: {error.strerror}")
+        return Pointer(None, f"it cannot be read: {error.strerror}")
     if digest and digest != [digest_bytes(name.encode())]:
-        return Pointer(None, problem="its digest does not match its content: it was altered or damaged")
-    if not STEP_NAME.fullmatch(name):
-        return Pointer(None, problem="it names no checkpoint (step-…)")
-    return Pointer(name)
+        return Pointer(None, "its digest does not match its content: it was altered or damaged")
+    return Pointer(name) if STEP_NAME.fullmatch(name) else Pointer(None, "it names no checkpoint (step-…)")
 
 
 def latest_name(root: Path) -> str | None:
@@ -111,27 +104,25 @@ def latest_checkpoint(root: Path) -> Path | None:
     warning says so where it is not the one that `latest` names. Raises CorruptFileError when there are
     checkpoints but none to continue from is whole: starting afresh would be no remedy.
     """
-    pointer, problems = read_pointer(root), list[str]()
-    if pointer.problem:
-        problems.append(f"{root / LATEST}: {pointer.problem}")
-    tried = candidates(root)
-    for path in tried:
+    pointer = read_pointer(root)
+    problems = [f"{root / LATEST}: {pointer.problem}"] if pointer.problem else []
+    for path in candidates(root):
         if problem := checkpoint_problem(path):
             problems.append(problem)
             continue
-        if not problems and pointer.name and step_directory_name(path) != pointer.name:
+        if not problems and pointer.name not in (None, step_directory_name(path)):
             problems.append(f"{root / LATEST} names {pointer.name}, which is gone")
         if problems:
             log.warning("%s; continuing from the newest whole checkpoint, %s", problems[0], path)
         return path
-    newer = [path for path in checkpoints(root).values() if path not in tried]
-    if not (tried or newer):
+    present = checkpoints(root)
+    if not present:
         return None
     why = problems[0] if problems else f"{root / LATEST} names {pointer.name}, which is gone"
-    remedy = (
-        newer and f". To continue from {step_directory_name(newer[-1])}, write its name into {root / LATEST}"
-    )
-    raise CorruptFileError(f"{root}: no checkpoint is whole. {why}{remedy or ''}")
+    newest, remedy = max(present), ""
+    if pointer.name is not None and newest > step_of(Path(pointer.name)):
+        remedy = f". To continue from {step_name(newest)}, write its name into {root / LATEST}"
+    raise CorruptFileError(f"{root}: no checkpoint is whole. {why}{remedy}")
 
 
 def step_directory_name(path: Path) -> str:
@@ -153,12 +144,6 @@ def candidates(root: Path) -> list[Path]:
     paths, name = list(checkpoints(root).values()), latest_name(root)
     newest = step_of(Path(name)) if name else max(map(step_of, paths), default=0)
     return [path for path in reversed(paths) if step_of(path) <= newest]
-
-
-def is_of_another_step(manifest: Manifest, directory: Path) -> bool:
-    """True if a manifest does not belong in a directory of this step-… name."""
-    name = step_directory_name(directory)
-    return STEP_NAME.fullmatch(name) is not None and name != step_name(manifest.step)
 
 
 def descendants_set_aside(root: Path, head: Path) -> dict[int, Path]:
@@ -205,10 +190,12 @@ def checkpoint_problem(directory: Path) -> str | None:
     """Why a checkpoint is not whole, as far as names and sizes tell: no shard is read."""
     try:
         manifest = read_manifest_head(directory)
-        if is_of_another_step(manifest, directory):
+        if step_directory_name(directory) != step_name(manifest.step) and STEP_NAME.fullmatch(
+            step_directory_name(directory)
+        ):
             return f"{directory / MANIFEST}: of step {manifest.step}, copied here from another checkpoint"
-        if (name := first_not_finite(manifest.tensors)) is not None:
-            return f"{directory}: {describe_not_finite(name)}"
+        if problem := not_finite_problem(manifest.tensors):
+            return f"{directory}: {problem}"
         for name, entry in manifest.files.items():
             if (size := regular_size(directory / name)) != entry.bytes:
                 return f"{directory / name}: {size} bytes, the manifest says {entry.bytes}"
@@ -284,45 +271,34 @@ def leftovers(root: Path) -> list[Path]:
 
 def _is_left(path: Path) -> bool:
     """True for what a killed save left: by its name, and by what it holds."""
-    if LEFT_POINTER.fullmatch(path.name):
-        return path.is_file() and not path.is_symlink()
-    return LEFT.fullmatch(path.name) is not None and path.is_dir() and foreign_in(path) is None
+    if not LEFT.fullmatch(path.name) or path.is_symlink():
+        return False
+    return path.is_file() if path.name.startswith(NEW_LATEST) else path.is_dir() and foreign_in(path) is None
 
 
 def _is_moved_aside(path: Path) -> bool:
     """True for the old step-N while no new one has taken its place."""
-    name = path.name.removeprefix(REPLACED)
-    return path.name.startswith(REPLACED) and not path.with_name(name).exists()
+    return path.name.startswith(REPLACED) and not path.with_name(step_directory_name(path)).exists()
 
 
 def foreign_in(directory: Path) -> str | None:
     """First entry of a checkpoint directory that mlm did not write, None if all is ours. Raises OSError.
 
-    A link is not ours, nor is a folder or a file of another name than the manifest or those that it lists.
+    A link is not ours, nor is a folder or a file of another name than the manifest and shards have.
     """
     if directory.is_symlink():
         return "a link"
-    try:
-        listed = set(read_manifest_head(directory).files)
-    except UserError:
-        listed = set()
-    entries = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(directory)}
-    if MANIFEST in entries and not listed and not any(map(SHARD.fullmatch, entries)):
-        return MANIFEST if regular_size(directory / MANIFEST) else None
-    for name, is_file in sorted(entries.items()):
-        ours = name == MANIFEST or name in listed or SHARD.fullmatch(name) or PARTIAL.fullmatch(name)
-        if not (ours and is_file):
-            return name
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        if not (OURS.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)):
+            return entry.name
     return None
 
 
 def clear_up(root: Path) -> None:
     """Finish or delete what killed saves left. Raises OSError."""
-    for path in list(root.iterdir()):
-        if not _is_left(path):
-            continue
+    for path in filter(_is_left, list(root.iterdir())):
         if _is_moved_aside(path):
-            os.rename(path, root / path.name.removeprefix(REPLACED))
+            os.rename(path, path.with_name(step_directory_name(path)))
         elif path.is_dir():
             discard(path)
         else:
@@ -385,19 +361,16 @@ def discard(path: Path) -> bool:
     It first loses its name, so that half of it is never taken for a checkpoint. Returns True if all of it is
     gone; never raises: a warning says why not.
     """
-    trash = path if path.name.startswith(TRASH) else path.with_name(f"{TRASH}{path.name.lstrip('.')}")
+    trash = path
     try:
-        if os.path.lexists(path) and (foreign := foreign_in(path)) is not None:
+        if (foreign := foreign_in(path)) is not None:
             log.warning("%s: not deleted: holds %s, which mlm did not write", path, foreign)
             return False
-        if os.path.lexists(path) and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
             log.warning("%s: not deleted: it belongs to %s, and this user may not", path, owner_of(path))
             return False
-        if trash != path and os.path.lexists(trash) and foreign_in(trash) is not None:
-            trash = trash.with_name(f"{trash.name}-{os.urandom(4).hex()}")  # that one is the user's
-        if trash != path:
-            if trash.exists():
-                shutil.rmtree(trash)
+        if not path.name.startswith(TRASH):
+            trash = path.with_name(f"{TRASH}{path.name.lstrip('.')}-{os.urandom(4).hex()}")
             os.rename(path, trash)
         shutil.rmtree(trash)
     except FileNotFoundError:

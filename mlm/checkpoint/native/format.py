@@ -28,7 +28,7 @@ from mlm.checkpoint.native.columns import (
     encode_columns,
     tiling_problem,
 )
-from mlm.checkpoint.native.slices import Region, Split
+from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes, parse_json, read_bounded, write_atomic
 
@@ -86,7 +86,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: Collection[Chunk]
-    split: Split | None = None
+    split: TensorSplit | None = None
     """Split over layouts, if the writer knew it."""
     norm: float | None = field(default=None, compare=False)
     """L2 norm, NaN if an element is not finite; None of integers, and of what no training run saved."""
@@ -241,8 +241,15 @@ def regular_size(path: Path) -> int:
 def decode_manifest(encoded: bytes, path: Path, *, with_chunks: bool = True) -> Manifest:
     """The inverse of `encode_manifest`; `path` is for messages. Raises as `read_manifest` does."""
     try:
-        body, digest = _parse(encoded, path)
-        return _build(body, digest, with_chunks)
+        body = parse_json(encoded)
+        if not isinstance(body, dict) or body.get("format") != FORMAT:
+            raise ValueError(f'its "format" is not "{FORMAT}"')
+        version, digest = _whole_number(body.get("version")), body.pop("digest", None)
+        if version > VERSION:
+            raise UserError(f"{path}: format version {version}, known up to {VERSION}. Upgrade mlm")
+        if digest != digest_bytes(canonical(body)):
+            raise ValueError("its digest does not match its content: it was altered")
+        return _build(body, version, digest, with_chunks)
     except UserError:
         raise
     except KeyError as e:
@@ -251,39 +258,19 @@ def decode_manifest(encoded: bytes, path: Path, *, with_chunks: bool = True) -> 
         raise CorruptFileError(f"{path}: damaged manifest, {e}. {RESTORE}") from e
 
 
-def _parse(encoded: bytes, path: Path) -> tuple[dict[str, JSON], str]:
-    """The JSON object of a manifest without its digest, which holds, and the digest."""
-    body = parse_json(encoded)
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise ValueError(f'its "format" is not "{FORMAT}"')
-    if type(body.get("version")) is int and body["version"] > VERSION:
-        raise UserError(f"{path}: format version {body['version']}, known up to {VERSION}. Upgrade mlm")
-    digest = body.pop("digest", None)
-    if digest != digest_bytes(canonical(body)):
-        raise ValueError("its digest does not match its content: it was altered")
-    return body, digest
-
-
-def _build(body: dict[str, JSON], digest: str, with_chunks: bool) -> Manifest:
-    if type(body["version"]) is not int or body["version"] != VERSION:
-        raise ValueError(f"version {str(body['version'])[:40]!r}")
+def _build(body: dict[str, JSON], version: int, digest: str, with_chunks: bool) -> Manifest:
+    step, save_id = _whole_number(body["step"]), body["save_id"]
+    if version != VERSION or step > MAX_STEP:
+        raise ValueError(f"version {version} or step {step} is not in range")
+    if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > MAX_SAVE_ID:
+        raise ValueError(f"save_id {str(save_id)[:40]!r} is not allowed")
     if not all(isinstance(body[name], dict) for name in ("files", "tensors", "state")):
         raise ValueError("files, tensors or state is not an object")
-    files: dict[str, FileEntry] = {}
-    for name, entry in body["files"].items():
-        if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"file name {name!r} is not allowed")
-        size = _whole_number(entry["bytes"])
-        files[name] = FileEntry(size, _digest(entry["digest"]), _build_blocks(name, entry["blocks"], size))
+    files = {name: _build_file(name, entry) for name, entry in body["files"].items()}
     tensors = {name: _build_tensor(name, body["tensors"][name]) for name in sorted(body["tensors"])}
     if with_chunks:
         tensors = _with_chunks(tensors, files, unpack(body["chunks"]))
-    state, step, save_id = body["state"], _whole_number(body["step"]), body["save_id"]
-    if step > MAX_STEP:
-        raise ValueError(f"step {step} is not in range")
-    if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > MAX_SAVE_ID:
-        raise ValueError(f"save_id {str(save_id)[:40]!r} is not allowed")
-    return Manifest(step, save_id, tensors, files, state, digest)
+    return Manifest(step, save_id, tensors, files, body["state"], digest)
 
 
 def _with_chunks(
@@ -300,22 +287,28 @@ def _with_chunks(
     return {n: replace(entry, chunks=c) for (n, entry), c in zip(tensors.items(), chunks, strict=True)}
 
 
-def _build_blocks(name: str, blocks: JSON, size: int) -> tuple[str, ...]:
+def _build_file(name: str, entry: JSON) -> FileEntry:
+    size, blocks = _whole_number(entry["bytes"]), entry["blocks"]
+    if not FILE_NAME.fullmatch(name):
+        raise ValueError(f"file name {name!r} is not allowed")
     if not isinstance(blocks, list) or len(blocks) != -(-size // DIGEST_BLOCK):
         raise ValueError(f"{name} does not have a digest for each of its blocks")
-    return tuple(map(_digest, blocks))
+    return FileEntry(size, _digest(entry["digest"]), tuple(map(_digest, blocks)))
 
 
 def _build_tensor(name: str, entry: JSON) -> TensorEntry:
     """A tensor without its chunks."""
+    shape = entry["shape"]
     if not name.isprintable() or len(name) > MAX_NAME:  # names are printed, on terminals too
         raise ValueError(f"tensor name {name[:40]!r} is not allowed")
-    shape = _numbers(entry["shape"])
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
+        raise ValueError(f"{name} has a shape that is no list of at most {MAX_DIMS} numbers")
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has unknown dtype {entry['dtype']!r}")
-    split = None if entry["split"] is None else build_split(name, entry["split"], shape)
+    sizes = tuple(map(_whole_number, shape))
+    split = None if entry["split"] is None else _build_split(name, entry["split"], sizes)
     before, norm = (None, None) if entry["norms"] is None else map(_build_norm, entry["norms"])
-    return TensorEntry(shape, DTYPES[entry["dtype"]], (), split, norm, before)
+    return TensorEntry(sizes, DTYPES[entry["dtype"]], (), split, norm, before)
 
 
 def _build_norm(value: JSON) -> float | None:
@@ -326,21 +319,14 @@ def _build_norm(value: JSON) -> float | None:
     return float(value)
 
 
-def build_split(name: str, value: JSON, shape: tuple[int, ...]) -> Split:
-    """A Split from its JSON. Raises ValueError, KeyError or TypeError when it is none for this shape."""
-    split = Split(value["tp_dim"], value["stage"], _whole_number(value["multiple"]))
-    dim, stage = split.tp_dim, split.stage
+def _build_split(name: str, value: JSON, shape: tuple[int, ...]) -> TensorSplit:
+    split = TensorSplit(value["tp_dim"], value["stage"], _whole_number(value["multiple"]))
+    dim = split.tp_dim
     if (dim is not None and _whole_number(dim) >= len(shape)) or not split.multiple:
         raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")
-    if stage not in ("first", "last"):
-        _whole_number(stage)
+    if split.stage not in ("first", "last"):
+        _whole_number(split.stage)
     return split
-
-
-def _numbers(value: JSON) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MAX_DIMS:
-        raise ValueError(f"{str(value)[:40]} is not a list of at most {MAX_DIMS} numbers")
-    return tuple(map(_whole_number, value))
 
 
 def _whole_number(value: JSON) -> int:

@@ -39,9 +39,8 @@ def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 def joint_norm(norms: Sequence[float]) -> float:
     """Norm of a tensor from those of its parts; NaN if one is."""
-    if any(math.isnan(part) for part in norms):
-        return NOT_FINITE
-    return min(math.hypot(*norms), LARGEST)
+    total = math.hypot(*norms)
+    return min(total, LARGEST) if total == total else NOT_FINITE
 
 
 def with_norms(
@@ -61,10 +60,13 @@ def with_norms(
     }
 
 
-def first_not_finite(tensors: Mapping[str, TensorEntry]) -> str | None:
-    """Name of a tensor with an element that is not finite, a weight if there is one; by its norm."""
+def not_finite_problem(tensors: Mapping[str, TensorEntry]) -> str | None:
+    """The first tensor that is not finite by its norm, weights first: `weights not finite: model.w`."""
     bad = [name for name, entry in tensors.items() if entry.norm is not None and math.isnan(entry.norm)]
-    return min(bad, key=lambda name: not name.startswith("model."), default=None)
+    if not bad:
+        return None
+    name = min(bad, key=lambda name: not name.startswith("model."))
+    return f"{'weights' if name.startswith('model.') else 'optimizer state'} not finite: {name}"
 
 
 def largest_jump(tensors: Mapping[str, TensorEntry]) -> tuple[str, float] | None:
@@ -76,9 +78,3 @@ def largest_jump(tensors: Mapping[str, TensorEntry]) -> tuple[str, float] | None
             grown[name] = entry.norm / (entry.norm_before or 1.0)
     most = max(grown.items(), key=lambda each: each[1], default=("", 0.0))
     return most if most[1] >= JUMP else None
-
-
-def describe_not_finite(name: str) -> str:
-    """The finding in words: `weights not finite: model.token.weight`."""
-    what = "weights" if name.startswith("model.") else "optimizer state"
-    return f"{what} not finite: {name}"

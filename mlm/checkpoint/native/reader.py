@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from mlm.checkpoint.native import format as layout
 from mlm.checkpoint.native.format import RESTORE, FileEntry, Manifest
 from mlm.checkpoint.native.shard_file import Stored, parse_header
-from mlm.checkpoint.native.slices import Region, Shard
+from mlm.checkpoint.native.slices import Region, TensorShard
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_name
 
@@ -59,9 +58,7 @@ class CheckedFile:
     def __enter__(self) -> "CheckedFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -133,7 +130,7 @@ class Reading:
     target: Tensor
 
 
-def plan_reading(manifest: Manifest, wanted: Mapping[str, Shard]) -> dict[str, list[Reading]]:
+def plan_reading(manifest: Manifest, wanted: Mapping[str, TensorShard]) -> dict[str, list[Reading]]:
     """Return what to read of each file. The chunks tile each tensor, so every wanted element is read once."""
     readings: defaultdict[str, list[Reading]] = defaultdict(list)
     for name, shard in wanted.items():
@@ -197,7 +194,7 @@ class Reader:
         """Return those elements, on CPU, of the stored dtype."""
         entry = self.manifest.tensors[name]
         target = torch.empty(region.size, dtype=entry.dtype)
-        planned = plan_reading(self.manifest, {name: Shard(target, entry.shape, region.offset)})
+        planned = plan_reading(self.manifest, {name: TensorShard(target, entry.shape, region.offset)})
         for file, readings in planned.items():
             self.check(file, readings)
             self.copy(file, readings)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from mlm.checkpoint.native.folders import (
@@ -33,21 +32,13 @@ def prune(root: Path, *, keep_last: int, keep_every: int) -> None:
         discard(path)
 
 
-def outdated(
-    root: Path,
-    *,
-    keep_last: int,
-    keep_every: int,
-    since: int | None = None,
-    problem: Callable[[Path], str | None] = checkpoint_problem,
-) -> list[Path]:
+def outdated(root: Path, *, keep_last: int, keep_every: int, since: int | None = None) -> list[Path]:
     """The checkpoints that retention deletes, oldest first.
 
     Kept: the `keep_last` newest good ones, at least one, and whatever is newer; multiples of `keep_every`
     (0: none); the one `latest` names, and what is newer than that. Good are whole ones that are not doubtful.
-    A damaged one, of which `problem(directory)` says why, never counts as kept: it is deleted when
-    `keep_last` good ones are newer, so where none is good nothing is. Of doubtful ones `keep_last` are kept
-    besides. `since` is that of `checkpoint_doubt`. `problem` is called from the newest on, while it matters.
+    A damaged one never counts as kept: it is deleted when `keep_last` good ones are newer, so where none is
+    good nothing is. Of doubtful ones `keep_last` are kept besides. `since` is that of `checkpoint_doubt`.
     Raises CheckpointError when `root` cannot be read.
     """
     named, old = latest_name(root), list[Path]()
@@ -55,7 +46,7 @@ def outdated(
     for path in candidates(root):
         if good < most:
             if checkpoint_doubt(path, since) is None:
-                good += problem(path) is None
+                good += checkpoint_problem(path) is None
                 continue
             doubtful += 1
             if doubtful <= most:

@@ -1,11 +1,17 @@
-"""The state of a training run in a manifest: checks before any of it is believed."""
+"""Keys of a checkpoint's `state`: counters, descent, tokenizer. Nothing is believed unchecked."""
 
 import math
+import os
+import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from mlm.checkpoint.native.format import JSON, RESTORE, Manifest
+from mlm.checkpoint.native.format import DIGEST, JSON, RESTORE, Manifest
 from mlm.util.errors import CorruptFileError
+from mlm.util.files import digest_file
+from mlm.util.ownership import file_type_name
 
 FINETUNING = "finetuning"
 """Key of the state of a finetuning run."""
@@ -13,38 +19,35 @@ INCIDENTS = "incidents"
 """Key of what a run remembers of its incidents, which decides on later ones."""
 NOT_FINITE_SINCE = "not_finite_since"
 """Key of a run's incidents: the first of the newest steps that are not finite; 0 if the newest is finite."""
-MOST = 1 << 62  # steps, samples
-MOST_COUNTED = (1 << 31) - 1  # of the loss scaler's counters: i32 on the device
+LINEAGE = "lineage"
+"""Key of the saves that a checkpoint descends from."""
+TOKENIZER = "tokenizer"
+"""Key of the tokenizer that a checkpoint was trained with."""
+TOKENIZER_FILE = "tokenizer.json"
+"""It lies in the run directory, beside the folder of checkpoints."""
+MAX_COUNT = 1 << 62  # steps, samples
+MAX_SCALER_COUNT = (1 << 31) - 1  # of the loss scaler's counters: i32 on the device
+SAVE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
+MAX_ANCESTORS = 1000
+"""Saves of the past that a checkpoint names, the newest ones."""
 
 
 def check_run_state(manifest: Manifest, path: Path) -> None:
     """Raise CorruptFileError unless the counters and the loss scale are those of a run at this step."""
-    state = manifest.state
-    problem = (
-        f"its state says step {str(state.get('step'))[:40]}, the manifest {manifest.step}"
-        if state.get("step") != manifest.step or type(state.get("step")) is not int
-        else _out_of_range(state, "consumed_samples", MOST)
-        or _out_of_range(state, "applied_steps", float(MOST))
-        or _scaler_problem(state.get("scaler"))
-    )
-    if problem:
-        raise CorruptFileError(f"{path}: {problem}. {RESTORE}")
-
-
-def _scaler_problem(scaler: JSON) -> str | None:
-    if not isinstance(scaler, dict):
-        return "its scaler is no object"
-    limits = {"scale": 2.0**127, "clean_steps": MOST_COUNTED, "skipped": MOST_COUNTED}
-    problem = next((why for key, most in limits.items() if (why := _out_of_range(scaler, key, most))), None)
-    return problem or (None if scaler["scale"] > 0 else "its scale=0 is out of range")
-
-
-def _out_of_range(state: Mapping[str, JSON], key: str, most: float) -> str | None:
-    value: JSON = state.get(key)
-    kinds = (int,) if isinstance(most, int) else (int, float)
-    if type(value) in kinds and 0 <= value <= most and math.isfinite(value):
-        return None
-    return f"its {key}={str(value)[:40]} is out of range"
+    state, scaler = manifest.state, manifest.state.get("scaler")
+    counts = {
+        "step": (state, manifest.step, manifest.step),
+        "consumed_samples": (state, 0, MAX_COUNT),
+        "applied_steps": (state, 0.0, float(MAX_COUNT)),
+        "scale": (scaler, math.ulp(0.0), 2.0**127),
+        "clean_steps": (scaler, 0, MAX_SCALER_COUNT),
+        "skipped": (scaler, 0, MAX_SCALER_COUNT),
+    }
+    for key, (values, least, most) in counts.items():
+        value: JSON = values.get(key) if isinstance(values, Mapping) else None
+        kinds = (int,) if isinstance(most, int) else (int, float)
+        if type(value) not in kinds or not least <= value <= most:
+            raise CorruptFileError(f"{path}: its {key}={str(value)[:40]} is out of range. {RESTORE}")
 
 
 def not_finite_since(state: Mapping[str, JSON]) -> int:
@@ -66,3 +69,90 @@ def as_strings(value: JSON) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         return ()
     return tuple(value)
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save of a run. Two saves of one step differ in their id."""
+
+    step: int
+    save_id: str
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The past of a checkpoint."""
+
+    ancestors: tuple[Save, ...] = ()
+    """Saves it descends from, the oldest first: the last one is its parent."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "Lineage":
+        """The lineage in a checkpoint's state; empty for one that no training run saved."""
+        try:
+            saves = [Save(step, save_id) for step, save_id in state[LINEAGE]["ancestors"]]
+            is_valid = all(type(save.step) is int and SAVE_ID.fullmatch(save.save_id) for save in saves)
+        except (KeyError, TypeError, ValueError):
+            return cls()
+        return cls(tuple(saves)) if is_valid and len(saves) <= MAX_ANCESTORS else cls()
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"ancestors": [[save.step, save.save_id] for save in self.ancestors]}
+
+    def after(self, save: Save) -> tuple[Save, ...]:
+        """The ancestors of the next checkpoint, when this one was saved as `save`."""
+        return (*self.ancestors, save)[-MAX_ANCESTORS:]
+
+
+@dataclass(frozen=True)
+class TokenizerDigest:
+    """A tokenizer as a checkpoint knows it."""
+
+    digest: str
+    """Digest of tokenizer.json."""
+    vocabulary: str | None = None
+    """Digest of its tokens, ids and merges: the same for another file that spells the same vocabulary."""
+    eod_id: int | None = None
+    """The token that ends a document in what was trained on, which the file does not tell."""
+
+    def is_same(self, other: "TokenizerDigest") -> bool:
+        """True if both turn text into the same tokens, as far as the digests tell."""
+        return self.digest == other.digest or (
+            self.vocabulary is not None and self.vocabulary == other.vocabulary
+        )
+
+    def encode(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "TokenizerDigest | None":
+        """Entry of a checkpoint's state; None for one without a tokenizer."""
+        entry = state.get(TOKENIZER)
+        digest, vocabulary, eod_id = (
+            entry.get(key) if isinstance(entry, dict) else None for key in ("digest", "vocabulary", "eod_id")
+        )
+        if not (isinstance(digest, str) and DIGEST.fullmatch(digest)):
+            return None
+        known = isinstance(vocabulary, str) and DIGEST.fullmatch(vocabulary)
+        return cls(digest, vocabulary if known else None, eod_id if type(eod_id) is int else None)
+
+
+def tokenizer_path(directory: Path) -> Path:
+    """tokenizer.json of the run whose checkpoint the step-… `directory` is."""
+    return directory.parent.parent / TOKENIZER_FILE
+
+
+def check_run_tokenizer(directory: Path, state: Mapping[str, Any]) -> None:
+    """Raise CorruptFileError if tokenizer.json is no file, or not the one the checkpoint was trained with."""
+    known, path = TokenizerDigest.of(state), tokenizer_path(directory)
+    if os.path.lexists(path) and not path.is_file():
+        raise CorruptFileError(f"{path}: is {file_type_name(path)}, no regular file. {RESTORE}")
+    if known is None or not path.is_file():
+        return
+    if (digest := digest_file(path)) != known.digest:
+        raise CorruptFileError(
+            f"{path}: damaged or replaced, digest {digest}, {directory.name} was trained with "
+            f"{known.digest}. {RESTORE}"
+        )

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from mlm.checkpoint.native.declaration import declare_shards, file_name, merge_declared
-from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native.exchange import ONE_RANK, Ranks
 from mlm.checkpoint.native.folders import (
     EVIDENCE,
     discard,
@@ -41,19 +40,12 @@ from mlm.checkpoint.native.format import (
     read_manifest_head,
     write_manifest,
 )
-from mlm.checkpoint.native.norms import (
-    describe_not_finite,
-    first_not_finite,
-    largest_jump,
-    norms_of,
-    with_norms,
-)
+from mlm.checkpoint.native.norms import largest_jump, norms_of, not_finite_problem, with_norms
 from mlm.checkpoint.native.reader import Reader, Reading, plan_reading
 from mlm.checkpoint.native.retention import prune
 from mlm.checkpoint.native.shard_file import write_shard_file
-from mlm.checkpoint.native.slices import Shard
+from mlm.checkpoint.native.slices import TensorShard
 from mlm.checkpoint.native.staging import StagedFile
-from mlm.parallel.watch import Watch
 from mlm.util.errors import CorruptFileError, UserError
 
 log = logging.getLogger(__name__)
@@ -61,7 +53,7 @@ log = logging.getLogger(__name__)
 __all__ = [
     "CheckpointError",
     "Manifest",
-    "Shard",
+    "TensorShard",
     "latest_checkpoint",
     "load_checkpoint",
     "read_manifest",
@@ -83,34 +75,29 @@ REMEDIES = {
 def save_checkpoint(
     root: Path,
     step: int,
-    shards: Mapping[str, Shard],
+    shards: Mapping[str, TensorShard],
     *,
     state: Mapping[str, JSON],
-    rank: int,
-    world_size: int,
-    group: ProcessGroup | None,
     keep_last: int,
     keep_every: int,
-    watch: Watch | None = None,
+    ranks: Ranks = ONE_RANK,
     save_id: str | None = None,
     staged: StagedFile | None = None,
     may_prune: Callable[[], bool] = lambda: True,
 ) -> Path:
     """Write `root/step-…` from the shards of all ranks, point `latest` at it and prune old ones.
 
-    Collective over `group` (gloo; None when `world_size` is 1). Over all ranks, `shards` must hold each
-    element of each tensor exactly once: a replicated one is passed by one of its owners. `state` is taken
-    from rank 0. Returns the new directory. A kill at any instant leaves the previous checkpoint intact.
-    `watch` receives what is waited for. `staged` holds a copy of `shards` filled under `save_id`, the same on
-    all ranks: it is written, and of `shards` only the shapes count. `may_prune` is asked on rank 0 when all
-    is written: False keeps the old ones until the next save.
+    Collective over `ranks`. Over all of them, `shards` must hold each element of each tensor exactly once: a
+    replicated one is passed by one of its owners. `state` is taken from rank 0. Returns the new directory. A
+    kill at any instant leaves the previous checkpoint intact. `staged` holds a copy of `shards` filled under
+    `save_id`, the same on all ranks: it is written, and of `shards` only the shapes count. `may_prune` is
+    asked on rank 0 when all is written: False keeps the old ones until the next save.
 
     Raises CheckpointError on every rank, leaving no files, if any rank cannot write or the shards
     do not tile their tensors; NotFiniteError on every rank if a tensor holds NaN or infinity, leaving the
     first such state of a run as `not-finite-step-…`; LostPeer if a rank does not take part.
     """
-    ranks = Ranks(rank, world_size, group, watch or Watch(rank))
-    explain = partial(_explain_save, root, rank, latest_name(root))
+    explain = partial(_explain_save, root, ranks.rank, latest_name(root))
     assert staged is None or save_id is not None, "what is staged carries its save id"
     save_id, main_step = ranks.broadcast([save_id or uuid.uuid4().hex, step])
     staging = staging_path(root, step, save_id)
@@ -122,7 +109,7 @@ def save_checkpoint(
         tensors = ranks.together(
             lambda: _prepare(root, step, save_id, declared) if ranks.is_main else {}, explain
         )
-        written = ranks.together(lambda: write_shards(staging, rank, shards, save_id, staged), explain)
+        written = ranks.together(lambda: write_shards(staging, ranks.rank, shards, save_id, staged), explain)
         parts = {file_name(r): entry for r, entry in enumerate(ranks.gather(written)) if entry}
         files = {name: file_entry(entry) for name, entry in parts.items()}
 
@@ -164,13 +151,17 @@ def _prepare(root: Path, step: int, save_id: str, declared: list[bytes]) -> dict
     return tensors
 
 
-def stored_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
+def stored_tensors(shards: Mapping[str, TensorShard]) -> dict[str, Tensor]:
     """Return the shards of a rank that are written: those that hold an element."""
     return {name: shard.tensor for name, shard in shards.items() if shard.tensor.numel()}
 
 
 def write_shards(
-    staging: Path, rank: int, shards: Mapping[str, Shard], save_id: str, staged: StagedFile | None = None
+    staging: Path,
+    rank: int,
+    shards: Mapping[str, TensorShard],
+    save_id: str,
+    staged: StagedFile | None = None,
 ) -> list[JSON] | None:
     """Write this rank's file; return its [bytes, digest, block digests, norms], None without any element."""
     tensors, path = stored_tensors(shards), staging / file_name(rank)
@@ -186,13 +177,13 @@ def publish_manifest(staging: Path, root: Path, manifest: Manifest) -> None:
     Raises NotFiniteError for a state that is not finite, of which the first is kept aside as evidence.
     """
     write_manifest(staging, manifest)
-    if (name := first_not_finite(manifest.tensors)) is not None:
+    if problem := not_finite_problem(manifest.tensors):
         kept = next(root.glob(f"{EVIDENCE}*"), None)
         if kept is None:
             kept = root / f"{EVIDENCE}{step_name(manifest.step)}"
             os.rename(staging, kept)
         raise NotFiniteError(
-            f"step {manifest.step}: not saved: {describe_not_finite(name)}; {kept} is kept to look at, and "
+            f"step {manifest.step}: not saved: {problem}; {kept} is kept to look at, and "
             "no checkpoint was replaced or deleted"
         )
     if jump := largest_jump(manifest.tensors):
@@ -217,33 +208,30 @@ def _explain_save(root: Path, rank: int, previous: str | None, error: Exception)
 
 def load_checkpoint(
     path: Path,
-    wanted: Mapping[str, Shard],
+    wanted: Mapping[str, TensorShard],
     *,
-    rank: int,
-    world_size: int,
-    group: ProcessGroup | None,
+    ranks: Ranks = ONE_RANK,
     allow_missing: Callable[[str], bool] | None = None,
     allow_extra: Callable[[str], bool] | None = None,
     cast: bool = False,
     config: Mapping[str, JSON] | None = None,
-    watch: Watch | None = None,
 ) -> Manifest:
     """Fill the tensors of `wanted` in place from a checkpoint directory written at any layout.
 
-    Collective over `group` (gloo; None when `world_size` is 1). Before a tensor is touched, size, save id and
-    header of every file, names, shapes, dtypes and coverage are checked. Every byte is compared with its
+    Collective over `ranks`. Before a tensor is touched, size, save id and header of every file, names,
+    shapes, dtypes and coverage are checked. Every byte is compared with its
     digest: those that are used, on the way into the tensors; the others of each file by one rank.
     A name in the checkpoint that no rank wants is rejected unless `allow_extra(name)`; a wanted one that it
     lacks is rejected unless `allow_missing(name)`, and is then left as it is. `cast` converts between
     floating dtypes. `config` is this run's, used to name the settings that differ from `state["config"]`.
-    `watch` receives what is waited for; LostPeer is raised if a rank does not take part.
 
     Raises on every rank alike: UserError when the checkpoint is of another model or precision,
-    CorruptFileError when a file is damaged, CheckpointError when one cannot be read. A damaged block, a disk
-    that fails while it is read, or a cast that overflows leaves some tensors filled.
+    CorruptFileError when a file is damaged, CheckpointError when one cannot be read, LostPeer if a rank does
+    not take part. A damaged block, a disk that fails while it is read, or a cast that overflows leaves some
+    tensors filled.
     """
-    path, ranks = Path(path), Ranks(rank, world_size, group, watch or Watch(rank))
-    explain = partial(_explain_load, path, rank)
+    path = Path(path)
+    explain = partial(_explain_load, path, ranks.rank)
     manifest = ranks.together(lambda: read_finite(path), explain)
     if len(set(ranks.all_gather(manifest.digest))) > 1:
         raise CheckpointError(f"{path}: ranks see different checkpoints there. Load it from a shared disk")
@@ -277,8 +265,8 @@ def load_checkpoint(
 def read_finite(path: Path) -> Manifest:
     """The manifest. Raises CorruptFileError too if its norms say that a tensor is not finite."""
     manifest = read_manifest(path)
-    if (name := first_not_finite(manifest.tensors)) is not None:
-        raise CorruptFileError(f"{path}: {describe_not_finite(name)}. Load another checkpoint with ckpt=…")
+    if problem := not_finite_problem(manifest.tensors):
+        raise CorruptFileError(f"{path}: {problem}. Load another checkpoint with ckpt=…")
     return manifest
 
 
@@ -292,52 +280,33 @@ def _explain_load(path: Path, rank: int, error: Exception) -> UserError:
 def _check_fit(
     path: Path,
     manifest: Manifest,
-    wanted: Mapping[str, Shard],
+    wanted: Mapping[str, TensorShard],
     unwanted: list[str],
     allow_missing: Callable[[str], bool] | None,
     cast: bool,
     config: Mapping[str, JSON],
 ) -> None:
     """Raise one UserError that lists the first few names, shapes and dtypes that differ."""
-    problems = [f"{name} is not in it" for name in _missing(manifest, wanted, allow_missing)]
-    problems += [f"{name} is in it, not here" for name in unwanted]
-    problems += _shape_problems(manifest, wanted)
+    problems, dtypes = [f"{name} is in it, not here" for name in unwanted], list[str]()
+    for name, shard in wanted.items():
+        entry, dtype = manifest.tensors.get(name), shard.tensor.dtype
+        if entry is None:
+            if not (allow_missing and allow_missing(name)):
+                problems.append(f"{name} is not in it")
+        elif entry.shape != tuple(shard.global_shape):
+            problems.append(f"{name} has shape {list(shard.global_shape)} here, {list(entry.shape)} there")
+        elif entry.dtype != dtype and not (
+            cast and dtype.is_floating_point and entry.dtype.is_floating_point
+        ):
+            dtypes.append(f"{name} is {dtype} here, {entry.dtype} there")
     what, remedy = "another model", "Set model=… as it was trained, or ckpt=… to another checkpoint"
     if not problems:
-        problems = _dtype_problems(manifest, wanted, cast)
-        what, remedy = "another precision", "Set precision=… as it was trained"
+        problems, what, remedy = dtypes, "another precision", "Set precision=… as it was trained"
     if problems:
-        listed = "; ".join(problems[:LISTED]) + (
-            f"; and {len(problems) - LISTED} more" if problems[LISTED:] else ""
-        )
+        more = f"; and {len(problems) - LISTED} more" if problems[LISTED:] else ""
         settings = "".join(f"; {line}" for line in _differing(config, manifest.state.get("config")))
-        raise UserError(f"{path}: checkpoint of {what}: {listed}{settings}. {remedy}")
-
-
-def _missing(
-    manifest: Manifest, wanted: Mapping[str, Shard], allow_missing: Callable[[str], bool] | None
-) -> list[str]:
-    lacking = [name for name in wanted if name not in manifest.tensors]
-    return [name for name in lacking if not (allow_missing and allow_missing(name))]
-
-
-def _shape_problems(manifest: Manifest, wanted: Mapping[str, Shard]) -> list[str]:
-    return [
-        f"{name} has shape {list(shard.global_shape)} here, {list(manifest.tensors[name].shape)} there"
-        for name, shard in wanted.items()
-        if name in manifest.tensors and manifest.tensors[name].shape != tuple(shard.global_shape)
-    ]
-
-
-def _dtype_problems(manifest: Manifest, wanted: Mapping[str, Shard], cast: bool) -> list[str]:
-    problems = []
-    for name, shard in wanted.items():
-        if name in manifest.tensors:
-            here, there = shard.tensor.dtype, manifest.tensors[name].dtype
-            convertible = cast and here.is_floating_point and there.is_floating_point
-            if here != there and not convertible:
-                problems.append(f"{name} is {here} here, {there} there")
-    return problems
+        listed = "; ".join(problems[:LISTED])
+        raise UserError(f"{path}: checkpoint of {what}: {listed}{more}{settings}. {remedy}")
 
 
 def _differing(here: Mapping[str, JSON], there: JSON) -> Iterator[str]:

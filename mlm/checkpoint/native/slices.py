@@ -38,7 +38,7 @@ class Region(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Split:
+class TensorSplit:
     """Split of a tensor over layouts. Stored in the manifest, so that resharding needs no model."""
 
     tp_dim: int | None
@@ -56,7 +56,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorShard:
     """A region of a global tensor, held by this rank.
 
     `tensor` is a plain local tensor of any strides on any device; `global_shape` and `offset` have one
@@ -66,7 +66,7 @@ class Shard:
     tensor: Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    split: Split | None = None
+    split: TensorSplit | None = None
     """Split of the global tensor over layouts, if known."""
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Shard:
         )
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> "Shard":
+    def whole(cls, tensor: Tensor) -> "TensorShard":
         """All of a tensor."""
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 

@@ -1,7 +1,4 @@
-"""Writing a checkpoint in one process, a piece of a tensor at a time: for resharding and imports.
-
-The files lie in a hidden directory until all are there, as those of a training save do.
-"""
+"""Writing a checkpoint in one process, a piece of a tensor at a time: for resharding and imports."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,31 +10,11 @@ from torch import Tensor
 
 from mlm.checkpoint.native.columns import Chunk
 from mlm.checkpoint.native.declaration import file_name
-from mlm.checkpoint.native.folders import (
-    checkpoints,
-    clear_up,
-    discard,
-    latest_name,
-    open_staging,
-    point_latest,
-    publish,
-    staging_path,
-    step_name,
-)
-from mlm.checkpoint.native.format import (
-    JSON,
-    CheckpointError,
-    Manifest,
-    TensorEntry,
-    canonical,
-    read_manifest_head,
-    write_manifest,
-)
-from mlm.checkpoint.native.save_load import REMEDIES
+from mlm.checkpoint.native.folders import point_latest, step_name
+from mlm.checkpoint.native.format import JSON, Manifest, TensorEntry, canonical, write_manifest
 from mlm.checkpoint.native.shard_file import Form, write_stream
-from mlm.checkpoint.native.slices import Region, Split
-from mlm.util.errors import UserError
-from mlm.util.files import digest_bytes
+from mlm.checkpoint.native.slices import Region, TensorSplit
+from mlm.util.files import digest_bytes, fsync_directory
 
 Read = Callable[[str, Region], Tensor]
 Pieces = dict[str, dict[str, Region]]
@@ -50,7 +27,7 @@ class GlobalTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    split: Split
+    split: TensorSplit
     norm: float | None = None
     norm_before: float | None = None
 
@@ -77,47 +54,32 @@ def write_streamed(
     stage_rank: Callable[[int | str], int] = lambda stage: 0,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Path:
-    """Write `root/step-…` as tp * pp ranks would, holding one piece of one tensor at a time, and publish it.
+    """Write `root/step-…` as tp * pp ranks would, holding one piece of one tensor at a time.
 
     File number p * tp + t holds what tp rank t of pipeline rank p = stage_rank(split.stage) owns. The bytes
-    are a function of the arguments alone. `read(name, region)` gives a piece, on CPU, of the tensor's
-    dtype, and raises no bare OSError; `progress` receives bytes of tensors written.
+    are a function of the arguments alone: `save_id` should be one of content and layout (`derived_id`).
+    `read(name, region)` gives a piece, on CPU, of the tensor's dtype; `progress` receives bytes written.
 
-    A kill at any instant leaves nothing under a final name, or the whole; the next call with this `step` and
-    `save_id` begins again, or returns at once when the checkpoint is there: `save_id` must therefore be a
-    function of content and layout (`derived_id`). One process at a time: see lock.py.
-
-    Raises UserError when another checkpoint is in `root`, CheckpointError when the disk does not take it,
+    `root` is a new folder, which its caller publishes when all is written: see `new_folder`. Raises OSError,
     and what `read` raises.
     """
-    pieces, staging = shard_by_file(tensors, tp, stage_rank), staging_path(root, step, save_id)
+    pieces, directory = shard_by_file(tensors, tp, stage_rank), root / step_name(step)
+    directory.mkdir(parents=True)
+    files = {
+        name: write_stream(
+            directory / name,
+            {n: Form(tensors[n].dtype, piece.size) for n, piece in held.items()},
+            lambda n, held=held: read(n, held[n]),  # type: ignore[misc]
+            {"save_id": save_id},
+            progress,
+        )
+        for name, held in pieces.items()
+    }
     entries = {name: _entry(tensor, name, pieces) for name, tensor in tensors.items()}
-    try:
-        if (path := published(root, step, save_id)) is not None:
-            if latest_name(root) != path.name:  # killed between the two
-                point_latest(root, step)
-            clear_up(root)
-            return path
-        files, _ = {}, open_staging(root, step, save_id)
-        for name, held in pieces.items():
-            files[name] = write_stream(
-                staging / name,
-                {n: Form(tensors[n].dtype, piece.size) for n, piece in held.items()},
-                lambda n, held=held: read(n, held[n]),  # type: ignore[misc]
-                {"save_id": save_id},
-                progress,
-            )
-        manifest = Manifest(step, save_id, entries, files, state)
-        write_manifest(staging, manifest)
-        publish(staging, root, manifest)
-    except OSError as error:
-        remedy = REMEDIES.get(error.errno or 0, "Fix it, or set out=… to another directory")
-        raise CheckpointError(
-            f"{error.filename or root}: could not be written: {error.strerror or error}. {remedy}"
-        ) from error
-    finally:
-        discard(staging)
-    return root / step_name(step)
+    write_manifest(directory, Manifest(step, save_id, entries, files, state))
+    fsync_directory(directory)
+    point_latest(root, step)
+    return directory
 
 
 def shard_by_file(
@@ -136,25 +98,6 @@ def shard_by_file(
             if piece.volume:
                 pieces.setdefault(file_name(first + rank), {})[name] = piece
     return dict(sorted(pieces.items()))
-
-
-def published(root: Path, step: int, save_id: str) -> Path | None:
-    """The checkpoint that an earlier call with these arguments published, if there is one.
-
-    Raises UserError when `root` holds another: none is ever overwritten.
-    """
-    for path in checkpoints(root).values():
-        try:
-            is_it = path.name == step_name(step) and read_manifest_head(path).save_id == save_id
-        except UserError:  # damaged: still not ours to replace
-            is_it = False
-        if not is_it:
-            raise UserError(
-                f"{path}: another checkpoint is there, and none is overwritten. "
-                "Set out=… to a new directory, or delete that one"
-            )
-        return path
-    return None
 
 
 def _entry(tensor: GlobalTensor, name: str, pieces: Pieces) -> TensorEntry:

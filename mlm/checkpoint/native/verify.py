@@ -4,12 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.checkpoint.native.folders import REPLACED, STEP_NAME
 from mlm.checkpoint.native.format import MANIFEST, RESTORE, Manifest, read_manifest
-from mlm.checkpoint.native.norms import describe_not_finite, first_not_finite
+from mlm.checkpoint.native.norms import not_finite_problem
 from mlm.checkpoint.native.reader import CheckedFile, read_header
+from mlm.checkpoint.native.run_state import TOKENIZER_FILE, check_run_tokenizer, tokenizer_path
 from mlm.checkpoint.native.shard_file import Form
-from mlm.checkpoint.native.tokenizer_digest import TOKENIZER, check_run_tokenizer, tokenizer_path
 from mlm.util.errors import CorruptFileError, UserError
 
 
@@ -22,7 +21,7 @@ class FileProblem:
 
 
 class NotFinite(FileProblem):
-    """A file as it was saved, with a tensor that holds NaN or infinity."""
+    """A manifest whose norms say that a tensor, as it was saved, holds NaN or infinity."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class Verified:
     manifest: Manifest | None
     """None when it cannot be read."""
     problems: tuple[FileProblem, ...]
-    warnings: tuple[str, ...]
-    """Harmless oddities, a line each."""
     loads: bool
     """True if all that is listed is present, bit for bit, and finite; other shards do not affect loading."""
 
@@ -54,23 +51,24 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
     try:
         manifest = read_manifest(directory)
     except (UserError, OSError) as error:
-        return Verified(directory, None, (_problem(directory / MANIFEST, error),), (), loads=False)
+        return Verified(directory, None, (_problem(directory / MANIFEST, error),), loads=False)
     problems: list[FileProblem] = []
     forms = _forms(manifest)
     for name in sorted(manifest.files):
         problems += _file_problems(directory / name, manifest, forms[name], progress)
-    strays, warnings = _strays(directory, manifest)
+    if not_finite := not_finite_problem(manifest.tensors):
+        problems.append(NotFinite(MANIFEST, not_finite))
+    loads = not problems
+    for path in sorted(directory.glob("*.safetensors")):
+        if path.name not in manifest.files:  # its own checkpoint may lack it
+            problems.append(FileProblem(path.name, "not listed in the manifest: a shard of another save"))
     try:
         check_run_tokenizer(directory, manifest.state)
     except (UserError, OSError) as error:
-        strays.append(FileProblem(f"../../{TOKENIZER}", _problem(tokenizer_path(directory), error).why))
-    named = STEP_NAME.fullmatch(directory.name.removeprefix(REPLACED))
-    if named and int(named[1]) != manifest.step:
-        warnings.append(f"{directory.name} holds step {manifest.step}: it was renamed")
-    bad = first_not_finite(manifest.tensors)
-    if bad is not None:
-        problems.append(NotFinite(next(f for f in forms if bad in forms[f]), describe_not_finite(bad)))
-    return Verified(directory, manifest, (*problems, *strays), tuple(warnings), loads=not problems)
+        problems.append(
+            FileProblem(f"../../{TOKENIZER_FILE}", _problem(tokenizer_path(directory), error).why)
+        )
+    return Verified(directory, manifest, tuple(problems), loads)
 
 
 def check_whole(directory: Path, progress: Callable[[int], None] = lambda count: None) -> None:
@@ -109,23 +107,6 @@ def _file_problems(
         return [_problem(path, error)]
     unlike = sorted(name for name in forms.keys() | stored.keys() if forms.get(name) != stored.get(name))
     return [FileProblem(path.name, f"does not hold {unlike[0]} as listed")] if unlike else []
-
-
-def _strays(directory: Path, manifest: Manifest) -> tuple[list[FileProblem], list[str]]:
-    """Return files that are not listed: a shard is a problem, as its own checkpoint may lack it."""
-    problems, warnings = [], []
-    try:
-        names = sorted(path.name for path in directory.iterdir())
-    except OSError as error:
-        return [_problem(directory, error)], []
-    for name in names:
-        if name in manifest.files or name == MANIFEST:
-            continue
-        if name.endswith(".safetensors"):
-            problems.append(FileProblem(name, "not listed in the manifest: a shard of another save"))
-        else:
-            warnings.append(f"{directory.name}/{name} is no part of the checkpoint")
-    return problems, warnings
 
 
 def _problem(path: Path, error: UserError | OSError) -> FileProblem:

@@ -4,14 +4,24 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import step_directory_name
+from mlm.checkpoint.native.format import TensorEntry, read_manifest_head
+from mlm.checkpoint.native.norms import (
+    largest_jump,
+    norm,
+    not_finite_problem,
+    with_norms,
+)
 from mlm.checkpoint.native.retention import newest_good
+from mlm.checkpoint.native.save_load import stored_tensors
 from mlm.optim.schedule import learning_rate
 from mlm.training.incidents.probe import StepProbe, describe_place
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observer
-from mlm.training.state import CHECKPOINTS
+from mlm.training.state import CHECKPOINTS, owned_shards
 from mlm.training.trainer import StepOutcome
 from mlm.util.errors import UserError
 
@@ -68,7 +78,28 @@ class DivergenceStop(Observer):
         text = (
             f"step {trainer.step}: {cause} since step {since}, where the learning rate was {lr:.4g}; {where}"
         )
-        return f"{text}. {describe_way_back(config.out, good, advice)}"
+        return f"{text}; {self.describe_state(good)}. {describe_way_back(config.out, good, advice)}"
+
+    def describe_state(self, good: Path | None) -> str:
+        """State of weights and moments in words: not finite, or grown since `good`. Collective."""
+        owned = stored_tensors(owned_shards(self.trainer))
+        parts = Ranks.of(self.trainer.ctx).gather({name: norm(x) for name, x in owned.items()})
+        try:
+            then = {} if good is None else read_manifest_head(good).tensors
+        except (UserError, OSError):
+            then = {}
+        names = sorted({name for part in parts for name in part})
+        blank = TensorEntry((), torch.float32, ())
+        before = {name: entry.norm for name, entry in then.items()}
+        now = with_norms({name: then.get(name, blank) for name in names}, parts, before)
+        if problem := not_finite_problem(now):
+            return problem
+        jump = largest_jump(now)
+        if jump is None:
+            return "the weights are finite"
+        name, times = jump
+        growth = f"{times:.3g} times that in {good and good.name}"
+        return f"the weights are finite, but the norm of {name} is {growth}"
 
 
 def describe_way_back(out: str, good: Path | None, advice: str) -> str:

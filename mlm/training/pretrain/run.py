@@ -13,7 +13,7 @@ from rich.text import Text
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.retention import newest_good
-from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
+from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.config.build import config_digest
 from mlm.config.fields import expand_home
 from mlm.config.imports import is_path

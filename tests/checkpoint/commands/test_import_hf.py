@@ -20,14 +20,11 @@ from mlm.checkpoint.commands.hf_verify import our_outputs
 from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.native.format import read_manifest
-from mlm.config.cli import main
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.trained import trained_config
 from mlm.models.huggingface import Location, ProbeSamples
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.run_folder import UNFINISHED
 from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
-from mlm.util.ownership import claim_folder
 from tests.checkpoint.commands.hf_models import (
     MODEL,
     TEXT,
@@ -66,7 +63,7 @@ def difference(found: Tensor, want: Tensor) -> float:
 
 def test_folder_that_transformers_saved_with_its_defaults_is_imported(tmp_path: Path) -> None:
     """A tokenizer without a length says model_max_length=10^30, as the whole number of that float."""
-    model = make_model(tmp_path / "model", shard=20_000)
+    model = make_model(tmp_path / "model")
     add_tokenizer(tmp_path / "model")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "model/tokenizer.json"))
     theirs.save_pretrained(tmp_path / "model")
@@ -106,21 +103,9 @@ def test_large_number_that_nothing_reads_does_no_harm_and_endless_digits_are_rej
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("shard", [None, 20_000])
-def test_imported_model_has_the_logits_of_transformers(tmp_path: Path, shard: int | None) -> None:
-    model = make_model(tmp_path / "model", shard=shard)
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) == (1 if shard is None else 6)
-    run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
-    assert difference(our_outputs(run)["logits"], reference(model)) <= LIMIT
-
-
-def test_exact_gelu_is_computed_as_it_is(tmp_path: Path) -> None:
-    """Its tanh form differs by up to 5e-4, which shows: weights are large here."""
-    model = make_model(tmp_path / "model", activation_function="gelu")
-    with torch.no_grad():
-        for block in model.transformer.h:
-            block.mlp.c_fc.weight.mul_(8)
-    model.save_pretrained(tmp_path / "model")
+def test_imported_model_has_the_logits_of_transformers(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", shard=20_000)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 6
     run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
     assert difference(our_outputs(run)["logits"], reference(model)) <= LIMIT
 
@@ -137,21 +122,11 @@ def logits_on_rank(ctx: ParallelContext, run: Path) -> Tensor:
     return our_outputs(run, ctx).get("logits", torch.empty(0))
 
 
-def test_import_says_how_near_the_logits_are(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import_model(folder, tmp_path / "run")
-    out = capsys.readouterr().out
-    assert "logits agree with those of transformers: largest difference" in out
-    assert f"written to {tmp_path}/run/checkpoints/step-00000000" in out
-
-
 @pytest.mark.parametrize(
     ("names", "note"),
     [
         (["<|endoftext|>"], None),
-        (["<|endoftext|>", "<|user|>"], "holds the token <|user|>, not kept"),
-        (["<|user|>", "<|tool|>", "<|end|>"], "holds the token <|user|> and 2 more, not kept"),
+        (["<|user|>", "<|tool|>", "<|end|>"], "holds the token <|user|>, one of 3 not kept"),
     ],
 )
 def test_tokens_that_only_the_settings_hold_are_said(
@@ -189,10 +164,6 @@ class TestCheckpoint:
         assert len(files) == 5
         for file in files:
             assert (runs[0] / file).read_bytes() == (runs[1] / file).read_bytes(), file
-
-    def test_tokenizer_is_taken_as_it_is(self, folder: Path, tmp_path: Path) -> None:
-        run = import_model(folder, tmp_path / "run", verify=False)
-        assert (run / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
     def test_tokenizer_is_made_of_vocabulary_and_merges(self, folder: Path, tmp_path: Path) -> None:
         want = Tokenizer.load(folder).encode(TEXT)
@@ -260,12 +231,6 @@ class TestRefusals:
             import_model(folder, tmp_path / "run", verify=False)
         assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
-    def test_what_a_kill_left_is_cleared_up(self, folder: Path, tmp_path: Path) -> None:
-        partial = claim_folder(tmp_path / ".run.partial", UNFINISHED)
-        (partial / "run/checkpoints/.saving-step-00000000-x").mkdir(parents=True)
-        import_model(folder, tmp_path / "run", verify=False)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
-
     def test_folder_in_use_is_not_overwritten(self, folder: Path, tmp_path: Path) -> None:
         (tmp_path / "run").mkdir()
         (tmp_path / "run/notes").write_text("mine")
@@ -275,25 +240,10 @@ class TestRefusals:
             import_hf.run(config)
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes"]
 
-    def test_disk_that_is_too_small_is_said_before_writing(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("mlm.training.run_folder.SPARE", 1 << 60)
-        with pytest.raises(UserError, match=r"GB are free there"):
-            import_model(folder, tmp_path / "run", verify=False)
-        assert not (tmp_path / "run").exists()
-
     def test_all_problems_are_said_together(self, folder: Path, tmp_path: Path) -> None:
         edit_config(folder, n_head=0, activation_function="relu")
         config = ImportHFConfig(source=str(folder), out=str(folder), revision="main")
         assert len(import_hf.preflight(config)) == 4
-
-    @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-    def test_damaged_file_has_its_own_exit_code(self, folder: Path, tmp_path: Path, name: str) -> None:
-        with open(folder / name, "r+b") as file:
-            file.truncate(100)
-        assert main(["import", "hf", f"source={folder}", f"out={tmp_path / 'run'}"]) == 1
-        assert not (tmp_path / "run").exists()
 
     def test_absent_folder_that_is_no_id_is_said(self, tmp_path: Path) -> None:
         config = ImportHFConfig(source=str(tmp_path / "none"), out=str(tmp_path / "run"))
@@ -373,8 +323,3 @@ class TestHub:
         with pytest.raises(UserError, match=r"ConnectionError: no route\).*give a folder") as caught:
             import_model(self.ID, tmp_path / "run", verify=False)
         assert "\n" not in str(caught.value)
-
-    def test_missing_library_names_the_extra(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-        with pytest.raises(UserError, match=r"mlm\[hf\]"):
-            import_model(self.ID, tmp_path / "run", verify=False)

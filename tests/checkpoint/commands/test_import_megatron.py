@@ -17,7 +17,7 @@ from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import full_logits
 from mlm.parallel.mesh import shape_context
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError
 from tests.checkpoint.megatron.written import FILE, VOCAB, Layout, edit, random_gpt2, write
 
 TOKENS = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
@@ -104,13 +104,6 @@ def test_checkpoint_is_of_weights_at_step_0(tmp_path: Path) -> None:
     assert sorted(manifest.state["source"]["files"]) == [f"mp_rank_00/{FILE}", f"mp_rank_01/{FILE}"]
 
 
-def test_output_says_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    imported(tmp_path, Layout())
-    said = capsys.readouterr().out
-    assert "the optimizer's state is left out" in said
-    assert "3 of 64 rows" in said
-
-
 def test_exact_gelu_is_computed_where_it_was_trained_with(tmp_path: Path) -> None:
     model = random_gpt2(activation_function="gelu")
     write(tmp_path / "theirs", model, Layout(args={"bias_gelu_fusion": False}))
@@ -153,21 +146,10 @@ def test_failed_import_leaves_nothing(tmp_path: Path) -> None:
 
 def test_preflight_names_every_problem(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    problems = preflight(config(tmp_path, vocab_size=0, tokenizer=str(tmp_path / "none")))
+    problems = preflight(config(tmp_path, tokenizer=str(tmp_path / "none")))
     assert [problem.split(":")[0].split("=")[0] for problem in problems] == [
-        "vocab_size",
         "out",
         str(tmp_path / "theirs"),
         f"no tokenizer at {tmp_path / 'none'}",
     ]
     assert all("\n" not in problem for problem in problems)
-
-
-def test_preflight_passes_what_runs(tmp_path: Path) -> None:
-    write(tmp_path / "theirs", reference()[0], Layout(tp=2, pp=2))
-    assert preflight(config(tmp_path)) == []
-
-
-def test_vocabulary_must_be_given_where_it_is_not_gpt2s(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"vocab_size=null: the token table has 64 rows.*give vocab_size="):
-        imported(tmp_path, Layout(), vocab_size=None)

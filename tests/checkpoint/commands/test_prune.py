@@ -8,7 +8,7 @@ from mlm.checkpoint.commands import prune as ckpt_prune
 from mlm.checkpoint.native.folders import LATEST
 from mlm.training.state import CHECKPOINTS
 from mlm.util.lock import single_writer
-from tests.checkpoints_on_disk import checkpoint, damage, mlm, shorten, write_run
+from tests.checkpoints_on_disk import checkpoint, mlm, shorten, write_run
 
 Output = pytest.CaptureFixture[str]
 
@@ -27,8 +27,6 @@ def steps(run: Path) -> list[int]:
     ("settings", "kept"),
     [
         ([], [5, 6]),
-        (["keep_last=1"], [6]),
-        (["keep_last=9"], [1, 2, 3, 4, 5, 6]),
         (["keep_last=1", "keep_every=2"], [2, 4, 6]),
     ],
 )
@@ -46,12 +44,6 @@ def test_dry_run_deletes_nothing_and_says_how_much_it_would(run: Path, capsys: O
     out = capsys.readouterr().out
     assert f"{freed / 1000:.1f} kB would be freed" in out
     assert out.count("would be deleted") == 6
-
-
-def test_one_that_latest_names_is_kept(run: Path) -> None:
-    (run / CHECKPOINTS / LATEST).write_text("step-00000002")
-    mlm("ckpt", "prune", run, "keep_last=1")
-    assert steps(run) == [2, 3, 4, 5, 6]  # newer ones are not counted
 
 
 def test_damaged_one_is_not_counted_and_stays_while_it_is_newer(run: Path, capsys: Output) -> None:
@@ -75,13 +67,6 @@ def test_where_none_is_whole_nothing_goes(run: Path) -> None:
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(("verify", "kept"), [("true", [5, 6]), ("false", [6])])
-def test_verify_finds_damage_that_keeps_the_size(run: Path, verify: str, kept: list[int]) -> None:
-    damage(checkpoint(run, 6))
-    assert mlm("ckpt", "prune", run, "keep_last=1", f"verify={verify}") == 0
-    assert steps(run) == kept
-
-
 def test_leftovers_of_killed_saves_are_cleared_up(run: Path) -> None:
     folder = run / CHECKPOINTS
     for name in (".saving-step-00000007-a", ".trash-step-00000001", ".replaced-step-00000006"):
@@ -91,12 +76,6 @@ def test_leftovers_of_killed_saves_are_cleared_up(run: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [
         *(".lock", LATEST, "step-00000005", "step-00000006")
     ]
-
-
-def test_checkpoint_that_a_kill_left_aside_gets_its_name_back(run: Path) -> None:
-    checkpoint(run, 6).rename(run / CHECKPOINTS / ".replaced-step-00000006")
-    mlm("ckpt", "prune", run, "keep_last=1")
-    assert steps(run) == [6]
 
 
 def test_folder_that_a_run_uses_is_left_alone(

@@ -86,12 +86,6 @@ def test_pruning_keeps_the_checkpoint_that_a_diverged_run_goes_back_to(run: Path
     assert latest_name(run / CHECKPOINTS) == step_name(3)
 
 
-def test_roll_back_to_where_it_is_does_nothing(run: Path, capsys: Output) -> None:
-    assert mlm("ckpt", "rollback", run) == 0
-    assert "nothing to do" in capsys.readouterr().out
-    assert names(run) == [step_name(step) for step in range(1, 6)]
-
-
 def test_a_damaged_target_is_rejected_and_nothing_moves(run: Path, capsys: Output) -> None:
     shorten(checkpoint(run, 3))
     assert mlm("ckpt", "rollback", run, "step=3") == 1

@@ -16,11 +16,9 @@ from mlm.checkpoint.native import declaration, save_load
 from mlm.checkpoint.native.columns import Chunk, columns_of, tiling_problem
 from mlm.checkpoint.native.folders import open_staging, step_name
 from mlm.checkpoint.native.format import MANIFEST, Manifest, canonical, pack, unpack
-from mlm.checkpoint.native.save_load import Shard, load_checkpoint, save_checkpoint
+from mlm.checkpoint.native.save_load import TensorShard, load_checkpoint, save_checkpoint
 from mlm.checkpoint.native.slices import Region
 from mlm.util.files import digest_bytes
-
-ALONE: dict[str, Any] = {"rank": 0, "world_size": 1, "group": None}
 
 
 def weights(value: float = 1.0) -> dict[str, Tensor]:
@@ -30,15 +28,15 @@ def weights(value: float = 1.0) -> dict[str, Tensor]:
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
     """One rank saves whole tensors."""
-    shards = {name: Shard.whole(tensor) for name, tensor in tensors.items()}
+    shards = {name: TensorShard.whole(tensor) for name, tensor in tensors.items()}
     return save_checkpoint(
-        root, step, shards, **({"state": {"step": step}, "keep_last": 2, "keep_every": 0} | ALONE | settings)
+        root, step, shards, **({"state": {"step": step}, "keep_last": 2, "keep_every": 0} | settings)
     )
 
 
 def load(path: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Manifest:
     """One rank loads whole tensors in place."""
-    return load_checkpoint(path, {n: Shard.whole(t) for n, t in tensors.items()}, **(ALONE | settings))
+    return load_checkpoint(path, {n: TensorShard.whole(t) for n, t in tensors.items()}, **settings)
 
 
 def save_unchecked(root: Path, step: int, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
@@ -47,7 +45,7 @@ def save_unchecked(root: Path, step: int, tensors: Mapping[str, Tensor], **setti
         return save(root, step, tensors, **settings)
 
 
-def save_pieces(root: Path, step: int, ranks: Sequence[Mapping[str, Shard]]) -> Path:
+def save_pieces(root: Path, step: int, ranks: Sequence[Mapping[str, TensorShard]]) -> Path:
     """Save as `save_checkpoint` does on several ranks, in one process."""
     save_id = uuid.uuid4().hex
     declared = [declaration.declare_shards(shards, step, step) for shards in ranks]
@@ -61,7 +59,7 @@ def save_pieces(root: Path, step: int, ranks: Sequence[Mapping[str, Shard]]) -> 
     return root / step_name(step)
 
 
-def pieces(full: Tensor, grid: Sequence[Sequence[int]]) -> list[Shard]:
+def pieces(full: Tensor, grid: Sequence[Sequence[int]]) -> list[TensorShard]:
     """Cut `full` at the given row (and column, …) boundaries; the shards are views, not copies."""
     shards = [(full, [0] * full.ndim)]
     for dim, cuts in enumerate(grid):
@@ -71,7 +69,7 @@ def pieces(full: Tensor, grid: Sequence[Sequence[int]]) -> list[Shard]:
             for piece, offset in shards
             for a, b in pairwise(edges)
         ]
-    return [Shard(piece, tuple(full.shape), tuple(offset)) for piece, offset in shards]
+    return [TensorShard(piece, tuple(full.shape), tuple(offset)) for piece, offset in shards]
 
 
 def edit_manifest(path: Path, edit: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> None:

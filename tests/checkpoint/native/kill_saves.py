@@ -1,7 +1,5 @@
 """Kills saves at every file operation and at random: `python -m tests.checkpoint.native.kill_saves FOLDER`.
 
-With a second argument, `columns`, every checkpoint keeps its chunks in columns.
-
 One interpreter forks a child per round, so that torch is imported once. Prints a JSON list of what went
 wrong and the number of rounds.
 """

@@ -13,7 +13,7 @@ from torch import Tensor
 from mlm.checkpoint.native import compare
 from mlm.checkpoint.native import reader as reader_module
 from mlm.checkpoint.native.compare import (
-    Comparison,
+    CheckpointComparison,
     FormDifference,
     Reader,
     TensorDifference,
@@ -24,7 +24,7 @@ from mlm.checkpoint.native.compare import (
 from mlm.checkpoint.native.format import DTYPES
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.checkpoint.native.slices import Region
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import (
     edit_manifest,
     pieces,
@@ -38,7 +38,7 @@ from tests.checkpoint.native.helpers import (
 SHARD = "rank-00000.safetensors"
 
 
-def compared(folder: Path, first: dict[str, Tensor], second: dict[str, Tensor]) -> Comparison:
+def compared(folder: Path, first: dict[str, Tensor], second: dict[str, Tensor]) -> CheckpointComparison:
     """Of numbers that need not be finite."""
     one, other = (save_unchecked(folder / name, 1, x) for name, x in (("first", first), ("second", second)))
     return compare_checkpoints(one, other)
@@ -47,15 +47,6 @@ def compared(folder: Path, first: dict[str, Tensor], second: dict[str, Tensor]) 
 def difference(folder: Path, first: Tensor, second: Tensor) -> TensorDifference:
     (only,) = compared(folder, {"x": first}, {"x": second}).tensors
     return only
-
-
-def test_same_tensors_at_two_layouts_are_equal(tmp_path: Path) -> None:
-    x, y = torch.randn(6, 8), torch.randn(7)
-    one = save(tmp_path / "one", 3, {"x": x, "y": y})
-    cut = zip(pieces(x, [[3], [2]]), pieces(y, [[1, 2, 5]]), strict=True)
-    many = save_pieces(tmp_path / "many", 3, [{"x": a, "y": b} for a, b in cut])
-    assert compare_checkpoints(one, many).equal
-    assert compare_checkpoints(many, one).equal
 
 
 def test_one_changed_element_is_found_and_measured(tmp_path: Path) -> None:
@@ -116,10 +107,6 @@ def test_zero_and_minus_zero_differ_in_bits_only(tmp_path: Path) -> None:
     assert (found.differing, found.largest, found.relative) == (2, 0.0, 0.0)
 
 
-def test_tensor_without_elements_is_equal(tmp_path: Path) -> None:
-    assert compared(tmp_path, {"x": torch.zeros(0, 3)}, {"x": torch.zeros(0, 3)}).equal
-
-
 def test_tensors_of_one_side_and_other_forms_are_listed(tmp_path: Path) -> None:
     same = torch.ones(2)
     first = {"same": same, "gone": same, "shape": torch.ones(2, 3), "dtype": same}
@@ -147,14 +134,6 @@ def test_most_different_comes_first(tmp_path: Path) -> None:
     first = {"absolutely": x, "relatively": torch.tensor([0.1, 0.1]), "not": x}
     found = compared(tmp_path, first, others)
     assert [tensor.name for tensor in found.differing] == ["relatively", "absolutely"]
-
-
-def test_names_choose_what_is_compared(tmp_path: Path) -> None:
-    one = save(tmp_path / "one", 1, weights(1.0))
-    two = save(tmp_path / "two", 1, {"w": weights(2.0)["w"], "b": weights(1.0)["b"], "extra": torch.ones(1)})
-    found = compare_checkpoints(one, two, names=lambda name: name == "b")
-    assert found.equal
-    assert [tensor.name for tensor in found.tensors] == ["b"]
 
 
 def test_progress_adds_up_to_the_bytes_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,19 +167,6 @@ def test_number_of_open_files_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
     assert not reader._open
 
 
-@pytest.mark.parametrize("damage", ["short", "missing", "of another save"])
-def test_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, damage: str) -> None:
-    one, two = save(tmp_path / "one", 1, weights()), save(tmp_path / "two", 1, weights())
-    if damage == "short":
-        (two / SHARD).write_bytes((two / SHARD).read_bytes()[:-1])
-    elif damage == "missing":
-        (two / SHARD).unlink()
-    else:
-        (two / SHARD).write_bytes((one / SHARD).read_bytes())
-    with pytest.raises(CorruptFileError, match=str(two / SHARD)):
-        compare_checkpoints(one, two)
-
-
 def test_file_that_holds_another_tensor_than_listed_is_an_error(tmp_path: Path) -> None:
     """The manifest is signed anew: a forgery, or two checkpoints mixed with care."""
     one, two = save(tmp_path / "one", 1, weights()), save(tmp_path / "two", 1, weights())
@@ -212,8 +178,3 @@ def test_file_that_holds_another_tensor_than_listed_is_an_error(tmp_path: Path) 
     edit_manifest(one, swap)
     with pytest.raises(CorruptFileError, match="does not hold w as listed"):
         compare_checkpoints(one, two)
-
-
-def test_no_checkpoint_there_is_a_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such checkpoint"):
-        compare_checkpoints(save(tmp_path, 1, weights()), tmp_path / "absent")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mlm.checkpoint.native import format as format_module
-from mlm.checkpoint.native.format import MANIFEST, pack, read_manifest
+from mlm.checkpoint.native.format import MANIFEST, read_manifest
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.util.errors import CorruptFileError, UserError
 from tests.checkpoint.native.helpers import edit_manifest, load, save, weights
@@ -23,13 +22,6 @@ SHARD = "rank-00000.safetensors"
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return save(tmp_path, 7, weights())
-
-
-def move_shard(name: str) -> Callable[[dict[str, Any]], None]:
-    def edit(body: dict[str, Any]) -> None:
-        body["files"][name] = body["files"].pop(SHARD)
-
-    return edit
 
 
 def test_manifest_says_what_was_saved(saved: Path) -> None:
@@ -65,15 +57,6 @@ def test_edited_manifest_is_rejected(saved: Path) -> None:
         read_manifest(saved)
 
 
-@pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "latest"]
-)
-def test_file_name_that_leaves_the_directory_is_rejected(saved: Path, name: str) -> None:
-    edit_manifest(saved, move_shard(name))
-    with pytest.raises(CorruptFileError, match="is not allowed"):
-        read_manifest(saved)
-
-
 @pytest.mark.parametrize("name", [SHARD, MANIFEST])
 def test_link_in_place_of_a_file_is_rejected(saved: Path, name: str) -> None:
     (saved / name).rename(saved.parent / "elsewhere")
@@ -91,53 +74,9 @@ def test_pipe_in_place_of_a_file_is_rejected(saved: Path, name: str) -> None:
         load(saved, weights())
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [
-        lambda body: body.pop("tensors"),
-        lambda body: body.update(files=[]),
-        lambda body: body.update(step=-1),
-        lambda body: body.update(step=True),
-        lambda body: body.update(version="1"),
-        lambda body: body.update(format="torch"),
-        lambda body: body.update(state=[]),
-        lambda body: body["tensors"]["w"].update(shape=[6, 1e9]),
-        lambda body: body["tensors"]["w"].update(shape=[6] * 40),
-        lambda body: body["tensors"]["w"].update(dtype="PICKLE"),
-        lambda body: body["tensors"]["w"].update(dtype=["F32"]),
-        lambda body: body["tensors"]["w"].update(norms=[1]),
-        lambda body: body["tensors"]["w"].update(split={}),
-        lambda body: body.pop("chunks"),
-        lambda body: body.update(chunks="?"),
-        lambda body: body.update(chunks=pack(bytes(39))),
-        lambda body: body["files"][SHARD]["blocks"].pop(),
-        lambda body: body["files"][SHARD].update(bytes="12"),
-    ],
-)
-def test_malformed_manifest_is_rejected(saved: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    edit_manifest(saved, edit)
-    with pytest.raises(CorruptFileError, match=f"{MANIFEST}: damaged manifest"):
-        read_manifest(saved)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe", b"[]", b"{", b'{"format": NaN}', b"[" * 100_000, pickle.dumps(1)]
-)
-def test_manifest_that_is_no_manifest_is_rejected(saved: Path, content: bytes) -> None:
-    (saved / MANIFEST).write_bytes(content)
-    with pytest.raises(CorruptFileError, match="damaged manifest"):
-        read_manifest(saved)
-
-
 def test_manifest_of_a_later_format_says_to_upgrade(saved: Path) -> None:
     edit_manifest(saved, lambda body: body.update(version=2))
     with pytest.raises(UserError, match="Upgrade mlm"):
-        read_manifest(saved)
-
-
-def test_manifest_over_the_size_limit_is_not_parsed(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(format_module, "MAX_MANIFEST_BYTES", 100)
-    with pytest.raises(CorruptFileError, match="100 is the limit"):
         read_manifest(saved)
 
 
@@ -145,34 +84,6 @@ def test_manifest_over_the_size_limit_is_not_written(tmp_path: Path, monkeypatch
     monkeypatch.setattr(format_module, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(CheckpointError, match="100 is the limit"):
         save(tmp_path, 1, weights())
-
-
-class Bomb:
-    """Unpickling it would create a file."""
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("bomb",)
-
-
-@pytest.mark.parametrize("protocol", [0, 4])
-def test_pickle_in_place_of_a_shard_is_rejected_and_not_run(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, protocol: int
-) -> None:
-    monkeypatch.chdir(saved.parent)
-    content = pickle.dumps(Bomb(), protocol).ljust(200, b"\0")
-    (saved / SHARD).write_bytes(content)
-    edit_manifest(saved, lambda body: body["files"][SHARD].update(bytes=len(content)))
-    with pytest.raises(CorruptFileError, match="not a safetensors file"):
-        load(saved, weights())
-    assert not Path("bomb").exists()
-
-
-@pytest.mark.parametrize("length", [0, 10**6, 2**63])
-def test_impossible_header_length_is_rejected(saved: Path, length: int) -> None:
-    content = length.to_bytes(8, "little") + (saved / SHARD).read_bytes()[8:]
-    (saved / SHARD).write_bytes(content)
-    with pytest.raises(CorruptFileError, match=f"header of {length} bytes"):
-        load(saved, weights())
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import EVIDENCE, latest_checkpoint, step_name
 from mlm.checkpoint.native.format import NotFiniteError, read_manifest
 from mlm.checkpoint.native.norms import joint_norm, norm
 from mlm.checkpoint.native.retention import checkpoint_doubt, newest_good, outdated
 from mlm.checkpoint.native.run_state import INCIDENTS, NOT_FINITE_SINCE
-from mlm.checkpoint.native.slices import Shard
+from mlm.checkpoint.native.save_load import save_checkpoint
+from mlm.checkpoint.native.slices import TensorShard
+from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CorruptFileError
 from tests.checkpoint.native.helpers import load, save
 from tests.ranks import run_on_ranks
@@ -93,20 +96,11 @@ def test_all_ranks_hear_of_what_one_rank_holds(tmp_path: Path) -> None:
     assert run_on_ranks(save_half_not_finite, str(tmp_path), dp=2) == ["model.w"] * 2
 
 
-def save_half_not_finite(ctx: object, root: str) -> str:
-    from mlm.checkpoint.native.save_load import save_checkpoint
-    from mlm.parallel.mesh import ParallelContext
-
-    assert isinstance(ctx, ParallelContext)
+def save_half_not_finite(ctx: ParallelContext, root: str) -> str:
     rows = torch.full((3, 4), NAN if ctx.rank else 1.0)
-    shards = {"model.w": Shard(rows, (6, 4), (3 * ctx.rank, 0))}
+    shards = {"model.w": TensorShard(rows, (6, 4), (3 * ctx.rank, 0))}
     with pytest.raises(NotFiniteError) as caught:
-        save_checkpoint(
-            Path(root),
-            *(1, shards),
-            **{"state": {}, "rank": ctx.rank, "world_size": 2, "group": ctx.host_group},
-            **{"keep_last": 1, "keep_every": 0},
-        )
+        save_checkpoint(Path(root), 1, shards, state={}, ranks=Ranks.of(ctx), keep_last=1, keep_every=0)
     return "model.w" if "weights not finite: model.w" in str(caught.value) else str(caught.value)
 
 

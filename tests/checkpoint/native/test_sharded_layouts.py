@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import load_checkpoint, save_checkpoint
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.state import is_stored, parameter_of_tensor, training_shards
+from mlm.training.state import is_stored, training_shards
 from tests.parallel.sharded_rank import Rank, samples_of
 from tests.ranks import run_on_ranks
 
 
 def test_a_checkpoint_moves_between_sharded_and_tensor_parallel_layouts(tmp_path: Path) -> None:
-    """zero=3 dp=4 -> zero=0 tp=2 dp=2 -> zero=2 tp=2 dp=2 -> one process, moments included, bit for bit.
-
-    The second and the third keep their chunks in columns.
-    """
+    """zero=3 dp=4 -> zero=0 tp=2 dp=2 -> zero=2 tp=2 dp=2 -> one process, moments included, bit for bit."""
     run_on_ranks(train_and_save, tmp_path / "a", dp=4)
     run_on_ranks(load_and_save, tmp_path / "a", tmp_path / "b", 0, tp=2, dp=2)
     run_on_ranks(load_and_save, tmp_path / "b", tmp_path / "c", 2, tp=2, dp=2)
@@ -37,9 +35,8 @@ def train_and_save(ctx: ParallelContext, path: Path) -> None:
 
 
 def save(mine: Rank, path: Path) -> None:
-    stored = {s.name for s in mine.shards if is_stored(s, mine.ctx)}
-    mine_only = {k: v for k, v in training_shards(state_of(mine)).items() if parameter_of_tensor(k) in stored}
-    save_checkpoint(path, 1, mine_only, state={}, keep_last=1, keep_every=0, **place(mine.ctx))
+    mine_only = training_shards(state_of(mine), [s for s in mine.shards if is_stored(s, mine.ctx)])
+    save_checkpoint(path, 1, mine_only, state={}, keep_last=1, keep_every=0, ranks=Ranks.of(mine.ctx))
 
 
 def state_of(mine: Rank) -> Any:
@@ -47,18 +44,14 @@ def state_of(mine: Rank) -> Any:
     return SimpleNamespace(shards=mine.shards, optimizer=mine.optimizer, config=config)
 
 
-def place(ctx: ParallelContext) -> dict[str, Any]:
-    return {"rank": ctx.rank, "world_size": ctx.world_size, "group": ctx.host_group}
-
-
 def load_and_save(ctx: ParallelContext, old: Path, new: Path, zero: int) -> None:
     mine = Rank(ctx, zero, master=torch.float32, dtype=torch.float32)
-    load_checkpoint(old / "step-00000001", training_shards(state_of(mine)), **place(ctx))
+    load_checkpoint(old / "step-00000001", training_shards(state_of(mine), mine.shards), ranks=Ranks.of(ctx))
     save(mine, new)
 
 
 def load_whole_state(ctx: ParallelContext, path: Path) -> dict[str, Tensor]:
     one = Rank(ctx, master=torch.float32, dtype=torch.float32)
-    shards = training_shards(state_of(one))
-    load_checkpoint(path / "step-00000001", shards, **place(ctx))
+    shards = training_shards(state_of(one), one.shards)
+    load_checkpoint(path / "step-00000001", shards, ranks=Ranks.of(ctx))
     return {name: shard.tensor.clone() for name, shard in shards.items()}

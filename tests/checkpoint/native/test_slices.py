@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlm.checkpoint.native.slices import Region
-from tests.checkpoint.native.helpers import tiling_of
 
 SHAPE = (3, 4)
 spans = [
@@ -25,11 +24,3 @@ def counted(pieces: list[Region]) -> torch.Tensor:
 def test_intersection_is_the_elements_of_both(a: Region, b: Region) -> None:
     both = a.intersect(b)
     assert torch.equal(counted([both]) if both else counted([]), (counted([a, b]) == 2).long())
-
-
-def test_two_scalars_overlap() -> None:
-    assert "overlap" in str(tiling_of((), [Region((), ()), Region((), ())]))
-
-
-def test_piece_outside_the_shape_is_a_problem() -> None:
-    assert "not inside" in str(tiling_of((4,), [Region((2,), (4,))]))

@@ -49,13 +49,6 @@ def test_a_staged_file_is_byte_for_byte_the_streamed_one(tmp_path: Path) -> None
     assert staged.digest == digest_file(tmp_path / "staged")
 
 
-def test_safetensors_reads_it(tmp_path: Path) -> None:
-    stage(tensors(), tmp_path / "file")
-    found = load_file(tmp_path / "file")
-    assert found.keys() == tensors().keys()
-    assert all(torch.equal(found[name], x) for name, x in tensors().items())
-
-
 def test_what_is_staged_does_not_change_with_the_tensors(tmp_path: Path) -> None:
     x, staged = torch.ones(3, 3), StagedFile()
     staged.fill({"x": x}, SAVE_ID)

@@ -1,14 +1,25 @@
-"""Every damage to a checkpoint is found, named, and does not hide the next."""
+"""Every damage to a checkpoint is found, named, loaded by nobody, and does not hide the next."""
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from mlm.checkpoint.native.format import MANIFEST
 from mlm.checkpoint.native.verify import FileProblem, shard_bytes, verify_checkpoint
-from tests.checkpoint.native.helpers import edit_chunks, edit_manifest, pieces, save, save_pieces, weights
+from mlm.util.errors import UserError
+from tests.checkpoint.native.helpers import (
+    edit_chunks,
+    edit_manifest,
+    load,
+    pieces,
+    save,
+    save_pieces,
+    weights,
+)
 
 SHARDS = [f"rank-{rank:05d}.safetensors" for rank in range(3)]
 
@@ -26,7 +37,7 @@ def flip(path: Path, place: int) -> None:
 
 def test_checkpoint_as_saved_is_whole(tmp_path: Path) -> None:
     found = verify_checkpoint(three_files(tmp_path))
-    assert (found.whole, found.loads, found.problems, found.warnings) == (True, True, (), ())
+    assert (found.whole, found.loads, found.problems) == (True, True, ())
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -103,9 +114,12 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: str) -> None:
     three_files(tmp_path, 1)
     path = three_files(tmp_path, 2)
     do(path)
-    (problem,) = verify_checkpoint(path).problems
+    found = verify_checkpoint(path)
+    (problem,) = found.problems
     assert problem.file == file
     assert re.search(why, problem.why)
+    with nullcontext() if found.loads else pytest.raises(UserError, match=file):
+        load(path, {"w": torch.zeros(6, 4, dtype=torch.int64)})
 
 
 def test_all_problems_are_found_not_the_first_alone(tmp_path: Path) -> None:
@@ -128,20 +142,6 @@ def test_stale_shard_is_a_problem_that_no_loading_meets(tmp_path: Path) -> None:
     (path / "rank-00009.safetensors").touch()
     found = verify_checkpoint(path)
     assert (found.whole, found.loads) == (False, True)
-
-
-def test_other_file_is_a_warning(tmp_path: Path) -> None:
-    path = three_files(tmp_path)
-    (path / "notes.txt").touch()
-    found = verify_checkpoint(path)
-    assert found.whole
-    assert found.warnings == ("step-00000001/notes.txt is no part of the checkpoint",)
-
-
-def test_renamed_checkpoint_is_a_warning(tmp_path: Path) -> None:
-    found = verify_checkpoint(three_files(tmp_path).rename(tmp_path / "step-00000007"))
-    assert found.whole
-    assert found.warnings == ("step-00000007 holds step 1: it was renamed",)
 
 
 def test_progress_hears_of_every_byte(tmp_path: Path) -> None:
