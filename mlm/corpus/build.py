@@ -15,7 +15,7 @@ from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import digests_of, group, parts_of_text, split_inputs, with_digests, write_inputs
-from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, Plan, make_plan, shard_bytes
+from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, BuildPlan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import (
     move,
     outcome,
@@ -26,6 +26,7 @@ from mlm.corpus.stages.publish import (
     write_rejected,
 )
 from mlm.corpus.stages.run import run_stages
+from mlm.corpus.stages.slurm import run_slurm
 from mlm.data.corpus_files import MARKER, SPLITS, parse_split
 from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
@@ -170,7 +171,7 @@ def print_split_of_one_text(config: DataBuildConfig, console: Console) -> None:
 
 
 def build(
-    plan: Plan,
+    plan: BuildPlan,
     inputs: Sequence[Input],
     not_read: dict[str, Any],
     made_of: Receipt,
@@ -182,18 +183,8 @@ def build(
     if executor.kind == "local":
         workers = executor.workers or len(os.sched_getaffinity(0))
         run_stages(plan, workers)
-    else:
-        try:
-            from mlm.corpus.stages.cluster import run_ray, run_slurm
-        except ImportError as error:
-            raise UserError(
-                f"executor.kind={executor.kind} needs datatrove: pip install 'mlm[cluster]', or set "
-                f"executor.kind=local"
-            ) from error
-        if executor.kind == "ray":
-            run_ray(plan, path)
-        elif not run_slurm(plan, path, console):
-            return None
+    elif not run_slurm(plan, path, console):
+        return None
     facts = outcome(plan) | {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
@@ -205,7 +196,7 @@ def build(
     return receipt
 
 
-def ingredients(plan: Plan, inputs: Sequence[Input], tokenizer: Tokenizer) -> Receipt:
+def ingredients(plan: BuildPlan, inputs: Sequence[Input], tokenizer: Tokenizer) -> Receipt:
     """Everything that the output is a function of."""
     config = to_dict(plan.config)
     settings = (

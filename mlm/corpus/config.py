@@ -147,12 +147,12 @@ class DecontaminateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorConfig:
-    """Executor of the tasks: one of datatrove's."""
+    """Executor of the tasks."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    kind: Literal["local", "slurm", "ray"] = "local"
-    """local: processes of this machine; slurm: submitted jobs; ray: a Ray cluster (needs the package ray)."""
+    kind: Literal["local", "slurm"] = "local"
+    """local: processes of this machine; slurm: submitted jobs."""
     workers: Annotated[int | None, POSITIVE] = None
     """Tasks at a time; null means this machine's cores, on a cluster no limit. Never changes the output."""
     partition: str | None = None
@@ -160,7 +160,7 @@ class ExecutorConfig:
     time: str = "24:00:00"
     """SLURM time limit of one task."""
     memory_gb: Annotated[int, POSITIVE] = 4
-    """Memory per task on slurm and ray, GiB."""
+    """Memory per SLURM task, GiB."""
     environment: str = ""
     """Shell command that a SLURM task starts with, such as `source .venv/bin/activate`."""
 

@@ -22,7 +22,7 @@ RECEIPT = "corpus.json"
 REJECTED = "rejected.jsonl"
 INPUTS = "corpus-inputs.jsonl"
 MAX_RECEIPT_BYTES = 1 << 24  # 16 MiB: parsed JSON takes many times its size
-PACKAGES = ("mlm", "tokenizers", "numpy", "ftfy", "rensa", "datatrove")
+PACKAGES = ("mlm", "tokenizers", "numpy", "ftfy", "rensa")
 
 Receipt = dict[str, Any]
 

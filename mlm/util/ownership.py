@@ -70,7 +70,7 @@ KINDS: dict[str, Kind] = {
         ),
         (
             *(f"{'[0-9]' * 5}{rest}" for rest in (".*", "*.npy", "*.bin", "*.idx")),
-            *(f".{'[0-9]' * 5}.*", ".*.partial", "*.partial", "datatrove", "rejected.jsonl"),
+            *(f".{'[0-9]' * 5}.*", ".*.partial", "*.partial", "[0-9]*_[0-9]*.log", "rejected.jsonl"),
             *("members.npy", "bounds.npy", "near.npy", "again.npy", "firsts.npy"),
             *(f"{part}[.-]*" for part in ("train", "validation", "test")),
         ),

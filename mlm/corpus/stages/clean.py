@@ -23,7 +23,7 @@ from mlm.corpus.pieces import segments
 from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import Document, Rejected
 from mlm.corpus.read.shards import check_unchanged
-from mlm.corpus.stages.plan import Plan
+from mlm.corpus.stages.plan import BuildPlan
 from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
 from mlm.data.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class Cleaning:
     read if it is removed before its tokens are counted, and with its fixed bytes from there on.
     """
 
-    def __init__(self, plan: Plan, task: int, stack: ExitStack) -> None:
+    def __init__(self, plan: BuildPlan, task: int, stack: ExitStack) -> None:
         config = plan.config
         self.prefix = plan.stages["clean"].folder / f"{task:05d}"
         self.counts = Counter[str](
@@ -140,7 +140,7 @@ class Cleaning:
             self._origins.add_document(json.dumps(origin).encode())
 
 
-def run(plan: Plan, task: int) -> None:
+def run(plan: BuildPlan, task: int) -> None:
     """Clean the shards of a task. With bad_input=refuse, bad input raises UserError."""
     config, stage = plan.config, plan.stages["clean"]
     rejects = list[bytes]()
@@ -176,7 +176,9 @@ def run(plan: Plan, task: int) -> None:
     stage.finish(task, cleaning.counts, [*files, rejected])
 
 
-def documents_of(plan: Plan, task: int, reject: Callable[[Rejected], None]) -> Iterator[tuple[Document, str]]:
+def documents_of(
+    plan: BuildPlan, task: int, reject: Callable[[Rejected], None]
+) -> Iterator[tuple[Document, str]]:
     """Yield the documents of a task and the names of their inputs.
 
     Raises UserError if a file changes while it is read.

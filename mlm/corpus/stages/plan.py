@@ -35,7 +35,7 @@ NAME_DIGITS = 16  # hexadecimal digits of a digest in a folder's name
 
 
 @dataclass(frozen=True)
-class Stage:
+class BuildStage:
     """One step of a build: independent tasks that read the stages before it."""
 
     name: str
@@ -84,7 +84,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """A build, as the command and its tasks see it."""
 
     config: DataBuildConfig
@@ -97,7 +97,7 @@ class Plan:
     """Parts of the corpus: those of the input folder, or those with a share."""
     is_divided: bool
     """True if documents are assigned to parts; False if the input folder has parts."""
-    stages: dict[str, Stage]
+    stages: dict[str, BuildStage]
     """By name, in their order."""
     offsets: tuple[int, ...]
     """First byte of each task's line in plan.jsonl."""
@@ -131,12 +131,13 @@ class Plan:
         return self.work / PLAN
 
     @classmethod
-    def load(cls, path: Path) -> "Plan":
+    def load(cls, path: Path) -> "BuildPlan":
         """Return the plan in a work folder. Raises CorruptFileError."""
         try:
             saved = json.loads(path.read_bytes())
             stages = {
-                name: Stage(name, tasks, path.parent / folder) for name, tasks, folder in saved.pop("stages")
+                name: BuildStage(name, tasks, path.parent / folder)
+                for name, tasks, folder in saved.pop("stages")
             }
             saved["config"] = from_dict(DataBuildConfig, saved["config"])
             saved |= {key: tuple(saved[key]) for key in ("parts", "offsets", "sizes")}
@@ -154,7 +155,7 @@ def make_plan(
     bounds: Sequence[int],
     tokenizer: str,
     evaluation: str | None,
-) -> Plan:
+) -> BuildPlan:
     """Plan a build, and write the shards of each task.
 
     `bounds` are the first shard of each task, then the number of shards; `tokenizer` and `evaluation` are
@@ -170,16 +171,16 @@ def make_plan(
         tasks |= {"match": bands + 1, "group": 1, "verify": many, "gather": 1}
     tasks |= {"tokenise": many, "merge": len(parts)}
     ingredients = stage_ingredients(config, inputs, shards, bounds, tokenizer, evaluation)
-    stages, before = dict[str, Stage](), digest_bytes(b"")
+    stages, before = dict[str, BuildStage](), digest_bytes(b"")
     for name, count in tasks.items():
         made_of = json.dumps([VERSION, name, count, before, ingredients.get(name)], sort_keys=True)
         before = digest_bytes(made_of.encode())
-        stages[name] = Stage(name, count, work / f"{name}-{before.partition(':')[2][:NAME_DIGITS]}")
+        stages[name] = BuildStage(name, count, work / f"{name}-{before.partition(':')[2][:NAME_DIGITS]}")
     is_divided = not any(item.split for item in inputs)
     ranges = list(pairwise(bounds))
     sizes = tuple(sum(shard.end - shard.begin for shard in shards[begin:end]) for begin, end in ranges)
     offsets = tuple(write_tasks(work / TASKS, [shards[begin:end] for begin, end in ranges]))
-    return Plan(config, work, tokenizer, evaluation, parts, is_divided, stages, offsets, sizes)
+    return BuildPlan(config, work, tokenizer, evaluation, parts, is_divided, stages, offsets, sizes)
 
 
 def removes_duplicates(config: DataBuildConfig) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 from rich.console import Console, Group
 
 from mlm.corpus.stages.clean import TEXT
-from mlm.corpus.stages.plan import Plan
+from mlm.corpus.stages.plan import BuildPlan
 from mlm.corpus.stages.tokenise import MATCHES, load_contaminants
 from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
@@ -21,7 +21,7 @@ from mlm.util.files import fsync_directory, write_atomic
 from mlm.util.terminal import add_row, table
 
 
-def merge(plan: Plan, task: int) -> None:
+def merge(plan: BuildPlan, task: int) -> None:
     """Merge one part. The result stays in the work folder until all parts are complete."""
     stage, tokenised = plan.stages["merge"], plan.stages["tokenise"]
     part = plan.parts[task]
@@ -39,7 +39,7 @@ def merge(plan: Plan, task: int) -> None:
     stage.finish(task, {}, files)
 
 
-def publish(plan: Plan, out: Path) -> list[str]:
+def publish(plan: BuildPlan, out: Path) -> list[str]:
     """Move the merged files into the corpus folder; their names are returned. Raises OSError.
 
     An .idx vouches for its .bin, so it comes second.
@@ -72,7 +72,7 @@ def move(source: Path, target: Path) -> None:
 Facts = dict[str, Any]
 
 
-def outcome(plan: Plan) -> Facts:
+def outcome(plan: BuildPlan) -> Facts:
     """Return the counts of a finished build: documents read, removed by each rule, and kept in each part.
 
     All that was read is kept, removed or cut away, in documents and in bytes. Pieces replace a document that
@@ -118,7 +118,7 @@ def add_up(counts: Iterable[Mapping[str, int]], key: str) -> int:
     return sum(each.get(key, 0) for each in counts)
 
 
-def reject_empty_parts(plan: Plan, facts: Facts) -> None:
+def reject_empty_parts(plan: BuildPlan, facts: Facts) -> None:
     """Raise UserError if a part of the corpus received no document."""
     kept = add_up(facts["splits"].values(), "documents")
     removed = {rule: words for rule, gone in facts["removed"].items() if (words := describe_removed(gone))}
@@ -145,7 +145,7 @@ def describe_removed(gone: dict[str, int]) -> str:
     return " and ".join([f"{documents:,}"] * (documents > 0) + [f"{pieces:,} pieces"] * (pieces > 0))
 
 
-def write_rejected(plan: Plan, out: Path) -> list[str]:
+def write_rejected(plan: BuildPlan, out: Path) -> list[str]:
     """Write rejected.jsonl, if anything was rejected; return its name. Raises OSError."""
     stage = plan.stages["clean"]
     shards = [stage.folder / f"{task:05d}.{REJECTED}" for task in range(stage.tasks)]

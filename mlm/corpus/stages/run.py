@@ -18,13 +18,13 @@ from pathlib import Path
 from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.stages import match as match_stage
 from mlm.corpus.stages import tokenise as tokenise_stage
-from mlm.corpus.stages.plan import Plan, Stage
+from mlm.corpus.stages.plan import BuildPlan, BuildStage
 from mlm.corpus.stages.publish import merge
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 from mlm.util.terminal import Advance, progress_bar
 
-STAGE_FUNCTIONS: dict[str, Callable[[Plan, int], None]] = {
+STAGE_FUNCTIONS: dict[str, Callable[[BuildPlan, int], None]] = {
     "clean": clean_stage.run,
     "match": match_stage.match,
     "group": match_stage.group,
@@ -35,7 +35,7 @@ STAGE_FUNCTIONS: dict[str, Callable[[Plan, int], None]] = {
 }
 
 
-def run_task(plan: Plan, stage: str, task: int, *, all_cores: bool = False) -> None:
+def run_task(plan: BuildPlan, stage: str, task: int, *, all_cores: bool = False) -> None:
     """Do one task, unless it is done. Raises UserError for bad input.
 
     The error is written to a file too: a command that submitted the task to a cluster reads it.
@@ -57,7 +57,7 @@ def error_path(folder: Path, task: int) -> Path:
     return folder / f"{task:05d}.error.txt"
 
 
-def first_error(stage: Stage) -> str | None:
+def first_error(stage: BuildStage) -> str | None:
     """Return the error of the first task that failed, None if none did."""
     for task in range(stage.tasks):
         try:
@@ -87,7 +87,7 @@ def library_threads(*, all_cores: bool) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def run_stages(plan: Plan, workers: int) -> None:
+def run_stages(plan: BuildPlan, workers: int) -> None:
     """Run the unfinished tasks of every stage. Raises UserError for bad input, KeyboardInterrupt."""
     with Workers(workers) as pool:
         for number, stage in enumerate(plan.stages.values(), 1):
@@ -113,7 +113,7 @@ class Workers:
         self._ours, self._theirs = self._context.Pipe()
         self._pool: ProcessPoolExecutor | None = None
 
-    def run(self, plan: Plan, stage: Stage, tasks: list[int], advance: Advance) -> None:
+    def run(self, plan: BuildPlan, stage: BuildStage, tasks: list[int], advance: Advance) -> None:
         """Do the given tasks of a stage, in any order. `advance` receives 1 for each."""
         if self.count == 1 or len(tasks) <= 1:
             # A task that has the machine to itself lets the libraries use its cores.

@@ -20,7 +20,7 @@ from mlm.corpus.decontaminate import Contaminants, count_matches
 from mlm.corpus.pieces import segments, split_sentences
 from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT, StoredTexts, remove
 from mlm.corpus.stages.match import removal_masks
-from mlm.corpus.stages.plan import EVALUATION, Plan, removes_duplicates
+from mlm.corpus.stages.plan import EVALUATION, BuildPlan, removes_duplicates
 from mlm.data.corpus_files import origins_of, parse_split, split_of_document
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ class Piece:
 class Writers:
     """The files of a task: tokens of each part, and the origins of their documents."""
 
-    def __init__(self, plan: Plan, task: int, stack: ExitStack) -> None:
+    def __init__(self, plan: BuildPlan, task: int, stack: ExitStack) -> None:
         folder, dtype = plan.stages["tokenise"].folder, token_dtype(plan.load_tokenizer().vocab_size)
         prefixes = {part: folder / f"{part}-{task:05d}" for part in plan.parts}
         self.tokens = {
@@ -69,7 +69,7 @@ class Writers:
         return [path(writer.prefix) for writer in writers for path in (bin_path, idx_path)]
 
 
-def run(plan: Plan, task: int) -> None:
+def run(plan: BuildPlan, task: int) -> None:
     """Tokenise the documents of one task of stage `clean`."""
     counts = Counter({f"splits/{part}/{key}": 0 for part in plan.parts for key in PART_COUNTS})
     with ExitStack() as stack:
@@ -81,7 +81,7 @@ def run(plan: Plan, task: int) -> None:
     plan.stages["tokenise"].finish(task, counts, writers.files())
 
 
-def pieces(plan: Plan, task: int, texts: StoredTexts, counts: Counter[str]) -> Iterator[Piece]:
+def pieces(plan: BuildPlan, task: int, texts: StoredTexts, counts: Counter[str]) -> Iterator[Piece]:
     """Yield what remains of the documents of a task."""
     config, contaminants, matches = plan.config, load_contaminants(plan), Counter[str]()
     none = np.zeros(len(texts), dtype=bool)
@@ -113,7 +113,7 @@ def pieces(plan: Plan, task: int, texts: StoredTexts, counts: Counter[str]) -> I
     counts.update({MATCHES + name: count for name, count in matches.items()})
 
 
-def load_contaminants(plan: Plan) -> Contaminants | None:
+def load_contaminants(plan: BuildPlan) -> Contaminants | None:
     """Return the evaluation texts to keep out, cached for a process: hashing them takes seconds."""
     if plan.evaluation is None:
         return None
@@ -125,7 +125,7 @@ def _load_contaminants(path: Path, digest: str, config: DecontaminateConfig) -> 
     return Contaminants.load(config, path)
 
 
-def write(plan: Plan, batch: list[Piece], writers: Writers, counts: Counter[str]) -> None:
+def write(plan: BuildPlan, batch: list[Piece], writers: Writers, counts: Counter[str]) -> None:
     """Tokenise a batch of pieces and append each to its part."""
     config, tokenizer = plan.config, plan.load_tokenizer()
     least = config.filter.least_tokens or 1

@@ -125,13 +125,13 @@ def test_keys_looked_at_a_few_at_a_time_change_nothing(source: Path, monkeypatch
 
 KILL = """
 import os, signal, sys
-from mlm.corpus.stages.plan import Stage
-finish = Stage.finish
+from mlm.corpus.stages.plan import BuildStage
+finish = BuildStage.finish
 def kill(self, task, *rest):
     if self.name == "{stage}" and task == {task}:
         os.kill(os.getpid(), signal.SIGKILL)
     finish(self, task, *rest)
-Stage.finish = kill
+BuildStage.finish = kill
 import mlm.corpus.read.shards as shards
 shards.shared_bytes = lambda size: 0
 from tests.corpus.texts import quiet, thorough
