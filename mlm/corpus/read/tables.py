@@ -16,23 +16,17 @@ from urllib.parse import parse_qs, urlencode
 
 from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard, readable
 from mlm.corpus.read.streams import DamagedError, explain_damage
+from mlm.data.records import open_parquet
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 
 BATCH_ROWS = 256
-BUFFER = 1 << 20  # bytes read ahead per column
 
 
-def open_table(path: str, text_key: str | None = None) -> Any:
-    """Open a pyarrow ParquetFile. Raises DamagedError, and UserError if it cannot be read.
-
-    Texts are read as entries of a dictionary: a file of a few kilobytes can repeat the same 64 MB a million
-    times, and only one copy is made.
-    """
-    parquet = load_extra("pyarrow.parquet", f"input {path}")
-    as_dictionary = [text_key] if text_key is not None else None
+def open_table(path: str) -> Any:
+    """Open a pyarrow ParquetFile. Raises DamagedError, and UserError if it cannot be read."""
     with readable(path), explain_damage():
-        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER, read_dictionary=as_dictionary)
+        file = open_parquet(path)
     if any(rows < 0 for rows in group_rows(file)):
         raise DamagedError("a row group of fewer than no rows")
     return file
@@ -68,12 +62,10 @@ def read_parquet(shard: Shard, intake: Intake) -> Iterator[Document]:
     row = shard.begin
     try:
         with open_table(shard.path) as file:
-            problem = column_problem(file, shard.path, intake)
-        if problem is not None:
-            if shard.begin == 0:  # once for the file
-                intake.reject(Place(shard.path, 1, unit="row "), problem)
-            return
-        with open_table(shard.path, intake.text_key) as file:
+            if (problem := column_problem(file, shard.path, intake)) is not None:
+                if shard.begin == 0:  # once for the file
+                    intake.reject(Place(shard.path, 1, unit="row "), problem)
+                return
             for batch in batches(file, shard, intake.keys):
                 for index in range(len(batch)):
                     row += 1
@@ -96,7 +88,7 @@ def column_problem(file: Any, path: str, intake: Intake) -> BadRecordError | Non
     kind = file.schema_arrow.field(intake.text_key).type
     letters = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(letters) or types.is_large_string(letters) or types.is_string_view(letters)):
-        return BadRecordError("text_type", f'column "{intake.text_key}" holds {kind}, not strings')
+        return BadRecordError("text_type", f'column "{intake.text_key}" holds {letters}, not strings')
     return intake.without_id() if intake.id_key is not None and intake.id_key not in names else None
 
 
