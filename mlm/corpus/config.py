@@ -127,7 +127,7 @@ class DecontaminateConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     against: tuple[InputPath, ...] = ()
-    """Evaluation texts: wikitext103, lambada (from the Hub; needs mlm[data]) or files .jsonl, .txt, .parquet."""
+    """Evaluation texts: wikitext103, lambada (from the Hub; needs mlm[data]), or files .jsonl, .txt, …"""
     ngram: Annotated[int, POSITIVE] = 13
     """Words that must agree in a row."""
     min_ngram: Annotated[int, POSITIVE] = 8

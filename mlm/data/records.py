@@ -30,7 +30,7 @@ def read_records(file: Path) -> Iterator[Located]:
 
 
 @contextmanager
-def readable(file: Path) -> Iterator[None]:
+def readable(file: str | Path) -> Iterator[None]:
     """Name a file that cannot be read. Raises UserError."""
     try:
         yield

@@ -17,7 +17,6 @@ from mlm.corpus.read.records import (
     Intake,
     LinesBefore,
     Place,
-    Rejected,
     Shard,
 )
 from mlm.corpus.read.shards import TEXT_END
@@ -34,7 +33,7 @@ def read_shard(
     text_key: str,
     id_key: str | None,
     max_bytes: int,
-    reject: Callable[[Rejected], None],
+    reject: Callable[[BadRecordError], None],
     keep_ids: bool = False,
 ) -> Iterator[Document]:
     """Yield the documents of a shard in corpus order.

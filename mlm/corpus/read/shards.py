@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlm.corpus.read.finding import kind_of
-from mlm.corpus.read.records import Input, Shard, readable
+from mlm.corpus.read.records import Input, Shard
 from mlm.corpus.read.streams import DamagedError, blocks, lines
 from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
 from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import INPUTS
+from mlm.data.records import readable
 from mlm.util.errors import UserError
 from mlm.util.files import digest_bytes, digest_file, write_atomic
 from mlm.util.terminal import progress_bar
@@ -156,8 +157,6 @@ def read_range(path: str, begin: int, end: int) -> bytes:
 
 KNOWN = "digests.json"
 IN_RECEIPT = 1000  # limit on inputs named in a receipt; more are in a file beside it
-_touched: dict[str, tuple[tuple[int, ...], str]] = {}
-"""State and digest of files of which only the times changed, as this process found."""
 SAVE_EVERY = 1 << 34  # bytes digested between two saves: 16 GiB
 
 
@@ -218,16 +217,8 @@ def state_of(path: str) -> tuple[int, int, int]:
 
 
 def check_unchanged(item: Input) -> None:
-    """Raise UserError if an input changed since it was digested."""
-    if not item.state or (state := state_of(item.path)) == item.state:
-        return
-    if _touched.get(item.path) == (state, item.digest):
-        return  # digested again already: a large file has many shards
-    with readable(item.path):
-        same = state[0] == item.state[0] and digest_file(Path(item.path)) == item.digest
-    if same:
-        _touched[item.path] = state, item.digest
-    else:
+    """Raise UserError if an input was written to since it was digested."""
+    if item.state and state_of(item.path) != item.state:
         raise UserError(
             f"input {item.path} changed while the build read it; build again once nothing writes to it"
         )

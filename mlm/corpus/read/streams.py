@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlm.corpus.read.records import readable
+from mlm.data.records import readable
 from mlm.util.extras import load_extra
 
 BLOCK = 1 << 18  # bytes yielded at a time: 256 KiB

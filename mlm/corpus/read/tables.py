@@ -14,9 +14,9 @@ from itertools import accumulate
 from typing import Any
 from urllib.parse import parse_qs, urlencode
 
-from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard, readable
+from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard
 from mlm.corpus.read.streams import DamagedError, explain_damage
-from mlm.data.records import open_parquet
+from mlm.data.records import open_parquet, readable
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.corpus.duplicates import components, duplicates_in, links_of_band, star_links
-from mlm.corpus.stages.clean import StoredTexts, save
+from mlm.corpus.stages.clean import save
 from mlm.corpus.stages.plan import BuildPlan, BuildStage
+from mlm.data.indexed import IndexedDataset
 
 Ids = NDArray[np.int64]
 
@@ -48,7 +49,7 @@ class CleanTexts:
         self.folder = stage.folder
         self.firsts = first_documents(stage)
         """Number of each shard's first document, then of all documents: [shards + 1]."""
-        self._shards: dict[int, tuple[StoredTexts, NDArray[np.uint64]]] = {}
+        self._shards: dict[int, tuple[IndexedDataset, NDArray[np.uint64]]] = {}
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -61,7 +62,7 @@ class CleanTexts:
     def text(self, document: int) -> str:
         """One text."""
         shard = int(np.searchsorted(self.firsts, document, side="right")) - 1
-        return self._open(shard)[0].read(document - int(self.firsts[shard])).decode()
+        return self._open(shard)[0][document - int(self.firsts[shard])].tobytes().decode()
 
     def keys(self, documents: Ids) -> NDArray[np.uint64]:
         """Band keys of documents in ascending order: [k, bands]."""
@@ -74,17 +75,11 @@ class CleanTexts:
         ]
         return np.concatenate(keys)
 
-    def _open(self, shard: int) -> tuple[StoredTexts, NDArray[np.uint64]]:
+    def _open(self, shard: int) -> tuple[IndexedDataset, NDArray[np.uint64]]:
         if shard not in self._shards:
-            while len(self._shards) >= 256:  # open files are few on some systems
-                self._shards.pop(next(iter(self._shards)))[0].close()
-            self._shards[shard] = StoredTexts(self.folder / f"{shard:05d}"), self.array(shard, "keys")
+            texts = IndexedDataset(self.folder / f"{shard:05d}", allow_empty=True)
+            self._shards[shard] = texts, self.array(shard, "keys")
         return self._shards[shard]
-
-    def close(self) -> None:
-        """Close all files."""
-        for texts, _ in self._shards.values():
-            texts.close()
 
 
 def match(plan: BuildPlan, task: int) -> None:
@@ -149,7 +144,6 @@ def verify(plan: BuildPlan, task: int) -> None:
         component = members[bounds[i] : bounds[i + 1]]
         if len(component) > 1:
             duplicates += duplicates_in(component, texts.keys, texts.text, plan.config.dedup)
-    texts.close()
     removed = np.array([duplicate.document for duplicate in duplicates], dtype=np.int64)
     stage.finish(task, {}, [save(stage.folder / f"{task:05d}.npy", removed)])
 

@@ -18,7 +18,7 @@ import numpy as np
 from mlm.corpus.config import DecontaminateConfig
 from mlm.corpus.decontaminate import Contaminants, count_matches
 from mlm.corpus.pieces import segments, split_sentences
-from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT, StoredTexts, remove
+from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT, remove
 from mlm.corpus.stages.match import removal_masks
 from mlm.corpus.stages.plan import EVALUATION, BuildPlan, removes_duplicates
 from mlm.data.corpus_files import origins_of, parse_split, split_of_document
@@ -73,15 +73,14 @@ def run(plan: BuildPlan, task: int) -> None:
     """Tokenise the documents of one task of stage `clean`."""
     counts = Counter({f"splits/{part}/{key}": 0 for part in plan.parts for key in PART_COUNTS})
     with ExitStack() as stack:
-        texts = StoredTexts(plan.stages["clean"].folder / f"{task:05d}")
-        stack.callback(texts.close)
+        texts = IndexedDataset(plan.stages["clean"].folder / f"{task:05d}", allow_empty=True)
         writers = Writers(plan, task, stack)
         for batch in grouped(pieces(plan, task, texts, counts), lambda piece: piece.num_bytes):
             write(plan, batch, writers, counts)
     plan.stages["tokenise"].finish(task, counts, writers.files())
 
 
-def pieces(plan: BuildPlan, task: int, texts: StoredTexts, counts: Counter[str]) -> Iterator[Piece]:
+def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[str]) -> Iterator[Piece]:
     """Yield what remains of the documents of a task."""
     config, contaminants, matches = plan.config, load_contaminants(plan), Counter[str]()
     none = np.zeros(len(texts), dtype=bool)
@@ -90,7 +89,7 @@ def pieces(plan: BuildPlan, task: int, texts: StoredTexts, counts: Counter[str])
     prefix = plan.stages["clean"].folder / f"{task:05d}"
     origins = IndexedDataset(origins_of(prefix), allow_empty=True) if config.keep_ids else None
     for number in range(len(texts)):
-        content = texts.read(number)
+        content = texts[number].tobytes()
         if again[number] or near[number]:
             remove(counts, "duplicate_id" if again[number] else "near_duplicate", len(content))
             continue

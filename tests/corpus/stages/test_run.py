@@ -21,7 +21,7 @@ def note_pid(path: Path) -> None:
     (path / str(os.getpid())).touch()
 
 
-def killed_or_long(path: Any, stage: str, task: int, *, all_cores: bool = False) -> None:
+def killed_or_long(path: Any, stage: str, task: int) -> None:
     """Task 1 is killed once the other is under way, which takes long."""
     note_pid(path)
     while len(list(path.iterdir())) < 2:
@@ -31,7 +31,7 @@ def killed_or_long(path: Any, stage: str, task: int, *, all_cores: bool = False)
     time.sleep(600)
 
 
-def long(path: Any, stage: str, task: int, *, all_cores: bool = False) -> None:
+def long(path: Any, stage: str, task: int) -> None:
     """A task in the middle of something."""
     note_pid(path)
     time.sleep(600)
