@@ -249,7 +249,7 @@ class IndexedWriter:
         assert dtype in DTYPES.values(), f"{dtype} has no code"
         assert dtype.kind != "f", f"{dtype} is not for tokens"
         self.prefix, self.dtype = Path(prefix), dtype
-        self.num_documents = self.num_sequences = self.num_tokens = self._unfinished = 0
+        self.num_documents = self.num_sequences = self.num_tokens = 0
         self._limits = np.iinfo(dtype)
         self._open = ExitStack()
 
@@ -271,36 +271,18 @@ class IndexedWriter:
 
         Raises ValueError if a token id does not fit the dtype.
         """
-        self.extend(tokens)
-        self.end_document(lengths)
-
-    def extend(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Append tokens to the unfinished document.
-
-        Raises ValueError if a token id does not fit the dtype.
-        """
         content = np.asarray(self._content(tokens))
+        if (count := len(content)) > LONGEST:
+            raise ValueError(f"a document of {count} tokens: {LONGEST} is the limit of the format")
         self._bin.write(content.data)
-        self._unfinished += len(content)
-        if self._unfinished > LONGEST:
-            raise ValueError(f"a document of {self._unfinished} tokens: {LONGEST} is the limit of the format")
-
-    def end_document(self, lengths: Sequence[int] | NDArray[Any] | None = None) -> None:
-        """End the document: one sequence, or as many as `lengths` divide it into."""
-        count = self._unfinished
-        if lengths is None:
-            self._lengths.write(LENGTH.pack(count))
-            self.num_sequences += 1
-        else:
-            each = np.asarray(lengths, dtype=np.int64)
-            assert each.sum() == count, f"lengths sum to {each.sum()}, not to {count}"
-            assert not (each < 0).any(), "a length is negative"
-            self._lengths.write(each.astype("<i4").tobytes())
-            self.num_sequences += len(each)
+        each = np.asarray([count] if lengths is None else lengths, dtype=np.int64)
+        assert each.sum() == count, f"lengths sum to {each.sum()}, not to {count}"
+        assert not (each < 0).any(), "a length is negative"
+        self._lengths.write(each.astype("<i4").tobytes())
+        self.num_sequences += len(each)
         self._documents.write(POSITION.pack(self.num_sequences))
         self.num_documents += 1
         self.num_tokens += count
-        self._unfinished = 0
 
     def append(self, other: IndexedDataset) -> None:
         """Append all documents of another corpus of the same dtype, which may be empty.

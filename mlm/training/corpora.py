@@ -10,9 +10,9 @@ from mlm.config.imports import OwnCodeError, imported
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import corpus_names, normalize_weights, parse_entry
 from mlm.data.blend_history import (
+    BlendSource,
     History,
     Segment,
-    Source,
     continue_history,
     known_digest,
     samples_needed,
@@ -158,10 +158,10 @@ def problems_between(named: Sequence[Corpus]) -> list[str]:
     return problems
 
 
-def corpus_source(corpus: Corpus, weight: float = 1.0) -> Source:
+def corpus_source(corpus: Corpus, weight: float = 1.0) -> BlendSource:
     """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
     digest = digest_file(idx_path(corpus.train))
-    source = Source(
+    source = BlendSource(
         name=corpus.name,
         path=str(corpus.train),
         digest=digest,
@@ -186,7 +186,7 @@ def source_facts(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def sources(data: DataConfig) -> tuple[Source, ...]:
+def sources(data: DataConfig) -> tuple[BlendSource, ...]:
     """The corpora of a run with their shares. Reads the indices whole. Raises UserError, OSError."""
     named = corpora(data)
     if len(named) < 2:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mlm.data.blend import block
 from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import (
+    BlendSource,
     History,
-    Source,
     changed_corpus_problem,
     continue_history,
     decode,
@@ -31,10 +31,10 @@ def digest(name: str) -> str:
     return f"xxh3:{name.encode().hex():0>32}"
 
 
-def blend(**weights: float) -> tuple[Source, ...]:
+def blend(**weights: float) -> tuple[BlendSource, ...]:
     """Corpora by name, their digests made of it."""
     return tuple(
-        Source(name=name, path=f"corpora/{name}/train", digest=digest(name), weight=share)
+        BlendSource(name=name, path=f"corpora/{name}/train", digest=digest(name), weight=share)
         for name, share in zip(weights, normalize_weights(list(weights.values())), strict=True)
     )
 
@@ -166,7 +166,7 @@ class TestChanged:
 class TestChange:
     """The line on changes of a resumed run."""
 
-    def line(self, then: Sequence[Source], now: Sequence[Source]) -> str | None:
+    def line(self, then: Sequence[BlendSource], now: Sequence[BlendSource]) -> str | None:
         return describe_change(continue_history(continue_history((), then, 0), now, 40), 40)
 
     def test_nothing_is_said_of_the_same_blend(self) -> None:
