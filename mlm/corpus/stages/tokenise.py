@@ -98,7 +98,9 @@ def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[st
         text, is_searched = content.decode(), part in config.decontaminate.parts
         cleaned = contaminants.clean(text) if contaminants and is_searched else None
         if cleaned is None or cleaned.fate == "kept":
-            yield Piece(part, text, len(content), False, origin)
+            num_bytes = len(content)
+            del content, cleaned  # a long one is held once
+            yield Piece(part, text, num_bytes, False, origin)
             continue
         count_matches(matches, cleaned)
         if cleaned.fate == "dropped":
@@ -128,8 +130,10 @@ def write(plan: BuildPlan, batch: list[Piece], writers: Writers, counts: Counter
     """Tokenise a batch of pieces and append each to its part."""
     config, tokenizer = plan.config, plan.load_tokenizer()
     least = config.filter.least_tokens or 1
+    dtype = token_dtype(tokenizer.vocab_size)
     bos = [tokenizer.bos_id] if config.prepend_bos and tokenizer.bos_id is not None else []
     eod = [tokenizer.eod_id] if config.append_eod else []
+    first, last = np.array(bos, dtype), np.array(eod, dtype)
     # of each piece the texts of its sequences, of each sequence its segments
     texts = [
         [[sentence] for sentence in split_sentences(piece.text)]
@@ -139,20 +143,16 @@ def write(plan: BuildPlan, batch: list[Piece], writers: Writers, counts: Counter
     ]
     encoded = encode(tokenizer, (text for each in texts for sequence in each for text in sequence))
     for piece, each in zip(batch, texts, strict=True):
-        sequences = [join(next(encoded) for _ in sequence) for sequence in each]
-        sequences = [ids for ids in sequences if len(ids)]
-        if (tokens := sum(map(len, sequences))) < least:
-            remove(
-                counts,
-                "min_tokens" if tokens else "empty",
-                piece.num_bytes,
-                "pieces" if piece.is_cut else "documents",
-            )
+        sequences = [[np.array(next(encoded), dtype) for _ in sequence] for sequence in each]
+        lengths = [count for ids in sequences if (count := sum(map(len, ids)))]
+        if (tokens := sum(lengths)) < least:
+            unit = "pieces" if piece.is_cut else "documents"
+            remove(counts, "min_tokens" if tokens else "empty", piece.num_bytes, unit)
             continue
-        sequences[0][:0] = array("I", bos)
-        sequences[-1].extend(eod)
-        lengths = [len(ids) for ids in sequences]
-        writers.tokens[piece.part].add_document(join(sequences), lengths)
+        lengths[0] += len(first)
+        lengths[-1] += len(last)
+        content = np.concatenate([first, *(ids for sequence in sequences for ids in sequence), last])
+        writers.tokens[piece.part].add_document(content, lengths)
         values = (1, len(lengths), sum(lengths), piece.num_bytes, len(eod) + bos.count(tokenizer.eod_id))
         for key, value in zip(PART_COUNTS, values, strict=True):
             counts[f"splits/{piece.part}/{key}"] += value
@@ -164,17 +164,6 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> "Iterator[array[int]]"
     """Yield the tokens of each text, encoded some together."""
     for batch in grouped(texts, len):
         yield from tokenizer.encode_batch(batch)
-
-
-def join(sequences: "Iterable[array[int]]") -> "array[int]":
-    """Concatenate tokens; a single array is returned itself."""
-    first, *others = sequences
-    if not others:
-        return first
-    joined = array("I", first)
-    for ids in others:
-        joined.extend(ids)
-    return joined
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
