@@ -69,7 +69,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         tokenizer.save(work / TOKENIZER)
         evaluation = prepare_evaluation(config, work)
         size = shard_bytes(sum(item.bytes for item in inputs))
-        parts = parts_of_text(inputs, parse_split(config.split))
+        parts = parts_of_text(inputs, parse_split(config.split), config.max_document_bytes)
         if parts is not None:
             print_split_of_one_text(config, console)
         config = with_min_tokens(config, is_one_text=parts is not None)

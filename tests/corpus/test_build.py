@@ -106,7 +106,7 @@ def test_bad_line_is_named_and_no_corpus_appears(source: Path) -> None:
 @pytest.mark.parametrize("content", ["", "\n", '{"text": ""}\n'])
 def test_empty_corpus_is_a_users_mistake(source: Path, content: str) -> None:
     (source / "train.jsonl").write_text(content)
-    with pytest.raises(UserError, match="holds no text: the corpus is empty"):
+    with pytest.raises(UserError, match="no document for train"):
         build(source)
 
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from mlm.corpus.read.finding import kind_of
 from mlm.corpus.read.records import Input, Shard
-from mlm.corpus.read.streams import DamagedError, blocks, lines
+from mlm.corpus.read.streams import DamagedError, blocks
 from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
 from mlm.data.corpus_files import SPLITS
 from mlm.data.receipt import INPUTS
@@ -85,6 +85,7 @@ def shards_of(item: Input, shard_bytes: int) -> Iterator[Shard]:
 
 TEXT_END = b"<|endoftext|>"
 """A line of a .txt file with just this ends a document."""
+SEPARATOR = re.compile(rb"(?m)^[ \t\r\f\v]*<\|endoftext\|>[ \t\r\f\v]*$")
 HELD_OUT = 4096
 """Minimum bytes of validation and of test, some thousand tokens; of a short text a tenth."""
 SEARCHED = 1 << 16
@@ -92,26 +93,30 @@ SEARCHED = 1 << 16
 ENDS = tuple(map(re.compile, (rb"\n[ \t\r]*\n", rb"\n", rb"\s")))
 
 
-def parts_of_text(inputs: Sequence[Input], shares: Sequence[float]) -> list[Shard] | None:
+def parts_of_text(inputs: Sequence[Input], shares: Sequence[float], max_bytes: int) -> list[Shard] | None:
     """Return the parts of the input if it is one text and several parts are wanted, else None.
 
-    Raises UserError for a file that cannot be read.
+    Raises UserError for a file that cannot be read. A part above `max_bytes` is rejected where it is read.
     """
     wanted = [(part, share) for part, share in zip(SPLITS, shares, strict=True) if share > 0]
     kind = kind_of(Path(inputs[0].path)) or ""
     if len(inputs) != 1 or inputs[0].split or len(wanted) < 2 or not kind.startswith("txt"):
         return None
-    path = inputs[0].path
+    content = bytearray()
     try:
-        if (total := size_of_one(path)) is None:
-            return None
-        held_out = [max(share * total, min(HELD_OUT, total / 10)) for _, share in wanted[1:]]
-        targets = [round(total - rest) for rest in accumulate(reversed(held_out))][::-1]
-        bounds = [0]
-        for target in targets:
-            bounds.append(split_before(path, target, bounds[-1]))
+        for block in blocks(inputs[0].path):
+            content += block
+            if len(content) > 2 * max_bytes:
+                return None
     except DamagedError:
         return None  # reading it reports the damage
+    total = len(content)
+    if not total or SEPARATOR.search(content):
+        return None
+    held_out = [max(share * total, min(HELD_OUT, total / 10)) for _, share in wanted[1:]]
+    bounds = [0]
+    for rest in list(accumulate(reversed(held_out)))[::-1]:
+        bounds.append(split_before(content, round(total - rest), bounds[-1]))
     bounds.append(total)
     packing = kind.removeprefix("txt")
     return [
@@ -120,21 +125,10 @@ def parts_of_text(inputs: Sequence[Input], shares: Sequence[float]) -> list[Shar
     ]
 
 
-def size_of_one(path: str) -> int | None:
-    """Return the bytes of the content of a .txt that is one document, None if it is several or none."""
-    total = 0
-    for line, length in lines(blocks(path), SEARCHED):
-        if line is not None and line.strip() == TEXT_END:
-            return None
-        total += length
-    # `lines` counts a line end after the last line only if there is one
-    return total or None
-
-
-def split_before(path: str, target: int, least: int) -> int:
+def split_before(content: bytearray, target: int, least: int) -> int:
     """Return the last position in (least, target] where a paragraph, a line or a word ends."""
     begin = max(least, target - SEARCHED)
-    window = read_range(path, begin, target)
+    window = content[begin:target]
     for end in ENDS:
         if ends := list(end.finditer(window)):
             return begin + ends[-1].end()
@@ -142,17 +136,6 @@ def split_before(path: str, target: int, least: int) -> int:
     while at and window[at - 1] & 0xC0 == 0x80:  # not inside a letter
         at -= 1
     return begin + max(0, at - 1) if at else target
-
-
-def read_range(path: str, begin: int, end: int) -> bytes:
-    """Return bytes begin … end - 1 of the content of a file."""
-    content, position = bytearray(), 0
-    for block in blocks(path):
-        content += block[max(0, begin - position) : max(0, end - position)]
-        position += len(block)
-        if position >= end:
-            break
-    return bytes(content)
 
 
 KNOWN = "digests.json"

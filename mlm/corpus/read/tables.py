@@ -5,6 +5,7 @@ by the library `datasets`: only its small cache is stored. No code of a dataset 
 reject a dataset that needs a script, and only formats that hold text are accepted (FORMATS).
 """
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
-from urllib.parse import parse_qs, urlencode
 
 from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard
 from mlm.corpus.read.streams import DamagedError, explain_damage
@@ -147,15 +147,13 @@ class HubSource:
 
     def pinned(self, commit: str) -> str:
         """Return the path of a shard: all that another machine needs to read the same rows."""
-        fields = {"revision": commit, "config": self.config, "split": self.split}
-        return f"{self.path}?{urlencode({key: value for key, value in fields.items() if value is not None})}"
+        return f"{self.path}?{json.dumps([self.config, self.split, commit])}"
 
     @classmethod
     def of(cls, pinned: str) -> "HubSource":
         """Parse what `pinned` returned."""
-        path, _, query = pinned.partition("?")
-        fields = {key: values[0] for key, values in parse_qs(query).items()}
-        return cls(path, fields.get("config"), fields["split"], fields["revision"])
+        path, _, rest = pinned.partition("?")
+        return cls(path, *json.loads(rest))
 
 
 def find_hub(source: HubSource) -> tuple[str, int, str]:
@@ -218,14 +216,8 @@ def read_hub(shard: Shard, intake: Intake) -> Iterator[Document]:
     row = 0
     while True:
         place = Place(source.path, row + 1, unit=unit)
-        try:
-            with explain_hub_errors(source):
-                record = next(rows, None)
-        except UserError as error:
-            if not is_damage(error.__cause__):
-                raise
-            intake.damaged(place, error.__cause__)
-            return
+        with explain_hub_errors(source):
+            record = next(rows, None)
         if record is None:
             return
         try:
@@ -235,10 +227,3 @@ def read_hub(shard: Shard, intake: Intake) -> Iterator[Document]:
         else:
             yield document
         row += 1
-
-
-def is_damage(error: BaseException | None) -> bool:
-    """True if a file of the dataset is damaged; False for errors of the network."""
-    # OSError and what derives from it is the network's; a row that cannot be decoded is a ValueError
-    arrow = load_extra("pyarrow", "hub").ArrowException
-    return isinstance(error, ValueError | EOFError | arrow) and not isinstance(error, OSError)

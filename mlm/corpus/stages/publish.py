@@ -120,23 +120,15 @@ def add_up(counts: Iterable[Mapping[str, int]], key: str) -> int:
 
 def reject_empty_parts(plan: BuildPlan, facts: Facts) -> None:
     """Raise UserError if a part of the corpus received no document."""
-    kept = add_up(facts["splits"].values(), "documents")
     removed = {rule: words for rule, gone in facts["removed"].items() if (words := describe_removed(gone))}
-    rules = ", ".join(f"{rule} {words}" for rule, words in removed.items())
+    rules = ", ".join(f"{rule} {words}" for rule, words in removed.items()) or "none"
     for part, counts in facts["splits"].items():
-        config, where = plan.config, f"input={plan.config.input}"
         if counts["documents"]:
             continue
-        if kept and plan.is_divided:
-            loosen = f", or loosen the rules ({rules})" if rules else ""
-            raise UserError(
-                f"{part} got none of the {kept} documents of {where} with split={config.split}: give it a "
-                f"larger share, or 0 to leave it out{loosen}"
-            )
-        where += "" if plan.is_divided else f", its part {part},"
-        if removed.keys() <= {"empty"}:
-            raise UserError(f"{where} holds no text: the corpus is empty; name a file with documents")
-        raise UserError(f"{where}: the rules left no document ({rules}): loosen them, or set recipe=plain")
+        fix = "loosen the rules, or name a file with documents"
+        if plan.is_divided and add_up(facts["splits"].values(), "documents"):
+            fix = f"give it a larger share than split={plan.config.split}, or 0 to leave it out"
+        raise UserError(f"input={plan.config.input}: no document for {part} (removed: {rules}); {fix}")
 
 
 def describe_removed(gone: dict[str, int]) -> str:
