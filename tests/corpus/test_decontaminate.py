@@ -106,11 +106,6 @@ def test_cuts_that_overlap_by_their_margins_are_one_place() -> None:
     assert (len(cleaned.matches), len(cleaned.pieces)) == (3, 2)
 
 
-def test_action_drop_removes_the_document() -> None:
-    cleaned = against(count_from(0, 13), action="drop").clean(f"{FILLER} {count_from(0, 13)}")
-    assert (cleaned.pieces, cleaned.fate) == ([], "dropped")
-
-
 def test_overlapping_ngrams_are_one_match_with_its_place() -> None:
     text = f"before ({count_from(3, 20)}) after"
     (match,) = against(count_from(50, 30), count_from(0, 40)).clean(text).matches
@@ -213,9 +208,3 @@ def test_account_names_sets_and_the_texts_hit_most() -> None:
         "texts": 2, "too_short": 0, "texts_hit": 2, "documents": 2
     }  # fmt: skip
     assert [(hit["place"], hit["documents"]) for hit in report["most_hit"]] == [("line 1", 2), ("line 0", 1)]
-
-
-def test_letters_removed_are_those_that_are_gone() -> None:
-    counts, text = Counter[str](), f"before {count_from(0, 13)} after"
-    count_matches(counts, against(count_from(0, 13)).clean(text))
-    assert (counts["cut"], counts["letters"]) == (1, len(text) - len("before") - len("after"))

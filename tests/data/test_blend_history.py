@@ -118,11 +118,6 @@ def test_a_corpus_of_equal_lengths_and_other_tokens_is_another() -> None:
     assert samples_read(continue_history((), (one,), 0), replace(other, tokens=""), 40) == 40
 
 
-def test_a_single_corpus_continues_in_a_blend() -> None:
-    history = continue_history(continue_history((), blend(a=1), 0), blend(b=1, a=1), 40)
-    assert [s.first for s in history[-1].sources] == [0, 40]
-
-
 def test_samples_needed_are_those_read_in_the_end() -> None:
     history = continue_history(continue_history((), blend(a=1, b=3), 0), blend(a=1, c=1), 40)
     read = samples_of(history, 77)

@@ -73,10 +73,6 @@ def test_rank_takes_every_size_th_micro_batch() -> None:
     assert ids(first_step) == [2, 3, 6, 7]
 
 
-def test_loader_starts_after_the_consumed_samples() -> None:
-    assert ids(steps(consumed=16)[0]) == list(range(16, 24))
-
-
 def test_loader_ends_when_less_than_a_global_batch_is_left() -> None:
     assert len(steps(count=31)) == 3
 

@@ -21,15 +21,6 @@ def jsonl(folder: Path, content: bytes) -> Path:
     return write(folder / "a.jsonl", content)
 
 
-def test_jsonl_gives_a_document_per_line(tmp_path: Path) -> None:
-    assert read(jsonl(tmp_path, b'{"text": "one\\ntwo"}\n\n{"text": "\xc3\xa9"}')).texts == ["one\ntwo", "é"]
-
-
-def test_document_counts_utf8_bytes(tmp_path: Path) -> None:
-    found = read(jsonl(tmp_path, b'{"text": "\\u00e9a"}\n{"text": "\\ud83d\\ude00"}\n{"text": ""}\n'))
-    assert [document.num_bytes for document in found.documents] == [3, 4, 0]
-
-
 @pytest.mark.parametrize("shard_bytes", [1, 2, 13, 14, 15, 16, 29, 64, 1000])
 def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_bytes: int) -> None:
     """Lines of 14 bytes with their newline: cuts fall before, on and after one; also CRLF and empty lines."""
@@ -136,11 +127,6 @@ def test_text_document_above_the_bound_is_rejected(tmp_path: Path, long: bytes) 
     found = read(write(tmp_path / "a.txt", content), max_bytes=100)
     assert found.texts == ["one\n", "two"]
     assert found.problems == [("a.txt:3", "too_long")]
-
-
-def test_id_is_a_string_or_a_whole_number(tmp_path: Path) -> None:
-    lines = b'{"text": "x", "id": "a"}\n{"text": "x", "id": 7}\n'
-    assert [document.id for document in read(jsonl(tmp_path, lines), id_key="id").documents] == ["a", "7"]
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,6 @@ def table(path: Path, columns: dict[str, Any], **options: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
-@pytest.mark.parametrize("use_dictionary", [True, False])
-def test_rows_are_documents(tmp_path: Path, compression: str, use_dictionary: bool) -> None:
-    columns = {"other": list(range(100)), "text": TEXTS}
-    path = table(tmp_path / "a.parquet", columns, compression=compression, use_dictionary=use_dictionary)
-    assert read(path).texts == TEXTS
-
-
 @pytest.mark.parametrize("shard_bytes", [1, 5000, 1 << 30])
 def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_bytes: int) -> None:
     path = table(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=7)

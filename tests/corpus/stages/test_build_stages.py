@@ -69,17 +69,6 @@ def test_rules_remove_what_they_should(source: Path) -> None:
     assert sum(count["documents"] for count in receipt["splits"].values()) == 60 - 7 - 10 + 3
 
 
-def test_evaluation_text_is_gone(source: Path) -> None:
-    leaked = " ".join((source.parent / "evaluation.txt").read_text().split()[10:30])
-    run_build(thorough(source), quiet())
-    kept = [
-        text for part in ("train", "validation", "test") for text in documents(source.parent / "out" / part)
-    ]
-    assert not any(leaked in text for text in kept)
-    run_build(plain(source, out=str(source.parent / "leaky")), quiet())
-    assert any(leaked in text for text in documents(source.parent / "leaky/train"))
-
-
 def test_second_document_of_an_id_goes(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "t.jsonl", ["one", "two", "three", "four"], key=["a", "b", "a", 7])
     receipt = run_build(plain(source, id_key="key"), quiet())

@@ -16,7 +16,7 @@ from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, split_inputs
 from mlm.corpus.stages import plan
 from mlm.data.receipt import read_receipt
-from tests.corpus.texts import documents, output, plain, quiet, thorough, words, write_jsonl
+from tests.corpus.texts import documents, plain, quiet, thorough, words, write_jsonl
 
 
 def many_files(folder: Path, count: int) -> Path:
@@ -77,18 +77,6 @@ def test_a_task_reads_its_own_part_of_the_plan(tmp_path: Path) -> None:
     whole = plan.make_plan(plain(source), tmp_path, inputs, ranges, (0, 5, 11, 12), "sha256:0", None)
     assert plan.BuildPlan.load(whole.save()) == whole
     assert [whole.shards_of(task) for task in range(3)] == [ranges[:5], ranges[5:11], ranges[11:]]
-
-
-def test_files_that_share_a_task_give_the_same_corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "evaluation.txt").write_text("none of this is in the text " * 3)
-    source = many_files(tmp_path / "text", 12)
-    config = thorough(source, split="1,0,0")
-    run_build(config, quiet())
-    monkeypatch.setattr("mlm.corpus.read.shards.shared_bytes", lambda size: 0)
-    run_build(replace(config, out=str(tmp_path / "apart")), quiet())
-    assert output(tmp_path / "out") == output(tmp_path / "apart")
 
 
 def test_receipt_of_many_files_names_them_in_a_file_of_its_own(
