@@ -1,5 +1,6 @@
 """`mlm data build`: from raw text to a corpus in Megatron's .bin/.idx."""
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from mlm.corpus.benchmarks import read_benchmarks, save_benchmarks
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
-from mlm.corpus.read.shards import digests_of, group, parts_of_text, split_inputs, with_digests, write_inputs
+from mlm.corpus.read.shards import group, input_lines, parts_of_text, split_inputs, with_digests
 from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, BuildPlan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import (
     move,
@@ -27,11 +28,11 @@ from mlm.corpus.stages.publish import (
 )
 from mlm.corpus.stages.run import run_stages
 from mlm.corpus.stages.slurm import run_slurm
-from mlm.data.corpus_files import MARKER, SPLITS, parse_split
-from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
+from mlm.data.corpus_files import MARKER, parse_split
+from mlm.data.receipt import INPUTS, RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
-from mlm.util.files import digest_file, write_atomic
+from mlm.util.files import digest_bytes, digest_file, write_atomic
 from mlm.util.lock import Lock
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
 from mlm.util.terminal import Screen
@@ -106,21 +107,18 @@ def preflight(config: DataBuildConfig) -> list[str]:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
         return list(error.problems)
+    return folder_problems(config, tokenizer)
+
+
+def folder_problems(config: DataBuildConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return problems of `out` and the work folder: something of the user's, or one that holds the other."""
     out, work = claim_arguments(config, tokenizer)
-    return [
-        *claim_problems(config.out, **out),
-        *claim_problems(work_folder(config), **work),
-        *place_problems(config),
-    ]
-
-
-def place_problems(config: DataBuildConfig) -> list[str]:
-    """Problems of a `work` that is, or contains, `out`."""
-    out, work = Path(config.out).resolve(), work_folder(config).resolve()
-    if work == out or work in out.parents:
-        relation = "is" if work == out else "holds"
-        return [f"work={config.work}: {relation} out={config.out}; name another folder"]
-    return []
+    problems = [*claim_problems(config.out, **out), *claim_problems(work_folder(config), **work)]
+    at, folder = Path(config.out).resolve(), work_folder(config).resolve()
+    if folder == at or folder in at.parents:
+        relation = "is" if folder == at else "holds"
+        problems.append(f"work={config.work}: {relation} out={config.out}; name another folder")
+    return problems
 
 
 def claim_arguments(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -135,9 +133,9 @@ def claim_arguments(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict
 
 def claim_folders(config: DataBuildConfig, tokenizer: Tokenizer) -> None:
     """Make or adopt both folders. Raises UserError if something of the user's is in the way."""
-    out, work = claim_arguments(config, tokenizer)
-    if problems := [*place_problems(config), *claim_problems(work_folder(config), **work)]:
+    if problems := folder_problems(config, tokenizer):
         raise UserError(problems[0])
+    out, work = claim_arguments(config, tokenizer)
     claim_folder(config.out, **out)
     claim_folder(work_folder(config), **work)
 
@@ -189,8 +187,8 @@ def build(
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
     move(plan.work / TOKENIZER, out / TOKENIZER)
-    listed = [*write_rejected(plan, out), *write_inputs(inputs, out)]
-    receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, *listed])
+    write_atomic(out / INPUTS, input_lines(inputs))
+    receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, INPUTS, *write_rejected(plan, out)])
     (out / MARKER).unlink()
     console.print(summary(out, receipt))
     return receipt
@@ -200,13 +198,8 @@ def ingredients(plan: BuildPlan, inputs: Sequence[Input], tokenizer: Tokenizer) 
     """Everything that the output is a function of."""
     config = to_dict(plan.config)
     settings = (
-        "text_key",
-        "id_key",
-        "bad_input",
-        "max_document_bytes",
-        "append_eod",
-        "prepend_bos",
-        "sentences",
+        *("text_key", "id_key", "keep_ids", "bad_input", "max_document_bytes"),
+        *("append_eod", "eod", "prepend_bos", "sentences"),
     )
     return {
         "format": "mlm-corpus-2",
@@ -214,22 +207,12 @@ def ingredients(plan: BuildPlan, inputs: Sequence[Input], tokenizer: Tokenizer) 
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
         **{key: config[key] for key in settings},
-        "recipe": recipe_of(plan.config),
+        "recipe": {key: config[key] for key in ("normalise", "filter", "dedup", "decontaminate")},
         "evaluation_texts": plan.evaluation,
         "split": list(parse_split(plan.config.split)) if plan.is_divided else None,
         "seed": plan.config.seed,
-        **{key: config[key] for key in ("eod", "keep_ids") if config[key]},  # older receipts lack them
-        "inputs": digests_of({item.name: item.digest for item in inputs}),
+        "inputs": {"files": len(inputs), "digest": digest_bytes(input_lines(inputs))},
     }
-
-
-def recipe_of(config: DataBuildConfig) -> Receipt:
-    """Return the settings that choose and change documents."""
-    values = to_dict(config)
-    recipe = {key: values[key] for key in ("normalise", "filter", "dedup", "decontaminate")}
-    if set(config.decontaminate.parts) == set(SPLITS):  # older receipts lack it
-        del recipe["decontaminate"]["parts"]
-    return recipe
 
 
 def prepare_evaluation(config: DataBuildConfig, work: Path) -> str | None:
@@ -246,9 +229,8 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
     if receipt is None:
         return None
     remedy = "set another out=, or delete the folder"
-    inputs = receipt.get("inputs")
-    known = receipt | {"inputs": digests_of(inputs) if isinstance(inputs, dict) else inputs}
-    differing = [key for key, value in made_of.items() if known.get(key) != value]
+    made_then = json.loads(json.dumps(made_of))  # tuples are lists there
+    differing = [key for key, value in made_then.items() if receipt.get(key) != value]
     if differing:
         raise UserError(f"out={out} holds a corpus made with other {', '.join(differing)}: {remedy}")
     if (name := damaged_file(out, receipt)) is not None:

@@ -102,6 +102,7 @@ def test_work_is_gone_when_the_corpus_is_there(source: Path) -> None:
     names = sorted(path.name for path in (source.parent / "out").iterdir())
     assert names == [
         ".mlm.json",
+        "corpus-inputs.jsonl",
         "corpus.json",
         "tokenizer.json",
         "train.bin",

@@ -188,13 +188,9 @@ def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error"
         fix = "fix them or set unreadable=skip" if unreadable == "error" else "name another"
         raise UserError(f"{setting} holds files that cannot be read: {list_entries(errors)}; {fix}")
     if not listing.inputs:
-        others = [entry.path for entry in listing.unread if entry.reason != HIDDEN]
-        held = f", only {len(others)} others such as {others[0].name}" if others else ""
-        fix = "name another"
-        if others:
-            fix = "rename it to its format, or convert it"
-            if others[0].suffix.lower() == ".json":
-                fix = "a .json file is one value; write one object per line and call it .jsonl"
+        others = [entry.path.name for entry in listing.unread if entry.reason != HIDDEN]
+        held = f", only {len(others)} others such as {others[0]}" if others else ""
+        fix = "name another, or rename it to its format; a .jsonl holds one object per line"
         raise UserError(f"{setting} holds no {READABLE}{held}: {fix}")
     return listing
 

@@ -19,17 +19,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mlm.corpus.read.finding import kind_of
 from mlm.corpus.read.records import Input, Shard
 from mlm.corpus.read.streams import DamagedError, blocks
 from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
 from mlm.data.corpus_files import SPLITS
-from mlm.data.receipt import INPUTS
 from mlm.data.records import readable
 from mlm.util.errors import UserError
-from mlm.util.files import digest_bytes, digest_file, write_atomic
+from mlm.util.files import digest_file, write_atomic
 from mlm.util.terminal import progress_bar
 
 OPENING = 1 << 12
@@ -139,7 +138,6 @@ def split_before(content: bytearray, target: int, least: int) -> int:
 
 
 KNOWN = "digests.json"
-IN_RECEIPT = 1000  # limit on inputs named in a receipt; more are in a file beside it
 SAVE_EVERY = 1 << 34  # bytes digested between two saves: 16 GiB
 
 
@@ -170,26 +168,10 @@ def with_digests(inputs: Sequence[Input], work: Path) -> tuple[Input, ...]:
     return tuple(done)
 
 
-def digests_of(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return digests of inputs by name for a receipt: of many, their number and one digest."""
-    if len(inputs) <= IN_RECEIPT:
-        return inputs
-    return {"files": len(inputs), "digest": digest_bytes(json.dumps(inputs, sort_keys=True).encode())}
-
-
-def write_inputs(inputs: Sequence[Input], out: Path) -> list[str]:
-    """Write names and digests of inputs that are too many for a receipt; return the file's name."""
-    if len(inputs) <= IN_RECEIPT:
-        return []
-
-    def write(f: BinaryIO) -> None:
-        f.writelines(
-            (json.dumps({"name": item.name, "bytes": item.bytes, "digest": item.digest}) + "\n").encode()
-            for item in inputs
-        )
-
-    write_atomic(out / INPUTS, write)
-    return [INPUTS]
+def input_lines(inputs: Sequence[Input]) -> bytes:
+    """Return a line of JSON with name, size and digest of each input."""
+    lines = ({"name": item.name, "bytes": item.bytes, "digest": item.digest} for item in inputs)
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def state_of(path: str) -> tuple[int, int, int]:

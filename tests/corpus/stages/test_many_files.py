@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import numpy as np
 import pytest
 
 from mlm.corpus.build import run_build
-from mlm.corpus.read import shards
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, split_inputs
 from mlm.corpus.stages import plan
-from mlm.data.receipt import read_receipt
-from tests.corpus.texts import documents, plain, quiet, thorough, words, write_jsonl
+from mlm.util.files import digest_file
+from tests.corpus.texts import plain, quiet, thorough, words, write_jsonl
 
 
 def many_files(folder: Path, count: int) -> Path:
@@ -79,22 +77,11 @@ def test_a_task_reads_its_own_part_of_the_plan(tmp_path: Path) -> None:
     assert [whole.shards_of(task) for task in range(3)] == [ranges[:5], ranges[5:11], ranges[11:]]
 
 
-def test_receipt_of_many_files_names_them_in_a_file_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = many_files(tmp_path / "text", 5)
-    config = plain(source)
-    monkeypatch.setattr(shards, "IN_RECEIPT", 10)
-    whole = run_build(config, quiet())
-    assert whole is not None
-    monkeypatch.setattr(shards, "IN_RECEIPT", 3)
-    console = quiet()
-    assert run_build(config, console) == whole, "a corpus whose receipt names all files is still up to date"
-    receipt = run_build(replace(config, out=str(tmp_path / "many")), quiet())
+def test_inputs_are_named_in_a_file_beside_the_receipt(tmp_path: Path) -> None:
+    receipt = run_build(plain(many_files(tmp_path / "text", 5)), quiet())
     assert receipt is not None
-    assert receipt["inputs"].keys() == {"files", "digest"}
-    lines = (tmp_path / "many/corpus-inputs.jsonl").read_text().splitlines()
-    assert {line["name"]: line["digest"] for line in map(json.loads, lines)} == whole["inputs"]
+    assert receipt["inputs"]["files"] == 5
+    lines = [json.loads(line) for line in (tmp_path / "out/corpus-inputs.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines] == [f"{i:03d}.jsonl" for i in range(5)]
+    assert lines[0]["digest"] == digest_file(tmp_path / "text/000.jsonl")
     assert "corpus-inputs.jsonl" in receipt["files"]
-    assert read_receipt(tmp_path / "many") == receipt
-    assert documents(tmp_path / "many/train") == documents(tmp_path / "out/train")
