@@ -18,7 +18,6 @@ from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, input_lines, parts_of_text, split_inputs, with_digests
 from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, BuildPlan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import (
-    move,
     outcome,
     publish,
     reject_empty_parts,
@@ -39,9 +38,8 @@ from mlm.util.terminal import Screen
 
 __all__ = ["check_corpus", "run_build"]
 
-LOCK = "lock"  # in the work folder
-OUT_LOCK = ".lock"
-WORK = "work"  # in `out`
+LOCK = ".lock"
+WORK = "work"
 
 
 def run_build(config: DataBuildConfig, console: Console | None = None) -> Receipt | None:
@@ -62,10 +60,12 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         console.print(warning, soft_wrap=True, markup=False)
     with explain_disk_errors(out), ExitStack() as stack:
         begun = work.exists()
-        claim_folders(config, tokenizer)
-        stack.enter_context(sole_build(out / OUT_LOCK, f"out={out}"))
-        stack.enter_context(explain_disk_errors(work))
-        stack.enter_context(sole_build(work / LOCK, f"work={work}"))
+        if problems := folder_problems(config, tokenizer):
+            raise UserError(problems[0])
+        (_, claim), (_, claim_of_work) = claims(config, tokenizer)
+        claim_folder(out, **claim)
+        stack.enter_context(sole_build(out))
+        claim_folder(work, **claim_of_work)
         inputs = with_digests(listing.inputs, work)
         tokenizer.save(work / TOKENIZER)
         evaluation = prepare_evaluation(config, work)
@@ -98,7 +98,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
 
 def work_folder(config: DataBuildConfig) -> Path:
     """Folder of the files between the stages."""
-    return Path(config.work) if config.work is not None else Path(config.out, WORK)
+    return Path(config.out, WORK)
 
 
 def preflight(config: DataBuildConfig) -> list[str]:
@@ -111,33 +111,17 @@ def preflight(config: DataBuildConfig) -> list[str]:
 
 
 def folder_problems(config: DataBuildConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return problems of `out` and the work folder: something of the user's, or one that holds the other."""
-    out, work = claim_arguments(config, tokenizer)
-    problems = [*claim_problems(config.out, **out), *claim_problems(work_folder(config), **work)]
-    at, folder = Path(config.out).resolve(), work_folder(config).resolve()
-    if folder == at or folder in at.parents:
-        relation = "is" if folder == at else "holds"
-        problems.append(f"work={config.work}: {relation} out={config.out}; name another folder")
-    return problems
+    """Return problems of the folders to write: something of the user's is in the way."""
+    return [each for folder, claim in claims(config, tokenizer) for each in claim_problems(folder, **claim)]
 
 
-def claim_arguments(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments with which `out` and the work folder are claimed."""
+def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the folders that a build makes or adopts, and the arguments that claim them."""
     reads = [config.input, *config.decontaminate.against]
-    key = "out" if config.work is None else "work"
-    return (
-        {"kind": "corpus", "inputs": reads, "same": {TOKENIZER: tokenizer.content}},
-        {"kind": "corpus-work", "key": key, "inputs": [*reads, config.tokenizer]},
-    )
-
-
-def claim_folders(config: DataBuildConfig, tokenizer: Tokenizer) -> None:
-    """Make or adopt both folders. Raises UserError if something of the user's is in the way."""
-    if problems := folder_problems(config, tokenizer):
-        raise UserError(problems[0])
-    out, work = claim_arguments(config, tokenizer)
-    claim_folder(config.out, **out)
-    claim_folder(work_folder(config), **work)
+    return [
+        (Path(config.out), {"kind": "corpus", "inputs": reads, "same": {TOKENIZER: tokenizer.content}}),
+        (work_folder(config), {"kind": "corpus-work", "inputs": [*reads, config.tokenizer]}),
+    ]
 
 
 def delete_work(config: DataBuildConfig) -> str | None:
@@ -186,7 +170,7 @@ def build(
     facts = outcome(plan) | {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
-    move(plan.work / TOKENIZER, out / TOKENIZER)
+    os.replace(plan.work / TOKENIZER, out / TOKENIZER)
     write_atomic(out / INPUTS, input_lines(inputs))
     receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, INPUTS, *write_rejected(plan, out)])
     (out / MARKER).unlink()
@@ -239,11 +223,11 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
 
 
 @contextmanager
-def sole_build(path: Path, folder: str) -> Iterator[None]:
-    """Keep two commands from working in one folder. Raises UserError for the second."""
-    held = Lock(path)
+def sole_build(out: Path) -> Iterator[None]:
+    """Keep two commands from building in one folder. Raises UserError for the second."""
+    held = Lock(out / LOCK)
     if not held.take():
-        raise UserError(f"{folder} is in use by another `mlm data build`: wait for it, or set another out=")
+        raise UserError(f"out={out} is in use by another `mlm data build`: wait for it, or set another out=")
     try:
         yield
     finally:

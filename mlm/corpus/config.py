@@ -216,11 +216,9 @@ class DataBuildConfig:
     """Begin every document with the tokenizer's beginning-of-sequence token."""
     sentences: bool = False
     """One sequence per sentence, as BERT samples need. Needs mlm[data]."""
-    work: OutFolder | None = None
-    """Folder of the files between stages; null means {out}/work. On a cluster all nodes must see it. Only
-    what the build wrote there is deleted at the end."""
     keep_work: bool = False
-    """Keep that folder, so that a build with another tokenizer reuses what does not change."""
+    """Keep {out}/work, the files between stages: a build into the same folder with another tokenizer, once
+    the files of the corpus are deleted, reuses what does not change."""
     normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)

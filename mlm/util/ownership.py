@@ -63,7 +63,7 @@ KINDS: dict[str, Kind] = {
     "corpus-work": Kind(
         "the work of a build",
         (
-            *("lock", "plan.jsonl", "plan.json", "digests.json", "jobs.json"),
+            *("plan.jsonl", "plan.json", "digests.json", "jobs.json"),
             *("tokenizer.json", "evaluation.jsonl"),
             *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("clean", "match", "group", "verify", "gather")),
             *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("tokenise", "merge")),

@@ -68,23 +68,16 @@ def is_own(path: Path) -> bool:
     return any(matches_any(each.name, own_patterns(each.parent)) for each in (path, path.parent))
 
 
-def check_apart(inputs: Collection[str], setting: str, out: str, work: str | None) -> None:
+def check_apart(inputs: Collection[str], setting: str, out: str) -> None:
     """Reject a build that could not distinguish its files from its inputs, or would overwrite one.
 
     `inputs` are paths of files. Raises UserError.
     """
-    folder = os.path.realpath(out)
-    between = os.path.realpath(work or os.path.join(out, "work"))
-    given = os.path.realpath(setting.partition("=")[2])
+    folder, given = os.path.realpath(out), os.path.realpath(setting.partition("=")[2])
     for path in inputs:
         real = os.path.realpath(path)
         if real in {os.path.join(folder, name) for name in IN_OUT}:
             raise UserError(f"out={out} would replace the input {path}; set another out=")
-        if is_below(real, between):
-            raise UserError(
-                f"work={work or between} holds {path}, which no build wrote; set another work=, or move "
-                "the file"
-            )
         # files in `out` are the user's only if `out` is the input folder itself, or above it
         if is_below(real, folder) and not is_below(given, folder):
             raise UserError(
@@ -164,7 +157,7 @@ def find_inputs(config: DataBuildConfig) -> Listing:
     hub = HubSource(config.input, config.hub_config, config.hub_split, config.hub_revision)
     listing = search(config.input, hub, unreadable=config.unreadable)
     if config.out and not config.input.startswith(HUB):
-        check_apart([item.path for item in listing.inputs], f"input={config.input}", config.out, config.work)
+        check_apart([item.path for item in listing.inputs], f"input={config.input}", config.out)
     return listing
 
 

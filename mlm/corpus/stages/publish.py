@@ -1,12 +1,11 @@
 """Stage `merge`, which joins the shards of each part, and the end of a build: publication and account."""
 
-import errno
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rich.console import Console, Group
 
@@ -49,24 +48,9 @@ def publish(plan: BuildPlan, out: Path) -> list[str]:
     prefixes += [origins_of(prefix) for prefix in prefixes] if plan.config.keep_ids else []
     names = [path(prefix).name for prefix in prefixes for path in (bin_path, idx_path)]
     for name in names:
-        move(merged / name, out / name)
+        os.replace(merged / name, out / name)
     fsync_directory(out)
     return names
-
-
-def move(source: Path, target: Path) -> None:
-    """Rename a file; to another file system, copy it."""
-    try:
-        os.replace(source, target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-
-        def copy(f: BinaryIO) -> None:
-            with open(source, "rb") as content:
-                shutil.copyfileobj(content, f, 1 << 22)
-
-        write_atomic(target, copy)
 
 
 Facts = dict[str, Any]

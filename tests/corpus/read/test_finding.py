@@ -123,16 +123,12 @@ def test_corpus_inside_its_input_is_not_read(tmp_path: Path) -> None:
         assert [item.name for item in search(str(path)).inputs] == ["a.jsonl", "bad.jsonl"]
 
 
-@pytest.mark.parametrize("work", [None, "text/scratch"])
-def test_killed_build_into_its_input_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str | None
-) -> None:
+def test_killed_build_into_its_input_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_jsonl(tmp_path / "text/a.jsonl", ["one", "two"]).parent
     (source / "bad.jsonl").write_text("no JSON\n")
     config = plain(
         source,
         out=str(source / "out"),
-        work=work and str(tmp_path / work),
         bad_input="skip",
         keep_work=True,
     )

@@ -17,7 +17,6 @@ from mlm.corpus.config import ExecutorConfig, FilterConfig
 from mlm.corpus.stages import match as match_stage
 from mlm.data.indexed import IndexedDataset
 from mlm.util.errors import UserError
-from mlm.util.ownership import claim_folder
 from tests.corpus.texts import (
     documents,
     output,
@@ -166,18 +165,19 @@ def test_truncated_work_is_done_again(source: Path) -> None:
 
 
 def test_other_tokenizer_reuses_the_cleaning(source: Path) -> None:
-    config = thorough(
-        source, filter=FilterConfig(min_tokens=None), keep_work=True, work=str(source.parent / "work")
-    )
+    config = thorough(source, filter=FilterConfig(min_tokens=None), keep_work=True)
     run_build(config, quiet())
-    before = {path.name for path in (source.parent / "work").iterdir()}
+    out = source.parent / "out"
+    before = {path.name for path in (out / "work").iterdir()}
+    for name in output(out).keys() - {".mlm.json"}:
+        (out / name).unlink()
     (source.parent / "second").mkdir()
     other = plain(source.parent / "second/x").tokenizer
     content = json.loads(Path(other).read_text())
     content["version"] = "1.0"
     Path(other).write_text(json.dumps(content, indent=1))
-    run_build(replace(config, tokenizer=other, out=str(source.parent / "other")), quiet())
-    fresh = {path.name for path in (source.parent / "work").iterdir()} - before
+    run_build(replace(config, tokenizer=other), quiet())
+    fresh = {path.name for path in (out / "work").iterdir()} - before
     assert {name.partition("-")[0] for name in fresh} == {"tokenise", "merge"}
 
 
@@ -206,19 +206,3 @@ def test_sentences_become_sequences(tmp_path: Path) -> None:
     corpus = IndexedDataset(tmp_path / "out/train")
     assert corpus.document_indices.tolist() == [0, 3, 4]
     assert documents(tmp_path / "out/train")[0].replace(" ", "") == f"Itrains.Thesunisgone.Nobodycares.{END}"
-
-
-def test_same_folder_is_not_built_in_twice(source: Path) -> None:
-    code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
-    code += "; print(flush=True); time.sleep(60)"
-    work = claim_folder(source.parent / "out", "corpus") / "work"
-    work.mkdir()
-    (source.parent / "out/.building").touch()
-    with subprocess.Popen([sys.executable, "-c", code, work / "lock"], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        try:
-            with pytest.raises(UserError, match="in use by another"):
-                run_build(thorough(source), quiet())
-        finally:
-            holder.kill()
