@@ -78,7 +78,7 @@ def document_wanted(config: DataInspectConfig, corpus: IndexedDataset) -> int:
     count = corpus.num_documents if key == "document" else corpus.num_tokens
     if not 0 <= number < count:
         raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
-    return number if key == "document" else corpus.index.document_of(number)
+    return number if key == "document" else corpus.document_of(number)
 
 
 def origin_of(prefix: Path, number: int) -> dict[str, Any] | None:

@@ -163,9 +163,8 @@ def scan_tokens(
 def describe(token: int, position: int, corpus: IndexedDataset, limit: int | None) -> str:
     """Describe a wrong token and its position."""
     bound = "negative" if token < 0 else f"not below vocab_size={limit}"
-    document = corpus.index.document_of(position)
-    start = int(corpus.index.document_starts(document, document)[0])
-    return f"document {document}, token {position - start} of it, is {token}, {bound}"
+    document = corpus.document_of(position)
+    return f"document {document}, token {position - corpus.first_token(document)} of it, is {token}, {bound}"
 
 
 def check_digest(path: Path, expected: Expected, advance: Advance, digest: str | None = None) -> FileCheck:
