@@ -31,7 +31,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class InputShard:
     """Range of an input that one task reads. Plain values, which JSON can hold."""
 
     input: Input

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.corpus.read.finding import kind_of
-from mlm.corpus.read.records import Input, Shard
+from mlm.corpus.read.records import Input, InputShard
 from mlm.corpus.read.streams import DamagedError, blocks
 from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
 from mlm.data.corpus_files import SPLITS
@@ -35,7 +35,7 @@ OPENING = 1 << 12
 """Bytes of text that take about as long to read as a file takes to open."""
 
 
-def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[Shard]:
+def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[InputShard]:
     """Split the inputs into shards in corpus order, at least one for each input.
 
     Uncompressed .jsonl is split every `shard_bytes` bytes (a line belongs to its first byte), Parquet
@@ -45,7 +45,7 @@ def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[Shard]:
     return [shard for item in inputs for shard in shards_of(item, shard_bytes)]
 
 
-def group(shards: Sequence[Shard], shard_bytes: int) -> tuple[int, ...]:
+def group(shards: Sequence[InputShard], shard_bytes: int) -> tuple[int, ...]:
     """Return starts of groups of neighbouring shards, then the number of shards: each group is a task.
 
     Small files share a task, up to a quarter of `shard_bytes`, so that the number of tasks grows with the
@@ -67,7 +67,7 @@ def shared_bytes(shard_bytes: int) -> int:
     return shard_bytes // 4
 
 
-def shards_of(item: Input, shard_bytes: int) -> Iterator[Shard]:
+def shards_of(item: Input, shard_bytes: int) -> Iterator[InputShard]:
     """Yield the shards of one input."""
     kind = "hub" if item.path.startswith(HUB) else kind_of(Path(item.path))
     assert kind is not None, item.path
@@ -79,7 +79,7 @@ def shards_of(item: Input, shard_bytes: int) -> Iterator[Shard]:
         step = shard_bytes if kind == "jsonl" else max(item.bytes, 1)
         ranges = [(begin, min(begin + step, item.bytes)) for begin in range(0, max(item.bytes, 1), step)]
     for begin, end in ranges:
-        yield Shard(item, kind, begin, end, item.split)
+        yield InputShard(item, kind, begin, end, item.split)
 
 
 TEXT_END = b"<|endoftext|>"
@@ -92,7 +92,9 @@ SEARCHED = 1 << 16
 ENDS = tuple(map(re.compile, (rb"\n[ \t\r]*\n", rb"\n", rb"\s")))
 
 
-def parts_of_text(inputs: Sequence[Input], shares: Sequence[float], max_bytes: int) -> list[Shard] | None:
+def parts_of_text(
+    inputs: Sequence[Input], shares: Sequence[float], max_bytes: int
+) -> list[InputShard] | None:
     """Return the parts of the input if it is one text and several parts are wanted, else None.
 
     Raises UserError for a file that cannot be read. A part above `max_bytes` is rejected where it is read.
@@ -119,7 +121,7 @@ def parts_of_text(inputs: Sequence[Input], shares: Sequence[float], max_bytes: i
     bounds.append(total)
     packing = kind.removeprefix("txt")
     return [
-        Shard(inputs[0], f"slice{packing}", begin, end, part)
+        InputShard(inputs[0], f"slice{packing}", begin, end, part)
         for (part, _), (begin, end) in zip(wanted, pairwise(bounds), strict=True)
     ]
 

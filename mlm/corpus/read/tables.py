@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard
+from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Place
 from mlm.corpus.read.streams import DamagedError, explain_damage
 from mlm.data.records import open_parquet, readable
 from mlm.util.errors import UserError
@@ -57,7 +57,7 @@ def group_rows(file: Any) -> list[int]:
     return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
 
 
-def read_parquet(shard: Shard, intake: Intake) -> Iterator[Document]:
+def read_parquet(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of the row groups that begin in the shard."""
     row = shard.begin
     try:
@@ -92,7 +92,7 @@ def column_problem(file: Any, path: str, intake: Intake) -> BadRecordError | Non
     return intake.without_id() if intake.id_key is not None and intake.id_key not in names else None
 
 
-def batches(file: Any, shard: Shard, columns: list[str]) -> Iterator[Any]:
+def batches(file: Any, shard: InputShard, columns: list[str]) -> Iterator[Any]:
     """Yield batches of the rows of a shard. Raises DamagedError where the rest cannot be read."""
     starts = list(accumulate(group_rows(file), initial=0))
     for group, start in enumerate(starts[:-1]):
@@ -204,7 +204,7 @@ def explain_hub_errors(source: HubSource) -> Iterator[None]:
         raise UserError(f"{setting}: {type(error).__name__}: {reason}: {LOCAL_COPY}") from error
 
 
-def read_hub(shard: Shard, intake: Intake) -> Iterator[Document]:
+def read_hub(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of one of the dataset's shards; rows are counted from its beginning."""
     source = HubSource.of(shard.path)
     _, stream = open_hub(source)

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from mlm.config.build import from_dict, to_dict
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.records import Input, Shard
+from mlm.corpus.read.records import Input, InputShard
 from mlm.data.corpus_files import SPLITS, parse_split
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError
@@ -104,7 +104,7 @@ class BuildPlan:
     sizes: tuple[int, ...]
     """Bytes (or rows) that each of these tasks reads."""
 
-    def shards_of(self, task: int) -> list[Shard]:
+    def shards_of(self, task: int) -> list[InputShard]:
         """Read the shards that a task of the stages `clean` and `tokenise` works on."""
         with open(self.work / TASKS, "rb") as file:
             file.seek(self.offsets[task])
@@ -151,7 +151,7 @@ def make_plan(
     config: DataBuildConfig,
     work: Path,
     inputs: Sequence[Input],
-    shards: Sequence[Shard],
+    shards: Sequence[InputShard],
     bounds: Sequence[int],
     tokenizer: str,
     evaluation: str | None,
@@ -191,7 +191,7 @@ def removes_duplicates(config: DataBuildConfig) -> bool:
 def stage_ingredients(
     config: DataBuildConfig,
     inputs: Sequence[Input],
-    shards: Sequence[Shard],
+    shards: Sequence[InputShard],
     bounds: Sequence[int],
     tokenizer: str,
     evaluation: str | None,
@@ -223,7 +223,7 @@ def stage_ingredients(
     }
 
 
-def write_tasks(path: Path, tasks: Iterable[Sequence[Shard]]) -> list[int]:
+def write_tasks(path: Path, tasks: Iterable[Sequence[InputShard]]) -> list[int]:
     """Write a line with the shards of each task; return where each line begins. Raises OSError."""
     offsets = list[int]()
 
@@ -236,10 +236,10 @@ def write_tasks(path: Path, tasks: Iterable[Sequence[Shard]]) -> list[int]:
     return offsets
 
 
-def as_shard(values: dict[str, Any]) -> Shard:
+def as_shard(values: dict[str, Any]) -> InputShard:
     """Return the shard of a line of plan.jsonl."""
     item = values.pop("input")
-    return Shard(input=Input(**item | {"state": tuple(item["state"])}), **values)
+    return InputShard(input=Input(**item | {"state": tuple(item["state"])}), **values)
 
 
 @lru_cache(maxsize=1)
