@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-COMES_WITH = {"loguru": "datatrove", "ray": "datatrove", "tqdm": "lm-eval"}
+COMES_WITH = {"tqdm": "lm-eval"}
 """Modules that are imported only beside a library that brings them."""
 
 

@@ -2,24 +2,24 @@
 
 Files:
 
-- .jsonl: the string under "text" of each line, else every string in the line;
-- .txt, .tokens: one text per line; in WikiText's form, where `= Title =` begins an article, one per article;
-- .parquet: the column "text", else every column of strings.
+- .jsonl, .parquet, .csv, .tsv: the string under "text" of each record, else every string in it;
+- .txt, .tokens: one text per line; in WikiText's form, where `= Title =` begins an article, one per article.
 
 They keep their form: decontaminate.py ignores the marks of WikiText's tokenisation.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlm.data.records import SUFFIXES, hub_records, read_records
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.extras import load_extra
 from mlm.util.files import write_atomic
 
 TEXT_KEY = "text"
+PLAIN = (".txt", ".tokens")
 HUB = {
     "wikitext103": ("Salesforce/wikitext", "wikitext-103-raw-v1", ("validation", "test")),
     "lambada": ("EleutherAI/lambada_openai", "default", ("test",)),
@@ -64,38 +64,24 @@ def read_set(entry: str, name: str) -> Iterator[EvaluationText]:
     """Read the texts of one set, from the Hub or a file."""
     if entry in HUB:
         return read_hub(entry)
-    readers: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
-        ".jsonl": read_jsonl,
-        ".txt": read_lines,
-        ".tokens": read_lines,
-        ".parquet": read_parquet,
-    }
     path = Path(entry)
-    if path.suffix not in readers or not path.is_file():
-        what = (
-            "is not a file"
-            if path.suffix in readers
-            else "is neither a known set nor a file of a known format"
+    if path.suffix not in (*SUFFIXES, *PLAIN) or not path.is_file():
+        raise UserError(
+            f"{KEY}={entry} is neither a known set nor a file of a known format: use {', '.join(HUB)} or a "
+            f"{', '.join((*SUFFIXES, *PLAIN))} file"
         )
-        raise UserError(f"{KEY}={entry} {what}: use {', '.join(HUB)} or a {', '.join(readers)} file")
     if (size := path.stat().st_size) > MAX_BYTES:
         raise UserError(f"{KEY}={entry} has {size} bytes, {MAX_BYTES} is the limit: name an evaluation set")
-    return (EvaluationText(name, place, text) for place, text in readers[path.suffix](path))
+    read = read_lines(path) if path.suffix in PLAIN else read_strings(path)
+    return (EvaluationText(name, place, text) for place, text in read)
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of every string that counts as text."""
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-                listed = list(strings(record))
-            except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
-                raise UserError(f"{KEY}: {path}:{number}: not a line of JSON: fix or delete it") from error
-            for text in listed:
-                yield f"line {number}", text
+def read_strings(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of every string of a file of records that counts as text."""
+    for location, record in read_records(path):
+        place = location.rpartition(":")[2]
+        for text in strings(record):
+            yield f"line {place}" if place.isdigit() else place, text
 
 
 def strings(record: Any) -> Iterator[str]:
@@ -144,42 +130,15 @@ def is_title(line: str) -> bool:
     return len(line) > 4 and line[:2] == "= " and line[-2:] == " =" and line[2] != "="
 
 
-def read_parquet(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of every string in the column "text", or in all columns of strings."""
-    pa, pq = (load_extra(module, f"{KEY}={path}") for module in ("pyarrow", "pyarrow.parquet"))
-    try:
-        file = pq.ParquetFile(path)
-        columns = [
-            field.name for field in file.schema_arrow if field.type in (pa.string(), pa.large_string())
-        ]
-        row = 0
-        for batch in file.iter_batches(columns=[TEXT_KEY] if TEXT_KEY in columns else columns):
-            for record in batch.to_pylist():
-                row += 1
-                yield from ((f"row {row}", text) for text in strings(list(record.values())))
-    except (pa.ArrowException, OSError) as error:
-        raise CorruptFileError(f"{KEY}={path} is not a Parquet file, or damaged: replace it") from error
-
-
 def read_hub(name: str) -> Iterator[EvaluationText]:
     """Read the texts of a set on the Hub. Raises UserError if it cannot be read."""
     source, config, splits = HUB[name]
-    fix = f"get it as a file (.jsonl, .txt, .tokens, .parquet) and name that in {KEY}"
-    load_dataset = load_extra("datasets", f"{KEY}={name}").load_dataset
+    bring = f"it as a file ({', '.join((*SUFFIXES, *PLAIN))})"
     for split in splits:
-        try:
-            rows = list(load_dataset(source, config, split=split)[TEXT_KEY])
-        except Exception as error:  # of datasets, huggingface_hub, httpx and pyarrow: no base class in common
-            raise UserError(
-                f"{KEY}={name}: {source} could not be read from the Hub ({type(error).__name__}): {fix}"
-            ) from error
-        for place, text in articles("".join(rows).split("\n")) if name == "wikitext103" else enumerated(rows):
+        rows = [row[TEXT_KEY] for row in hub_records(source, config, split, key=KEY, bring=bring)]
+        numbered = ((f"row {number}", text) for number, text in enumerate(rows, 1))
+        for place, text in articles("".join(rows).split("\n")) if name == "wikitext103" else numbered:
             yield EvaluationText(name, f"{split} {place}", text)
-
-
-def enumerated(rows: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Number the rows of a table: (place, text)."""
-    return ((f"row {number}", text) for number, text in enumerate(rows, 1))
 
 
 def save_benchmarks(texts: Iterable[EvaluationText], path: Path) -> None:

@@ -1,5 +1,6 @@
 """`mlm data build`: from raw text to a corpus in Megatron's .bin/.idx."""
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,10 +15,9 @@ from mlm.corpus.benchmarks import read_benchmarks, save_benchmarks
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
-from mlm.corpus.read.shards import digests_of, group, parts_of_text, split_inputs, with_digests, write_inputs
-from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, Plan, make_plan, shard_bytes
+from mlm.corpus.read.shards import group, input_lines, parts_of_text, split_inputs, with_digests
+from mlm.corpus.stages.plan import EVALUATION, TOKENIZER, BuildPlan, make_plan, shard_bytes
 from mlm.corpus.stages.publish import (
-    move,
     outcome,
     publish,
     reject_empty_parts,
@@ -26,20 +26,20 @@ from mlm.corpus.stages.publish import (
     write_rejected,
 )
 from mlm.corpus.stages.run import run_stages
-from mlm.data.corpus_files import MARKER, SPLITS, parse_split
-from mlm.data.receipt import RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
+from mlm.corpus.stages.slurm import run_slurm
+from mlm.data.corpus_files import MARKER, parse_split
+from mlm.data.receipt import INPUTS, RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
-from mlm.util.files import digest_file, write_atomic
+from mlm.util.files import digest_bytes, digest_file, write_atomic
 from mlm.util.lock import Lock
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
 from mlm.util.terminal import Screen
 
 __all__ = ["check_corpus", "run_build"]
 
-LOCK = "lock"  # in the work folder
-OUT_LOCK = ".lock"
-WORK = "work"  # in `out`
+LOCK = ".lock"
+WORK = "work"
 
 
 def run_build(config: DataBuildConfig, console: Console | None = None) -> Receipt | None:
@@ -60,15 +60,17 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         console.print(warning, soft_wrap=True, markup=False)
     with explain_disk_errors(out), ExitStack() as stack:
         begun = work.exists()
-        claim_folders(config, tokenizer)
-        stack.enter_context(sole_build(out / OUT_LOCK, f"out={out}"))
-        stack.enter_context(explain_disk_errors(work))
-        stack.enter_context(sole_build(work / LOCK, f"work={work}"))
+        if problems := folder_problems(config, tokenizer):
+            raise UserError(problems[0])
+        (_, claim), (_, claim_of_work) = claims(config, tokenizer)
+        claim_folder(out, **claim)
+        stack.enter_context(sole_build(out))
+        claim_folder(work, **claim_of_work)
         inputs = with_digests(listing.inputs, work)
         tokenizer.save(work / TOKENIZER)
         evaluation = prepare_evaluation(config, work)
         size = shard_bytes(sum(item.bytes for item in inputs))
-        parts = parts_of_text(inputs, parse_split(config.split))
+        parts = parts_of_text(inputs, parse_split(config.split), config.max_document_bytes)
         if parts is not None:
             print_split_of_one_text(config, console)
         config = with_min_tokens(config, is_one_text=parts is not None)
@@ -96,7 +98,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
 
 def work_folder(config: DataBuildConfig) -> Path:
     """Folder of the files between the stages."""
-    return Path(config.work) if config.work is not None else Path(config.out, WORK)
+    return Path(config.out, WORK)
 
 
 def preflight(config: DataBuildConfig) -> list[str]:
@@ -105,40 +107,21 @@ def preflight(config: DataBuildConfig) -> list[str]:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
         return list(error.problems)
-    out, work = claim_arguments(config, tokenizer)
-    return [
-        *claim_problems(config.out, **out),
-        *claim_problems(work_folder(config), **work),
-        *place_problems(config),
-    ]
+    return folder_problems(config, tokenizer)
 
 
-def place_problems(config: DataBuildConfig) -> list[str]:
-    """Problems of a `work` that is, or contains, `out`."""
-    out, work = Path(config.out).resolve(), work_folder(config).resolve()
-    if work == out or work in out.parents:
-        relation = "is" if work == out else "holds"
-        return [f"work={config.work}: {relation} out={config.out}; name another folder"]
-    return []
+def folder_problems(config: DataBuildConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return problems of the folders to write: something of the user's is in the way."""
+    return [each for folder, claim in claims(config, tokenizer) for each in claim_problems(folder, **claim)]
 
 
-def claim_arguments(config: DataBuildConfig, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments with which `out` and the work folder are claimed."""
+def claims(config: DataBuildConfig, tokenizer: Tokenizer) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the folders that a build makes or adopts, and the arguments that claim them."""
     reads = [config.input, *config.decontaminate.against]
-    key = "out" if config.work is None else "work"
-    return (
-        {"kind": "corpus", "inputs": reads, "same": {TOKENIZER: tokenizer.content}},
-        {"kind": "corpus-work", "key": key, "inputs": [*reads, config.tokenizer]},
-    )
-
-
-def claim_folders(config: DataBuildConfig, tokenizer: Tokenizer) -> None:
-    """Make or adopt both folders. Raises UserError if something of the user's is in the way."""
-    out, work = claim_arguments(config, tokenizer)
-    if problems := [*place_problems(config), *claim_problems(work_folder(config), **work)]:
-        raise UserError(problems[0])
-    claim_folder(config.out, **out)
-    claim_folder(work_folder(config), **work)
+    return [
+        (Path(config.out), {"kind": "corpus", "inputs": reads, "same": {TOKENIZER: tokenizer.content}}),
+        (work_folder(config), {"kind": "corpus-work", "inputs": [*reads, config.tokenizer]}),
+    ]
 
 
 def delete_work(config: DataBuildConfig) -> str | None:
@@ -170,7 +153,7 @@ def print_split_of_one_text(config: DataBuildConfig, console: Console) -> None:
 
 
 def build(
-    plan: Plan,
+    plan: BuildPlan,
     inputs: Sequence[Input],
     not_read: dict[str, Any],
     made_of: Receipt,
@@ -182,40 +165,25 @@ def build(
     if executor.kind == "local":
         workers = executor.workers or len(os.sched_getaffinity(0))
         run_stages(plan, workers)
-    else:
-        try:
-            from mlm.corpus.stages.cluster import run_ray, run_slurm
-        except ImportError as error:
-            raise UserError(
-                f"executor.kind={executor.kind} needs datatrove: pip install 'mlm[cluster]', or set "
-                f"executor.kind=local"
-            ) from error
-        if executor.kind == "ray":
-            run_ray(plan, path)
-        elif not run_slurm(plan, path, console):
-            return None
+    elif not run_slurm(plan, path, console):
+        return None
     facts = outcome(plan) | {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
-    move(plan.work / TOKENIZER, out / TOKENIZER)
-    listed = [*write_rejected(plan, out), *write_inputs(inputs, out)]
-    receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, *listed])
+    os.replace(plan.work / TOKENIZER, out / TOKENIZER)
+    write_atomic(out / INPUTS, input_lines(inputs))
+    receipt = write_receipt(out, made_of | facts, [*names, TOKENIZER, INPUTS, *write_rejected(plan, out)])
     (out / MARKER).unlink()
     console.print(summary(out, receipt))
     return receipt
 
 
-def ingredients(plan: Plan, inputs: Sequence[Input], tokenizer: Tokenizer) -> Receipt:
+def ingredients(plan: BuildPlan, inputs: Sequence[Input], tokenizer: Tokenizer) -> Receipt:
     """Everything that the output is a function of."""
     config = to_dict(plan.config)
     settings = (
-        "text_key",
-        "id_key",
-        "bad_input",
-        "max_document_bytes",
-        "append_eod",
-        "prepend_bos",
-        "sentences",
+        *("text_key", "id_key", "keep_ids", "bad_input", "max_document_bytes"),
+        *("append_eod", "eod", "prepend_bos", "sentences"),
     )
     return {
         "format": "mlm-corpus-2",
@@ -223,22 +191,12 @@ def ingredients(plan: Plan, inputs: Sequence[Input], tokenizer: Tokenizer) -> Re
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
         **{key: config[key] for key in settings},
-        "recipe": recipe_of(plan.config),
+        "recipe": {key: config[key] for key in ("normalise", "filter", "dedup", "decontaminate")},
         "evaluation_texts": plan.evaluation,
         "split": list(parse_split(plan.config.split)) if plan.is_divided else None,
         "seed": plan.config.seed,
-        **{key: config[key] for key in ("eod", "keep_ids") if config[key]},  # older receipts lack them
-        "inputs": digests_of({item.name: item.digest for item in inputs}),
+        "inputs": {"files": len(inputs), "digest": digest_bytes(input_lines(inputs))},
     }
-
-
-def recipe_of(config: DataBuildConfig) -> Receipt:
-    """Return the settings that choose and change documents."""
-    values = to_dict(config)
-    recipe = {key: values[key] for key in ("normalise", "filter", "dedup", "decontaminate")}
-    if set(config.decontaminate.parts) == set(SPLITS):  # older receipts lack it
-        del recipe["decontaminate"]["parts"]
-    return recipe
 
 
 def prepare_evaluation(config: DataBuildConfig, work: Path) -> str | None:
@@ -255,9 +213,8 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
     if receipt is None:
         return None
     remedy = "set another out=, or delete the folder"
-    inputs = receipt.get("inputs")
-    known = receipt | {"inputs": digests_of(inputs) if isinstance(inputs, dict) else inputs}
-    differing = [key for key, value in made_of.items() if known.get(key) != value]
+    made_then = json.loads(json.dumps(made_of))  # tuples are lists there
+    differing = [key for key, value in made_then.items() if receipt.get(key) != value]
     if differing:
         raise UserError(f"out={out} holds a corpus made with other {', '.join(differing)}: {remedy}")
     if (name := damaged_file(out, receipt)) is not None:
@@ -266,11 +223,11 @@ def reusable(out: Path, made_of: Receipt) -> Receipt | None:
 
 
 @contextmanager
-def sole_build(path: Path, folder: str) -> Iterator[None]:
-    """Keep two commands from working in one folder. Raises UserError for the second."""
-    held = Lock(path)
+def sole_build(out: Path) -> Iterator[None]:
+    """Keep two commands from building in one folder. Raises UserError for the second."""
+    held = Lock(out / LOCK)
     if not held.take():
-        raise UserError(f"{folder} is in use by another `mlm data build`: wait for it, or set another out=")
+        raise UserError(f"out={out} is in use by another `mlm data build`: wait for it, or set another out=")
     try:
         yield
     finally:

@@ -127,7 +127,7 @@ class DecontaminateConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     against: tuple[InputPath, ...] = ()
-    """Evaluation texts: wikitext103, lambada (from the Hub; needs mlm[data]) or files .jsonl, .txt."""
+    """Evaluation texts: wikitext103, lambada (from the Hub; needs mlm[data]), or files .jsonl, .txt, …"""
     ngram: Annotated[int, POSITIVE] = 13
     """Words that must agree in a row."""
     min_ngram: Annotated[int, POSITIVE] = 8
@@ -147,12 +147,12 @@ class DecontaminateConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorConfig:
-    """Executor of the tasks: one of datatrove's."""
+    """Executor of the tasks."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    kind: Literal["local", "slurm", "ray"] = "local"
-    """local: processes of this machine; slurm: submitted jobs; ray: a Ray cluster (needs the package ray)."""
+    kind: Literal["local", "slurm"] = "local"
+    """local: processes of this machine; slurm: submitted jobs."""
     workers: Annotated[int | None, POSITIVE] = None
     """Tasks at a time; null means this machine's cores, on a cluster no limit. Never changes the output."""
     partition: str | None = None
@@ -160,7 +160,7 @@ class ExecutorConfig:
     time: str = "24:00:00"
     """SLURM time limit of one task."""
     memory_gb: Annotated[int, POSITIVE] = 4
-    """Memory per task on slurm and ray, GiB."""
+    """Memory per SLURM task, GiB."""
     environment: str = ""
     """Shell command that a SLURM task starts with, such as `source .venv/bin/activate`."""
 
@@ -216,11 +216,9 @@ class DataBuildConfig:
     """Begin every document with the tokenizer's beginning-of-sequence token."""
     sentences: bool = False
     """One sequence per sentence, as BERT samples need. Needs mlm[data]."""
-    work: OutFolder | None = None
-    """Folder of the files between stages; null means {out}/work. On a cluster all nodes must see it. Only
-    what the build wrote there is deleted at the end."""
     keep_work: bool = False
-    """Keep that folder, so that a build with another tokenizer reuses what does not change."""
+    """Keep {out}/work, the files between stages: a build into the same folder with another tokenizer, once
+    the files of the corpus are deleted, reuses what does not change."""
     normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)

@@ -20,12 +20,11 @@ N-grams are looked up by a 64-bit hash, and hits are compared word by word.
 Shapes: w words of a text, e words of all evaluation texts with a 0 after each run, n words of an n-gram.
 """
 
-import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
@@ -37,10 +36,8 @@ from mlm.corpus.benchmarks import EvaluationText, load_benchmarks, read_benchmar
 from mlm.corpus.config import DecontaminateConfig
 from mlm.corpus.minhash import Hashes, ngram_hashes
 from mlm.corpus.pieces import pieces_of
-from mlm.util.files import digest_bytes
 from mlm.util.splitmix import mix
 
-RULE = 3  # number of what counts as a match and what is cut; part of the digest
 TOP = 20  # evaluation texts named in a report
 PREVIEW = 60  # letters of each
 
@@ -51,11 +48,8 @@ class Match:
 
     set: str
     """Name of the evaluation set."""
-    text: int
-    """Number of the evaluation text in its set, from 0."""
     number: int
     """Number of the evaluation text among those of all sets."""
-    num_words: int
     begin: int
     """First letter in the document."""
     end: int
@@ -85,13 +79,6 @@ class Contaminants:
     def __init__(self, config: DecontaminateConfig, texts: Sequence[EvaluationText]) -> None:
         assert 1 <= config.min_ngram <= config.ngram
         self.config, self._texts = config, texts
-        self.digest = digest_of(config, texts)
-        """Digest of the rules and the evaluation texts, not of their source."""
-        seen = Counter[str]()
-        self._numbers = list[tuple[str, int]]()  # set and number in it of each text
-        for text in texts:
-            self._numbers.append((text.set, seen[text.set]))
-            seen[text.set] += 1
         self._ngrams = NGrams([text.text for text in texts], ngram=config.ngram, min_ngram=config.min_ngram)
 
     @classmethod
@@ -113,50 +100,33 @@ class Contaminants:
             pieces = cut(text, matches, self.config)
         return Cleaned(pieces, matches, len(text) - sum(map(len, pieces)))
 
-    def describe(self) -> dict[str, dict[str, int]]:
-        """Count, for each set, its texts, those too short to search for, and distinct n-grams. Plain JSON."""
-        out = {
-            name: {"texts": 0, "too_short": 0, "ngrams": 0}
-            for name in dict.fromkeys(t.set for t in self._texts)
-        }
-        counts = zip(
-            self._texts, self._ngrams.covered.tolist(), self._ngrams.num_ngrams.tolist(), strict=True
-        )
-        for text, covered, ngrams in counts:
-            entry = out[text.set]
-            entry["texts"] += 1
-            entry["too_short"] += not covered
-            entry["ngrams"] += ngrams
-        return out
-
     def report(self, counts: Mapping[str, int]) -> dict[str, Any]:
         """Summarise a corpus as plain JSON: counts per set, and the texts matched most often.
 
         `counts` are those of `count_matches`, of all documents.
         """
         documents = [counts.get(f"text {number}", 0) for number in range(len(self._texts))]
-        hit = sorted(
-            (-count, *self._numbers[number], number) for number, count in enumerate(documents) if count
-        )
-        texts_hit = Counter(name for _, name, *_ in hit)
+        none = {"texts": 0, "too_short": 0, "texts_hit": 0}
+        sets = {text.set: none | {"documents": counts.get(f"set {text.set}", 0)} for text in self._texts}
+        for text, covered, hits in zip(self._texts, self._ngrams.covered.tolist(), documents, strict=True):
+            sets[text.set]["texts"] += 1
+            sets[text.set]["too_short"] += not covered
+            sets[text.set]["texts_hit"] += hits > 0
+        most = sorted(range(len(documents)), key=lambda number: (-documents[number], number))[:TOP]
         return {
-            "digest": self.digest,
             "documents_cut": counts.get("cut", 0),
             "documents_dropped": counts.get("dropped", 0),
             "letters_removed": counts.get("letters", 0),
-            "sets": {
-                name: facts | {"texts_hit": texts_hit[name], "documents": counts.get(f"set {name}", 0)}
-                for name, facts in self.describe().items()
-            },
+            "sets": sets,
             "most_hit": [
                 {
-                    "set": name,
-                    "text": in_set,
+                    "set": self._texts[number].set,
                     "place": self._texts[number].place,
                     "begins": self._texts[number].text[:PREVIEW],
-                    "documents": -count,
+                    "documents": documents[number],
                 }
-                for count, name, in_set, number in hit[:TOP]
+                for number in most
+                if documents[number]
             ],
         }
 
@@ -166,20 +136,15 @@ class Contaminants:
         reach = np.maximum.accumulate(hits.end)
         fresh[1:] = (hits.text[1:] != hits.text[:-1]) | (hits.begin[1:] > reach[:-1])
         first = np.flatnonzero(fresh)
-        begin_word, end_word = hits.begin[first], np.maximum.reduceat(hits.end, first)
+        last_word = np.maximum.reduceat(hits.end, first) - 1
         word_begin, word_end = spans(text)
         rows = zip(
             hits.text[first].tolist(),
-            (end_word - begin_word).tolist(),
-            word_begin[begin_word].tolist(),
-            word_end[end_word - 1].tolist(),
+            word_begin[hits.begin[first]].tolist(),
+            word_end[last_word].tolist(),
             strict=True,
         )
-        out = list[Match]()
-        for number, count, begin, end in rows:
-            name, in_set = self._numbers[number]
-            out.append(Match(name, in_set, number, count, begin, end))
-        return out
+        return [Match(self._texts[number].set, number, begin, end) for number, begin, end in rows]
 
 
 def count_matches(counts: Counter[str], cleaned: Cleaned) -> None:
@@ -228,13 +193,6 @@ def right_of_word(text: str, at: int) -> int:
     while 0 < at < len(text) and is_word_letter(text[at - 1]) and is_word_letter(text[at]):
         at += 1
     return at
-
-
-def digest_of(config: DecontaminateConfig, texts: Iterable[EvaluationText]) -> str:
-    """Digest of everything that the result of `clean` depends on."""
-    rules = {key: value for key, value in asdict(config).items() if key != "against"}
-    content = [RULE, rules, [[text.set, text.place, text.text] for text in texts]]
-    return digest_bytes(json.dumps(content, sort_keys=True).encode())
 
 
 Words = NDArray[np.int32]
@@ -330,8 +288,7 @@ class NGrams:
     If a text has no run of `ngram` words, its longest is matched whole if it has at least `min_ngram`.
 
     Attributes:
-        num_ngrams  int64 [texts]   distinct n-grams of each text that no earlier text holds
-        covered     bool [texts]    True if any run of the text is long enough
+        covered  bool [texts]  True if any run of the text is long enough
     """
 
     def __init__(self, texts: Sequence[str], *, ngram: int, min_ngram: int) -> None:
@@ -355,9 +312,6 @@ class NGrams:
         self._keys = mix(np.arange(1, len(self._numbers) + 2, dtype=np.uint64))  # hash of each word
         sizes = np.array(lengths, dtype=np.int64)
         self._tables = [self._table(n, sizes, ngram) for n in sorted({*np.minimum(sizes, ngram).tolist()})]
-        self.num_ngrams = np.zeros(len(texts), dtype=np.int64)
-        for table in self._tables:
-            np.add.at(self.num_ngrams, self._text_of(table.places), 1)
 
     def find(self, text: str) -> Hits | None:
         """Find the known n-grams of a text, ordered by first word and length; None if there is none."""
@@ -374,7 +328,7 @@ class NGrams:
         listed = words(piece)
         return np.fromiter(map(self._numbers.get, listed, repeat(0)), dtype=np.int32, count=len(listed))
 
-    def _find(self, table: "Table", numbers: Words) -> Iterator[tuple[Ints, Ints, Ints]]:
+    def _find(self, table: "NGramTable", numbers: Words) -> Iterator[tuple[Ints, Ints, Ints]]:
         """Yield (first word, end, position in the evaluation words) of known n-grams of one length."""
         n = table.ngram
         for start in range(0, len(numbers) - n + 1, BLOCK):
@@ -386,14 +340,14 @@ class NGrams:
             if same.any():
                 yield begin[same], begin[same] + n, place[same]
 
-    def _table(self, n: int, sizes: Ints, ngram: int) -> "Table":
+    def _table(self, n: int, sizes: Ints, ngram: int) -> "NGramTable":
         """Index the n-grams of length n: of longer runs if n is `ngram`, else the runs of that length."""
         mine = sizes >= n if n == ngram else sizes == n
         count = sizes[mine] - n + 1
         first = np.repeat(self._starts[mine] - (np.cumsum(count) - count), count)
         places = first + np.arange(count.sum())
         hashes, firsts = np.unique(ngram_hashes(self._keys[self._words], n)[places], return_index=True)
-        return Table(n, hashes, places[firsts])
+        return NGramTable(n, hashes, places[firsts])
 
     def _text_of(self, places: Ints) -> Ints:
         """Return the evaluation text at a position in the evaluation words."""
@@ -401,7 +355,7 @@ class NGrams:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class NGramTable:
     """Distinct n-grams of one length, by hash. Of two that share a hash (1 in 2^64) the first is known."""
 
     ngram: int

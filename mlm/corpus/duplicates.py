@@ -198,7 +198,7 @@ class _Kept:
 
     def _sketch_of(self, hashes: Hashes) -> NDArray[np.uint8]:
         """The low bytes of a signature [slots]."""
-        return (Signer(self.config).slots_of(hashes)[0] & 0xFF).astype(np.uint8)
+        return (Signer(self.config).slots_of([hashes])[0] & 0xFF).astype(np.uint8)
 
     def _hashes_of(self, position: int) -> Hashes:
         """Return the shingles of a kept document."""

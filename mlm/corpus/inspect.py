@@ -1,8 +1,7 @@
 """`mlm data inspect`: the contents of a corpus."""
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,18 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from mlm.corpus.config import DataInspectConfig
-from mlm.data.corpus_files import corpora_at, eod_of, origins_of, size_of, tokenizer_beside
-from mlm.data.indexed import CHUNK, REBUILD, VERSION, Index, IndexedDataset, bin_path, idx_path
+from mlm.data.corpus_files import corpora_at, eod_of, origins_of, tokenizer_beside
+from mlm.data.indexed import REBUILD, VERSION, IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.results import target_name, write_result
-from mlm.util.terminal import add_row, console, format_bytes, one_line, progress_bar, table
+from mlm.util.terminal import add_row, console, format_bytes, one_line, table
 
-BITS = 16
-BINS = 1 << BITS
 BAR = 40  # characters of the longest bar
 CHECKED_ENDS = 10_000  # documents whose last token is read: each costs a page
 SAMPLE_TOKENS = 64
 SAMPLE_LETTERS = 200
-
-Count = Callable[[Index, int, int], NDArray[np.int64]]
-
 
 Facts = dict[str, Any]
 """Counts, as the result file holds them."""
@@ -35,8 +29,6 @@ Facts = dict[str, Any]
 
 def run_inspect(config: DataInspectConfig) -> None:
     """Print tables, write out. Raises UserError, CorruptFileError for a damaged pair."""
-    if config.samples < 0:
-        raise UserError(f"samples={config.samples} is below 0: use 0 to decode none")
     folder, prefixes = corpora_at(config.path)
     if config.document is not None or config.token is not None:
         run_document(config, folder, prefixes[0])
@@ -44,12 +36,7 @@ def run_inspect(config: DataInspectConfig) -> None:
     receipt = read_receipt(folder)
     tokenizer, note = tokenizer_for(config, folder)
     eod_id = eod_of(receipt, tokenizer)
-    indices = [size_of(prefix.with_name(f"{prefix.name}.idx")) for prefix in prefixes]
-    corpora = list[Facts]()
-    with progress_bar("reading", sum(indices), in_bytes=True) as advance:
-        for prefix, count in zip(prefixes, indices, strict=True):
-            corpora.append(facts_of(prefix, tokenizer, eod_id, config.samples))
-            advance(count)
+    corpora = [facts_of(prefix, tokenizer, eod_id, config.samples) for prefix in prefixes]
     if config.out is not None:
         result = {"task": "data inspect", "path": config.path, "corpora": corpora, "receipt": receipt}
         write_result(config.out, result)
@@ -91,7 +78,7 @@ def document_wanted(config: DataInspectConfig, corpus: IndexedDataset) -> int:
     count = corpus.num_documents if key == "document" else corpus.num_tokens
     if not 0 <= number < count:
         raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
-    return number if key == "document" else corpus.index.document_of(number)
+    return number if key == "document" else corpus.document_of(number)
 
 
 def origin_of(prefix: Path, number: int) -> dict[str, Any] | None:
@@ -122,7 +109,7 @@ def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | 
 
 
 def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samples: int) -> Facts:
-    """Inspect one pair in constant memory. Raises UserError, CorruptFileError."""
+    """Inspect one pair. Raises UserError, CorruptFileError."""
     corpus = IndexedDataset(prefix, allow_empty=True)
     share, looked_at = ends_with(corpus, eod_id)
     return {
@@ -133,68 +120,39 @@ def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samp
         "documents": corpus.num_documents,
         "tokens": corpus.num_tokens,
         "bytes": corpus.bin_path.stat().st_size,
-        "tokens_per_document": spread(corpus.index, tokens_of),
-        "sequences_per_document": spread(corpus.index, sequences_of),
+        "tokens_per_document": spread(np.diff(corpus.document_starts)),
+        "sequences_per_document": spread(np.diff(corpus.document_indices)),
         "ends_with_eod": share,
         "looked_at": looked_at,
         "samples": [sample_of(corpus, number, tokenizer) for number in spaced(corpus.num_documents, samples)],
     }
 
 
-def tokens_of(index: Index, begin: int, end: int) -> NDArray[np.int64]:
-    """Return the tokens of documents `begin` to `end`: i64 [end - begin]."""
-    return np.diff(index.document_starts(begin, end))
+def spread(counts: NDArray[np.int64]) -> Facts:
+    """Return min, median (the lower of two in the middle), mean, max and histogram of counts [n].
 
-
-def sequences_of(index: Index, begin: int, end: int) -> NDArray[np.int64]:
-    """Return the sequences of documents `begin` to `end`: i64 [end - begin]."""
-    return np.diff(index.document_indices[begin : end + 1])
-
-
-def spread(index: Index, count: Count) -> Facts:
-    """Return min, median, mean, max and histogram of a count in constant memory; median exact below 2**32.
-
-    The histogram holds (from, to, documents): 0, 1, 2 to 3, 4 to 7, … The median is the lower of the two in
-    the middle; two passes find it: the first its upper 16 bits, the second the lower ones.
+    The histogram holds (from, to, documents): 0, 1, 2 to 3, 4 to 7, …
     """
-    documents = index.num_documents
-    if documents == 0:
+    if not len(counts):
         return {"min": 0, "median": 0, "mean": 0.0, "max": 0, "histogram": []}
-
-    def chunks() -> Iterator[NDArray[np.int64]]:
-        for begin in range(0, documents, CHUNK):
-            yield count(index, begin, min(begin + CHUNK, documents))
-
-    total, least, most = 0, int(np.iinfo(np.int64).max), 0
-    upper, lower, logs = np.zeros(BINS, np.int64), np.zeros(BINS, np.int64), np.zeros(65, np.int64)
-    for chunk in chunks():
-        total += int(chunk.sum())
-        least, most = min(least, int(chunk.min())), max(most, int(chunk.max()))
-        upper += np.bincount(np.minimum(chunk >> BITS, BINS - 1), minlength=BINS)
-        logs += np.bincount(np.frexp(chunk.astype(np.float64))[1], minlength=65)  # bits of the number
-    middle = (documents - 1) // 2
-    high = int(np.searchsorted(np.cumsum(upper), middle, side="right"))
-    for chunk in chunks():
-        lower += np.bincount(chunk[chunk >> BITS == high] & (BINS - 1), minlength=BINS)
-    low = int(np.searchsorted(np.cumsum(lower), middle - int(upper[:high].sum()), side="right"))
-    present = np.flatnonzero(logs)
-    bins = [(1 << k >> 1, (1 << k) - 1, int(logs[k])) for k in range(present[0], present[-1] + 1)]
-    median = (high << BITS) + low
-    return {"min": least, "median": median, "mean": total / documents, "max": most, "histogram": bins}
+    bits = np.bincount(np.frexp(counts.astype(np.float64))[1])  # documents by the bits of their count
+    bins = [(1 << k >> 1, (1 << k) - 1, int(n)) for k, n in enumerate(bits)]
+    return {
+        "min": int(counts.min()),
+        "median": int(np.quantile(counts, 0.5, method="lower")),
+        "mean": int(counts.sum()) / len(counts),
+        "max": int(counts.max()),
+        "histogram": bins[int(np.flatnonzero(bits)[0]) :],
+    }
 
 
 def ends_with(corpus: IndexedDataset, eod_id: int | None) -> tuple[float | None, int]:
     """Return the share of documents that end with `eod_id`, and the number that were checked."""
     if eod_id is None or corpus.num_documents == 0:
         return None, 0
-    numbers = spaced(corpus.num_documents, CHECKED_ENDS)
-    itemsize, count = corpus.dtype.itemsize, 0
-    with open(corpus.bin_path, "rb", buffering=0) as f:  # the map would keep the pages around each token
-        for number in numbers:
-            start, end = map(int, corpus.index.document_starts(number, number + 1))
-            if end > start:
-                content = os.pread(f.fileno(), itemsize, (end - 1) * itemsize)
-                count += int.from_bytes(content, "little", signed=corpus.dtype.kind == "i") == eod_id
+    numbers = np.array(spaced(corpus.num_documents, CHECKED_ENDS))
+    starts, ends = corpus.document_starts[numbers], corpus.document_starts[numbers + 1]
+    count = int((corpus.tokens[ends[ends > starts] - 1] == eod_id).sum())
     return count / len(numbers), len(numbers)
 
 

@@ -15,7 +15,7 @@ rensa's R-MinHash, after the fast similarity sketching of Dahlgaard, Knudsen and
 Shapes: T units (words, or characters of the normalised text) of D documents laid end to end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Literal
 from unicodedata import category
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from rensa import RMinHash
 
 from mlm.corpus.config import DedupConfig
+from mlm.corpus.pieces import pieces_of
 from mlm.util.splitmix import mix
 
 Hashes = NDArray[np.uint64]
@@ -60,12 +61,26 @@ def flat_shingles(texts: Sequence[str], *, ngram: int, unit: Unit) -> tuple[Hash
     return _ngrams(units, counts, ngram)
 
 
+def shingles_in_parts(text: str, *, ngram: int, unit: Unit) -> Iterator[Hashes]:
+    """Yield the n-grams of a text some at a time, with repetitions: a long one is never all hashed."""
+    space, held, is_short = np.array([SPACE], np.uint64), np.empty(0, np.uint64), True
+    mix(space)
+    for piece in pieces_of(text):  # they end at white space, so no word is split
+        units, _ = _words([normalise(piece)]) if unit == "word" else _characters([normalise(piece)])
+        between = space[: unit == "character" and len(held) > 0 and len(units) > 0]
+        held = np.concatenate([held, between, units])
+        if len(held) >= ngram:
+            is_short = False
+            yield _ngrams(held, np.array([len(held)]), ngram)[0]
+            held = held[len(held) - ngram + 1 :]
+    if is_short:
+        yield _ngrams(held, np.array([len(held)]), ngram)[0]
+
+
 def normalise(text: str) -> bytes:
     """Return case-folded text as UTF-8, with a space for whatever separates words."""
     if text.isascii():
         return text.encode("ascii").translate(ASCII_OR_MORE)
-    if len(text) > BLOCK:  # letter by letter: any pieces give the result of the whole
-        return b"".join(normalise(text[begin : begin + BLOCK]) for begin in range(0, len(text), BLOCK))
     # JSON can spell lone surrogates; they are not letters and become spaces
     codes = np.frombuffer(text.casefold().encode("utf-32-le", "surrogatepass"), "<u4")
     return np.where(_in_words()[codes], codes, SPACE).astype("<u4").tobytes().decode("utf-32-le").encode()
@@ -174,7 +189,6 @@ SEED = 1
 # core. What fits the processor's caches is also hashed twice as fast.
 BATCH_DOCUMENTS = 64
 BATCH_CHARACTERS = {"word": 1 << 18, "character": 1 << 16}
-AT_ONCE = 1 << 16  # shingles of one text signed at a time
 _MULTIPLIER = np.uint64(0xFF51AFD7ED558CCD)
 
 
@@ -195,19 +209,24 @@ class Signer:
         """
         bands = self.config.bands
         keys = np.full((len(texts), bands), NO_KEY, np.uint64)
-        for begin, flat, offsets in self._batches(texts):
-            full = np.flatnonzero(np.diff(offsets))
-            slots = self.slots_of(flat) if len(offsets) == 2 else self.slots(flat, offsets)[full]
+        ngram, unit = self.config.ngram, self.config.unit
+        for begin, batch in self._batches(texts):
+            if len(batch) == 1:
+                slots = self.slots_of(shingles_in_parts(batch[0], ngram=ngram, unit=unit))
+                full = np.arange(len(slots))
+            else:
+                flat, offsets = flat_shingles(batch, ngram=ngram, unit=unit)
+                full = np.flatnonzero(np.diff(offsets))
+                slots = self.slots(flat, offsets)[full]
             keys[begin + full] = band_keys(slots, bands)
         return keys
 
-    def slots_of(self, hashes: Hashes) -> Slots:
-        """Return the signature [1, bands * rows] of one set of shingles; [0, …] of an empty one.
+    def slots_of(self, parts: Iterable[Hashes]) -> Slots:
+        """Return the signature [1, bands * rows] of a set of shingles in parts; [0, …] of an empty one.
 
         A slot holds a minimum over the set, so the signature of a union is the minimum of signatures.
         """
-        parts = [hashes[begin : begin + AT_ONCE] for begin in range(0, len(hashes), AT_ONCE)]
-        slots = [self.slots(part, np.array([0, len(part)])) for part in parts]
+        slots = [self.slots(part, np.array([0, len(part)])) for part in parts if len(part)]
         return np.minimum.reduce(slots) if slots else np.empty((0, self.width), np.uint32)
 
     def slots(self, flat: Hashes, offsets: Numbers) -> Slots:
@@ -217,15 +236,15 @@ class Signer:
         )
         return np.array(matrix.to_rows(), np.uint32).reshape(-1, self.width)
 
-    def _batches(self, texts: Sequence[str]) -> Iterator[tuple[int, Hashes, Numbers]]:
-        """Yield the texts a few at a time: number of the first, shingles, offsets."""
+    def _batches(self, texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
+        """Yield the texts a few at a time, with the number of the first."""
         begin, most = 0, BATCH_CHARACTERS[self.config.unit]
         while begin < len(texts):
             end, characters = begin, 0
             while end < min(len(texts), begin + BATCH_DOCUMENTS) and characters < most:
                 characters += len(texts[end])
                 end += 1
-            yield begin, *flat_shingles(texts[begin:end], ngram=self.config.ngram, unit=self.config.unit)
+            yield begin, texts[begin:end]
             begin = end
 
 

@@ -10,7 +10,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from mlm.corpus.config import DataBuildConfig, DataTokenizerConfig
 from mlm.corpus.read.finding import find_inputs, kind_of
 from mlm.corpus.read.read import read_shard
-from mlm.corpus.read.records import Rejected
+from mlm.corpus.read.records import BadRecordError
 from mlm.corpus.read.shards import split_inputs
 from mlm.data.tokenizer import BERT_SPECIAL, CONTINUES, EOD, FILES, UNK, Tokenizer, byte_level, word_piece
 from mlm.util.errors import Problem, UserError
@@ -112,8 +112,8 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
     inputs = [item for item in find_inputs(build).inputs if item.split in (None, "train")]
     shards = split_inputs(inputs, SHARD_BYTES)
 
-    def reject(record: Rejected) -> None:
-        raise UserError(f"{record.place_text}: {record.detail}: fix or delete it")
+    def reject(error: BadRecordError) -> None:
+        raise UserError(f"{error.place}: {error.detail}: fix or delete it")
 
     def texts() -> Iterator[str]:
         seen = False

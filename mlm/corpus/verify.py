@@ -3,7 +3,6 @@
 Every byte is read, once: the tokens are checked while they are digested. Memory stays constant.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,19 @@ import numpy as np
 import xxhash
 
 from mlm.corpus.config import DataVerifyConfig
-from mlm.data.corpus_files import (
-    TOKENIZER,
-    corpora_at,
-    eod_of,
-    size_of,
-    tokenizer_beside,
-)
-from mlm.data.indexed import REBUILD, Index, bin_path, idx_path
+from mlm.data.corpus_files import TOKENIZER, corpora_at, eod_of, size_of, tokenizer_beside
+from mlm.data.indexed import REBUILD, IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, Receipt, read_receipt
 from mlm.util.errors import CheckFailedError, CorruptFileError, UserError
 from mlm.util.files import digest_file, digest_name
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Advance, add_row, console, one_line, progress_bar, table
 
-BLOCK = 1 << 22  # bytes read at a time: 4 MiB
+BLOCK = 1 << 22  # bytes read at a time: 4 MiB, whole tokens
 
 
 @dataclass(frozen=True)
-class Check:
+class FileCheck:
     """One check of a file. An error fails the command, a note does not."""
 
     file: str
@@ -50,26 +43,30 @@ class Expected:
 
     def entry(self, section: str, name: str) -> dict[str, Any]:
         """The receipt's facts on a file (`files`) or part (`splits`); empty when it has none."""
-        entry = (self.receipt or {}).get(section, {}).get(name, {})
-        return entry if isinstance(entry, dict) else {}
+        return dict((self.receipt or {}).get(section, {}).get(name, {}))
 
 
 def run_verify(config: DataVerifyConfig) -> None:
     """Read a whole corpus, print a table, write out. Raises CheckFailedError if a check fails."""
     folder, prefixes = corpora_at(config.path)
     checks, expected = expectations(config, folder)
-    others = [folder / name for name in other_files(expected, prefixes)] if Path(config.path).is_dir() else []
-    files = [path(prefix) for prefix in prefixes for path in (idx_path, bin_path)] + others
-    with progress_bar("verifying", sum(map(size_of, files)), in_bytes=True) as advance:
+    pairs = [path(prefix) for prefix in prefixes for path in (idx_path, bin_path)]
+    listed = (expected.receipt or {}).get("files", {}) if Path(config.path).is_dir() else ()
+    others = [path for name in listed if (path := folder / name) not in pairs]
+    with progress_bar("verifying", sum(map(size_of, (*pairs, *others))), in_bytes=True) as advance:
         for prefix in prefixes:
-            checks += verify_pair(prefix, expected, advance)
-        checks += [digest_check(path, digest_of(path, advance, expected), expected) for path in others]
-    if config.out is not None:
-        whole = not any(check.state == "error" for check in checks)
-        facts = {"whole": whole, "checks": [asdict(check) for check in checks]}
-        write_result(config.out, {"task": "data verify", "path": config.path, **facts})
-    show(config, checks)
+            checks += check_pair(prefix, expected, advance)
+        checks += [check_digest(path, expected, advance) for path in others]
     errors = [check for check in checks if check.state == "error"]
+    if config.out is not None:
+        facts = {"whole": not errors, "checks": [asdict(check) for check in checks]}
+        write_result(config.out, {"task": "data verify", "path": config.path, **facts})
+    made = table(f"data verify · {config.path}", "file", "check", "", "")
+    for check in checks:
+        add_row(made, check.file, check.name, check.state, check.detail)
+    console().print(made)
+    if config.out is not None:
+        console().print(f"written to {target_name(config.out)}")
     if errors:
         more = f" (and {len(errors) - 1} more)" if errors[1:] else ""
         raise CheckFailedError(
@@ -77,18 +74,18 @@ def run_verify(config: DataVerifyConfig) -> None:
         )
 
 
-def expectations(config: DataVerifyConfig, folder: Path) -> tuple[list[Check], Expected]:
+def expectations(config: DataVerifyConfig, folder: Path) -> tuple[list[FileCheck], Expected]:
     """Return the facts in receipt and tokenizer; a damaged one is itself an error."""
-    checks, receipt, tokenizer = list[Check](), None, None
+    checks, receipt, tokenizer = list[FileCheck](), None, None
     try:
         receipt = read_receipt(folder)
-        checks.append(Check(RECEIPT, "receipt", *(("ok",) if receipt else ("note", "no receipt"))))
+        checks.append(FileCheck(RECEIPT, "receipt", *(("ok",) if receipt else ("note", "no receipt"))))
     except CorruptFileError as error:
-        checks.append(Check(RECEIPT, "receipt", "error", reason(error, folder / RECEIPT)))
+        checks.append(failed(error, folder / RECEIPT, "receipt"))
     try:
         tokenizer = tokenizer_beside(folder)
     except UserError as error:
-        checks.append(Check(TOKENIZER, "tokenizer", "error", reason(error, folder / TOKENIZER)))
+        checks.append(failed(error, folder / TOKENIZER, "tokenizer"))
     vocab_size = config.vocab_size
     if vocab_size is None and receipt is not None:
         vocab_size = receipt["vocab_size"]
@@ -97,134 +94,90 @@ def expectations(config: DataVerifyConfig, folder: Path) -> tuple[list[Check], E
     return checks, Expected(receipt, vocab_size, eod_of(receipt, tokenizer))
 
 
-def reason(error: UserError, path: Path) -> str:
-    """Return the problem of a file without its path and fix, which the command adds itself."""
+def failed(error: UserError, path: Path, name: str) -> FileCheck:
+    """Return the check of a file that cannot be read; the command adds path and fix."""
     text = str(error).removeprefix(str(path)).removesuffix(REBUILD)
-    return text.lstrip(": ").rstrip(";: ")
+    return FileCheck(path.name, name, "error", text.lstrip(": ").rstrip(";: "))
 
 
-def verify_pair(prefix: Path, expected: Expected, advance: Advance) -> list[Check]:
+def check_pair(prefix: Path, expected: Expected, advance: Advance) -> list[FileCheck]:
     """Run all checks of one .bin/.idx pair."""
     idx, tokens = idx_path(prefix), bin_path(prefix)
-    missing = [path for path in (idx, tokens) if not path.is_file()]
-    if missing:
-        return [Check(path.name, "files", "error", "is missing: a corpus is a pair") for path in missing]
+    for path in (idx, tokens):
+        if not path.is_file():
+            return [FileCheck(path.name, "format", "error", "is missing: a corpus is a pair")]
     try:
-        index = Index(idx)
+        corpus = IndexedDataset(prefix, allow_empty=True)
     except CorruptFileError as error:
-        digests = [digest_check(path, digest_of(path, advance, expected), expected) for path in (idx, tokens)]
-        return [Check(idx.name, "header", "error", reason(error, idx)), *digests]
-    problem = index.problem()
-    needed, size = index.num_tokens * index.dtype.itemsize, tokens.stat().st_size
-    size_problem = "" if needed == size else f"{size} bytes where the index says {needed}"
-    if size > needed:  # what follows the tokens is not read, however much it is
-        return [Check(tokens.name, "size", "error", size_problem)]
-    sound = problem is None and not size_problem
+        wrong = failed(error, tokens if str(error).startswith(str(tokens)) else idx, "format")
+        return [wrong, *(check_digest(path, expected, advance) for path in (idx, tokens))]
+    digest, outside, end_tokens = scan_tokens(corpus, expected, advance)
+    counted = {
+        "documents": corpus.num_documents,
+        "sequences": corpus.num_sequences,
+        "tokens": corpus.num_tokens,
+        "end_tokens": end_tokens,  # those after documents: no text may hold one
+    }
+    recorded = expected.entry("splits", prefix.name)
+    differing = [
+        f"{count:,} {key}, {RECEIPT} records {recorded[key]}"
+        for key, count in counted.items()
+        if count is not None and recorded.get(key, count) != count
+    ]
+    limit = expected.vocab_size
+    ids = ("ok", f"below {limit:,}") if limit is not None else ("note", "no vocabulary known: set vocab_size")
+    if outside is not None:
+        ids = "error", describe(*outside, corpus, limit)
     return [
-        Check(idx.name, "header", "ok", f"{index.dtype.name}, {index.num_documents:,} documents"),
-        Check(idx.name, "pointers and boundaries", "error" if problem else "ok", problem or ""),
-        Check(tokens.name, "size", "error" if size_problem else "ok", size_problem),
-        *scan(tokens, index, expected, advance, sound=sound),
-        digest_check(idx, digest_of(idx, advance, expected), expected),
-        *(counts(prefix.name, index, expected) if sound else ()),
+        FileCheck(idx.name, "format", "ok", f"{corpus.dtype.name}, {corpus.num_documents:,} documents"),
+        FileCheck(tokens.name, "token ids", *ids),
+        FileCheck(idx.name, "counts", "error" if differing else "ok", "; ".join(differing)),
+        check_digest(idx, expected, advance),
+        check_digest(tokens, expected, advance, digest),
     ]
 
 
-def scan(path: Path, index: Index, expected: Expected, advance: Advance, *, sound: bool) -> Iterator[Check]:
-    """Read a .bin once: check its token ids, count end-of-document tokens, digest it. Raises OSError.
+def scan_tokens(
+    corpus: IndexedDataset, expected: Expected, advance: Advance
+) -> tuple[str, tuple[int, int] | None, int | None]:
+    """Return a .bin's digest, the first token out of range with its position, and the end-of-document tokens.
 
-    Not `sound`, the index is damaged: a wrong token is then located by its position in the .bin alone.
+    It is read, not mapped: the pages of a map count as memory of the process. Raises OSError.
     """
-    digest, position, buffer, dtype = xxhash.xxh3_128(), 0, bytearray(BLOCK), index.dtype
-    limit, wrong, end_tokens = expected.vocab_size, None, 0
-    with open(path, "rb", buffering=0) as f:
-        while count := fill(f, buffer):
-            block = memoryview(buffer)[:count]
+    digest, position, outside, end_tokens = xxhash.xxh3_128(), 0, None, 0
+    limit = np.iinfo(np.int64).max if expected.vocab_size is None else expected.vocab_size
+    with open(corpus.bin_path, "rb") as f:
+        while block := f.read(BLOCK):
             digest.update(block)
-            ids = np.frombuffer(block[: count - count % dtype.itemsize], dtype=dtype)
-            if wrong is None and len(ids) and (ids.min() < 0 or (limit is not None and ids.max() >= limit)):
-                mask = (ids < 0) if limit is None else (ids < 0) | (ids >= limit)
-                wrong = int(ids[mask.argmax()]), position + int(mask.argmax())
+            ids = np.frombuffer(block, dtype=corpus.dtype)
+            if outside is None and (ids.min() < 0 or ids.max() >= limit):
+                first = int(((ids < 0) | (ids >= limit)).argmax())
+                outside = int(ids[first]), position + first
             if expected.eod_id is not None:
                 end_tokens += int((ids == expected.eod_id).sum())
             position += len(ids)
-            advance(count)
-    if wrong is not None:
-        yield Check(path.name, "token ids", "error", describe(*wrong, limit, index if sound else None))
-    elif limit is None:
-        yield Check(path.name, "token ids", "note", "not compared: no vocabulary known, set vocab_size=…")
-    else:
-        yield Check(path.name, "token ids", "ok", f"below {limit:,}")
-    recorded = expected.entry("splits", path.stem).get("end_tokens")
-    if sound and expected.eod_id is not None and recorded is not None:
-        detail = f"{end_tokens:,} end-of-document tokens, {RECEIPT} records {one_line(recorded)}"
-        agrees = recorded == end_tokens  # no text may hold one
-        yield Check(path.name, "end-of-document tokens", *(("ok",) if agrees else ("error", detail)))
-    yield digest_check(path, digest_name(digest), expected)
+            advance(len(block))
+    return digest_name(digest), outside, None if expected.eod_id is None else end_tokens
 
 
-def describe(token: int, position: int, limit: int | None, index: Index | None) -> str:
+def describe(token: int, position: int, corpus: IndexedDataset, limit: int | None) -> str:
     """Describe a wrong token and its position."""
     bound = "negative" if token < 0 else f"not below vocab_size={limit}"
-    if index is None:
-        return f"token {position} is {token}, {bound}"
-    document = index.document_of(position)
-    start = int(index.document_starts(document, document)[0])
-    return f"document {document}, token {position - start} of it, is {token}, {bound}"
+    document = corpus.document_of(position)
+    return f"document {document}, token {position - corpus.first_token(document)} of it, is {token}, {bound}"
 
 
-def fill(f: Any, buffer: bytearray) -> int:
-    """Read until the buffer is full or the file ends, so that blocks hold whole tokens."""
-    view, count = memoryview(buffer), 0
-    while count < len(buffer) and (got := f.readinto(view[count:])):
-        count += got
-    return count
-
-
-def digest_of(path: Path, advance: Advance, expected: Expected) -> str:
-    """Digest of a file, empty if absent. A file whose size differs from the receipt's is not read."""
-    entry, num_bytes = expected.entry("files", path.name), size_of(path)
-    if entry.get("bytes", num_bytes) != num_bytes:
-        return f"{num_bytes} bytes, not {one_line(entry['bytes'])}"
-    return digest_file(path, advance) if path.is_file() and "digest" in entry else ""
-
-
-def digest_check(path: Path, digest: str, expected: Expected) -> Check:
-    """Compare a file with its entry in the receipt."""
+def check_digest(path: Path, expected: Expected, advance: Advance, digest: str | None = None) -> FileCheck:
+    """Compare a file, or its `digest`, with its entry in the receipt; one of another size is not read."""
     entry = expected.entry("files", path.name)
     if not path.is_file():
-        return Check(path.name, "digest", "error", f"is missing, {RECEIPT} lists it")
+        return FileCheck(path.name, "digest", "error", f"is missing, {RECEIPT} lists it")
     if "digest" not in entry:
-        return Check(path.name, "digest", "note", "not compared: no receipt lists the file")
+        return FileCheck(path.name, "digest", "note", "not compared: no receipt lists the file")
+    if (size := size_of(path)) != entry.get("bytes", size):
+        digest = f"{size} bytes, not {one_line(entry['bytes'])}"
+    elif digest is None:
+        digest = digest_file(path, advance)
     if digest == entry["digest"]:
-        return Check(path.name, "digest", "ok")
-    return Check(path.name, "digest", "error", f"is not the file that {RECEIPT} describes: {digest}")
-
-
-def counts(name: str, index: Index, expected: Expected) -> Iterator[Check]:
-    """Compare the numbers of documents, sequences and tokens with the receipt."""
-    counted = {"documents": index.num_documents, "sequences": index.num_sequences, "tokens": index.num_tokens}
-    recorded = {key: value for key, value in expected.entry("splits", name).items() if key in counted}
-    wrong = [
-        f"{counted[key]:,} {key}, {RECEIPT} records {recorded[key]}"
-        for key in recorded
-        if counted[key] != recorded[key]
-    ]
-    if recorded:
-        yield Check(idx_path(Path(name)).name, "counts", "error" if wrong else "ok", "; ".join(wrong))
-
-
-def other_files(expected: Expected, prefixes: list[Path]) -> list[str]:
-    """Files that the receipt lists in addition to the pairs."""
-    pairs = {path(prefix).name for prefix in prefixes for path in (bin_path, idx_path)}
-    return [name for name in (expected.receipt or {}).get("files", {}) if name not in pairs]
-
-
-def show(config: DataVerifyConfig, checks: list[Check]) -> None:
-    """Print the table."""
-    made = table(f"data verify · {config.path}", "file", "check", "", "")
-    for check in checks:
-        add_row(made, check.file, check.name, check.state, check.detail)
-    console().print(made)
-    if config.out is not None:
-        console().print(f"written to {target_name(config.out)}")
+        return FileCheck(path.name, "digest", "ok")
+    return FileCheck(path.name, "digest", "error", f"is not the file that {RECEIPT} describes: {digest}")

@@ -26,7 +26,7 @@ DIGESTS = ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class BlendSource:
     """A corpus of a blend. Digests are `xxh3:<hex>`, empty where unknown."""
 
     name: str
@@ -53,12 +53,12 @@ class Source:
     """Rule of its sample order. 0: shuffled by the seed of the run, as a single corpus is; 1: by a seed
     derived from its digest."""
 
-    def is_same(self, other: "Source") -> bool:
+    def is_same(self, other: "BlendSource") -> bool:
         """True if both are the same corpus, as far as known."""
         pairs = ((self.tokens, other.tokens), (self.sampled, other.sampled))
         return self.digest == other.digest and all(not (a and b) or a == b for a, b in pairs)
 
-    def has_path_of(self, other: "Source") -> bool:
+    def has_path_of(self, other: "BlendSource") -> bool:
         """True if both have the same path."""
         return os.path.realpath(self.path) == os.path.realpath(other.path)
 
@@ -68,13 +68,13 @@ class Segment:
     """A blend, and the sample of the run it begins with."""
 
     from_sample: int
-    sources: tuple[Source, ...]
+    sources: tuple[BlendSource, ...]
 
 
 History = tuple[Segment, ...]
 
 
-def continue_history(history: History, now: Sequence[Source], consumed: int) -> History:
+def continue_history(history: History, now: Sequence[BlendSource], consumed: int) -> History:
     """Return the history of a run that has read `consumed` samples and continues with the blend `now`.
 
     The same blend continues its segment; another begins one, each corpus where the run left it.
@@ -95,7 +95,7 @@ def continue_history(history: History, now: Sequence[Source], consumed: int) -> 
     return (*history, Segment(consumed, begun))
 
 
-def is_same_blend(then: Sequence[Source], now: Sequence[Source]) -> bool:
+def is_same_blend(then: Sequence[BlendSource], now: Sequence[BlendSource]) -> bool:
     """True for the same corpora in the same order, with the same weights."""
     if len(then) != len(now):
         return False
@@ -105,7 +105,7 @@ def is_same_blend(then: Sequence[Source], now: Sequence[Source]) -> bool:
     )
 
 
-def samples_read(history: History, source: Source, consumed: int) -> int:
+def samples_read(history: History, source: BlendSource, consumed: int) -> int:
     """Count the samples of a corpus that a run has read after `consumed` in all."""
     end = consumed
     for segment in reversed(history):
@@ -117,13 +117,13 @@ def samples_read(history: History, source: Source, consumed: int) -> int:
     return 0
 
 
-def order_of(history: History, source: Source) -> int:
+def order_of(history: History, source: BlendSource) -> int:
     """Return the rule of the sample order of a corpus: the one it was read by, if it was."""
     known = (old for segment in reversed(history) for old in segment.sources if old.is_same(source))
     return next((old.order for old in known), source.order)
 
 
-def seed_of(source: Source, seed: int) -> int:
+def seed_of(source: BlendSource, seed: int) -> int:
     """Return the seed that shuffles a corpus in a run of `seed`."""
     if source.order == 0:
         return seed
@@ -139,7 +139,7 @@ def samples_needed(segment: Segment, num_samples: int) -> list[int]:
     return [s.first + count for s, count in zip(segment.sources, counts.tolist(), strict=True)]
 
 
-def changed_corpus_problem(history: History, now: Sequence[Source]) -> str | None:
+def changed_corpus_problem(history: History, now: Sequence[BlendSource]) -> str | None:
     """Report a corpus that replaced another one of the run at its path, and that the run has never read.
 
     To continue there would silently repeat and skip samples.
@@ -150,15 +150,10 @@ def changed_corpus_problem(history: History, now: Sequence[Source]) -> str | Non
             continue
         old = next((old for old in known if old.has_path_of(source)), None)
         if old is not None:
-            what = "index" if old.digest != source.digest else "tokens"
-            before, after = (old.digest, source.digest)
-            if what == "tokens":
-                by_receipt = old.tokens and source.tokens and old.tokens != source.tokens
-                before, after = (old.tokens, source.tokens) if by_receipt else (old.sampled, source.sampled)
+            suffix = "idx" if old.digest != source.digest else "bin"
             return (
-                f"{source.path}.{'idx' if what == 'index' else 'bin'} is not what this run was trained on "
-                f"({what} {after}, before {before}): restore that corpus, or rename this one's folder to "
-                "continue with it as a new corpus"
+                f"{source.path}.{suffix} is not what this run was trained on: restore that corpus, or rename "
+                "this one's folder to continue with it as a new corpus"
             )
     return None
 
@@ -218,7 +213,7 @@ def _segment(saved: Any) -> Segment:
     return Segment(_whole_number(saved["from_sample"]), found)
 
 
-def _source(saved: Any) -> Source:
+def _source(saved: Any) -> BlendSource:
     for name in ("name", "path"):
         text = saved[name]
         if not isinstance(text, str) or not text.isprintable() or len(text) > MAX_TEXT:  # they are printed
@@ -231,7 +226,7 @@ def _source(saved: Any) -> Source:
     _whole_number(saved["first"])
     if type(saved["order"]) is not int or saved["order"] not in ORDERS:
         raise ValueError("a sample order is not known")
-    return Source(**{field.name: saved[field.name] for field in fields(Source)})
+    return BlendSource(**{field.name: saved[field.name] for field in fields(BlendSource)})
 
 
 def known_digest(value: Any) -> str:

@@ -19,7 +19,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-from jinja2.utils import Namespace
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Around a rendered {% generation %} block: noncharacters, which no text holds."""
@@ -51,38 +50,6 @@ class Generation(Extension):
     def marked(self, caller: Macro) -> str:
         """Return the block's text between marks."""
         return f"{BEGIN}{caller()}{END}"
-
-
-class PlainNamespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, values = args[0], dict(*args[1:], **kwargs)
-        for name in values:
-            reject_private(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        reject_private(name)
-        super().__setitem__(name, value)
-
-
-class Dictionaries:
-    """`dict` without the attributes of a class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Return a dictionary."""
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Return a dictionary of keys with one value."""
-        return dict.fromkeys(*args)
-
-
-def reject_private(name: Any) -> None:
-    """Raise SecurityError for a name that begins with an underscore."""
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace has no attribute {name[:40]!r}")
 
 
 def as_json(
@@ -178,8 +145,6 @@ def environment() -> Sandbox:
     made.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": strftime_now,
-        "dict": Dictionaries(),
-        "namespace": PlainNamespace,
     }
     return made
 

@@ -46,7 +46,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Text:
+class RenderedText:
     """A rendered conversation."""
 
     text: str
@@ -111,7 +111,7 @@ def encode(
 ) -> Iterator[Tokens | ChatError]:
     """Yield the tokens of each conversation (messages, tools), or its problem, as soon as one has any."""
     speller = Speller(tokenizer)
-    waiting, letters = list[Text](), 0
+    waiting, letters = list[RenderedText](), 0
     for messages, tools in conversations:
         problem = None
         try:
@@ -129,14 +129,14 @@ def encode(
 
 def text_of(
     messages: Sequence[Message], tools: Any, speller: "Speller", template: ChatTemplate, answers: Answers
-) -> Text:
+) -> RenderedText:
     """Return a conversation as text. Raises ChatError."""
     (said, given), is_hidden = speller.hide(messages, tools)
     rendered = template.render(said, given)
-    return Text(rendered.text, answer_ranges(template, said, given, rendered, answers), is_hidden)
+    return RenderedText(rendered.text, answer_ranges(template, said, given, rendered, answers), is_hidden)
 
 
-def tokens_of(texts: Sequence[Text], speller: "Speller") -> list[Tokens]:
+def tokens_of(texts: Sequence[RenderedText], speller: "Speller") -> list[Tokens]:
     """Return the tokens of rendered conversations."""
     found = dict[int, Tokens]()
     for is_hidden, encode_all in ((False, speller.tokenizer.encode_marked), (True, speller.encode)):

@@ -30,15 +30,12 @@ def parse_split(text: str) -> tuple[float, ...]:
     return shares
 
 
-def split_of_document(text: bytes | Iterable[bytes], shares: Iterable[float], seed: int) -> str:
-    """Return the part of a document: a function of (seed, its text) alone. The text may come in blocks.
+def split_of_document(text: bytes, shares: Iterable[float], seed: int) -> str:
+    """Return the part of a document: a function of (seed, its text) alone.
 
     So a document keeps its part when others are added or removed, and equal documents share one.
     """
-    digest = xxhash.xxh3_64(struct.pack("<Q", seed % (1 << 64)))
-    for block in (text,) if isinstance(text, bytes) else text:
-        digest.update(block)
-    draw = digest.intdigest() / 2**64
+    draw = xxhash.xxh3_64_intdigest(struct.pack("<Q", seed % (1 << 64)) + text) / 2**64
     bound, part = 0.0, SPLITS[0]
     for name, share in zip(SPLITS, shares, strict=True):
         if share > 0:

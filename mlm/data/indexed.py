@@ -81,69 +81,6 @@ def read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     return DTYPES[code], sequences, boundaries
 
 
-class Index:
-    """An .idx, memory-mapped. Its size is checked here, its content by `problem`.
-
-    Attributes:
-        dtype             of a token
-        lengths           i32 [num_sequences]       tokens per sequence
-        pointers          i64 [num_sequences]       byte offset of each sequence in the .bin
-        document_indices  i64 [num_documents + 1]   first sequence of each document, then num_sequences
-
-    Raises CorruptFileError.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.dtype, sequences, boundaries = read_header(path)
-        content = np.memmap(path, mode="r", dtype=np.uint8)[HEADER.size :].view(np.ndarray)
-        pointers_at, documents_at = 4 * sequences, 12 * sequences
-        self.lengths: NDArray[np.int32] = content[:pointers_at].view("<i4")
-        self.pointers: NDArray[np.int64] = content[pointers_at:documents_at].view("<i8")
-        self.document_indices: NDArray[np.int64] = content[documents_at:].view("<i8")
-        self.num_sequences, self.num_documents = sequences, boundaries - 1
-        chunks = (self.lengths[start : start + CHUNK] for start in range(0, sequences, CHUNK))
-        self.num_tokens = sum(int(chunk.sum(dtype=np.int64)) for chunk in chunks)
-
-    def problem(self) -> str | None:
-        """Return the first problem of the content, None if it is sound.
-
-        Pointers must follow from lengths, document boundaries must rise from 0 to num_sequences.
-        """
-        expected = 0
-        for start in range(0, self.num_sequences, CHUNK):
-            sizes = self.lengths[start : start + CHUNK].astype(np.int64) * self.dtype.itemsize
-            ends = expected + np.cumsum(sizes)
-            wrong = (sizes < 0) | (self.pointers[start : start + CHUNK] != ends - sizes)
-            if wrong.any():
-                return f"pointers do not follow from lengths at sequence {start + int(wrong.argmax())}"
-            expected = int(ends[-1])
-        rises = f"document boundaries do not rise from 0 to {self.num_sequences}"
-        for start in range(0, self.num_documents, CHUNK):
-            falls = np.diff(self.document_indices[start : start + CHUNK + 1]) < 0
-            if falls.any():
-                return f"{rises}: that of document {start + int(falls.argmax()) + 1} falls"
-        if self.document_indices[0] != 0 or self.document_indices[-1] != self.num_sequences:
-            return f"{rises}: they go from {self.document_indices[0]} to {self.document_indices[-1]}"
-        return None
-
-    def document_starts(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the first token of documents `begin` to `end`, the latter included: i64 [end - begin + 1].
-
-        The one after the last starts at num_tokens. The content must be sound.
-        """
-        sequences = self.document_indices[begin : end + 1]
-        starts = np.full(len(sequences), self.num_tokens, dtype=np.int64)
-        inside = sequences < self.num_sequences  # not so the documents at the end that have no sequence
-        starts[inside] = self.pointers[sequences[inside]] // self.dtype.itemsize
-        return starts
-
-    def document_of(self, token: int) -> int:
-        """Return the document that holds a token. The content must be sound."""
-        sequence = int(np.searchsorted(self.pointers, token * self.dtype.itemsize, side="right")) - 1
-        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
-
-
 BUFFER = 1 << 18  # bytes that a writer buffers: fewer system calls than documents
 
 
@@ -170,18 +107,16 @@ class IndexedDataset:
                     f"no file {path}: a corpus is a pair .idx and .bin; set data.path to a folder written by "
                     f"`mlm data build`, or data.train to the prefix without .bin"
                 )
-        self.index = index = Index(self.idx_path)
-        self.dtype, self.num_tokens = index.dtype, index.num_tokens
-        self.lengths, self.pointers, self.document_indices = (
-            index.lengths,
-            index.pointers,
-            index.document_indices,
-        )
-        self.num_sequences, self.num_documents = index.num_sequences, index.num_documents
+        self.dtype, self.num_sequences, boundaries = read_header(self.idx_path)
+        self.num_documents = boundaries - 1
         if self.num_sequences == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no documents: the corpus is empty; {REBUILD}")
-        if (problem := index.problem()) is not None:
-            raise CorruptFileError(f"{self.idx_path}: {problem}: the index is damaged; {REBUILD}")
+        content = np.memmap(self.idx_path, mode="r", dtype=np.uint8)[HEADER.size :].view(np.ndarray)
+        pointers_at, documents_at = 4 * self.num_sequences, 12 * self.num_sequences
+        self.lengths: NDArray[np.int32] = content[:pointers_at].view("<i4")
+        self.pointers: NDArray[np.int64] = content[pointers_at:documents_at].view("<i8")
+        self.document_indices: NDArray[np.int64] = content[documents_at:].view("<i8")
+        self.num_tokens = self._check_index()
         if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")
         self._check_bin()
@@ -203,8 +138,7 @@ class IndexedDataset:
         """Return the tokens of all sequences of document `i`, a view into the map. Raises IndexError."""
         if not 0 <= i < self.num_documents:
             raise IndexError(i)
-        start, end = self.index.document_starts(i, i + 1)
-        return self.tokens[start:end]
+        return self.tokens[self.first_token(i) : self.first_token(i + 1)]
 
     @cached_property
     def digest(self) -> str:
@@ -214,7 +148,22 @@ class IndexedDataset:
     @cached_property
     def document_starts(self) -> NDArray[np.int64]:
         """First token of each document, then num_tokens: i64 [num_documents + 1]."""
-        return self.index.document_starts(0, self.num_documents)
+        starts = np.full(self.num_documents + 1, self.num_tokens, dtype=np.int64)
+        inside = self.document_indices < self.num_sequences  # not so at the end, without a sequence
+        starts[inside] = self.pointers[self.document_indices[inside]] // self.dtype.itemsize
+        return starts
+
+    def first_token(self, document: int) -> int:
+        """Return the number of a document's first token; num_tokens for the one after the last."""
+        sequence = int(self.document_indices[document])
+        return (
+            int(self.pointers[sequence]) // self.dtype.itemsize if sequence < len(self) else self.num_tokens
+        )
+
+    def document_of(self, token: int) -> int:
+        """Return the document that holds a token."""
+        sequence = int(np.searchsorted(self.pointers, token * self.dtype.itemsize, side="right")) - 1
+        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
     def max_token(self) -> int:
         """Return the largest token id. Reads the whole .bin in constant memory.
@@ -228,6 +177,28 @@ class IndexedDataset:
                 raise CorruptFileError(f"{self.bin_path} holds the token id {lowest}: {REBUILD}")
             largest = max(largest, int(chunk.max()))
         return largest
+
+    def _check_index(self) -> int:
+        """Return the number of tokens. Raises CorruptFileError if the index is damaged.
+
+        Pointers must follow from lengths, document boundaries must rise from 0 to num_sequences.
+        """
+        problem, expected = None, 0
+        for start in range(0, self.num_sequences, CHUNK):
+            sizes = self.lengths[start : start + CHUNK].astype(np.int64) * self.dtype.itemsize
+            ends = expected + np.cumsum(sizes)
+            wrong = (sizes < 0) | (self.pointers[start : start + CHUNK] != ends - sizes)
+            if wrong.any():
+                problem = f"pointers do not follow from lengths at sequence {start + int(wrong.argmax())}"
+                break
+            expected = int(ends[-1])
+        bounds = self.document_indices
+        falls = any((np.diff(bounds[n : n + CHUNK + 1]) < 0).any() for n in range(0, len(bounds), CHUNK))
+        if problem is None and (falls or bounds[0] != 0 or bounds[-1] != self.num_sequences):
+            problem = f"document boundaries do not rise from 0 to {self.num_sequences}"
+        if problem is not None:
+            raise CorruptFileError(f"{self.idx_path}: {problem}: the index is damaged; {REBUILD}")
+        return expected // self.dtype.itemsize
 
     def _check_bin(self) -> None:
         expected, found = self.num_tokens * self.dtype.itemsize, self.bin_path.stat().st_size
@@ -249,7 +220,7 @@ class IndexedWriter:
         assert dtype in DTYPES.values(), f"{dtype} has no code"
         assert dtype.kind != "f", f"{dtype} is not for tokens"
         self.prefix, self.dtype = Path(prefix), dtype
-        self.num_documents = self.num_sequences = self.num_tokens = self._unfinished = 0
+        self.num_documents = self.num_sequences = self.num_tokens = 0
         self._limits = np.iinfo(dtype)
         self._open = ExitStack()
 
@@ -271,36 +242,18 @@ class IndexedWriter:
 
         Raises ValueError if a token id does not fit the dtype.
         """
-        self.extend(tokens)
-        self.end_document(lengths)
-
-    def extend(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Append tokens to the unfinished document.
-
-        Raises ValueError if a token id does not fit the dtype.
-        """
         content = np.asarray(self._content(tokens))
+        if (count := len(content)) > LONGEST:
+            raise ValueError(f"a document of {count} tokens: {LONGEST} is the limit of the format")
         self._bin.write(content.data)
-        self._unfinished += len(content)
-        if self._unfinished > LONGEST:
-            raise ValueError(f"a document of {self._unfinished} tokens: {LONGEST} is the limit of the format")
-
-    def end_document(self, lengths: Sequence[int] | NDArray[Any] | None = None) -> None:
-        """End the document: one sequence, or as many as `lengths` divide it into."""
-        count = self._unfinished
-        if lengths is None:
-            self._lengths.write(LENGTH.pack(count))
-            self.num_sequences += 1
-        else:
-            each = np.asarray(lengths, dtype=np.int64)
-            assert each.sum() == count, f"lengths sum to {each.sum()}, not to {count}"
-            assert not (each < 0).any(), "a length is negative"
-            self._lengths.write(each.astype("<i4").tobytes())
-            self.num_sequences += len(each)
+        each = np.asarray([count] if lengths is None else lengths, dtype=np.int64)
+        assert each.sum() == count, f"lengths sum to {each.sum()}, not to {count}"
+        assert not (each < 0).any(), "a length is negative"
+        self._lengths.write(each.astype("<i4").tobytes())
+        self.num_sequences += len(each)
         self._documents.write(POSITION.pack(self.num_sequences))
         self.num_documents += 1
         self.num_tokens += count
-        self._unfinished = 0
 
     def append(self, other: IndexedDataset) -> None:
         """Append all documents of another corpus of the same dtype, which may be empty.

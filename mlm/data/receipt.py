@@ -22,7 +22,7 @@ RECEIPT = "corpus.json"
 REJECTED = "rejected.jsonl"
 INPUTS = "corpus-inputs.jsonl"
 MAX_RECEIPT_BYTES = 1 << 24  # 16 MiB: parsed JSON takes many times its size
-PACKAGES = ("mlm", "tokenizers", "numpy", "ftfy", "rensa", "datatrove")
+PACKAGES = ("mlm", "tokenizers", "numpy", "ftfy", "rensa")
 
 Receipt = dict[str, Any]
 
@@ -97,16 +97,9 @@ def damaged_file(folder: Path, receipt: Receipt) -> str | None:
     """Return the first file that differs from the receipt, None if none does. Reads files whole."""
     for name, entry in receipt.get("files", {}).items():
         path = folder / name
-        if size_of(path) != entry.get("bytes") or not _is_entry_of(entry, file_entry(path)):
+        if size_of(path) != entry.get("bytes") or file_entry(path) != entry:
             return str(name)
     return None
-
-
-def _is_entry_of(entry: Receipt, found: Receipt) -> bool:
-    """True if a receipt's entry matches a file; an older one has no digest of samples."""
-    return all(entry.get(key) == found[key] for key in ("bytes", "digest")) and (
-        entry.get("sampled", found.get("sampled")) == found.get("sampled")
-    )
 
 
 def check_corpus(prefix: str | Path, *, vocab_size: int, seq_length: int, min_samples: int) -> list[str]:

@@ -17,6 +17,7 @@ Located = tuple[str, Record]
 
 SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
 BATCH_ROWS = 64
+BUFFER = 1 << 20  # bytes read ahead per column of a Parquet file
 
 
 def read_records(file: Path) -> Iterator[Located]:
@@ -29,7 +30,7 @@ def read_records(file: Path) -> Iterator[Located]:
 
 
 @contextmanager
-def readable(file: Path) -> Iterator[None]:
+def readable(file: str | Path) -> Iterator[None]:
     """Name a file that cannot be read. Raises UserError."""
     try:
         yield
@@ -72,18 +73,31 @@ def _table_records(file: Path) -> Iterator[Located]:
 
 def _parquet_records(file: Path) -> Iterator[Located]:
     """Yield the rows of a Parquet table. Needs pyarrow."""
-    pa, pq = (load_extra(module, str(file)) for module in ("pyarrow", "pyarrow.parquet"))
-    row = 0
+    pa, row = load_extra("pyarrow", str(file)), 0
     try:
-        with pq.ParquetFile(file, pre_buffer=False) as table:
+        with open_parquet(file) as table:
             for batch in table.iter_batches(BATCH_ROWS, use_threads=False):
-                for record in batch.to_pylist():
+                for index in range(len(batch)):
                     row += 1
-                    yield f"{file}:row {row}", record
+                    yield f"{file}:row {row}", batch.slice(index, 1).to_pylist()[0]
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise CorruptFileError(f"{file} is no Parquet file, or a damaged one: replace it") from error
+
+
+def open_parquet(file: str | Path) -> Any:
+    """Open a pyarrow ParquetFile. Needs pyarrow; raises its errors, and OSError.
+
+    Texts are read as entries of a dictionary: a file of a few kilobytes can repeat the same 64 MB a million
+    times, and only one copy is made.
+    """
+    parquet = load_extra("pyarrow.parquet", str(file))
+    metadata = parquet.read_metadata(file)
+    texts = [metadata.schema.column(i).path for i in range(len(metadata.schema))]
+    return parquet.ParquetFile(
+        file, metadata=metadata, pre_buffer=False, buffer_size=BUFFER, read_dictionary=texts
+    )
 
 
 @lru_cache(maxsize=4)
@@ -92,7 +106,7 @@ def hub_records(name: str, config: str | None, split: str, *, key: str, bring: s
 
     Raises UserError, which names the setting `key` and the files to `bring` in place of the Hub's.
     """
-    datasets = load_extra("datasets", f"{key}=null")
+    datasets = load_extra("datasets", key)
     try:
         # the prefix keeps `datasets` from taking a folder of the same name for it
         rows: Sequence[Record] = datasets.load_dataset(f"hf://datasets/{name}", config, split=split)
@@ -100,7 +114,7 @@ def hub_records(name: str, config: str | None, split: str, *, key: str, bring: s
         reason = " ".join(str(error).split())[:200]
         source = " ".join(filter(None, (name, config, split)))
         raise UserError(
-            f"{key}=null: {source} could not be loaded from the Hub ({type(error).__name__}: {reason}): "
+            f"{key}: {source} could not be loaded from the Hub ({type(error).__name__}: {reason}): "
             f"bring {bring} and give {key}=…"
         ) from error
     return rows

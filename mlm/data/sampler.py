@@ -5,9 +5,9 @@ global batch of m * size micro-batches, data-parallel rank r takes j = r, size +
 samples of a step are a function of the consumed-sample counter alone, and dp may change on resume.
 """
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
@@ -130,7 +130,7 @@ def first_of_step(consumed: int, number: int, size: int, left_out: Ranges) -> in
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankSampler:
     """The samples of one data-parallel rank at each step."""
 
     dataset: Dataset
@@ -157,16 +157,6 @@ class Plan:
         ]
 
 
-@dataclass(frozen=True)
-class End:
-    """Last item of a loader's queue: no more samples, or the error that stopped the reading."""
-
-    error: BaseException | None = None
-
-
-Queue = queue.Queue[list[MicroBatch] | End]
-
-
 class Loader:
     """Iterator over steps: each item is the list of this rank's micro-batches, read ahead by a thread.
 
@@ -189,64 +179,47 @@ class Loader:
     ) -> None:
         assert 0 <= rank < size
         assert global_batch_size % (micro_batch_size * size) == 0, "checked with the configuration"
-        batch = (global_batch_size, micro_batch_size)
-        plan = Plan(dataset, consumed_samples, *batch, rank, size, pin_memory, tuple(left_out))
-        self._queue: Queue = queue.Queue(maxsize=max(1, prefetch))
-        self._stop = threading.Event()
-        self._end: End | None = None
-        # The thread knows nothing of the loader, so a forgotten loader can be collected and ends it.
-        self._thread = threading.Thread(
-            target=read_ahead, args=(plan, self._queue, self._stop), name="mlm-loader", daemon=True
+        self._sampler = RankSampler(
+            dataset,
+            consumed_samples,
+            global_batch_size,
+            micro_batch_size,
+            rank,
+            size,
+            pin_memory,
+            tuple(left_out),
         )
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlm-loader")
+        self._ahead = deque[Future[list[MicroBatch] | None]]()
+        self._next_step = 0
+        for _ in range(max(1, prefetch) + 1):  # one is being read while the others wait
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        self._ahead.append(self._pool.submit(self._sampler.step, self._next_step))
+        self._next_step += 1
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        if self._end is None:
-            item = self._queue.get()
-            if not isinstance(item, End):
-                return item
-            self._end = item
-        if self._end.error is not None:
-            raise self._end.error
-        raise StopIteration
+        batches = self._ahead[0].result() if self._ahead else None  # an error stays the first
+        if batches is None:
+            raise StopIteration
+        self._ahead.popleft()
+        self._read_ahead()
+        return batches
 
     def close(self) -> None:
         """Stop reading and join the thread. What was read ahead is dropped; `next()` then ends."""
-        self._end = self._end or End()
-        self._stop.set()
-        while self._thread.is_alive():
-            try:  # makes room for a thread that waits to put
-                self._queue.get_nowait()
-            except queue.Empty:
-                self._thread.join(timeout=0.01)
+        self._ahead.clear()
+        self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "Loader":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if stop := getattr(self, "_stop", None):
-            stop.set()
-
-
-def read_ahead(plan: Plan, out: Queue, stop: threading.Event) -> None:
-    """Body of the reading thread: put steps until stopped, out of samples, or failing."""
-    number = 0
-    while not stop.is_set():
-        try:
-            batches = plan.step(number)
-        except BaseException as error:
-            out.put(End(error))
-            return
-        out.put(End() if batches is None else batches)
-        if batches is None:
-            return
-        number += 1
 
 
 def eval_batches(

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mlm.data.sampler import MicroBatch, Plan
+from mlm.data.sampler import MicroBatch, RankSampler
 from mlm.optim.adamw import moments
 from mlm.optim.precision import DTYPES
 from mlm.parallel.matmul import prepare_products
@@ -160,7 +160,7 @@ def extrapolated(less: Counts, few: int, more: Counts, enough: int, whole: int) 
 def batches_of(config: PretrainConfig, ctx: ParallelContext, count: int) -> list[MicroBatch]:
     """The first micro-batches of a rank, of random tokens."""
     size = count * ctx.dp.size * config.train.micro_batch_size
-    plan = Plan(
+    plan = RankSampler(
         train_dataset(config, size),
         consumed_samples=0,
         global_batch_size=size,

@@ -10,8 +10,8 @@ from mlm.config.imports import OwnCodeError, imported
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import corpus_names, normalize_weights, parse_entry
 from mlm.data.blend_history import (
+    BlendSource,
     History,
-    Source,
     continue_history,
     known_digest,
     samples_needed,
@@ -151,9 +151,9 @@ def problems_between(named: Sequence[Corpus]) -> list[str]:
     return problems
 
 
-def corpus_source(corpus: Corpus, weight: float = 1.0) -> Source:
+def corpus_source(corpus: Corpus, weight: float = 1.0) -> BlendSource:
     """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
-    source = Source(
+    source = BlendSource(
         name=corpus.name,
         path=str(corpus.train),
         digest=digest_file(idx_path(corpus.train)),
@@ -178,7 +178,7 @@ def source_facts(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def sources(data: DataConfig) -> tuple[Source, ...]:
+def sources(data: DataConfig) -> tuple[BlendSource, ...]:
     """The corpora of a run with their shares. Reads the indices whole. Raises UserError, OSError."""
     named = corpora(data)
     if len(named) < 2:

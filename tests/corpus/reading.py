@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mlm.corpus.read.finding import search
 from mlm.corpus.read.read import read_shard
-from mlm.corpus.read.records import Document, Rejected, Shard
+from mlm.corpus.read.records import BadRecordError, Document, InputShard
 from mlm.corpus.read.shards import split_inputs
 
 
@@ -14,7 +14,7 @@ class Outcome:
     """Result of reading."""
 
     documents: list[Document] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[BadRecordError] = field(default_factory=list)
 
     @property
     def texts(self) -> list[str]:
@@ -23,7 +23,7 @@ class Outcome:
     @property
     def problems(self) -> list[tuple[str, str]]:
         """File name with line, and rule."""
-        return [(problem.place_text.rpartition("/")[2], problem.rule) for problem in self.rejected]
+        return [(str(problem.place).rpartition("/")[2], problem.rule) for problem in self.rejected]
 
 
 def read(
@@ -39,7 +39,7 @@ def read(
     return read_shards(shards, text_key=text_key, id_key=id_key, max_bytes=max_bytes)
 
 
-def read_shards(shards: list[Shard], *, text_key: str, id_key: str | None, max_bytes: int) -> Outcome:
+def read_shards(shards: list[InputShard], *, text_key: str, id_key: str | None, max_bytes: int) -> Outcome:
     """Read shards one after the other."""
     outcome = Outcome()
     for shard in shards:

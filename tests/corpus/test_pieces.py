@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -39,13 +40,12 @@ def test_measures_words_and_signatures_of_pieces_are_those_of_the_whole(
         return [
             *(getattr(measures, name) for name in names),
             *(part.tolist() for part in (*decontaminate.spans(text), hits.begin, hits.end)),
-            Signer(DedupConfig()).keys([text]).tolist(),
+            *(Signer(DedupConfig(unit=unit)).keys([text]).tolist() for unit in get_args(minhash.Unit)),
         ]
 
     whole = results()
     monkeypatch.setattr(pieces, "PIECE", 50)
     monkeypatch.setattr(minhash, "BLOCK", 70)
-    monkeypatch.setattr(minhash, "AT_ONCE", 30)
     assert len(list(pieces_of(text))) > 5
     assert "".join(pieces_of(text)) == text
     assert results() == whole

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from mlm.corpus.config import DataTokenizerConfig
-from mlm.corpus.train_tokenizer import run_tokenizer, train_bpe
+from mlm.corpus.train_tokenizer import run_tokenizer
 from mlm.data.tokenizer import BERT_SPECIAL, Tokenizer
 from mlm.util.errors import UserError
 
@@ -75,12 +75,6 @@ def test_vocabulary_of_bert_is_taken_over(tmp_path: Path, name: str) -> None:
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join([*BERT_SPECIAL, "the", "cat"]) + "\n")
     assert made(folder / name, tmp_path / "out").encode("the cat") == [5, 6]
-
-
-def test_tokenizer_json_is_taken_over_byte_for_byte(tmp_path: Path) -> None:
-    trained = train_bpe(["the cat sat"] * 5, 300)
-    trained.save(tmp_path / "tokenizer.json")
-    assert made(tmp_path / "tokenizer.json", tmp_path / "out").digest == trained.digest
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece"])

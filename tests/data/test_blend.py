@@ -75,32 +75,6 @@ def test_every_prefix_has_its_proportions(name: str) -> None:
     assert worst_deviation(weights, source) <= max(1, len(weights) - 1) / 2 + 1e-6
 
 
-@settings(max_examples=30, deadline=None)
-@given(weights_of)
-def test_prefixes_of_any_blend_have_their_proportions(weights: list[float]) -> None:
-    source, _ = block(weights, 0, 5000)
-    assert worst_deviation(weights, source) <= max(1, len(weights) - 1) / 2 + 1e-6
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_megatrons_rule_keeps_the_same_bound(name: str) -> None:
-    """It takes the source with the largest w * max(n, 1) - count: what is replaced here was no better."""
-    weights = np.array(normalize_weights(WEIGHTS[name]))
-    counts, source = np.zeros(len(weights)), np.empty(3000, dtype=int)
-    for n in range(len(source)):
-        source[n] = np.argmax(weights * max(n, 1) - counts)
-        counts[source[n]] += 1
-    assert worst_deviation(weights.tolist(), source) < 1 + len(weights)
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_each_source_is_read_in_its_own_order_and_without_gaps(name: str) -> None:
-    source, number = block(normalize_weights(WEIGHTS[name]), 0, 10_000)
-    for i in np.unique(source):
-        mine = number[source == i]
-        assert np.array_equal(mine, np.arange(len(mine)))
-
-
 @settings(max_examples=40, deadline=None)
 @given(weights_of, st.integers(0, 10**12), st.lists(st.integers(0, 300), max_size=8))
 def test_blocks_of_any_partition_are_the_same_sequence(

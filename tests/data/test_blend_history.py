@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mlm.data.blend import block
 from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import (
+    BlendSource,
     History,
-    Source,
     changed_corpus_problem,
     continue_history,
     decode,
@@ -31,10 +31,10 @@ def digest(name: str) -> str:
     return f"xxh3:{name.encode().hex():0>32}"
 
 
-def blend(**weights: float) -> tuple[Source, ...]:
+def blend(**weights: float) -> tuple[BlendSource, ...]:
     """Corpora by name, their digests made of it."""
     return tuple(
-        Source(name=name, path=f"corpora/{name}/train", digest=digest(name), weight=share)
+        BlendSource(name=name, path=f"corpora/{name}/train", digest=digest(name), weight=share)
         for name, share in zip(weights, normalize_weights(list(weights.values())), strict=True)
     )
 
@@ -118,11 +118,6 @@ def test_a_corpus_of_equal_lengths_and_other_tokens_is_another() -> None:
     assert samples_read(continue_history((), (one,), 0), replace(other, tokens=""), 40) == 40
 
 
-def test_a_single_corpus_continues_in_a_blend() -> None:
-    history = continue_history(continue_history((), blend(a=1), 0), blend(b=1, a=1), 40)
-    assert [s.first for s in history[-1].sources] == [0, 40]
-
-
 def test_samples_needed_are_those_read_in_the_end() -> None:
     history = continue_history(continue_history((), blend(a=1, b=3), 0), blend(a=1, c=1), 40)
     read = samples_of(history, 77)
@@ -166,7 +161,7 @@ class TestChanged:
 class TestChange:
     """The line on changes of a resumed run."""
 
-    def line(self, then: Sequence[Source], now: Sequence[Source]) -> str | None:
+    def line(self, then: Sequence[BlendSource], now: Sequence[BlendSource]) -> str | None:
         return describe_change(continue_history(continue_history((), then, 0), now, 40), 40)
 
     def test_nothing_is_said_of_the_same_blend(self) -> None:

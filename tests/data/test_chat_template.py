@@ -296,13 +296,6 @@ def test_reasoning_is_under_each_name_that_templates_read() -> None:
     assert (both["reasoning_content"], both["thinking"]) == ("r", "t")
 
 
-def test_json_keeps_the_order_of_keys() -> None:
-    tools = [{"name": "f", "arguments": {"b": 1, "a": 2}}]
-    text = ChatTemplate("{{ tools | tojson }}", {}).render(TALK, tools).text
-    assert text == '[{"name": "f", "arguments": {"b": 1, "a": 2}}]'
-    assert ChatTemplate("{{ tools | tojson(sort_keys=true) }}", {}).render(TALK, tools).text != text
-
-
 def test_template_of_a_file_beside_the_config_counts_first(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, "qwen2")
     (folder / "chat_template.jinja").write_text("of the file")

@@ -36,17 +36,6 @@ def test_every_token_dtype_survives_a_round_trip(tmp_path: Path, code: int) -> N
     assert [corpus[i].tolist() for i in range(len(corpus))] == documents
 
 
-def test_sequences_of_one_document_are_read_as_one_document(tmp_path: Path) -> None:
-    """Megatron writes a document of several sentences as several sequences."""
-    index = bytearray(hand_made_index())
-    index[26:34] = struct.pack("<Q", 3)  # documents + 1
-    (tmp_path / "c.idx").write_bytes(index[: -5 * 8] + struct.pack("<3q", 0, 3, 4))
-    (tmp_path / "c.bin").write_bytes(struct.pack("<6H", 1, 2, 3, 7, 500, 600))
-    corpus = IndexedDataset(tmp_path / "c")
-    assert (corpus.num_sequences, corpus.num_documents, corpus.num_tokens) == (4, 2, 6)
-    assert corpus.document_starts.tolist() == [0, 4, 6]
-
-
 @pytest.mark.parametrize(("vocab_size", "name"), [(65_499, "uint16"), (65_500, "int32")])
 def test_token_dtype_changes_at_megatrons_vocabulary(vocab_size: int, name: str) -> None:
     assert token_dtype(vocab_size).name == name
@@ -158,11 +147,6 @@ def test_sequences_of_a_document_are_written_as_megatron_packs_them(tmp_path: Pa
     assert [corpus.document(i).tolist() for i in range(3)] == [[1, 2, 3], [], [7, 500, 600]]
 
 
-def test_lengths_that_do_not_sum_to_the_document_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="sum to 2"), IndexedWriter(tmp_path / "c", DTYPES[8]) as writer:
-        writer.add_document([1, 2, 3], [1, 1])
-
-
 @pytest.mark.parametrize("code", [1, 8])
 def test_text_is_kept_as_bytes(tmp_path: Path, code: int) -> None:
     with IndexedWriter(tmp_path / "c", DTYPES[code]) as writer:
@@ -192,16 +176,6 @@ def test_merged_shards_are_the_bytes_of_one_corpus(
             writer.append(IndexedDataset(tmp_path / f"s{number}", allow_empty=True))
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-
-
-def test_documents_may_follow_a_merged_shard(tmp_path: Path) -> None:
-    shard = write_corpus(tmp_path / "s", [[1], [2, 3]])
-    with IndexedWriter(tmp_path / "c", shard.dtype) as writer:
-        writer.add_document([9])
-        writer.append(shard)
-        writer.add_document([8])
-    corpus = IndexedDataset(tmp_path / "c")
-    assert [corpus[i].tolist() for i in range(len(corpus))] == [[9], [1], [2, 3], [8]]
 
 
 def test_shard_cut_short_while_it_is_merged_is_rejected(tmp_path: Path) -> None:

@@ -56,17 +56,6 @@ def test_writer_makes_the_bytes_of_their_builder(tmp_path: Path, documents: Docu
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("documents", [GPT, BERT], ids=["gpt", "bert"])
-def test_their_reader_reads_ours(tmp_path: Path, documents: Documents, code: int) -> None:
-    ours = write_ours(tmp_path / "c", documents, DTYPES[code])
-    read = theirs().IndexedDataset(str(tmp_path / "c"))
-    assert [read[i].tolist() for i in range(len(read))] == [list(s) for d in documents for s in d]
-    assert read[0].dtype == ours.dtype
-    np.testing.assert_array_equal(read.document_indices, ours.document_indices)
-    np.testing.assert_array_equal(read.sequence_lengths, ours.lengths)
-
-
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("documents", [GPT, BERT], ids=["gpt", "bert"])
 def test_our_reader_reads_theirs(tmp_path: Path, documents: Documents, code: int) -> None:
     read = write_theirs(tmp_path / "c", documents, DTYPES[code])
     ours = IndexedDataset(tmp_path / "c")
@@ -74,25 +63,6 @@ def test_our_reader_reads_theirs(tmp_path: Path, documents: Documents, code: int
     assert [ours.document(i).tolist() for i in range(ours.num_documents)] == [
         [t for s in document for t in s] for document in documents
     ]
-
-
-def test_part_of_a_sequence_lies_where_their_get_finds_it(tmp_path: Path) -> None:
-    ours = write_ours(tmp_path / "c", BERT, DTYPES[8])
-    read = theirs().IndexedDataset(str(tmp_path / "c"))
-    for i in range(len(ours)):
-        for offset in range(int(ours.lengths[i])):
-            np.testing.assert_array_equal(read.get(i, offset=offset), ours[i][offset:])
-
-
-def test_items_of_their_builder_are_sequences_of_ours(tmp_path: Path) -> None:
-    builder = theirs().IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
-    for sequences in BERT:
-        for sequence in sequences:
-            builder.add_item(torch.tensor(sequence, dtype=torch.int64))
-        builder.end_document()
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    write_ours(tmp_path / "ours", BERT, DTYPES[8])
-    assert same_bytes(tmp_path / "ours", tmp_path / "theirs")
 
 
 def test_merged_corpora_are_the_bytes_of_their_add_index(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Assignment of samples to ranks, and the thread that reads ahead."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,10 +73,6 @@ def test_rank_takes_every_size_th_micro_batch() -> None:
     assert ids(first_step) == [2, 3, 6, 7]
 
 
-def test_loader_starts_after_the_consumed_samples() -> None:
-    assert ids(steps(consumed=16)[0]) == list(range(16, 24))
-
-
 def test_loader_ends_when_less_than_a_global_batch_is_left() -> None:
     assert len(steps(count=31)) == 3
 
@@ -115,7 +112,7 @@ def test_loader_reads_no_further_than_its_prefetch() -> None:
         Watched(800), consumed_samples=0, global_batch_size=8, micro_batch_size=8, rank=0, size=1, prefetch=2
     )
     assert three.wait(10)
-    loader._thread.join(0.05)
+    time.sleep(0.05)
     assert asked == [0, 8, 16]
     loader.close()
 
@@ -126,7 +123,7 @@ def test_close_ends_the_thread() -> None:
     )
     next(loader)
     loader.close()
-    assert not loader._thread.is_alive()
+    assert not any("mlm-loader" in thread.name for thread in threading.enumerate())
     with pytest.raises(StopIteration):
         next(loader)
 

@@ -126,7 +126,7 @@ def test_verify_counts_the_ends_of_documents(built: Path, capsys: pytest.Capture
     receipt["files"]["train.bin"] = file_entry(built / "train.bin")
     (built / "corpus.json").write_text(json.dumps(receipt))
     assert main(["data", "verify", str(built)]) == 1
-    assert "7 end-of-document tokens, corpus.json records 6" in capsys.readouterr().err
+    assert "7 end_tokens, corpus.json records 6" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.idx", "tokenizer.json"])

@@ -8,7 +8,7 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def write_where_told(name: str, leaf: Leaf, value: str) -> str | None:
         if problems := path_problems(config):
             return problems[0]
         if leaf.role is Role.FOLDER:
-            kind = {"work": "corpus-work", "predictions": "predictions"}.get(leaf.key, KIND[name])
+            kind = {"predictions": "predictions"}.get(leaf.key, KIND[name])
             folder = claim_folder(value, kind, key=leaf.key, inputs=inputs_of(config))
             for pattern in KINDS[kind].writes:
                 if "*" not in pattern:
@@ -117,7 +117,7 @@ def test_the_page_is_linked_from_the_readme() -> None:
 @pytest.mark.parametrize(("name", "leaf"), FOLDERS, ids=ids(FOLDERS))
 def test_a_folder_of_the_users_is_unharmed(name: str, leaf: Leaf, tmp_path: Path) -> None:
     """A project that holds files of the names that mlm writes."""
-    kind = {"work": "corpus-work", "predictions": "predictions"}.get(leaf.key, KIND[name])
+    kind = {"predictions": "predictions"}.get(leaf.key, KIND[name])
     taken = [pattern for pattern in KINDS[kind].writes if "*" not in pattern] or ["results.json"]
     for file in ("README.md", "deep/thesis.tex", *(f"{name}" for name in taken)):
         (tmp_path / "proj" / file).parent.mkdir(parents=True, exist_ok=True)
@@ -286,11 +286,11 @@ def test_folders_of_mlm_carry_its_marker(kind: str, tmp_path: Path) -> None:
 
 def test_work_keeps_what_is_not_ours(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "text" / "train.jsonl", ["the cat sat", "on the mat"])
-    write_jsonl(tmp_path / "s" / "deep" / "mine.jsonl", ["mine"])
-    before = state(tmp_path / "s")
-    for _ in range(2):  # the second finds the corpus up to date
-        run_build(plain(tmp_path / "text", work=str(tmp_path / "s")), quiet())
-        assert without_marker(state(tmp_path / "s")) == before
+    config = plain(tmp_path / "text", keep_work=True)
+    run_build(config, quiet())
+    mine = write_jsonl(tmp_path / "out" / "work" / "deep" / "mine.jsonl", ["mine"])
+    run_build(replace(config, keep_work=False), quiet())  # finds the corpus up to date
+    assert [path for path in (tmp_path / "out" / "work").rglob("*") if path.is_file()] == [mine]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.data.sampler import Plan
+from mlm.data.sampler import RankSampler
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import StepOutcome, Trainer
@@ -105,7 +105,7 @@ def first_gradients(ctx: ParallelContext, layout: Layout) -> list[Tensor]:
     config = layout.config()
     batch, micro_batch = config.train.global_batch_size, config.train.micro_batch_size
     samples = SyntheticDataset(config.model.vocab_size, config.data.seq_length, batch, config.seed)
-    batches = Plan(samples, 0, batch, micro_batch, ctx.dp.rank, ctx.dp.size, False).step(0)
+    batches = RankSampler(samples, 0, batch, micro_batch, ctx.dp.rank, ctx.dp.size, False).step(0)
     assert batches is not None
     trainer = Trainer(config, ctx)
     trainer.compute_gradients(batches)

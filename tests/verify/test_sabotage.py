@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mlm.data.sampler import Batch, Plan
+from mlm.data.sampler import Batch, RankSampler
 from mlm.models.gpt2.objective import NextToken
 from mlm.models.llama.model import Llama
 from mlm.models.rotary import Rotary
@@ -67,7 +67,7 @@ def counted_by_every_rank(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
 
 
 TRUE_OUTPUT, TRUE_UPDATE = NextToken.output, Trainer.clip_and_update
-TRUE_PLAN, TRUE_ROW = Plan.step, RowParallelLinear.forward
+TRUE_PLAN, TRUE_ROW = RankSampler.step, RowParallelLinear.forward
 TRUE_ROTARY = Llama.rotary
 TRUE_STREAM, TRUE_MASKS = DropoutStream.of_micro_batch, DropoutStream.probabilities
 
@@ -93,7 +93,7 @@ def decay_on_first_rank_only(trainer: Trainer, loss: Tensor) -> StepOutcome:
     return TRUE_UPDATE(trainer, loss)
 
 
-def samples_of_first_replica(plan: Plan, number: int) -> list[Batch] | None:
+def samples_of_first_replica(plan: RankSampler, number: int) -> list[Batch] | None:
     return TRUE_PLAN(replace(plan, rank=0), number)
 
 
@@ -240,7 +240,11 @@ CASES = {
         "over dp",
     ),
     "every replica reads the same samples": Sabotage(
-        "mlm.data.sampler.Plan.step", samples_of_first_replica, DP, "loss of step 1", "each replica reads"
+        "mlm.data.sampler.RankSampler.step",
+        samples_of_first_replica,
+        DP,
+        "loss of step 1",
+        "each replica reads",
     ),
     "the same dropout masks on every tp rank's heads": Sabotage(
         "mlm.parallel.dropout.DropoutStream.probabilities",

@@ -4,8 +4,9 @@ import errno
 import glob
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -55,29 +56,28 @@ OF_BUILDS = ("corpus", "corpus-work")  # types of folders
 IN_OUT = (REJECTED, INPUTS, RECEIPT, "tokenizer.json")
 
 
-def own_names(folder: Path, names: Collection[str]) -> set[str]:
-    """Return the entries of a folder that a build wrote: files of a corpus, or of a work folder."""
+@lru_cache(maxsize=1024)
+def own_patterns(folder: Path) -> tuple[str, ...]:
+    """Return patterns of the entries of a folder that a build wrote; none unless it is a build's."""
     kind = kind_of_folder(folder)
-    return {name for name in names if matches_any(name, KINDS[kind].writes)} if kind in OF_BUILDS else set()
+    return tuple(KINDS[kind].writes) if kind in OF_BUILDS else ()
 
 
-def check_apart(inputs: Collection[str], setting: str, out: str, work: str | None) -> None:
+def is_own(path: Path) -> bool:
+    """True for what a build wrote: files of a corpus or a work folder, and of a stage's folder in that."""
+    return any(matches_any(each.name, own_patterns(each.parent)) for each in (path, path.parent))
+
+
+def check_apart(inputs: Collection[str], setting: str, out: str) -> None:
     """Reject a build that could not distinguish its files from its inputs, or would overwrite one.
 
     `inputs` are paths of files. Raises UserError.
     """
-    folder = os.path.realpath(out)
-    between = os.path.realpath(work or os.path.join(out, "work"))
-    given = os.path.realpath(setting.partition("=")[2])
+    folder, given = os.path.realpath(out), os.path.realpath(setting.partition("=")[2])
     for path in inputs:
         real = os.path.realpath(path)
         if real in {os.path.join(folder, name) for name in IN_OUT}:
             raise UserError(f"out={out} would replace the input {path}; set another out=")
-        if is_below(real, between):
-            raise UserError(
-                f"work={work or between} holds {path}, which no build wrote; set another work=, or move "
-                "the file"
-            )
         # files in `out` are the user's only if `out` is the input folder itself, or above it
         if is_below(real, folder) and not is_below(given, folder):
             raise UserError(
@@ -157,7 +157,7 @@ def find_inputs(config: DataBuildConfig) -> Listing:
     hub = HubSource(config.input, config.hub_config, config.hub_split, config.hub_revision)
     listing = search(config.input, hub, unreadable=config.unreadable)
     if config.out and not config.input.startswith(HUB):
-        check_apart([item.path for item in listing.inputs], f"input={config.input}", config.out, config.work)
+        check_apart([item.path for item in listing.inputs], f"input={config.input}", config.out)
     return listing
 
 
@@ -166,6 +166,7 @@ def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error"
     if path.startswith(HUB):
         dataset, size, digest = find_hub(hub or HubSource(path))
         return Listing((Input(path, dataset, size, digest, None),))
+    own_patterns.cache_clear()  # another build may have begun or ended
     root, setting = Path(path), f"input={path}"
     if root.is_dir():
         listing = in_folder(root, *visible_files(root))
@@ -180,13 +181,9 @@ def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error"
         fix = "fix them or set unreadable=skip" if unreadable == "error" else "name another"
         raise UserError(f"{setting} holds files that cannot be read: {list_entries(errors)}; {fix}")
     if not listing.inputs:
-        others = [entry.path for entry in listing.unread if entry.reason != HIDDEN]
-        held = f", only {len(others)} others such as {others[0].name}" if others else ""
-        fix = "name another"
-        if others:
-            fix = "rename it to its format, or convert it"
-            if others[0].suffix.lower() == ".json":
-                fix = "a .json file is one value; write one object per line and call it .jsonl"
+        others = [entry.path.name for entry in listing.unread if entry.reason != HIDDEN]
+        held = f", only {len(others)} others such as {others[0]}" if others else ""
+        fix = "name another, or rename it to its format; a .jsonl holds one object per line"
         raise UserError(f"{setting} holds no {READABLE}{held}: {fix}")
     return listing
 
@@ -223,41 +220,12 @@ def in_folder(root: Path, files: list[Path], unread: list[Unread]) -> Listing:
 def in_glob(pattern: str) -> Listing:
     """Return the files that a glob matches, sorted by path. Raises UserError."""
     first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
-    unread = list(unreadable_folders(pattern))
     files = [path for path in sorted(map(Path, glob.glob(pattern, recursive=True))) if not path.is_dir()]
-    if not files and not unread:
+    if not files:
         raise UserError(f"input={pattern} matches no file: quote it from the shell; ** descends into folders")
-    own = {folder: own_below(folder) for folder in {file.parent for file in files}}
-    unread += [Unread(file, OWN) for file in files if file.name in own[file.parent]]
-    kept = [file for file in files if file.name not in own[file.parent]]
-    return readable_files(kept, Path(pattern[:first] + "x").parent, unread)
-
-
-def own_below(folder: Path) -> set[str]:
-    """Return the files of a folder that a build wrote; all of them in a stage of a build."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return set()
-    whole = folder.name in own_names(folder.parent, (folder.name,))
-    return set(names) if whole else own_names(folder, names)
-
-
-def unreadable_folders(pattern: str) -> Iterator[Unread]:
-    """Yield folders that a glob descends into and that cannot be listed: glob omits them silently."""
-    parent = os.path.dirname(pattern)
-    while parent:
-        magic = glob.has_magic(parent)
-        for folder in glob.glob(os.path.join(parent, ""), recursive=True) if magic else [parent]:
-            try:
-                os.scandir(folder).close()
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:
-                yield Unread(Path(folder), reason_of(error), is_error=True)
-        if not magic:
-            return
-        parent = os.path.dirname(parent)
+    own = [path for path in files if is_own(path)]
+    kept = sorted(set(files).difference(own))
+    return readable_files(kept, Path(pattern[:first] + "x").parent, [Unread(path, OWN) for path in own])
 
 
 def readable_files(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:
@@ -294,7 +262,7 @@ def visible_files(root: Path) -> tuple[list[Path], list[Unread]]:
             continue
         seen.add(real)
         reasons = {name: HIDDEN for name in (*folders, *names) if name.startswith(".")}
-        reasons |= dict.fromkeys(own_names(folder, (*folders, *names)), OWN)
+        reasons |= {name: OWN for name in (*folders, *names) if is_own(folder / name)}
         unread += [Unread(folder / name, reason) for name, reason in reasons.items()]
         folders[:] = sorted(name for name in folders if name not in reasons)
         files += [folder / name for name in names if name not in reasons]

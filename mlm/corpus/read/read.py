@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from mlm.corpus.read.records import (
     BadRecordError,
     Document,
+    InputShard,
     Intake,
     LinesBefore,
     Place,
-    Rejected,
-    Shard,
 )
 from mlm.corpus.read.shards import TEXT_END
 from mlm.corpus.read.streams import DamagedError, blocks, first_line, lines
@@ -29,12 +28,12 @@ BOM = b"\xef\xbb\xbf"
 
 
 def read_shard(
-    shard: Shard,
+    shard: InputShard,
     *,
     text_key: str,
     id_key: str | None,
     max_bytes: int,
-    reject: Callable[[Rejected], None],
+    reject: Callable[[BadRecordError], None],
     keep_ids: bool = False,
 ) -> Iterator[Document]:
     """Yield the documents of a shard in corpus order.
@@ -54,7 +53,7 @@ def read_shard(
     return readers[shard.kind.partition(".")[0]](shard, intake)
 
 
-def read_jsonl(shard: Shard, intake: Intake) -> Iterator[Document]:
+def read_jsonl(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of the lines whose first byte is in the shard."""
     begin = first_line(shard.path, shard.begin, shard.end)
     if begin is None:
@@ -102,7 +101,7 @@ def json_document(line: bytes | bytearray | None, intake: Intake, place: Place) 
     return intake.document(record, place)
 
 
-def read_text(shard: Shard, intake: Intake) -> Iterator[Document]:
+def read_text(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of plain text; a document's location is its first line."""
     place = Place(shard.path, 1)
     try:
@@ -120,7 +119,7 @@ def read_text(shard: Shard, intake: Intake) -> Iterator[Document]:
         intake.damaged(Place(shard.path, error.line or place.number), error)
 
 
-def read_slice(shard: Shard, intake: Intake) -> Iterator[Document]:
+def read_slice(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield the document of bytes begin … end - 1 of the content of a file."""
     content, position, first = bytearray(), 0, 1
     try:
@@ -138,7 +137,7 @@ def read_slice(shard: Shard, intake: Intake) -> Iterator[Document]:
         intake.damaged(Place(shard.path, first), error)
 
 
-def text_pieces(shard: Shard, max_bytes: int) -> Iterator[tuple[bytearray, int, int]]:
+def text_pieces(shard: InputShard, max_bytes: int) -> Iterator[tuple[bytearray, int, int]]:
     """Yield content, size and first line of every document; no content for one above `max_bytes`."""
     content, size, first, number = bytearray(), 0, 1, 0
     try:

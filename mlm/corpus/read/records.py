@@ -1,30 +1,16 @@
-"""Records of the readers: inputs, shards, documents and their locations, and reasons to reject a record."""
+"""What the readers of all formats share: inputs, shards, documents, locations, and bad records."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from mlm.util.errors import UserError, type_of
+from mlm.data.records import readable
+from mlm.util.errors import type_of
 
 ID = "id"
 LONGEST_ID = 1000  # letters of an id that is kept
 COUNT_BLOCK = 1 << 20  # bytes read at a time when lines are counted: 1 MiB
-
-RULES = (
-    "damaged",  # truncated or corrupt: the rest of the file is lost
-    "too_long",
-    "not_utf8",
-    "not_json",
-    "not_object",
-    "no_text",
-    "text_type",
-    "surrogate",
-    "no_id",
-    "id_type",
-)
-"""Reasons to reject a record, in no order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +31,7 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class InputShard:
     """Range of an input that one task reads. Plain values, which JSON can hold."""
 
     input: Input
@@ -61,16 +47,6 @@ class Shard:
     def path(self) -> str:
         """Path of the input."""
         return self.input.path
-
-
-@contextmanager
-def readable(path: str) -> Iterator[None]:
-    """Turn an OSError while opening or reading an input into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"input {path}: {reason}: give a file that can be read") from error
 
 
 @dataclass(slots=True)
@@ -123,18 +99,6 @@ class Document:
     """Value under `id_key`; None if no key is set."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A record that is not a document."""
-
-    place_text: str
-    """`file:line`, or `file:row 12`."""
-    rule: str
-    """One of RULES."""
-    detail: str
-    """The problem, in one line, without a fix."""
-
-
 def kept_id(value: Any) -> str | None:
     """Return an id that nothing depends on, None if there is none."""
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -143,13 +107,12 @@ def kept_id(value: Any) -> str | None:
 
 
 class BadRecordError(Exception):
-    """A record is not a document."""
+    """A record that is not a document: the rule it breaks, and the problem in one line, without a fix."""
 
     def __init__(self, rule: str, detail: str, place: Place | None = None) -> None:
-        assert rule in RULES, rule
         super().__init__(rule, detail)
         self.rule, self.detail, self.place = rule, detail, place
-        """Exact location, if its reader knows better than by the record's."""
+        """Its location, which its reader sets where `reject` would not know it exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +123,7 @@ class Intake:
     id_key: str | None
     max_bytes: int
     """Longest line or text."""
-    on_reject: Callable[[Rejected], None] = field(repr=False)
+    on_reject: Callable[[BadRecordError], None] = field(repr=False)
     keep_ids: bool = False
     """Read ids from the key "id" by default, where present."""
 
@@ -171,7 +134,8 @@ class Intake:
 
     def reject(self, place: Place, error: BadRecordError) -> None:
         """Report a bad record; the caller decides if that ends the build."""
-        self.on_reject(Rejected(str(error.place or place), error.rule, error.detail))
+        error.place = error.place or place
+        self.on_reject(error)
 
     def damaged(self, place: Place, reason: object) -> None:
         """Report that the rest of a file cannot be read."""

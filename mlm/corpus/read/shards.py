@@ -19,23 +19,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mlm.corpus.read.finding import kind_of
-from mlm.corpus.read.records import Input, Shard, readable
-from mlm.corpus.read.streams import DamagedError, blocks, lines
+from mlm.corpus.read.records import Input, InputShard
+from mlm.corpus.read.streams import DamagedError, blocks
 from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
 from mlm.data.corpus_files import SPLITS
-from mlm.data.receipt import INPUTS
+from mlm.data.records import readable
 from mlm.util.errors import UserError
-from mlm.util.files import digest_bytes, digest_file, write_atomic
+from mlm.util.files import digest_file, write_atomic
 from mlm.util.terminal import progress_bar
 
 OPENING = 1 << 12
 """Bytes of text that take about as long to read as a file takes to open."""
 
 
-def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[Shard]:
+def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[InputShard]:
     """Split the inputs into shards in corpus order, at least one for each input.
 
     Uncompressed .jsonl is split every `shard_bytes` bytes (a line belongs to its first byte), Parquet
@@ -45,7 +45,7 @@ def split_inputs(inputs: Iterable[Input], shard_bytes: int) -> list[Shard]:
     return [shard for item in inputs for shard in shards_of(item, shard_bytes)]
 
 
-def group(shards: Sequence[Shard], shard_bytes: int) -> tuple[int, ...]:
+def group(shards: Sequence[InputShard], shard_bytes: int) -> tuple[int, ...]:
     """Return starts of groups of neighbouring shards, then the number of shards: each group is a task.
 
     Small files share a task, up to a quarter of `shard_bytes`, so that the number of tasks grows with the
@@ -67,7 +67,7 @@ def shared_bytes(shard_bytes: int) -> int:
     return shard_bytes // 4
 
 
-def shards_of(item: Input, shard_bytes: int) -> Iterator[Shard]:
+def shards_of(item: Input, shard_bytes: int) -> Iterator[InputShard]:
     """Yield the shards of one input."""
     kind = "hub" if item.path.startswith(HUB) else kind_of(Path(item.path))
     assert kind is not None, item.path
@@ -79,11 +79,12 @@ def shards_of(item: Input, shard_bytes: int) -> Iterator[Shard]:
         step = shard_bytes if kind == "jsonl" else max(item.bytes, 1)
         ranges = [(begin, min(begin + step, item.bytes)) for begin in range(0, max(item.bytes, 1), step)]
     for begin, end in ranges:
-        yield Shard(item, kind, begin, end, item.split)
+        yield InputShard(item, kind, begin, end, item.split)
 
 
 TEXT_END = b"<|endoftext|>"
 """A line of a .txt file with just this ends a document."""
+SEPARATOR = re.compile(rb"(?m)^[ \t\r\f\v]*<\|endoftext\|>[ \t\r\f\v]*$")
 HELD_OUT = 4096
 """Minimum bytes of validation and of test, some thousand tokens; of a short text a tenth."""
 SEARCHED = 1 << 16
@@ -91,49 +92,44 @@ SEARCHED = 1 << 16
 ENDS = tuple(map(re.compile, (rb"\n[ \t\r]*\n", rb"\n", rb"\s")))
 
 
-def parts_of_text(inputs: Sequence[Input], shares: Sequence[float]) -> list[Shard] | None:
+def parts_of_text(
+    inputs: Sequence[Input], shares: Sequence[float], max_bytes: int
+) -> list[InputShard] | None:
     """Return the parts of the input if it is one text and several parts are wanted, else None.
 
-    Raises UserError for a file that cannot be read.
+    Raises UserError for a file that cannot be read. A part above `max_bytes` is rejected where it is read.
     """
     wanted = [(part, share) for part, share in zip(SPLITS, shares, strict=True) if share > 0]
     kind = kind_of(Path(inputs[0].path)) or ""
     if len(inputs) != 1 or inputs[0].split or len(wanted) < 2 or not kind.startswith("txt"):
         return None
-    path = inputs[0].path
+    content = bytearray()
     try:
-        if (total := size_of_one(path)) is None:
-            return None
-        held_out = [max(share * total, min(HELD_OUT, total / 10)) for _, share in wanted[1:]]
-        targets = [round(total - rest) for rest in accumulate(reversed(held_out))][::-1]
-        bounds = [0]
-        for target in targets:
-            bounds.append(split_before(path, target, bounds[-1]))
+        for block in blocks(inputs[0].path):
+            content += block
+            if len(content) > 2 * max_bytes:
+                return None
     except DamagedError:
         return None  # reading it reports the damage
+    total = len(content)
+    if not total or SEPARATOR.search(content):
+        return None
+    held_out = [max(share * total, min(HELD_OUT, total / 10)) for _, share in wanted[1:]]
+    bounds = [0]
+    for rest in list(accumulate(reversed(held_out)))[::-1]:
+        bounds.append(split_before(content, round(total - rest), bounds[-1]))
     bounds.append(total)
     packing = kind.removeprefix("txt")
     return [
-        Shard(inputs[0], f"slice{packing}", begin, end, part)
+        InputShard(inputs[0], f"slice{packing}", begin, end, part)
         for (part, _), (begin, end) in zip(wanted, pairwise(bounds), strict=True)
     ]
 
 
-def size_of_one(path: str) -> int | None:
-    """Return the bytes of the content of a .txt that is one document, None if it is several or none."""
-    total = 0
-    for line, length in lines(blocks(path), SEARCHED):
-        if line is not None and line.strip() == TEXT_END:
-            return None
-        total += length
-    # `lines` counts a line end after the last line only if there is one
-    return total or None
-
-
-def split_before(path: str, target: int, least: int) -> int:
+def split_before(content: bytearray, target: int, least: int) -> int:
     """Return the last position in (least, target] where a paragraph, a line or a word ends."""
     begin = max(least, target - SEARCHED)
-    window = read_range(path, begin, target)
+    window = content[begin:target]
     for end in ENDS:
         if ends := list(end.finditer(window)):
             return begin + ends[-1].end()
@@ -143,21 +139,7 @@ def split_before(path: str, target: int, least: int) -> int:
     return begin + max(0, at - 1) if at else target
 
 
-def read_range(path: str, begin: int, end: int) -> bytes:
-    """Return bytes begin … end - 1 of the content of a file."""
-    content, position = bytearray(), 0
-    for block in blocks(path):
-        content += block[max(0, begin - position) : max(0, end - position)]
-        position += len(block)
-        if position >= end:
-            break
-    return bytes(content)
-
-
 KNOWN = "digests.json"
-IN_RECEIPT = 1000  # limit on inputs named in a receipt; more are in a file beside it
-_touched: dict[str, tuple[tuple[int, ...], str]] = {}
-"""State and digest of files of which only the times changed, as this process found."""
 SAVE_EVERY = 1 << 34  # bytes digested between two saves: 16 GiB
 
 
@@ -188,26 +170,10 @@ def with_digests(inputs: Sequence[Input], work: Path) -> tuple[Input, ...]:
     return tuple(done)
 
 
-def digests_of(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return digests of inputs by name for a receipt: of many, their number and one digest."""
-    if len(inputs) <= IN_RECEIPT:
-        return inputs
-    return {"files": len(inputs), "digest": digest_bytes(json.dumps(inputs, sort_keys=True).encode())}
-
-
-def write_inputs(inputs: Sequence[Input], out: Path) -> list[str]:
-    """Write names and digests of inputs that are too many for a receipt; return the file's name."""
-    if len(inputs) <= IN_RECEIPT:
-        return []
-
-    def write(f: BinaryIO) -> None:
-        f.writelines(
-            (json.dumps({"name": item.name, "bytes": item.bytes, "digest": item.digest}) + "\n").encode()
-            for item in inputs
-        )
-
-    write_atomic(out / INPUTS, write)
-    return [INPUTS]
+def input_lines(inputs: Sequence[Input]) -> bytes:
+    """Return a line of JSON with name, size and digest of each input."""
+    lines = ({"name": item.name, "bytes": item.bytes, "digest": item.digest} for item in inputs)
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
 def state_of(path: str) -> tuple[int, int, int]:
@@ -218,16 +184,8 @@ def state_of(path: str) -> tuple[int, int, int]:
 
 
 def check_unchanged(item: Input) -> None:
-    """Raise UserError if an input changed since it was digested."""
-    if not item.state or (state := state_of(item.path)) == item.state:
-        return
-    if _touched.get(item.path) == (state, item.digest):
-        return  # digested again already: a large file has many shards
-    with readable(item.path):
-        same = state[0] == item.state[0] and digest_file(Path(item.path)) == item.digest
-    if same:
-        _touched[item.path] = state, item.digest
-    else:
+    """Raise UserError if an input was written to since it was digested."""
+    if item.state and state_of(item.path) != item.state:
         raise UserError(
             f"input {item.path} changed while the build read it; build again once nothing writes to it"
         )

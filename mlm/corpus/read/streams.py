@@ -10,9 +10,10 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
-from mlm.corpus.read.records import readable
+from mlm.data.records import readable
 from mlm.util.extras import load_extra
 
 BLOCK = 1 << 18  # bytes yielded at a time: 256 KiB
@@ -20,6 +21,11 @@ ZSTD_BLOCK = 1 << 14  # 16 KiB: sound bytes lost with an error
 GZIP_WBITS = 31  # zlib: expect gzip's header and check its checksum (RFC 1952)
 XZ_MEMORY = 1 << 27  # 128 MiB: twice what xz -9 needs; a file that needs more counts as damaged
 EMPTY = "no bytes"
+UNPACKERS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(wbits=GZIP_WBITS),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY),
+}
 
 
 class DamagedError(Exception):
@@ -35,17 +41,11 @@ def blocks(path: str, *, begin: int = 0) -> Iterator[bytes]:
     Raises DamagedError after the last sound block, and UserError if the file cannot be read or the package
     for Zstandard is missing.
     """
-    name = path.lower()
-    if name.endswith(".zst"):
+    suffix = Path(path.lower()).suffix
+    if suffix == ".zst":
         return zstd_blocks(path)
     raw = raw_blocks(path, begin)
-    if name.endswith(".gz"):
-        return gzip_blocks(raw)
-    if name.endswith(".bz2"):
-        return packed_blocks(raw, bz2.BZ2Decompressor, padded=False)
-    if name.endswith(".xz"):
-        return packed_blocks(raw, lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY), padded=True)
-    return raw
+    return packed_blocks(raw, UNPACKERS[suffix]) if suffix in UNPACKERS else raw
 
 
 def raw_blocks(path: str, begin: int) -> Iterator[bytes]:
@@ -62,65 +62,21 @@ def raw_blocks(path: str, begin: int) -> Iterator[bytes]:
             yield block
 
 
-def gzip_blocks(source: Iterator[bytes]) -> Iterator[bytes]:
-    """Unpack members one after the other (RFC 1952, section 2.2); zeros may pad the end, as on tapes."""
-    member, first = None, True
-    for data in source:
-        while data:
-            if member is None:
-                if not first and not (data := data.lstrip(b"\0")):
-                    break
-                member, first = zlib.decompressobj(wbits=GZIP_WBITS), False
-            try:
-                block = member.decompress(data, BLOCK)
-            except zlib.error as error:
-                raise DamagedError(error) from error
-            data = member.unused_data if member.eof else member.unconsumed_tail
-            if member.eof:
-                member = None
-            if block:
-                yield block
-    if member is not None or first:
-        raise DamagedError(EMPTY if first else "truncated")
-
-
-class Unpacker(Protocol):
-    """Interface that bz2 and lzma share: one stream."""
-
-    @property
-    def eof(self) -> bool:
-        """True at the end of the stream."""
-        ...
-
-    @property
-    def needs_input(self) -> bool:
-        """True if all input was used."""
-        ...
-
-    @property
-    def unused_data(self) -> bytes:
-        """Bytes after the end of the stream."""
-        ...
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        """Unpack at most `max_length` bytes."""
-        ...
-
-
-def packed_blocks(source: Iterator[bytes], new: Callable[[], Unpacker], *, padded: bool) -> Iterator[bytes]:
-    """Unpack streams of bzip2 or xz. `padded`: zeros may separate them, as xz allows."""
+def packed_blocks(source: Iterator[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
+    """Unpack streams of gzip, bzip2 or xz, one after the other; zeros may separate them."""
     stream, first = None, True
     for data in source:
-        while data or (stream is not None and not stream.needs_input):
+        # zlib leaves what it has not used; bz2 and lzma keep it, and say that they need no input
+        while data or not getattr(stream, "needs_input", True):
             if stream is None:
-                if padded and not first and not (data := data.lstrip(b"\0")):
+                if not first and not (data := data.lstrip(b"\0")):
                     break
                 stream, first = new(), False
             try:
                 block = stream.decompress(data, BLOCK)
-            except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+            except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
                 raise DamagedError(error) from error
-            data = stream.unused_data if stream.eof else b""
+            data = stream.unused_data if stream.eof else getattr(stream, "unconsumed_tail", b"")
             if stream.eof:
                 stream = None
             if block:

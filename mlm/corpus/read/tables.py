@@ -5,6 +5,7 @@ by the library `datasets`: only its small cache is stored. No code of a dataset 
 reject a dataset that needs a script, and only formats that hold text are accepted (FORMATS).
 """
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,27 +13,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
-from urllib.parse import parse_qs, urlencode
 
-from mlm.corpus.read.records import BadRecordError, Document, Intake, Place, Shard, readable
+from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Place
 from mlm.corpus.read.streams import DamagedError, explain_damage
+from mlm.data.records import open_parquet, readable
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 
 BATCH_ROWS = 256
-BUFFER = 1 << 20  # bytes read ahead per column
 
 
-def open_table(path: str, text_key: str | None = None) -> Any:
-    """Open a pyarrow ParquetFile. Raises DamagedError, and UserError if it cannot be read.
-
-    Texts are read as entries of a dictionary: a file of a few kilobytes can repeat the same 64 MB a million
-    times, and only one copy is made.
-    """
-    parquet = load_extra("pyarrow.parquet", f"input {path}")
-    as_dictionary = [text_key] if text_key is not None else None
+def open_table(path: str) -> Any:
+    """Open a pyarrow ParquetFile. Raises DamagedError, and UserError if it cannot be read."""
     with readable(path), explain_damage():
-        file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER, read_dictionary=as_dictionary)
+        file = open_parquet(path)
     if any(rows < 0 for rows in group_rows(file)):
         raise DamagedError("a row group of fewer than no rows")
     return file
@@ -63,17 +57,15 @@ def group_rows(file: Any) -> list[int]:
     return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
 
 
-def read_parquet(shard: Shard, intake: Intake) -> Iterator[Document]:
+def read_parquet(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of the row groups that begin in the shard."""
     row = shard.begin
     try:
         with open_table(shard.path) as file:
-            problem = column_problem(file, shard.path, intake)
-        if problem is not None:
-            if shard.begin == 0:  # once for the file
-                intake.reject(Place(shard.path, 1, unit="row "), problem)
-            return
-        with open_table(shard.path, intake.text_key) as file:
+            if (problem := column_problem(file, shard.path, intake)) is not None:
+                if shard.begin == 0:  # once for the file
+                    intake.reject(Place(shard.path, 1, unit="row "), problem)
+                return
             for batch in batches(file, shard, intake.keys):
                 for index in range(len(batch)):
                     row += 1
@@ -96,11 +88,11 @@ def column_problem(file: Any, path: str, intake: Intake) -> BadRecordError | Non
     kind = file.schema_arrow.field(intake.text_key).type
     letters = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(letters) or types.is_large_string(letters) or types.is_string_view(letters)):
-        return BadRecordError("text_type", f'column "{intake.text_key}" holds {kind}, not strings')
+        return BadRecordError("text_type", f'column "{intake.text_key}" holds {letters}, not strings')
     return intake.without_id() if intake.id_key is not None and intake.id_key not in names else None
 
 
-def batches(file: Any, shard: Shard, columns: list[str]) -> Iterator[Any]:
+def batches(file: Any, shard: InputShard, columns: list[str]) -> Iterator[Any]:
     """Yield batches of the rows of a shard. Raises DamagedError where the rest cannot be read."""
     starts = list(accumulate(group_rows(file), initial=0))
     for group, start in enumerate(starts[:-1]):
@@ -155,15 +147,13 @@ class HubSource:
 
     def pinned(self, commit: str) -> str:
         """Return the path of a shard: all that another machine needs to read the same rows."""
-        fields = {"revision": commit, "config": self.config, "split": self.split}
-        return f"{self.path}?{urlencode({key: value for key, value in fields.items() if value is not None})}"
+        return f"{self.path}?{json.dumps([self.config, self.split, commit])}"
 
     @classmethod
     def of(cls, pinned: str) -> "HubSource":
         """Parse what `pinned` returned."""
-        path, _, query = pinned.partition("?")
-        fields = {key: values[0] for key, values in parse_qs(query).items()}
-        return cls(path, fields.get("config"), fields["split"], fields["revision"])
+        path, _, rest = pinned.partition("?")
+        return cls(path, *json.loads(rest))
 
 
 def find_hub(source: HubSource) -> tuple[str, int, str]:
@@ -214,7 +204,7 @@ def explain_hub_errors(source: HubSource) -> Iterator[None]:
         raise UserError(f"{setting}: {type(error).__name__}: {reason}: {LOCAL_COPY}") from error
 
 
-def read_hub(shard: Shard, intake: Intake) -> Iterator[Document]:
+def read_hub(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of one of the dataset's shards; rows are counted from its beginning."""
     source = HubSource.of(shard.path)
     _, stream = open_hub(source)
@@ -226,14 +216,8 @@ def read_hub(shard: Shard, intake: Intake) -> Iterator[Document]:
     row = 0
     while True:
         place = Place(source.path, row + 1, unit=unit)
-        try:
-            with explain_hub_errors(source):
-                record = next(rows, None)
-        except UserError as error:
-            if not is_damage(error.__cause__):
-                raise
-            intake.damaged(place, error.__cause__)
-            return
+        with explain_hub_errors(source):
+            record = next(rows, None)
         if record is None:
             return
         try:
@@ -243,10 +227,3 @@ def read_hub(shard: Shard, intake: Intake) -> Iterator[Document]:
         else:
             yield document
         row += 1
-
-
-def is_damage(error: BaseException | None) -> bool:
-    """True if a file of the dataset is damaged; False for errors of the network."""
-    # OSError and what derives from it is the network's; a row that cannot be decoded is a ValueError
-    arrow = load_extra("pyarrow", "hub").ArrowException
-    return isinstance(error, ValueError | EOFError | arrow) and not isinstance(error, OSError)

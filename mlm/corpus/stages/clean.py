@@ -6,7 +6,6 @@ bands [bands, documents]; 00012.ids.npy, digests of their ids; 00012.rejected.js
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,11 +20,11 @@ from mlm.corpus.filter import Cleaner
 from mlm.corpus.minhash import Signer
 from mlm.corpus.pieces import segments
 from mlm.corpus.read.read import read_shard
-from mlm.corpus.read.records import Document, Rejected
+from mlm.corpus.read.records import BadRecordError, Document
 from mlm.corpus.read.shards import check_unchanged
-from mlm.corpus.stages.plan import Plan
+from mlm.corpus.stages.plan import BuildPlan
 from mlm.data.corpus_files import origins_of
-from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
+from mlm.data.indexed import IndexedWriter, bin_path, idx_path
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
@@ -76,7 +75,7 @@ class Cleaning:
     read if it is removed before its tokens are counted, and with its fixed bytes from there on.
     """
 
-    def __init__(self, plan: Plan, task: int, stack: ExitStack) -> None:
+    def __init__(self, plan: BuildPlan, task: int, stack: ExitStack) -> None:
         config = plan.config
         self.prefix = plan.stages["clean"].folder / f"{task:05d}"
         self.counts = Counter[str](
@@ -140,20 +139,18 @@ class Cleaning:
             self._origins.add_document(json.dumps(origin).encode())
 
 
-def run(plan: Plan, task: int) -> None:
+def run(plan: BuildPlan, task: int) -> None:
     """Clean the shards of a task. With bad_input=refuse, bad input raises UserError."""
     config, stage = plan.config, plan.stages["clean"]
     rejects = list[bytes]()
     with ExitStack() as stack:
         cleaning = Cleaning(plan, task, stack)
 
-        def reject(record: Rejected) -> None:
+        def reject(error: BadRecordError) -> None:
             if config.bad_input == "refuse":
-                raise UserError(
-                    f"{record.place_text}: {record.detail}: fix or delete it, or set bad_input=skip"
-                )
-            cleaning.counts[f"rejected/{record.rule}"] += 1
-            line = {"place": record.place_text, "rule": record.rule, "detail": record.detail}
+                raise UserError(f"{error.place}: {error.detail}: fix or delete it, or set bad_input=skip")
+            cleaning.counts[f"rejected/{error.rule}"] += 1
+            line = {"place": str(error.place), "rule": error.rule, "detail": error.detail}
             rejects.append((json.dumps(line) + "\n").encode())
 
         for document, source in documents_of(plan, task, reject):
@@ -176,7 +173,9 @@ def run(plan: Plan, task: int) -> None:
     stage.finish(task, cleaning.counts, [*files, rejected])
 
 
-def documents_of(plan: Plan, task: int, reject: Callable[[Rejected], None]) -> Iterator[tuple[Document, str]]:
+def documents_of(
+    plan: BuildPlan, task: int, reject: Callable[[BadRecordError], None]
+) -> Iterator[tuple[Document, str]]:
     """Yield the documents of a task and the names of their inputs.
 
     Raises UserError if a file changes while it is read.
@@ -205,26 +204,3 @@ def save(path: Path, values: NDArray[np.generic]) -> Path:
 
     write_atomic(path, write)
     return path
-
-
-class StoredTexts:
-    """The texts that stage `clean` kept, by number. A file stays open.
-
-    They are read, not mapped: the pages of a map count as memory of the process, up to the size of the file.
-    """
-
-    def __init__(self, prefix: Path) -> None:
-        self._index = IndexedDataset(prefix, allow_empty=True)
-        self._file = open(self._index.bin_path, "rb", buffering=0)  # noqa: SIM115
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def read(self, number: int) -> bytes:
-        """Read a text in UTF-8."""
-        begin, size = int(self._index.pointers[number]), int(self._index.lengths[number])
-        return os.pread(self._file.fileno(), size, begin)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()

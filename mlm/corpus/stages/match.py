@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.corpus.duplicates import components, duplicates_in, links_of_band, star_links
-from mlm.corpus.stages.clean import StoredTexts, save
-from mlm.corpus.stages.plan import Plan, Stage
+from mlm.corpus.stages.clean import save
+from mlm.corpus.stages.plan import BuildPlan, BuildStage
+from mlm.data.indexed import IndexedDataset
 
 Ids = NDArray[np.int64]
 
@@ -31,7 +32,7 @@ PASSES = 64
 
 
 @lru_cache(maxsize=1)
-def first_documents(stage: Stage) -> Ids:
+def first_documents(stage: BuildStage) -> Ids:
     """Number of the first document of each task of `clean`, then of all documents: [tasks + 1].
 
     Kept between the tasks of a process. A stage's folder is named after all that its counts depend on.
@@ -43,12 +44,12 @@ def first_documents(stage: Stage) -> Ids:
 class CleanTexts:
     """The documents that stage `clean` kept, by their number in the corpus."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BuildPlan) -> None:
         stage = plan.stages["clean"]
         self.folder = stage.folder
         self.firsts = first_documents(stage)
         """Number of each shard's first document, then of all documents: [shards + 1]."""
-        self._shards: dict[int, tuple[StoredTexts, NDArray[np.uint64]]] = {}
+        self._shards: dict[int, tuple[IndexedDataset, NDArray[np.uint64]]] = {}
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -61,7 +62,7 @@ class CleanTexts:
     def text(self, document: int) -> str:
         """One text."""
         shard = int(np.searchsorted(self.firsts, document, side="right")) - 1
-        return self._open(shard)[0].read(document - int(self.firsts[shard])).decode()
+        return self._open(shard)[0][document - int(self.firsts[shard])].tobytes().decode()
 
     def keys(self, documents: Ids) -> NDArray[np.uint64]:
         """Band keys of documents in ascending order: [k, bands]."""
@@ -74,20 +75,14 @@ class CleanTexts:
         ]
         return np.concatenate(keys)
 
-    def _open(self, shard: int) -> tuple[StoredTexts, NDArray[np.uint64]]:
+    def _open(self, shard: int) -> tuple[IndexedDataset, NDArray[np.uint64]]:
         if shard not in self._shards:
-            while len(self._shards) >= 256:  # open files are few on some systems
-                self._shards.pop(next(iter(self._shards)))[0].close()
-            self._shards[shard] = StoredTexts(self.folder / f"{shard:05d}"), self.array(shard, "keys")
+            texts = IndexedDataset(self.folder / f"{shard:05d}", allow_empty=True)
+            self._shards[shard] = texts, self.array(shard, "keys")
         return self._shards[shard]
 
-    def close(self) -> None:
-        """Close all files."""
-        for texts, _ in self._shards.values():
-            texts.close()
 
-
-def match(plan: Plan, task: int) -> None:
+def match(plan: BuildPlan, task: int) -> None:
     """Links of one band; of the last task, the documents whose id was seen before."""
     texts, stage = CleanTexts(plan), plan.stages["match"]
     path = stage.folder / f"{task:05d}.npy"
@@ -123,7 +118,7 @@ def repeated(ids: NDArray[np.uint64]) -> Ids:
     return order[np.flatnonzero(ids[order][1:] == ids[order][:-1]) + 1]
 
 
-def group(plan: Plan, _: int) -> None:
+def group(plan: BuildPlan, _: int) -> None:
     """Components of all links. One band after another is folded in, so that few links are held at a time."""
     before, stage = plan.stages["match"], plan.stages["group"]
     total, bands = len(CleanTexts(plan)), before.tasks - 1
@@ -139,7 +134,7 @@ def group(plan: Plan, _: int) -> None:
     stage.finish(0, {}, [save(stage.folder / f"{name}.npy", values) for name, values in files])
 
 
-def verify(plan: Plan, task: int) -> None:
+def verify(plan: BuildPlan, task: int) -> None:
     """Duplicates among this task's share of the components."""
     stage, grouped = plan.stages["verify"], plan.stages["group"].folder
     members, bounds = load(grouped / "members.npy"), load(grouped / "bounds.npy")
@@ -149,7 +144,6 @@ def verify(plan: Plan, task: int) -> None:
         component = members[bounds[i] : bounds[i + 1]]
         if len(component) > 1:
             duplicates += duplicates_in(component, texts.keys, texts.text, plan.config.dedup)
-    texts.close()
     removed = np.array([duplicate.document for duplicate in duplicates], dtype=np.int64)
     stage.finish(task, {}, [save(stage.folder / f"{task:05d}.npy", removed)])
 
@@ -161,7 +155,7 @@ def component_range(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
     return begin, min(end, len(bounds) - 1)
 
 
-def gather(plan: Plan, _: int) -> None:
+def gather(plan: BuildPlan, _: int) -> None:
     """The near-duplicates that all tasks of `verify` found, and those of ids, sorted."""
     verified, matched, stage = (plan.stages[name] for name in ("verify", "match", "gather"))
     removed = [load(verified.folder / f"{task:05d}.npy") for task in range(verified.tasks)]
@@ -175,7 +169,7 @@ def gather(plan: Plan, _: int) -> None:
     stage.finish(0, {}, files)
 
 
-def removal_masks(plan: Plan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def removal_masks(plan: BuildPlan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Masks of a task's documents to remove: near-duplicates, and ids seen before. Both [documents]."""
     folder = plan.stages["gather"].folder
     begin, end = load(folder / "firsts.npy")[task : task + 2].tolist()

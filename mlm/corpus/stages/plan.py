@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from mlm.config.build import from_dict, to_dict
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.records import Input, Shard
+from mlm.corpus.read.records import Input, InputShard
 from mlm.data.corpus_files import SPLITS, parse_split
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError
@@ -35,7 +35,7 @@ NAME_DIGITS = 16  # hexadecimal digits of a digest in a folder's name
 
 
 @dataclass(frozen=True)
-class Stage:
+class BuildStage:
     """One step of a build: independent tasks that read the stages before it."""
 
     name: str
@@ -84,7 +84,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """A build, as the command and its tasks see it."""
 
     config: DataBuildConfig
@@ -97,14 +97,14 @@ class Plan:
     """Parts of the corpus: those of the input folder, or those with a share."""
     is_divided: bool
     """True if documents are assigned to parts; False if the input folder has parts."""
-    stages: dict[str, Stage]
+    stages: dict[str, BuildStage]
     """By name, in their order."""
     offsets: tuple[int, ...]
     """First byte of each task's line in plan.jsonl."""
     sizes: tuple[int, ...]
     """Bytes (or rows) that each of these tasks reads."""
 
-    def shards_of(self, task: int) -> list[Shard]:
+    def shards_of(self, task: int) -> list[InputShard]:
         """Read the shards that a task of the stages `clean` and `tokenise` works on."""
         with open(self.work / TASKS, "rb") as file:
             file.seek(self.offsets[task])
@@ -131,12 +131,13 @@ class Plan:
         return self.work / PLAN
 
     @classmethod
-    def load(cls, path: Path) -> "Plan":
+    def load(cls, path: Path) -> "BuildPlan":
         """Return the plan in a work folder. Raises CorruptFileError."""
         try:
             saved = json.loads(path.read_bytes())
             stages = {
-                name: Stage(name, tasks, path.parent / folder) for name, tasks, folder in saved.pop("stages")
+                name: BuildStage(name, tasks, path.parent / folder)
+                for name, tasks, folder in saved.pop("stages")
             }
             saved["config"] = from_dict(DataBuildConfig, saved["config"])
             saved |= {key: tuple(saved[key]) for key in ("parts", "offsets", "sizes")}
@@ -150,11 +151,11 @@ def make_plan(
     config: DataBuildConfig,
     work: Path,
     inputs: Sequence[Input],
-    shards: Sequence[Shard],
+    shards: Sequence[InputShard],
     bounds: Sequence[int],
     tokenizer: str,
     evaluation: str | None,
-) -> Plan:
+) -> BuildPlan:
     """Plan a build, and write the shards of each task.
 
     `bounds` are the first shard of each task, then the number of shards; `tokenizer` and `evaluation` are
@@ -170,16 +171,16 @@ def make_plan(
         tasks |= {"match": bands + 1, "group": 1, "verify": many, "gather": 1}
     tasks |= {"tokenise": many, "merge": len(parts)}
     ingredients = stage_ingredients(config, inputs, shards, bounds, tokenizer, evaluation)
-    stages, before = dict[str, Stage](), digest_bytes(b"")
+    stages, before = dict[str, BuildStage](), digest_bytes(b"")
     for name, count in tasks.items():
         made_of = json.dumps([VERSION, name, count, before, ingredients.get(name)], sort_keys=True)
         before = digest_bytes(made_of.encode())
-        stages[name] = Stage(name, count, work / f"{name}-{before.partition(':')[2][:NAME_DIGITS]}")
+        stages[name] = BuildStage(name, count, work / f"{name}-{before.partition(':')[2][:NAME_DIGITS]}")
     is_divided = not any(item.split for item in inputs)
     ranges = list(pairwise(bounds))
     sizes = tuple(sum(shard.end - shard.begin for shard in shards[begin:end]) for begin, end in ranges)
     offsets = tuple(write_tasks(work / TASKS, [shards[begin:end] for begin, end in ranges]))
-    return Plan(config, work, tokenizer, evaluation, parts, is_divided, stages, offsets, sizes)
+    return BuildPlan(config, work, tokenizer, evaluation, parts, is_divided, stages, offsets, sizes)
 
 
 def removes_duplicates(config: DataBuildConfig) -> bool:
@@ -190,7 +191,7 @@ def removes_duplicates(config: DataBuildConfig) -> bool:
 def stage_ingredients(
     config: DataBuildConfig,
     inputs: Sequence[Input],
-    shards: Sequence[Shard],
+    shards: Sequence[InputShard],
     bounds: Sequence[int],
     tokenizer: str,
     evaluation: str | None,
@@ -222,7 +223,7 @@ def stage_ingredients(
     }
 
 
-def write_tasks(path: Path, tasks: Iterable[Sequence[Shard]]) -> list[int]:
+def write_tasks(path: Path, tasks: Iterable[Sequence[InputShard]]) -> list[int]:
     """Write a line with the shards of each task; return where each line begins. Raises OSError."""
     offsets = list[int]()
 
@@ -235,10 +236,10 @@ def write_tasks(path: Path, tasks: Iterable[Sequence[Shard]]) -> list[int]:
     return offsets
 
 
-def as_shard(values: dict[str, Any]) -> Shard:
+def as_shard(values: dict[str, Any]) -> InputShard:
     """Return the shard of a line of plan.jsonl."""
     item = values.pop("input")
-    return Shard(input=Input(**item | {"state": tuple(item["state"])}), **values)
+    return InputShard(input=Input(**item | {"state": tuple(item["state"])}), **values)
 
 
 @lru_cache(maxsize=1)

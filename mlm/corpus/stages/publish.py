@@ -1,17 +1,16 @@
 """Stage `merge`, which joins the shards of each part, and the end of a build: publication and account."""
 
-import errno
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rich.console import Console, Group
 
 from mlm.corpus.stages.clean import TEXT
-from mlm.corpus.stages.plan import Plan
+from mlm.corpus.stages.plan import BuildPlan
 from mlm.corpus.stages.tokenise import MATCHES, load_contaminants
 from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
@@ -21,7 +20,7 @@ from mlm.util.files import fsync_directory, write_atomic
 from mlm.util.terminal import add_row, table
 
 
-def merge(plan: Plan, task: int) -> None:
+def merge(plan: BuildPlan, task: int) -> None:
     """Merge one part. The result stays in the work folder until all parts are complete."""
     stage, tokenised = plan.stages["merge"], plan.stages["tokenise"]
     part = plan.parts[task]
@@ -39,7 +38,7 @@ def merge(plan: Plan, task: int) -> None:
     stage.finish(task, {}, files)
 
 
-def publish(plan: Plan, out: Path) -> list[str]:
+def publish(plan: BuildPlan, out: Path) -> list[str]:
     """Move the merged files into the corpus folder; their names are returned. Raises OSError.
 
     An .idx vouches for its .bin, so it comes second.
@@ -49,30 +48,15 @@ def publish(plan: Plan, out: Path) -> list[str]:
     prefixes += [origins_of(prefix) for prefix in prefixes] if plan.config.keep_ids else []
     names = [path(prefix).name for prefix in prefixes for path in (bin_path, idx_path)]
     for name in names:
-        move(merged / name, out / name)
+        os.replace(merged / name, out / name)
     fsync_directory(out)
     return names
-
-
-def move(source: Path, target: Path) -> None:
-    """Rename a file; to another file system, copy it."""
-    try:
-        os.replace(source, target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-
-        def copy(f: BinaryIO) -> None:
-            with open(source, "rb") as content:
-                shutil.copyfileobj(content, f, 1 << 22)
-
-        write_atomic(target, copy)
 
 
 Facts = dict[str, Any]
 
 
-def outcome(plan: Plan) -> Facts:
+def outcome(plan: BuildPlan) -> Facts:
     """Return the counts of a finished build: documents read, removed by each rule, and kept in each part.
 
     All that was read is kept, removed or cut away, in documents and in bytes. Pieces replace a document that
@@ -118,25 +102,17 @@ def add_up(counts: Iterable[Mapping[str, int]], key: str) -> int:
     return sum(each.get(key, 0) for each in counts)
 
 
-def reject_empty_parts(plan: Plan, facts: Facts) -> None:
+def reject_empty_parts(plan: BuildPlan, facts: Facts) -> None:
     """Raise UserError if a part of the corpus received no document."""
-    kept = add_up(facts["splits"].values(), "documents")
     removed = {rule: words for rule, gone in facts["removed"].items() if (words := describe_removed(gone))}
-    rules = ", ".join(f"{rule} {words}" for rule, words in removed.items())
+    rules = ", ".join(f"{rule} {words}" for rule, words in removed.items()) or "none"
     for part, counts in facts["splits"].items():
-        config, where = plan.config, f"input={plan.config.input}"
         if counts["documents"]:
             continue
-        if kept and plan.is_divided:
-            loosen = f", or loosen the rules ({rules})" if rules else ""
-            raise UserError(
-                f"{part} got none of the {kept} documents of {where} with split={config.split}: give it a "
-                f"larger share, or 0 to leave it out{loosen}"
-            )
-        where += "" if plan.is_divided else f", its part {part},"
-        if removed.keys() <= {"empty"}:
-            raise UserError(f"{where} holds no text: the corpus is empty; name a file with documents")
-        raise UserError(f"{where}: the rules left no document ({rules}): loosen them, or set recipe=plain")
+        fix = "loosen the rules, or name a file with documents"
+        if plan.is_divided and add_up(facts["splits"].values(), "documents"):
+            fix = f"give it a larger share than split={plan.config.split}, or 0 to leave it out"
+        raise UserError(f"input={plan.config.input}: no document for {part} (removed: {rules}); {fix}")
 
 
 def describe_removed(gone: dict[str, int]) -> str:
@@ -145,7 +121,7 @@ def describe_removed(gone: dict[str, int]) -> str:
     return " and ".join([f"{documents:,}"] * (documents > 0) + [f"{pieces:,} pieces"] * (pieces > 0))
 
 
-def write_rejected(plan: Plan, out: Path) -> list[str]:
+def write_rejected(plan: BuildPlan, out: Path) -> list[str]:
     """Write rejected.jsonl, if anything was rejected; return its name. Raises OSError."""
     stage = plan.stages["clean"]
     shards = [stage.folder / f"{task:05d}.{REJECTED}" for task in range(stage.tasks)]

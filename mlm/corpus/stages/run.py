@@ -8,23 +8,23 @@ import multiprocessing.forkserver
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.stages import match as match_stage
 from mlm.corpus.stages import tokenise as tokenise_stage
-from mlm.corpus.stages.plan import Plan, Stage
+from mlm.corpus.stages.plan import BuildPlan, BuildStage
 from mlm.corpus.stages.publish import merge
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 from mlm.util.terminal import Advance, progress_bar
 
-STAGE_FUNCTIONS: dict[str, Callable[[Plan, int], None]] = {
+STAGE_FUNCTIONS: dict[str, Callable[[BuildPlan, int], None]] = {
     "clean": clean_stage.run,
     "match": match_stage.match,
     "group": match_stage.group,
@@ -35,7 +35,7 @@ STAGE_FUNCTIONS: dict[str, Callable[[Plan, int], None]] = {
 }
 
 
-def run_task(plan: Plan, stage: str, task: int, *, all_cores: bool = False) -> None:
+def run_task(plan: BuildPlan, stage: str, task: int) -> None:
     """Do one task, unless it is done. Raises UserError for bad input.
 
     The error is written to a file too: a command that submitted the task to a cluster reads it.
@@ -44,8 +44,7 @@ def run_task(plan: Plan, stage: str, task: int, *, all_cores: bool = False) -> N
     if plan.stages[stage].is_done(task):
         return
     try:
-        with library_threads(all_cores=all_cores):
-            STAGE_FUNCTIONS[stage](plan, task)
+        STAGE_FUNCTIONS[stage](plan, task)
     except UserError as error:
         write_atomic(error_path(folder, task), str(error).encode(errors="surrogateescape"))
         raise
@@ -57,7 +56,7 @@ def error_path(folder: Path, task: int) -> Path:
     return folder / f"{task:05d}.error.txt"
 
 
-def first_error(stage: Stage) -> str | None:
+def first_error(stage: BuildStage) -> str | None:
     """Return the error of the first task that failed, None if none did."""
     for task in range(stage.tasks):
         try:
@@ -67,27 +66,7 @@ def first_error(stage: Stage) -> str | None:
     return None
 
 
-@contextmanager
-def library_threads(*, all_cores: bool) -> Iterator[None]:
-    """Set the number of cores that `tokenizers` may use: one for this task, or all.
-
-    It reads the setting when it first encodes. Its own thread is a tenth faster than this one with
-    TOKENIZERS_PARALLELISM off: measured, not understood.
-    """
-    wanted = {"TOKENIZERS_PARALLELISM": "true"} | ({} if all_cores else {"RAYON_NUM_THREADS": "1"})
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def run_stages(plan: Plan, workers: int) -> None:
+def run_stages(plan: BuildPlan, workers: int) -> None:
     """Run the unfinished tasks of every stage. Raises UserError for bad input, KeyboardInterrupt."""
     with Workers(workers) as pool:
         for number, stage in enumerate(plan.stages.values(), 1):
@@ -113,12 +92,11 @@ class Workers:
         self._ours, self._theirs = self._context.Pipe()
         self._pool: ProcessPoolExecutor | None = None
 
-    def run(self, plan: Plan, stage: Stage, tasks: list[int], advance: Advance) -> None:
+    def run(self, plan: BuildPlan, stage: BuildStage, tasks: list[int], advance: Advance) -> None:
         """Do the given tasks of a stage, in any order. `advance` receives 1 for each."""
         if self.count == 1 or len(tasks) <= 1:
-            # A task that has the machine to itself lets the libraries use its cores.
-            for task in tasks:
-                run_task(plan, stage.name, task, all_cores=self.count > 1)
+            for task in tasks:  # here, where `tokenizers` may use all cores
+                run_task(plan, stage.name, task)
                 advance(1)
             return
         pool = self._pool = self._pool or self._start()
@@ -152,7 +130,7 @@ class Workers:
         return ProcessPoolExecutor(
             self.count,
             mp_context=self._context,
-            initializer=exit_with_parent,
+            initializer=start_worker,
             initargs=(self._theirs,),
         )
 
@@ -169,8 +147,9 @@ def ignore_interrupts_in_workers() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def exit_with_parent(pipe: Connection) -> None:
-    """End this worker when the other end of the pipe is closed: the command is done, or was killed."""
+def start_worker(pipe: Connection) -> None:
+    """Give `tokenizers` one core; end this worker when the pipe's other end is closed by us or by a kill."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # read when it first encodes
 
     def watch() -> None:
         with suppress(EOFError, OSError):

@@ -18,9 +18,9 @@ import numpy as np
 from mlm.corpus.config import DecontaminateConfig
 from mlm.corpus.decontaminate import Contaminants, count_matches
 from mlm.corpus.pieces import segments, split_sentences
-from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT, StoredTexts, remove
+from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT, remove
 from mlm.corpus.stages.match import removal_masks
-from mlm.corpus.stages.plan import EVALUATION, Plan, removes_duplicates
+from mlm.corpus.stages.plan import EVALUATION, BuildPlan, removes_duplicates
 from mlm.data.corpus_files import origins_of, parse_split, split_of_document
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ class Piece:
 class Writers:
     """The files of a task: tokens of each part, and the origins of their documents."""
 
-    def __init__(self, plan: Plan, task: int, stack: ExitStack) -> None:
+    def __init__(self, plan: BuildPlan, task: int, stack: ExitStack) -> None:
         folder, dtype = plan.stages["tokenise"].folder, token_dtype(plan.load_tokenizer().vocab_size)
         prefixes = {part: folder / f"{part}-{task:05d}" for part in plan.parts}
         self.tokens = {
@@ -69,19 +69,18 @@ class Writers:
         return [path(writer.prefix) for writer in writers for path in (bin_path, idx_path)]
 
 
-def run(plan: Plan, task: int) -> None:
+def run(plan: BuildPlan, task: int) -> None:
     """Tokenise the documents of one task of stage `clean`."""
     counts = Counter({f"splits/{part}/{key}": 0 for part in plan.parts for key in PART_COUNTS})
     with ExitStack() as stack:
-        texts = StoredTexts(plan.stages["clean"].folder / f"{task:05d}")
-        stack.callback(texts.close)
+        texts = IndexedDataset(plan.stages["clean"].folder / f"{task:05d}", allow_empty=True)
         writers = Writers(plan, task, stack)
         for batch in grouped(pieces(plan, task, texts, counts), lambda piece: piece.num_bytes):
             write(plan, batch, writers, counts)
     plan.stages["tokenise"].finish(task, counts, writers.files())
 
 
-def pieces(plan: Plan, task: int, texts: StoredTexts, counts: Counter[str]) -> Iterator[Piece]:
+def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[str]) -> Iterator[Piece]:
     """Yield what remains of the documents of a task."""
     config, contaminants, matches = plan.config, load_contaminants(plan), Counter[str]()
     none = np.zeros(len(texts), dtype=bool)
@@ -90,7 +89,7 @@ def pieces(plan: Plan, task: int, texts: StoredTexts, counts: Counter[str]) -> I
     prefix = plan.stages["clean"].folder / f"{task:05d}"
     origins = IndexedDataset(origins_of(prefix), allow_empty=True) if config.keep_ids else None
     for number in range(len(texts)):
-        content = texts.read(number)
+        content = texts[number].tobytes()
         if again[number] or near[number]:
             remove(counts, "duplicate_id" if again[number] else "near_duplicate", len(content))
             continue
@@ -99,7 +98,9 @@ def pieces(plan: Plan, task: int, texts: StoredTexts, counts: Counter[str]) -> I
         text, is_searched = content.decode(), part in config.decontaminate.parts
         cleaned = contaminants.clean(text) if contaminants and is_searched else None
         if cleaned is None or cleaned.fate == "kept":
-            yield Piece(part, text, len(content), False, origin)
+            num_bytes = len(content)
+            del content, cleaned  # a long one is held once
+            yield Piece(part, text, num_bytes, False, origin)
             continue
         count_matches(matches, cleaned)
         if cleaned.fate == "dropped":
@@ -113,7 +114,7 @@ def pieces(plan: Plan, task: int, texts: StoredTexts, counts: Counter[str]) -> I
     counts.update({MATCHES + name: count for name, count in matches.items()})
 
 
-def load_contaminants(plan: Plan) -> Contaminants | None:
+def load_contaminants(plan: BuildPlan) -> Contaminants | None:
     """Return the evaluation texts to keep out, cached for a process: hashing them takes seconds."""
     if plan.evaluation is None:
         return None
@@ -125,12 +126,14 @@ def _load_contaminants(path: Path, digest: str, config: DecontaminateConfig) -> 
     return Contaminants.load(config, path)
 
 
-def write(plan: Plan, batch: list[Piece], writers: Writers, counts: Counter[str]) -> None:
+def write(plan: BuildPlan, batch: list[Piece], writers: Writers, counts: Counter[str]) -> None:
     """Tokenise a batch of pieces and append each to its part."""
     config, tokenizer = plan.config, plan.load_tokenizer()
     least = config.filter.least_tokens or 1
+    dtype = token_dtype(tokenizer.vocab_size)
     bos = [tokenizer.bos_id] if config.prepend_bos and tokenizer.bos_id is not None else []
     eod = [tokenizer.eod_id] if config.append_eod else []
+    first, last = np.array(bos, dtype), np.array(eod, dtype)
     # of each piece the texts of its sequences, of each sequence its segments
     texts = [
         [[sentence] for sentence in split_sentences(piece.text)]
@@ -140,20 +143,16 @@ def write(plan: Plan, batch: list[Piece], writers: Writers, counts: Counter[str]
     ]
     encoded = encode(tokenizer, (text for each in texts for sequence in each for text in sequence))
     for piece, each in zip(batch, texts, strict=True):
-        sequences = [join(next(encoded) for _ in sequence) for sequence in each]
-        sequences = [ids for ids in sequences if len(ids)]
-        if (tokens := sum(map(len, sequences))) < least:
-            remove(
-                counts,
-                "min_tokens" if tokens else "empty",
-                piece.num_bytes,
-                "pieces" if piece.is_cut else "documents",
-            )
+        sequences = [[np.array(next(encoded), dtype) for _ in sequence] for sequence in each]
+        lengths = [count for ids in sequences if (count := sum(map(len, ids)))]
+        if (tokens := sum(lengths)) < least:
+            unit = "pieces" if piece.is_cut else "documents"
+            remove(counts, "min_tokens" if tokens else "empty", piece.num_bytes, unit)
             continue
-        sequences[0][:0] = array("I", bos)
-        sequences[-1].extend(eod)
-        lengths = [len(ids) for ids in sequences]
-        writers.tokens[piece.part].add_document(join(sequences), lengths)
+        lengths[0] += len(first)
+        lengths[-1] += len(last)
+        content = np.concatenate([first, *(ids for sequence in sequences for ids in sequence), last])
+        writers.tokens[piece.part].add_document(content, lengths)
         values = (1, len(lengths), sum(lengths), piece.num_bytes, len(eod) + bos.count(tokenizer.eod_id))
         for key, value in zip(PART_COUNTS, values, strict=True):
             counts[f"splits/{piece.part}/{key}"] += value
@@ -165,17 +164,6 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> "Iterator[array[int]]"
     """Yield the tokens of each text, encoded some together."""
     for batch in grouped(texts, len):
         yield from tokenizer.encode_batch(batch)
-
-
-def join(sequences: "Iterable[array[int]]") -> "array[int]":
-    """Concatenate tokens; a single array is returned itself."""
-    first, *others = sequences
-    if not others:
-        return first
-    joined = array("I", first)
-    for ids in others:
-        joined.extend(ids)
-    return joined
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:

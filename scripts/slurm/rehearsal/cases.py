@@ -376,7 +376,7 @@ def port_taken(stage: Stage) -> Finding:
 
 
 def corpus_built(stage: Stage) -> Finding:
-    """`mlm data build` through datatrove, on the same cluster."""
+    """`mlm data build` as job arrays, on the same cluster."""
     texts = stage.folder / "texts"
     texts.mkdir()
     for number in range(2):

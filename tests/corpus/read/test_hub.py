@@ -86,12 +86,11 @@ def test_bad_rows_are_named_and_the_next_is_read(tmp_path: Path, monkeypatch: py
     assert found.problems == [("books:shard 0 row 2", "text_type"), ("books:shard 0 row 3", "too_long")]
 
 
-def test_damaged_file_of_a_dataset_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_file_of_a_dataset_stops_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     local(tmp_path, monkeypatch, [[{"text": "x"}], [{"text": "y"}]])
     write(tmp_path / "1.jsonl", b'{"text": "y"}\n{"text": \n')
-    found = read()
-    assert found.texts[:1] == ["x"]
-    assert [rule for _, rule in found.problems] == ["damaged"]
+    with pytest.raises(UserError, match=r"^input=hub:us/books .*download it"):
+        read()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_glob_takes_the_files_it_names(tmp_path: Path) -> None:
         (["train.jsonl", "train.txt.gz"], "", r"train\.jsonl and train\.txt\.gz, all for the part train"),
         (["a.csv"], "a.csv", "holds no .* rename"),
         (["a.json"], "a.json", "one object per line"),
-        (["a.json"], "", "only 1 others such as a.json: a .json file"),
+        (["a.json"], "", "only 1 others such as a.json"),
         ([], "absent.jsonl", "does not exist"),
         ([], "", r"holds no \.jsonl"),
         ([], "*.jsonl", "matches no file"),

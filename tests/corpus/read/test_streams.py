@@ -45,11 +45,6 @@ def sound_part(path: Path) -> bytes:
     return b"".join(got)
 
 
-@pytest.mark.parametrize("suffix", ["", *PACKED])
-def test_blocks_are_the_content(tmp_path: Path, suffix: str) -> None:
-    assert content_of(write(tmp_path / f"a{suffix}", packed(suffix, CONTENT))) == CONTENT
-
-
 @pytest.mark.parametrize("suffix", PACKED)
 def test_members_and_frames_follow_each_other(tmp_path: Path, suffix: str) -> None:
     parts = packed(suffix, b"one") + packed(suffix, b"") + packed(suffix, CONTENT) + packed(suffix, b"two")

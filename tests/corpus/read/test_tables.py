@@ -1,7 +1,5 @@
 """Documents of Parquet files, whole and by row groups; errors by file and row."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,6 @@ TEXTS = [f"document {i} " * 20 for i in range(100)]
 def table(path: Path, columns: dict[str, Any], **options: Any) -> Path:
     pq.write_table(pa.table(columns), path, **options)
     return path
-
-
-@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
-@pytest.mark.parametrize("use_dictionary", [True, False])
-def test_rows_are_documents(tmp_path: Path, compression: str, use_dictionary: bool) -> None:
-    columns = {"other": list(range(100)), "text": TEXTS}
-    path = table(tmp_path / "a.parquet", columns, compression=compression, use_dictionary=use_dictionary)
-    assert read(path).texts == TEXTS
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 5000, 1 << 30])
@@ -91,31 +81,3 @@ def test_documents_before_damaged_rows_stand(tmp_path: Path) -> None:
     found = read(write(path, bytes(content)))
     assert found.texts == TEXTS[:50]
     assert found.problems == [("a.parquet:row 51", "damaged")]
-
-
-MEMORY = """
-import resource, sys
-from tests.corpus.reading import read
-from mlm.corpus.read.shards import split_inputs
-from mlm.corpus.read.finding import search
-from mlm.corpus.read.read import read_shard
-import pyarrow.parquet
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-before, total = peak(), 0
-[shard] = split_inputs(search(sys.argv[1]).inputs, 1 << 30)
-for document in read_shard(shard, text_key="text", id_key=None, max_bytes=1 << 30, reject=print):
-    total += document.num_bytes
-print(total >> 20, peak() - before)
-"""
-
-
-def test_one_text_said_many_times_is_held_once(tmp_path: Path) -> None:
-    """A file of a kilobyte whose 200 rows say the same 16 MB: 3.2 GB of text."""
-    column = pa.DictionaryArray.from_arrays(pa.array([0] * 200), pa.array(["x" * (1 << 24)]))
-    path = table(tmp_path / "a.parquet", {"text": column}, compression="zstd", store_schema=False)
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(path)], capture_output=True, text=True, check=True
-    )
-    total, grown = map(int, done.stdout.split())
-    assert total == 3200
-    assert grown < 400

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ import numpy as np
 import pytest
 
 from mlm.corpus.build import run_build
-from mlm.corpus.read import shards
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.shards import group, split_inputs
 from mlm.corpus.stages import plan
-from mlm.data.receipt import read_receipt
-from tests.corpus.texts import documents, output, plain, quiet, thorough, words, write_jsonl
+from mlm.util.files import digest_file
+from tests.corpus.texts import plain, quiet, thorough, words, write_jsonl
 
 
 def many_files(folder: Path, count: int) -> Path:
@@ -40,7 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return wrapper
 
-    monkeypatch.setattr(plan.Stage, "marker", counted("markers", plan.Stage.marker))
+    monkeypatch.setattr(plan.BuildStage, "marker", counted("markers", plan.BuildStage.marker))
     monkeypatch.setattr(np, "load", counted("arrays", np.load))
     return counts
 
@@ -75,38 +73,15 @@ def test_a_task_reads_its_own_part_of_the_plan(tmp_path: Path) -> None:
     inputs = [Input(path.name, str(path), 100, "", None, (1, 2)) for path in sorted(source.iterdir())]
     ranges = split_inputs(inputs, 1 << 23)
     whole = plan.make_plan(plain(source), tmp_path, inputs, ranges, (0, 5, 11, 12), "sha256:0", None)
-    assert plan.Plan.load(whole.save()) == whole
+    assert plan.BuildPlan.load(whole.save()) == whole
     assert [whole.shards_of(task) for task in range(3)] == [ranges[:5], ranges[5:11], ranges[11:]]
 
 
-def test_files_that_share_a_task_give_the_same_corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "evaluation.txt").write_text("none of this is in the text " * 3)
-    source = many_files(tmp_path / "text", 12)
-    config = thorough(source, split="1,0,0")
-    run_build(config, quiet())
-    monkeypatch.setattr("mlm.corpus.read.shards.shared_bytes", lambda size: 0)
-    run_build(replace(config, out=str(tmp_path / "apart")), quiet())
-    assert output(tmp_path / "out") == output(tmp_path / "apart")
-
-
-def test_receipt_of_many_files_names_them_in_a_file_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = many_files(tmp_path / "text", 5)
-    config = plain(source)
-    monkeypatch.setattr(shards, "IN_RECEIPT", 10)
-    whole = run_build(config, quiet())
-    assert whole is not None
-    monkeypatch.setattr(shards, "IN_RECEIPT", 3)
-    console = quiet()
-    assert run_build(config, console) == whole, "a corpus whose receipt names all files is still up to date"
-    receipt = run_build(replace(config, out=str(tmp_path / "many")), quiet())
+def test_inputs_are_named_in_a_file_beside_the_receipt(tmp_path: Path) -> None:
+    receipt = run_build(plain(many_files(tmp_path / "text", 5)), quiet())
     assert receipt is not None
-    assert receipt["inputs"].keys() == {"files", "digest"}
-    lines = (tmp_path / "many/corpus-inputs.jsonl").read_text().splitlines()
-    assert {line["name"]: line["digest"] for line in map(json.loads, lines)} == whole["inputs"]
+    assert receipt["inputs"]["files"] == 5
+    lines = [json.loads(line) for line in (tmp_path / "out/corpus-inputs.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines] == [f"{i:03d}.jsonl" for i in range(5)]
+    assert lines[0]["digest"] == digest_file(tmp_path / "text/000.jsonl")
     assert "corpus-inputs.jsonl" in receipt["files"]
-    assert read_receipt(tmp_path / "many") == receipt
-    assert documents(tmp_path / "many/train") == documents(tmp_path / "out/train")

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from mlm.corpus.stages import run
-from mlm.corpus.stages.plan import Plan, Stage
+from mlm.corpus.stages.plan import BuildPlan, BuildStage
 from mlm.corpus.stages.run import Workers
 from mlm.util.errors import UserError
 
@@ -21,7 +21,7 @@ def note_pid(path: Path) -> None:
     (path / str(os.getpid())).touch()
 
 
-def killed_or_long(path: Any, stage: str, task: int, *, all_cores: bool = False) -> None:
+def killed_or_long(path: Any, stage: str, task: int) -> None:
     """Task 1 is killed once the other is under way, which takes long."""
     note_pid(path)
     while len(list(path.iterdir())) < 2:
@@ -31,7 +31,7 @@ def killed_or_long(path: Any, stage: str, task: int, *, all_cores: bool = False)
     time.sleep(600)
 
 
-def long(path: Any, stage: str, task: int, *, all_cores: bool = False) -> None:
+def long(path: Any, stage: str, task: int) -> None:
     """A task in the middle of something."""
     note_pid(path)
     time.sleep(600)
@@ -53,7 +53,7 @@ def test_a_killed_worker_is_reported_in_a_line_and_ends_the_others(
     monkeypatch.setattr(run, "run_task", killed_or_long)
     said = r"executor\.workers=2: a worker was killed in stage clean"
     with pytest.raises(UserError, match=said), Workers(2) as workers:
-        workers.run(cast(Plan, tmp_path), Stage("clean", 2, tmp_path), [0, 1], int)
+        workers.run(cast(BuildPlan, tmp_path), BuildStage("clean", 2, tmp_path), [0, 1], int)
     assert len(pids_in(tmp_path)) == 2
     wait_until_gone(pids_in(tmp_path))
 
@@ -63,13 +63,13 @@ import signal
 import sys
 from pathlib import Path
 from mlm.corpus.stages import run
-from mlm.corpus.stages.plan import Stage
+from mlm.corpus.stages.plan import BuildStage
 from tests.corpus.stages.test_run import long
 run.run_task = long
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 path = Path(sys.argv[1])
 with run.Workers(2) as workers:
-    workers.run(path, Stage("clean", 2, path), [0, 1], int)
+    workers.run(path, BuildStage("clean", 2, path), [0, 1], int)
 """
 
 

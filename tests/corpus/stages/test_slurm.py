@@ -10,23 +10,20 @@ import pytest
 
 from mlm.corpus.build import run_build
 from mlm.corpus.config import DataBuildConfig, ExecutorConfig
-from mlm.corpus.stages import cluster
+from mlm.corpus.stages import slurm
 from mlm.corpus.stages.plan import PLAN
 from mlm.util.errors import UserError
 from tests.corpus.texts import output, plain, quiet, write_jsonl
 
-pytest.importorskip("datatrove")
-
 SLURM = ExecutorConfig(kind="slurm", partition="cpu", workers=4)
 SBATCH = """#!/bin/bash
 echo "$@" >> {log}
-script="${{@: -1}}"
-tasks=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
+script=$(cat)
+tasks=$(sed -n 's/.*--array=0-\\([0-9]*\\).*/\\1/p' <<< "$@")
 for ((task = 0; task <= tasks; task++)); do
-  [ -e {log}.failed ] || SLURM_ARRAY_TASK_ID=$task RUN_OFFSET=0 \\
-    bash "$script" >> {log}.out 2>&1 || touch {log}.failed
+  [ -e {log}.failed ] || SLURM_ARRAY_TASK_ID=$task bash -c "$script" >> {log}.out 2>&1 || touch {log}.failed
 done
-echo "Submitted batch job $((100 + $(wc -l < {log})))"
+echo "$((100 + $(wc -l < {log})))"
 """
 
 
@@ -38,7 +35,6 @@ def make_source(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     commands.mkdir()
     scripts = {
         "sbatch": SBATCH.format(log=folder / "sbatch.log"),
-        "srun": '#!/bin/bash\nshift 3\nexec "$@"\n',
         "squeue": f"#!/bin/bash\ncat {folder / 'queue'} 2>/dev/null\n",
         "scancel": f'#!/bin/bash\necho "$@" > {folder / "cancelled"}\n',
     }
@@ -68,13 +64,10 @@ def submitted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DataBu
 def test_each_job_waits_for_the_one_before(submitted: tuple[DataBuildConfig, Path]) -> None:
     calls = (submitted[1] / "sbatch.log").read_text().splitlines()
     assert len(calls) == 3
+    assert all("--array=0-" in call and "%4" in call for call in calls)
     assert "dependency" not in calls[0]
     assert "--dependency=afterok:101" in calls[1]
     assert "--dependency=afterok:102" in calls[2]
-
-
-def test_no_pickle_stays_in_the_work_folder(submitted: tuple[DataBuildConfig, Path]) -> None:
-    assert not list((submitted[1] / "slurm/work").rglob("*.pik"))
 
 
 def test_jobs_in_the_queue_are_not_submitted_again(
@@ -117,14 +110,8 @@ def test_a_job_with_a_damaged_plan_says_one_line(
     plan = tmp_path / PLAN
     if damage:
         plan.write_bytes(damage)
-    monkeypatch.setattr(sys, "argv", ["cluster", str(plan), "clean"])
-    assert cluster.main() == 1
+    monkeypatch.setattr(sys, "argv", ["slurm", str(plan), "clean", "0", "1"])
+    assert slurm.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert str(plan) in line
     assert "build again" in line
-
-
-def test_ray_without_its_package_is_a_users_mistake(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(UserError, match=r"executor\.kind=ray needs the package ray"):
-        run_build(plain(source, executor=ExecutorConfig(kind="ray")), quiet())

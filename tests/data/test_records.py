@@ -1,0 +1,32 @@
+"""Records of tables: a file of a few kilobytes cannot fill the memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+import pyarrow.parquet
+from mlm.data.records import read_records
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+before, letters = peak(), 0
+for _, record in read_records(Path(sys.argv[1])):
+    letters += len(record["messages"][0]["content"])
+print(letters >> 20, peak() - before)
+"""
+
+
+def test_one_message_said_many_times_is_held_once(tmp_path: Path) -> None:
+    """64 rows, a batch, that say the same 16 MB: 1 GB of text."""
+    path = tmp_path / "a.parquet"
+    message = [{"role": "user", "content": "x" * (1 << 24)}]
+    pq.write_table(pa.table({"messages": [message] * 64}), path, compression="zstd")
+    assert path.stat().st_size < 1 << 16
+    done = subprocess.run([sys.executable, "-c", MEMORY, path], capture_output=True, text=True, check=True)
+    letters, grown = map(int, done.stdout.split())
+    assert letters == 1024
+    assert grown < 300
