@@ -21,7 +21,7 @@ from typing import Any
 
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import HardwareConfig, preset
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.shape import PlannedLayout, Shape
 from mlm.plan.software import MEGATRON_2019, MEGATRON_2021, Software
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +55,7 @@ class Row:
 
     name: str
     shape: Shape
-    layout: Layout
+    layout: PlannedLayout
     software: Software
     seconds: float
     """Measured time of a step."""
@@ -106,7 +106,7 @@ def gpt(row: dict[str, str], seq: int, vocab: int) -> Shape:
     )
 
 
-def seconds_of(shape: Shape, layout: Layout, tflops: float, recompute: str) -> float:
+def seconds_of(shape: Shape, layout: PlannedLayout, tflops: float, recompute: str) -> float:
     """Step time of a published TFLOP/s per GPU, which counts `recompute`'s operations."""
     flops = shape.hardware_flops(recompute, layout.global_batch)
     return flops / (layout.gpus * tflops * 1e12)
@@ -117,7 +117,7 @@ def sc21() -> list[Row]:
     rows = []
     for row in read("sc21_table1"):
         shape = gpt(row, int(row["seq"]), int(row["vocab"]))
-        layout = Layout(
+        layout = PlannedLayout(
             tp=int(row["tp"]),
             pp=int(row["pp"]),
             vp=int(row["virtual"]),
@@ -140,7 +140,7 @@ def january_2021() -> list[Row]:
         shape = gpt(row, 2048, 51200)
         tp = min(8, int(row["model_parallel"]))
         pp = int(row["model_parallel"]) // tp
-        layout = Layout(
+        layout = PlannedLayout(
             tp=tp,
             pp=pp,
             dp=int(row["gpus"]) // (tp * pp),
@@ -164,7 +164,7 @@ def v1() -> list[Row]:
             ("gpus_mpdp", "batch_mpdp", "eff_mpdp_pct"),
         ):
             tp = int(row["tp"])
-            layout = Layout(
+            layout = PlannedLayout(
                 tp=tp,
                 dp=int(row[gpus]) // tp,
                 recompute="full",
@@ -182,7 +182,7 @@ def mcore() -> list[Row]:
     for row in read("mcore_h100_weak_scaling"):
         shape = gpt(row, int(row["seq"]), int(row["vocab"]))
         tp, pp = int(row["tp"]), int(row["pp"])
-        layout = Layout(
+        layout = PlannedLayout(
             tp=tp,
             pp=pp,
             vp=shape.layers // pp if pp > 1 else 1,
@@ -222,7 +222,7 @@ def torchtitan() -> list[Row]:
         tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
         local = int(row["local_batch"])
         dp = int(row["gpus"]) // (tp * pp)
-        layout = Layout(
+        layout = PlannedLayout(
             tp=tp,
             pp=pp,
             vp=2 if "interleaved" in words else 1,

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from mlm.plan.cost import FLASH_BACKWARD, UNFUSED_BACKWARD, CostModel
 from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.shape import PlannedLayout, Shape
 
 HALVES = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 """Values of `matmul_half` that are tried."""
@@ -186,7 +186,9 @@ def fit_rest(measured: Measured, hardware: HardwareConfig, dtype: str) -> Effici
     """The constants of elementwise kernels, from what a layer takes beyond the rest, and of the optimizer."""
     (small, small_s), (large, large_s) = sorted(measured.layer.items())
     model = CostModel(measured.layer_shape, hardware, dtype)
-    layers = {size: model.layer(Layout(micro_batch=size, global_batch=size)) for size in (small, large)}
+    layers = {
+        size: model.layer(PlannedLayout(micro_batch=size, global_batch=size)) for size in (small, large)
+    }
     first = layers[small]
     # what products and attention do not explain: a share for each sample, and one for each micro-batch
     rest = {size: measured.layer[size] - layer.products for size, layer in layers.items()}

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from mlm.plan.memory import GIB
 from mlm.plan.memory import PARTS as MEMORY_PARTS
 from mlm.plan.report import TIME_COLUMNS, label
-from mlm.plan.search import Planned
+from mlm.plan.search import LayoutForecast
 from mlm.tracking.page.html import block, image, page, table
 from mlm.util.results import CREATOR
 
@@ -33,7 +33,7 @@ LOOKS = (
 
 
 def draw(
-    found: Sequence[Planned],
+    found: Sequence[LayoutForecast],
     title: str,
     capacity: float,
     batches: Sequence[tuple[int, float]],

@@ -14,7 +14,7 @@ from mlm.models.stage import split_layers
 from mlm.parallel.pipeline.actions import Cost
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.pipeline_time import pipeline_time
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.shape import PlannedLayout, Shape
 from mlm.plan.software import MLM, MLM_ON_CPU, Software
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4, "fp64": 8}
@@ -140,7 +140,7 @@ class CostModel:
 
     # -- communication
 
-    def link(self, layout: Layout, ranks: int, stride: int) -> tuple[float, float]:
+    def link(self, layout: PlannedLayout, ranks: int, stride: int) -> tuple[float, float]:
         """Bytes/s of one rank and seconds of latency on an axis whose neighbours are `stride` ranks apart.
 
         An axis that crosses nodes has the network of those of a node's devices that are on it: one of 8 where
@@ -153,20 +153,20 @@ class CostModel:
         across = hardware.network_gbps * max(1, math.gcd(span, node) // stride)
         return min(across, hardware.node_gbps) * share, hardware.network_latency_us * 1e-6
 
-    def gather(self, layout: Layout, size: float, ranks: int, stride: int) -> float:
+    def gather(self, layout: PlannedLayout, size: float, ranks: int, stride: int) -> float:
         """All-gather or reduce-scatter of `size` bytes (the whole): (k - 1)/k of them pass each rank."""
         if ranks == 1:
             return 0.0
         rate, latency = self.link(layout, ranks, stride)
         return latency * math.ceil(math.log2(ranks)) + (ranks - 1) / ranks * size / rate
 
-    def all_reduce(self, layout: Layout, size: float, ranks: int, stride: int) -> float:
+    def all_reduce(self, layout: PlannedLayout, size: float, ranks: int, stride: int) -> float:
         """All-reduce: a reduce-scatter and an all-gather."""
         return 2 * self.gather(layout, size, ranks, stride)
 
     # -- a layer
 
-    def layer(self, layout: Layout) -> LayerTime:
+    def layer(self, layout: PlannedLayout) -> LayerTime:
         """One layer of a layout on one micro-batch."""
         sharded = layout.zero > 0
         key = (
@@ -177,7 +177,7 @@ class CostModel:
             self._layers[key] = self._layer(layout)
         return self._layers[key]
 
-    def _layer(self, layout: Layout) -> LayerTime:
+    def _layer(self, layout: PlannedLayout) -> LayerTime:
         shape, software, t = self.shape, self.software, layout.tp
         rows, h = shape.seq * layout.micro_batch, shape.hidden
         queries, ffn = shape.query_size // t, shape.ffn // t
@@ -223,7 +223,7 @@ class CostModel:
             recompute=recompute,
         )
 
-    def _attention(self, layout: Layout) -> tuple[float, float]:
+    def _attention(self, layout: PlannedLayout) -> tuple[float, float]:
         """Forward and backward of scores, softmax and values on one micro-batch."""
         shape, batch = self.shape, layout.micro_batch * self.shape.heads // layout.tp
         s, d = shape.seq, shape.head_dim
@@ -243,14 +243,14 @@ class CostModel:
         passes = self.elementwise(self.element * self.software.score_passes * batch * s * s)
         return products + passes, 2 * products + BACKWARD_TRAFFIC * passes
 
-    def head(self, layout: Layout) -> tuple[float, float]:
+    def head(self, layout: PlannedLayout) -> tuple[float, float]:
         """Forward and backward of the vocabulary projection and the loss, on the last stage."""
         key = (layout.tp, layout.micro_batch, layout.gpus <= self.hardware.devices_per_node)
         if key not in self._heads:
             self._heads[key] = self._head(layout)
         return self._heads[key]
 
-    def _head(self, layout: Layout) -> tuple[float, float]:
+    def _head(self, layout: PlannedLayout) -> tuple[float, float]:
         shape, t = self.shape, layout.tp
         rows = max(1, round(shape.seq * layout.micro_batch * shape.scored))
         product = self.product(rows, shape.hidden, max(shape.vocab // t, 1))
@@ -263,7 +263,7 @@ class CostModel:
 
     # -- a step
 
-    def step(self, layout: Layout) -> StepTime:
+    def step(self, layout: PlannedLayout) -> StepTime:
         """The time of a step, its pipeline simulated."""
         times = self._stages(layout)
         m, p = layout.micro_batches, layout.pp
@@ -286,7 +286,7 @@ class CostModel:
         ordered = {name: parts[name] for name in PARTS}
         return StepTime(total=total, parts=ordered, bubble=elapsed / busy - 1)
 
-    def bound(self, layout: Layout) -> float:
+    def bound(self, layout: PlannedLayout) -> float:
         """A time that no step of this layout is below: the last rank's work, and the pipeline's two ramps."""
         layer, p, stages = self.layer(layout), layout.pp, layout.pp * layout.vp
         counts = layer_counts(self.shape.layers, stages)
@@ -298,7 +298,7 @@ class CostModel:
         rest = sum(self._after(layout))
         return layout.micro_batches * last + max(ramps, 0.0) + rest
 
-    def _stages(self, layout: Layout) -> list[Cost]:
+    def _stages(self, layout: PlannedLayout) -> list[Cost]:
         """Cost of each stage (chunk) on one micro-batch."""
         layer = self.layer(layout)
         head, head_backward = self.head(layout)
@@ -318,7 +318,7 @@ class CostModel:
             stages.append(Cost(f, b, b - w, w))
         return stages
 
-    def _transfer(self, layout: Layout) -> float:
+    def _transfer(self, layout: PlannedLayout) -> float:
         """Seconds that a boundary tensor takes to the next pipeline rank."""
         if layout.pp == 1:
             return 0.0
@@ -333,11 +333,11 @@ class CostModel:
         )
         return latency + size / (layout.tp if divided else 1) / rate
 
-    def _pp_exposed(self, layout: Layout, transfer: float) -> float:
+    def _pp_exposed(self, layout: PlannedLayout, transfer: float) -> float:
         """Transfers that a rank waits for: there and back through the pipeline's ramps, each round of m."""
         return 0.0 if layout.pp == 1 else 2 * (layout.pp - 1) * transfer
 
-    def _after(self, layout: Layout) -> tuple[float, float, float]:
+    def _after(self, layout: PlannedLayout) -> tuple[float, float, float]:
         """Seconds of gradient reduction, of the optimizer, and of gathering sharded weights, that show.
 
         Of the pipeline rank that holds the token table: it has the most parameters and ends last.
@@ -373,7 +373,7 @@ class CostModel:
             reduction += latency + software.tied_bytes * shape.vocab * shape.hidden / t / rate
         return reduction, optimizer, gathers
 
-    def _parts(self, layout: Layout) -> dict[str, float]:
+    def _parts(self, layout: PlannedLayout) -> dict[str, float]:
         """Computation and exposed tensor-parallel communication of an average pipeline rank."""
         layer, m, p = self.layer(layout), layout.micro_batches, layout.pp
         each = m * self.shape.layers / p

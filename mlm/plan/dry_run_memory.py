@@ -25,7 +25,7 @@ PARTS = (
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class Allocation:
     """An allocation."""
 
     size: int
@@ -61,7 +61,7 @@ class Block:
 
 
 @dataclass
-class Peak:
+class MemoryPeak:
     """Memory at its fullest moment."""
 
     bytes: int
@@ -79,22 +79,22 @@ class Peak:
 class Log:
     """Allocations and releases in order."""
 
-    live: dict[int, Block] = field(default_factory=dict)
+    live: dict[int, Allocation] = field(default_factory=dict)
     """Tensors in memory, by the storage's address."""
-    events: list[tuple[Block, int]] = field(default_factory=list)
+    events: list[tuple[Allocation, int]] = field(default_factory=list)
     """(block, change of memory in bytes)."""
     pass_begin: int = 0
     """Number of events before the forward pass under way."""
     is_over: bool = False
     """True if what comes is no longer noted."""
 
-    def allocated(self, key: int, block: Block) -> None:
+    def allocated(self, key: int, block: Allocation) -> None:
         """Note an allocation."""
         self.live[key] = block
         if not self.is_over:
             self.events.append((block, block.size))
 
-    def freed(self, key: int, block: Block) -> None:
+    def freed(self, key: int, block: Allocation) -> None:
         """Note a release."""
         if self.live.get(key) is block:
             del self.live[key]
@@ -127,14 +127,14 @@ class Log:
             if change > 0 and block.phase == "forward" and id(block) in live:
                 block.is_kept = True
 
-    def peak(self, phase: str | None = None) -> Peak:
+    def peak(self, phase: str | None = None) -> MemoryPeak:
         """Memory when it was fullest, or fullest of the moments at which `phase` allocated."""
         total = most = at = 0
         for number, (block, change) in enumerate(self.events):
             total += change
             if change > 0 and total > most and phase in (None, block.phase):
                 most, at = total, number
-        held: dict[int, Block] = {}
+        held: dict[int, Allocation] = {}
         for block, change in self.events[: at + 1]:
             if change > 0:
                 held[id(block)] = block
@@ -147,7 +147,7 @@ class Log:
                 modules[block.label] += block.size
                 made_in[block.phase] += block.size
         by_size = (dict(found.most_common()) for found in (modules, made_in))
-        return Peak(
+        return MemoryPeak(
             most,
             self.events[at][0].phase if self.events else "",
             {part: parts[part] for part in PARTS if parts[part]},

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from mlm.config.build import to_dict
 from mlm.plan.dry_run_config import PlanDryRunConfig
-from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, OPTIMIZER, RECOMPUTED, Message
+from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, OPTIMIZER, RECOMPUTED, MessageType
 from mlm.plan.dry_run_rank import DryRun
 
 SCOPE = (
@@ -102,7 +102,7 @@ def _flops_table(found: DryRun) -> Table:
     return _table("Matrix products of a step", ("", "FLOPs", "TFLOPs"), rows)
 
 
-def _messages(found: DryRun) -> list[tuple[Message, int]]:
+def _messages(found: DryRun) -> list[tuple[MessageType, int]]:
     """Messages by axis, the most bytes first."""
     return sorted(
         found.counts.messages.items(), key=lambda item: (item[0].axis, -item[0].bytes * item[1], item[0])

@@ -19,7 +19,7 @@ from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu
 from mlm.plan.memory import GIB, MemoryModel, gib
 from mlm.plan.report import seconds, spread
 from mlm.plan.search import Models, Query, layouts
-from mlm.plan.shape import Layout
+from mlm.plan.shape import PlannedLayout
 from mlm.tracking.summary import Predicted
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import format_settings
@@ -55,7 +55,7 @@ class Forecast:
     """A run's predicted numbers."""
 
     query: Query
-    layout: Layout
+    layout: PlannedLayout
     machine: Machine
     memory: float
     """Bytes of the fullest rank."""
@@ -112,7 +112,7 @@ def forecast(
     if machine is None or config.model.kind not in SHIPPED or config.parallel.cp > 1:
         return None
     parallel, train = config.parallel, config.train
-    layout = Layout.of(
+    layout = PlannedLayout.of(
         parallel,
         dp=ranks // (parallel.tp * parallel.pp),
         micro_batch=train.micro_batch_size,
@@ -143,7 +143,7 @@ def forecast(
     )
 
 
-def speed(query: Query, layout: Layout, *, simulate: bool) -> tuple[float | None, float | None]:
+def speed(query: Query, layout: PlannedLayout, *, simulate: bool) -> tuple[float | None, float | None]:
     """Step time and MFU; nothing where the hardware's peak is unknown, or CPU ranks share cores."""
     hardware, dtype = query.hardware, query.dtype
     if getattr(hardware.peak_tflops, dtype) is None:
@@ -245,11 +245,11 @@ def warning(found: Forecast) -> str:
 
 
 def default(key: str) -> object:
-    """The value of a setting that `Layout.settings` leaves out."""
-    return {"vp": 1, "zero": 0, "sequence_parallel": False}.get(key, getattr(Layout(), key, None))
+    """The value of a setting that `PlannedLayout.settings` leaves out."""
+    return {"vp": 1, "zero": 0, "sequence_parallel": False}.get(key, getattr(PlannedLayout(), key, None))
 
 
-def nearest_fit(found: Forecast) -> Layout | None:
+def nearest_fit(found: Forecast) -> PlannedLayout | None:
     """The layout on as many ranks that fits, with the fewest settings changed and the most memory used."""
     memory = MemoryModel(
         found.query.model,
@@ -268,7 +268,7 @@ def nearest_fit(found: Forecast) -> Layout | None:
     return None
 
 
-def narrowing(layout: Layout) -> Iterator[dict[str, Any]]:
+def narrowing(layout: PlannedLayout) -> Iterator[dict[str, Any]]:
     """Settings to keep while a layout that fits is looked for: the ranks' first, then only the batch's."""
     kept = {"tp": layout.tp, "pp": layout.pp, "vp": layout.vp, "dp": layout.dp, "pipeline": layout.pipeline}
     yield {**kept, "zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
@@ -277,6 +277,6 @@ def narrowing(layout: Layout) -> Iterator[dict[str, Any]]:
     yield {"vp": 1, "pipeline": "1f1b", "recompute": "full", "micro_batch": 1, "zero_reduce": "last"}
 
 
-def distance(layout: Layout, other: Layout) -> int:
+def distance(layout: PlannedLayout, other: PlannedLayout) -> int:
     """Settings in which two layouts differ."""
-    return sum(getattr(layout, each.name) != getattr(other, each.name) for each in fields(Layout))
+    return sum(getattr(layout, each.name) != getattr(other, each.name) for each in fields(PlannedLayout))

@@ -26,8 +26,8 @@ from mlm.plan.report import (
     time_caution,
     wide,
 )
-from mlm.plan.search import Found, Models, Planned, Query, layouts, least_gpus, query_of, search
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.search import Found, LayoutForecast, Models, Query, layouts, least_gpus, query_of, search
+from mlm.plan.shape import PlannedLayout, Shape
 from mlm.util.errors import UserError, format_settings
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen
@@ -67,14 +67,14 @@ def run(config: PlanLayoutsConfig, console: Console | None = None) -> Found:
 
 def title(config: PlanLayoutsConfig, query: Query) -> str:
     """The heading: model, GPUs, batch."""
-    size = amount(MemoryModel(config.model, query.seq).held(Layout(), 0).parameters)
+    size = amount(MemoryModel(config.model, query.seq).held(PlannedLayout(), 0).parameters)
     return (
         f"{config.name} ({size} parameters) on {query.gpus} GPUs of {query.hardware.name} · {query.dtype} · "
         f"{query.global_batch} x {query.seq} tokens a step"
     )
 
 
-def command_line(config: PlanLayoutsConfig, layout: Layout) -> str:
+def command_line(config: PlanLayoutsConfig, layout: PlannedLayout) -> str:
     """The `mlm pretrain` that runs a layout."""
     more: dict[str, object] = {"model": config.name}
     if config.data.seq_length != config.model.max_positions:
@@ -161,10 +161,10 @@ def slower(query: Query, found: Found) -> list[str]:
     return lines
 
 
-def best_of(models: Models, some: list[Any]) -> Planned | None:
+def best_of(models: Models, some: list[Any]) -> LayoutForecast | None:
     """The fastest of some layouts that fits, of those with the least bounds."""
     ordered = sorted(some, key=lambda layout: models.cost(layout.tp).bound(layout))
-    best: Planned | None = None
+    best: LayoutForecast | None = None
     for layout in ordered:
         if best is not None and models.cost(layout.tp).bound(layout) > best.step.total:
             break
@@ -175,7 +175,7 @@ def best_of(models: Models, some: list[Any]) -> Planned | None:
     return best
 
 
-def limits(best: Planned) -> list[str]:
+def limits(best: LayoutForecast) -> list[str]:
     """The parts of the best layout's time, largest first."""
     ordered = sorted(best.step.parts.items(), key=lambda part: -part[1])
     shares = [
@@ -204,7 +204,7 @@ def write(config: PlanLayoutsConfig, query: Query, found: Found, each: list[Numb
         write_result(config.out, record(config, query, found, rows))
 
 
-def against_batches(query: Query, layout: Layout) -> list[tuple[int, float]]:
+def against_batches(query: Query, layout: PlannedLayout) -> list[tuple[int, float]]:
     """Memory of a layout at each micro-batch that its replicas can have."""
     memory, each = Models(query).memory, layout.global_batch // layout.dp
     layouts_of = (replace(layout, micro_batch=size) for size in divisors(each))

@@ -18,7 +18,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED
 from mlm.models.stage import Stage, parameter_home, split_layers
 from mlm.plan.cost import ELEMENT_BYTES
-from mlm.plan.shape import Layout
+from mlm.plan.shape import PlannedLayout
 
 GIB = 2**30
 PARTS = (
@@ -82,7 +82,7 @@ def parameter_parts(model: ModelConfig, tp: int) -> dict[int | str, list[Part]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class DeviceMemory:
     """Bytes of one device at its fullest moment."""
 
     parts: dict[str, float]
@@ -111,7 +111,7 @@ class MemoryModel:
         self._parts: dict[int, dict[int | str, list[Part]]] = {}
         self._held: dict[tuple[object, ...], Held] = {}
 
-    def peak(self, layout: Layout, stage_rank: int = 0, dp_rank: int = 0) -> Peak:
+    def peak(self, layout: PlannedLayout, stage_rank: int = 0, dp_rank: int = 0) -> DeviceMemory:
         """The peak of a device on pipeline rank `stage_rank` and data-parallel rank `dp_rank`."""
         held = self.held(layout, stage_rank, dp_rank)
         moving = Moving(self, layout, stage_rank, held)
@@ -123,18 +123,18 @@ class MemoryModel:
         if self.device == "cpu":
             # the heap keeps what other phases freed, about a gradient each: few of the blocks fit activations
             parts["allocator"] += held.parameters * self.master
-        return Peak({name: float(parts[name]) for name in PARTS}, moment, held.parameters)
+        return DeviceMemory({name: float(parts[name]) for name in PARTS}, moment, held.parameters)
 
-    def worst(self, layout: Layout) -> Peak:
+    def worst(self, layout: PlannedLayout) -> DeviceMemory:
         """The peak of the fullest pipeline rank; it is at one of the two ends, or next to the first."""
         ranks = {0, layout.pp - 1, min(1, layout.pp - 1)}
         return max((self.peak(layout, rank) for rank in sorted(ranks)), key=lambda peak: peak.total)
 
-    def stages(self, layout: Layout, stage_rank: int) -> list[Stage]:
+    def stages(self, layout: PlannedLayout, stage_rank: int) -> list[Stage]:
         """The chunks of a pipeline rank."""
         return list(_stages(self.model.num_layers, layout.pp * layout.vp)[stage_rank :: layout.pp])
 
-    def held(self, layout: Layout, stage_rank: int, dp_rank: int = 0) -> "Held":
+    def held(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> "Held":
         """Elements of parameters of one device."""
         key = (
             layout.tp,
@@ -149,7 +149,7 @@ class MemoryModel:
             self._held[key] = self._count(layout, stage_rank, dp_rank)
         return self._held[key]
 
-    def _count(self, layout: Layout, stage_rank: int, dp_rank: int) -> "Held":
+    def _count(self, layout: PlannedLayout, stage_rank: int, dp_rank: int) -> "Held":
         if layout.tp not in self._parts:
             self._parts[layout.tp] = parameter_parts(self.model, layout.tp)
         homes = self._parts[layout.tp]
@@ -197,7 +197,7 @@ class Held:
 class Moving:
     """The memory that comes and goes in a step, on one device of a layout."""
 
-    def __init__(self, memory: MemoryModel, layout: Layout, stage_rank: int, held: Held) -> None:
+    def __init__(self, memory: MemoryModel, layout: PlannedLayout, stage_rank: int, held: Held) -> None:
         self.memory, self.layout, self.stage_rank, self.held = memory, layout, stage_rank, held
         self.e, self.h, self.t = memory.element, memory.model.hidden_size, layout.tp
         self.f = memory.model.ffn_size // layout.tp
@@ -360,7 +360,7 @@ class Moving:
         return found
 
 
-def in_flight(layout: Layout, stage_rank: int) -> int:
+def in_flight(layout: PlannedLayout, stage_rank: int) -> int:
     """Pairs of chunk and micro-batch whose activations a pipeline rank holds (pipeline/schedules.py)."""
     p, v, m = layout.pp, layout.vp, layout.micro_batches
     if layout.pipeline == "gpipe":
@@ -372,7 +372,7 @@ def in_flight(layout: Layout, stage_rank: int) -> int:
     return min((v + 1) * p - 2 * stage_rank - 1, v * m)
 
 
-def last_in_flight(layout: Layout) -> int:
+def last_in_flight(layout: PlannedLayout) -> int:
     """Micro-batches between the loss and its backward on the last stage."""
     return layout.micro_batches if layout.pipeline == "gpipe" else 1
 

@@ -5,16 +5,16 @@ from pathlib import Path
 from rich.console import Console
 
 from mlm.plan.config import PlanMemoryConfig
-from mlm.plan.memory import GIB, MemoryModel, Peak, gib, in_flight
+from mlm.plan.memory import GIB, DeviceMemory, MemoryModel, gib, in_flight
 from mlm.plan.report import amount, as_csv, label, layout_cautions, say, show_memory, wide
-from mlm.plan.shape import Layout
+from mlm.plan.shape import PlannedLayout
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen
 
 FORMAT = "mlm-plan-memory-1"
 
 
-def run(config: PlanMemoryConfig, console: Console | None = None) -> dict[int, Peak]:
+def run(config: PlanMemoryConfig, console: Console | None = None) -> dict[int, DeviceMemory]:
     """Print the memory of some ranks, write `out` where it is given, and return the peaks by rank.
 
     Raises UserError if `out` cannot be written.
@@ -48,9 +48,9 @@ def run(config: PlanMemoryConfig, console: Console | None = None) -> dict[int, P
     return peaks
 
 
-def layout_of(config: PlanMemoryConfig) -> Layout:
+def layout_of(config: PlanMemoryConfig) -> PlannedLayout:
     """The layout that the settings describe."""
-    return Layout.of(
+    return PlannedLayout.of(
         config.parallel,
         dp=config.parallel.dp or 1,
         micro_batch=config.train.micro_batch_size,
@@ -58,19 +58,19 @@ def layout_of(config: PlanMemoryConfig) -> Layout:
     )
 
 
-def ranks(layout: Layout, wanted: int | None) -> list[int]:
+def ranks(layout: PlannedLayout, wanted: int | None) -> list[int]:
     """The first rank of the pipeline's first stage and of its last, and the wanted one."""
     last = (layout.pp - 1) * layout.tp * layout.dp
     return sorted({0, last, *([] if wanted is None else [wanted])})
 
 
-def peak_of(memory: MemoryModel, layout: Layout, rank: int) -> Peak:
+def peak_of(memory: MemoryModel, layout: PlannedLayout, rank: int) -> DeviceMemory:
     """The peak of a global rank: rank = (stage * dp + replica) * tp + tensor-parallel rank."""
     stage, replica = rank // (layout.tp * layout.dp), rank // layout.tp % layout.dp
     return memory.peak(layout, stage, replica)
 
 
-def described(layout: Layout, rank: int, peak: Peak) -> str:
+def described(layout: PlannedLayout, rank: int, peak: DeviceMemory) -> str:
     """A rank's place, its parameters, what it has in flight, and when it is fullest."""
     stage = rank // (layout.tp * layout.dp)
     held = in_flight(layout, stage)
@@ -83,7 +83,7 @@ def described(layout: Layout, rank: int, peak: Peak) -> str:
     )
 
 
-def verdict(peaks: dict[int, Peak], capacity: float) -> str:
+def verdict(peaks: dict[int, DeviceMemory], capacity: float) -> str:
     """A line that compares the fullest rank with the device."""
     rank, peak = max(peaks.items(), key=lambda each: each[1].total)
     left = capacity - peak.total
@@ -92,7 +92,7 @@ def verdict(peaks: dict[int, Peak], capacity: float) -> str:
     return f"rank {rank} needs {gib(peak.total)} of {gib(capacity)}: does not fit by {gib(-left)}"
 
 
-def write(config: PlanMemoryConfig, layout: Layout, peaks: dict[int, Peak]) -> None:
+def write(config: PlanMemoryConfig, layout: PlannedLayout, peaks: dict[int, DeviceMemory]) -> None:
     """Write the peaks to `out`, by its ending. Raises UserError."""
     assert config.out is not None
     rows = [

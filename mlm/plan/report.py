@@ -12,10 +12,10 @@ from rich.text import Text
 
 from mlm.models.config import ModelConfig
 from mlm.plan.hardware import HardwareConfig
-from mlm.plan.memory import GIB, Peak
+from mlm.plan.memory import GIB, DeviceMemory
 from mlm.plan.memory import PARTS as MEMORY_PARTS
-from mlm.plan.search import Planned, Query
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.search import LayoutForecast, Query
+from mlm.plan.shape import PlannedLayout, Shape
 from mlm.util.terminal import Screen
 
 HOUR, DAY = 3600.0, 86400.0
@@ -47,7 +47,7 @@ class Numbers:
     price: float | None
 
 
-def numbers(query: Query, planned: Planned, tokens: float | None, price: float | None) -> Numbers:
+def numbers(query: Query, planned: LayoutForecast, tokens: float | None, price: float | None) -> Numbers:
     """Numbers of one layout; days, energy and price for a number of tokens."""
     layout, seconds = planned.layout, planned.step.total
     shape = Shape.of(query.model, query.seq, layout.tp)
@@ -67,7 +67,7 @@ def numbers(query: Query, planned: Planned, tokens: float | None, price: float |
     )
 
 
-def label(layout: Layout) -> str:
+def label(layout: PlannedLayout) -> str:
     """A layout in few words: `tp8 pp4 vp2 dp16 sp zero2 full mb4`."""
     words = [f"tp{layout.tp}", f"pp{layout.pp}"]
     words += [f"vp{layout.vp}"] if layout.vp > 1 else []
@@ -108,7 +108,9 @@ def time_caution(hardware: HardwareConfig, step_s: float) -> list[str]:
     return [f"times rest on constants of other programs, {known}; {fix}"]
 
 
-def layout_cautions(hardware: HardwareConfig, model: ModelConfig, seq: int, layout: Layout) -> list[str]:
+def layout_cautions(
+    hardware: HardwareConfig, model: ModelConfig, seq: int, layout: PlannedLayout
+) -> list[str]:
     """Lines on a sequence as long as the model's positions, and on tp across nodes."""
     lines = []
     if seq == model.max_positions > LONG_SEQUENCE:
@@ -140,7 +142,7 @@ def wide(console: Console) -> Console:
     return Screen(file=console.file, width=WIDTH, no_color=console.no_color)
 
 
-def show_speed(query: Query, found: list[Planned], each: list[Numbers], console: Console) -> None:
+def show_speed(query: Query, found: list[LayoutForecast], each: list[Numbers], console: Console) -> None:
     """The table of layouts, fastest first."""
     table = new_table("")
     table.add_column("#", justify="right")
@@ -178,7 +180,7 @@ TIME_COLUMNS = (
 """Columns of the table of time: heading, parts of a step."""
 
 
-def show_time(found: list[Planned], console: Console) -> None:
+def show_time(found: list[LayoutForecast], console: Console) -> None:
     """Shares of the step's time; tp, pp and dp are communication that no computation hides."""
     table = new_table("share of the step; tp, pp, dp: exposed communication")
     table.add_column("#", justify="right")
@@ -191,7 +193,9 @@ def show_time(found: list[Planned], console: Console) -> None:
     console.print(table)
 
 
-def show_memory(rows: list[tuple[str, Peak]], heading: str, capacity: float, console: Console) -> None:
+def show_memory(
+    rows: list[tuple[str, DeviceMemory]], heading: str, capacity: float, console: Console
+) -> None:
     """Memory by part, a line per row; parts that no row has are left out."""
     used = [part for part in MEMORY_PARTS if any(peak.parts[part] >= 0.005 * GIB for _, peak in rows)]
     table = new_table(f"memory per GPU at its fullest, GiB of {capacity / GIB:.1f}")
@@ -210,14 +214,14 @@ def say(line: str, console: Console) -> None:
     console.print(Text(line), soft_wrap=True)
 
 
-def records(query: Query, found: list[Planned], each: list[Numbers]) -> list[dict[str, Any]]:
+def records(query: Query, found: list[LayoutForecast], each: list[Numbers]) -> list[dict[str, Any]]:
     """Layouts as flat rows: settings, numbers, seconds and bytes by part."""
     return [
         {
             "layout": label(planned.layout),
             **{
                 name: getattr(planned.layout, name)
-                for name in Layout.__slots__
+                for name in PlannedLayout.__slots__
                 if name not in ("micro_batch", "global_batch")
             },
             "micro_batch_size": planned.layout.micro_batch,

@@ -17,8 +17,8 @@ from mlm.parallel.layout_checks import TRAIN_RULES, Breach, Launch, LayoutRule, 
 from mlm.plan.config import PlanLayoutsConfig
 from mlm.plan.cost import CostModel, StepTime
 from mlm.plan.hardware import HardwareConfig
-from mlm.plan.memory import GIB, MemoryModel, Peak
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.memory import GIB, DeviceMemory, MemoryModel
+from mlm.plan.shape import PlannedLayout, Shape
 
 BATCH_KEYS = frozenset(("train.micro_batch_size", "train.global_batch_size"))
 SPLIT_RULES = tuple(rule for rule in TRAIN_RULES if not BATCH_KEYS & set(rule.reads))
@@ -38,7 +38,7 @@ class Query:
     global_batch: int
     dtype: str = "bf16"
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Layout that are not searched, with their values."""
+    """Fields of PlannedLayout that are not searched, with their values."""
 
     def replaced(self, **changes: Any) -> "Query":
         """The query with other values."""
@@ -67,23 +67,23 @@ def query_of(config: PlanLayoutsConfig) -> Query:
 
 
 @dataclass(frozen=True)
-class Planned:
+class LayoutForecast:
     """A layout with its predicted step and its memory on the fullest rank."""
 
-    layout: Layout
+    layout: PlannedLayout
     step: StepTime
-    peak: Peak
+    peak: DeviceMemory
 
 
 @dataclass
 class Found:
     """The result of a search."""
 
-    best: list[Planned]
+    best: list[LayoutForecast]
     """Fastest first."""
     candidates: int
     """Valid layouts."""
-    too_large: list[tuple[Layout, float]]
+    too_large: list[tuple[PlannedLayout, float]]
     """Layouts faster than the slowest of `best` that do not fit, with the bytes that they lack."""
     broken: "Broken"
     """Layouts that the rules do not allow."""
@@ -124,11 +124,11 @@ class Models:
             self._costs[tp] = CostModel(shape, self.hardware, self.query.dtype)
         return self._costs[tp]
 
-    def planned(self, layout: Layout) -> Planned:
+    def planned(self, layout: PlannedLayout) -> LayoutForecast:
         """A layout with its step and its memory."""
-        return Planned(layout, self.cost(layout.tp).step(layout), self.memory.worst(layout))
+        return LayoutForecast(layout, self.cost(layout.tp).step(layout), self.memory.worst(layout))
 
-    def lacks(self, layout: Layout) -> float:
+    def lacks(self, layout: PlannedLayout) -> float:
         """Bytes that a layout needs beyond a device's memory; negative if it fits."""
         return self.memory.worst(layout).total - self.query.memory_bytes
 
@@ -138,8 +138,8 @@ def search(query: Query, most: int = 10) -> Found:
     models, broken = Models(query), Broken()
     valid = list(layouts(query, broken))
     ordered = sorted((models.cost(layout.tp).bound(layout), n) for n, layout in enumerate(valid))
-    best: list[Planned] = []
-    too_large: list[tuple[Layout, float]] = []
+    best: list[LayoutForecast] = []
+    too_large: list[tuple[PlannedLayout, float]] = []
     for bound, n in ordered:
         if len(best) >= most and bound > best[most - 1].step.total:
             break
@@ -152,7 +152,7 @@ def search(query: Query, most: int = 10) -> Found:
     return Found(best[:most], len(valid), too_large, broken)
 
 
-def layouts(query: Query, broken: Broken | None = None) -> Iterator[Layout]:
+def layouts(query: Query, broken: Broken | None = None) -> Iterator[PlannedLayout]:
     """Every layout that the rules allow, each once: settings without effect stay at their defaults."""
     launch = Launch(query.gpus, None)
     for choice in splits(query, broken):
@@ -230,7 +230,7 @@ def _splits(query: Query) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _batches(query: Query, choice: Mapping[str, Any]) -> Iterator[Layout]:
+def _batches(query: Query, choice: Mapping[str, Any]) -> Iterator[PlannedLayout]:
     """Layouts of a split with each micro-batch, recomputation and reduction."""
     each = query.global_batch // choice["dp"] or 1
     model, on_cpu = query.model, query.hardware.device == "cpu"
@@ -242,7 +242,7 @@ def _batches(query: Query, choice: Mapping[str, Any]) -> Iterator[Layout]:
             _among(query, "recompute", recomputes),
             _among(query, "zero_reduce", ["last", "every"] if sharded else ["last"]),
         ):
-            yield Layout(
+            yield PlannedLayout(
                 **choice,
                 recompute=recompute,
                 zero_reduce=reduce,

@@ -120,7 +120,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class PlannedLayout:
     """A layout with its batch: all that a step's time and memory depend on besides model and hardware."""
 
     tp: int = 1
@@ -136,7 +136,7 @@ class Layout:
     global_batch: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, *, dp: int, micro_batch: int, global_batch: int) -> "Layout":
+    def of(cls, parallel: ParallelConfig, *, dp: int, micro_batch: int, global_batch: int) -> "PlannedLayout":
         """The layout of these settings, with dp filled in."""
         return cls(
             tp=parallel.tp,

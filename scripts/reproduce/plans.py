@@ -7,7 +7,7 @@ from typing import Any
 
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import preset
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.shape import PlannedLayout, Shape
 from mlm.plan.software import MEGATRON_2019
 from reproduce.experiment import SCRIPTS, Step
 from reproduce.results import Results
@@ -27,7 +27,7 @@ def published_rows(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
-def layout_step(name: str, model: tuple[str, ...], layout: Layout, hardware: str) -> Step:
+def layout_step(name: str, model: tuple[str, ...], layout: PlannedLayout, hardware: str) -> Step:
     """Return a step that plans this layout alone."""
     result = f"results/{name}.json"
     words = {
@@ -51,9 +51,11 @@ def gpt_shape(*, layers: int, hidden: int, heads: int, seq: int = 1024) -> Shape
     return Shape(layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, seq=seq, vocab=51200)
 
 
-def scaling_layout(tp: int, dp: int = 1) -> Layout:
+def scaling_layout(tp: int, dp: int = 1) -> PlannedLayout:
     """Return a layout of the scaling study: layers recomputed, a micro-batch for each replica."""
-    return Layout(tp=tp, dp=dp, recompute="full", micro_batch=SCALING_BATCH, global_batch=SCALING_BATCH * dp)
+    return PlannedLayout(
+        tp=tp, dp=dp, recompute="full", micro_batch=SCALING_BATCH, global_batch=SCALING_BATCH * dp
+    )
 
 
 def tflops_2019(shape: Shape, tp: int, dp: int = 1) -> float:

@@ -19,7 +19,7 @@ from mlm.plan.calibrate_measure import Measurements, Sizes
 from mlm.plan.checks import check_plan_calibrate
 from mlm.plan.cost import FLASH_BACKWARD, UNFUSED_BACKWARD, CostModel
 from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig, calibration_file
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.shape import PlannedLayout, Shape
 from mlm.util.errors import UserError
 from tests.ranks import run_on_ranks
 
@@ -65,7 +65,7 @@ def times_of(hardware: HardwareConfig) -> Measured:
     shape = Shape(layers=1, hidden=512, heads=8, ffn=2048, seq=256, vocab=1024)
     shape = replace(shape, hidden_dropout=False, attention_dropout=False)
     model = CostModel(shape, hardware, "fp32")
-    layers = {size: model.layer(Layout(micro_batch=size, global_batch=size)) for size in (1, 4)}
+    layers = {size: model.layer(PlannedLayout(micro_batch=size, global_batch=size)) for size in (1, 4)}
     e = hardware.efficiency
     tile = 256 / (256 + e.matmul_half)
     forward = 2 * 16 * 256**2 * 64 / (model.peak * e.attention * tile)

@@ -16,7 +16,7 @@ from mlm.plan.cost import PARTS, CostModel
 from mlm.plan.hardware import HardwareConfig, preset
 from mlm.plan.pipeline_time import pipeline_time
 from mlm.plan.search import Query, layouts
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.shape import PlannedLayout, Shape
 
 SHAPE = Shape(layers=24, hidden=2048, heads=16, ffn=8192, seq=1024, vocab=51200)
 
@@ -87,7 +87,7 @@ CANDIDATES = list(layouts(Query(model=MODEL, hardware=hardware(), gpus=48, seq=1
 
 @given(st.sampled_from(CANDIDATES))
 @settings(max_examples=60, deadline=None)
-def test_a_bound_is_below_the_time_and_parts_sum_to_it(layout: Layout) -> None:
+def test_a_bound_is_below_the_time_and_parts_sum_to_it(layout: PlannedLayout) -> None:
     model = CostModel(SHAPE, hardware())
     step = model.step(layout)
     assert model.bound(layout) <= step.total * (1 + 1e-9)
@@ -98,7 +98,7 @@ def test_a_bound_is_below_the_time_and_parts_sum_to_it(layout: Layout) -> None:
 
 def test_full_recomputation_takes_a_third_more_and_repeats_communication() -> None:
     model = CostModel(SHAPE, hardware())
-    plain = Layout(tp=4, micro_batch=4, global_batch=16)
+    plain = PlannedLayout(tp=4, micro_batch=4, global_batch=16)
     once, twice = model.step(plain), model.step(replace(plain, recompute="full"))
     layer = model.layer(plain)
     assert twice.total - once.total == pytest.approx(4 * SHAPE.layers * (layer.forward - layer.weights / 5))
@@ -106,7 +106,7 @@ def test_full_recomputation_takes_a_third_more_and_repeats_communication() -> No
 
 def test_communication_across_nodes_shares_their_network() -> None:
     """Eight rings of a dp axis outside tp=8 have a link each; one ring of tp=1 has all of them."""
-    model, layout = CostModel(SHAPE, hardware()), Layout(tp=4, dp=32, global_batch=32)
+    model, layout = CostModel(SHAPE, hardware()), PlannedLayout(tp=4, dp=32, global_batch=32)
     share = model.hardware.efficiency.network * 1e9
     assert model.link(layout, 4, 1)[0] == pytest.approx(300 * share)
     assert model.link(layout, 16, 8)[0] == pytest.approx(25 * share)
@@ -118,16 +118,16 @@ def test_tensor_parallel_groups_that_lie_across_nodes_have_the_slow_link() -> No
     """Of tp=6 on nodes of 8, every other group has two GPUs on another node; alone on a node it has none."""
     model = CostModel(SHAPE, hardware())
     share = model.hardware.efficiency.network * 1e9
-    rate, latency = model.link(Layout(tp=6, dp=4, global_batch=4), 6, 1)
+    rate, latency = model.link(PlannedLayout(tp=6, dp=4, global_batch=4), 6, 1)
     assert rate == pytest.approx(2 * 25 * share)
     assert latency == pytest.approx(20e-6)
-    assert model.link(Layout(tp=6, global_batch=1), 6, 1)[0] == pytest.approx(300 * share)
+    assert model.link(PlannedLayout(tp=6, global_batch=1), 6, 1)[0] == pytest.approx(300 * share)
     one_each = CostModel(SHAPE, replace(hardware(), devices_per_node=1))
-    assert one_each.link(Layout(tp=2, global_batch=1), 2, 1)[0] == pytest.approx(25 * share)
+    assert one_each.link(PlannedLayout(tp=2, global_batch=1), 2, 1)[0] == pytest.approx(25 * share)
 
 
 def test_overlap_hides_communication_on_gpus_and_not_on_cpus() -> None:
-    layout = Layout(tp=2, dp=4, micro_batch=4, global_batch=16)
+    layout = PlannedLayout(tp=2, dp=4, micro_batch=4, global_batch=16)
     gpu = CostModel(SHAPE, hardware())
     cpu = CostModel(SHAPE, replace(hardware(), device="cpu"))
     assert cpu.layer(layout).tp_backward == pytest.approx(cpu.layer(layout).tp)
@@ -139,7 +139,7 @@ def test_overlap_hides_communication_on_gpus_and_not_on_cpus() -> None:
 def test_sharded_weights_are_gathered_as_often_as_they_are_used(zero: int, reduce: str) -> None:
     """Where nothing hides it: with zero=3 twice a micro-batch, with zero=2 once a step."""
     model, m = CostModel(SHAPE, replace(hardware(), device="cpu")), 4
-    layout = Layout(dp=4, zero=zero, zero_reduce=reduce, global_batch=4 * m)  # type: ignore[arg-type]
+    layout = PlannedLayout(dp=4, zero=zero, zero_reduce=reduce, global_batch=4 * m)  # type: ignore[arg-type]
     elements = SHAPE.layers * SHAPE.layer_weights + SHAPE.vocab * SHAPE.hidden
     gather = model.gather(layout, model.element * elements, 4, 1)
     scatter = model.gather(layout, model.software.gradient_bytes * elements, 4, 1)

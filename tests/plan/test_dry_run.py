@@ -21,11 +21,11 @@ from mlm.plan.dry_run import run
 from mlm.plan.dry_run_checks import check_plan_dry_run
 from mlm.plan.dry_run_config import PlanDryRunConfig
 from mlm.plan.dry_run_memory import ACTIVATIONS, GRADIENTS, PARTS, STATE, TABLES, VOCABULARY, WEIGHTS
-from mlm.plan.dry_run_meter import IN_ATTENTION, Message
+from mlm.plan.dry_run_meter import IN_ATTENTION, MessageType
 from mlm.plan.dry_run_rank import DryRun, dry_run
 from mlm.plan.dry_run_report import flops_of
 from mlm.plan.memory import MemoryModel
-from mlm.plan.shape import Layout
+from mlm.plan.shape import PlannedLayout
 from mlm.training.trainer import Trainer
 from tests.slow import thinned
 
@@ -115,8 +115,8 @@ def test_sequence_parallelism_gathers_and_scatters_in_their_place() -> None:
     micro_batches, hidden = BATCH // B, 2 * S * B * H
     assert found["reduce-scatter", hidden] == micro_batches * (4 * L + 1)
     assert found["all-gather", hidden] == micro_batches * (6 * L + 1)
-    assert Message("tp", "all-reduce", 4, 12).ring_bytes == sum(
-        Message("tp", kind, 4, 12).ring_bytes for kind in ("all-gather", "reduce-scatter")
+    assert MessageType("tp", "all-reduce", 4, 12).ring_bytes == sum(
+        MessageType("tp", kind, 4, 12).ring_bytes for kind in ("all-gather", "reduce-scatter")
     )
 
 
@@ -130,7 +130,7 @@ def test_gradients_travel_twice_less_a_share(layout: str, share: float) -> None:
 
 def test_ranks_vote_once_a_step_on_stopping() -> None:
     """8 bytes over all ranks; none where there is one."""
-    assert dry("tp=2 dp=2").counts.messages[Message("world", "all-reduce", 4, 8)] == 1
+    assert dry("tp=2 dp=2").counts.messages[MessageType("world", "all-reduce", 4, 8)] == 1
     assert not any(message.axis == "world" for message in dry("tp=1").counts.messages)
 
 
@@ -297,7 +297,7 @@ def test_the_last_stage_is_as_full_as_the_formulas_predict(
     config, rank = config_of(*layout.split()), (pp - 1) * dp
     found = dry_run(config, rank, in_full=True).log.peak()
     predicted = MemoryModel(config.model, S, "bf16").peak(
-        Layout(pp=pp, dp=dp, pipeline=pipeline, micro_batch=B, global_batch=batch), pp - 1
+        PlannedLayout(pp=pp, dp=dp, pipeline=pipeline, micro_batch=B, global_batch=batch), pp - 1
     )
     assert predicted.total - predicted.parts["allocator"] == pytest.approx(found.bytes, rel=0.02)
 

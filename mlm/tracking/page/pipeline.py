@@ -14,10 +14,10 @@ from mlm.models.family import SHIPPED
 from mlm.models.stage import Stage, split_layers
 from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, Span
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.memory import GIB, PARTS, MemoryModel, Peak
+from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel
 from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, simulate, title
 from mlm.plan.report import label
-from mlm.plan.shape import Layout
+from mlm.plan.shape import PlannedLayout
 from mlm.plan.terminal import NAMES
 from mlm.plan.timeline import drawing, legend, timeline
 from mlm.tracking.page.html import macro
@@ -102,12 +102,12 @@ class RunPlan:
         return "cpu" if chosen == "cpu" or (chosen != "cuda" and torch.endswith("+cpu")) else "gpu"
 
     @cached_property
-    def layout(self) -> Layout | None:
+    def layout(self) -> PlannedLayout | None:
         """The layout of a run whose settings are known."""
         if self.config is None:
             return None
         train = self.config.train
-        return Layout.of(
+        return PlannedLayout.of(
             self.config.parallel,
             dp=self.sizes["dp"],
             micro_batch=train.micro_batch_size,
@@ -122,7 +122,7 @@ class RunPlan:
         words = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1] or ["one rank"]
         return " ".join(words) + (f" vp={self.size('vp')} {self.schedule}" if self.sizes["pp"] > 1 else "")
 
-    def peaks(self) -> list[Peak]:
+    def peaks(self) -> list[DeviceMemory]:
         """Memory of the first pipeline stages; empty where no formula holds."""
         if self.config is None or self.layout is None or not self.stages:
             return []
