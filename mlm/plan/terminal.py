@@ -1,11 +1,11 @@
 """A plan drawn in characters: a line per rank, time from left to right, folded to the terminal's width.
 
-With colours a cell is its micro-batch's number on the colour of its op and chunk. Without, it begins with the
-op's letter and is filled with dashes. Idle time is dots in both.
+A cell begins with the op's letter and is filled with dashes, on the colour of its op and chunk.
+Idle time is dots.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -27,7 +27,6 @@ LIGHTEST = 0.65  # share of white in the last chunk's colour
 class Scale:
     """Time and chunks in characters."""
 
-    coloured: bool
     num_chunks: int
     columns_per_time: float
 
@@ -36,43 +35,30 @@ class Scale:
         return round(time * self.columns_per_time)
 
 
-def draw(plan: Plan, console: Console) -> None:
+def draw(plan: Plan, screen: Console) -> None:
     """Print the timeline of all ranks and its legend."""
-    scale = scale_for(plan, coloured=has_shades(console))
+    scale = scale_for(plan)
     margin = len(row_name(len(plan.timeline) - 1)) + 2
-    width = max(console.width - margin, 20)
-    all_windows = windows(scale.column(plan.makespan), width)
+    all_windows = windows(scale.column(plan.makespan), max(screen.width - margin, 20))
     shown = max(MOST_LINES // (len(plan.timeline) + 2), 2)
     first = all_windows if len(all_windows) <= shown else all_windows[: shown - shown // 2]
     last = [] if len(all_windows) <= shown else all_windows[-(shown // 2) :]
-    draw_windows(plan, scale, first, console, margin)
+    draw_windows(plan, scale, first, screen, margin)
     if last:
         since, until = (column / scale.columns_per_time for column in (first[-1][1], last[0][0]))
-        show(Text(f"… from {since:.6g} to {until:.6g} left out; out=schedule.svg draws all …\n"), console)
-    draw_windows(plan, scale, last, console, margin)
-    show(legend(plan, scale), console)
+        screen.print(f"… from {since:.6g} to {until:.6g} left out; out=schedule.svg draws all …\n")
+    draw_windows(plan, scale, last, screen, margin)
+    screen.print(legend(plan, scale))
 
 
-def has_shades(console: Console) -> bool:
-    """True if the terminal has enough colours to tell chunks apart by shades: 8 or 16 are too few."""
-    return console.color_system in ("256", "truecolor") and not console.no_color
-
-
-def draw_windows(
-    plan: Plan, scale: Scale, some: list[tuple[int, int]], console: Console, margin: int
-) -> None:
+def draw_windows(plan: Plan, scale: Scale, some: list[tuple[int, int]], screen: Console, margin: int) -> None:
     """Each window of time [first column, end) as a block: the time axis, a line per rank, an empty line."""
     for start, end in some:
-        show(Text(f"{'time':<{margin}}{axis(scale, start, end)}".rstrip(), style="dim"), console)
+        screen.print(Text(f"{'time':<{margin}}{axis(scale, start, end)}".rstrip(), style="dim"))
         for rank, spans in enumerate(plan.timeline):
             line = Text(f"{row_name(rank):<{margin}}")
-            show(line.append_text(row(spans, scale, start, end)), console)
-        show(Text(), console)
-
-
-def show(line: Text, console: Console) -> None:
-    """Print one line as it is."""
-    console.print(line, soft_wrap=True, highlight=False)
+            screen.print(line.append_text(row(spans, scale, start, end)), soft_wrap=True)
+        screen.print()
 
 
 def row_name(rank: int) -> str:
@@ -85,23 +71,20 @@ def windows(total: int, width: int) -> list[tuple[int, int]]:
     return [(start, min(start + width, total)) for start in range(0, total, width)]
 
 
-def scale_for(plan: Plan, *, coloured: bool) -> Scale:
+def scale_for(plan: Plan) -> Scale:
     """As many columns per time as the shortest computation needs for its label."""
     spans = [span for rank in plan.timeline for span in rank]
     num_chunks = plan.num_stages // len(plan.timeline)
-    bare = Scale(coloured, num_chunks, 1.0)
-    cell = max(len(label(span.action, bare)) for span in spans)
+    cell = max(len(label(span.action, num_chunks)) for span in spans)
     lengths = [span.end - span.start for span in spans]
     shortest = max(min(lengths), max(lengths) / MOST_UNEQUAL)
-    return Scale(coloured, num_chunks, cell / shortest)
+    return Scale(num_chunks, cell / shortest)
 
 
-def label(action: Action, scale: Scale) -> str:
-    """Label of a cell: its op and chunk in colours or in letters (F3 and f3 on two chunks, F3.2 on more)."""
-    if scale.coloured:
-        return f" {action.micro_batch}"
-    letter = action.op.value.lower() if scale.num_chunks == 2 and action.chunk else action.op.value
-    return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if scale.num_chunks > 2 else "")
+def label(action: Action, num_chunks: int) -> str:
+    """Label of a cell: F3, and on the second of two chunks f3; of more chunks F3.2."""
+    letter = action.op.value.lower() if num_chunks == 2 and action.chunk else action.op.value
+    return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if num_chunks > 2 else "")
 
 
 def row(spans: tuple[Span, ...], scale: Scale, start: int, end: int) -> Text:
@@ -114,18 +97,12 @@ def row(spans: tuple[Span, ...], scale: Scale, start: int, end: int) -> Text:
         if first >= end:
             break
         line.append(IDLE * (max(first, at) - at), style="dim")
-        text = label(span.action, scale).ljust(last - first, " " if scale.coloured else "-")
-        line.append(text[max(at - first, 0) : min(last, end) - first], style=style(span.action, scale))
+        colour = fill(span.action, scale.num_chunks)
+        text = label(span.action, scale.num_chunks).ljust(last - first, "-")
+        shown = text[max(at - first, 0) : min(last, end) - first]
+        line.append(shown, style=f"{ink(colour)} on {colour}")
         at = min(last, end)
     return line.append(IDLE * (end - at), style="dim")
-
-
-def style(action: Action, scale: Scale) -> str:
-    """Rich style of a cell."""
-    if not scale.coloured:
-        return ""
-    colour = fill(action, scale.num_chunks)
-    return f"{ink(colour)} on {colour}"
 
 
 def axis(scale: Scale, start: int, end: int) -> str:
@@ -151,31 +128,22 @@ def round_step(least: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
 
 
-def legend(plan: Plan, scale: Scale) -> Text:
+def legend(plan: Plan, scale: Scale) -> str:
     """Legend of the cells."""
-    ops = [op for op in Op if any(span.action.op is op for spans in plan.timeline for span in spans)]
-    line = Text()
-    for op in ops:
-        name = INPUT_GRADIENT if op is Op.BACKWARD and Op.WEIGHT in ops else NAMES[op]
-        if scale.coloured:
-            for chunk in range(scale.num_chunks):
-                line.append(f" {op.value} ", style=style(Action(op, chunk, 0), scale))
-            line.append(f" {name}   ")
-        else:
-            line.append(f"{op.value} {name}   ")
-    line.append(f"{IDLE} idle   numbers: micro-batches")
-    if scale.num_chunks > 1:
-        line.append(f"; {chunk_words(scale)}")
-    return line
+    words = [f"{op.value} {name}" for op, name in op_names(plan.timeline).items()]
+    line = "   ".join([*words, f"{IDLE} idle", "numbers: micro-batches"])
+    if scale.num_chunks == 1:
+        return line
+    return (
+        f"{line}; {'small letters: the second chunk' if scale.num_chunks == 2 else 'after the point: chunks'}"
+    )
 
 
-def chunk_words(scale: Scale) -> str:
-    """The legend's words on a rank's chunks."""
-    if scale.coloured:
-        return "later chunks lighter"
-    if scale.num_chunks == 2:
-        return "small letters: the second chunk"
-    return "after the point: chunks"
+def op_names(lines: Sequence[Sequence[Span]]) -> dict[Op, str]:
+    """The operations of a drawing with their names."""
+    ops = {span.action.op for spans in lines for span in spans}
+    names = NAMES | ({Op.BACKWARD: INPUT_GRADIENT} if Op.WEIGHT in ops else {})
+    return {op: names[op] for op in Op if op in ops}
 
 
 def fill(action: Action, num_chunks: int) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
-from mlm.parallel.pipeline.actions import Op, Plan, Span
-from mlm.plan.terminal import INPUT_GRADIENT, NAMES
+from mlm.parallel.pipeline.actions import Plan, Span
+from mlm.plan.terminal import op_names
 
 WIDTH, ROW = 1000, 24
 """Width of a drawing and height of a stage, in units of its own."""
@@ -42,8 +42,6 @@ def drawing(lines: Sequence[Sequence[Span]], chunks: int, whole: float, name: st
 
 def legend(lines: Sequence[Sequence[Span]]) -> Markup:
     """Name the colours of a drawing."""
-    used = {span.action.op for spans in lines for span in spans}
-    backward = INPUT_GRADIENT if Op.WEIGHT in used else NAMES[Op.BACKWARD]
-    names = [(op.value, backward if op is Op.BACKWARD else NAMES[op]) for op in Op if op in used]
+    names = ((op.value, name) for op, name in op_names(lines).items())
     keys = "".join(f'<span class="key op{letter}">{letter}</span> {name} ' for letter, name in names)
     return Markup(f'<p class="legend">{keys}<span class="key idle"> </span> idle</p>\n')

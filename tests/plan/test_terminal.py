@@ -7,12 +7,11 @@ from itertools import pairwise
 
 import pytest
 from rich.console import Console
-from rich.segment import Segment
 
 from mlm.parallel.pipeline.actions import Cost, Op, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.plan.terminal import draw, fill, round_step, row, scale_for, windows
+from mlm.plan.terminal import draw, fill, label, round_step, row, scale_for, windows
 
 
 def plan(name: str = "1f1b", p: int = 4, v: int = 1, m: int = 8, cost: Cost | None = None) -> Plan:
@@ -104,46 +103,23 @@ def test_tiny_computation_does_not_stretch_the_picture() -> None:
 
 def test_line_has_no_gap_and_no_overlap() -> None:
     interleaved = plan(v=2, cost=Cost(forward=0.9, backward=1.7))
-    scale = scale_for(interleaved, coloured=False)
+    scale = scale_for(interleaved)
     for spans in interleaved.timeline:
         length = scale.column(interleaved.makespan)
         assert len(row(spans, scale, 0, length)) == length
         assert all(a.end <= b.start for a, b in pairwise(spans))
 
 
-def coloured(plan: Plan, **options: object) -> list[Segment]:
-    """Output to a terminal with colours."""
-    console = Console(
-        file=io.StringIO(), width=400, force_terminal=True, **{"color_system": "truecolor", **options}
-    )
-    scale = scale_for(plan, coloured=True)
-    return list(console.render(row(plan.timeline[0], scale, 0, scale.column(plan.makespan))))
-
-
-def test_colours_replace_letters() -> None:
-    backgrounds = {
-        segment.style.bgcolor.name: segment.text
-        for segment in coloured(plan(p=2, v=2, m=2))
-        if segment.style and segment.style.bgcolor
-    }
-    assert backgrounds == {
-        fill(span.action, 2): f" {span.action.micro_batch}" + "  " * (span.action.op is Op.BACKWARD)
-        for span in plan(p=2, v=2, m=2).timeline[0]
-    }
-
-
-@pytest.mark.parametrize(
-    "options, letters",
-    [
-        ({"force_terminal": True, "color_system": "truecolor"}, False),
-        ({"force_terminal": True, "color_system": "256"}, False),
-        ({"force_terminal": True, "color_system": "standard"}, True),
-        ({"force_terminal": True, "color_system": "truecolor", "no_color": True}, True),
-        ({"force_terminal": False}, True),
-    ],
-)
-def test_letters_stand_where_colours_cannot(options: dict[str, object], letters: bool) -> None:
-    assert ("F0F1" in drawn(plan(), **options)) is letters
+def test_colours_tell_ops_and_chunks_apart() -> None:
+    """Where the terminal has them; the letters are the same."""
+    interleaved = plan(p=2, v=2, m=2)
+    console = Console(file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor")
+    scale = scale_for(interleaved)
+    line = console.render(row(interleaved.timeline[0], scale, 0, scale.column(interleaved.makespan)))
+    colours = {s.style.bgcolor.name: s.text for s in line if s.style and s.style.bgcolor}
+    cells = [(fill(span.action, 2), label(span.action, 2)) for span in interleaved.timeline[0]]
+    assert colours == {colour: text.ljust(2 + 2 * (text[0] in "Bb"), "-") for colour, text in cells}
+    assert "F0F1" in drawn(plan(), force_terminal=True, color_system="truecolor", no_color=True)
 
 
 def test_every_op_and_chunk_has_its_own_colour() -> None:

@@ -15,8 +15,8 @@ from mlm.models.stage import Stage, split_layers
 from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, Span
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel
-from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, simulate, title
 from mlm.plan.report import label
+from mlm.plan.schedule import BubbleFormula, closed_bubble, rank_numbers, simulate, title
 from mlm.plan.shape import PlannedLayout
 from mlm.plan.terminal import NAMES
 from mlm.plan.timeline import drawing, legend, timeline
@@ -217,7 +217,7 @@ def draw_steps(
 
 
 def stage_rows(
-    plan: RunPlan, planned: Plan | None, formula: Formula, measured: "MeasuredStep | None"
+    plan: RunPlan, planned: Plan | None, formula: BubbleFormula, measured: "MeasuredStep | None"
 ) -> Iterator[list[str]]:
     """Yield the first stages' idle time as planned (by formula without a simulation) and as measured."""
     numbers = [] if planned is None else rank_numbers(planned)

@@ -10,7 +10,7 @@ from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import shape_context
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.memory import GIB, MemoryModel
-from mlm.plan.numbers import simulate
+from mlm.plan.schedule import simulate
 from mlm.plan.shape import PlannedLayout
 from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_memory, draw_schedule
 from mlm.tracking.page.runs import read_run
