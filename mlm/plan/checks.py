@@ -10,8 +10,7 @@ from mlm.models.checks import model_problem
 from mlm.models.family import SHIPPED
 from mlm.parallel.layout_checks import MAX_CPU_RANKS, TRAIN_RULES, Breach, Launch, LayoutRule, Settings
 from mlm.parallel.nearest_layout import layout_problems
-from mlm.plan.calibrate_config import PlanCalibrateConfig
-from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
+from mlm.plan.config import PlanCalibrateConfig, PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
 from mlm.plan.search import Broken, Query, layouts, query_of, settings, splits
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream, result_problems

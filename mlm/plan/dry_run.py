@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mlm.plan.dry_run_config import PlanDryRunConfig
+from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run_rank import DryRun, dry_run
 from mlm.plan.dry_run_report import record, show
 from mlm.util.errors import UserError

@@ -6,7 +6,7 @@ from mlm.data.blend_checks import blend_problems
 from mlm.launch.checks import problems_of
 from mlm.parallel.layout_checks import RANK_RULES, TRAIN_RULES, Launch
 from mlm.plan.checks import UNSPLIT_CONTEXT
-from mlm.plan.dry_run_config import PlanDryRunConfig
+from mlm.plan.config import PlanDryRunConfig
 from mlm.training.checks import SETTINGS_RULES
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream

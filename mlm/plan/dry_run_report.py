@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mlm.config.build import to_dict
-from mlm.plan.dry_run_config import PlanDryRunConfig
+from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, OPTIMIZER, RECOMPUTED, MessageType
 from mlm.plan.dry_run_rank import DryRun
 

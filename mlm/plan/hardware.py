@@ -129,6 +129,25 @@ def hardware_of(values: Mapping[str, Any]) -> HardwareConfig:
     return HardwareConfig(**{**values, "peak_tflops": peak, "efficiency": efficiency})
 
 
+def unmeasured(
+    name: str, device: Literal["gpu", "cpu"], devices_per_node: int, memory_gib: float, reserved_gib: float
+) -> HardwareConfig:
+    """Hardware of this machine of which nothing but the memory is known; each other number is 1."""
+    return HardwareConfig(
+        name=name,
+        device=device,
+        devices_per_node=devices_per_node,
+        memory_gib=memory_gib,
+        reserved_gib=reserved_gib,
+        memory_gbps=1.0,
+        node_gbps=1.0,
+        node_latency_us=1.0,
+        network_gbps=1.0,
+        network_latency_us=1.0,
+        is_calibrated=True,
+    )
+
+
 def preset(name: str) -> HardwareConfig:
     """A shipped choice of `hardware=`."""
     return hardware_of(yaml.safe_load((CONFIG_DIR / "hardware" / f"{name}.yaml").read_text("utf-8")))
