@@ -194,7 +194,7 @@ def calibrate(out: Path) -> Result:
 def predicted_time(case: Case, hardware: HardwareConfig, clock: str) -> float:
     """Seconds of a step; by the processors' clock those that an average rank computes."""
     layout = case.layout
-    shape = Shape.of(case.model, case.model.max_positions, layout.tp)
+    shape = Shape(case.model, case.model.max_positions, layout.tp)
     mine = hardware.for_ranks(layout.gpus) if case.threads > 1 else hardware
     step = CostModel(shape, mine, "fp32").step(layout)
     return step.total if clock == "wall" else step.total - step.parts["bubble"] - step.parts["pp"]

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mlm.models.config import ModelConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import HardwareConfig, preset
 from mlm.plan.shape import PlannedLayout, Shape
@@ -100,10 +101,11 @@ def read(name: str) -> list[dict[str, str]]:
 
 def gpt(row: dict[str, str], seq: int, vocab: int) -> Shape:
     """A GPT of Megatron-LM's tables."""
-    h = int(row["hidden"])
-    return Shape(
-        layers=int(row["layers"]), hidden=h, heads=int(row["heads"]), ffn=4 * h, seq=seq, vocab=vocab
+    layers, hidden, heads = (int(row[name]) for name in ("layers", "hidden", "heads"))
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_heads=heads, vocab_size=vocab, vocab_multiple=1
     )
+    return Shape(model, seq)
 
 
 def seconds_of(shape: Shape, layout: PlannedLayout, tflops: float, recompute: str) -> float:
@@ -185,7 +187,7 @@ def mcore() -> list[Row]:
         layout = PlannedLayout(
             tp=tp,
             pp=pp,
-            vp=shape.layers // pp if pp > 1 else 1,
+            vp=shape.model.num_layers // pp if pp > 1 else 1,
             dp=int(row["dp"]),
             sequence_parallel=tp > 1,
             zero=2,  # its distributed optimizer
@@ -197,16 +199,24 @@ def mcore() -> list[Row]:
     return rows
 
 
-LLAMA = {
-    "8B": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336},
-    "70B": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672},
-    "405B": {"layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248},
-}
+LLAMA = {"8B": (32, 4096, 32, 14336), "70B": (80, 8192, 64, 28672), "405B": (126, 16384, 128, 53248)}
+"""Layers, hidden size, heads and width of the MLP."""
 
 
 def llama(name: str, seq: int) -> Shape:
     """A Llama 3.1."""
-    return Shape(**LLAMA[name], gated=True, tied=False, seq=seq, vocab=128256)  # type: ignore[arg-type]
+    layers, hidden, heads, ffn = LLAMA[name]
+    model = ModelConfig(
+        kind="llama",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        ffn_hidden_size=ffn,
+        vocab_size=128256,
+        vocab_multiple=1,
+        options={"num_kv_heads": 8},
+    )
+    return Shape(model, seq)
 
 
 def torchtitan() -> list[Row]:

@@ -114,11 +114,12 @@ class ModelConfig:
         rows = self.vocab_size + self.token_types + (self.max_positions if sizes.learned_positions else 0)
         if self.head == "language_model" and not sizes.tied:
             rows += self.vocab_size
-        layers = self.num_layers * (self._layer_weights() + biases + norms)
+        layers = self.num_layers * (self.layer_weights + biases + norms)
         # one norm is after the layers, or after the embeddings with norm=post
         return rows * h + layers + one_norm + self.family.num_head_parameters(self)
 
-    def _layer_weights(self) -> int:
+    @property
+    def layer_weights(self) -> int:
         """Elements of a layer's matrices."""
         sizes = self.sizes
         attention = 2 * sizes.head_dim * (self.num_heads + sizes.kv_heads)
@@ -133,5 +134,5 @@ class ModelConfig:
         """
         width = self.num_heads * self.head_dim
         attention = 12 * self.num_layers * width * self.sizes.attended(seq_length)
-        layers = self.num_layers * self._layer_weights()
+        layers = self.num_layers * self.layer_weights
         return 6 * (layers + self.family.head_products(self, tp)) + attention

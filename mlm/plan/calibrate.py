@@ -98,7 +98,7 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | N
     base = memory_bytes(ctx.device) if ctx.device.type == "cpu" else 0
     measurements = Measurements(ctx, dtype, workload)
     timings = measure(ctx, measurements, config.max_waiting)
-    layer = Shape.of(measurements.model(1), measurements.workload.seq)
+    layer = Shape(measurements.model(1), measurements.workload.seq)
     hardware = fit(timings, layer, blank(config.name, ctx, base), dtype)
     if workload is None and (low := implausible(hardware)):
         raise UserError(

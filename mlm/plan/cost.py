@@ -95,7 +95,7 @@ class StepTime:
 
 
 class CostModel:
-    """Times of layouts of one shape on one hardware."""
+    """Times of layouts of one model on one hardware."""
 
     def __init__(
         self,
@@ -107,9 +107,10 @@ class CostModel:
         on_cpu = hardware.device == "cpu"
         software = software or (MLM_ON_CPU if on_cpu else MLM)
         self.shape, self.hardware, self.software = shape, hardware, software
+        self.model = shape.model
         self.peak = hardware.peak("bf16" if dtype == "fp8" else dtype)
         self.kernel_peak = hardware.peak(software.kernel_dtype or dtype)
-        self.unfused = on_cpu and shape.attention_dropout
+        self.unfused = on_cpu and shape.model.attention_dropout > 0
         self.element = ELEMENT_BYTES[dtype]
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
         self.overlaps = hardware.device == "gpu"
@@ -178,18 +179,18 @@ class CostModel:
         return self._layers[key]
 
     def _layer(self, layout: PlannedLayout) -> LayerTime:
-        shape, software, t = self.shape, self.software, layout.tp
-        rows, h = shape.seq * layout.micro_batch, shape.hidden
-        queries, ffn = shape.query_size // t, shape.ffn // t
-        qkv = queries + 2 * max(shape.kv_size // t, shape.head_dim)  # heads beyond t ranks are copies
+        shape, sizes, software, t = self.shape, self.shape.sizes, self.software, layout.tp
+        rows, h = shape.seq * layout.micro_batch, self.model.hidden_size
+        queries, ffn = shape.query_size // t, self.model.ffn_size // t
+        qkv = queries + 2 * sizes.kv_size(t)
         peak = self.kernel_peak
-        ups = 2 if shape.gated else 1
+        ups = 2 if sizes.gated else 1
         qkv_time = self.product(rows, h, qkv, peak=peak)
         up_time = self.product(rows, h, ups * ffn, peak=peak)
         rest = self.product(rows, queries, h, peak=peak) + self.product(rows, ffn, h, peak=peak)
         attention, attention_backward = self._attention(layout)
         split = t if layout.sequence_parallel else 1
-        branch = software.branch_passes + (software.dropout_passes if shape.hidden_dropout else 0)
+        branch = software.branch_passes + (software.dropout_passes if self.model.hidden_dropout else 0)
         passes = 2 * (software.norm_passes + branch) * h / split
         passes += (software.activation_passes + ups - 1) * ffn
         elementwise = self.elementwise(self.element * rows * passes)
@@ -225,8 +226,8 @@ class CostModel:
 
     def _attention(self, layout: PlannedLayout) -> tuple[float, float]:
         """Forward and backward of scores, softmax and values on one micro-batch."""
-        shape, batch = self.shape, layout.micro_batch * self.shape.heads // layout.tp
-        s, d = shape.seq, shape.head_dim
+        batch = layout.micro_batch * self.model.num_heads // layout.tp
+        s, d = self.shape.seq, self.shape.sizes.head_dim
         if self.unfused:
             constants = self.hardware.efficiency
             rate = self.peak * (constants.unfused_attention or constants.attention)
@@ -234,7 +235,8 @@ class CostModel:
             return forward, UNFUSED_BACKWARD * forward
         if self.software.fused_attention:
             constants = self.hardware.efficiency
-            work = 4 * batch * s * shape.attended * d / (2 if shape.causal else 1)
+            attended = self.shape.sizes.attended(s)
+            work = 4 * batch * s * attended * d / (2 if self.model.family.causal else 1)
             tile = s / (s + constants.matmul_half)
             forward = work / (self.peak * constants.attention * tile)
             forward = max(forward, self.traffic(4 * self.element * batch * s * d))
@@ -252,10 +254,10 @@ class CostModel:
 
     def _head(self, layout: PlannedLayout) -> tuple[float, float]:
         shape, t = self.shape, layout.tp
-        rows = max(1, round(shape.seq * layout.micro_batch * shape.scored))
-        product = self.product(rows, shape.hidden, max(shape.vocab // t, 1))
+        rows = max(1, round(shape.seq * layout.micro_batch * self.model.family.scored))
+        product = self.product(rows, self.model.hidden_size, max(shape.vocab // t, 1))
         passes = self.elementwise(LOGIT_BYTES * rows * shape.vocab / t)
-        size = self.element * shape.seq * layout.micro_batch * shape.hidden
+        size = self.element * shape.seq * layout.micro_batch * self.model.hidden_size
         communication = self.all_reduce(layout, size, t, 1) if t > 1 else 0.0
         if self.software.loss_in_forward:
             return 3 * product + passes, communication
@@ -289,7 +291,7 @@ class CostModel:
     def bound(self, layout: PlannedLayout) -> float:
         """A time that no step of this layout is below: the last rank's work, and the pipeline's two ramps."""
         layer, p, stages = self.layer(layout), layout.pp, layout.pp * layout.vp
-        counts = layer_counts(self.shape.layers, stages)
+        counts = layer_counts(self.model.num_layers, stages)
         head, ramp = sum(self.head(layout)), sum(counts[: p - 1])
         ramps = ramp * (layer.forward + layer.backward)
         if layout.pipeline == "zb_h1":  # weight gradients fill a part of them
@@ -302,10 +304,10 @@ class CostModel:
         """Cost of each stage (chunk) on one micro-batch."""
         layer = self.layer(layout)
         head, head_backward = self.head(layout)
-        boundary = self.element * self.shape.seq * layout.micro_batch * self.shape.hidden
+        boundary = self.element * self.shape.seq * layout.micro_batch * self.model.hidden_size
         embedding = self.traffic(4 * boundary) + self.all_reduce(layout, boundary, layout.tp, 1)
-        table = self.traffic(self.software.table_bytes * self.shape.vocab * self.shape.hidden / layout.tp)
-        counts = layer_counts(self.shape.layers, layout.pp * layout.vp)
+        table = self.traffic(self.software.table_bytes * self.shape.table / layout.tp)
+        counts = layer_counts(self.model.num_layers, layout.pp * layout.vp)
         forward, backward, weight = layer.forward, layer.backward, layer.weight_gradient
         last = len(counts) - 1
         stages = []
@@ -322,7 +324,7 @@ class CostModel:
         """Seconds that a boundary tensor takes to the next pipeline rank."""
         if layout.pp == 1:
             return 0.0
-        size = self.element * self.shape.seq * layout.micro_batch * self.shape.hidden
+        size = self.element * self.shape.seq * layout.micro_batch * self.model.hidden_size
         divided = layout.sequence_parallel or self.software.splits_transfers
         rate, latency = self.link(layout, layout.pp, layout.tp * layout.dp)
         node = self.hardware.devices_per_node
@@ -343,9 +345,9 @@ class CostModel:
         Of the pipeline rank that holds the token table: it has the most parameters and ends last.
         """
         shape, software, t, d = self.shape, self.software, layout.tp, layout.dp
-        layers = -(-shape.layers // layout.pp)
-        weights = (layers * shape.layer_weights + shape.vocab * shape.hidden) / t
-        weights += shape.vocab * shape.hidden / t if layout.pp == 1 and not shape.tied else 0
+        layers = -(-self.model.num_layers // layout.pp)
+        weights = (layers * shape.layer_weights + shape.table) / t
+        weights += shape.table / t if layout.pp == 1 and not shape.sizes.tied else 0
         hides = software.overlaps_dp and self.overlaps and layout.pipeline != "zb_h1"
         m, layer = layout.micro_batches, self.layer(layout)
         backward, forward = layers * layer.backward, layers * layer.forward
@@ -368,15 +370,15 @@ class CostModel:
                 gathers = exposed(gather, window_f, layers)
                 reduction = every * exposed(scatter, window_b if hides else 0.0, layers)
             optimizer = self.optimizer(weights / d)
-        if layout.pp > 1 and shape.tied:
+        if layout.pp > 1 and shape.sizes.tied:
             rate, latency = self.link(layout, 2, t * d * (layout.pp - 1))
-            reduction += latency + software.tied_bytes * shape.vocab * shape.hidden / t / rate
+            reduction += latency + software.tied_bytes * shape.table / t / rate
         return reduction, optimizer, gathers
 
     def _parts(self, layout: PlannedLayout) -> dict[str, float]:
         """Computation and exposed tensor-parallel communication of an average pipeline rank."""
         layer, m, p = self.layer(layout), layout.micro_batches, layout.pp
-        each = m * self.shape.layers / p
+        each = m * self.model.num_layers / p
         head, head_backward = self.head(layout)
         stages = self._stages(layout)
         whole = m * sum(cost.forward + cost.backward for cost in stages) / p

@@ -216,7 +216,7 @@ def record(
     config: PlanLayoutsConfig, query: Query, found: Found, rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """All of a search in values that JSON holds."""
-    shape = Shape.of(query.model, query.seq)
+    shape = Shape(query.model, query.seq)
     return {
         "format": FORMAT,
         "model": config.name,

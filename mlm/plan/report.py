@@ -50,7 +50,7 @@ class Numbers:
 def numbers(query: Query, planned: LayoutForecast, tokens: float | None, price: float | None) -> Numbers:
     """Numbers of one layout; days, energy and price for a number of tokens."""
     layout, seconds = planned.layout, planned.step.total
-    shape = Shape.of(query.model, query.seq, layout.tp)
+    shape = Shape(query.model, query.seq, layout.tp)
     rate = query.global_batch * query.seq / seconds
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
     model = shape.model_flops(query.global_batch) * per_gpu

@@ -120,7 +120,7 @@ class Models:
     def cost(self, tp: int) -> CostModel:
         """The time model of layouts of this tp."""
         if tp not in self._costs:
-            shape = Shape.of(self.query.model, self.query.seq, tp)
+            shape = Shape(self.query.model, self.query.seq, tp)
             self._costs[tp] = CostModel(shape, self.hardware, self.query.dtype)
         return self._costs[tp]
 

@@ -5,6 +5,7 @@ import csv
 from collections.abc import Mapping
 from typing import Any
 
+from mlm.models.config import ModelConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import preset
 from mlm.plan.shape import PlannedLayout, Shape
@@ -48,7 +49,10 @@ def planned(results: Results, name: str) -> Mapping[str, Any]:
 
 def gpt_shape(*, layers: int, hidden: int, heads: int, seq: int = 1024) -> Shape:
     """Return the shape of a GPT-2 with the papers' vocabulary."""
-    return Shape(layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, seq=seq, vocab=51200)
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_heads=heads, vocab_size=51200, vocab_multiple=1
+    )
+    return Shape(model, seq)
 
 
 def scaling_layout(tp: int, dp: int = 1) -> PlannedLayout:

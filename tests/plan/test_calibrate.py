@@ -9,6 +9,7 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.launch.config import DistConfig
+from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.calibrate import measure, on_rank, with_threads
@@ -59,8 +60,10 @@ TINY = Workload(
 PLAN = ["plan", "layouts", "model=gpt2_tiny", "gpus=1", "precision=fp32", "train.global_batch_size=8"]
 
 
-LAYER = Shape(layers=1, hidden=512, heads=8, ffn=2048, seq=256, vocab=1024)
-LAYER = replace(LAYER, hidden_dropout=False, attention_dropout=False)
+MODEL = ModelConfig(
+    num_layers=1, hidden_size=512, num_heads=8, vocab_size=1024, hidden_dropout=0.0, attention_dropout=0.0
+)
+LAYER = Shape(MODEL, 256)
 
 
 def times_of(hardware: HardwareConfig) -> list[Timing]:
@@ -120,9 +123,8 @@ def test_a_datasheets_peak_stays_and_the_share_of_it_is_measured() -> None:
 
 
 def test_a_link_that_no_message_filled_has_the_best_rate_seen() -> None:
-    falling = [
-        Timing("within", "send", (2, size), seconds) for size, seconds in ((1 << 10, 2e-3), (1 << 20, 1e-3))
-    ]
+    times = ((1 << 10, 2e-3), (1 << 20, 1e-3))
+    falling = [Timing("within", "send", (2, size), seconds) for size, seconds in times]
     latency, rate = fit_link(falling)
     assert latency == 0
     assert rate == pytest.approx((1 << 20) / 1e-3)
