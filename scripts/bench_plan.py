@@ -37,7 +37,6 @@ from mlm.models.config import ModelConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import HardwareConfig, hardware_of
 from mlm.plan.memory import MemoryModel
-from mlm.plan.report import label
 from mlm.plan.shape import PlannedLayout, Shape
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
@@ -82,7 +81,7 @@ class Case:
     def name(self) -> str:
         """Key in the results."""
         both = f" {self.threads} threads" if self.threads > 1 else ""
-        return f"{self.kind} {self.shape} {label(self.layout)}{both}"
+        return f"{self.kind} {self.shape} {self.layout.label}{both}"
 
     @property
     def words(self) -> str:

@@ -5,14 +5,13 @@ Bars are told apart by shade and hatching, so that they read without colour.
 
 from collections.abc import Sequence
 from io import BytesIO
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mlm.plan.memory import GIB
 from mlm.plan.memory import PARTS as MEMORY_PARTS
-from mlm.plan.report import TIME_COLUMNS, label
+from mlm.plan.report import TIME_COLUMNS, Row
 from mlm.plan.search import LayoutForecast
 from mlm.tracking.page.html import block, image, page, table
 from mlm.util.results import CREATOR
@@ -43,10 +42,10 @@ def draw(
     figure = Figure(figsize=(12, 2 * height + 3.0), dpi=110, layout="constrained", facecolor="white")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
     time, memory, against = figure.subplots(3, 1, height_ratios=(height, height, 3.0))
-    names = [label(planned.layout) for planned in found]
+    names = [planned.layout.label for planned in found]
     rows = [[sum(p.step.parts[name] for name in parts) for p in found] for _, parts in TIME_COLUMNS]
     bars(time, names, [heading for heading, _ in TIME_COLUMNS], rows, "seconds per step")
-    sizes = [[planned.peak.parts[part] / GIB for planned in found] for part in MEMORY_PARTS]
+    sizes = [[planned.memory.parts[part] / GIB for planned in found] for part in MEMORY_PARTS]
     bars(memory, names, MEMORY_PARTS, sizes, "GiB of the fullest GPU", limit=capacity / GIB)
     draw_batches(against, batches, capacity, names[0])
     file = BytesIO()
@@ -117,7 +116,7 @@ def frame(axes: Axes, unit: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def layouts_page(title: str, picture: bytes, rows: Sequence[dict[str, Any]], lines: Sequence[str]) -> bytes:
+def layouts_page(title: str, picture: bytes, rows: Sequence[Row], lines: Sequence[str]) -> bytes:
     """Return a page without anything to load: the picture, every number, and lines below them."""
     columns = (
         ("layout", "layout", str),

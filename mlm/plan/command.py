@@ -3,6 +3,7 @@
 from mlm.config.command import Command
 from mlm.plan.checks import (
     check_plan_calibrate,
+    check_plan_dry_run,
     check_plan_layouts,
     check_plan_memory,
     check_plan_schedule,
@@ -14,7 +15,6 @@ from mlm.plan.config import (
     PlanMemoryConfig,
     PlanScheduleConfig,
 )
-from mlm.plan.dry_run_checks import check_plan_dry_run
 from mlm.plan.hardware import this_machine
 
 HARDWARE_FILES = {"hardware=this": this_machine}

@@ -18,6 +18,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED
 from mlm.models.stage import Stage, parameter_home, split_layers
 from mlm.plan.cost import ELEMENT_BYTES
+from mlm.plan.hardware import HardwareConfig
 from mlm.plan.shape import PlannedLayout
 
 GIB = 2**30
@@ -110,6 +111,11 @@ class MemoryModel:
         self.casts = self.element < 4
         self._parts: dict[int, dict[int | str, list[Part]]] = {}
         self._held: dict[tuple[object, ...], Held] = {}
+
+    @classmethod
+    def on(cls, hardware: HardwareConfig, model: ModelConfig, seq: int, dtype: str) -> "MemoryModel":
+        """Memory of layouts on this hardware."""
+        return cls(model, seq, dtype, device=hardware.device, reserved=hardware.reserved_gib * GIB)
 
     def peak(self, layout: PlannedLayout, stage_rank: int = 0, dp_rank: int = 0) -> DeviceMemory:
         """The peak of a device on pipeline rank `stage_rank` and data-parallel rank `dp_rank`."""

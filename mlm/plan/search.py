@@ -6,8 +6,8 @@ best are found without simulating the rest: the result is that of simulating all
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -40,10 +40,6 @@ class Query:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of PlannedLayout that are not searched, with their values."""
 
-    def replaced(self, **changes: Any) -> "Query":
-        """The query with other values."""
-        return Query(**{**self.__dict__, **changes})
-
     @property
     def memory_bytes(self) -> float:
         """Memory of a device."""
@@ -72,12 +68,29 @@ class LayoutForecast:
 
     layout: PlannedLayout
     step: StepTime
-    peak: DeviceMemory
+    memory: DeviceMemory
+
+
+class Rejections:
+    """The number of layouts that each rule rejected, and the first of them as an example."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[LayoutRule]()
+        self.first: dict[LayoutRule, str] = {}
+
+    def add(self, rule: LayoutRule, breach: Breach) -> None:
+        """Count a layout."""
+        self.counts[rule] += 1
+        self.first.setdefault(rule, breach.why)
+
+    def examples(self) -> list[tuple[str, int]]:
+        """An example of each rule, and how many layouts it rejected; the most frequent first."""
+        return [(self.first[rule], count) for rule, count in self.counts.most_common()]
 
 
 @dataclass
-class Found:
-    """The result of a search."""
+class SearchResult:
+    """The best layouts, and what became of the others."""
 
     best: list[LayoutForecast]
     """Fastest first."""
@@ -85,25 +98,8 @@ class Found:
     """Valid layouts."""
     too_large: list[tuple[PlannedLayout, float]]
     """Layouts faster than the slowest of `best` that do not fit, with the bytes that they lack."""
-    broken: "Broken"
+    rejections: Rejections
     """Layouts that the rules do not allow."""
-
-
-class Broken:
-    """The number of layouts that each rule rejected, and the first of them as an example."""
-
-    def __init__(self) -> None:
-        self.counts = Counter[LayoutRule]()
-        self.examples: dict[LayoutRule, str] = {}
-
-    def add(self, rule: LayoutRule, breach: Breach) -> None:
-        """Count a layout."""
-        self.counts[rule] += 1
-        self.examples.setdefault(rule, breach.why)
-
-    def reasons(self) -> list[tuple[str, int]]:
-        """An example of each rule, and how many layouts it rejected; the most frequent first."""
-        return [(self.examples[rule], count) for rule, count in self.counts.most_common()]
 
 
 class Models:
@@ -112,9 +108,7 @@ class Models:
     def __init__(self, query: Query) -> None:
         self.query = query
         self.hardware = hardware = query.hardware.for_ranks(query.gpus)
-        self.memory = MemoryModel(
-            query.model, query.seq, query.dtype, device=hardware.device, reserved=hardware.reserved_gib * GIB
-        )
+        self.memory = MemoryModel.on(hardware, query.model, query.seq, query.dtype)
         self._costs: dict[int, CostModel] = {}
 
     def cost(self, tp: int) -> CostModel:
@@ -124,7 +118,7 @@ class Models:
             self._costs[tp] = CostModel(shape, self.hardware, self.query.dtype)
         return self._costs[tp]
 
-    def planned(self, layout: PlannedLayout) -> LayoutForecast:
+    def forecast(self, layout: PlannedLayout) -> LayoutForecast:
         """A layout with its step and its memory."""
         return LayoutForecast(layout, self.cost(layout.tp).step(layout), self.memory.worst(layout))
 
@@ -133,10 +127,12 @@ class Models:
         return self.memory.worst(layout).total - self.query.memory_bytes
 
 
-def search(query: Query, most: int = 10) -> Found:
-    """The fastest layouts that fit."""
-    models, broken = Models(query), Broken()
-    valid = list(layouts(query, broken))
+def search(
+    query: Query, most: int = 10, belongs: Callable[[PlannedLayout], bool] = lambda _: True
+) -> SearchResult:
+    """The fastest layouts that fit, of those that belong to a class."""
+    models, rejections = Models(query), Rejections()
+    valid = [layout for layout in layouts(query, rejections) if belongs(layout)]
     ordered = sorted((models.cost(layout.tp).bound(layout), n) for n, layout in enumerate(valid))
     best: list[LayoutForecast] = []
     too_large: list[tuple[PlannedLayout, float]] = []
@@ -147,32 +143,32 @@ def search(query: Query, most: int = 10) -> Found:
         if (lacks := models.lacks(layout)) > 0:
             too_large.append((layout, lacks))
             continue
-        best.append(models.planned(layout))
-        best.sort(key=lambda planned: (planned.step.total, planned.peak.total))
-    return Found(best[:most], len(valid), too_large, broken)
+        best.append(models.forecast(layout))
+        best.sort(key=lambda forecast: (forecast.step.total, forecast.memory.total))
+    return SearchResult(best[:most], len(valid), too_large, rejections)
 
 
-def layouts(query: Query, broken: Broken | None = None) -> Iterator[PlannedLayout]:
+def layouts(query: Query, rejections: Rejections | None = None) -> Iterator[PlannedLayout]:
     """Every layout that the rules allow, each once: settings without effect stay at their defaults."""
     launch = Launch(query.gpus, None)
-    for choice in splits(query, broken):
+    for choice in splits(query, rejections):
         values = settings(query, choice)
         for layout in _batches(query, choice):
             values["train.micro_batch_size"] = layout.micro_batch
             if breach := _breach(BATCH_RULES, values, launch):
-                if broken is not None:
-                    broken.add(*breach)
+                if rejections is not None:
+                    rejections.add(*breach)
                 continue
             yield layout
 
 
-def splits(query: Query, broken: Broken | None = None) -> Iterator[dict[str, Any]]:
+def splits(query: Query, rejections: Rejections | None = None) -> Iterator[dict[str, Any]]:
     """Fields of layouts without their batches, as the rules allow for some batch."""
     launch = Launch(query.gpus, None)
     for choice in _splits(query):
         if breach := _breach(SPLIT_RULES, settings(query, choice), launch):
-            if broken is not None:
-                broken.add(*breach)
+            if rejections is not None:
+                rejections.add(*breach)
             continue
         yield choice
 
@@ -261,23 +257,23 @@ def least_gpus(query: Query) -> int | None:
     node = query.hardware.devices_per_node
     few = [n for n in range(1, node) if node % n == 0]
     most = node
-    while most <= MOST_NODES and not _fits(query.replaced(gpus=most)):
+    while most <= MOST_NODES and not _fits(replace(query, gpus=most)):
         most *= 2
     if most > MOST_NODES:
         return None
     least = most // 2 if most > node else 0
     tried = few if most == node else range(least + node, most, max(node, most // 64 // node * node))
-    return next((n for n in tried if _fits(query.replaced(gpus=n))), most)
+    return next((n for n in tried if _fits(replace(query, gpus=n))), most)
 
 
 def _fits(query: Query) -> bool:
     """True if a layout fits, looking at those that save most memory; any batch that its replicas divide."""
     models = Models(query)
     saving = {"recompute": "full", "zero_reduce": "every", "pipeline": "1f1b", "vp": 1, "micro_batch": 1}
-    for choice in _splits(query.replaced(fixed={**saving, **query.fixed})):
+    for choice in _splits(replace(query, fixed={**saving, **query.fixed})):
         dp = choice["dp"]
-        each = query.replaced(
-            global_batch=dp * max(1, query.global_batch // dp), fixed={**saving, **query.fixed}
+        each = replace(
+            query, global_batch=dp * max(1, query.global_batch // dp), fixed={**saving, **query.fixed}
         )
         if _breach(TRAIN_RULES, settings(each, choice), Launch(query.gpus, None)):
             continue

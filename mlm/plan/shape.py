@@ -14,9 +14,7 @@ from mlm.parallel.config import ParallelConfig
 
 Schedule = Literal["1f1b", "gpipe", "zb_h1"]
 Recompute = Literal["none", "selective", "full"]
-SETTING_NAMES = {"micro_batch": "train.micro_batch_size", "global_batch": "train.global_batch_size"}
-"""Settings of `mlm pretrain` for fields of a layout whose name is another."""
-ALWAYS_SET = ("tp", "pp", "dp", *SETTING_NAMES)
+ALWAYS_SET = ("tp", "pp", "dp", "micro_batch", "global_batch")
 """Fields of a layout that are named at their defaults too."""
 
 
@@ -119,11 +117,32 @@ class PlannedLayout:
         """m: micro-batches of a replica in a step."""
         return self.global_batch // (self.dp * self.micro_batch)
 
+    @property
+    def label(self) -> str:
+        """The layout in few words: `tp8 pp4 vp2 dp16 sp zero2 full mb4`."""
+        words = [f"tp{self.tp}", f"pp{self.pp}"]
+        words += [f"vp{self.vp}"] if self.vp > 1 else []
+        words += [f"dp{self.dp}"]
+        words += ["sp"] if self.sequence_parallel else []
+        words += [self.pipeline] if self.pipeline != "1f1b" else []
+        words += [f"zero{self.zero}"] if self.zero else []
+        words += ["every"] if self.zero_reduce == "every" else []
+        words += [self.recompute] if self.recompute != "none" else []
+        return " ".join([*words, f"mb{self.micro_batch}"])
+
     def settings(self) -> dict[str, object]:
         """Settings of `mlm pretrain` that give this layout; those at their defaults left out."""
-        chosen = ((each, getattr(self, each.name)) for each in fields(self))
+        changed = self.settings_changed_from(PlannedLayout())
         return {
-            SETTING_NAMES.get(each.name, each.name): value
-            for each, value in chosen
-            if value != each.default or each.name in ALWAYS_SET
+            key: getattr(self, name) for name, key in SETTINGS.items() if key in changed or name in ALWAYS_SET
         }
+
+    def settings_changed_from(self, other: "PlannedLayout") -> dict[str, object]:
+        """Settings in which this layout differs from another, with its values."""
+        values = ((key, getattr(self, name), getattr(other, name)) for name, key in SETTINGS.items())
+        return {key: mine for key, mine, others in values if mine != others}
+
+
+BATCH_NAMES = {"micro_batch": "train.micro_batch_size", "global_batch": "train.global_batch_size"}
+SETTINGS = {each.name: BATCH_NAMES.get(each.name, each.name) for each in fields(PlannedLayout)}
+"""Settings of `mlm pretrain` by the field of a layout."""

@@ -90,7 +90,7 @@ def test_pipeline_too_wide_for_any_micro_batch_has_another_remedy() -> None:
 )
 def test_unknown_ending_gets_the_nearest(out: str, remedy: str) -> None:
     assert problems_of(f"out='{out}'") == [
-        f"out={out} must end in .svg, .png, .html or .json; use out={remedy}"
+        f"out={out} must end in .svg or .png or .html or .json; use out={remedy}"
     ]
 
 

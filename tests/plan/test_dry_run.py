@@ -17,9 +17,9 @@ from rich.console import Console
 
 from mlm.config.cli.compose import load_config
 from mlm.parallel.mesh import shape_context
+from mlm.plan.checks import check_plan_dry_run
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run import run
-from mlm.plan.dry_run_checks import check_plan_dry_run
 from mlm.plan.dry_run_memory import ACTIVATIONS, GRADIENTS, PARTS, STATE, TABLES, VOCABULARY, WEIGHTS
 from mlm.plan.dry_run_meter import IN_ATTENTION, MessageType
 from mlm.plan.dry_run_rank import DryRun, dry_run

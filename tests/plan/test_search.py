@@ -41,8 +41,8 @@ def test_best_layouts_equal_those_of_brute_force(
 ) -> None:
     asked = query(model, gpus, batch, fixed=fixed)
     models = Models(asked)
-    tried = [models.planned(layout) for layout in layouts(asked)]
-    fitting = sorted(p.step.total for p in tried if p.peak.total <= asked.memory_bytes)
+    tried = [models.forecast(layout) for layout in layouts(asked)]
+    fitting = sorted(p.step.total for p in tried if p.memory.total <= asked.memory_bytes)
     found = search(asked, most=10)
     assert found.candidates == len(tried)
     assert [p.step.total for p in found.best] == pytest.approx(fitting[:10], rel=1e-12)
@@ -117,7 +117,7 @@ def test_a_smaller_memory_gives_no_faster_layout() -> None:
         hardware = replace(preset("dgx_a100_80g"), memory_gib=gib)
         found = search(query(LARGE, 16, 64, hardware=hardware))
         times.append(found.best[0].step.total)
-        assert all(p.peak.total <= gib * GIB for p in found.best)
+        assert all(p.memory.total <= gib * GIB for p in found.best)
     assert times == sorted(times, reverse=True)
 
 
@@ -129,7 +129,7 @@ def test_the_least_number_of_gpus_holds_the_model_and_one_node_less_does_not() -
     least = least_gpus(asked)
     assert least is not None
     assert least % 8 == 0
-    assert search(asked.replaced(gpus=least, global_batch=least * 12), most=1).best
-    fewer = asked.replaced(gpus=least - 8, global_batch=(least - 8) * 12)
+    assert search(replace(asked, gpus=least, global_batch=least * 12), most=1).best
+    fewer = replace(asked, gpus=least - 8, global_batch=(least - 8) * 12)
     assert not search(fewer, most=1).best
     assert gcd(least, 8) == 8

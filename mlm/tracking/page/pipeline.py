@@ -15,7 +15,6 @@ from mlm.models.stage import Stage, split_layers
 from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, Span
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel
-from mlm.plan.report import label
 from mlm.plan.schedule import BubbleFormula, closed_bubble, rank_numbers, simulate, title
 from mlm.plan.shape import PlannedLayout
 from mlm.plan.terminal import NAMES
@@ -118,7 +117,7 @@ class RunPlan:
     def name(self) -> str:
         """The layout in a few words."""
         if self.layout is not None:
-            return label(self.layout)
+            return self.layout.label
         words = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1] or ["one rank"]
         return " ".join(words) + (f" vp={self.size('vp')} {self.schedule}" if self.sizes["pp"] > 1 else "")
 
