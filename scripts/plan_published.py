@@ -23,12 +23,34 @@ from mlm.models.config import ModelConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import HardwareConfig, preset
 from mlm.plan.shape import PlannedLayout, Shape
-from mlm.plan.software import MEGATRON_2019, MEGATRON_2021, Software
+from mlm.plan.software import Software
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "scripts/results/published"
 RESULTS = ROOT / "scripts/results/plan_published.json"
 
+MEGATRON_2019 = Software(
+    fused_attention=False,
+    score_passes=9,  # scale, mask, softmax and dropout, each a kernel
+    branch_passes=7.5,
+    activation_passes=4,
+    weight_bytes=6,
+    gathered_weight_bytes=6,  # fp16 weights and gradients
+    optimizer_bytes=40,
+    gradient_bytes=2,
+    tied_bytes=2,
+    overlaps_tp=False,
+    loss_in_forward=False,
+)
+"""Megatron-LM of arXiv:1909.08053."""
+MEGATRON_2021 = replace(
+    MEGATRON_2019,
+    score_passes=4.5,  # scale, mask and softmax in one kernel; dropout
+    branch_passes=3.5,  # bias, dropout and addition in one
+    activation_passes=2,
+    splits_transfers=True,
+)
+"""Megatron-LM of arXiv:2104.04473."""
 MCORE = Software(
     branch_passes=3.5,
     gathered_weight_bytes=8,  # gradients are added in the product's epilogue

@@ -1,6 +1,6 @@
 """Habits of training programs that change a step's time."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,25 +65,3 @@ MLM_ON_CPU = Software(
     overlaps_dp=False,
 )
 """This toolkit on CPUs: the ratios of its kernels; `EfficiencyConfig.elementwise` has their speed."""
-MEGATRON_2019 = Software(
-    fused_attention=False,
-    score_passes=9,  # scale, mask, softmax and dropout, each a kernel
-    branch_passes=7.5,
-    activation_passes=4,
-    weight_bytes=6,
-    gathered_weight_bytes=6,  # fp16 weights and gradients
-    optimizer_bytes=40,
-    gradient_bytes=2,
-    tied_bytes=2,
-    overlaps_tp=False,
-    loss_in_forward=False,
-)
-"""Megatron-LM of arXiv:1909.08053."""
-MEGATRON_2021 = replace(
-    MEGATRON_2019,
-    score_passes=4.5,  # scale, mask and softmax in one kernel; dropout
-    branch_passes=3.5,  # bias, dropout and addition in one
-    activation_passes=2,
-    splits_transfers=True,
-)
-"""Megatron-LM of arXiv:2104.04473."""

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from plan_published import MEGATRON_2021
+
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import preset
 from mlm.plan.shape import PlannedLayout
-from mlm.plan.software import MEGATRON_2021
 from reproduce.counts import Case, sent_bytes
 from reproduce.experiment import Cell, Conclusion, Experiment, Settings, Step, Table, Verdict
 from reproduce.plans import A100, gpt_shape, layout_step, planned, published_rows

@@ -5,11 +5,12 @@ import csv
 from collections.abc import Mapping
 from typing import Any
 
+from plan_published import MEGATRON_2019
+
 from mlm.models.config import ModelConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import preset
 from mlm.plan.shape import PlannedLayout, Shape
-from mlm.plan.software import MEGATRON_2019
 from reproduce.experiment import SCRIPTS, Step
 from reproduce.results import Results
 
