@@ -20,10 +20,9 @@ from statistics import fmean
 from typing import Any
 
 from mlm.models.config import ModelConfig
-from mlm.plan.cost import CostModel
+from mlm.plan.cost import CostModel, Software
 from mlm.plan.hardware import HardwareConfig, preset
 from mlm.plan.shape import PlannedLayout, Shape
-from mlm.plan.software import Software
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "scripts/results/published"

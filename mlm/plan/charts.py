@@ -31,23 +31,17 @@ LOOKS = (
 """Fill and hatching of the parts of a bar, neighbours far apart in lightness."""
 
 
-def draw(
-    found: Sequence[LayoutForecast],
-    title: str,
-    capacity: float,
-    batches: Sequence[tuple[int, float]],
-) -> bytes:
-    """The picture as PNG: time and memory of each layout, and memory against the micro-batch of the best."""
+def draw(found: Sequence[LayoutForecast], title: str, capacity: float) -> bytes:
+    """The picture as PNG: time and memory of each layout."""
     height = 0.34 * len(found) + 1.5
-    figure = Figure(figsize=(12, 2 * height + 3.0), dpi=110, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(12, 2 * height), dpi=110, layout="constrained", facecolor="white")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
-    time, memory, against = figure.subplots(3, 1, height_ratios=(height, height, 3.0))
+    time, memory = figure.subplots(2, 1)
     names = [planned.layout.label for planned in found]
     rows = [[sum(p.step.parts[name] for name in parts) for p in found] for _, parts in TIME_COLUMNS]
     bars(time, names, [heading for heading, _ in TIME_COLUMNS], rows, "seconds per step")
     sizes = [[planned.memory.parts[part] / GIB for planned in found] for part in MEMORY_PARTS]
     bars(memory, names, MEMORY_PARTS, sizes, "GiB of the fullest GPU", limit=capacity / GIB)
-    draw_batches(against, batches, capacity, names[0])
     file = BytesIO()
     figure.savefig(file, format="png", metadata={"Software": CREATOR})
     return file.getvalue()
@@ -93,19 +87,6 @@ def bars(
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
     frame(axes, unit)
-
-
-def draw_batches(axes: Axes, batches: Sequence[tuple[int, float]], capacity: float, name: str) -> None:
-    """Memory of the best layout at other micro-batches, with the device's limit."""
-    sizes = [size / GIB for _, size in batches]
-    axes.plot([batch for batch, _ in batches], sizes, color=LOOKS[0][0], marker="o", linewidth=1.5)
-    axes.axhline(capacity / GIB, color=INK, linestyle="--", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([batch for batch, _ in batches], [str(batch) for batch, _ in batches])
-    axes.minorticks_off()
-    axes.set_ylim(0, min(max(*sizes, capacity / GIB) * 1.1, 3 * capacity / GIB))
-    axes.set_ylabel("GiB", fontsize=8, color=INK)
-    frame(axes, f"micro-batch size of layout 1 ({name}); the line is the GPU's memory")
 
 
 def frame(axes: Axes, unit: str) -> None:

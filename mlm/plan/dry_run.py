@@ -1,7 +1,7 @@
 """`mlm plan dry-run`: run a step of any rank of any layout here, on meta tensors, and show its counts."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def show(found: DryRun, config: PlanDryRunConfig, screen: Screen) -> None:
     screen.print(SCOPE)
 
 
-def show_table(screen: Screen, title: str, columns: Iterable[str], rows: list[tuple[str, ...]]) -> None:
+def show_table(screen: Screen, title: str, columns: Iterable[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table if it has rows."""
     made = table(title, *columns)
     for row in rows:

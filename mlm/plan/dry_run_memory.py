@@ -1,9 +1,7 @@
 """A log of allocations and releases, and what lay in memory when it was fullest."""
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 WEIGHTS, CASTS, GRADIENTS, STATE = "weights", "weights in the compute dtype", "gradients", "optimizer state"
 ACTIVATIONS, AGAIN, VOCABULARY = "activations", "recomputed activations", "vocabulary projection"
@@ -42,7 +40,6 @@ class Allocation:
     """True for hidden states that were received, once they are used."""
     is_transported: bool = False
     """True if it was sent, received, gathered or scattered."""
-    watch: "weakref.ref[Any] | None" = None
 
     @property
     def purpose(self) -> str:
@@ -85,30 +82,20 @@ class Log:
     """(block, change of memory in bytes)."""
     pass_begin: int = 0
     """Number of events before the forward pass under way."""
-    is_over: bool = False
-    """True if what comes is no longer noted."""
 
     def allocated(self, key: int, block: Allocation) -> None:
         """Note an allocation."""
         self.live[key] = block
-        if not self.is_over:
-            self.events.append((block, block.size))
+        self.events.append((block, block.size))
 
     def freed(self, key: int, block: Allocation) -> None:
         """Note a release."""
         if self.live.get(key) is block:
             del self.live[key]
-            if not self.is_over:
-                self.events.append((block, -block.size))
-
-    def stop(self) -> None:
-        """Note nothing more."""
-        self.is_over = True
+            self.events.append((block, -block.size))
 
     def begin_pass(self, backward: str) -> None:
         """Begin a forward pass: what backward passes left until now are gradients that are added up."""
-        if self.is_over:
-            return
         self.pass_begin = len(self.events)
         self.tag_left(backward, GRADIENTS)
 
@@ -120,8 +107,6 @@ class Log:
 
     def end_pass(self) -> None:
         """End it: what it made and is still there waits for backward."""
-        if self.is_over:
-            return
         live = {id(block) for block in self.live.values()}
         for block, change in self.events[self.pass_begin :]:
             if change > 0 and block.phase == "forward" and id(block) in live:

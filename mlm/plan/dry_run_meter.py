@@ -217,7 +217,7 @@ class Meter(TorchDispatchMode):
         key, log = storage._cdata, self.log
         block = Allocation(storage.nbytes(), self.now(), self.labels.now())
         log.allocated(key, block)
-        block.watch = weakref.ref(storage, lambda _: log.freed(key, block))
+        weakref.finalize(storage, log.freed, key, block).atexit = False
 
     def block_of(self, tensor: Tensor) -> Allocation | None:
         """The block that a tensor lies in; None on other devices."""

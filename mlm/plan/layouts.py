@@ -1,10 +1,8 @@
 """`mlm plan layouts`: the fastest layouts of a model on a number of GPUs that fit."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from mlm.config.suggest import divisors
 from mlm.plan.config import PlanLayoutsConfig
 from mlm.plan.memory import MemoryModel, gib
 from mlm.plan.report import (
@@ -20,7 +18,7 @@ from mlm.plan.report import (
     time_caution,
     wide_screen,
 )
-from mlm.plan.search import LayoutForecast, Models, Query, SearchResult, least_gpus, query_of, search
+from mlm.plan.search import LayoutForecast, Query, SearchResult, least_gpus, query_of, search
 from mlm.plan.shape import PlannedLayout, Shape
 from mlm.util.errors import UserError, format_settings
 from mlm.util.results import target_name, write_result
@@ -161,7 +159,7 @@ def write(config: PlanLayoutsConfig, query: Query, result: SearchResult, rows: S
         from mlm.plan.charts import draw, layouts_page  # matplotlib takes half a second to import
 
         words = title(config, query)
-        picture = draw(result.best, words, query.memory_bytes, against_batches(query, best.layout))
+        picture = draw(result.best, words, query.memory_bytes)
         lines = [footnote(result), *notes(query, best)]
         lines += reasons(query, result) if config.why else [limits(best)]
         lines += ["", command_line(config, best.layout)]
@@ -183,11 +181,3 @@ def write(config: PlanLayoutsConfig, query: Query, result: SearchResult, rows: S
         "layouts": rows,
     }
     write_result(config.out, values)
-
-
-def against_batches(query: Query, layout: PlannedLayout) -> list[tuple[int, float]]:
-    """Memory of a layout at each micro-batch that its replicas can have."""
-    memory, each = Models(query).memory, layout.global_batch // layout.dp
-    layouts = (replace(layout, micro_batch=size) for size in divisors(each))
-    valid = [other for other in layouts if layout.vp == 1 or other.micro_batches % layout.pp == 0]
-    return [(other.micro_batch, memory.worst(other).total) for other in valid]

@@ -110,7 +110,7 @@ class MemoryModel:
         self.master = max(4, self.element)
         self.casts = self.element < 4
         self._parts: dict[int, dict[int | str, list[Part]]] = {}
-        self._held: dict[tuple[object, ...], Held] = {}
+        self._held: dict[tuple[object, ...], HeldParameters] = {}
 
     @classmethod
     def on(cls, hardware: HardwareConfig, model: ModelConfig, seq: int, dtype: str) -> "MemoryModel":
@@ -120,7 +120,7 @@ class MemoryModel:
     def peak(self, layout: PlannedLayout, stage_rank: int = 0, dp_rank: int = 0) -> DeviceMemory:
         """The peak of a device on pipeline rank `stage_rank` and data-parallel rank `dp_rank`."""
         held = self.held(layout, stage_rank, dp_rank)
-        moving = Moving(self, layout, stage_rank, held)
+        moving = StepMemory(self, layout, stage_rank, held)
         begins, ends = moving.backward_begins(), moving.optimizer_steps()
         moment = "backward" if sum(begins.values()) >= sum(ends.values()) else "optimizer"
         parts = begins if moment == "backward" else ends
@@ -140,7 +140,7 @@ class MemoryModel:
         """The chunks of a pipeline rank."""
         return list(_stages(self.model.num_layers, layout.pp * layout.vp)[stage_rank :: layout.pp])
 
-    def held(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> "Held":
+    def held(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> "HeldParameters":
         """Elements of parameters of one device."""
         key = (
             layout.tp,
@@ -155,7 +155,7 @@ class MemoryModel:
             self._held[key] = self._count(layout, stage_rank, dp_rank)
         return self._held[key]
 
-    def _count(self, layout: PlannedLayout, stage_rank: int, dp_rank: int) -> "Held":
+    def _count(self, layout: PlannedLayout, stage_rank: int, dp_rank: int) -> "HeldParameters":
         if layout.tp not in self._parts:
             self._parts[layout.tp] = parameter_parts(self.model, layout.tp)
         homes = self._parts[layout.tp]
@@ -169,7 +169,7 @@ class MemoryModel:
                 ends += [part for part in homes["first"] if part.name == TABLE]
         parts = [*chain(*layers), *ends]
         whole = sum(part.size for part in parts)
-        return Held(
+        return HeldParameters(
             parameters=sum(part.share(dp_rank, layout.dp) for part in parts) if layout.zero else whole,
             whole=whole,
             tensors=len(parts),
@@ -185,11 +185,11 @@ def _stages(layers: int, stages: int) -> tuple[Stage, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldParameters:
     """Elements of parameters on one device."""
 
     parameters: int
-    """Held: of sharded ones this rank's rows."""
+    """Of sharded ones this rank's rows."""
     whole: int
     """Of the tensor-parallel part, before sharding over dp."""
     tensors: int
@@ -200,10 +200,12 @@ class Held:
     layers: int
 
 
-class Moving:
+class StepMemory:
     """The memory that comes and goes in a step, on one device of a layout."""
 
-    def __init__(self, memory: MemoryModel, layout: PlannedLayout, stage_rank: int, held: Held) -> None:
+    def __init__(
+        self, memory: MemoryModel, layout: PlannedLayout, stage_rank: int, held: HeldParameters
+    ) -> None:
         self.memory, self.layout, self.stage_rank, self.held = memory, layout, stage_rank, held
         self.e, self.h, self.t = memory.element, memory.model.hidden_size, layout.tp
         self.f = memory.model.ffn_size // layout.tp

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from mlm.parallel.pipeline.actions import Action, Plan, Span
-from mlm.plan.terminal import fill, ink, op_names
+from mlm.plan.drawing import fill, ink, op_names
 from mlm.util.results import CREATOR
 
 IDLE, INK = "#e8e8e8", "#333333"

@@ -8,9 +8,8 @@ from typing import Any
 from mlm.parallel.pipeline.actions import Action, Cost, Instruction, Plan, Receive, Send
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.plan import terminal
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.timeline import timeline
+from mlm.plan.drawing import draw, svg_timeline
 from mlm.tracking.page import html
 from mlm.util.errors import writing_to
 from mlm.util.results import target_name, write_result
@@ -63,7 +62,7 @@ def run(config: PlanScheduleConfig) -> Plan:
     """
     plan, screen = simulate(config), console()
     screen.print(f"{title(config)}\n")
-    terminal.draw(plan, screen)
+    draw(plan, screen)
     show_numbers(plan, closed_bubble(config), screen)
     if config.out is not None:
         write(plan, config, Path(config.out))
@@ -161,7 +160,7 @@ def schedule_page(plan: Plan, config: PlanScheduleConfig) -> bytes:
     large = f"{count:,} computations are too many to draw here; out=schedule.svg draws all."
     words = f"Bubble {plan.bubble:.2%} of the ideal time; {closed_bubble(config).compared(plan.bubble)}. "
     words += f"Makespan {plan.makespan:.6g}. Numbers in the drawing are micro-batches."
-    drawn = timeline(plan) if count <= MOST_DRAWN else html.paragraph(large)
+    drawn = svg_timeline(plan) if count <= MOST_DRAWN else html.paragraph(large)
     rows = [(f"P{numbers.rank}", *numbers.cells[1:]) for numbers in rank_numbers(plan)]
     parts = [
         ("schedule", "Schedule", html.paragraph(words) + drawn),

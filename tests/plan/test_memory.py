@@ -19,7 +19,7 @@ from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import parameter_shards
-from mlm.plan.memory import MemoryModel, Moving, in_flight
+from mlm.plan.memory import MemoryModel, StepMemory, in_flight
 from mlm.plan.shape import PlannedLayout
 from mlm.training.pipelined import PipelinedModel
 from tests.ranks import run_on_ranks
@@ -122,7 +122,7 @@ def test_a_layer_keeps_the_activations_that_are_predicted(
         tp=tp, sequence_parallel=sequence_parallel and tp > 1, micro_batch=2, global_batch=2
     )
     memory = MemoryModel(model, 128, name)
-    predicted = Moving(memory, layout, 0, memory.held(layout, 0))._kept
+    predicted = StepMemory(memory, layout, 0, memory.held(layout, 0))._kept
     layer = TransformerLayer(model, layer=0, tp=Axis("tp", 0, tp))
     found = saved_bytes(layer, torch.randn(128, 2, 256, dtype=dtype, requires_grad=True))
     if layout.sequence_parallel:  # no group to scatter over: the share of what is split is known
@@ -142,7 +142,7 @@ def test_a_llama_layer_keeps_the_activations_that_are_predicted(
     model = replace(LLAMA, num_layers=1, hidden_size=256, ffn_hidden_size=704, options=options)
     layout = PlannedLayout(tp=tp, micro_batch=2, global_batch=2)
     memory = MemoryModel(model, 128, name)
-    predicted = Moving(memory, layout, 0, memory.held(layout, 0))._kept
+    predicted = StepMemory(memory, layout, 0, memory.held(layout, 0))._kept
     layer = LlamaLayer(model, layer=0, tp=Axis("tp", 0, tp))
     x = torch.randn(128, 2, 256, dtype=dtype, requires_grad=True)
     width = model.head_dim // 2
@@ -175,7 +175,7 @@ def test_activations_equal_table_2_with_fused_attention() -> None:
     for tp in (1, 2, 8):
         layout = PlannedLayout(tp=tp, micro_batch=1, global_batch=1)
         memory = MemoryModel(model, 1024)
-        kept = Moving(memory, layout, 0, memory.held(layout, 0))._kept
+        kept = StepMemory(memory, layout, 0, memory.held(layout, 0))._kept
         rows, h = 1024, 1024
         assert kept == rows * h * (10 + 24 / tp) + rows * (16 + 4 * 16 / tp)
 
@@ -202,6 +202,6 @@ def test_both_ends_of_a_pipeline_exchange_the_gradient_of_a_tied_table() -> None
     for model, sizes in ((GPT2, [True, False, True]), (LLAMA, [False] * 3)):
         memory, table = MemoryModel(model, 32), 4 * model.padded_vocab_size(2) // 2 * 48
         found = [
-            Moving(memory, layout, rank, memory.held(layout, rank)).optimizer_steps() for rank in range(3)
+            StepMemory(memory, layout, rank, memory.held(layout, rank)).optimizer_steps() for rank in range(3)
         ]
         assert [parts["communication"] for parts in found] == [table * size for size in sizes]

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 
 from mlm.models.config import ModelConfig
-from mlm.plan.memory import ALLOCATOR, MemoryModel, Moving
+from mlm.plan.memory import ALLOCATOR, MemoryModel, StepMemory
 from mlm.plan.shape import PlannedLayout
 
 MODEL = ModelConfig(
@@ -22,9 +22,9 @@ BOUNDARY = 2 * 32 * 64
 """Bytes of one activation [S, B, H] of one sample in bf16."""
 
 
-def moving(layout: PlannedLayout, rank: int = 0, model: ModelConfig = MODEL) -> Moving:
+def moving(layout: PlannedLayout, rank: int = 0, model: ModelConfig = MODEL) -> StepMemory:
     memory = MemoryModel(model, 32)
-    return Moving(memory, layout, rank, memory.held(layout, rank))
+    return StepMemory(memory, layout, rank, memory.held(layout, rank))
 
 
 def test_weights_are_gathered_whole_or_two_layers_at_a_time() -> None:

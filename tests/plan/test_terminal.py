@@ -11,7 +11,7 @@ from rich.console import Console
 from mlm.parallel.pipeline.actions import Cost, Op, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.plan.terminal import draw, fill, label, round_step, row, scale_for, windows
+from mlm.plan.drawing import draw, fill, label, round_step, row, scale_for, windows
 
 
 def plan(name: str = "1f1b", p: int = 4, v: int = 1, m: int = 8, cost: Cost | None = None) -> Plan:

@@ -14,11 +14,10 @@ from mlm.models.family import SHIPPED
 from mlm.models.stage import Stage, split_layers
 from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, Span
 from mlm.plan.config import PlanScheduleConfig
+from mlm.plan.drawing import NAMES, svg, svg_legend, svg_timeline
 from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel
 from mlm.plan.schedule import BubbleFormula, closed_bubble, rank_numbers, simulate, title
 from mlm.plan.shape import PlannedLayout
-from mlm.plan.terminal import NAMES
-from mlm.plan.timeline import drawing, legend, timeline
 from mlm.tracking.page.html import macro
 from mlm.tracking.page.runs import Run, number
 from mlm.training.config import PretrainConfig
@@ -207,12 +206,12 @@ def draw_steps(
 ) -> Iterator[tuple[str, Markup]]:
     """Yield the names and drawings of a plan, and of what was measured below it at the same scale."""
     if plan is not None and measured is None:
-        yield "", timeline(plan)
+        yield "", svg_timeline(plan)
     elif plan is not None and measured is not None:
         whole = max(plan.makespan, measured.makespan)
-        yield "planned", drawing(plan.timeline, chunks, whole, "planned schedule")
-        yield "measured, at the same scale", drawing(measured.lines, chunks, whole, "measured schedule")
-        yield "", legend(measured.lines)
+        yield "planned", svg(plan.timeline, chunks, whole, "planned schedule")
+        yield "measured, at the same scale", svg(measured.lines, chunks, whole, "measured schedule")
+        yield "", svg_legend(measured.lines)
 
 
 def stage_rows(

@@ -1,6 +1,6 @@
-"""A plan drawn in characters: a line per rank, time from left to right, folded to the terminal's width.
+"""A plan drawn for a terminal and for a page: a line per rank, time from left to right.
 
-A cell begins with the op's letter and is filled with dashes, on the colour of its op and chunk.
+In a terminal lines are folded to its width. A cell begins with the op's letter and is filled with dashes, on the colour of its op and chunk.
 Idle time is dots.
 """
 
@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup, escape
 from rich.console import Console
 from rich.text import Text
 
@@ -21,6 +22,8 @@ MOST_UNEQUAL = 8  # a computation this many times shorter than the longest is dr
 TICK_COLUMNS = 10  # between numbers on the time axis, at least
 HUES = {Op.FORWARD: (43, 108, 176), Op.BACKWARD: (39, 119, 73), Op.WEIGHT: (192, 86, 33)}
 LIGHTEST = 0.65  # share of white in the last chunk's colour
+PAGE_WIDTH, ROW = 1000, 24
+"""Width of a drawing in a page, and height of a rank, in its own units."""
 
 
 @dataclass(frozen=True)
@@ -156,3 +159,42 @@ def ink(colour: str) -> str:
     """Black or white, whichever reads better on a colour given as #rrggbb."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
+
+
+def svg_timeline(plan: Plan) -> Markup:
+    """Draw who computes what when, with a legend."""
+    lines = plan.timeline
+    chunks = plan.num_stages // len(lines)
+    return Markup(svg(lines, chunks, plan.makespan, "schedule") + svg_legend(lines))
+
+
+def svg(lines: Sequence[Sequence[Span]], chunks: int, whole: float, name: str) -> Markup:
+    """Draw a line of computations for each stage, over a time of `whole`; `name` is read aloud."""
+    scale, height, parts = PAGE_WIDTH / whole, ROW * len(lines), []
+    for rank, spans in enumerate(lines):
+        parts.append(
+            f'<rect class="idle" x="0" y="{rank * ROW + 1}" width="{PAGE_WIDTH}" height="{ROW - 2}"/>'
+        )
+        for span in spans:
+            action, x, y = span.action, span.start * scale, rank * ROW
+            width, paler = (span.end - span.start) * scale, 1 - 0.5 * action.chunk / max(chunks - 1, 1)
+            inner = max(width - 0.6, 0.4)
+            label = f"{action.op.value}{action.micro_batch}" if width > 22 else str(action.micro_batch)
+            parts.append(
+                f'<rect class="op{action.op.value}" x="{x:.4g}" y="{y + 1}" width="{inner:.4g}"'
+                f' height="{ROW - 2}" fill-opacity="{paler:.2g}"/>'
+            )
+            if width > 7 * len(label):
+                parts.append(f'<text x="{x + width / 2:.4g}" y="{y + 16}">{label}</text>')
+    return Markup(
+        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(name)}"><svg class="schedule" '
+        f'role="img" viewBox="0 0 {PAGE_WIDTH} {height}" aria-label="a line per stage, time to the right">'
+        f"{''.join(parts)}</svg></div>"
+    )
+
+
+def svg_legend(lines: Sequence[Sequence[Span]]) -> Markup:
+    """Name the colours of a drawing."""
+    names = ((op.value, name) for op, name in op_names(lines).items())
+    keys = "".join(f'<span class="key op{letter}">{letter}</span> {name} ' for letter, name in names)
+    return Markup(f'<p class="legend">{keys}<span class="key idle"> </span> idle</p>\n')
