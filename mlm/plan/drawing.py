@@ -1,7 +1,7 @@
 """A plan drawn for a terminal and for a page: a line per rank, time from left to right.
 
-In a terminal lines are folded to its width. A cell begins with the op's letter and is filled with dashes, on the colour of its op and chunk.
-Idle time is dots.
+In a terminal lines are folded to its width. A cell begins with the op's letter and is filled with dashes, on
+the colour of its op and chunk; idle time is dots.
 """
 
 import math

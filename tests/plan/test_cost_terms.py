@@ -41,12 +41,6 @@ def test_a_gather_passes_all_but_the_ranks_own_part_in_log2_hops(ranks: int, hop
     assert model.gather(layout, 1e9, 1, 1) == 0.0
 
 
-def test_a_network_faster_than_the_nodes_links_is_as_fast_as_these() -> None:
-    model = CostModel(SHAPE, hardware(network_gbps=100))
-    share = model.hardware.efficiency.network * 1e9
-    assert model.link(PlannedLayout(dp=32, global_batch=32), 16, 1)[0] == pytest.approx(300 * share)
-
-
 def test_sequence_parallelism_gathers_the_inputs_again_in_backward() -> None:
     """Two of a layer's products, where no product hides it."""
     model, layout = plain(), PlannedLayout(tp=4)

@@ -169,33 +169,6 @@ def saved_bytes(layer: nn.Module, x: Tensor, **inputs: Rotary) -> int:
     return found
 
 
-def test_activations_equal_table_2_with_fused_attention() -> None:
-    """S B H (10 + 24/t) of arXiv:2205.05198, and the statistics of norms and softmax that it leaves out."""
-    model = ModelConfig(num_layers=1, hidden_size=1024, num_heads=16)
-    for tp in (1, 2, 8):
-        layout = PlannedLayout(tp=tp, micro_batch=1, global_batch=1)
-        memory = MemoryModel(model, 1024)
-        kept = StepMemory(memory, layout, 0, memory.held(layout, 0))._kept
-        rows, h = 1024, 1024
-        assert kept == rows * h * (10 + 24 / tp) + rows * (16 + 4 * 16 / tp)
-
-
-def test_recomputation_and_sequence_parallelism_save_memory() -> None:
-    memory = MemoryModel(ModelConfig(num_layers=24, hidden_size=2048, num_heads=16), 1024)
-    plain = PlannedLayout(tp=8, micro_batch=8, global_batch=64)
-    sizes = [
-        memory.worst(layout).parts["activations"]
-        for layout in (
-            PlannedLayout(tp=8, micro_batch=8, global_batch=64, recompute="full", sequence_parallel=True),
-            PlannedLayout(tp=8, micro_batch=8, global_batch=64, recompute="full"),
-            PlannedLayout(tp=8, micro_batch=8, global_batch=64, sequence_parallel=True),
-            plain,
-        )
-    ]
-    assert sizes == sorted(sizes)
-    assert memory.worst(plain).parts["weights"] == memory.held(plain, 0).parameters * 4
-
-
 def test_both_ends_of_a_pipeline_exchange_the_gradient_of_a_tied_table() -> None:
     """In float32, as large as the tensor-parallel part of the table; no other stage, nor an untied model."""
     layout = PlannedLayout(tp=2, pp=3, global_batch=4)
