@@ -78,7 +78,7 @@ def fit(timings: Sequence[Timing], layer: Shape, blank: HardwareConfig, dtype: s
         memory=1.0,
         network=1.0,
     )
-    found = replace(
+    fitted = replace(
         blank,
         memory_gbps=figures(copy.rate / 1e9),
         peak_tflops=PeakConfig(**{n: figures(v) for n, v in {**peaks, **given}.items()}),
@@ -87,11 +87,11 @@ def fit(timings: Sequence[Timing], layer: Shape, blank: HardwareConfig, dtype: s
     within = of_kind(timings, "within")
     if within:
         latency, rate = fit_link(within)
-        found = replace(found, node_gbps=figures(rate / 1e9), node_latency_us=figures(latency * 1e6))
+        fitted = replace(fitted, node_gbps=figures(rate / 1e9), node_latency_us=figures(latency * 1e6))
     if across := of_kind(timings, "across") or within:
         latency, rate = fit_link(across)
-        found = replace(found, network_gbps=figures(rate / 1e9), network_latency_us=figures(latency * 1e6))
-    return replace(found, efficiency=fit_rest(timings, layer, found, dtype))
+        fitted = replace(fitted, network_gbps=figures(rate / 1e9), network_latency_us=figures(latency * 1e6))
+    return replace(fitted, efficiency=fit_rest(timings, layer, fitted, dtype))
 
 
 def implausible(hardware: HardwareConfig) -> list[str]:

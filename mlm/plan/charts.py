@@ -31,16 +31,16 @@ LOOKS = (
 """Fill and hatching of the parts of a bar, neighbours far apart in lightness."""
 
 
-def draw(found: Sequence[LayoutForecast], title: str, capacity: float) -> bytes:
+def draw(forecasts: Sequence[LayoutForecast], title: str, capacity: float) -> bytes:
     """The picture as PNG: time and memory of each layout."""
-    height = 0.34 * len(found) + 1.5
+    height = 0.34 * len(forecasts) + 1.5
     figure = Figure(figsize=(12, 2 * height), dpi=110, layout="constrained", facecolor="white")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
     time, memory = figure.subplots(2, 1)
-    names = [planned.layout.label for planned in found]
-    rows = [[sum(p.step.parts[name] for name in parts) for p in found] for _, parts in TIME_COLUMNS]
+    names = [forecast.layout.label for forecast in forecasts]
+    rows = [[sum(p.step.parts[name] for name in parts) for p in forecasts] for _, parts in TIME_COLUMNS]
     bars(time, names, [heading for heading, _ in TIME_COLUMNS], rows, "seconds per step")
-    sizes = [[planned.memory.parts[part] / GIB for planned in found] for part in MEMORY_PARTS]
+    sizes = [[forecast.memory.parts[part] / GIB for forecast in forecasts] for part in MEMORY_PARTS]
     bars(memory, names, MEMORY_PARTS, sizes, "GiB of the fullest GPU", limit=capacity / GIB)
     file = BytesIO()
     figure.savefig(file, format="png", metadata={"Software": CREATOR})

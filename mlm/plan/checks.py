@@ -67,7 +67,7 @@ def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
     """Problems of `mlm plan schedule`. Those of a number that is out of range itself are left out."""
     outside = out_of_range(config)
     rules = (_interleaves, _rounds_are_full, _can_be_simulated, _out_can_be_written)
-    return _found(outside, (rule(config) for rule in rules))
+    return _without_followups(outside, (rule(config) for rule in rules))
 
 
 def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
@@ -75,12 +75,12 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     outside = out_of_range(config)
     query = query_of(config)
     values = settings(query, {"sequence_parallel": False, "tp": 1})
-    found = [_family_is_planned(config), _dtype_has_units(config)]
-    found.append(_out_ends_in(config.out, LAYOUT_ENDINGS, "plan"))
-    found += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
-    if not outside and not any(found):
-        found.append(_some_layout_is_valid(query))
-    return _found(outside, found)
+    problems = [_family_is_planned(config), _dtype_has_units(config)]
+    problems.append(_out_ends_in(config.out, LAYOUT_ENDINGS, "plan"))
+    problems += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
+    if not outside and not any(problems):
+        problems.append(_some_layout_is_valid(query))
+    return _without_followups(outside, problems)
 
 
 def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
@@ -88,14 +88,14 @@ def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
     outside = out_of_range(config)
     parallel = config.parallel
     ranks = parallel.replica * (parallel.dp or 1)
-    found = [_family_is_planned(config), _dtype_has_units(config)]
-    found.append(_out_ends_in(config.out, MEMORY_ENDINGS, "memory"))
-    found += layout_problems(values_of(config), Launch(max(ranks, 1), None), MEMORY_RULES, outside)
+    problems = [_family_is_planned(config), _dtype_has_units(config)]
+    problems.append(_out_ends_in(config.out, MEMORY_ENDINGS, "memory"))
+    problems += layout_problems(values_of(config), Launch(max(ranks, 1), None), MEMORY_RULES, outside)
     if config.rank is not None and not outside and config.rank >= ranks:
-        found.append(
+        problems.append(
             Problem(("rank",), f"rank={config.rank} of {ranks} ranks", f"use rank={ranks - 1} or less")
         )
-    return _found(outside, found)
+    return _without_followups(outside, problems)
 
 
 def check_plan_dry_run(config: PlanDryRunConfig) -> list[Problem]:
@@ -109,7 +109,9 @@ def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
     outside = out_of_range(config)
     ending = _out_ends_in(config.out, HARDWARE_ENDINGS, "hardware")
     kept = () if ending else result_problems(config.out)
-    return _found(outside, [_ranks_fit(config), ending, *(Problem(("out",), line) for line in kept)])
+    return _without_followups(
+        outside, [_ranks_fit(config), ending, *(Problem(("out",), line) for line in kept)]
+    )
 
 
 def _ranks_fit(config: PlanCalibrateConfig) -> Problem | None:
@@ -120,9 +122,9 @@ def _ranks_fit(config: PlanCalibrateConfig) -> Problem | None:
     return Problem(("ranks",), problem, f"use ranks={MAX_CPU_RANKS} or less, or start ranks with torchrun")
 
 
-def _found(outside: Mapping[str, Problem], found: Iterable[Problem | None]) -> list[Problem]:
+def _without_followups(outside: Mapping[str, Problem], problems: Iterable[Problem | None]) -> list[Problem]:
     """Problems without those that follow from a number out of range."""
-    return [*outside.values(), *(each for each in found if each and not each.concerns(outside))]
+    return [*outside.values(), *(each for each in problems if each and not each.concerns(outside))]
 
 
 def _family_is_planned(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:
@@ -157,9 +159,9 @@ def _some_layout_is_valid(query: Query) -> Problem | None:
     if query.gpus % dp:
         fix = f"use {either('dp', around(dp, divisors(query.gpus)))}"
         return Problem(("dp", "gpus"), f"dp={dp} does not divide gpus={query.gpus}", fix)
-    found = rejections.examples()
+    rejected = rejections.examples()
     ranks = " * ".join(f"{key}={query.fixed[key]}" for key in ("tp", "pp", "dp") if key in query.fixed)
-    why = found[0][0] if found else f"{ranks} do not make {query.gpus} ranks"
+    why = rejected[0][0] if rejected else f"{ranks} do not make {query.gpus} ranks"
     near = {"gpus": _near_gpus(query), "train.global_batch_size": _near_batch(query)}
     fixes = [f"{name}={value}" for name, value in near.items() if value]
     fix = f"use {' or '.join(fixes)}" if fixes else "free some of the fixed settings"
@@ -182,11 +184,11 @@ def _near_gpus(query: Query) -> int | None:
 def _near_batch(query: Query) -> int | None:
     """The nearest batch for which there is a valid layout."""
     fixed = {**PLAINEST, **query.fixed}
-    found = []
+    batches = []
     for choice in splits(replace(query, fixed=fixed)):
         quantum = choice["dp"] * fixed["micro_batch"] * (choice["pp"] if choice["vp"] > 1 else 1)
-        found += multiples_around(query.global_batch, quantum)
-    return min(found, key=lambda batch: abs(batch - query.global_batch), default=None)
+        batches += multiples_around(query.global_batch, quantum)
+    return min(batches, key=lambda batch: abs(batch - query.global_batch), default=None)
 
 
 def _rank_exists(config: PlanDryRunConfig, _: Launch) -> Problem | None:

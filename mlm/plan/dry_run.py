@@ -27,57 +27,57 @@ def run(config: PlanDryRunConfig) -> DryRun:
     screen = console()
     for name in ("torch.distributed", "torch.nn.parallel"):  # advice for real groups
         logging.getLogger(name).setLevel(logging.ERROR)
-    found = dry_run(config, config.rank)
-    show(found, config, screen)
+    result = dry_run(config, config.rank)
+    show(result, config, screen)
     if config.out is not None:
         with writing_to(str(config.out)):
             Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-        write_result(config.out, record(found, config))
+        write_result(config.out, record(result, config))
         screen.print(f"written to {target_name(config.out)}")
-    return found
+    return result
 
 
-def flops_of(found: DryRun) -> dict[str, int]:
+def flops_of(result: DryRun) -> dict[str, int]:
     """FLOPs of a step by phase; `model` without what is computed twice, `hardware` with all."""
     phases = {
-        phase: sum(n for (of, _), n in found.counts.flops.items() if of == phase)
+        phase: sum(n for (of, _), n in result.counts.flops.items() if of == phase)
         for phase in (FORWARD, BACKWARD, RECOMPUTED, IN_ATTENTION)
     }
     model = phases[FORWARD] + phases[BACKWARD]
     return {**phases, "model": model, "hardware": sum(phases.values())}
 
 
-def messages_of(found: DryRun) -> list[tuple[MessageType, int]]:
+def messages_of(result: DryRun) -> list[tuple[MessageType, int]]:
     """Messages by axis with their counts, the most bytes first."""
     return sorted(
-        found.counts.messages.items(), key=lambda item: (item[0].axis, -item[0].bytes * item[1], item[0])
+        result.counts.messages.items(), key=lambda item: (item[0].axis, -item[0].bytes * item[1], item[0])
     )
 
 
-def record(found: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
+def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
     """All of a dry run in values that JSON holds; bytes and FLOPs are of this rank and one step."""
-    ctx, peak = found.ctx, found.log.peak()
+    ctx, peak = result.ctx, result.log.peak()
     return {
         "format": "mlm-dry-run-1",
         "settings": to_dict(config),
         "rank": ctx.rank,
         "ranks": ctx.world_size,
         "place": {axis.name: axis.rank for axis in (ctx.tp, ctx.pp, ctx.dp)},
-        "layers": found.layers,
-        "micro_batches": found.micro_batches,
-        "micro_batches_run": found.micro_batches_run,
-        "attention": found.attention,
+        "layers": result.layers,
+        "micro_batches": result.micro_batches,
+        "micro_batches_run": result.micro_batches_run,
+        "attention": result.attention,
         "scope": SCOPE,
-        "parameters": found.parameters,
-        "flops": flops_of(found),
+        "parameters": result.parameters,
+        "flops": flops_of(result),
         "flops_by_module": [
             {"phase": phase, "module": module, "flops": n}
-            for (phase, module), n in sorted(found.counts.flops.items())
+            for (phase, module), n in sorted(result.counts.flops.items())
             if n
         ],
         "communication": [
             {**message._asdict(), "count": n, "ring_bytes_each": message.ring_bytes}
-            for message, n in messages_of(found)
+            for message, n in messages_of(result)
         ],
         "memory": {
             "peak": peak.bytes,
@@ -85,36 +85,40 @@ def record(found: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
             "parts": peak.parts,
             "by_module": peak.modules,
             "by_phase": peak.made_in,
-            "peak_of_phase": {phase: found.log.peak(phase).bytes for phase in (FORWARD, BACKWARD, OPTIMIZER)},
+            "peak_of_phase": {
+                phase: result.log.peak(phase).bytes for phase in (FORWARD, BACKWARD, OPTIMIZER)
+            },
         },
     }
 
 
-def show(found: DryRun, config: PlanDryRunConfig, screen: Screen) -> None:
+def show(result: DryRun, config: PlanDryRunConfig, screen: Screen) -> None:
     """Print the tables."""
-    ctx, peak = found.ctx, found.log.peak()
+    ctx, peak = result.ctx, result.log.peak()
     layout = f"tp={ctx.tp.size} pp={ctx.pp.size} dp={ctx.dp.size}"
     place = f"tensor {ctx.tp.rank}, stage {ctx.pp.rank}, replica {ctx.dp.rank}"
     screen.print(f"{config.name}: rank {ctx.rank} of {ctx.world_size} ({layout}): {place}")
-    chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in found.layers)
-    screen.print(f"layers {chunks}; {found.parameters:,} parameters here")
-    ran = f", {found.micro_batches_run} of them run" if found.micro_batches_run < found.micro_batches else ""
-    screen.print(f"one step: {found.micro_batches} micro-batches{ran}; {found.attention} attention\n")
-    flops = [(name, f"{n:,}", f"{n / 1e12:,.3f}") for name, n in flops_of(found).items() if n]
+    chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in result.layers)
+    screen.print(f"layers {chunks}; {result.parameters:,} parameters here")
+    ran = (
+        f", {result.micro_batches_run} of them run" if result.micro_batches_run < result.micro_batches else ""
+    )
+    screen.print(f"one step: {result.micro_batches} micro-batches{ran}; {result.attention} attention\n")
+    flops = [(name, f"{n:,}", f"{n / 1e12:,.3f}") for name, n in flops_of(result).items() if n]
     show_table(screen, "Matrix products of a step", ("", "FLOPs#", "TFLOPs#"), flops)
     messages = [
         (
             *(message.axis, message.operation, f"{n:,}", f"{message.bytes:,}", f"{n * message.bytes:,}"),
             f"{n * message.ring_bytes / 1e9:,.6g}",
         )
-        for message, n in messages_of(found)
+        for message, n in messages_of(result)
     ]
     columns = ("axis", "operation", "count#", "bytes each#", "bytes#", "GB sent in a ring#")
     show_table(screen, "Communication of a step", columns, messages)
     parts = [(part, f"{n:,}", _gib(n), f"{n / peak.bytes:.1%}") for part, n in peak.parts.items()]
     parts.append(("peak", f"{peak.bytes:,}", _gib(peak.bytes), ""))
     for phase in (FORWARD, BACKWARD, OPTIMIZER):
-        most = found.log.peak(phase).bytes
+        most = result.log.peak(phase).bytes
         parts.append((f"most while in {phase}", f"{most:,}", _gib(most), ""))
     show_table(screen, f"Memory at its peak (in {peak.phase})", ("", "bytes#", "GiB#", "share#"), parts)
     makers = [("made by", module, f"{n:,}", _gib(n)) for module, n in peak.modules.items()]

@@ -131,7 +131,7 @@ class Log:
             if block.part is None:
                 modules[block.label] += block.size
                 made_in[block.phase] += block.size
-        by_size = (dict(found.most_common()) for found in (modules, made_in))
+        by_size = (dict(counter.most_common()) for counter in (modules, made_in))
         return MemoryPeak(
             most,
             self.events[at][0].phase if self.events else "",

@@ -168,9 +168,9 @@ def batches_of(config: PretrainConfig, ctx: ParallelContext, count: int) -> list
         size=ctx.dp.size,
         pin_memory=False,
     )
-    found = plan.step(0)
-    assert found is not None
-    return found
+    batches = plan.step(0)
+    assert batches is not None
+    return batches
 
 
 def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:

@@ -102,10 +102,10 @@ class HardwareConfig:
 
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s. Raises ValueError for a dtype that the device has no units for."""
-        found: float | None = getattr(self.peak_tflops, dtype)
-        if found is None:
+        tflops: float | None = getattr(self.peak_tflops, dtype)
+        if tflops is None:
             raise ValueError(f"{self.name} has no peak_tflops.{dtype}")
-        return found * 1e12
+        return tflops * 1e12
 
     def for_ranks(self, ranks: int) -> "HardwareConfig":
         """Hardware of one of so many ranks: on a CPU host, fewer of them have more cores and memory each."""

@@ -360,12 +360,12 @@ class StepMemory:
     def _communication(self) -> float:
         """Boundary tensors of the pipeline under way, and sequences gathered over tp."""
         layout, boundary = self.layout, self.e * self.rows * self.h / self.split
-        found = 0.0
+        size = 0.0
         if layout.pp > 1:
-            found += boundary * (min(SENDS_KEPT, layout.micro_batches) + 2)
+            size += boundary * (min(SENDS_KEPT, layout.micro_batches) + 2)
         if layout.sequence_parallel:
-            found += 2 * self.e * self.rows * self.h
-        return found
+            size += 2 * self.e * self.rows * self.h
+        return size
 
 
 def in_flight(layout: PlannedLayout, stage_rank: int) -> int:
