@@ -342,7 +342,7 @@ class CostModel:
         reduction, optimizer, gathers = self._after(layout)
         parts = self._parts(layout)
         parts |= {
-            "pp": min(elapsed - busy, self._pp_exposed(layout, transfer)),
+            "pp": min(elapsed - busy, 2 * (p - 1) * transfer),  # there and back through the ramps
             "dp": reduction + gathers,
             "optimizer": optimizer,
         }
@@ -397,10 +397,6 @@ class CostModel:
             else rate
         )
         return latency + size / (layout.tp if divided else 1) / rate
-
-    def _pp_exposed(self, layout: PlannedLayout, transfer: float) -> float:
-        """Transfers that a rank waits for: there and back through the pipeline's ramps, each round of m."""
-        return 0.0 if layout.pp == 1 else 2 * (layout.pp - 1) * transfer
 
     def _after(self, layout: PlannedLayout) -> tuple[float, float, float]:
         """Seconds of gradient reduction, of the optimizer, and of gathering sharded weights, that show.

@@ -36,7 +36,6 @@ from mlm.training.corpora import train_dataset
 from mlm.training.trainer import StopVote, Trainer
 
 META = torch.device("meta")
-Kernel = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)

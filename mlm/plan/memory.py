@@ -142,15 +142,8 @@ class MemoryModel:
 
     def held(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> "HeldParameters":
         """Elements of parameters of one device."""
-        key = (
-            layout.tp,
-            layout.pp,
-            layout.vp,
-            layout.zero,
-            layout.dp if layout.zero else 0,
-            stage_rank,
-            dp_rank,
-        )
+        shards = layout.dp if layout.zero else 0
+        key = (layout.tp, layout.pp, layout.vp, shards, stage_rank, dp_rank)
         if key not in self._held:
             self._held[key] = self._count(layout, stage_rank, dp_rank)
         return self._held[key]
