@@ -37,8 +37,7 @@ from mlm.models.config import ModelConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import HardwareConfig, hardware_of
 from mlm.plan.memory import MemoryModel
-from mlm.plan.report import label
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.shape import PlannedLayout, Shape
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 
@@ -64,7 +63,7 @@ class Case:
     kind: str
     """time or memory."""
     sizes: Sizes
-    layout: Layout
+    layout: PlannedLayout
     threads: int = 1
     """Of each rank."""
 
@@ -82,7 +81,7 @@ class Case:
     def name(self) -> str:
         """Key in the results."""
         both = f" {self.threads} threads" if self.threads > 1 else ""
-        return f"{self.kind} {self.shape} {label(self.layout)}{both}"
+        return f"{self.kind} {self.shape} {self.layout.label}{both}"
 
     @property
     def words(self) -> str:
@@ -97,7 +96,7 @@ class Case:
         return Ranks(self.words, Spec(sizes or self.sizes, "cpu", "fp32", threads, "tuned"), self.layout.gpus)
 
 
-def cases_of(kind: str, sizes: Sizes, *layouts: Layout) -> list[Case]:
+def cases_of(kind: str, sizes: Sizes, *layouts: PlannedLayout) -> list[Case]:
     """Cases of one model."""
     return [Case(kind, sizes, replace(layout, global_batch=BATCH)) for layout in layouts]
 
@@ -106,43 +105,53 @@ CASES = [
     *cases_of(
         "time",
         WIDE,
-        Layout(micro_batch=4),
-        Layout(tp=2, micro_batch=4),
-        Layout(tp=2, micro_batch=1),
-        Layout(tp=2, sequence_parallel=True, micro_batch=4),
-        Layout(tp=2, recompute="full", micro_batch=4),
-        Layout(pp=2, micro_batch=1),
-        Layout(pp=2, micro_batch=4),
-        Layout(pp=2, vp=2, micro_batch=1),
-        Layout(pp=2, pipeline="zb_h1", micro_batch=1),
-        Layout(pp=2, pipeline="gpipe", micro_batch=2),
-        Layout(dp=2, micro_batch=4),
-        Layout(dp=2, zero=2, micro_batch=2),
-        Layout(dp=2, zero=3, micro_batch=2),
-        Layout(dp=2, recompute="full", micro_batch=4),
+        PlannedLayout(micro_batch=4),
+        PlannedLayout(tp=2, micro_batch=4),
+        PlannedLayout(tp=2, micro_batch=1),
+        PlannedLayout(tp=2, sequence_parallel=True, micro_batch=4),
+        PlannedLayout(tp=2, recompute="full", micro_batch=4),
+        PlannedLayout(pp=2, micro_batch=1),
+        PlannedLayout(pp=2, micro_batch=4),
+        PlannedLayout(pp=2, vp=2, micro_batch=1),
+        PlannedLayout(pp=2, pipeline="zb_h1", micro_batch=1),
+        PlannedLayout(pp=2, pipeline="gpipe", micro_batch=2),
+        PlannedLayout(dp=2, micro_batch=4),
+        PlannedLayout(dp=2, zero=2, micro_batch=2),
+        PlannedLayout(dp=2, zero=3, micro_batch=2),
+        PlannedLayout(dp=2, recompute="full", micro_batch=4),
     ),
     *cases_of(
         "time",
         DEEP,
-        Layout(micro_batch=4),
-        Layout(tp=2, micro_batch=4),
-        Layout(pp=2, micro_batch=2),
-        Layout(dp=2, micro_batch=4),
-        Layout(dp=2, recompute="selective", micro_batch=4),
+        PlannedLayout(micro_batch=4),
+        PlannedLayout(tp=2, micro_batch=4),
+        PlannedLayout(pp=2, micro_batch=2),
+        PlannedLayout(dp=2, micro_batch=4),
+        PlannedLayout(dp=2, recompute="selective", micro_batch=4),
     ),
-    *cases_of("time", SMALL, Layout(micro_batch=8), Layout(tp=2, micro_batch=8), Layout(dp=2, micro_batch=4)),
     *cases_of(
-        "time", LONG, Layout(micro_batch=2), Layout(pp=2, micro_batch=1), Layout(dp=2, zero=2, micro_batch=2)
+        "time",
+        SMALL,
+        PlannedLayout(micro_batch=8),
+        PlannedLayout(tp=2, micro_batch=8),
+        PlannedLayout(dp=2, micro_batch=4),
     ),
-    Case("time", WIDE, Layout(micro_batch=4, global_batch=BATCH), threads=RANKS),
+    *cases_of(
+        "time",
+        LONG,
+        PlannedLayout(micro_batch=2),
+        PlannedLayout(pp=2, micro_batch=1),
+        PlannedLayout(dp=2, zero=2, micro_batch=2),
+    ),
+    Case("time", WIDE, PlannedLayout(micro_batch=4, global_batch=BATCH), threads=RANKS),
     *cases_of(
         "memory",
         LARGE,
-        Layout(micro_batch=8),
-        Layout(recompute="full", micro_batch=8),
-        Layout(tp=2, micro_batch=8),
-        Layout(dp=2, zero=2, micro_batch=4),
-        Layout(pp=2, micro_batch=2),
+        PlannedLayout(micro_batch=8),
+        PlannedLayout(recompute="full", micro_batch=8),
+        PlannedLayout(tp=2, micro_batch=8),
+        PlannedLayout(dp=2, zero=2, micro_batch=4),
+        PlannedLayout(pp=2, micro_batch=2),
     ),
 ]
 
@@ -184,7 +193,7 @@ def calibrate(out: Path) -> Result:
 def predicted_time(case: Case, hardware: HardwareConfig, clock: str) -> float:
     """Seconds of a step; by the processors' clock those that an average rank computes."""
     layout = case.layout
-    shape = Shape.of(case.model, case.model.max_positions, layout.tp)
+    shape = Shape(case.model, case.model.max_positions, layout.tp)
     mine = hardware.for_ranks(layout.gpus) if case.threads > 1 else hardware
     step = CostModel(shape, mine, "fp32").step(layout)
     return step.total if clock == "wall" else step.total - step.parts["bubble"] - step.parts["pp"]

@@ -19,15 +19,37 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from mlm.plan.cost import CostModel
+from mlm.models.config import ModelConfig
+from mlm.plan.cost import CostModel, Software
 from mlm.plan.hardware import HardwareConfig, preset
-from mlm.plan.shape import Layout, Shape
-from mlm.plan.software import MEGATRON_2019, MEGATRON_2021, Software
+from mlm.plan.shape import PlannedLayout, Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "scripts/results/published"
 RESULTS = ROOT / "scripts/results/plan_published.json"
 
+MEGATRON_2019 = Software(
+    fused_attention=False,
+    score_passes=9,  # scale, mask, softmax and dropout, each a kernel
+    branch_passes=7.5,
+    activation_passes=4,
+    weight_bytes=6,
+    gathered_weight_bytes=6,  # fp16 weights and gradients
+    optimizer_bytes=40,
+    gradient_bytes=2,
+    tied_bytes=2,
+    overlaps_tp=False,
+    loss_in_forward=False,
+)
+"""Megatron-LM of arXiv:1909.08053."""
+MEGATRON_2021 = replace(
+    MEGATRON_2019,
+    score_passes=4.5,  # scale, mask and softmax in one kernel; dropout
+    branch_passes=3.5,  # bias, dropout and addition in one
+    activation_passes=2,
+    splits_transfers=True,
+)
+"""Megatron-LM of arXiv:2104.04473."""
 MCORE = Software(
     branch_passes=3.5,
     gathered_weight_bytes=8,  # gradients are added in the product's epilogue
@@ -55,7 +77,7 @@ class Row:
 
     name: str
     shape: Shape
-    layout: Layout
+    layout: PlannedLayout
     software: Software
     seconds: float
     """Measured time of a step."""
@@ -100,13 +122,14 @@ def read(name: str) -> list[dict[str, str]]:
 
 def gpt(row: dict[str, str], seq: int, vocab: int) -> Shape:
     """A GPT of Megatron-LM's tables."""
-    h = int(row["hidden"])
-    return Shape(
-        layers=int(row["layers"]), hidden=h, heads=int(row["heads"]), ffn=4 * h, seq=seq, vocab=vocab
+    layers, hidden, heads = (int(row[name]) for name in ("layers", "hidden", "heads"))
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_heads=heads, vocab_size=vocab, vocab_multiple=1
     )
+    return Shape(model, seq)
 
 
-def seconds_of(shape: Shape, layout: Layout, tflops: float, recompute: str) -> float:
+def seconds_of(shape: Shape, layout: PlannedLayout, tflops: float, recompute: str) -> float:
     """Step time of a published TFLOP/s per GPU, which counts `recompute`'s operations."""
     flops = shape.hardware_flops(recompute, layout.global_batch)
     return flops / (layout.gpus * tflops * 1e12)
@@ -117,7 +140,7 @@ def sc21() -> list[Row]:
     rows = []
     for row in read("sc21_table1"):
         shape = gpt(row, int(row["seq"]), int(row["vocab"]))
-        layout = Layout(
+        layout = PlannedLayout(
             tp=int(row["tp"]),
             pp=int(row["pp"]),
             vp=int(row["virtual"]),
@@ -140,7 +163,7 @@ def january_2021() -> list[Row]:
         shape = gpt(row, 2048, 51200)
         tp = min(8, int(row["model_parallel"]))
         pp = int(row["model_parallel"]) // tp
-        layout = Layout(
+        layout = PlannedLayout(
             tp=tp,
             pp=pp,
             dp=int(row["gpus"]) // (tp * pp),
@@ -164,7 +187,7 @@ def v1() -> list[Row]:
             ("gpus_mpdp", "batch_mpdp", "eff_mpdp_pct"),
         ):
             tp = int(row["tp"])
-            layout = Layout(
+            layout = PlannedLayout(
                 tp=tp,
                 dp=int(row[gpus]) // tp,
                 recompute="full",
@@ -182,10 +205,10 @@ def mcore() -> list[Row]:
     for row in read("mcore_h100_weak_scaling"):
         shape = gpt(row, int(row["seq"]), int(row["vocab"]))
         tp, pp = int(row["tp"]), int(row["pp"])
-        layout = Layout(
+        layout = PlannedLayout(
             tp=tp,
             pp=pp,
-            vp=shape.layers // pp if pp > 1 else 1,
+            vp=shape.model.num_layers // pp if pp > 1 else 1,
             dp=int(row["dp"]),
             sequence_parallel=tp > 1,
             zero=2,  # its distributed optimizer
@@ -197,16 +220,24 @@ def mcore() -> list[Row]:
     return rows
 
 
-LLAMA = {
-    "8B": {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336},
-    "70B": {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672},
-    "405B": {"layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "ffn": 53248},
-}
+LLAMA = {"8B": (32, 4096, 32, 14336), "70B": (80, 8192, 64, 28672), "405B": (126, 16384, 128, 53248)}
+"""Layers, hidden size, heads and width of the MLP."""
 
 
 def llama(name: str, seq: int) -> Shape:
     """A Llama 3.1."""
-    return Shape(**LLAMA[name], gated=True, tied=False, seq=seq, vocab=128256)  # type: ignore[arg-type]
+    layers, hidden, heads, ffn = LLAMA[name]
+    model = ModelConfig(
+        kind="llama",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        ffn_hidden_size=ffn,
+        vocab_size=128256,
+        vocab_multiple=1,
+        options={"num_kv_heads": 8},
+    )
+    return Shape(model, seq)
 
 
 def torchtitan() -> list[Row]:
@@ -222,7 +253,7 @@ def torchtitan() -> list[Row]:
         tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)
         local = int(row["local_batch"])
         dp = int(row["gpus"]) // (tp * pp)
-        layout = Layout(
+        layout = PlannedLayout(
             tp=tp,
             pp=pp,
             vp=2 if "interleaved" in words else 1,

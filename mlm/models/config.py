@@ -105,7 +105,8 @@ class ModelConfig:
         """Parameters of the unpadded model; an output layer tied to the token embedding counts once."""
         return count_parameters(self)
 
-    def _layer_weights(self) -> int:
+    @property
+    def layer_weights(self) -> int:
         """Elements of a layer's matrices."""
         parts = self.architecture
         attention = 2 * parts.head_dim * (self.num_heads + parts.kv_heads)
@@ -120,5 +121,5 @@ class ModelConfig:
         """
         width = self.num_heads * self.head_dim
         attention = 12 * self.num_layers * width * self.architecture.attended(seq_length)
-        layers = self.num_layers * self._layer_weights()
+        layers = self.num_layers * self.layer_weights
         return 6 * (layers + self.family.head_products(self, tp)) + attention

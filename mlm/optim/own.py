@@ -46,13 +46,13 @@ ROUNDING = 1e-6
 
 def own_optimizer(config: OptimizerConfig) -> Callable[[Groups], Any] | None:
     """Return what builds an optimizer of groups, None for a shipped kind. Both raise OwnCodeError."""
-    found = imported("optimizer.kind", config.kind, OPTIMIZERS.shipped, Callable)
-    if found is None:
+    target = imported("optimizer.kind", config.kind, OPTIMIZERS.shipped, Callable)
+    if target is None:
         _no_options("optimizer.kind", config.kind, "optimizer", config.options)
         return None
     name = f"optimizer.kind={config.kind}"
-    if _is_optimizer_class(found):
-        _check_torch_class(found, name)
+    if _is_optimizer_class(target):
+        _check_torch_class(target, name)
         for key in OURS & config.options.keys():
             raise OwnCodeError(f"optimizer.options.{key}: has no effect; set optimizer.{key}")
         usual = OptimizerConfig()
@@ -60,10 +60,10 @@ def own_optimizer(config: OptimizerConfig) -> Callable[[Groups], Any] | None:
         settings = {"lr": config.lr, **typed, **config.options}
         shown = ", ".join(f"{key}=…" for key in settings)
         fix = "set what it takes by optimizer.options.NAME"
-        _bind(found, name, f"{found.__name__}(groups, {shown})", fix, [], **settings)
-        return partial(_build, name, partial(found, **settings))
-    _bind(found, name, "build(groups, config)", "let it take these two arguments", [], config)
-    return partial(_build, name, lambda groups: found(groups, config))
+        _bind(target, name, f"{target.__name__}(groups, {shown})", fix, [], **settings)
+        return partial(_build, name, partial(target, **settings))
+    _bind(target, name, "build(groups, config)", "let it take these two arguments", [], config)
+    return partial(_build, name, lambda groups: target(groups, config))
 
 
 def _build(name: str, build: Callable[[Groups], Any], groups: Groups) -> Any:
@@ -166,10 +166,10 @@ def check_state(optimizer: Any) -> None:
                 raise OwnCodeError(f"optimizer.kind: checkpoints cannot hold its state {name}; {KEPT}")
 
 
-def _declared(found: object) -> bool | None:
-    if _torch_name(found) in TORCH_ELEMENTWISE:
+def _declared(target: object) -> bool | None:
+    if _torch_name(target) in TORCH_ELEMENTWISE:
         return True
-    value = getattr(found, "elementwise", None)
+    value = getattr(target, "elementwise", None)
     return value if isinstance(value, bool) else None
 
 
@@ -182,20 +182,20 @@ def _built_small(config: OptimizerConfig, build: Callable[[Groups], Any]) -> Any
 
 def own_decay(schedule: ScheduleConfig) -> Callable[[float], Any] | None:
     """Return the decay of the user's own, None for a shipped one. Raises OwnCodeError."""
-    found = imported("schedule.decay", schedule.decay, DECAYS.shipped, Callable)
-    if found is None:
+    target = imported("schedule.decay", schedule.decay, DECAYS.shipped, Callable)
+    if target is None:
         _no_options("schedule.decay", schedule.decay, "schedule", schedule.options)
         return None
     shown = "".join(f", {key}=…" for key in schedule.options)
     _bind(
-        found,
+        target,
         f"schedule.decay={schedule.decay}",
         f"decay(progress{shown})",
         "let it take progress, from 0 to 1, and schedule.options by name",
         0.0,
         **schedule.options,
     )
-    return partial(found, **schedule.options)
+    return partial(target, **schedule.options)
 
 
 def share_of(schedule: ScheduleConfig, decay: Callable[[float], Any], progress: float) -> float:
@@ -231,20 +231,20 @@ def check_decay(schedule: ScheduleConfig) -> None:
             share_of(schedule, decay, progress)
 
 
-def _is_optimizer_class(found: object) -> bool:
+def _is_optimizer_class(target: object) -> bool:
     """True for a class derived from torch.optim.Optimizer."""
-    bases = found.__mro__ if isinstance(found, type) else ()
+    bases = target.__mro__ if isinstance(target, type) else ()
     return any((b.__module__, b.__name__) == ("torch.optim.optimizer", "Optimizer") for b in bases)
 
 
-def _torch_name(found: object) -> str | None:
+def _torch_name(target: object) -> str | None:
     """Return the name of a class of torch.optim; None for anything else."""
-    module, name = getattr(found, "__module__", None), getattr(found, "__name__", None)
-    return name if isinstance(found, type) and f"{module}.".startswith("torch.optim.") else None
+    module, name = getattr(target, "__module__", None), getattr(target, "__name__", None)
+    return name if isinstance(target, type) and f"{module}.".startswith("torch.optim.") else None
 
 
-def _check_torch_class(found: type, name: str) -> None:
-    if (torch_name := _torch_name(found)) in TORCH_REJECTED:
+def _check_torch_class(target: type, name: str) -> None:
+    if (torch_name := _torch_name(target)) in TORCH_REJECTED:
         fix = f"use adamw, or of torch.optim {', '.join(TORCH_ELEMENTWISE)}"
         raise OwnCodeError(f"{name}: {TORCH_REJECTED[str(torch_name)]}; {fix}")
 
@@ -255,11 +255,11 @@ def _no_options(key: str, kind: str, section: str, options: Mapping[str, object]
 
 
 def _bind(
-    found: Callable[..., Any], name: str, call: str, fix: str, *arguments: object, **named: object
+    target: Callable[..., Any], name: str, call: str, fix: str, *arguments: object, **named: object
 ) -> None:
     """Raise OwnCodeError if something cannot be called with these arguments."""
     try:
-        parameters = signature(found)
+        parameters = signature(target)
     except (TypeError, ValueError):  # of C, without a signature
         return
     try:

@@ -4,11 +4,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from typing import TypedDict
+from statistics import median
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from pydantic import TypeAdapter
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.launch.config import DistConfig
@@ -17,16 +16,19 @@ from mlm.launch.process import device_kind
 from mlm.launch.start import run_job
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.calibrate_config import CalibrationJob, Format, PlanCalibrateConfig
-from mlm.plan.calibrate_fit import Measured, Message, figures, fit, implausible, merged
-from mlm.plan.calibrate_measure import Measurements, Sizes
+from mlm.plan.calibrate_fit import Timing, figures, fit, implausible, of_kind
+from mlm.plan.calibrate_measure import Measurements, Workload
+from mlm.plan.config import CalibrationJob, Format, PlanCalibrateConfig
 from mlm.plan.hardware import (
     HardwareConfig,
     PeakConfig,
     calibration_file,
     cpu_name,
     preset_of_gpu,
+    unmeasured,
 )
+from mlm.plan.memory import GIB
+from mlm.plan.shape import Shape
 from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import UserError
@@ -35,7 +37,6 @@ from mlm.util.results import CALIBRATION_MARK, target_name, write_result
 from mlm.util.system import host_memory
 from mlm.util.terminal import add_row, console, progress_bar, table
 
-GIB = 2**30
 MOST_RANKS = 8
 """Ranks that are started on a CPU host without `ranks`."""
 THREADS = "OMP_NUM_THREADS"
@@ -77,9 +78,8 @@ def with_threads(dist: DistConfig, typed: str) -> DistConfig:
     """The settings with the threads of OMP_NUM_THREADS, as `typed`, unless dist.threads_per_rank is given."""
     if dist.threads_per_rank is not None or not typed.isdecimal() or int(typed) == 0:
         return dist
-    console().print(
-        f"{THREADS}={typed}: ranks have so many threads; dist.threads_per_rank sets another number"
-    )
+    note = f"{THREADS}={typed}: ranks have so many threads; dist.threads_per_rank sets another number"
+    console().print(note)
     return replace(dist, threads_per_rank=int(typed))
 
 
@@ -90,36 +90,38 @@ def default_ranks(config: PlanCalibrateConfig) -> int:
     return min(len(os.sched_getaffinity(0)), MOST_RANKS)
 
 
-def on_rank(config: CalibrationJob, ctx: ParallelContext, sizes: Sizes | None = None) -> None:
+def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | None = None) -> None:
     """Measure; the first rank fits, prints and writes. Every rank calls this. Raises UserError."""
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     dtype: Format = config.dtype or ("bf16" if ctx.device.type == "cuda" else "fp32")
     base = memory_bytes(ctx.device) if ctx.device.type == "cpu" else 0
-    measured = measure(ctx, Measurements(ctx, dtype, sizes), config.max_waiting)
-    hardware = fit(measured, blank(config.name, ctx, base), dtype)
-    if sizes is None and (low := implausible(hardware)):
+    measurements = Measurements(ctx, dtype, workload)
+    timings = measure(ctx, measurements, config.max_waiting)
+    layer = Shape(measurements.model(1), measurements.workload.seq)
+    hardware = fit(timings, layer, blank(config.name, ctx, base), dtype)
+    if workload is None and (low := implausible(hardware)):
         raise UserError(
             f"measured {', '.join(low)}, which no working machine has: end other programs and start again"
         )
     if ctx.is_main:
-        show(hardware, measured, dtype)
+        show(hardware, timings, dtype)
         write(hardware, config, ctx)
 
 
-def measure(ctx: ParallelContext, measurements: Measurements, most: float) -> Measured:
+def measure(ctx: ParallelContext, measurements: Measurements, most: float) -> list[Timing]:
     """The medians of all ranks, on every rank, measured once more if other programs took the processors.
 
     Raises UserError if they still do.
     """
     for is_last in (False, True):
-        with progress_bar("measuring", measurements.steps, shown=ctx.is_main) as advance:
-            own = measurements.run(advance)
-        each = Ranks.of(ctx).all_gather(asdict(own))
-        measured = merged([TypeAdapter(Measured).validate_python(found) for found in each])
-        if measured.waiting <= most:
-            return measured
-        busy = f"other programs had the processors for {measured.waiting:.0%} of the time"
+        with progress_bar("measuring", len(measurements.tasks), shown=ctx.is_main) as advance:
+            timings, waiting = measurements.run(advance)
+        each = Ranks.of(ctx).all_gather([waiting, *(timing.seconds for timing in timings)])
+        waits, *columns = zip(*each, strict=True)
+        if max(waits) <= most:
+            return [one._replace(seconds=median(its)) for one, its in zip(timings, columns, strict=True)]
+        busy = f"other programs had the processors for {max(waits):.0%} of the time"
         if ctx.is_main and not is_last:
             console().print(f"{busy}; measuring once more")
     raise UserError(
@@ -128,74 +130,41 @@ def measure(ctx: ParallelContext, measurements: Measurements, most: float) -> Me
     )
 
 
-class Unknown(TypedDict):
-    """Measurements that all hardware has."""
-
-    memory_gbps: float
-    node_gbps: float
-    node_latency_us: float
-    network_gbps: float
-    network_latency_us: float
-
-
-UNKNOWN = Unknown(
-    memory_gbps=1.0, node_gbps=1.0, node_latency_us=1.0, network_gbps=1.0, network_latency_us=1.0
-)
-
-
 def blank(name: str | None, ctx: ParallelContext, base: int) -> HardwareConfig:
     """The devices' names, numbers and memory, and of a known GPU the peaks; all else is to be measured."""
     if ctx.device.type == "cpu":
-        return HardwareConfig(
-            name=name or cpu_name(),
-            device="cpu",
-            devices_per_node=ctx.tp.size,
-            memory_gib=figures(host_memory() / GIB / ctx.tp.size, 4),
-            reserved_gib=figures(base / GIB + FIRST_STEP),
-            is_calibrated=True,
-            **UNKNOWN,
-        )
+        memory, reserved = host_memory() / GIB / ctx.tp.size, figures(base / GIB + FIRST_STEP)
+        return unmeasured(name or cpu_name(), "cpu", ctx.tp.size, figures(memory, 4), reserved)
     gpu = torch.cuda.get_device_name(ctx.device)
     known = preset_of_gpu(gpu)
+    memory = torch.cuda.get_device_properties(ctx.device).total_memory / GIB
+    reserved = RESERVED if known is None else known.reserved_gib
+    hardware = unmeasured(name or gpu, "gpu", ctx.tp.size, figures(memory, 4), reserved)
     peaks = {unit: found.flops / 1e12 for unit in PeakConfig.__slots__ if (found := table_peak(gpu, unit))}
-    return HardwareConfig(
-        name=name or gpu,
-        device="gpu",
-        devices_per_node=ctx.tp.size,
-        memory_gib=figures(torch.cuda.get_device_properties(ctx.device).total_memory / GIB, 4),
-        reserved_gib=RESERVED if known is None else known.reserved_gib,
-        power_w=None if known is None else known.power_w,
-        is_calibrated=True,
-        peak_tflops=PeakConfig(**peaks),
-        **UNKNOWN,
-    )
+    power = None if known is None else known.power_w
+    return replace(hardware, power_w=power, peak_tflops=PeakConfig(**peaks))
 
 
-def show(hardware: HardwareConfig, measured: Measured, dtype: str) -> None:
+def show(hardware: HardwareConfig, timings: Sequence[Timing], dtype: str) -> None:
     """Print what was measured, for people."""
-    efficiency, out = hardware.efficiency, console()
     threads = f" of {torch.get_num_threads()} threads" if hardware.device == "cpu" else ""
     rows = table(f"{hardware.name}: each of {hardware.devices_per_node} ranks{threads}", "measured", "#", "")
-    add_row(rows, f"{dtype} products", f"{max(p.rate for p in measured.products) / 1e12:.3g}", "TFLOP/s")
-    for other, rate in measured.peaks.items():
-        add_row(rows, f"{other} products", f"{rate / 1e12:.3g}", "TFLOP/s") if other != dtype else None
-    add_row(rows, "attention", f"{efficiency.attention:.0%}", "of the peak")
+    rates = dict[str, float]()
+    for product in of_kind(timings, "product"):
+        rates[product.name] = max(product.rate, rates.get(product.name, 0.0))
+    for name in sorted(rates, key=lambda name: name != dtype):
+        add_row(rows, f"{name} products", f"{rates[name] / 1e12:.3g}", "TFLOP/s")
+    (optimizer,) = of_kind(timings, "optimizer")
+    add_row(rows, "attention", f"{hardware.efficiency.attention:.0%}", "of the peak")
     add_row(rows, "memory", f"{hardware.memory_gbps:.3g}", "GB/s")
-    add_row(rows, "optimizer", f"{1e-9 / measured.optimizer:.3g}", "G parameters/s")
-    for where, messages in (("within a host", measured.within), ("between hosts", measured.across)):
-        for line in link_lines(messages):
-            add_row(rows, f"{line[0]}, {where}", *line[1:])
-    out.print(rows)
-
-
-def link_lines(messages: Sequence[Message]) -> list[tuple[str, str, str]]:
-    """The bandwidth of each operation's largest message, and its smallest message's time."""
-    lines = []
-    for op in dict.fromkeys(message.op for message in messages):
-        mine = [message for message in messages if message.op == op]
-        rate = mine[-1].passes[1] / mine[-1].seconds
-        lines.append((op, f"{rate / 1e9:.3g}", f"GB/s, {mine[0].seconds * 1e6:.0f} us at least"))
-    return lines
+    add_row(rows, "optimizer", f"{1e-9 / optimizer.seconds:.3g}", "G parameters/s")
+    for kind, where in (("within", "within a host"), ("across", "between hosts")):
+        messages = of_kind(timings, kind)
+        for name in dict.fromkeys(message.name for message in messages):
+            mine = [message for message in messages if message.name == name]  # the smallest first
+            rate, least = mine[-1].passes[1] / mine[-1].seconds, mine[0].seconds
+            add_row(rows, f"{name}, {where}", f"{rate / 1e9:.3g}", f"GB/s, {least * 1e6:.0f} us at least")
+    console().print(rows)
 
 
 def write(hardware: HardwareConfig, config: CalibrationJob, ctx: ParallelContext) -> None:

@@ -5,129 +5,93 @@ Each is what its equation in cost.py gives the measured times with the least rel
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from statistics import fmean, median
-from typing import TypeVar
+from typing import NamedTuple
 
 from mlm.plan.cost import FLASH_BACKWARD, UNFUSED_BACKWARD, CostModel
 from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.shape import PlannedLayout, Shape
 
 HALVES = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 """Values of `matmul_half` that are tried."""
 LEAST_REMAINDER = 0.02
 """Least share of a layer's time that its elementwise kernels, and work on its weights, are given."""
-REDUCTIONS = 2
-"""Passes of an all-reduce: a reduce-scatter and an all-gather."""
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A linear layer, forward and both gradients: three products [m, k] x [k, n]."""
-
-    m: int
-    k: int
-    n: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """FLOP/s."""
-        return 6 * self.m * self.k * self.n / self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Attention of one micro-batch, forward and backward."""
-
-    batch: int
-    """Sequences times heads."""
-    seq: int
-    head_dim: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A collective or a transfer."""
-
-    op: str
-    """all_reduce, all_gather, reduce_scatter or send."""
-    size: int
-    """Bytes of the whole."""
-    ranks: int
-    seconds: float
-
-    @property
-    def passes(self) -> tuple[float, float]:
-        """Latencies and bytes of a rank that its equation counts."""
-        if self.op == "send":
-            return 1.0, float(self.size)
-        times = REDUCTIONS if self.op == "all_reduce" else 1
-        share = (self.ranks - 1) / self.ranks
-        return float(times * math.ceil(math.log2(self.ranks))), times * share * self.size
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """Everything that was measured on a rank, all ranks of the host busy at once."""
-
-    products: list[Product]
-    peaks: dict[str, float]
-    """FLOP/s of the fastest large product of other formats."""
-    copy: float
-    """Bytes/s of a copy, read and written."""
-    fused: list[Attention]
-    unfused: list[Attention] = field(default_factory=list)
-    """With dropout; of CPUs, which have no fused kernel for it."""
-    layer_shape: Shape
-    layer: dict[int, float]
-    """Seconds of a transformer layer, forward and backward, on micro-batches of two sizes."""
-    optimizer: float
-    """Seconds of the optimizer's step for each parameter."""
-    waiting: float = 0.0
-    """Share of the time in which a thread was ready and another program had its processor."""
-    within: list[Message] = field(default_factory=list)
-    across: list[Message] = field(default_factory=list)
-
-
-def fit(measured: Measured, blank: HardwareConfig, dtype: str) -> HardwareConfig:
-    """`blank`, which names the devices and their memory, with all that was measured.
-
-    A peak that `blank` has already, from a datasheet, stays.
-    """
-    known = getattr(blank.peak_tflops, dtype)
-    peak, matmul, half = fit_products(measured.products, None if known is None else known * 1e12)
-    peaks = {name: rate / 1e12 for name, rate in measured.peaks.items()}
-    given = {n: v for n in PeakConfig.__slots__ if (v := getattr(blank.peak_tflops, n)) is not None}
-    efficiency = EfficiencyConfig(
-        matmul=figures(matmul),
-        matmul_half=half,
-        attention=figures(fused_share(measured.fused, peak, half)),
-        unfused_attention=figures(unfused_share(measured.unfused, peak)) if measured.unfused else None,
-        memory=1.0,
-        network=1.0,
-    )
-    found = replace(
-        blank,
-        memory_gbps=figures(measured.copy / 1e9),
-        peak_tflops=PeakConfig(**{n: figures(v) for n, v in {**peaks, dtype: peak / 1e12, **given}.items()}),
-        efficiency=efficiency,
-    )
-    if measured.within:
-        latency, rate = fit_link(measured.within)
-        found = replace(found, node_gbps=figures(rate / 1e9), node_latency_us=figures(latency * 1e6))
-    if across := measured.across or measured.within:
-        latency, rate = fit_link(across)
-        found = replace(found, network_gbps=figures(rate / 1e9), network_latency_us=figures(latency * 1e6))
-    return replace(found, efficiency=fit_rest(measured, found, dtype))
-
-
 LEAST = {"gpu": {"memory_gbps": 50.0}, "cpu": {"memory_gbps": 1.0}}
 """Least numbers of real hardware by device; below them the measurement went wrong."""
 LEAST_SHARE = 0.03
 """Least share of the peak that products and attention reach."""
 LEAST_LINK_GBPS = 1e-3
+
+
+class Timing(NamedTuple):
+    """A measurement, all ranks of the host busy with the same."""
+
+    kind: str
+    """product: a linear layer, forward and both gradients. fused, unfused: attention, forward and backward,
+    without and with dropout. copy. layer: forward and backward. optimizer: its step for each parameter.
+    within, across: a collective or a transfer on a host, between hosts."""
+    name: str
+    """Format of a product; all_reduce, all_gather, reduce_scatter or send."""
+    sizes: tuple[int, ...]
+    """Of a product [m, k] x [k, n]; of attention sequences times heads, tokens, width of a head; bytes of a
+    copy; the micro-batch of a layer; ranks, and bytes of the whole message."""
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of a product; bytes/s of a copy, read and written."""
+        return (2 if self.kind == "copy" else 6) * math.prod(self.sizes) / self.seconds
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Latencies and bytes of a rank that the equation of a message counts."""
+        ranks, size = self.sizes
+        if self.name == "send":
+            return 1.0, float(size)
+        times = 2 if self.name == "all_reduce" else 1  # a reduce-scatter and an all-gather
+        return float(times * math.ceil(math.log2(ranks))), times * (ranks - 1) / ranks * size
+
+
+def of_kind(timings: Sequence[Timing], kind: str) -> list[Timing]:
+    """Return the measurements of a kind."""
+    return [timing for timing in timings if timing.kind == kind]
+
+
+def fit(timings: Sequence[Timing], layer: Shape, blank: HardwareConfig, dtype: str) -> HardwareConfig:
+    """`blank`, which names the devices and their memory, with all that was measured; `layer` is that timed.
+
+    A peak that `blank` has already, from a datasheet, stays.
+    """
+    known = getattr(blank.peak_tflops, dtype)
+    products = of_kind(timings, "product")
+    own = [product for product in products if product.name == dtype]
+    peak, matmul, half = fit_products(own, None if known is None else known * 1e12)
+    peaks = {product.name: product.rate / 1e12 for product in products} | {dtype: peak / 1e12}
+    given = {n: v for n in PeakConfig.__slots__ if (v := getattr(blank.peak_tflops, n)) is not None}
+    unfused, (copy,) = of_kind(timings, "unfused"), of_kind(timings, "copy")
+    efficiency = EfficiencyConfig(
+        matmul=figures(matmul),
+        matmul_half=half,
+        attention=figures(fused_share(of_kind(timings, "fused"), peak, half)),
+        unfused_attention=figures(unfused_share(unfused, peak)) if unfused else None,
+        memory=1.0,
+        network=1.0,
+    )
+    fitted = replace(
+        blank,
+        memory_gbps=figures(copy.rate / 1e9),
+        peak_tflops=PeakConfig(**{n: figures(v) for n, v in {**peaks, **given}.items()}),
+        efficiency=efficiency,
+    )
+    within = of_kind(timings, "within")
+    if within:
+        latency, rate = fit_link(within)
+        fitted = replace(fitted, node_gbps=figures(rate / 1e9), node_latency_us=figures(latency * 1e6))
+    if across := of_kind(timings, "across") or within:
+        latency, rate = fit_link(across)
+        fitted = replace(fitted, network_gbps=figures(rate / 1e9), network_latency_us=figures(latency * 1e6))
+    return replace(fitted, efficiency=fit_rest(timings, layer, fitted, dtype))
 
 
 def implausible(hardware: HardwareConfig) -> list[str]:
@@ -139,11 +103,11 @@ def implausible(hardware: HardwareConfig) -> list[str]:
     return low + [f"efficiency.{key}={value:g}" for key, value in shares.items() if value < LEAST_SHARE]
 
 
-def fit_products(products: Sequence[Product], known: float | None) -> tuple[float, float, float]:
+def fit_products(products: Sequence[Timing], known: float | None) -> tuple[float, float, float]:
     """Peak in FLOP/s (`known`, or the highest rate), share of it that large products reach, and its half."""
     best = (math.inf, 0.0, 0.0)
     for tried in HALVES:
-        logs = [math.log(p.rate * math.prod((x + tried) / x for x in (p.m, p.k, p.n))) for p in products]
+        logs = [math.log(p.rate * math.prod((x + tried) / x for x in p.sizes)) for p in products]
         spread = fmean((log - fmean(logs)) ** 2 for log in logs)
         best = min(best, (spread, math.exp(fmean(logs)), float(tried)))
     _, limit, half = best
@@ -151,22 +115,27 @@ def fit_products(products: Sequence[Product], known: float | None) -> tuple[floa
     return peak, min(limit / peak, 1.0), half
 
 
-def fused_share(measured: Sequence[Attention], peak: float, half: float) -> float:
+def fused_share(measured: Sequence[Timing], peak: float, half: float) -> float:
     """Share of the peak that causal attention reaches on full tiles."""
     rates = [
-        (1 + FLASH_BACKWARD) * 2 * a.batch * a.seq**2 * a.head_dim / (a.seconds * a.seq / (a.seq + half))
-        for a in measured
+        (1 + FLASH_BACKWARD) * 2 * batch * seq**2 * width / (each.seconds * seq / (seq + half))
+        for each in measured
+        for batch, seq, width in [each.sizes]
     ]
     return min(median(rates) / peak, 1.0)
 
 
-def unfused_share(measured: Sequence[Attention], peak: float) -> float:
+def unfused_share(measured: Sequence[Timing], peak: float) -> float:
     """Share of the peak that attention with dropout reaches, all scores counted."""
-    rates = [(1 + UNFUSED_BACKWARD) * 4 * a.batch * a.seq**2 * a.head_dim / a.seconds for a in measured]
+    rates = [
+        (1 + UNFUSED_BACKWARD) * 4 * batch * seq**2 * width / each.seconds
+        for each in measured
+        for batch, seq, width in [each.sizes]
+    ]
     return median(rates) / peak
 
 
-def fit_link(messages: Sequence[Message]) -> tuple[float, float]:
+def fit_link(messages: Sequence[Timing]) -> tuple[float, float]:
     """Latency in seconds and bytes/s of the least squared relative error."""
     rows = [(a / m.seconds, b / m.seconds) for m in messages for a, b in [m.passes]]
     aa, ab, bb = (sum(x) for x in zip(*((a * a, a * b, b * b) for a, b in rows), strict=True))
@@ -182,14 +151,18 @@ def fit_link(messages: Sequence[Message]) -> tuple[float, float]:
     return latency, 1 / per_byte
 
 
-def fit_rest(measured: Measured, hardware: HardwareConfig, dtype: str) -> EfficiencyConfig:
+def fit_rest(
+    timings: Sequence[Timing], shape: Shape, hardware: HardwareConfig, dtype: str
+) -> EfficiencyConfig:
     """The constants of elementwise kernels, from what a layer takes beyond the rest, and of the optimizer."""
-    (small, small_s), (large, large_s) = sorted(measured.layer.items())
-    model = CostModel(measured.layer_shape, hardware, dtype)
-    layers = {size: model.layer(Layout(micro_batch=size, global_batch=size)) for size in (small, large)}
+    measured = {timing.sizes[0]: timing.seconds for timing in of_kind(timings, "layer")}
+    (optimizer,) = of_kind(timings, "optimizer")
+    (small, small_s), (large, large_s) = sorted(measured.items())
+    model = CostModel(shape, hardware, dtype)
+    layers = {n: model.layer(PlannedLayout(micro_batch=n, global_batch=n)) for n in (small, large)}
     first = layers[small]
     # what products and attention do not explain: a share for each sample, and one for each micro-batch
-    rest = {size: measured.layer[size] - layer.products for size, layer in layers.items()}
+    rest = {size: measured[size] - layer.products for size, layer in layers.items()}
     sample = max((rest[large] - rest[small]) / (large - small), LEAST_REMAINDER * large_s / large)
     once = max(rest[small] - small * sample, LEAST_REMAINDER * small_s)
     elementwise = (first.elementwise + first.elementwise_backward) / small
@@ -197,37 +170,10 @@ def fit_rest(measured: Measured, hardware: HardwareConfig, dtype: str) -> Effici
         hardware.efficiency,
         elementwise=figures(elementwise / sample),
         weights=figures(first.weights / once),
-        optimizer=figures(model.optimizer(1) / measured.optimizer),
+        optimizer=figures(model.optimizer(1) / optimizer.seconds),
     )
 
 
 def figures(value: float, digits: int = 3) -> float:
     """A number rounded to some significant figures."""
     return float(f"{value:.{digits}g}")
-
-
-def merged(each: Sequence[Measured]) -> Measured:
-    """The ranks' measurements as one: of each time the median."""
-    first = each[0]
-    return replace(
-        first,
-        products=_medians([one.products for one in each]),
-        fused=_medians([one.fused for one in each]),
-        unfused=_medians([one.unfused for one in each]),
-        within=_medians([one.within for one in each]),
-        across=_medians([one.across for one in each]),
-        peaks={name: median(one.peaks[name] for one in each) for name in first.peaks},
-        copy=median(one.copy for one in each),
-        layer={size: median(one.layer[size] for one in each) for size in first.layer},
-        optimizer=median(one.optimizer for one in each),
-        waiting=max(one.waiting for one in each),
-    )
-
-
-T = TypeVar("T", Product, Attention, Message)
-
-
-def _medians(lists: Sequence[list[T]]) -> list[T]:
-    """One list of several of the same measurements."""
-    columns = zip(*lists, strict=True)
-    return [replace(column[0], seconds=median(item.seconds for item in column)) for column in columns]

@@ -3,11 +3,10 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,13 +28,11 @@ from mlm.parallel.collectives import (
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.plan.calibrate_config import Format
-from mlm.plan.calibrate_fit import Attention, Measured, Message, Product
-from mlm.plan.shape import Shape
+from mlm.plan.calibrate_fit import Timing
+from mlm.plan.config import Format
 from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import Trainer
 
-T = TypeVar("T")
 OTHER_FORMATS: dict[str, tuple[Format, ...]] = {
     "cpu": ("fp32", "bf16", "fp64"),
     "cuda": ("bf16", "fp16", "fp32", "fp64"),
@@ -48,10 +45,11 @@ DROPOUT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes of what is measured."""
+class Workload:
+    """Architecture of what is measured."""
 
     products: tuple[tuple[int, int, int], ...]
+    """[m, k] x [k, n]."""
     copy: int
     """Bytes."""
     attention: tuple[tuple[int, int, int], ...]
@@ -66,8 +64,8 @@ class Sizes:
     """Seconds that a measurement lasts at least."""
 
 
-SIZES = {
-    "cpu": Sizes(
+WORKLOADS = {
+    "cpu": Workload(
         products=(
             *((256, 128, 512), (256, 256, 1024), (256, 512, 512), (512, 256, 256), (512, 512, 1536)),
             *((512, 512, 2048), (512, 2048, 512), (1024, 128, 128), (1024, 384, 1536), (1024, 768, 768)),
@@ -81,7 +79,7 @@ SIZES = {
         micro_batches=(1, 8),
         least_s=0.03,
     ),
-    "cuda": Sizes(
+    "cuda": Workload(
         products=tuple(
             (rows, k, n)
             for rows in (2048, 8192)
@@ -140,66 +138,69 @@ def synchronise(device: torch.device) -> None:
 class Measurements:
     """All measurements of a rank, one after the other."""
 
-    def __init__(self, ctx: ParallelContext, dtype: Format, sizes: Sizes | None = None) -> None:
+    def __init__(self, ctx: ParallelContext, dtype: Format, workload: Workload | None = None) -> None:
         self.ctx, self.device, self.dtype = ctx, ctx.device, dtype
-        self.sizes = sizes or SIZES[ctx.device.type]
+        self.workload = workload or WORKLOADS[ctx.device.type]
 
     @property
-    def steps(self) -> int:
-        """Measurements."""
-        sizes, axes = self.sizes, sum(axis.size > 1 for axis in (self.ctx.tp, self.ctx.dp))
-        unfused = len(sizes.attention) if self.device.type == "cpu" else 0
-        formats = len(OTHER_FORMATS[self.device.type])
-        kernels = len(sizes.products) + formats + len(sizes.attention) + unfused + 4
-        return kernels + axes * len(OPERATIONS) * len(sizes.messages)
+    def tasks(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """The kind, name and sizes of each measurement, as in Timing."""
+        load, formats = self.workload, OTHER_FORMATS[self.device.type]
+        largest = max(load.products, key=math.prod)
+        attention = ("fused", "unfused") if self.device.type == "cpu" else ("fused",)
+        axes = (("within", self.ctx.tp.size), ("across", self.ctx.dp.size))
+        return [
+            *(("product", self.dtype, sizes) for sizes in load.products),
+            *(("product", other, largest) for other in formats if other != self.dtype),
+            *((kind, "", sizes) for kind in attention for sizes in load.attention),
+            ("copy", "", (load.copy,)),
+            *(("layer", "", (size,)) for size in load.micro_batches),
+            ("optimizer", "", ()),
+            *(
+                (where, operation, (ranks, size))
+                for where, ranks in axes
+                for size in load.messages
+                for operation in OPERATIONS
+                if ranks > 1
+            ),
+        ]
 
-    def run(self, advance: Callable[[int], None]) -> Measured:
-        """Measure; `advance` is called with 1 after each."""
+    def run(self, advance: Callable[[int], None]) -> tuple[list[Timing], float]:
+        """Measure; `advance` is called with 1 after each. Return also the share of time spent waiting.
 
-        def each(items: Iterator[T]) -> list[T]:
-            found = []
-            for item in items:
-                advance(1)
-                barrier(self.ctx.world)  # all ranks are busy with the same
-                found.append(item)
-            return found
-
-        begun, waited = time.perf_counter(), processor_wait()
-        products, peaks = each(self.products()), each(self.peaks())
-        fused = each(self.attention(self.fused))
-        unfused = each(self.attention(self.unfused)) if self.device.type == "cpu" else []
-        copy, first, second, optimizer = each(self.rest())
-        within, across = each(self.messages(self.ctx.tp)), each(self.messages(self.ctx.dp))
+        That is the time in which a thread was ready and another program had its processor.
+        """
+        begun, waited, timings = time.perf_counter(), processor_wait(), []
+        for kind, name, sizes in self.tasks:
+            timings.append(Timing(kind, name, sizes, self.measure(kind, name, sizes)))
+            advance(1)
+            barrier(self.ctx.world)  # all ranks are busy with the same
         available = (time.perf_counter() - begun) * torch.get_num_threads()
-        return Measured(
-            products=products,
-            peaks=dict(peaks),
-            copy=copy,
-            fused=fused,
-            unfused=unfused,
-            layer_shape=Shape.of(self.model(1), self.sizes.seq),
-            layer=dict(zip(self.sizes.micro_batches, (first, second), strict=True)),
-            optimizer=optimizer,
-            waiting=max(processor_wait() - waited, 0.0) / available,
-            within=within,
-            across=across,
-        )
+        return timings, max(processor_wait() - waited, 0.0) / available
 
-    def time(self, run: Callable[[], object]) -> float:
-        """Seconds of a kernel."""
-        return best_time(run, self.device, self.sizes.least_s)
+    def measure(self, kind: str, name: str, sizes: tuple[int, ...]) -> float:
+        """Seconds of one of `tasks`."""
+        if kind in ("within", "across"):
+            return self.message(name, sizes[1], self.ctx.tp if kind == "within" else self.ctx.dp)
+        if kind == "layer":
+            return self.layer(*sizes)
+        if kind == "optimizer":
+            return self.optimizer()
+        if kind == "product":
+            run = self.product(DTYPES[name], *sizes)
+        elif kind == "copy":
+            source = torch.zeros(sizes[0] // 4, device=self.device)
+            run = partial(torch.empty_like(source).copy_, source)
+        else:
+            run = self.attention(kind, *sizes)
+        return best_time(run, self.device, self.workload.least_s)
 
-    def random(self, *shape: int, dtype: Format | None = None, grad: bool = False) -> Tensor:
+    def random(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = False) -> Tensor:
         """A tensor of random numbers."""
-        made = torch.randn(*shape, device=self.device).to(DTYPES[dtype or self.dtype])
+        made = torch.randn(*shape, device=self.device).to(dtype or DTYPES[self.dtype])
         return made.requires_grad_(grad)
 
-    def products(self) -> Iterator[Product]:
-        """Linear layers of all sizes, forward and backward."""
-        for m, k, n in self.sizes.products:
-            yield Product(m, k, n, self.time(self.layer_of(m, k, n, self.dtype)))
-
-    def layer_of(self, m: int, k: int, n: int, dtype: Format) -> Callable[[], object]:
+    def product(self, dtype: torch.dtype, m: int, k: int, n: int) -> Callable[[], object]:
         """A linear layer's forward and backward pass."""
         x, w = self.random(m, k, dtype=dtype, grad=True), self.random(n, k, dtype=dtype, grad=True)
         dy = self.random(m, n, dtype=dtype)
@@ -210,60 +211,54 @@ class Measurements:
 
         return run
 
-    def peaks(self) -> Iterator[tuple[str, float]]:
-        """FLOP/s of the largest product in each format; of those that take seconds nothing is said."""
-        m, k, n = max(self.sizes.products, key=math.prod)
-        for dtype in OTHER_FORMATS[self.device.type]:
-            yield dtype, 6 * m * k * n / self.time(self.layer_of(m, k, n, dtype))
+    def attention(self, kind: str, batch: int, seq: int, width: int) -> Callable[[], object]:
+        """Causal attention over a fused projection, forward and backward.
 
-    def attention(self, build: Callable[[Tensor, int], Callable[[], Tensor]]) -> Iterator[Attention]:
-        """Causal attention over a fused projection, forward and backward."""
-        for batch, seq, width in self.sizes.attention:
-            heads = math.gcd(batch, 8)
-            qkv = self.random(seq, batch // heads, 3 * heads * width, grad=True)
-            forward = build(qkv, width)
-            dy = self.random(seq, batch // heads, heads * width)
+        Fused it has no dropout; unfused it has, as layers do it on a CPU.
+        """
+        heads = math.gcd(batch, 8)
+        samples = batch // heads
+        qkv = self.random(seq, samples, 3 * heads * width, grad=True)
+        dy = self.random(seq, samples, heads * width)
+        forward = partial(fused_attention, qkv, width, 0.0)
+        if kind == "unfused":
+            stream = DropoutStream.of_micro_batch(0, 0, samples, self.device)
+            (place,) = site_keys([(0, "attention")]).to(self.device)
+            drop = partial(stream.probabilities, p=DROPOUT, place=place, length=seq)
+            forward = partial(unfused_attention, qkv, width, drop)
 
-            def run(qkv: Tensor = qkv, forward: Callable[[], Tensor] = forward, dy: Tensor = dy) -> None:
-                qkv.grad = None
-                forward().backward(dy)
+        def run() -> None:
+            qkv.grad = None
+            forward().backward(dy)
 
-            yield Attention(batch, seq, width, self.time(run))
+        return run
 
-    def fused(self, qkv: Tensor, width: int) -> Callable[[], Tensor]:
-        """Without dropout."""
-        return partial(fused_attention, qkv, width, 0.0)
+    def layer(self, size: int) -> float:
+        """A layer on a micro-batch of `size`: what three layers take beyond one."""
+        batch = self.batch(size)
+        one, three = (
+            best_time(partial(self.trainer(layers, size).compute_gradients, [batch]), self.device, LAYER_S)
+            for layers in (1, 3)
+        )
+        return max(three - one, 0.1 * three) / 2
 
-    def unfused(self, qkv: Tensor, width: int) -> Callable[[], Tensor]:
-        """With dropout, as layers do it on a CPU."""
-        seq, samples, _ = qkv.shape
-        stream = DropoutStream.of_micro_batch(0, 0, samples, self.device)
-        (place,) = site_keys([(0, "attention")]).to(self.device)
-        drop = partial(stream.probabilities, p=DROPOUT, place=place, length=seq)
-        return partial(unfused_attention, qkv, width, drop)
-
-    def rest(self) -> Iterator[float]:
-        """Bytes/s of a copy, seconds of a layer by micro-batch, and of the optimizer for each parameter."""
-        source = torch.zeros(self.sizes.copy // 4, device=self.device)
-        yield 2 * self.sizes.copy / self.time(partial(torch.empty_like(source).copy_, source))
-        for size in self.sizes.micro_batches:
-            batch, trainers = self.batch(size), (self.trainer(1, size), self.trainer(3, size))
-            passes = (partial(each.compute_gradients, [batch]) for each in trainers)
-            times = [best_time(run, self.device, LAYER_S) for run in passes]  # a difference needs care
-            yield max(times[1] - times[0], 0.1 * times[1]) / 2
-        trainer = trainers[1]
-        outcome = trainer.compute_gradients([batch])
+    def optimizer(self) -> float:
+        """The optimizer's step, for each parameter."""
+        size = self.workload.micro_batches[-1]
+        trainer = self.trainer(3, size)
+        outcome = trainer.compute_gradients([self.batch(size)])
+        run = partial(trainer.clip_and_update, outcome)
         parameters = sum(shard.parameter.numel() for shard in trainer.shards)
-        yield self.time(partial(trainer.clip_and_update, outcome)) / parameters
+        return best_time(run, self.device, self.workload.least_s) / parameters
 
     def model(self, layers: int) -> ModelConfig:
         """A small GPT-2 without dropout."""
-        hidden = self.sizes.hidden
+        hidden = self.workload.hidden
         return ModelConfig(
             num_layers=layers,
             hidden_size=hidden,
             num_heads=hidden // 64,
-            max_positions=self.sizes.seq,
+            max_positions=self.workload.seq,
             vocab_size=1024,
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -276,29 +271,21 @@ class Measurements:
             out="",
             model=self.model(layers),
             train=TrainConfig(steps=1000, global_batch_size=size, micro_batch_size=size),
-            data=DataConfig(kind="synthetic", seq_length=self.sizes.seq),
+            data=DataConfig(kind="synthetic", seq_length=self.workload.seq),
             precision=PrecisionConfig(dtype=self.dtype),
         )
         return Trainer(config, ParallelContext(device=self.device))
 
     def batch(self, size: int) -> Batch:
         """A micro-batch of random tokens."""
-        tokens = torch.randint(1024, (size, self.sizes.seq + 1))
+        tokens = torch.randint(1024, (size, self.workload.seq + 1))
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 0)
 
-    def messages(self, axis: Axis) -> Iterator[Message]:
-        """Collectives and transfers of all sizes over an axis, several of a size averaged."""
-        if axis.size == 1:
-            return
-        for size in self.sizes.messages:
-            times = {op: self.message(op, size, axis) for op in OPERATIONS}
-            yield from (Message(op, size, axis.size, seconds) for op, seconds in times.items())
-
-    def message(self, op: str, size: int, axis: Axis) -> float:
+    def message(self, operation: str, size: int, axis: Axis) -> float:
         """Seconds of a communication: the least of some, in each the slowest rank's."""
         count = max(size // 4 // axis.size, 1) * axis.size
         x = torch.zeros(count, device=self.device)
-        run = partial(OPERATIONS[op], x, axis)
+        run = partial(OPERATIONS[operation], x, axis)
         best = math.inf
         for _ in range(2 + REPEATS * 2):
             barrier(self.ctx.world)

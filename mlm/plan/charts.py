@@ -5,15 +5,14 @@ Bars are told apart by shade and hatching, so that they read without colour.
 
 from collections.abc import Sequence
 from io import BytesIO
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mlm.plan.memory import GIB
 from mlm.plan.memory import PARTS as MEMORY_PARTS
-from mlm.plan.report import TIME_COLUMNS, label
-from mlm.plan.search import Planned
+from mlm.plan.report import TIME_COLUMNS, Row
+from mlm.plan.search import LayoutForecast
 from mlm.tracking.page.html import block, image, page, table
 from mlm.util.results import CREATOR
 
@@ -32,23 +31,17 @@ LOOKS = (
 """Fill and hatching of the parts of a bar, neighbours far apart in lightness."""
 
 
-def draw(
-    found: Sequence[Planned],
-    title: str,
-    capacity: float,
-    batches: Sequence[tuple[int, float]],
-) -> bytes:
-    """The picture as PNG: time and memory of each layout, and memory against the micro-batch of the best."""
-    height = 0.34 * len(found) + 1.5
-    figure = Figure(figsize=(12, 2 * height + 3.0), dpi=110, layout="constrained", facecolor="white")
+def draw(forecasts: Sequence[LayoutForecast], title: str, capacity: float) -> bytes:
+    """The picture as PNG: time and memory of each layout."""
+    height = 0.34 * len(forecasts) + 1.5
+    figure = Figure(figsize=(12, 2 * height), dpi=110, layout="constrained", facecolor="white")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
-    time, memory, against = figure.subplots(3, 1, height_ratios=(height, height, 3.0))
-    names = [label(planned.layout) for planned in found]
-    rows = [[sum(p.step.parts[name] for name in parts) for p in found] for _, parts in TIME_COLUMNS]
+    time, memory = figure.subplots(2, 1)
+    names = [forecast.layout.label for forecast in forecasts]
+    rows = [[sum(p.step.parts[name] for name in parts) for p in forecasts] for _, parts in TIME_COLUMNS]
     bars(time, names, [heading for heading, _ in TIME_COLUMNS], rows, "seconds per step")
-    sizes = [[planned.peak.parts[part] / GIB for planned in found] for part in MEMORY_PARTS]
+    sizes = [[forecast.memory.parts[part] / GIB for forecast in forecasts] for part in MEMORY_PARTS]
     bars(memory, names, MEMORY_PARTS, sizes, "GiB of the fullest GPU", limit=capacity / GIB)
-    draw_batches(against, batches, capacity, names[0])
     file = BytesIO()
     figure.savefig(file, format="png", metadata={"Software": CREATOR})
     return file.getvalue()
@@ -96,19 +89,6 @@ def bars(
     frame(axes, unit)
 
 
-def draw_batches(axes: Axes, batches: Sequence[tuple[int, float]], capacity: float, name: str) -> None:
-    """Memory of the best layout at other micro-batches, with the device's limit."""
-    sizes = [size / GIB for _, size in batches]
-    axes.plot([batch for batch, _ in batches], sizes, color=LOOKS[0][0], marker="o", linewidth=1.5)
-    axes.axhline(capacity / GIB, color=INK, linestyle="--", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([batch for batch, _ in batches], [str(batch) for batch, _ in batches])
-    axes.minorticks_off()
-    axes.set_ylim(0, min(max(*sizes, capacity / GIB) * 1.1, 3 * capacity / GIB))
-    axes.set_ylabel("GiB", fontsize=8, color=INK)
-    frame(axes, f"micro-batch size of layout 1 ({name}); the line is the GPU's memory")
-
-
 def frame(axes: Axes, unit: str) -> None:
     """Axis label and quiet spines."""
     axes.set_xlabel(unit, fontsize=8, color=INK)
@@ -117,7 +97,7 @@ def frame(axes: Axes, unit: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def layouts_page(title: str, picture: bytes, rows: Sequence[dict[str, Any]], lines: Sequence[str]) -> bytes:
+def layouts_page(title: str, picture: bytes, rows: Sequence[Row], lines: Sequence[str]) -> bytes:
     """Return a page without anything to load: the picture, every number, and lines below them."""
     columns = (
         ("layout", "layout", str),

@@ -1,17 +1,34 @@
 """Checks of the settings of `mlm plan`."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from mlm.config.imports import is_path
 from mlm.config.suggest import around, divisors, either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
+from mlm.data.blend_checks import blend_problems
+from mlm.launch.checks import problems_of
 from mlm.models.family import SHIPPED, model_problem
-from mlm.parallel.layout_checks import MAX_CPU_RANKS, TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
+from mlm.parallel.layout_checks import (
+    MAX_CPU_RANKS,
+    RANK_RULES,
+    TRAIN_RULES,
+    Breach,
+    Launch,
+    LayoutRule,
+    LayoutValues,
+)
 from mlm.parallel.nearest_layout import layout_problems
-from mlm.plan.calibrate_config import PlanCalibrateConfig
-from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
-from mlm.plan.search import Broken, Query, layouts, query_of, settings, splits
+from mlm.plan.config import (
+    PlanCalibrateConfig,
+    PlanDryRunConfig,
+    PlanLayoutsConfig,
+    PlanMemoryConfig,
+    PlanScheduleConfig,
+)
+from mlm.plan.search import Query, Rejections, layouts, query_of, settings, splits
+from mlm.training.checks import SETTINGS_RULES
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream, result_problems
 
@@ -33,6 +50,11 @@ def _context_is_not_modelled(values: LayoutValues, _: Launch) -> Breach | None:
 UNSPLIT_CONTEXT = LayoutRule(("cp",), ("cp",), _context_is_not_modelled)
 """Condition of plans: their formulas know no cp."""
 MEMORY_RULES = (*TRAIN_RULES, UNSPLIT_CONTEXT)
+DRY_RUN_RULES = (
+    *(rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.reads) == {"pp", "vp"}),
+    UNSPLIT_CONTEXT,
+)
+"""Conditions of a layout on as many ranks as it asks for."""
 PLAINEST = {
     **{"vp": 1, "pipeline": "1f1b", "zero": 0, "zero_reduce": "last", "sequence_parallel": False},
     **{"recompute": "none", "micro_batch": 1},
@@ -44,7 +66,7 @@ def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
     """Problems of `mlm plan schedule`. Those of a number that is out of range itself are left out."""
     outside = out_of_range(config)
     rules = (_interleaves, _rounds_are_full, _can_be_simulated, _out_can_be_written)
-    return _found(outside, (rule(config) for rule in rules))
+    return _without_followups(outside, (rule(config) for rule in rules))
 
 
 def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
@@ -52,12 +74,12 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     outside = out_of_range(config)
     query = query_of(config)
     values = settings(query, {"sequence_parallel": False, "tp": 1})
-    found = [_family_is_planned(config), _dtype_has_units(config)]
-    found.append(_out_ends_in(config.out, LAYOUT_ENDINGS, "plan"))
-    found += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
-    if not outside and not any(found):
-        found.append(_some_layout_is_valid(query))
-    return _found(outside, found)
+    problems = [_family_is_planned(config), _dtype_has_units(config)]
+    problems.append(_out_ends_in(config.out, LAYOUT_ENDINGS, "plan"))
+    problems += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
+    if not outside and not any(problems):
+        problems.append(_some_layout_is_valid(query))
+    return _without_followups(outside, problems)
 
 
 def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
@@ -65,14 +87,20 @@ def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
     outside = out_of_range(config)
     parallel = config.parallel
     ranks = parallel.replica * (parallel.dp or 1)
-    found = [_family_is_planned(config), _dtype_has_units(config)]
-    found.append(_out_ends_in(config.out, MEMORY_ENDINGS, "memory"))
-    found += layout_problems(values_of(config), Launch(max(ranks, 1), None), MEMORY_RULES, outside)
+    problems = [_family_is_planned(config), _dtype_has_units(config)]
+    problems.append(_out_ends_in(config.out, MEMORY_ENDINGS, "memory"))
+    problems += layout_problems(values_of(config), Launch(max(ranks, 1), None), MEMORY_RULES, outside)
     if config.rank is not None and not outside and config.rank >= ranks:
-        found.append(
+        problems.append(
             Problem(("rank",), f"rank={config.rank} of {ranks} ranks", f"use rank={ranks - 1} or less")
         )
-    return _found(outside, found)
+    return _without_followups(outside, problems)
+
+
+def check_plan_dry_run(config: PlanDryRunConfig) -> list[Problem]:
+    """Problems of `mlm plan dry-run`: those of `mlm pretrain`, without its devices and files."""
+    rules = (*SETTINGS_RULES, _rank_exists, _data_is_made_here, _record_can_be_written)
+    return [*problems_of(config, Launch(None, None), DRY_RUN_RULES, rules), *blend_problems(config.data)]
 
 
 def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
@@ -80,7 +108,9 @@ def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
     outside = out_of_range(config)
     ending = _out_ends_in(config.out, HARDWARE_ENDINGS, "hardware")
     kept = () if ending else result_problems(config.out)
-    return _found(outside, [_ranks_fit(config), ending, *(Problem(("out",), line) for line in kept)])
+    return _without_followups(
+        outside, [_ranks_fit(config), ending, *(Problem(("out",), line) for line in kept)]
+    )
 
 
 def _ranks_fit(config: PlanCalibrateConfig) -> Problem | None:
@@ -91,9 +121,9 @@ def _ranks_fit(config: PlanCalibrateConfig) -> Problem | None:
     return Problem(("ranks",), problem, f"use ranks={MAX_CPU_RANKS} or less, or start ranks with torchrun")
 
 
-def _found(outside: Mapping[str, Problem], found: Iterable[Problem | None]) -> list[Problem]:
+def _without_followups(outside: Mapping[str, Problem], problems: Iterable[Problem | None]) -> list[Problem]:
     """Problems without those that follow from a number out of range."""
-    return [*outside.values(), *(each for each in found if each and not each.concerns(outside))]
+    return [*outside.values(), *(each for each in problems if each and not each.concerns(outside))]
 
 
 def _family_is_planned(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:
@@ -121,16 +151,16 @@ def _dtype_has_units(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | 
 
 
 def _some_layout_is_valid(query: Query) -> Problem | None:
-    broken = Broken()
-    if next(layouts(query, broken), None):
+    rejections = Rejections()
+    if next(layouts(query, rejections), None):
         return None
     dp = query.fixed.get("dp", 1)
     if query.gpus % dp:
         fix = f"use {either('dp', around(dp, divisors(query.gpus)))}"
         return Problem(("dp", "gpus"), f"dp={dp} does not divide gpus={query.gpus}", fix)
-    found = broken.reasons()
+    rejected = rejections.examples()
     ranks = " * ".join(f"{key}={query.fixed[key]}" for key in ("tp", "pp", "dp") if key in query.fixed)
-    why = found[0][0] if found else f"{ranks} do not make {query.gpus} ranks"
+    why = rejected[0][0] if rejected else f"{ranks} do not make {query.gpus} ranks"
     near = {"gpus": _near_gpus(query), "train.global_batch_size": _near_batch(query)}
     fixes = [f"{name}={value}" for name, value in near.items() if value]
     fix = f"use {' or '.join(fixes)}" if fixes else "free some of the fixed settings"
@@ -142,10 +172,10 @@ def _near_gpus(query: Query) -> int | None:
 
     If any is valid, so is one with the plainest values of what is not fixed, which are few to try.
     """
-    query = query.replaced(fixed={**PLAINEST, **query.fixed})
+    query = replace(query, fixed={**PLAINEST, **query.fixed})
     for distance in range(1, MOST_TRIED):
         for gpus in (query.gpus - distance, query.gpus + distance):
-            if gpus > 0 and next(layouts(query.replaced(gpus=gpus)), None):
+            if gpus > 0 and next(layouts(replace(query, gpus=gpus)), None):
                 return gpus
     return None
 
@@ -153,11 +183,38 @@ def _near_gpus(query: Query) -> int | None:
 def _near_batch(query: Query) -> int | None:
     """The nearest batch for which there is a valid layout."""
     fixed = {**PLAINEST, **query.fixed}
-    found = []
-    for choice in splits(query.replaced(fixed=fixed)):
+    batches = []
+    for choice in splits(replace(query, fixed=fixed)):
         quantum = choice["dp"] * fixed["micro_batch"] * (choice["pp"] if choice["vp"] > 1 else 1)
-        found += multiples_around(query.global_batch, quantum)
-    return min(found, key=lambda batch: abs(batch - query.global_batch), default=None)
+        batches += multiples_around(query.global_batch, quantum)
+    return min(batches, key=lambda batch: abs(batch - query.global_batch), default=None)
+
+
+def _rank_exists(config: PlanDryRunConfig, _: Launch) -> Problem | None:
+    layout = config.parallel
+    ranks = layout.tp * layout.pp * (layout.dp or 1)
+    if config.rank < ranks:
+        return None
+    typed = " * ".join(f"{key}={getattr(layout, key) or 1}" for key in ("tp", "pp", "dp"))
+    return Problem(
+        ("rank", "tp", "pp", "dp"),
+        f"rank={config.rank} is none of the {ranks} ranks of {typed}",
+        f"use rank=0 to {ranks - 1}" if ranks > 1 else "use rank=0",
+    )
+
+
+def _data_is_made_here(config: PlanDryRunConfig, _: Launch) -> Problem | None:
+    if config.data.kind != "indexed":
+        return None
+    return Problem(
+        ("data.kind", "data.path"),
+        "data.kind=indexed reads a corpus, of which a dry run needs nothing but data.seq_length",
+        "use data=synthetic",
+    )
+
+
+def _record_can_be_written(config: PlanDryRunConfig, _: Launch) -> Problem | None:
+    return _out_ends_in(config.out, (".json",), "rank", makes_folders=True)
 
 
 def _interleaves(config: PlanScheduleConfig) -> Problem | None:
@@ -194,10 +251,13 @@ def _can_be_simulated(config: PlanScheduleConfig) -> Problem | None:
 
 
 def _out_can_be_written(config: PlanScheduleConfig) -> Problem | None:
-    return _out_ends_in(config.out, ENDINGS, "schedule")
+    return _out_ends_in(config.out, ENDINGS, "schedule", makes_folders=True)
 
 
-def _out_ends_in(out_typed: str | None, allowed: tuple[str, ...], stem: str) -> Problem | None:
+def _out_ends_in(
+    out_typed: str | None, allowed: tuple[str, ...], stem: str, *, makes_folders: bool = False
+) -> Problem | None:
+    """The problem of a result whose ending is not `allowed`; `stem` is the name proposed for one without."""
     if out_typed is None or is_stream(out_typed):
         return None
     out = Path(out_typed)
@@ -206,8 +266,7 @@ def _out_ends_in(out_typed: str | None, allowed: tuple[str, ...], stem: str) -> 
         fixed = out.parent / f"{out.stem.strip('.') or stem}{ending}"
         if out.name in allowed:
             fixed = out.with_name(f"{stem}{out.name}")
-        endings = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-        return Problem(("out",), f"out={out_typed} must end in {endings}", f"use out={fixed}")
+        return Problem(("out",), f"out={out_typed} must end in {' or '.join(allowed)}", f"use out={fixed}")
     if out.is_dir():
         return Problem(("out",), f"out={out_typed} is a folder", f"use out={out / f'{stem}{out.suffix}'}")
-    return folder_problem(out, makes_folders=stem == "schedule")
+    return folder_problem(out, makes_folders=makes_folders)

@@ -1,16 +1,20 @@
 """The commands of `mlm plan`."""
 
 from mlm.config.command import Command
-from mlm.plan.calibrate_config import PlanCalibrateConfig
 from mlm.plan.checks import (
     check_plan_calibrate,
+    check_plan_dry_run,
     check_plan_layouts,
     check_plan_memory,
     check_plan_schedule,
 )
-from mlm.plan.config import PlanLayoutsConfig, PlanMemoryConfig, PlanScheduleConfig
-from mlm.plan.dry_run_checks import check_plan_dry_run
-from mlm.plan.dry_run_config import PlanDryRunConfig
+from mlm.plan.config import (
+    PlanCalibrateConfig,
+    PlanDryRunConfig,
+    PlanLayoutsConfig,
+    PlanMemoryConfig,
+    PlanScheduleConfig,
+)
 from mlm.plan.hardware import this_machine
 
 HARDWARE_FILES = {"hardware=this": this_machine}

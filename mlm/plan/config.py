@@ -1,14 +1,18 @@
-"""Run specs of the commands of `mlm plan`."""
+"""Run specs of the commands of `mlm plan`, and of the job that calibration starts on each rank."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, Forbid, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Forbid, ResultFile
 from mlm.data.config import MicroBatchSize, SeqLength
+from mlm.launch.config import DistConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize, VirtualSize
 from mlm.plan.hardware import HardwareConfig
+from mlm.training.config import PretrainConfig
+
+Format = Literal["bf16", "fp16", "fp32", "fp64"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,3 +159,42 @@ class PlanMemoryConfig(PlannedModelConfig):
     """File to write beside the printed table: .json or .csv; null writes none."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: PlannedBatchConfig = field(default_factory=PlannedBatchConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanDryRunConfig(PretrainConfig):
+    """The run spec of `mlm plan dry-run`: a step of one rank of a pretraining run, without its devices."""
+
+    rank: Annotated[int, NOT_NEGATIVE] = 0
+    """The rank to run, of tp * pp * dp; ranks of a tensor-parallel group are neighbours."""
+    out: ResultFile | None = None  # type: ignore[assignment]  # a run folder in what it derives from
+    """File to write beside the printed tables: .json; null writes none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanCalibrateConfig:
+    """The run spec of `mlm plan calibrate`: measure this machine, or the cluster that it is launched on."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    name: str | None = None
+    """Name of the hardware in reports; null takes the processor's."""
+    out: ResultFile | None = None
+    """YAML to write, for hardware=FILE; null only keeps the result for hardware=this."""
+    ranks: Annotated[int | None, POSITIVE, Also("nproc_per_node", "gpus")] = None
+    """Ranks to start on this host; null: one for each GPU, or on a CPU for each core, at most 8. A launcher's
+    ranks are taken as they are."""
+    dtype: Annotated[Format | None, Also("precision")] = None
+    """Format whose products are measured; null: bf16 on a GPU, fp32 on a CPU."""
+    max_waiting: Annotated[float, PROBABILITY] = 0.1
+    """Share of the time that a rank may wait for a processor which another program has. Above it the
+    measurement is repeated once, and then rejected."""
+    dist: DistConfig = field(default_factory=DistConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationJob(PlanCalibrateConfig):
+    """Inputs of a calibration's rank."""
+
+    parallel: ParallelConfig
+    """tp is the ranks of a host, dp the hosts."""

@@ -14,8 +14,7 @@ from mlm.models.stage import split_layers
 from mlm.parallel.pipeline.actions import Cost
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.pipeline_time import pipeline_time
-from mlm.plan.shape import Layout, Shape
-from mlm.plan.software import MLM, MLM_ON_CPU, Software
+from mlm.plan.shape import PlannedLayout, Shape
 
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4, "fp64": 8}
 """Bytes of an activation."""
@@ -41,6 +40,70 @@ PARTS = (
     "optimizer",
 )
 """Parts of a step's time, in the order they are shown."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """The habits of a training program that change a step's time: of this one facts of its code.
+
+    Of others partly guesses, made with published errors in view.
+
+    The defaults are this toolkit. Passes count reads and writes of a tensor of activations in forward.
+    """
+
+    fused_attention: bool = True
+    """True if scores never leave the chip."""
+    score_passes: float = 5.0
+    """Of scores: softmax, dropout. Unfused attention only."""
+    branch_passes: float = 7.5
+    """Of a residual branch's output: bias, dropout with its mask, addition."""
+    norm_passes: float = 2.0
+    """Of a norm's input and output."""
+    activation_passes: float = 2.0
+    """Of the MLP's activation."""
+    dropout_passes: float = 0.0
+    """Of a residual branch's output where it is dropped out, beyond `branch_passes`."""
+    weight_bytes: float = 12.0
+    """Bytes moved per weight and micro-batch besides the products: casts, addition to the gradient."""
+    gathered_weight_bytes: float = 14.0
+    """The same where sharded weights are gathered: they arrive cast."""
+    table_bytes: float = 0.0
+    """Bytes moved per element of the token table and micro-batch, to make and add its gradient."""
+    optimizer_bytes: float = 46.0
+    """Bytes moved per parameter and step: zeroing, norm, Adam, and the cast for the next step."""
+    gradient_bytes: float = 4.0
+    """Bytes of a gradient on the wire."""
+    tied_bytes: float = 4.0
+    """Bytes of a gradient of the token table between the pipeline's ends."""
+    overlaps_tp: bool = True
+    """True if the sum of an input's gradient hides behind the weight's gradient."""
+    hidden_tp: float = 0.0
+    """Share of all tensor-parallel communication hidden by splitting it beside its product (async TP)."""
+    overlaps_dp: bool = True
+    """True if gradients are reduced while backward runs."""
+    splits_transfers: bool = False
+    """True if tensor-parallel ranks send 1/t of a boundary each (arXiv:2104.04473, section 4.1)."""
+    loss_in_forward: bool = True
+    """True if the vocabulary projection's gradients are computed in forward."""
+    selective_products: float | None = None
+    """Share of forward's products that recompute=selective repeats, with all elementwise kernels; None for
+    one that repeats attention alone, where it is not fused."""
+    kernel_dtype: str | None = None
+    """Dtype of the layers' products; None for that of activations."""
+
+
+MLM = Software()
+"""This toolkit on GPUs."""
+MLM_ON_CPU = Software(
+    branch_passes=3,  # an addition
+    activation_passes=6,  # tanh is arithmetic
+    dropout_passes=12,  # masks are hashes of their places, in integer kernels
+    weight_bytes=12,
+    table_bytes=16,
+    overlaps_tp=False,
+    overlaps_dp=False,
+)
+"""This toolkit on CPUs: the ratios of its kernels; `EfficiencyConfig.elementwise` has their speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +158,7 @@ class StepTime:
 
 
 class CostModel:
-    """Times of layouts of one shape on one hardware."""
+    """Times of layouts of one model on one hardware."""
 
     def __init__(
         self,
@@ -107,9 +170,10 @@ class CostModel:
         on_cpu = hardware.device == "cpu"
         software = software or (MLM_ON_CPU if on_cpu else MLM)
         self.shape, self.hardware, self.software = shape, hardware, software
+        self.model = shape.model
         self.peak = hardware.peak("bf16" if dtype == "fp8" else dtype)
         self.kernel_peak = hardware.peak(software.kernel_dtype or dtype)
-        self.unfused = on_cpu and shape.attention_dropout
+        self.unfused = on_cpu and shape.model.attention_dropout > 0
         self.element = ELEMENT_BYTES[dtype]
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
         self.overlaps = hardware.device == "gpu"
@@ -140,7 +204,7 @@ class CostModel:
 
     # -- communication
 
-    def link(self, layout: Layout, ranks: int, stride: int) -> tuple[float, float]:
+    def link(self, layout: PlannedLayout, ranks: int, stride: int) -> tuple[float, float]:
         """Bytes/s of one rank and seconds of latency on an axis whose neighbours are `stride` ranks apart.
 
         An axis that crosses nodes has the network of those of a node's devices that are on it: one of 8 where
@@ -153,20 +217,20 @@ class CostModel:
         across = hardware.network_gbps * max(1, math.gcd(span, node) // stride)
         return min(across, hardware.node_gbps) * share, hardware.network_latency_us * 1e-6
 
-    def gather(self, layout: Layout, size: float, ranks: int, stride: int) -> float:
+    def gather(self, layout: PlannedLayout, size: float, ranks: int, stride: int) -> float:
         """All-gather or reduce-scatter of `size` bytes (the whole): (k - 1)/k of them pass each rank."""
         if ranks == 1:
             return 0.0
         rate, latency = self.link(layout, ranks, stride)
         return latency * math.ceil(math.log2(ranks)) + (ranks - 1) / ranks * size / rate
 
-    def all_reduce(self, layout: Layout, size: float, ranks: int, stride: int) -> float:
+    def all_reduce(self, layout: PlannedLayout, size: float, ranks: int, stride: int) -> float:
         """All-reduce: a reduce-scatter and an all-gather."""
         return 2 * self.gather(layout, size, ranks, stride)
 
     # -- a layer
 
-    def layer(self, layout: Layout) -> LayerTime:
+    def layer(self, layout: PlannedLayout) -> LayerTime:
         """One layer of a layout on one micro-batch."""
         sharded = layout.zero > 0
         key = (
@@ -177,19 +241,19 @@ class CostModel:
             self._layers[key] = self._layer(layout)
         return self._layers[key]
 
-    def _layer(self, layout: Layout) -> LayerTime:
-        shape, software, t = self.shape, self.software, layout.tp
-        rows, h = shape.seq * layout.micro_batch, shape.hidden
-        queries, ffn = shape.query_size // t, shape.ffn // t
-        qkv = queries + 2 * max(shape.kv_size // t, shape.head_dim)  # heads beyond t ranks are copies
+    def _layer(self, layout: PlannedLayout) -> LayerTime:
+        shape, sizes, software, t = self.shape, self.shape.sizes, self.software, layout.tp
+        rows, h = shape.seq * layout.micro_batch, self.model.hidden_size
+        queries, ffn = shape.query_size // t, self.model.ffn_size // t
+        qkv = queries + 2 * sizes.kv_size(t)
         peak = self.kernel_peak
-        ups = 2 if shape.gated else 1
+        ups = 2 if sizes.gated else 1
         qkv_time = self.product(rows, h, qkv, peak=peak)
         up_time = self.product(rows, h, ups * ffn, peak=peak)
         rest = self.product(rows, queries, h, peak=peak) + self.product(rows, ffn, h, peak=peak)
         attention, attention_backward = self._attention(layout)
         split = t if layout.sequence_parallel else 1
-        branch = software.branch_passes + (software.dropout_passes if shape.hidden_dropout else 0)
+        branch = software.branch_passes + (software.dropout_passes if self.model.hidden_dropout else 0)
         passes = 2 * (software.norm_passes + branch) * h / split
         passes += (software.activation_passes + ups - 1) * ffn
         elementwise = self.elementwise(self.element * rows * passes)
@@ -223,10 +287,10 @@ class CostModel:
             recompute=recompute,
         )
 
-    def _attention(self, layout: Layout) -> tuple[float, float]:
+    def _attention(self, layout: PlannedLayout) -> tuple[float, float]:
         """Forward and backward of scores, softmax and values on one micro-batch."""
-        shape, batch = self.shape, layout.micro_batch * self.shape.heads // layout.tp
-        s, d = shape.seq, shape.head_dim
+        batch = layout.micro_batch * self.model.num_heads // layout.tp
+        s, d = self.shape.seq, self.shape.sizes.head_dim
         if self.unfused:
             constants = self.hardware.efficiency
             rate = self.peak * (constants.unfused_attention or constants.attention)
@@ -234,7 +298,8 @@ class CostModel:
             return forward, UNFUSED_BACKWARD * forward
         if self.software.fused_attention:
             constants = self.hardware.efficiency
-            work = 4 * batch * s * shape.attended * d / (2 if shape.causal else 1)
+            attended = self.shape.sizes.attended(s)
+            work = 4 * batch * s * attended * d / (2 if self.model.family.causal else 1)
             tile = s / (s + constants.matmul_half)
             forward = work / (self.peak * constants.attention * tile)
             forward = max(forward, self.traffic(4 * self.element * batch * s * d))
@@ -243,19 +308,19 @@ class CostModel:
         passes = self.elementwise(self.element * self.software.score_passes * batch * s * s)
         return products + passes, 2 * products + BACKWARD_TRAFFIC * passes
 
-    def head(self, layout: Layout) -> tuple[float, float]:
+    def head(self, layout: PlannedLayout) -> tuple[float, float]:
         """Forward and backward of the vocabulary projection and the loss, on the last stage."""
         key = (layout.tp, layout.micro_batch, layout.gpus <= self.hardware.devices_per_node)
         if key not in self._heads:
             self._heads[key] = self._head(layout)
         return self._heads[key]
 
-    def _head(self, layout: Layout) -> tuple[float, float]:
+    def _head(self, layout: PlannedLayout) -> tuple[float, float]:
         shape, t = self.shape, layout.tp
-        rows = max(1, round(shape.seq * layout.micro_batch * shape.scored))
-        product = self.product(rows, shape.hidden, max(shape.vocab // t, 1))
+        rows = max(1, round(shape.seq * layout.micro_batch * self.model.family.scored))
+        product = self.product(rows, self.model.hidden_size, max(shape.vocab // t, 1))
         passes = self.elementwise(LOGIT_BYTES * rows * shape.vocab / t)
-        size = self.element * shape.seq * layout.micro_batch * shape.hidden
+        size = self.element * shape.seq * layout.micro_batch * self.model.hidden_size
         communication = self.all_reduce(layout, size, t, 1) if t > 1 else 0.0
         if self.software.loss_in_forward:
             return 3 * product + passes, communication
@@ -263,7 +328,7 @@ class CostModel:
 
     # -- a step
 
-    def step(self, layout: Layout) -> StepTime:
+    def step(self, layout: PlannedLayout) -> StepTime:
         """The time of a step, its pipeline simulated."""
         times = self._stages(layout)
         m, p = layout.micro_batches, layout.pp
@@ -277,7 +342,7 @@ class CostModel:
         reduction, optimizer, gathers = self._after(layout)
         parts = self._parts(layout)
         parts |= {
-            "pp": min(elapsed - busy, self._pp_exposed(layout, transfer)),
+            "pp": min(elapsed - busy, 2 * (p - 1) * transfer),  # there and back through the ramps
             "dp": reduction + gathers,
             "optimizer": optimizer,
         }
@@ -286,10 +351,10 @@ class CostModel:
         ordered = {name: parts[name] for name in PARTS}
         return StepTime(total=total, parts=ordered, bubble=elapsed / busy - 1)
 
-    def bound(self, layout: Layout) -> float:
+    def bound(self, layout: PlannedLayout) -> float:
         """A time that no step of this layout is below: the last rank's work, and the pipeline's two ramps."""
         layer, p, stages = self.layer(layout), layout.pp, layout.pp * layout.vp
-        counts = layer_counts(self.shape.layers, stages)
+        counts = layer_counts(self.model.num_layers, stages)
         head, ramp = sum(self.head(layout)), sum(counts[: p - 1])
         ramps = ramp * (layer.forward + layer.backward)
         if layout.pipeline == "zb_h1":  # weight gradients fill a part of them
@@ -298,14 +363,14 @@ class CostModel:
         rest = sum(self._after(layout))
         return layout.micro_batches * last + max(ramps, 0.0) + rest
 
-    def _stages(self, layout: Layout) -> list[Cost]:
+    def _stages(self, layout: PlannedLayout) -> list[Cost]:
         """Cost of each stage (chunk) on one micro-batch."""
         layer = self.layer(layout)
         head, head_backward = self.head(layout)
-        boundary = self.element * self.shape.seq * layout.micro_batch * self.shape.hidden
+        boundary = self.element * self.shape.seq * layout.micro_batch * self.model.hidden_size
         embedding = self.traffic(4 * boundary) + self.all_reduce(layout, boundary, layout.tp, 1)
-        table = self.traffic(self.software.table_bytes * self.shape.vocab * self.shape.hidden / layout.tp)
-        counts = layer_counts(self.shape.layers, layout.pp * layout.vp)
+        table = self.traffic(self.software.table_bytes * self.shape.table / layout.tp)
+        counts = layer_counts(self.model.num_layers, layout.pp * layout.vp)
         forward, backward, weight = layer.forward, layer.backward, layer.weight_gradient
         last = len(counts) - 1
         stages = []
@@ -318,11 +383,11 @@ class CostModel:
             stages.append(Cost(f, b, b - w, w))
         return stages
 
-    def _transfer(self, layout: Layout) -> float:
+    def _transfer(self, layout: PlannedLayout) -> float:
         """Seconds that a boundary tensor takes to the next pipeline rank."""
         if layout.pp == 1:
             return 0.0
-        size = self.element * self.shape.seq * layout.micro_batch * self.shape.hidden
+        size = self.element * self.shape.seq * layout.micro_batch * self.model.hidden_size
         divided = layout.sequence_parallel or self.software.splits_transfers
         rate, latency = self.link(layout, layout.pp, layout.tp * layout.dp)
         node = self.hardware.devices_per_node
@@ -333,19 +398,15 @@ class CostModel:
         )
         return latency + size / (layout.tp if divided else 1) / rate
 
-    def _pp_exposed(self, layout: Layout, transfer: float) -> float:
-        """Transfers that a rank waits for: there and back through the pipeline's ramps, each round of m."""
-        return 0.0 if layout.pp == 1 else 2 * (layout.pp - 1) * transfer
-
-    def _after(self, layout: Layout) -> tuple[float, float, float]:
+    def _after(self, layout: PlannedLayout) -> tuple[float, float, float]:
         """Seconds of gradient reduction, of the optimizer, and of gathering sharded weights, that show.
 
         Of the pipeline rank that holds the token table: it has the most parameters and ends last.
         """
         shape, software, t, d = self.shape, self.software, layout.tp, layout.dp
-        layers = -(-shape.layers // layout.pp)
-        weights = (layers * shape.layer_weights + shape.vocab * shape.hidden) / t
-        weights += shape.vocab * shape.hidden / t if layout.pp == 1 and not shape.tied else 0
+        layers = -(-self.model.num_layers // layout.pp)
+        weights = (layers * shape.layer_weights + shape.table) / t
+        weights += shape.table / t if layout.pp == 1 and not shape.sizes.tied else 0
         hides = software.overlaps_dp and self.overlaps and layout.pipeline != "zb_h1"
         m, layer = layout.micro_batches, self.layer(layout)
         backward, forward = layers * layer.backward, layers * layer.forward
@@ -368,15 +429,15 @@ class CostModel:
                 gathers = exposed(gather, window_f, layers)
                 reduction = every * exposed(scatter, window_b if hides else 0.0, layers)
             optimizer = self.optimizer(weights / d)
-        if layout.pp > 1 and shape.tied:
+        if layout.pp > 1 and shape.sizes.tied:
             rate, latency = self.link(layout, 2, t * d * (layout.pp - 1))
-            reduction += latency + software.tied_bytes * shape.vocab * shape.hidden / t / rate
+            reduction += latency + software.tied_bytes * shape.table / t / rate
         return reduction, optimizer, gathers
 
-    def _parts(self, layout: Layout) -> dict[str, float]:
+    def _parts(self, layout: PlannedLayout) -> dict[str, float]:
         """Computation and exposed tensor-parallel communication of an average pipeline rank."""
         layer, m, p = self.layer(layout), layout.micro_batches, layout.pp
-        each = m * self.shape.layers / p
+        each = m * self.model.num_layers / p
         head, head_backward = self.head(layout)
         stages = self._stages(layout)
         whole = m * sum(cost.forward + cost.backward for cost in stages) / p

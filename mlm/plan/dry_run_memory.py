@@ -1,9 +1,7 @@
 """A log of allocations and releases, and what lay in memory when it was fullest."""
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 WEIGHTS, CASTS, GRADIENTS, STATE = "weights", "weights in the compute dtype", "gradients", "optimizer state"
 ACTIVATIONS, AGAIN, VOCABULARY = "activations", "recomputed activations", "vocabulary projection"
@@ -25,7 +23,7 @@ PARTS = (
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class Allocation:
     """An allocation."""
 
     size: int
@@ -42,7 +40,6 @@ class Block:
     """True for hidden states that were received, once they are used."""
     is_transported: bool = False
     """True if it was sent, received, gathered or scattered."""
-    watch: "weakref.ref[Any] | None" = None
 
     @property
     def purpose(self) -> str:
@@ -61,7 +58,7 @@ class Block:
 
 
 @dataclass
-class Peak:
+class MemoryPeak:
     """Memory at its fullest moment."""
 
     bytes: int
@@ -79,36 +76,26 @@ class Peak:
 class Log:
     """Allocations and releases in order."""
 
-    live: dict[int, Block] = field(default_factory=dict)
+    live: dict[int, Allocation] = field(default_factory=dict)
     """Tensors in memory, by the storage's address."""
-    events: list[tuple[Block, int]] = field(default_factory=list)
+    events: list[tuple[Allocation, int]] = field(default_factory=list)
     """(block, change of memory in bytes)."""
     pass_begin: int = 0
     """Number of events before the forward pass under way."""
-    is_over: bool = False
-    """True if what comes is no longer noted."""
 
-    def allocated(self, key: int, block: Block) -> None:
+    def allocated(self, key: int, block: Allocation) -> None:
         """Note an allocation."""
         self.live[key] = block
-        if not self.is_over:
-            self.events.append((block, block.size))
+        self.events.append((block, block.size))
 
-    def freed(self, key: int, block: Block) -> None:
+    def freed(self, key: int, block: Allocation) -> None:
         """Note a release."""
         if self.live.get(key) is block:
             del self.live[key]
-            if not self.is_over:
-                self.events.append((block, -block.size))
-
-    def stop(self) -> None:
-        """Note nothing more."""
-        self.is_over = True
+            self.events.append((block, -block.size))
 
     def begin_pass(self, backward: str) -> None:
         """Begin a forward pass: what backward passes left until now are gradients that are added up."""
-        if self.is_over:
-            return
         self.pass_begin = len(self.events)
         self.tag_left(backward, GRADIENTS)
 
@@ -120,21 +107,19 @@ class Log:
 
     def end_pass(self) -> None:
         """End it: what it made and is still there waits for backward."""
-        if self.is_over:
-            return
         live = {id(block) for block in self.live.values()}
         for block, change in self.events[self.pass_begin :]:
             if change > 0 and block.phase == "forward" and id(block) in live:
                 block.is_kept = True
 
-    def peak(self, phase: str | None = None) -> Peak:
+    def peak(self, phase: str | None = None) -> MemoryPeak:
         """Memory when it was fullest, or fullest of the moments at which `phase` allocated."""
         total = most = at = 0
         for number, (block, change) in enumerate(self.events):
             total += change
             if change > 0 and total > most and phase in (None, block.phase):
                 most, at = total, number
-        held: dict[int, Block] = {}
+        held: dict[int, Allocation] = {}
         for block, change in self.events[: at + 1]:
             if change > 0:
                 held[id(block)] = block
@@ -146,8 +131,8 @@ class Log:
             if block.part is None:
                 modules[block.label] += block.size
                 made_in[block.phase] += block.size
-        by_size = (dict(found.most_common()) for found in (modules, made_in))
-        return Peak(
+        by_size = (dict(counter.most_common()) for counter in (modules, made_in))
+        return MemoryPeak(
             most,
             self.events[at][0].phase if self.events else "",
             {part: parts[part] for part in PARTS if parts[part]},

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from mlm.models.backbone import Transformer
-from mlm.plan.dry_run_memory import VOCABULARY, Block, Log
+from mlm.plan.dry_run_memory import VOCABULARY, Allocation, Log
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
     "forward",
@@ -55,7 +55,7 @@ OPERATIONS = {
 """Operators of torch.distributed, in the papers' words."""
 
 
-class Message(NamedTuple):
+class MessageType(NamedTuple):
     """Communications that are alike."""
 
     axis: str
@@ -83,7 +83,7 @@ class Counts:
     """FLOPs by (phase, module) and messages."""
 
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
-    messages: Counter[Message] = field(default_factory=Counter)
+    messages: Counter[MessageType] = field(default_factory=Counter)
 
     def since(self, before: "Counts") -> "Counts":
         """The counts added after `before`."""
@@ -199,7 +199,7 @@ class Meter(TorchDispatchMode):
         group = next(x for x in args if isinstance(x, torch.ScriptObject))
         axis, ranks = self.axes[dist.ProcessGroup.unbox(group).group_name]
         counted = max(tensor.nbytes for tensor in tensors)
-        self.counts.messages[Message(axis, operation, ranks, counted)] += 1
+        self.counts.messages[MessageType(axis, operation, ranks, counted)] += 1
         block = None if operation == "all-reduce" else self.block_of(tensors[0])  # what is filled, or sent
         if block is not None:
             block.is_transported = True
@@ -215,11 +215,11 @@ class Meter(TorchDispatchMode):
     def follow(self, storage: torch.UntypedStorage) -> None:
         """Note an allocation, and its end when it comes."""
         key, log = storage._cdata, self.log
-        block = Block(storage.nbytes(), self.now(), self.labels.now())
+        block = Allocation(storage.nbytes(), self.now(), self.labels.now())
         log.allocated(key, block)
-        block.watch = weakref.ref(storage, lambda _: log.freed(key, block))
+        weakref.finalize(storage, log.freed, key, block).atexit = False
 
-    def block_of(self, tensor: Tensor) -> Block | None:
+    def block_of(self, tensor: Tensor) -> Allocation | None:
         """The block that a tensor lies in; None on other devices."""
         return self.log.live.get(tensor.untyped_storage()._cdata)
 

@@ -36,7 +36,6 @@ from mlm.training.corpora import train_dataset
 from mlm.training.trainer import StopVote, Trainer
 
 META = torch.device("meta")
-Kernel = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -92,13 +91,13 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, attention: str, *, in_
     names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
     count_late_work(trainer, meter)
     batches = batches_of(config, ctx, enough)
+    log = meter.log
     with meter.watching(names):
         start = meter.counts.copy()
         step(trainer, meter, batches)
         counts = meter.counts.since(start)
         if few < enough:
-            meter.log.stop()
-            middle = meter.counts.copy()
+            meter.log, middle = Log(), meter.counts.copy()  # memory is that of the first step
             step(trainer, meter, batches[:few])
             counts = extrapolated(meter.counts.since(middle), few, counts, enough, whole)
     return DryRun(
@@ -106,7 +105,7 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, attention: str, *, in_
         sum(shard.parameter.numel() for shard in trainer.shards),
         [list(chunk.stage.layers) for chunk in trainer.model.chunks],
         counts,
-        meter.log,
+        log,
         whole,
         enough,
         attention,
@@ -169,9 +168,9 @@ def batches_of(config: PretrainConfig, ctx: ParallelContext, count: int) -> list
         size=ctx.dp.size,
         pin_memory=False,
     )
-    found = plan.step(0)
-    assert found is not None
-    return found
+    batches = plan.step(0)
+    assert batches is not None
+    return batches
 
 
 def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:

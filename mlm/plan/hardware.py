@@ -102,10 +102,10 @@ class HardwareConfig:
 
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s. Raises ValueError for a dtype that the device has no units for."""
-        found: float | None = getattr(self.peak_tflops, dtype)
-        if found is None:
+        tflops: float | None = getattr(self.peak_tflops, dtype)
+        if tflops is None:
             raise ValueError(f"{self.name} has no peak_tflops.{dtype}")
-        return found * 1e12
+        return tflops * 1e12
 
     def for_ranks(self, ranks: int) -> "HardwareConfig":
         """Hardware of one of so many ranks: on a CPU host, fewer of them have more cores and memory each."""
@@ -127,6 +127,25 @@ def hardware_of(values: Mapping[str, Any]) -> HardwareConfig:
     peak = PeakConfig(**values.get("peak_tflops", {}))
     efficiency = EfficiencyConfig(**values.get("efficiency", {}))
     return HardwareConfig(**{**values, "peak_tflops": peak, "efficiency": efficiency})
+
+
+def unmeasured(
+    name: str, device: Literal["gpu", "cpu"], devices_per_node: int, memory_gib: float, reserved_gib: float
+) -> HardwareConfig:
+    """Hardware of this machine of which nothing but the memory is known; each other number is 1."""
+    return HardwareConfig(
+        name=name,
+        device=device,
+        devices_per_node=devices_per_node,
+        memory_gib=memory_gib,
+        reserved_gib=reserved_gib,
+        memory_gbps=1.0,
+        node_gbps=1.0,
+        node_latency_us=1.0,
+        network_gbps=1.0,
+        network_latency_us=1.0,
+        is_calibrated=True,
+    )
 
 
 def preset(name: str) -> HardwareConfig:

@@ -1,223 +1,171 @@
-"""`mlm plan layouts`: the fastest layouts of a model on a number of GPUs that fit. No torch."""
+"""`mlm plan layouts`: the fastest layouts of a model on a number of GPUs that fit."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-
-from mlm.config.suggest import divisors
 from mlm.plan.config import PlanLayoutsConfig
 from mlm.plan.memory import MemoryModel, gib
 from mlm.plan.report import (
-    Numbers,
-    amount,
+    Row,
     as_csv,
-    label,
+    as_row,
+    format_amount,
+    format_seconds,
     layout_cautions,
-    numbers,
-    records,
-    say,
-    seconds,
     show_memory,
     show_speed,
     show_time,
     time_caution,
-    wide,
+    wide_screen,
 )
-from mlm.plan.search import Found, Models, Planned, Query, layouts, least_gpus, query_of, search
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.search import LayoutForecast, Query, SearchResult, least_gpus, query_of, search
+from mlm.plan.shape import PlannedLayout, Shape
 from mlm.util.errors import UserError, format_settings
 from mlm.util.results import target_name, write_result
-from mlm.util.terminal import Screen
 
 FORMAT = "mlm-plan-layouts-1"
 MOST_REASONS = 8
+VARIATIONS: tuple[tuple[str, Callable[[int, PlannedLayout], bool]], ...] = (
+    ("tp crosses the node", lambda node, layout: layout.tp > node),
+    ("tp within the node", lambda node, layout: 1 < layout.tp <= node),
+    ("no tensor parallelism", lambda node, layout: layout.tp == 1),
+    ("no pipeline", lambda node, layout: layout.pp == 1),
+    ("a pipeline", lambda node, layout: layout.pp > 1),
+    ("nothing sharded over dp (zero=0)", lambda node, layout: layout.zero == 0),
+    ("weights sharded too (zero=3)", lambda node, layout: layout.zero == 3),
+    ("full recomputation", lambda node, layout: layout.recompute == "full"),
+)
+"""Classes of layouts on nodes of so many devices, whose best is compared with the best of all."""
 
 
-def run(config: PlanLayoutsConfig, console: Console | None = None) -> Found:
-    """Print the best layouts, write `out` where it is given, and return what was found.
+def run(config: PlanLayoutsConfig) -> SearchResult:
+    """Print the best layouts, write `out` where it is given, and return the result of the search.
 
     Raises UserError if no layout fits, or if `out` cannot be written.
     """
-    console = wide(console or Screen())
-    query = query_of(config)
-    found = search(query, config.show)
-    if not found.best:
-        raise UserError(too_large(query, found))
-    each = [numbers(query, planned, config.tokens, config.price_per_gpu_hour) for planned in found.best]
-    say(title(config, query), console)
-    show_speed(query, found.best, each, console)
-    show_time(found.best, console)
-    rows = [(str(n), planned.peak) for n, planned in enumerate(found.best, start=1)]
-    show_memory(rows, "#", query.memory_bytes, console)
-    say(footnote(found), console)
-    for line in notes(query, found):
-        say(line, console)
+    screen, query = wide_screen(), query_of(config)
+    result = search(query, config.show)
+    if not result.best:
+        raise UserError(too_large(query, result))
+    rows = [as_row(query, each, config.tokens, config.price_per_gpu_hour) for each in result.best]
+    screen.print(title(config, query))
+    show_speed(rows, screen)
+    show_time(rows, screen)
+    peaks = {number: each.memory for number, each in enumerate(result.best, start=1)}
+    show_memory(peaks, " #", query.memory_bytes, screen)
+    for line in (footnote(result), *notes(query, result.best[0])):
+        screen.print(line)
     if config.why:
-        for line in reasons(query, found):
-            say(line, console)
-    say(f"\n{command_line(config, found.best[0].layout)}", console)
+        for line in reasons(query, result):
+            screen.print(line)
+    screen.print(f"\n{command_line(config, result.best[0].layout)}")
     if config.out is not None:
-        write(config, query, found, each)
-        say(f"written to {target_name(config.out)}", console)
-    return found
+        write(config, query, result, rows)
+        screen.print(f"written to {target_name(config.out)}")
+    return result
 
 
 def title(config: PlanLayoutsConfig, query: Query) -> str:
     """The heading: model, GPUs, batch."""
-    size = amount(MemoryModel(config.model, query.seq).held(Layout(), 0).parameters)
+    size = MemoryModel(config.model, query.seq).held(PlannedLayout(), 0).parameters
     return (
-        f"{config.name} ({size} parameters) on {query.gpus} GPUs of {query.hardware.name} · {query.dtype} · "
-        f"{query.global_batch} x {query.seq} tokens a step"
+        f"{config.name} ({format_amount(size)} parameters) on {query.gpus} GPUs of {query.hardware.name} · "
+        f"{query.dtype} · {query.global_batch} x {query.seq} tokens a step"
     )
 
 
-def command_line(config: PlanLayoutsConfig, layout: Layout) -> str:
+def command_line(config: PlanLayoutsConfig, layout: PlannedLayout) -> str:
     """The `mlm pretrain` that runs a layout."""
-    more: dict[str, object] = {"model": config.name}
+    settings: dict[str, object] = {"model": config.name}
     if config.data.seq_length != config.model.max_positions:
-        more["data.seq_length"] = config.data.seq_length
-    return (
-        f"mlm pretrain {format_settings({**more, 'precision': config.precision.dtype, **layout.settings()})}"
-    )
+        settings["data.seq_length"] = config.data.seq_length
+    settings |= {"precision": config.precision.dtype, **layout.settings()}
+    return f"mlm pretrain {format_settings(settings)}"
 
 
-def footnote(found: Found) -> str:
+def footnote(result: SearchResult) -> str:
     """A line that counts the layouts."""
-    line = f"{found.candidates:,} valid layouts"
-    if found.too_large:
-        line += f"; {len(found.too_large):,} as fast as these do not fit"
+    line = f"{result.candidates:,} valid layouts"
+    if result.too_large:
+        line += f"; {len(result.too_large):,} as fast as these do not fit"
     return f"{line}. MFU: model FLOPs over the dense peak. mb: micro-batch. sp: sequence parallelism."
 
 
-def notes(query: Query, found: Found) -> list[str]:
+def notes(query: Query, best: LayoutForecast) -> list[str]:
     """Lines on how far the best layout's numbers can be trusted."""
-    best = found.best[0]
-    return [
-        *time_caution(query.hardware, best.step.total),
-        *layout_cautions(query.hardware, query.model, query.seq, best.layout),
-    ]
+    cautions = layout_cautions(query.hardware, query.model, query.seq, best.layout)
+    return [*time_caution(query.hardware, best.step.total), *cautions]
 
 
-def too_large(query: Query, found: Found) -> str:
+def too_large(query: Query, result: SearchResult) -> str:
     """The error of a model that no layout fits into memory."""
-    layout, lacks = min(found.too_large, key=lambda each: each[1])
+    layout, lacks = min(result.too_large, key=lambda each: each[1])
     least = least_gpus(query)
     fix = f"needs at least gpus={least} of this kind" if least else "no number of GPUs of this kind holds it"
     if least is not None and least <= query.gpus:
         fix = "allow other layouts or another train.global_batch_size"
     return (
         f"gpus={query.gpus}: no layout fits into {gib(query.memory_bytes)} per GPU (the smallest, "
-        f"{label(layout)}, lacks {gib(lacks)}); {fix}"
+        f"{layout.label}, lacks {gib(lacks)}); {fix}"
     )
 
 
-def reasons(query: Query, found: Found) -> list[str]:
-    """The rules that rejected other layouts, and the limits of the best."""
+def reasons(query: Query, result: SearchResult) -> list[str]:
+    """What rejected other layouts, and the parts of the best one's time."""
     lines = ["", "why not others:"]
-    nearest = sorted(found.too_large, key=lambda each: each[1])
-    for layout, lacks in nearest[:MOST_REASONS]:
-        lines.append(f"  {label(layout)}: does not fit by {gib(lacks)}")
+    nearest = sorted(result.too_large, key=lambda each: each[1])
+    lines += [f"  {layout.label}: does not fit by {gib(lacks)}" for layout, lacks in nearest[:MOST_REASONS]]
     if len(nearest) > MOST_REASONS:
         lines.append(f"  … and {len(nearest) - MOST_REASONS:,} more that do not fit")
-    lines += [f"  {line}" for line in slower(query, found)]
-    for why, count in found.broken.reasons():
+    lines += [f"  {line}" for line in slower(query, result.best[0])]
+    for why, count in result.rejections.examples():
         lines.append(f"  not valid: {why}" + (f" (and {count - 1:,} more by this rule)" if count > 1 else ""))
-    return [*lines, "", *limits(found.best[0])]
+    return [*lines, "", limits(result.best[0])]
 
 
-VARIATIONS: tuple[tuple[str, Callable[[Query, Any], bool]], ...] = (
-    ("tp crosses the node", lambda query, layout: layout.tp > query.hardware.devices_per_node),
-    ("tp within the node", lambda query, layout: 1 < layout.tp <= query.hardware.devices_per_node),
-    ("no tensor parallelism", lambda query, layout: layout.tp == 1),
-    ("no pipeline", lambda query, layout: layout.pp == 1),
-    ("a pipeline", lambda query, layout: layout.pp > 1),
-    ("nothing sharded over dp (zero=0)", lambda query, layout: layout.zero == 0),
-    ("weights sharded too (zero=3)", lambda query, layout: layout.zero == 3),
-    ("full recomputation", lambda query, layout: layout.recompute == "full"),
-)
-"""Classes of layouts, whose best is compared with the best of all."""
-
-
-def slower(query: Query, found: Found) -> list[str]:
+def slower(query: Query, best: LayoutForecast) -> list[str]:
     """The best of each class of layouts that the best of all is not in, beside it."""
-    best = found.best[0]
-    models, all_layouts = Models(query), list(layouts(query))
-    lines = []
+    node, lines = query.hardware.devices_per_node, []
     for words, belongs in VARIATIONS:
-        if belongs(query, best.layout):
+        if belongs(node, best.layout):
             continue
-        mine = [layout for layout in all_layouts if belongs(query, layout)]
-        fastest = best_of(models, mine)
-        if fastest is None:
-            if mine:
-                least = min(map(models.lacks, mine))
-                lines.append(f"{words}: none of {len(mine):,} layouts fits, the smallest lacks {gib(least)}")
-            continue
-        ratio = fastest.step.total / best.step.total
-        lines.append(f"{words}: {label(fastest.layout)} takes {ratio:.2f} times as long")
+        result = search(query, 1, lambda layout, belongs=belongs: belongs(node, layout))  # type: ignore[misc]
+        if result.best:
+            (other,) = result.best
+            ratio = other.step.total / best.step.total
+            lines.append(f"{words}: {other.layout.label} takes {ratio:.2f} times as long")
+        elif result.too_large:
+            least = gib(min(lacks for _, lacks in result.too_large))
+            lines.append(f"{words}: none of {result.candidates:,} layouts fits, the smallest lacks {least}")
     return lines
 
 
-def best_of(models: Models, some: list[Any]) -> Planned | None:
-    """The fastest of some layouts that fits, of those with the least bounds."""
-    ordered = sorted(some, key=lambda layout: models.cost(layout.tp).bound(layout))
-    best: Planned | None = None
-    for layout in ordered:
-        if best is not None and models.cost(layout.tp).bound(layout) > best.step.total:
-            break
-        if models.lacks(layout) <= 0:
-            planned = models.planned(layout)
-            if best is None or planned.step.total < best.step.total:
-                best = planned
-    return best
-
-
-def limits(best: Planned) -> list[str]:
+def limits(best: LayoutForecast) -> str:
     """The parts of the best layout's time, largest first."""
-    ordered = sorted(best.step.parts.items(), key=lambda part: -part[1])
-    shares = [
-        f"{name} {value / best.step.total:.0%}" for name, value in ordered if value > 0.01 * best.step.total
-    ]
-    return [f"what limits the best ({seconds(best.step.total)}): {', '.join(shares)}"]
+    total = best.step.total
+    parts = sorted(best.step.parts.items(), key=lambda part: -part[1])
+    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in parts if value > 0.01 * total)
+    return f"what limits the best ({format_seconds(total)}): {shares}"
 
 
-def write(config: PlanLayoutsConfig, query: Query, found: Found, each: list[Numbers]) -> None:
+def write(config: PlanLayoutsConfig, query: Query, result: SearchResult, rows: Sequence[Row]) -> None:
     """Write the layouts to `out`, by its ending. Raises UserError."""
     assert config.out is not None
-    rows = records(query, found.best, each)
-    ending = Path(config.out).suffix
+    ending, best = Path(config.out).suffix, result.best[0]
     if ending == ".csv":
         write_result(config.out, as_csv(rows))
-    elif ending in (".png", ".html"):
+        return
+    if ending in (".png", ".html"):
         from mlm.plan.charts import draw, layouts_page  # matplotlib takes half a second to import
 
         words = title(config, query)
-        picture = draw(found.best, words, query.memory_bytes, against_batches(query, found.best[0].layout))
-        lines = [footnote(found), *notes(query, found)]
-        lines += reasons(query, found) if config.why else limits(found.best[0])
-        lines += ["", command_line(config, found.best[0].layout)]
+        picture = draw(result.best, words, query.memory_bytes)
+        lines = [footnote(result), *notes(query, best)]
+        lines += reasons(query, result) if config.why else [limits(best)]
+        lines += ["", command_line(config, best.layout)]
         write_result(config.out, picture if ending == ".png" else layouts_page(words, picture, rows, lines))
-    else:
-        write_result(config.out, record(config, query, found, rows))
-
-
-def against_batches(query: Query, layout: Layout) -> list[tuple[int, float]]:
-    """Memory of a layout at each micro-batch that its replicas can have."""
-    memory, each = Models(query).memory, layout.global_batch // layout.dp
-    layouts_of = (replace(layout, micro_batch=size) for size in divisors(each))
-    valid = [other for other in layouts_of if layout.vp == 1 or other.micro_batches % layout.pp == 0]
-    return [(other.micro_batch, memory.worst(other).total) for other in valid]
-
-
-def record(
-    config: PlanLayoutsConfig, query: Query, found: Found, rows: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """All of a search in values that JSON holds."""
-    shape = Shape.of(query.model, query.seq)
-    return {
+        return
+    values = {
         "format": FORMAT,
         "model": config.name,
         "hardware": query.hardware.name,
@@ -225,10 +173,11 @@ def record(
         "dtype": query.dtype,
         "seq_length": query.seq,
         "global_batch_size": query.global_batch,
-        "model_flops_per_step": shape.model_flops(query.global_batch),
+        "model_flops_per_step": Shape(query.model, query.seq).model_flops(query.global_batch),
         "memory_bytes_per_gpu": query.memory_bytes,
-        "valid_layouts": found.candidates,
+        "valid_layouts": result.candidates,
         "time_error": query.hardware.time_error,
-        "notes": notes(query, found),
+        "notes": notes(query, best),
         "layouts": rows,
     }
+    write_result(config.out, values)

@@ -18,7 +18,8 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED
 from mlm.models.stage import PipelineStage, parameter_home, split_layers
 from mlm.plan.cost import ELEMENT_BYTES
-from mlm.plan.shape import Layout
+from mlm.plan.hardware import HardwareConfig
+from mlm.plan.shape import PlannedLayout
 
 GIB = 2**30
 PARTS = (
@@ -82,7 +83,7 @@ def parameter_parts(model: ModelConfig, tp: int) -> dict[int | str, list[Part]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class DeviceMemory:
     """Bytes of one device at its fullest moment."""
 
     parts: dict[str, float]
@@ -109,12 +110,17 @@ class MemoryModel:
         self.master = max(4, self.element)
         self.casts = self.element < 4
         self._parts: dict[int, dict[int | str, list[Part]]] = {}
-        self._held: dict[tuple[object, ...], Held] = {}
+        self._held: dict[tuple[object, ...], HeldParameters] = {}
 
-    def peak(self, layout: Layout, stage_rank: int = 0, dp_rank: int = 0) -> Peak:
+    @classmethod
+    def on(cls, hardware: HardwareConfig, model: ModelConfig, seq: int, dtype: str) -> "MemoryModel":
+        """Memory of layouts on this hardware."""
+        return cls(model, seq, dtype, device=hardware.device, reserved=hardware.reserved_gib * GIB)
+
+    def peak(self, layout: PlannedLayout, stage_rank: int = 0, dp_rank: int = 0) -> DeviceMemory:
         """The peak of a device on pipeline rank `stage_rank` and data-parallel rank `dp_rank`."""
         held = self.held(layout, stage_rank, dp_rank)
-        moving = Moving(self, layout, stage_rank, held)
+        moving = StepMemory(self, layout, stage_rank, held)
         begins, ends = moving.backward_begins(), moving.optimizer_steps()
         moment = "backward" if sum(begins.values()) >= sum(ends.values()) else "optimizer"
         parts = begins if moment == "backward" else ends
@@ -123,33 +129,26 @@ class MemoryModel:
         if self.device == "cpu":
             # the heap keeps what other phases freed, about a gradient each: few of the blocks fit activations
             parts["allocator"] += held.parameters * self.master
-        return Peak({name: float(parts[name]) for name in PARTS}, moment, held.parameters)
+        return DeviceMemory({name: float(parts[name]) for name in PARTS}, moment, held.parameters)
 
-    def worst(self, layout: Layout) -> Peak:
+    def worst(self, layout: PlannedLayout) -> DeviceMemory:
         """The peak of the fullest pipeline rank; it is at one of the two ends, or next to the first."""
         ranks = {0, layout.pp - 1, min(1, layout.pp - 1)}
         return max((self.peak(layout, rank) for rank in sorted(ranks)), key=lambda peak: peak.total)
 
-    def stages(self, layout: Layout, stage_rank: int) -> list[PipelineStage]:
+    def stages(self, layout: PlannedLayout, stage_rank: int) -> list[PipelineStage]:
         """The chunks of a pipeline rank."""
         return list(_stages(self.model.num_layers, layout.pp * layout.vp)[stage_rank :: layout.pp])
 
-    def held(self, layout: Layout, stage_rank: int, dp_rank: int = 0) -> "Held":
+    def held(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> "HeldParameters":
         """Elements of parameters of one device."""
-        key = (
-            layout.tp,
-            layout.pp,
-            layout.vp,
-            layout.zero,
-            layout.dp if layout.zero else 0,
-            stage_rank,
-            dp_rank,
-        )
+        shards = layout.dp if layout.zero else 0
+        key = (layout.tp, layout.pp, layout.vp, shards, stage_rank, dp_rank)
         if key not in self._held:
             self._held[key] = self._count(layout, stage_rank, dp_rank)
         return self._held[key]
 
-    def _count(self, layout: Layout, stage_rank: int, dp_rank: int) -> "Held":
+    def _count(self, layout: PlannedLayout, stage_rank: int, dp_rank: int) -> "HeldParameters":
         if layout.tp not in self._parts:
             self._parts[layout.tp] = parameter_parts(self.model, layout.tp)
         homes = self._parts[layout.tp]
@@ -163,7 +162,7 @@ class MemoryModel:
                 ends += [part for part in homes["first"] if part.name == TABLE]
         parts = [*chain(*layers), *ends]
         whole = sum(part.size for part in parts)
-        return Held(
+        return HeldParameters(
             parameters=sum(part.share(dp_rank, layout.dp) for part in parts) if layout.zero else whole,
             whole=whole,
             tensors=len(parts),
@@ -179,11 +178,11 @@ def _stages(layers: int, stages: int) -> tuple[PipelineStage, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldParameters:
     """Elements of parameters on one device."""
 
     parameters: int
-    """Held: of sharded ones this rank's rows."""
+    """Of sharded ones this rank's rows."""
     whole: int
     """Of the tensor-parallel part, before sharding over dp."""
     tensors: int
@@ -194,10 +193,12 @@ class Held:
     layers: int
 
 
-class Moving:
+class StepMemory:
     """The memory that comes and goes in a step, on one device of a layout."""
 
-    def __init__(self, memory: MemoryModel, layout: Layout, stage_rank: int, held: Held) -> None:
+    def __init__(
+        self, memory: MemoryModel, layout: PlannedLayout, stage_rank: int, held: HeldParameters
+    ) -> None:
         self.memory, self.layout, self.stage_rank, self.held = memory, layout, stage_rank, held
         self.e, self.h, self.t = memory.element, memory.model.hidden_size, layout.tp
         self.f = memory.model.ffn_size // layout.tp
@@ -352,15 +353,15 @@ class Moving:
     def _communication(self) -> float:
         """Boundary tensors of the pipeline under way, and sequences gathered over tp."""
         layout, boundary = self.layout, self.e * self.rows * self.h / self.split
-        found = 0.0
+        size = 0.0
         if layout.pp > 1:
-            found += boundary * (min(SENDS_KEPT, layout.micro_batches) + 2)
+            size += boundary * (min(SENDS_KEPT, layout.micro_batches) + 2)
         if layout.sequence_parallel:
-            found += 2 * self.e * self.rows * self.h
-        return found
+            size += 2 * self.e * self.rows * self.h
+        return size
 
 
-def in_flight(layout: Layout, stage_rank: int) -> int:
+def in_flight(layout: PlannedLayout, stage_rank: int) -> int:
     """Pairs of chunk and micro-batch whose activations a pipeline rank holds (pipeline/schedules.py)."""
     p, v, m = layout.pp, layout.vp, layout.micro_batches
     if layout.pipeline == "gpipe":
@@ -372,7 +373,7 @@ def in_flight(layout: Layout, stage_rank: int) -> int:
     return min((v + 1) * p - 2 * stage_rank - 1, v * m)
 
 
-def last_in_flight(layout: Layout) -> int:
+def last_in_flight(layout: PlannedLayout) -> int:
     """Micro-batches between the loss and its backward on the last stage."""
     return layout.micro_batches if layout.pipeline == "gpipe" else 1
 

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from mlm.parallel.pipeline.actions import Action, Op, Plan, TimedAction
-from mlm.plan.terminal import INPUT_GRADIENT, NAMES, fill, ink
+from mlm.parallel.pipeline.actions import Action, Plan, TimedAction
+from mlm.plan.drawing import fill, ink, op_names
 from mlm.util.results import CREATOR
 
 IDLE, INK = "#e8e8e8", "#333333"
@@ -112,10 +112,8 @@ def draw_frame(axes: Axes, plan: Plan) -> None:
 def legend(plan: Plan) -> list[Patch]:
     """A patch for each op and chunk, and one for idle time."""
     num_chunks = plan.num_stages // len(plan.timeline)
-    ops = [op for op in Op if any(span.action.op is op for spans in plan.timeline for span in spans)]
     patches = []
-    for op in ops:
-        name = INPUT_GRADIENT if op is Op.BACKWARD and Op.WEIGHT in ops else NAMES[op]
+    for op, name in op_names(plan.timeline).items():
         for chunk in range(num_chunks):
             where = f", chunk {chunk}" if num_chunks > 1 else ""
             patches.append(Patch(color=fill(Action(op, chunk, 0), num_chunks), label=name + where))

@@ -1,25 +1,25 @@
-"""Numbers of planned layouts: what is printed, and what JSON and CSV hold."""
+"""Planned layouts as rows of numbers, which JSON and CSV hold, and as the tables that are printed."""
 
 import csv
 import io
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from mlm.models.config import ModelConfig
 from mlm.plan.hardware import HardwareConfig
-from mlm.plan.memory import GIB, Peak
+from mlm.plan.memory import GIB, DeviceMemory
 from mlm.plan.memory import PARTS as MEMORY_PARTS
-from mlm.plan.search import Planned, Query
-from mlm.plan.shape import Layout, Shape
-from mlm.util.terminal import Screen
+from mlm.plan.search import LayoutForecast, Query
+from mlm.plan.shape import PlannedLayout, Shape
+from mlm.util.terminal import PlainScreen, add_row, table
 
 HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
+LONG_SEQUENCE = 8192
+"""Tokens from which on a length that was not typed is worth a line: a model's most positions."""
 SHORT = {
     "cast weights": "cast",
     "vocabulary": "vocab",
@@ -29,63 +29,70 @@ SHORT = {
     "allocator": "reserved",
 }
 """Headings of parts, where a column is narrow."""
+TIME_COLUMNS = (
+    ("products", ("matmul", "vocabulary")),
+    *((SHORT.get(part, part), (part,)) for part in ("attention", "elementwise", "recompute", "optimizer")),
+    *((part, (part,)) for part in ("tp", "pp", "dp", "bubble")),
+)
+"""Columns of the table of time: heading, parts of a step."""
+Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """Costs and yield of a layout."""
+def as_row(
+    query: Query, forecast: LayoutForecast, tokens: float | None = None, price: float | None = None
+) -> Row:
+    """A layout as a flat row: settings, numbers, seconds and bytes by part.
 
-    step_s: float
-    tokens_per_s: float
-    model_tflops: float
-    """Per GPU, without recomputation."""
-    hardware_tflops: float
-    """Per GPU, with it."""
-    mfu: float
-    days: float | None
-    energy_mwh: float | None
-    price: float | None
-
-
-def numbers(query: Query, planned: Planned, tokens: float | None, price: float | None) -> Numbers:
-    """Numbers of one layout; days, energy and price for a number of tokens."""
-    layout, seconds = planned.layout, planned.step.total
-    shape = Shape.of(query.model, query.seq, layout.tp)
-    rate = query.global_batch * query.seq / seconds
+    Days, energy and price are those of so many tokens, at the price of a GPU for an hour.
+    """
+    layout, step, memory = forecast.layout, forecast.step, forecast.memory
+    shape = Shape(query.model, query.seq, layout.tp)
+    rate, seconds = query.global_batch * query.seq / step.total, step.total
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
     model = shape.model_flops(query.global_batch) * per_gpu
     length, power = None if tokens is None else tokens / rate, query.hardware.power_w
-    return Numbers(
-        step_s=seconds,
-        tokens_per_s=rate,
-        model_tflops=model,
-        hardware_tflops=shape.hardware_flops(layout.recompute, query.global_batch) * per_gpu,
-        mfu=model * 1e12 / query.hardware.peak(query.dtype),
-        days=None if length is None else length / DAY,
-        energy_mwh=None if length is None or power is None else length / HOUR * power * layout.gpus / 1e6,
-        price=None if length is None or price is None else length / HOUR * layout.gpus * price,
-    )
+    sizes = ("micro_batch", "global_batch")
+    settings = {name: getattr(layout, name) for name in PlannedLayout.__slots__ if name not in sizes}
+    return {
+        "layout": layout.label,
+        **settings,
+        "micro_batch_size": layout.micro_batch,
+        "global_batch_size": layout.global_batch,
+        "step_s": seconds,
+        "tokens_per_s": rate,
+        "model_tflops": model,
+        "hardware_tflops": shape.hardware_flops(layout.recompute, query.global_batch) * per_gpu,
+        "mfu": model * 1e12 / query.hardware.peak(query.dtype),
+        "days": None if length is None else length / DAY,
+        "energy_mwh": None if length is None or power is None else length / HOUR * power * layout.gpus / 1e6,
+        "price": None if length is None or price is None else length / HOUR * layout.gpus * price,
+        "bubble": step.bubble,
+        **{f"{name}_s": value for name, value in step.parts.items()},
+        **memory_row(memory),
+    }
 
 
-def label(layout: Layout) -> str:
-    """A layout in few words: `tp8 pp4 vp2 dp16 sp zero2 full mb4`."""
-    words = [f"tp{layout.tp}", f"pp{layout.pp}"]
-    words += [f"vp{layout.vp}"] if layout.vp > 1 else []
-    words += [f"dp{layout.dp}"]
-    words += ["sp"] if layout.sequence_parallel else []
-    words += [layout.pipeline] if layout.pipeline != "1f1b" else []
-    words += [f"zero{layout.zero}"] if layout.zero else []
-    words += ["every"] if layout.zero_reduce == "every" else []
-    words += [layout.recompute] if layout.recompute != "none" else []
-    return " ".join([*words, f"mb{layout.micro_batch}"])
+def memory_row(memory: DeviceMemory) -> Row:
+    """Bytes of a device and of each part."""
+    parts = {f"{name.replace(' ', '_')}_bytes": value for name, value in memory.parts.items()}
+    return {"memory_bytes": memory.total, **parts}
 
 
-def seconds(value: float) -> str:
+def as_csv(rows: Sequence[Row]) -> bytes:
+    """Rows as CSV with a heading; nothing where a value is missing."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def format_seconds(value: float) -> str:
     """A time in three figures."""
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def amount(value: float) -> str:
+def format_amount(value: float) -> str:
     """A number in three figures: 1.23M."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
@@ -93,22 +100,27 @@ def amount(value: float) -> str:
     return f"{value:.3g}"
 
 
-LONG_SEQUENCE = 8192
-"""Tokens from which on a length that was not typed is worth a line: a model's most positions."""
+def step_range(hardware: HardwareConfig, step_s: float) -> str:
+    """`226 ms to 319 ms`: the range of a step's time by `time_error`; empty where none is known."""
+    error = None if hardware.is_calibrated else hardware.time_error
+    if not error:
+        return ""
+    return f"{format_seconds(step_s / (1 + error))} to {format_seconds(step_s * (1 + error))}"
 
 
 def time_caution(hardware: HardwareConfig, step_s: float) -> list[str]:
     """A line on a step's time that rests on constants of other programs; none where they were measured."""
     if hardware.is_calibrated:
         return []
-    known = (
-        f"expect {spread(hardware, step_s)} a step" if hardware.time_error else "never compared with a run"
-    )
+    expected = step_range(hardware, step_s)
+    known = f"expect {expected} a step" if expected else "never compared with a run"
     fix = "`mlm plan calibrate` measures this one's"
     return [f"times rest on constants of other programs, {known}; {fix}"]
 
 
-def layout_cautions(hardware: HardwareConfig, model: ModelConfig, seq: int, layout: Layout) -> list[str]:
+def layout_cautions(
+    hardware: HardwareConfig, model: ModelConfig, seq: int, layout: PlannedLayout
+) -> list[str]:
     """Lines on a sequence as long as the model's positions, and on tp across nodes."""
     lines = []
     if seq == model.max_positions > LONG_SEQUENCE:
@@ -122,120 +134,53 @@ def layout_cautions(hardware: HardwareConfig, model: ModelConfig, seq: int, layo
     return lines
 
 
-def spread(hardware: HardwareConfig, step_s: float) -> str:
-    """`226 ms to 319 ms`: the range of a step's time by `time_error`; empty where none is known."""
-    error = None if hardware.is_calibrated else hardware.time_error
-    return f"{seconds(step_s / (1 + error))} to {seconds(step_s * (1 + error))}" if error else ""
+def wide_screen() -> Console:
+    """A console of the width that the tables need where the terminal's is less."""
+    screen = PlainScreen(highlight=False, markup=False, soft_wrap=True)
+    screen.width = max(screen.width, WIDTH)
+    return screen
 
 
-def new_table(title: str) -> Table:
-    """A table without vertical lines."""
-    return Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
+def narrow_table(title: str, *columns: str) -> Table:
+    """As `table`, with one space between columns."""
+    made = table(title, *columns)
+    made.padding = 0
+    return made
 
 
-def wide(console: Console) -> Console:
-    """The console, with the width that the tables need where its own is less."""
-    if console.width >= WIDTH:
-        return console
-    return Screen(file=console.file, width=WIDTH, no_color=console.no_color)
-
-
-def show_speed(query: Query, found: list[Planned], each: list[Numbers], console: Console) -> None:
+def show_speed(rows: Sequence[Row], screen: Console) -> None:
     """The table of layouts, fastest first."""
-    table = new_table("")
-    table.add_column("#", justify="right")
-    table.add_column("layout", no_wrap=True)
-    headings = ["step", "tokens/s", "TFLOP/s", "MFU", "GiB"]
-    headings += ["days"] if each and each[0].days is not None else []
-    headings += ["MWh"] if each and each[0].energy_mwh is not None else []
-    headings += ["price"] if each and each[0].price is not None else []
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for number, (planned, its) in enumerate(zip(found, each, strict=True), start=1):
-        tflops = f"{its.model_tflops:.0f}"
-        if planned.layout.recompute == "full":
-            tflops += f" ({its.hardware_tflops:.0f})"
-        cells = [seconds(its.step_s), amount(its.tokens_per_s), tflops, f"{its.mfu:.1%}"]
-        cells.append(f"{planned.peak.total / GIB:.1f}")
-        cells += [] if its.days is None else [f"{its.days:.3g}"]
-        cells += [] if its.energy_mwh is None else [amount(its.energy_mwh)]
-        cells += [] if its.price is None else [amount(its.price)]
-        table.add_row(str(number), label(planned.layout), *cells)
-    console.print(table)
+    headings = {"days": "days", "energy_mwh": "MWh", "price": "price"}
+    more = [key for key in headings if rows[0][key] is not None]
+    columns = ("step#", "tokens/s#", "TFLOP/s#", "MFU#", "GiB#", *(f"{headings[key]}#" for key in more))
+    made = narrow_table("", " ##", "layout", *columns)
+    for number, row in enumerate(rows, start=1):
+        tflops = f"{row['model_tflops']:.0f}"
+        if row["recompute"] == "full":
+            tflops += f" ({row['hardware_tflops']:.0f})"
+        cells = (format_seconds(row["step_s"]), format_amount(row["tokens_per_s"]), tflops)
+        sizes = (f"{row['mfu']:.1%}", f"{row['memory_bytes'] / GIB:.1f}")
+        add_row(made, number, row["layout"], *cells, *sizes, *(format_amount(row[key]) for key in more))
+    screen.print(made)
 
 
-TIME_COLUMNS = (
-    ("products", ("matmul", "vocabulary")),
-    ("attention", ("attention",)),
-    ("elementw.", ("elementwise",)),
-    ("recompute", ("recompute",)),
-    ("optimizer", ("optimizer",)),
-    ("tp", ("tp",)),
-    ("pp", ("pp",)),
-    ("dp", ("dp",)),
-    ("bubble", ("bubble",)),
-)
-"""Columns of the table of time: heading, parts of a step."""
-
-
-def show_time(found: list[Planned], console: Console) -> None:
+def show_time(rows: Sequence[Row], screen: Console) -> None:
     """Shares of the step's time; tp, pp and dp are communication that no computation hides."""
-    table = new_table("share of the step; tp, pp, dp: exposed communication")
-    table.add_column("#", justify="right")
-    for heading, _ in TIME_COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for number, planned in enumerate(found, start=1):
-        parts, total = planned.step.parts, planned.step.total
-        shares = (sum(parts[name] for name in names) / total for _, names in TIME_COLUMNS)
-        table.add_row(str(number), *(f"{share:.1%}" for share in shares))
-    console.print(table)
+    headings = (f"{heading}#" for heading, _ in TIME_COLUMNS)
+    made = narrow_table("share of the step; tp, pp, dp: exposed communication", " ##", *headings)
+    for number, row in enumerate(rows, start=1):
+        shares = (sum(row[f"{name}_s"] for name in names) / row["step_s"] for _, names in TIME_COLUMNS)
+        add_row(made, number, *(f"{share:.1%}" for share in shares))
+    screen.print(made)
 
 
-def show_memory(rows: list[tuple[str, Peak]], heading: str, capacity: float, console: Console) -> None:
+def show_memory(peaks: Mapping[int, DeviceMemory], heading: str, capacity: float, screen: Console) -> None:
     """Memory by part, a line per row; parts that no row has are left out."""
-    used = [part for part in MEMORY_PARTS if any(peak.parts[part] >= 0.005 * GIB for _, peak in rows)]
-    table = new_table(f"memory per GPU at its fullest, GiB of {capacity / GIB:.1f}")
-    table.add_column(heading, justify="right", no_wrap=True)
-    for part in used:
-        table.add_column(SHORT.get(part, part), justify="right", no_wrap=True)
-    table.add_column("all", justify="right", no_wrap=True)
-    for name, peak in rows:
+    used = [p for p in MEMORY_PARTS if any(peak.parts[p] >= 0.005 * GIB for peak in peaks.values())]
+    columns = (f"{SHORT.get(part, part)}#" for part in used)
+    title = f"memory per GPU at its fullest, GiB of {capacity / GIB:.1f}"
+    made = narrow_table(title, f"{heading}#", *columns, "all#")
+    for name, peak in peaks.items():
         cells = (f"{peak.parts[part] / GIB:.2f}" for part in used)
-        table.add_row(name, *cells, f"{peak.total / GIB:.2f}")
-    console.print(table)
-
-
-def say(line: str, console: Console) -> None:
-    """Print one line as it is."""
-    console.print(Text(line), soft_wrap=True)
-
-
-def records(query: Query, found: list[Planned], each: list[Numbers]) -> list[dict[str, Any]]:
-    """Layouts as flat rows: settings, numbers, seconds and bytes by part."""
-    return [
-        {
-            "layout": label(planned.layout),
-            **{
-                name: getattr(planned.layout, name)
-                for name in Layout.__slots__
-                if name not in ("micro_batch", "global_batch")
-            },
-            "micro_batch_size": planned.layout.micro_batch,
-            "global_batch_size": planned.layout.global_batch,
-            **{name: getattr(its, name) for name in Numbers.__dataclass_fields__},
-            "bubble": planned.step.bubble,
-            **{f"{name}_s": value for name, value in planned.step.parts.items()},
-            "memory_bytes": planned.peak.total,
-            **{f"{name.replace(' ', '_')}_bytes": value for name, value in planned.peak.parts.items()},
-        }
-        for planned, its in zip(found, each, strict=True)
-    ]
-
-
-def as_csv(rows: list[dict[str, Any]]) -> bytes:
-    """Rows as CSV with a heading; nothing where a value is missing."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]))
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode()
+        add_row(made, name, *cells, f"{peak.total / GIB:.2f}")
+    screen.print(made)

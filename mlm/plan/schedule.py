@@ -1,100 +1,205 @@
 """`mlm plan schedule`: simulate a pipeline schedule, draw it and print its cost. No torch, no model."""
 
-import json
+from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from mlm.parallel.pipeline.actions import Plan
-from mlm.plan import picture, terminal
+from mlm.parallel.pipeline.actions import Action, Cost, Instruction, Plan, Receive, Send
+from mlm.parallel.pipeline.lower import lower
+from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, record, simulate, title
-from mlm.plan.timeline import timeline
-from mlm.tracking.page.html import page, paragraph, table
-from mlm.util.errors import UserError
+from mlm.plan.drawing import draw, svg_timeline
+from mlm.tracking.page import html
+from mlm.util.errors import writing_to
 from mlm.util.results import target_name, write_result
-from mlm.util.terminal import Screen
+from mlm.util.terminal import Screen, add_row, console, table
 
 MOST_DRAWN = 10_000
 """Computations on a page: some 2 MB."""
+HEADINGS = ("rank", "idle", "peak in flight", "sends", "receives")
 
 
-def run(config: PlanScheduleConfig, console: Console | None = None) -> Plan:
+@dataclass(frozen=True, slots=True)
+class BubbleFormula:
+    """A bubble as a function of the settings."""
+
+    words: str
+    """The formula with p, v, m for pp, vp, micro_batches and F, B, W for the costs."""
+    value: float
+    """Idle time over ideal time."""
+    holds: str
+    """Condition under which it is exact."""
+
+    def compared(self, bubble: float) -> str:
+        """The value compared with the simulated one, and why they differ."""
+        words = f"formula {self.words} = {self.value:.2%}"
+        return words if abs(bubble - self.value) < 1e-9 else f"{words} (exact {self.holds})"
+
+
+@dataclass(frozen=True, slots=True)
+class RankNumbers:
+    """One rank's share of a plan."""
+
+    rank: int
+    idle: float
+    """Time within the makespan in which it computes nothing."""
+    peak_in_flight: int
+    """Most (chunk, micro-batch) pairs whose activations it holds at once."""
+    sends: int
+    receives: int
+
+    @property
+    def cells(self) -> tuple[object, ...]:
+        """Cells of its row below HEADINGS."""
+        return self.rank, f"{self.idle:.6g}", self.peak_in_flight, self.sends, self.receives
+
+
+def run(config: PlanScheduleConfig) -> Plan:
     """Print the schedule and its numbers, write `out` where it is given, and return the plan.
 
     Raises UserError if `out` cannot be written.
     """
-    console = console or Screen()
-    plan = simulate(config)
-    say(f"{title(config)}\n", console)
-    terminal.draw(plan, console)
-    show_numbers(plan, closed_bubble(config), console)
+    plan, screen = simulate(config), console()
+    screen.print(f"{title(config)}\n")
+    draw(plan, screen)
+    show_numbers(plan, closed_bubble(config), screen)
     if config.out is not None:
         write(plan, config, Path(config.out))
-        say(f"written to {target_name(config.out)}", console)
+        screen.print(f"written to {target_name(config.out)}")
     return plan
 
 
-def show_numbers(plan: Plan, formula: Formula, console: Console) -> None:
+def simulate(config: PlanScheduleConfig) -> Plan:
+    """The plan of these settings."""
+    schedule = build_schedule(
+        config.pipeline, stages=config.pp, chunks=config.vp, micro_batches=config.micro_batches
+    )
+    cost = Cost(
+        forward=config.forward_cost,
+        backward=config.backward_cost,
+        input_gradient=config.input_gradient_cost,
+        weight_gradient=config.weight_gradient_cost,
+        transfer=config.transfer_cost,
+    )
+    return lower(schedule, cost=cost)
+
+
+def title(config: PlanScheduleConfig) -> str:
+    """`interleaved 1F1B · pp=4 vp=2 micro_batches=8`."""
+    name = {"1f1b": "1F1B", "gpipe": "GPipe", "zb_h1": "ZB-H1"}[config.pipeline]
+    if config.vp > 1:
+        name = f"interleaved {name}"
+    return f"{name} · pp={config.pp} vp={config.vp} micro_batches={config.micro_batches}"
+
+
+def closed_bubble(config: PlanScheduleConfig) -> BubbleFormula:
+    """The bubble by formula: arXiv:2104.04473, section 2.2, and arXiv:2401.10241, table 2, for zb_h1.
+
+    The latter is written for any F, B, W and m; where W is the shortest and m >= p it is the paper's
+    (p-1)(F + B - W).
+    """
+    p, v, m = config.pp, config.vp, config.micro_batches
+    if config.pipeline == "zb_h1":
+        f, b, w = config.forward_cost, config.input_gradient_cost, config.weight_gradient_cost
+        idle = (p - 1) * (f + b) - (min(p, m) - 1) * min(f, b, w)
+        plain = w <= min(f, b) and m >= p
+        words = "(p-1)(F+B-W)" if plain else "((p-1)(F+B) - (min(p,m)-1) min(F,B,W))"
+        return BubbleFormula(f"{words} / (m(F+B+W))", idle / (m * (f + b + w)), "without transfers")
+    if v == 1:
+        return BubbleFormula("(p-1)/m", (p - 1) / m, "without transfers")
+    costs = "m >= p" if config.pipeline == "gpipe" else "F <= B <= 2F"
+    return BubbleFormula("(p-1)/(v*m)", (p - 1) / (v * m), f"without transfers and for {costs}")
+
+
+def rank_numbers(plan: Plan) -> list[RankNumbers]:
+    """A line per rank."""
+    ranks = zip(plan.timeline, plan.instructions, plan.peak_in_flight, strict=True)
+    return [
+        RankNumbers(
+            rank,
+            idle=plan.makespan - sum(span.end - span.start for span in spans),
+            peak_in_flight=peak,
+            sends=sum(isinstance(each, Send) for each in instructions),
+            receives=sum(isinstance(each, Receive) for each in instructions),
+        )
+        for rank, (spans, instructions, peak) in enumerate(ranks)
+    ]
+
+
+def show_numbers(plan: Plan, formula: BubbleFormula, screen: Screen) -> None:
     """The numbers of the whole plan in two lines, those of the ranks in a table."""
-    say(f"\nbubble    {plan.bubble:.2%} of the ideal time; {compared(plan.bubble, formula)}", console)
-    ideal = plan.makespan / (1 + plan.bubble)
-    say(f"makespan  {plan.makespan:.6g}; {ideal:.6g} without the bubble\n", console)
-    shown = Table()
-    for heading in ("rank", "idle", "peak in flight", "sends", "receives"):
-        shown.add_column(heading, justify="right")
-    for row in rank_numbers(plan):
-        cells = (row.rank, f"{row.idle:.6g}", row.peak_in_flight, row.sends, row.receives)
-        shown.add_row(*map(str, cells))
-    console.print(shown)
-    say("in flight: micro-batches whose activations it holds, each chunk's counted separately", console)
+    screen.print(f"\nbubble    {plan.bubble:.2%} of the ideal time; {formula.compared(plan.bubble)}")
+    screen.print(f"makespan  {plan.makespan:.6g}; {plan.makespan / (1 + plan.bubble):.6g} without the bubble")
+    rows = table("", *(f"{heading}#" for heading in HEADINGS))
+    for numbers in rank_numbers(plan):
+        add_row(rows, *numbers.cells)
+    screen.print(rows)
+    screen.print("in flight: micro-batches whose activations it holds, each chunk's counted separately")
+
+
+def write(plan: Plan, config: PlanScheduleConfig, out: Path) -> None:
+    """Write the picture or, to a .json, a stream or a device, the record. Raises UserError."""
+    kind = out.suffix.removeprefix(".")
+    with writing_to(str(out)):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    if kind in ("svg", "png"):
+        from mlm.plan import picture  # matplotlib takes half a second to import
+
+        caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
+        drawn = BytesIO()
+        picture.draw(plan, caption, drawn, kind)
+        write_result(out, drawn.getvalue())
+    else:
+        write_result(out, schedule_page(plan, config) if kind == "html" else record(plan, config))
 
 
 def schedule_page(plan: Plan, config: PlanScheduleConfig) -> bytes:
     """Return a page with the drawing and the numbers of a plan."""
     count = sum(map(len, plan.timeline))
     large = f"{count:,} computations are too many to draw here; out=schedule.svg draws all."
-    words = f"Bubble {plan.bubble:.2%} of the ideal time; {compared(plan.bubble, closed_bubble(config))}. "
+    words = f"Bubble {plan.bubble:.2%} of the ideal time; {closed_bubble(config).compared(plan.bubble)}. "
     words += f"Makespan {plan.makespan:.6g}. Numbers in the drawing are micro-batches."
-    drawn = timeline(plan) if count <= MOST_DRAWN else paragraph(large)
-    rows = [
-        [f"P{row.rank}", f"{row.idle:.6g}", row.peak_in_flight, row.sends, row.receives]
-        for row in rank_numbers(plan)
+    drawn = svg_timeline(plan) if count <= MOST_DRAWN else html.paragraph(large)
+    rows = [(f"P{numbers.rank}", *numbers.cells[1:]) for numbers in rank_numbers(plan)]
+    parts = [
+        ("schedule", "Schedule", html.paragraph(words) + drawn),
+        ("ranks", "Ranks", html.table(HEADINGS, rows)),
     ]
-    ranks = table(["rank", "idle", "peak in flight", "sends", "receives"], rows)
-    parts = [("schedule", "Schedule", paragraph(words) + drawn), ("ranks", "Ranks", ranks)]
-    return page(title(config), parts)
+    return html.page(title(config), parts)
 
 
-def say(line: str, console: Console) -> None:
-    """Print one line as it is: no markup, no wrapping, no colours."""
-    console.print(Text(line), soft_wrap=True)
+def record(plan: Plan, config: PlanScheduleConfig) -> dict[str, Any]:
+    """All of a plan in values that JSON holds; times in the unit of the costs."""
+    formula = closed_bubble(config)
+    ranks = zip(rank_numbers(plan), plan.instructions, plan.timeline, strict=True)
+    return {
+        "format": "mlm-schedule-1",
+        "settings": {key: value for key, value in asdict(config).items() if key != "out"},
+        "bubble": plan.bubble,
+        "bubble_formula": {"formula": formula.words, "value": formula.value, "exact": formula.holds},
+        "makespan": plan.makespan,
+        "ranks": [
+            {
+                **asdict(numbers),
+                "instructions": [instruction_record(instruction) for instruction in instructions],
+                "timeline": [
+                    {**action_record(span.action), "start": span.start, "end": span.end} for span in spans
+                ],
+            }
+            for numbers, instructions, spans in ranks
+        ],
+    }
 
 
-def compared(bubble: float, formula: Formula) -> str:
-    """The formula's value compared with the simulated one, and why they differ."""
-    said = f"formula {formula.words} = {formula.value:.2%}"
-    return said if abs(bubble - formula.value) < 1e-9 else f"{said} (exact {formula.holds})"
+def instruction_record(instruction: Instruction) -> dict[str, Any]:
+    """An instruction of a rank: do (compute, send, receive), op, chunk, micro_batch, peer."""
+    if isinstance(instruction, Action):
+        return {"do": "compute", **action_record(instruction)}
+    verb = "send" if isinstance(instruction, Send) else "receive"
+    return {"do": verb, **action_record(instruction.action), "peer": instruction.peer}
 
 
-def write(plan: Plan, config: PlanScheduleConfig, out: Path) -> None:
-    """Write the picture or, to a .json, a stream or a device, the record. Raises UserError."""
-    kind = out.suffix.removeprefix(".")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"out={out}: {error.strerror} ({error.filename}): free space there, or set another out="
-        ) from error
-    if kind in ("svg", "png"):
-        caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
-        drawn = BytesIO()
-        picture.draw(plan, caption, drawn, kind)
-        write_result(out, drawn.getvalue())
-    elif kind == "html":
-        write_result(out, schedule_page(plan, config))
-    else:
-        write_result(out, (json.dumps(record(plan, config), indent=1) + "\n").encode())
+def action_record(action: Action) -> dict[str, Any]:
+    """An action's op as F, B or W, its chunk and micro-batch."""
+    return {"op": action.op.value, "chunk": action.chunk, "micro_batch": action.micro_batch}

@@ -6,8 +6,8 @@ best are found without simulating the rest: the result is that of simulating all
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -17,8 +17,8 @@ from mlm.parallel.layout_checks import TRAIN_RULES, Breach, Launch, LayoutRule, 
 from mlm.plan.config import PlanLayoutsConfig
 from mlm.plan.cost import CostModel, StepTime
 from mlm.plan.hardware import HardwareConfig
-from mlm.plan.memory import GIB, MemoryModel, Peak
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.memory import GIB, DeviceMemory, MemoryModel
+from mlm.plan.shape import PlannedLayout, Shape
 
 BATCH_KEYS = frozenset(("train.micro_batch_size", "train.global_batch_size"))
 SPLIT_RULES = tuple(rule for rule in TRAIN_RULES if not BATCH_KEYS & set(rule.reads))
@@ -38,11 +38,7 @@ class Query:
     global_batch: int
     dtype: str = "bf16"
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of Layout that are not searched, with their values."""
-
-    def replaced(self, **changes: Any) -> "Query":
-        """The query with other values."""
-        return Query(**{**self.__dict__, **changes})
+    """Fields of PlannedLayout that are not searched, with their values."""
 
     @property
     def memory_bytes(self) -> float:
@@ -67,43 +63,43 @@ def query_of(config: PlanLayoutsConfig) -> Query:
 
 
 @dataclass(frozen=True)
-class Planned:
+class LayoutForecast:
     """A layout with its predicted step and its memory on the fullest rank."""
 
-    layout: Layout
+    layout: PlannedLayout
     step: StepTime
-    peak: Peak
+    memory: DeviceMemory
 
 
-@dataclass
-class Found:
-    """The result of a search."""
-
-    best: list[Planned]
-    """Fastest first."""
-    candidates: int
-    """Valid layouts."""
-    too_large: list[tuple[Layout, float]]
-    """Layouts faster than the slowest of `best` that do not fit, with the bytes that they lack."""
-    broken: "Broken"
-    """Layouts that the rules do not allow."""
-
-
-class Broken:
+class Rejections:
     """The number of layouts that each rule rejected, and the first of them as an example."""
 
     def __init__(self) -> None:
         self.counts = Counter[LayoutRule]()
-        self.examples: dict[LayoutRule, str] = {}
+        self.first: dict[LayoutRule, str] = {}
 
     def add(self, rule: LayoutRule, breach: Breach) -> None:
         """Count a layout."""
         self.counts[rule] += 1
-        self.examples.setdefault(rule, breach.why)
+        self.first.setdefault(rule, breach.why)
 
-    def reasons(self) -> list[tuple[str, int]]:
+    def examples(self) -> list[tuple[str, int]]:
         """An example of each rule, and how many layouts it rejected; the most frequent first."""
-        return [(self.examples[rule], count) for rule, count in self.counts.most_common()]
+        return [(self.first[rule], count) for rule, count in self.counts.most_common()]
+
+
+@dataclass
+class SearchResult:
+    """The best layouts, and what became of the others."""
+
+    best: list[LayoutForecast]
+    """Fastest first."""
+    candidates: int
+    """Valid layouts."""
+    too_large: list[tuple[PlannedLayout, float]]
+    """Layouts faster than the slowest of `best` that do not fit, with the bytes that they lack."""
+    rejections: Rejections
+    """Layouts that the rules do not allow."""
 
 
 class Models:
@@ -112,34 +108,34 @@ class Models:
     def __init__(self, query: Query) -> None:
         self.query = query
         self.hardware = hardware = query.hardware.for_ranks(query.gpus)
-        self.memory = MemoryModel(
-            query.model, query.seq, query.dtype, device=hardware.device, reserved=hardware.reserved_gib * GIB
-        )
+        self.memory = MemoryModel.on(hardware, query.model, query.seq, query.dtype)
         self._costs: dict[int, CostModel] = {}
 
     def cost(self, tp: int) -> CostModel:
         """The time model of layouts of this tp."""
         if tp not in self._costs:
-            shape = Shape.of(self.query.model, self.query.seq, tp)
+            shape = Shape(self.query.model, self.query.seq, tp)
             self._costs[tp] = CostModel(shape, self.hardware, self.query.dtype)
         return self._costs[tp]
 
-    def planned(self, layout: Layout) -> Planned:
+    def forecast(self, layout: PlannedLayout) -> LayoutForecast:
         """A layout with its step and its memory."""
-        return Planned(layout, self.cost(layout.tp).step(layout), self.memory.worst(layout))
+        return LayoutForecast(layout, self.cost(layout.tp).step(layout), self.memory.worst(layout))
 
-    def lacks(self, layout: Layout) -> float:
+    def lacks(self, layout: PlannedLayout) -> float:
         """Bytes that a layout needs beyond a device's memory; negative if it fits."""
         return self.memory.worst(layout).total - self.query.memory_bytes
 
 
-def search(query: Query, most: int = 10) -> Found:
-    """The fastest layouts that fit."""
-    models, broken = Models(query), Broken()
-    valid = list(layouts(query, broken))
+def search(
+    query: Query, most: int = 10, belongs: Callable[[PlannedLayout], bool] = lambda _: True
+) -> SearchResult:
+    """The fastest layouts that fit, of those that belong to a class."""
+    models, rejections = Models(query), Rejections()
+    valid = [layout for layout in layouts(query, rejections) if belongs(layout)]
     ordered = sorted((models.cost(layout.tp).bound(layout), n) for n, layout in enumerate(valid))
-    best: list[Planned] = []
-    too_large: list[tuple[Layout, float]] = []
+    best: list[LayoutForecast] = []
+    too_large: list[tuple[PlannedLayout, float]] = []
     for bound, n in ordered:
         if len(best) >= most and bound > best[most - 1].step.total:
             break
@@ -147,32 +143,32 @@ def search(query: Query, most: int = 10) -> Found:
         if (lacks := models.lacks(layout)) > 0:
             too_large.append((layout, lacks))
             continue
-        best.append(models.planned(layout))
-        best.sort(key=lambda planned: (planned.step.total, planned.peak.total))
-    return Found(best[:most], len(valid), too_large, broken)
+        best.append(models.forecast(layout))
+        best.sort(key=lambda forecast: (forecast.step.total, forecast.memory.total))
+    return SearchResult(best[:most], len(valid), too_large, rejections)
 
 
-def layouts(query: Query, broken: Broken | None = None) -> Iterator[Layout]:
+def layouts(query: Query, rejections: Rejections | None = None) -> Iterator[PlannedLayout]:
     """Every layout that the rules allow, each once: settings without effect stay at their defaults."""
     launch = Launch(query.gpus, None)
-    for choice in splits(query, broken):
+    for choice in splits(query, rejections):
         values = settings(query, choice)
         for layout in _batches(query, choice):
             values["train.micro_batch_size"] = layout.micro_batch
             if breach := _breach(BATCH_RULES, values, launch):
-                if broken is not None:
-                    broken.add(*breach)
+                if rejections is not None:
+                    rejections.add(*breach)
                 continue
             yield layout
 
 
-def splits(query: Query, broken: Broken | None = None) -> Iterator[dict[str, Any]]:
+def splits(query: Query, rejections: Rejections | None = None) -> Iterator[dict[str, Any]]:
     """Fields of layouts without their batches, as the rules allow for some batch."""
     launch = Launch(query.gpus, None)
     for choice in _splits(query):
         if breach := _breach(SPLIT_RULES, settings(query, choice), launch):
-            if broken is not None:
-                broken.add(*breach)
+            if rejections is not None:
+                rejections.add(*breach)
             continue
         yield choice
 
@@ -230,7 +226,7 @@ def _splits(query: Query) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _batches(query: Query, choice: Mapping[str, Any]) -> Iterator[Layout]:
+def _batches(query: Query, choice: Mapping[str, Any]) -> Iterator[PlannedLayout]:
     """Layouts of a split with each micro-batch, recomputation and reduction."""
     each = query.global_batch // choice["dp"] or 1
     model, on_cpu = query.model, query.hardware.device == "cpu"
@@ -242,7 +238,7 @@ def _batches(query: Query, choice: Mapping[str, Any]) -> Iterator[Layout]:
             _among(query, "recompute", recomputes),
             _among(query, "zero_reduce", ["last", "every"] if sharded else ["last"]),
         ):
-            yield Layout(
+            yield PlannedLayout(
                 **choice,
                 recompute=recompute,
                 zero_reduce=reduce,
@@ -261,23 +257,23 @@ def least_gpus(query: Query) -> int | None:
     node = query.hardware.devices_per_node
     few = [n for n in range(1, node) if node % n == 0]
     most = node
-    while most <= MOST_NODES and not _fits(query.replaced(gpus=most)):
+    while most <= MOST_NODES and not _fits(replace(query, gpus=most)):
         most *= 2
     if most > MOST_NODES:
         return None
     least = most // 2 if most > node else 0
     tried = few if most == node else range(least + node, most, max(node, most // 64 // node * node))
-    return next((n for n in tried if _fits(query.replaced(gpus=n))), most)
+    return next((n for n in tried if _fits(replace(query, gpus=n))), most)
 
 
 def _fits(query: Query) -> bool:
     """True if a layout fits, looking at those that save most memory; any batch that its replicas divide."""
     models = Models(query)
     saving = {"recompute": "full", "zero_reduce": "every", "pipeline": "1f1b", "vp": 1, "micro_batch": 1}
-    for choice in _splits(query.replaced(fixed={**saving, **query.fixed})):
+    for choice in _splits(replace(query, fixed={**saving, **query.fixed})):
         dp = choice["dp"]
-        each = query.replaced(
-            global_batch=dp * max(1, query.global_batch // dp), fixed={**saving, **query.fixed}
+        each = replace(
+            query, global_batch=dp * max(1, query.global_batch // dp), fixed={**saving, **query.fixed}
         )
         if _breach(TRAIN_RULES, settings(each, choice), Launch(query.gpus, None)):
             continue

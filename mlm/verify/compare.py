@@ -250,7 +250,7 @@ class Comparison:
     def torn_replicas(self) -> tuple[int, tuple[str, ...]]:
         """Return the number of replicated parameters, and the names of those with unequal copies."""
         ctx, names = self.layout.ctx, list(self.whole)
-        found = torch.zeros(2, len(names))  # copied, torn
+        flags = torch.zeros(2, len(names))  # copied, torn
         axes: list[tuple[Axis, Callable[[ParameterShard], int]]] = [
             (ctx.replicas, lambda shard: ctx.replicas.size if shard.dp_slice is None else 1),
             (ctx.tp, lambda shard: ctx.tp.size if shard.tp_dim is None else shard.replicas),
@@ -261,10 +261,10 @@ class Comparison:
                 if copies(shard) == 1:
                     continue
                 row = names.index(shard.name)
-                found[0, row] = 1
-                found[1, row] += not _is_equal_over(axis, shard.parameter.detach(), copies(shard))
-        all_reduce(found, self.everyone, dist.ReduceOp.MAX)
-        copied, torn = found.bool().tolist()
+                flags[0, row] = 1
+                flags[1, row] += not _is_equal_over(axis, shard.parameter.detach(), copies(shard))
+        all_reduce(flags, self.everyone, dist.ReduceOp.MAX)
+        copied, torn = flags.bool().tolist()
         return sum(copied), tuple(name for name, differs in zip(names, torn, strict=True) if differs)
 
 

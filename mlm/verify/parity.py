@@ -13,7 +13,10 @@ from rich.table import Table
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.launch.environment import read_rank_place
 from mlm.launch.process import device_kind
+from mlm.models.family import SHIPPED
 from mlm.parallel.mesh import ParallelContext
+from mlm.plan.memory import MemoryModel
+from mlm.plan.shape import PlannedLayout
 from mlm.training.corpora import corpus_problems
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import CheckFailedError, UserError, writing_to
@@ -47,41 +50,30 @@ def preflight(config: ParityConfig) -> list[str]:
 
 
 def memory_problem(config: ParityConfig, available: int) -> str | None:
-    """Why the whole model does not fit beside its layout, with the remedy; None where it does."""
-    needed = needed_bytes(config, config.model.num_layers)
-    if needed <= available:
+    """Why the whole model does not fit beside its layout; None where it does, and for custom families."""
+    if config.model.kind not in SHIPPED or (needed := needed_bytes(config)) <= available:
         return None
-    layers, least = config.model.num_layers, config.parallel.pp * config.parallel.vp
-    fits = [n for n in range(least, layers, least) if needed_bytes(config, n) <= available]
-    remedy = (
-        f"use model.num_layers={fits[-1]}, the same shapes with fewer layers"
-        if fits
-        else "use a smaller model=… that tp divides, such as model=gpt2_tiny"
-    )
     return (
-        f"model.num_layers={layers}: a model of {config.model.num_parameters() / 1e9:.2g} billion "
-        f"parameters, whole in one process beside its layout, takes about {needed / 1e9:,.1f} GB of the "
-        f"{available / 1e9:,.1f} GB there are; {remedy}"
+        f"model.num_layers={config.model.num_layers}: a model of {config.model.num_parameters() / 1e9:.2g} "
+        f"billion parameters, whole in one process beside its layout, takes about {needed / 1e9:,.1f} GB of "
+        f"the {available / 1e9:,.1f} GB there are; use fewer layers of the same shapes, or a smaller model=…"
     )
 
 
-def needed_bytes(config: ParityConfig, num_layers: int) -> int:
-    """Memory of rank 0's whole model, and of the layout's ranks that share the same memory, in bytes.
-
-    Weights, gradients and Adam's moments in the format they are kept in, and the activations of a
-    micro-batch by arXiv:2205.05198, equation 2, in the format of compute, without recomputation.
-    """
-    model, parallel, batch = config.model, config.parallel, config.train.micro_batch_size
-    parameters = replace(model, num_layers=num_layers).num_parameters()
-    kept, computed = {"fp64": (8, 8), "fp32": (4, 4)}.get(config.precision.dtype, (4, 2))
-    s, h = config.data.seq_length, model.hidden_size
-    per_layer = s * batch * h * (34 + 5 * model.num_heads * s / h) / 2 * computed
-    ranks = 1
-    if device_kind(config.dist) != "cuda":
-        place = read_rank_place(os.environ)
-        ranks = parallel.replica * (parallel.dp or 1) if place is None else place.local_world_size
-    copies = 1 + ranks / (parallel.tp * parallel.pp)
-    return int((4 * kept * parameters + per_layer * num_layers) * copies)
+def needed_bytes(config: ParityConfig) -> float:
+    """Memory of rank 0's whole model, and of the layout's ranks that share the same memory."""
+    is_gpu, train = device_kind(config.dist) == "cuda", config.train
+    memory = MemoryModel(
+        config.model, config.data.seq_length, config.precision.dtype, device="gpu" if is_gpu else "cpu"
+    )
+    micro_batch, global_batch = train.micro_batch_size, train.global_batch_size
+    whole = PlannedLayout(micro_batch=micro_batch, global_batch=global_batch)
+    dp = config.parallel.dp or 1
+    layout = PlannedLayout.of(config.parallel, dp=dp, micro_batch=micro_batch, global_batch=global_batch)
+    place = read_rank_place(os.environ)
+    ranks = layout.gpus * config.parallel.cp if place is None else place.local_world_size
+    split = memory.worst(layout).total * (1 if is_gpu else ranks)
+    return memory.worst(whole).total + split
 
 
 def run(config: ParityConfig, ctx: ParallelContext) -> None:

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from plan_published import MEGATRON_2021
+
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import preset
-from mlm.plan.shape import Layout
-from mlm.plan.software import MEGATRON_2021
+from mlm.plan.shape import PlannedLayout
 from reproduce.counts import Case, sent_bytes
 from reproduce.experiment import Cell, Conclusion, Experiment, Settings, Step, Table, Verdict
 from reproduce.plans import A100, gpt_shape, layout_step, planned, published_rows
@@ -20,11 +21,11 @@ CLOSE = 0.1
 Row = Mapping[str, str]
 
 
-def row_layout(row: Row) -> Layout:
+def row_layout(row: Row) -> PlannedLayout:
     """Return a row's layout."""
     size = {key: int(row[key]) for key in ("tp", "pp", "gpus", "micro_batch", "global_batch")}
     dp = size.pop("gpus") // (size["tp"] * size["pp"])
-    return Layout(**size, vp=int(row["virtual"]), dp=dp, recompute="full")  # type: ignore[arg-type]
+    return PlannedLayout(**size, vp=int(row["virtual"]), dp=dp, recompute="full")  # type: ignore[arg-type]
 
 
 def row_step(row: Row) -> Step:

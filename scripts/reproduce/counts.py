@@ -11,7 +11,7 @@ from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.plan.dry_run_config import PlanDryRunConfig
+from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run_memory import ACTIVATIONS
 from mlm.plan.dry_run_rank import META, dry_run
 from mlm.training.config import TrainConfig

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import linear_regression, median
 
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.numbers import closed_bubble, title
-from mlm.plan.schedule import simulate
+from mlm.plan.schedule import closed_bubble, simulate, title
 from reproduce.experiment import Cell, Conclusion, Curves, Experiment, Settings, Step, Table, Verdict
 from reproduce.results import (
     MIN_ROUNDS,

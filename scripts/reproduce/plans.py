@@ -5,10 +5,12 @@ import csv
 from collections.abc import Mapping
 from typing import Any
 
+from plan_published import MEGATRON_2019
+
+from mlm.models.config import ModelConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import preset
-from mlm.plan.shape import Layout, Shape
-from mlm.plan.software import MEGATRON_2019
+from mlm.plan.shape import PlannedLayout, Shape
 from reproduce.experiment import SCRIPTS, Step
 from reproduce.results import Results
 
@@ -27,7 +29,7 @@ def published_rows(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
-def layout_step(name: str, model: tuple[str, ...], layout: Layout, hardware: str) -> Step:
+def layout_step(name: str, model: tuple[str, ...], layout: PlannedLayout, hardware: str) -> Step:
     """Return a step that plans this layout alone."""
     result = f"results/{name}.json"
     words = {
@@ -48,12 +50,17 @@ def planned(results: Results, name: str) -> Mapping[str, Any]:
 
 def gpt_shape(*, layers: int, hidden: int, heads: int, seq: int = 1024) -> Shape:
     """Return the shape of a GPT-2 with the papers' vocabulary."""
-    return Shape(layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, seq=seq, vocab=51200)
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, num_heads=heads, vocab_size=51200, vocab_multiple=1
+    )
+    return Shape(model, seq)
 
 
-def scaling_layout(tp: int, dp: int = 1) -> Layout:
+def scaling_layout(tp: int, dp: int = 1) -> PlannedLayout:
     """Return a layout of the scaling study: layers recomputed, a micro-batch for each replica."""
-    return Layout(tp=tp, dp=dp, recompute="full", micro_batch=SCALING_BATCH, global_batch=SCALING_BATCH * dp)
+    return PlannedLayout(
+        tp=tp, dp=dp, recompute="full", micro_batch=SCALING_BATCH, global_batch=SCALING_BATCH * dp
+    )
 
 
 def tflops_2019(shape: Shape, tp: int, dp: int = 1) -> float:

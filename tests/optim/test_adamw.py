@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-from mlm.optim.adamw import adamw, applied_steps, build_optimizer, can_defer, ensure_state, moment, set_lr
+from mlm.optim.adamw import adamw, applied_steps, build_optimizer, can_defer, ensure_state, moment
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
@@ -61,12 +61,6 @@ def test_ensure_state_keeps_moments_that_exist() -> None:
     kept = moment(optimizer, shards[0], "exp_avg").clone()
     ensure_state(optimizer, shards, 9.0)
     assert torch.equal(moment(optimizer, shards[0], "exp_avg"), kept)
-
-
-def test_set_lr_reaches_every_group() -> None:
-    optimizer = build_optimizer(list(parameter_shards(model_with_gradients(), Axis("tp"))), CONFIG)
-    set_lr(optimizer, 0.5)
-    assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5]
 
 
 TRAIN_STEP = """

@@ -37,11 +37,6 @@ def test_constant_schedule_stays_at_the_peak_after_warm_up() -> None:
     assert [learning_rate(s, ADAM, schedule, 100) for s in (5, 10, 100)] == [0.75e-4, 1.5e-4, 1.5e-4]
 
 
-def test_decay_ends_with_the_run_by_default() -> None:
-    schedule = ScheduleConfig(warmup_steps=0, min_lr=1e-5)
-    assert learning_rate(200, ADAM, schedule, 200) == pytest.approx(1e-5)
-
-
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (2, 1), (5, 0), (100, 6)])
 def test_last_step_trains_where_the_decay_ends_at_0_with_the_run(decay: str, steps: int, warmup: int) -> None:
@@ -86,8 +81,3 @@ def test_a_warm_up_of_more_than_a_third_of_the_run_is_warned_of(
 ) -> None:
     warning = warmup_warning(ADAM, ScheduleConfig(warmup_steps=warmup, decay_steps=300_000), steps)
     assert (warning is None) if words is None else (warning is not None and words in warning)
-
-
-def test_a_warm_up_of_just_a_third_is_no_warning() -> None:
-    assert warmup_warning(ADAM, ScheduleConfig(warmup_steps=100), 300) is None
-    assert warmup_warning(ADAM, ScheduleConfig(warmup_steps=101), 300) is not None

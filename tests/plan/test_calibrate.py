@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +9,17 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.launch.config import DistConfig
+from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.calibrate import measure, on_rank, with_threads
-from mlm.plan.calibrate_config import CalibrationJob, PlanCalibrateConfig
-from mlm.plan.calibrate_fit import Attention, Measured, Message, Product, fit, fit_link, implausible
-from mlm.plan.calibrate_measure import Measurements, Sizes
+from mlm.plan.calibrate_fit import Timing, fit, fit_link, implausible, of_kind
+from mlm.plan.calibrate_measure import Measurements, Workload
 from mlm.plan.checks import check_plan_calibrate
+from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
 from mlm.plan.cost import FLASH_BACKWARD, UNFUSED_BACKWARD, CostModel
 from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig, calibration_file
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.shape import PlannedLayout, Shape
 from mlm.util.errors import UserError
 from tests.ranks import run_on_ranks
 
@@ -47,7 +47,7 @@ TRUE = HardwareConfig(
         optimizer=1.5,
     ),
 )
-TINY = Sizes(
+TINY = Workload(
     products=((16, 16, 16), (32, 16, 64)),
     copy=1 << 12,
     attention=((2, 8, 4),),
@@ -60,44 +60,47 @@ TINY = Sizes(
 PLAN = ["plan", "layouts", "model=gpt2_tiny", "gpus=1", "precision=fp32", "train.global_batch_size=8"]
 
 
-def times_of(hardware: HardwareConfig) -> Measured:
+MODEL = ModelConfig(
+    num_layers=1, hidden_size=512, num_heads=8, vocab_size=1024, hidden_dropout=0.0, attention_dropout=0.0
+)
+LAYER = Shape(MODEL, 256)
+
+
+def times_of(hardware: HardwareConfig) -> list[Timing]:
     """The times that the model predicts of this hardware."""
-    shape = Shape(layers=1, hidden=512, heads=8, ffn=2048, seq=256, vocab=1024)
-    shape = replace(shape, hidden_dropout=False, attention_dropout=False)
-    model = CostModel(shape, hardware, "fp32")
-    layers = {size: model.layer(Layout(micro_batch=size, global_batch=size)) for size in (1, 4)}
+    model = CostModel(LAYER, hardware, "fp32")
+    layers = {size: model.layer(PlannedLayout(micro_batch=size, global_batch=size)) for size in (1, 4)}
     e = hardware.efficiency
     tile = 256 / (256 + e.matmul_half)
     forward = 2 * 16 * 256**2 * 64 / (model.peak * e.attention * tile)
     unfused = 4 * 16 * 256**2 * 64 / (model.peak * (e.unfused_attention or 0))
-    messages = {
-        op: [time_of(Message(op, size, 4, 0.0), hardware) for size in (1 << 12, 1 << 16, 1 << 22)]
-        for op in ("all_reduce", "all_gather", "send")
-    }
-    sizes = ((256, 128, 512), (512, 512, 512), (1024, 256, 2048), (128, 2048, 512))
-    return Measured(
-        products=[Product(*size, 3 * model.product(*size)) for size in sizes],
-        peaks={"fp32": 1.0, "bf16": 2e11},
-        copy=hardware.memory_gbps * 1e9,
-        fused=[Attention(16, 256, 64, (1 + FLASH_BACKWARD) * forward)],
-        unfused=[Attention(16, 256, 64, (1 + UNFUSED_BACKWARD) * unfused)],
-        layer_shape=shape,
-        layer={size: layer.forward + layer.backward for size, layer in layers.items()},
-        optimizer=model.optimizer(1),
-        within=[message for each in messages.values() for message in each],
-    )
+    products = ((256, 128, 512), (512, 512, 512), (1024, 256, 2048), (128, 2048, 512))
+    return [
+        *(Timing("product", "fp32", sizes, 3 * model.product(*sizes)) for sizes in products),
+        Timing("product", "bf16", (512, 512, 512), 6 * 512**3 / 2e11),
+        Timing("copy", "", (1 << 20,), 2 * (1 << 20) / (hardware.memory_gbps * 1e9)),
+        Timing("fused", "", (16, 256, 64), (1 + FLASH_BACKWARD) * forward),
+        Timing("unfused", "", (16, 256, 64), (1 + UNFUSED_BACKWARD) * unfused),
+        *(Timing("layer", "", (size,), layer.forward + layer.backward) for size, layer in layers.items()),
+        Timing("optimizer", "", (), model.optimizer(1)),
+        *(
+            time_of(Timing("within", operation, (4, size), 0.0), hardware)
+            for operation in ("all_reduce", "all_gather", "send")
+            for size in (1 << 12, 1 << 16, 1 << 22)
+        ),
+    ]
 
 
-def time_of(message: Message, hardware: HardwareConfig) -> Message:
+def time_of(message: Timing, hardware: HardwareConfig) -> Timing:
     """A message with the time that the model gives it within a node."""
     latencies, size = message.passes
     seconds = latencies * hardware.node_latency_us * 1e-6 + size / (hardware.node_gbps * 1e9)
-    return replace(message, seconds=seconds)
+    return message._replace(seconds=seconds)
 
 
 def test_constants_of_predicted_times_are_found_again() -> None:
     blank = replace(TRUE, efficiency=EfficiencyConfig(), memory_gbps=1, node_gbps=1, peak_tflops=PeakConfig())
-    found = fit(times_of(TRUE), blank, "fp32")
+    found = fit(times_of(TRUE), LAYER, blank, "fp32")
     true, its = TRUE.efficiency, found.efficiency
     assert its.matmul_half == true.matmul_half
     peak = TRUE.peak_tflops.fp32 or 0
@@ -114,13 +117,14 @@ def test_constants_of_predicted_times_are_found_again() -> None:
 
 def test_a_datasheets_peak_stays_and_the_share_of_it_is_measured() -> None:
     blank = replace(TRUE, efficiency=EfficiencyConfig(), peak_tflops=PeakConfig(fp32=0.2))
-    found = fit(times_of(TRUE), blank, "fp32")
+    found = fit(times_of(TRUE), LAYER, blank, "fp32")
     assert found.peak_tflops.fp32 == 0.2
     assert found.efficiency.matmul == pytest.approx(0.4, rel=0.02)
 
 
 def test_a_link_that_no_message_filled_has_the_best_rate_seen() -> None:
-    falling = [Message("send", size, 2, seconds) for size, seconds in ((1 << 10, 2e-3), (1 << 20, 1e-3))]
+    times = ((1 << 10, 2e-3), (1 << 20, 1e-3))
+    falling = [Timing("within", "send", (2, size), seconds) for size, seconds in times]
     latency, rate = fit_link(falling)
     assert latency == 0
     assert rate == pytest.approx((1 << 20) / 1e-3)
@@ -164,18 +168,18 @@ def check_links(ctx: ParallelContext) -> None:
     """Every operation and size, on both ranks; steps are as many as were announced."""
     measurements = Measurements(ctx, "fp32", TINY)
     advanced: list[int] = []
-    found = measurements.run(advanced.append)
-    assert sum(advanced) == measurements.steps
-    assert len(found.within) == 4 * len(TINY.messages)
-    assert not found.across
-    assert all(message.seconds > 0 for message in found.within)
+    timings, _ = measurements.run(advanced.append)
+    assert sum(advanced) == len(measurements.tasks)
+    assert len(of_kind(timings, "within")) == 4 * len(TINY.messages)
+    assert not of_kind(timings, "across")
+    assert all(timing.seconds > 0 for timing in timings)
 
 
 def test_interrupting_a_calibration_ends_with_130_and_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(Measurements, "products", interrupted)
+    monkeypatch.setattr(Measurements, "measure", interrupted)
     assert main(["plan", "calibrate", "ranks=1", f"out={tmp_path / 'mine.yaml'}"]) == 130
     assert not list(tmp_path.iterdir())
 
@@ -191,9 +195,9 @@ def test_a_measurement_that_waited_for_processors_is_repeated_once_and_then_reje
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits, ctx = [0.5, 0.05, 0.4, 0.3], ParallelContext()
-    monkeypatch.setattr(Measurements, "run", lambda *_: replace(times_of(TRUE), waiting=waits.pop(0)))
+    monkeypatch.setattr(Measurements, "run", lambda *_: (times_of(TRUE), waits.pop(0)))
     measurements = Measurements(ctx, "fp32", TINY)
-    assert measure(ctx, measurements, 0.1).waiting == 0.05
+    assert measure(ctx, measurements, 0.1) == times_of(TRUE)
     assert "the processors for 50% of the time; measuring once more" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"max_waiting=0.1: other programs had the processors for 30%"):
         measure(ctx, measurements, 0.1)
@@ -229,7 +233,6 @@ def test_threads_of_the_environment_hold_unless_others_are_typed(capsys: pytest.
     assert with_threads(DistConfig(), "2,1").threads_per_rank is None
 
 
-def interrupted(_: Measurements) -> Iterator[Product]:
+def interrupted(*_: object) -> None:
     """Ctrl-C during the first measurement."""
-    yield Product(1, 1, 1, 1.0)
     raise KeyboardInterrupt

@@ -16,9 +16,10 @@ from mlm.plan.cost import PARTS, CostModel
 from mlm.plan.hardware import HardwareConfig, preset
 from mlm.plan.pipeline_time import pipeline_time
 from mlm.plan.search import Query, layouts
-from mlm.plan.shape import Layout, Shape
+from mlm.plan.shape import PlannedLayout, Shape
 
-SHAPE = Shape(layers=24, hidden=2048, heads=16, ffn=8192, seq=1024, vocab=51200)
+MODEL = ModelConfig(num_layers=24, hidden_size=2048, num_heads=16, vocab_size=51200, vocab_multiple=1)
+SHAPE = Shape(MODEL, 1024)
 
 
 def hardware() -> HardwareConfig:
@@ -32,7 +33,8 @@ def hardware() -> HardwareConfig:
 def test_operations_equal_equation_3_of_sc21(layers: int, hidden: int, heads: int) -> None:
     """96 B S L H^2 (1 + S/6H + V/16LH), in whole numbers."""
     batch, seq, vocab = 1536, 2048, 51200
-    shape = Shape(layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, seq=seq, vocab=vocab)
+    model = replace(MODEL, num_layers=layers, hidden_size=hidden, num_heads=heads, vocab_size=vocab)
+    shape = Shape(model, seq)
     bracket = 1 + Fraction(seq, 6 * hidden) + Fraction(vocab, 16 * layers * hidden)
     assert shape.hardware_flops("full", batch) == 96 * batch * seq * layers * hidden**2 * bracket
 
@@ -47,7 +49,7 @@ def test_model_operations_equal_those_of_the_training_loop(kind: str) -> None:
         token_types=2 * (kind == "bert"),
         max_positions=32,
     )
-    found = Shape.of(model, 32, tp=2).model_flops(5)
+    found = Shape(model, 32, tp=2).model_flops(5)
     expected = model.flops_per_token(32, tp=2) * 32 * 5
     # BERT's shape leaves out the transform of its masked tokens: 0.15 H^2 of a model of 12 L H^2
     assert found == pytest.approx(expected, rel=1e-9 if kind == "gpt2" else 0.01)
@@ -81,13 +83,12 @@ def test_an_extended_step_equals_one_simulated_whole_with_unequal_stages(
     assert pipeline_time(name, 4, chunks, 64, costs) == pytest.approx(whole, rel=1e-9)  # type: ignore[arg-type]
 
 
-MODEL = ModelConfig(num_layers=24, hidden_size=2048, num_heads=16)
 CANDIDATES = list(layouts(Query(model=MODEL, hardware=hardware(), gpus=48, seq=1024, global_batch=96)))
 
 
 @given(st.sampled_from(CANDIDATES))
 @settings(max_examples=60, deadline=None)
-def test_a_bound_is_below_the_time_and_parts_sum_to_it(layout: Layout) -> None:
+def test_a_bound_is_below_the_time_and_parts_sum_to_it(layout: PlannedLayout) -> None:
     model = CostModel(SHAPE, hardware())
     step = model.step(layout)
     assert model.bound(layout) <= step.total * (1 + 1e-9)
@@ -98,15 +99,17 @@ def test_a_bound_is_below_the_time_and_parts_sum_to_it(layout: Layout) -> None:
 
 def test_full_recomputation_takes_a_third_more_and_repeats_communication() -> None:
     model = CostModel(SHAPE, hardware())
-    plain = Layout(tp=4, micro_batch=4, global_batch=16)
+    plain = PlannedLayout(tp=4, micro_batch=4, global_batch=16)
     once, twice = model.step(plain), model.step(replace(plain, recompute="full"))
     layer = model.layer(plain)
-    assert twice.total - once.total == pytest.approx(4 * SHAPE.layers * (layer.forward - layer.weights / 5))
+    assert twice.total - once.total == pytest.approx(
+        4 * MODEL.num_layers * (layer.forward - layer.weights / 5)
+    )
 
 
 def test_communication_across_nodes_shares_their_network() -> None:
     """Eight rings of a dp axis outside tp=8 have a link each; one ring of tp=1 has all of them."""
-    model, layout = CostModel(SHAPE, hardware()), Layout(tp=4, dp=32, global_batch=32)
+    model, layout = CostModel(SHAPE, hardware()), PlannedLayout(tp=4, dp=32, global_batch=32)
     share = model.hardware.efficiency.network * 1e9
     assert model.link(layout, 4, 1)[0] == pytest.approx(300 * share)
     assert model.link(layout, 16, 8)[0] == pytest.approx(25 * share)
@@ -118,16 +121,16 @@ def test_tensor_parallel_groups_that_lie_across_nodes_have_the_slow_link() -> No
     """Of tp=6 on nodes of 8, every other group has two GPUs on another node; alone on a node it has none."""
     model = CostModel(SHAPE, hardware())
     share = model.hardware.efficiency.network * 1e9
-    rate, latency = model.link(Layout(tp=6, dp=4, global_batch=4), 6, 1)
+    rate, latency = model.link(PlannedLayout(tp=6, dp=4, global_batch=4), 6, 1)
     assert rate == pytest.approx(2 * 25 * share)
     assert latency == pytest.approx(20e-6)
-    assert model.link(Layout(tp=6, global_batch=1), 6, 1)[0] == pytest.approx(300 * share)
+    assert model.link(PlannedLayout(tp=6, global_batch=1), 6, 1)[0] == pytest.approx(300 * share)
     one_each = CostModel(SHAPE, replace(hardware(), devices_per_node=1))
-    assert one_each.link(Layout(tp=2, global_batch=1), 2, 1)[0] == pytest.approx(25 * share)
+    assert one_each.link(PlannedLayout(tp=2, global_batch=1), 2, 1)[0] == pytest.approx(25 * share)
 
 
 def test_overlap_hides_communication_on_gpus_and_not_on_cpus() -> None:
-    layout = Layout(tp=2, dp=4, micro_batch=4, global_batch=16)
+    layout = PlannedLayout(tp=2, dp=4, micro_batch=4, global_batch=16)
     gpu = CostModel(SHAPE, hardware())
     cpu = CostModel(SHAPE, replace(hardware(), device="cpu"))
     assert cpu.layer(layout).tp_backward == pytest.approx(cpu.layer(layout).tp)
@@ -139,8 +142,8 @@ def test_overlap_hides_communication_on_gpus_and_not_on_cpus() -> None:
 def test_sharded_weights_are_gathered_as_often_as_they_are_used(zero: int, reduce: str) -> None:
     """Where nothing hides it: with zero=3 twice a micro-batch, with zero=2 once a step."""
     model, m = CostModel(SHAPE, replace(hardware(), device="cpu")), 4
-    layout = Layout(dp=4, zero=zero, zero_reduce=reduce, global_batch=4 * m)  # type: ignore[arg-type]
-    elements = SHAPE.layers * SHAPE.layer_weights + SHAPE.vocab * SHAPE.hidden
+    layout = PlannedLayout(dp=4, zero=zero, zero_reduce=reduce, global_batch=4 * m)  # type: ignore[arg-type]
+    elements = MODEL.num_layers * SHAPE.layer_weights + SHAPE.table
     gather = model.gather(layout, model.element * elements, 4, 1)
     scatter = model.gather(layout, model.software.gradient_bytes * elements, 4, 1)
     gathers, scatters = 2 * m if zero == 3 else 1, m if reduce == "every" else 1

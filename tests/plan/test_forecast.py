@@ -10,11 +10,11 @@ from mlm.config.cli import main
 from mlm.launch.start import LaunchFacts
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.plan import forecast as module
-from mlm.plan.forecast import GPU_RESERVED, Forecast, Machine, forecast, lines, nearest_fit, summary, warning
+from mlm.plan.forecast import Forecast, Machine, forecast, lines, nearest_fit, summary, warning
 from mlm.plan.hardware import preset
-from mlm.plan.memory import GIB, MemoryModel
-from mlm.plan.report import spread, time_caution
-from mlm.plan.search import settings
+from mlm.plan.memory import GIB
+from mlm.plan.report import step_range, time_caution
+from mlm.plan.search import Models, settings
 from mlm.tracking.summary import Predicted, compare_prediction
 from mlm.training.config import PretrainConfig
 from tests.config.cli.test_presets import load_config
@@ -33,7 +33,7 @@ def config_of(*words: str) -> PretrainConfig:
 
 def of_8b(ranks: int, *words: str, gibs: float = 79.15) -> Forecast:
     """The forecast of the 8.3 billion model on A100s."""
-    machine = Machine("gpu", gibs * GIB, GPU_RESERVED, A100, "a preset")
+    machine = Machine(A100, gibs * GIB, "a preset")
     found = forecast(config_of("model=gpt2_8b", *words), ranks, machine)
     assert found is not None
     return found
@@ -45,20 +45,20 @@ def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
     step = found.step_s or 0
     assert summary(found) == (
         f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {step * 1e3:.0f} ms a step and "
-        f"{found.mfu:.0%} MFU expected ({spread(A100, step)} by constants of other programs; "
+        f"{found.mfu:.0%} MFU expected ({step_range(A100, step)} by constants of other programs; "
         "DGX A100 80GB, 512 ranks)"
     )
 
 
 def test_times_by_measured_constants_have_no_caution() -> None:
     """Those of others state the range that their error on other runs gives, or that none is known."""
-    assert spread(replace(A100, time_error=0.25), 2.0) == "1.6 s to 2.5 s"
+    assert step_range(replace(A100, time_error=0.25), 2.0) == "1.6 s to 2.5 s"
     assert time_caution(replace(A100, time_error=0.25), 2.0)[0].endswith(
         "other programs, expect 1.6 s to 2.5 s a step; `mlm plan calibrate` measures this one's"
     )
     assert "never compared with a run" in time_caution(replace(A100, time_error=None), 2.0)[0]
     assert time_caution(replace(A100, is_calibrated=True), 2.0) == []
-    assert spread(replace(A100, is_calibrated=True), 2.0) == ""
+    assert step_range(replace(A100, is_calibrated=True), 2.0) == ""
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_what_is_proposed_fits_and_is_valid(ranks: int, words: tuple[str, ...], 
     layout = nearest_fit(found)
     assert layout is not None
     assert layout.gpus == ranks
-    memory = MemoryModel(found.query.model, found.query.seq, "bf16", reserved=GPU_RESERVED)
+    memory = Models(found.query).memory
     assert memory.worst(layout).total <= gibs * GIB
     choice = {name: getattr(layout, name) for name in ("tp", "pp", "vp", "dp", "pipeline", "zero")}
     values = settings(found.query, {**choice, "sequence_parallel": layout.sequence_parallel})
@@ -99,7 +99,7 @@ def test_a_forecast_of_a_trillion_parameters_takes_no_tenth_of_a_second(
 ) -> None:
     words = ["model=gpt2_sc21_1t", "parallel=sc21_1t", "train.global_batch_size=3072", "train.steps=9"]
     config = config_of(*words, "train.micro_batch_size=1")
-    machine = Machine("gpu", 40 * GIB, GPU_RESERVED, A100, "a preset")  # too little: layouts are searched
+    machine = Machine(A100, 40 * GIB, "a preset")  # too little: layouts are searched
     monkeypatch.setattr(module, "machine_of", lambda *_: machine)
     assert config.model.family.causal  # the run imports its family anyway
     begin = time.process_time()

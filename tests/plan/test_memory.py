@@ -19,8 +19,8 @@ from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.parallel.reducers import build_reducer
 from mlm.parallel.sharding import parameter_shards
-from mlm.plan.memory import MemoryModel, Moving, in_flight
-from mlm.plan.shape import Layout
+from mlm.plan.memory import MemoryModel, StepMemory, in_flight
+from mlm.plan.shape import PlannedLayout
 from mlm.training.pipelined import PipelinedModel
 from tests.ranks import run_on_ranks
 
@@ -63,7 +63,7 @@ def test_every_rank_holds_the_parameters_that_are_predicted(
         with torch.device("meta"):
             ctx = shape_context(stage * tp, tp=tp, pp=pp)
             built = PipelinedModel(model, parallel, PrecisionConfig(), meta(ctx))
-        held = memory.held(Layout(tp=tp, pp=pp, vp=vp), stage)
+        held = memory.held(PlannedLayout(tp=tp, pp=pp, vp=vp), stage)
         tensors = [p for chunk in built.chunks for p in chunk.parameters()]
         assert held.parameters == held.whole == sum(p.numel() for p in tensors)
         assert held.tensors == len(tensors)
@@ -89,7 +89,7 @@ def test_sharded_ranks_hold_the_rows_that_are_predicted(zero: int) -> None:
     """With rows that three ranks do not divide."""
     memory = MemoryModel(GPT2, 32)
     for parameters, tensors, rank in run_on_ranks(held_when_sharded, GPT2, zero, dp=3):
-        held = memory.held(Layout(dp=3, zero=zero), 0, rank)  # type: ignore[arg-type]
+        held = memory.held(PlannedLayout(dp=3, zero=zero), 0, rank)  # type: ignore[arg-type]
         assert (held.parameters, held.tensors) == (parameters, tensors)
 
 
@@ -99,7 +99,7 @@ def test_sharded_ranks_hold_the_rows_that_are_predicted(zero: int) -> None:
 )
 def test_pairs_in_flight_are_those_of_the_schedule(name: str, p: int, v: int, m: int) -> None:
     plan = lower(build_schedule(name, stages=p, chunks=v, micro_batches=m))
-    layout = Layout(pp=p, vp=v, pipeline=name, micro_batch=1, global_batch=m)  # type: ignore[arg-type]
+    layout = PlannedLayout(pp=p, vp=v, pipeline=name, micro_batch=1, global_batch=m)  # type: ignore[arg-type]
     assert [in_flight(layout, rank) for rank in range(p)] == list(plan.peak_in_flight)
 
 
@@ -118,9 +118,11 @@ def test_a_layer_keeps_the_activations_that_are_predicted(
         attention_dropout=0.0,
         hidden_dropout=0.1,
     )
-    layout = Layout(tp=tp, sequence_parallel=sequence_parallel and tp > 1, micro_batch=2, global_batch=2)
+    layout = PlannedLayout(
+        tp=tp, sequence_parallel=sequence_parallel and tp > 1, micro_batch=2, global_batch=2
+    )
     memory = MemoryModel(model, 128, name)
-    predicted = Moving(memory, layout, 0, memory.held(layout, 0))._kept
+    predicted = StepMemory(memory, layout, 0, memory.held(layout, 0))._kept
     layer = TransformerLayer(model, layer=0, tp=Axis("tp", 0, tp))
     found = saved_bytes(layer, torch.randn(128, 2, 256, dtype=dtype, requires_grad=True))
     if layout.sequence_parallel:  # no group to scatter over: the share of what is split is known
@@ -138,9 +140,9 @@ def test_a_llama_layer_keeps_the_activations_that_are_predicted(
 ) -> None:
     """Grouped queries without repeated keys, a gate, norms of heads."""
     model = replace(LLAMA, num_layers=1, hidden_size=256, ffn_hidden_size=704, options=options)
-    layout = Layout(tp=tp, micro_batch=2, global_batch=2)
+    layout = PlannedLayout(tp=tp, micro_batch=2, global_batch=2)
     memory = MemoryModel(model, 128, name)
-    predicted = Moving(memory, layout, 0, memory.held(layout, 0))._kept
+    predicted = StepMemory(memory, layout, 0, memory.held(layout, 0))._kept
     layer = LlamaLayer(model, layer=0, tp=Axis("tp", 0, tp))
     x = torch.randn(128, 2, 256, dtype=dtype, requires_grad=True)
     width = model.head_dim // 2
@@ -167,39 +169,12 @@ def saved_bytes(layer: nn.Module, x: Tensor, **inputs: Rotary) -> int:
     return found
 
 
-def test_activations_equal_table_2_with_fused_attention() -> None:
-    """S B H (10 + 24/t) of arXiv:2205.05198, and the statistics of norms and softmax that it leaves out."""
-    model = ModelConfig(num_layers=1, hidden_size=1024, num_heads=16)
-    for tp in (1, 2, 8):
-        layout = Layout(tp=tp, micro_batch=1, global_batch=1)
-        memory = MemoryModel(model, 1024)
-        kept = Moving(memory, layout, 0, memory.held(layout, 0))._kept
-        rows, h = 1024, 1024
-        assert kept == rows * h * (10 + 24 / tp) + rows * (16 + 4 * 16 / tp)
-
-
-def test_recomputation_and_sequence_parallelism_save_memory() -> None:
-    memory = MemoryModel(ModelConfig(num_layers=24, hidden_size=2048, num_heads=16), 1024)
-    plain = Layout(tp=8, micro_batch=8, global_batch=64)
-    sizes = [
-        memory.worst(layout).parts["activations"]
-        for layout in (
-            Layout(tp=8, micro_batch=8, global_batch=64, recompute="full", sequence_parallel=True),
-            Layout(tp=8, micro_batch=8, global_batch=64, recompute="full"),
-            Layout(tp=8, micro_batch=8, global_batch=64, sequence_parallel=True),
-            plain,
-        )
-    ]
-    assert sizes == sorted(sizes)
-    assert memory.worst(plain).parts["weights"] == memory.held(plain, 0).parameters * 4
-
-
 def test_both_ends_of_a_pipeline_exchange_the_gradient_of_a_tied_table() -> None:
     """In float32, as large as the tensor-parallel part of the table; no other stage, nor an untied model."""
-    layout = Layout(tp=2, pp=3, global_batch=4)
+    layout = PlannedLayout(tp=2, pp=3, global_batch=4)
     for model, sizes in ((GPT2, [True, False, True]), (LLAMA, [False] * 3)):
         memory, table = MemoryModel(model, 32), 4 * model.padded_vocab_size(2) // 2 * 48
         found = [
-            Moving(memory, layout, rank, memory.held(layout, rank)).optimizer_steps() for rank in range(3)
+            StepMemory(memory, layout, rank, memory.held(layout, rank)).optimizer_steps() for rank in range(3)
         ]
         assert [parts["communication"] for parts in found] == [table * size for size in sizes]

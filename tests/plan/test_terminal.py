@@ -3,16 +3,14 @@
 import io
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from rich.console import Console
-from rich.segment import Segment
 
 from mlm.parallel.pipeline.actions import Cost, Op, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.plan.terminal import draw, fill, round_step, row, scale_for, windows
+from mlm.plan.drawing import draw, fill, label, round_step, row, scale_for
 
 
 def plan(name: str = "1f1b", p: int = 4, v: int = 1, m: int = 8, cost: Cost | None = None) -> Plan:
@@ -62,22 +60,12 @@ def test_time_axis_counts_in_costs() -> None:
     assert axis[8 + 10 * 2 - 10 :].startswith("50")  # the fifth forward's column, 2 characters each
 
 
-def test_time_axis_of_a_later_window_continues() -> None:
-    """1F1B of figure 4 in windows of 20 units: 25 stands over the sixth."""
-    second = drawn(plan(), width=8 + 40).splitlines()[6]
-    assert second == "time    20        25        30"
-
-
 @pytest.mark.parametrize("width", [30, 47, 80])
 def test_folded_windows_join_to_the_whole_line(width: int) -> None:
     (whole,) = lines(drawn(plan(p=2), width=500), 1)
     folded = lines(drawn(plan(p=2), width=width), 1)
     assert "".join(line[8:] for line in folded) == whole[8:]
     assert all(len(line) <= width for line in folded)
-
-
-def test_windows_fill_the_width_and_end_with_the_schedule() -> None:
-    assert windows(25, 10) == [(0, 10), (10, 20), (20, 25)]
 
 
 def test_long_schedule_shows_its_beginning_and_its_end() -> None:
@@ -97,53 +85,16 @@ def test_costs_that_are_no_multiples_leave_no_cell_out() -> None:
         assert re.findall(r"[FB]\d", line) == [str(span.action) for span in odd.timeline[rank]]
 
 
-def test_tiny_computation_does_not_stretch_the_picture() -> None:
-    text = drawn(plan(cost=Cost(forward=1e-6)), width=500)
-    assert len(lines(text, 0)[0]) < 500
-
-
-def test_line_has_no_gap_and_no_overlap() -> None:
-    interleaved = plan(v=2, cost=Cost(forward=0.9, backward=1.7))
-    scale = scale_for(interleaved, coloured=False)
-    for spans in interleaved.timeline:
-        length = scale.column(interleaved.makespan)
-        assert len(row(spans, scale, 0, length)) == length
-        assert all(a.end <= b.start for a, b in pairwise(spans))
-
-
-def coloured(plan: Plan, **options: object) -> list[Segment]:
-    """Output to a terminal with colours."""
-    console = Console(
-        file=io.StringIO(), width=400, force_terminal=True, **{"color_system": "truecolor", **options}
-    )
-    scale = scale_for(plan, coloured=True)
-    return list(console.render(row(plan.timeline[0], scale, 0, scale.column(plan.makespan))))
-
-
-def test_colours_replace_letters() -> None:
-    backgrounds = {
-        segment.style.bgcolor.name: segment.text
-        for segment in coloured(plan(p=2, v=2, m=2))
-        if segment.style and segment.style.bgcolor
-    }
-    assert backgrounds == {
-        fill(span.action, 2): f" {span.action.micro_batch}" + "  " * (span.action.op is Op.BACKWARD)
-        for span in plan(p=2, v=2, m=2).timeline[0]
-    }
-
-
-@pytest.mark.parametrize(
-    "options, letters",
-    [
-        ({"force_terminal": True, "color_system": "truecolor"}, False),
-        ({"force_terminal": True, "color_system": "256"}, False),
-        ({"force_terminal": True, "color_system": "standard"}, True),
-        ({"force_terminal": True, "color_system": "truecolor", "no_color": True}, True),
-        ({"force_terminal": False}, True),
-    ],
-)
-def test_letters_stand_where_colours_cannot(options: dict[str, object], letters: bool) -> None:
-    assert ("F0F1" in drawn(plan(), **options)) is letters
+def test_colours_tell_ops_and_chunks_apart() -> None:
+    """Where the terminal has them; the letters are the same."""
+    interleaved = plan(p=2, v=2, m=2)
+    console = Console(file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor")
+    scale = scale_for(interleaved)
+    line = console.render(row(interleaved.timeline[0], scale, 0, scale.column(interleaved.makespan)))
+    colours = {s.style.bgcolor.name: s.text for s in line if s.style and s.style.bgcolor}
+    cells = [(fill(span.action, 2), label(span.action, 2)) for span in interleaved.timeline[0]]
+    assert colours == {colour: text.ljust(2 + 2 * (text[0] in "Bb"), "-") for colour, text in cells}
+    assert "F0F1" in drawn(plan(), force_terminal=True, color_system="truecolor", no_color=True)
 
 
 def test_every_op_and_chunk_has_its_own_colour() -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
+import yaml
+
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
@@ -181,99 +183,63 @@ def verdict_of(ctx: ParallelContext, layout: Layout, steps: int = 2) -> tuple[Ve
     return judge(report, layout.precision), report
 
 
-LAYOUTS = (
-    Layout(pp=2, vp=2, recompute="selective"),
-    Layout(
-        tp=2,
-        sequence_parallel=True,
-        pp=2,
-        layers=5,
-        dp=2,
-        zero=2,
-        recompute="full",
-        pipeline="zb_h1",
-        dropout=0.1,
-        documents=True,
-        micro_batches=1,
-    ),
-    Layout(tp=4, sequence_parallel=True, dp=2, zero=3, documents=True),
-    Layout(pp=4, layers=5, recompute="full", pipeline="gpipe", dropout=0.1, micro_batches=5),
-    Layout(pp=4, layers=8, vp=2, dp=2, zero=2, dropout=0.1, documents=True, micro_batches=8),
-    Layout(tp=2, sequence_parallel=True, pp=4, recompute="selective", pipeline="zb_h1", micro_batches=5),
-    Layout(tp=4, sequence_parallel=True, pp=2, layers=5, pipeline="gpipe", micro_batches=5),
-    Layout(tp=2, dp=2, zero=3, recompute="selective", dropout=0.1, micro_batches=1),
-    Layout(dp=2, recompute="full", micro_batches=1),
-    Layout(
-        tp=2,
-        sequence_parallel=True,
-        pp=2,
-        layers=5,
-        dp=2,
-        zero=2,
-        recompute="selective",
-        pipeline="gpipe",
-        micro_batches=5,
-    ),
-    Layout(tp=4, pp=2, vp=2, recompute="full", dropout=0.1),
-    Layout(pp=2, layers=5, pipeline="zb_h1", dropout=0.1, micro_batches=5),
-    Layout(tp=2, dropout=0.1),
-    Layout(tp=4, sequence_parallel=True, dp=2, zero=2, recompute="selective", micro_batches=3),
-    Layout(dp=2, zero=3, recompute="full", micro_batches=1),
-    Layout(tp=2, sequence_parallel=True, pp=2, vp=2, recompute="full", dropout=0.1, micro_batches=4),
-    Layout(pp=2, layers=5, recompute="full", micro_batches=3),
-    Layout(pp=2, recompute="selective", pipeline="gpipe", dropout=0.1, documents=True),
-    Layout(tp=4, pp=2, pipeline="zb_h1", micro_batches=1),
-    Layout(pp=2, vp=2, pipeline="gpipe", micro_batches=3),
+def parse_layouts(*each: str) -> tuple[Layout, ...]:
+    """The layouts that print as these lines; a name alone is true."""
+    pairs = ([word.partition("=") for word in line.split()] for line in each)
+    return tuple(Layout(**{k: yaml.safe_load(v or "true") for k, _, v in words}) for words in pairs)
+
+
+LAYOUTS = parse_layouts(
+    "pp=2 vp=2 recompute=selective",
+    "tp=2 sequence_parallel pp=2 layers=5 dp=2 zero=2 recompute=full pipeline=zb_h1 dropout=0.1 documents "
+    "micro_batches=1",
+    "tp=4 sequence_parallel dp=2 zero=3 documents",
+    "pp=4 layers=5 recompute=full pipeline=gpipe dropout=0.1 micro_batches=5",
+    "pp=4 layers=8 vp=2 dp=2 zero=2 dropout=0.1 documents micro_batches=8",
+    "tp=2 sequence_parallel pp=4 recompute=selective pipeline=zb_h1 micro_batches=5",
+    "tp=4 sequence_parallel pp=2 layers=5 pipeline=gpipe micro_batches=5",
+    "tp=2 dp=2 zero=3 recompute=selective dropout=0.1 micro_batches=1",
+    "dp=2 recompute=full micro_batches=1",
+    "tp=2 sequence_parallel pp=2 layers=5 dp=2 zero=2 recompute=selective pipeline=gpipe micro_batches=5",
+    "tp=4 pp=2 vp=2 recompute=full dropout=0.1",
+    "pp=2 layers=5 pipeline=zb_h1 dropout=0.1 micro_batches=5",
+    "tp=2 dropout=0.1",
+    "tp=4 sequence_parallel dp=2 zero=2 recompute=selective micro_batches=3",
+    "dp=2 zero=3 recompute=full micro_batches=1",
+    "tp=2 sequence_parallel pp=2 vp=2 recompute=full dropout=0.1 micro_batches=4",
+    "pp=2 layers=5 recompute=full micro_batches=3",
+    "pp=2 recompute=selective pipeline=gpipe dropout=0.1 documents",
+    "tp=4 pp=2 pipeline=zb_h1 micro_batches=1",
+    "pp=2 vp=2 pipeline=gpipe micro_batches=3",
     # sequences split over ranks
-    Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=3, recompute="full", dropout=0.1, micro_batches=1),
-    Layout(cp=2, pp=4, layers=5, zero=2, pipeline="gpipe", documents=True, micro_batches=3),
-    Layout(cp=2, pp=2, vp=2, dp=2, zero=2, recompute="selective", dropout=0.1),
-    Layout(tp=4, cp=2, zero=3, micro_batches=1),
-    Layout(tp=2, cp=2, pp=2, pipeline="zb_h1", documents=True, dropout=0.1, micro_batches=3),
-    Layout(cp=4, zero=2),
+    "tp=2 sequence_parallel cp=2 dp=2 zero=3 recompute=full dropout=0.1 micro_batches=1",
+    "cp=2 pp=4 layers=5 zero=2 pipeline=gpipe documents micro_batches=3",
+    "cp=2 pp=2 vp=2 dp=2 zero=2 recompute=selective dropout=0.1",
+    "tp=4 cp=2 zero=3 micro_batches=1",
+    "tp=2 cp=2 pp=2 pipeline=zb_h1 dropout=0.1 documents micro_batches=3",
+    "cp=4 zero=2",
     # narrower formats: what is above covers every pair of the other axes already
-    Layout(pp=2, layers=5, recompute="selective", precision="bf16", micro_batches=3),
-    Layout(
-        tp=2,
-        sequence_parallel=True,
-        dp=2,
-        zero=2,
-        recompute="full",
-        precision="fp32",
-        dropout=0.1,
-        micro_batches=1,
-    ),
-    Layout(tp=2, sequence_parallel=True, dp=2, zero=3, precision="bf16", dropout=0.1, micro_batches=1),
-    Layout(
-        pp=4, layers=7, dp=2, zero=2, recompute="full", pipeline="gpipe", precision="bf16", micro_batches=1
-    ),
-    Layout(pp=2, layers=5, pipeline="zb_h1", precision="fp32", dropout=0.1, documents=True, micro_batches=5),
-    Layout(
-        pp=2,
-        layers=5,
-        recompute="full",
-        pipeline="zb_h1",
-        precision="bf16",
-        dropout=0.1,
-        micro_batches=5,
-    ),
-    Layout(pp=2, vp=2, recompute="selective", precision="bf16", dropout=0.1, documents=True),
-    Layout(dp=2, zero=3, recompute="selective", precision="fp32", dropout=0.1, micro_batches=3),
-    Layout(tp=4, precision="bf16", micro_batches=1),
-    Layout(cp=2, pp=2, zero=2, recompute="full", precision="bf16", dropout=0.1, micro_batches=3),
-    Layout(tp=2, pp=2, dp=2, precision="fp16"),
+    "pp=2 layers=5 recompute=selective precision=bf16 micro_batches=3",
+    "tp=2 sequence_parallel dp=2 zero=2 recompute=full precision=fp32 dropout=0.1 micro_batches=1",
+    "tp=2 sequence_parallel dp=2 zero=3 precision=bf16 dropout=0.1 micro_batches=1",
+    "pp=4 layers=7 dp=2 zero=2 recompute=full pipeline=gpipe precision=bf16 micro_batches=1",
+    "pp=2 layers=5 pipeline=zb_h1 precision=fp32 dropout=0.1 documents micro_batches=5",
+    "pp=2 layers=5 recompute=full pipeline=zb_h1 precision=bf16 dropout=0.1 micro_batches=5",
+    "pp=2 vp=2 recompute=selective precision=bf16 dropout=0.1 documents",
+    "dp=2 zero=3 recompute=selective precision=fp32 dropout=0.1 micro_batches=3",
+    "tp=4 precision=bf16 micro_batches=1",
+    "cp=2 pp=2 zero=2 recompute=full precision=bf16 dropout=0.1 micro_batches=3",
+    "tp=2 pp=2 dp=2 precision=fp16",
     # gradients reduced in every micro-batch
-    Layout(dp=4, zero=2, zero_reduce="every", dropout=0.1, micro_batches=3),
-    Layout(
-        tp=2, sequence_parallel=True, dp=2, zero=3, zero_reduce="every", recompute="full", micro_batches=3
-    ),
-    Layout(pp=2, vp=2, dp=2, zero=2, zero_reduce="every", micro_batches=4),
-    Layout(pp=2, layers=5, dp=2, zero=2, zero_reduce="every", pipeline="zb_h1", micro_batches=5),
-    Layout(dp=2, zero=2, zero_reduce="every", precision="bf16", micro_batches=3),
+    "dp=4 zero=2 zero_reduce=every dropout=0.1 micro_batches=3",
+    "tp=2 sequence_parallel dp=2 zero=3 zero_reduce=every recompute=full micro_batches=3",
+    "pp=2 vp=2 dp=2 zero=2 zero_reduce=every micro_batches=4",
+    "pp=2 layers=5 dp=2 zero=2 zero_reduce=every pipeline=zb_h1 micro_batches=5",
+    "dp=2 zero=2 zero_reduce=every precision=bf16 micro_batches=3",
     # communication over tp beside the products of other parts
-    Layout(tp=4, tp_overlap=2, dp=2, zero=3, dropout=0.1),
-    Layout(tp=2, sequence_parallel=True, tp_overlap=2, pp=2, layers=5, pipeline="zb_h1", micro_batches=5),
-    Layout(tp=2, sequence_parallel=True, tp_overlap=2, cp=2, recompute="full", precision="bf16"),
+    "tp=4 tp_overlap=2 dp=2 zero=3 dropout=0.1",
+    "tp=2 sequence_parallel tp_overlap=2 pp=2 layers=5 pipeline=zb_h1 micro_batches=5",
+    "tp=2 sequence_parallel tp_overlap=2 cp=2 recompute=full precision=bf16",
 )
 """Every two compatible values of AXES occur together; without those of precision, already in float64."""
 

@@ -9,9 +9,7 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.config.cli.compose import load_config
-from mlm.config.tree import leaves
 from mlm.parallel.mesh import shape_context
-from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError
 from mlm.verify.config import FIRST_LOSS_SCALE, ParityConfig, check_parity, comparable
 from mlm.verify.parity import memory_problem, needed_bytes, run
@@ -76,16 +74,6 @@ def test_a_large_run_is_compared_small_and_exactly(cli: Cli) -> None:
     assert (config.precision.dtype, config.dist.device) == ("fp64", "auto")
 
 
-def test_a_typed_precision_wins(cli: Cli) -> None:
-    cli("parity experiment=v1_8_3b model=gpt2_tiny tp=2 dp=2 precision=bf16")
-    assert cli.launched.config.precision.dtype == "bf16"
-
-
-def test_a_named_corpus_is_read(tmp_path: Path) -> None:
-    assert comparable(parity(f"data.path={tmp_path}")).data.kind == "indexed"
-    assert comparable(parity()).data.kind == "synthetic"
-
-
 def test_float16_begins_below_its_overflow() -> None:
     assert comparable(parity("precision=fp16")).precision.initial_loss_scale == FIRST_LOSS_SCALE
 
@@ -97,31 +85,19 @@ def test_one_process_differs_in_its_layout_alone() -> None:
     assert replace(alone, parallel=config.parallel, compile=None) == config
 
 
-def test_every_key_of_pretrain_is_known_with_its_help() -> None:
-    missing = leaves(PretrainConfig).keys() - leaves(ParityConfig).keys()
-    assert not missing
-    assert all(leaf.doc for leaf in leaves(ParityConfig).values())
-
-
 def test_layouts_that_are_proven_equal_can_be_typed() -> None:
     for layout in LAYOUTS:
         assert check_parity(layout.config(), world_size=None, local_devices=None) == [], str(layout)
 
 
-def test_a_model_beyond_the_memory_is_rejected_with_fewer_layers() -> None:
+def test_a_model_beyond_the_memory_is_rejected() -> None:
     config = parity("model=gpt2_8b", "tp=2", "pp=2")
     problem = memory_problem(config, 64 << 30)
     assert problem is not None
     assert problem.startswith("model.num_layers=72: a model of 8.3 billion parameters")
-    layers = int(problem.rpartition("model.num_layers=")[2].partition(",")[0])
-    assert layers % 2 == 0
-    assert needed_bytes(config, layers) <= 64 << 30 < needed_bytes(config, layers + 2)
-
-
-def test_a_model_too_wide_for_any_depth_gets_another_remedy() -> None:
-    problem = memory_problem(parity("model=gpt2_8b"), 1 << 30)
-    assert problem is not None
-    assert "use a smaller model=…" in problem
+    # weights, gradients and two moments in float64: whole, and again in the parts of four ranks
+    assert needed_bytes(config) > 2 * 4 * 8 * config.model.num_parameters()
+    assert memory_problem(config, 2 << 40) is None
 
 
 def test_a_disk_that_fills_while_comparing_is_one_line(

@@ -79,16 +79,6 @@ def test_the_pattern_of_differences_names_the_suspect(off: dict[str, float], hin
     assert judge(report(step(**off)), "fp64").hint.startswith(hint)
 
 
-def test_what_is_wrong_throughout_is_put_to_the_beginning_or_to_dp() -> None:
-    pattern = step(weight=1.0, bias=1.0)
-    uneven = (*pattern.gradients[:3], gradient("final_norm.bias", 1.0, factor=3.0))
-    assert judge(report(replace(pattern, gradients=uneven)), "fp64").hint.startswith("everything is wrong")
-
-
-def test_a_norm_that_differs_alone_is_reported_as_such() -> None:
-    assert "gradient norm of step 1" in judge(report(step(norm=1.1)), "fp64").sentence
-
-
 def test_weights_are_judged_in_units_of_the_learning_rate() -> None:
     """Two steps of 0.1."""
     assert judge(report(step(1), step(2), weight=0.2 * 0.9e-5), "fp64").equal

@@ -17,7 +17,6 @@ import pytest
 from mlm.checkpoint.native.folders import step_name
 from mlm.config.cli import main
 from mlm.config.cli.compose import load_config
-from mlm.config.tree import leaves
 from mlm.launch import child_run
 from mlm.optim.schedule import learning_rate
 from mlm.training.config import PretrainConfig
@@ -84,15 +83,6 @@ def test_a_killed_run_with_dropout_resumes_bit_for_bit(checked: Path) -> None:
 def test_the_run_was_killed_with_its_second_checkpoint_unpublished(checked: Path) -> None:
     folder = checked.parent / "killed/checkpoints"
     assert (folder / "latest").read_text().split()[0] == step_name(2)
-
-
-def test_losses_of_the_check_are_those_of_plain_training(checked: Path) -> None:
-    """The children are `mlm pretrain` itself: its metrics are there, step by step, from both starts."""
-    lines = (checked / "resumed/metrics.jsonl").read_text().splitlines()
-    kinds = [(r["kind"], r.get("step", r.get("start_step"))) for r in map(json.loads, lines)]
-    assert [entry for entry in kinds if entry[0] != "saved"] == [
-        *(("run", 0), ("step", 1), ("step", 2), ("run", 2), ("step", 3), ("step", 4))
-    ]
 
 
 @pytest.mark.slow
@@ -235,11 +225,6 @@ def test_a_training_run_is_saved_and_reported_as_the_check_needs() -> None:
 def test_a_named_corpus_is_read(tmp_path: Path) -> None:
     assert verify_resume(f"data.path={tmp_path}").training_run("x", 8).data.kind == "indexed"
     assert verify_resume().training_run("x", 8).data.kind == "synthetic"
-
-
-def test_every_key_of_pretrain_is_known_with_its_help() -> None:
-    assert not leaves(PretrainConfig).keys() - leaves(VerifyResumeConfig).keys()
-    assert all(leaf.doc for leaf in leaves(VerifyResumeConfig).values())
 
 
 def test_a_problem_ends_with_2_and_one_line(cli: Cli) -> None:

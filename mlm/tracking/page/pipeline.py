@@ -14,12 +14,10 @@ from mlm.models.family import SHIPPED
 from mlm.models.stage import PipelineStage, split_layers
 from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, TimedAction
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.memory import GIB, PARTS, MemoryModel, Peak
-from mlm.plan.numbers import Formula, closed_bubble, rank_numbers, simulate, title
-from mlm.plan.report import label
-from mlm.plan.shape import Layout
-from mlm.plan.terminal import NAMES
-from mlm.plan.timeline import drawing, legend, timeline
+from mlm.plan.drawing import NAMES, svg, svg_legend, svg_timeline
+from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel
+from mlm.plan.schedule import BubbleFormula, closed_bubble, rank_numbers, simulate, title
+from mlm.plan.shape import PlannedLayout
 from mlm.tracking.page.html import macro
 from mlm.tracking.page.runs import Run, number
 from mlm.training.config import PretrainConfig
@@ -102,12 +100,12 @@ class RunPlan:
         return "cpu" if chosen == "cpu" or (chosen != "cuda" and torch.endswith("+cpu")) else "gpu"
 
     @cached_property
-    def layout(self) -> Layout | None:
+    def layout(self) -> PlannedLayout | None:
         """The layout of a run whose settings are known."""
         if self.config is None:
             return None
         train = self.config.train
-        return Layout.of(
+        return PlannedLayout.of(
             self.config.parallel,
             dp=self.sizes["dp"],
             micro_batch=train.micro_batch_size,
@@ -118,11 +116,11 @@ class RunPlan:
     def name(self) -> str:
         """The layout in a few words."""
         if self.layout is not None:
-            return label(self.layout)
+            return self.layout.label
         words = [f"{axis}={size}" for axis, size in self.sizes.items() if size > 1] or ["one rank"]
         return " ".join(words) + (f" vp={self.size('vp')} {self.schedule}" if self.sizes["pp"] > 1 else "")
 
-    def peaks(self) -> list[Peak]:
+    def peaks(self) -> list[DeviceMemory]:
         """Memory of the first pipeline stages; empty where no formula holds."""
         if self.config is None or self.layout is None or not self.stages:
             return []
@@ -208,16 +206,16 @@ def draw_steps(
 ) -> Iterator[tuple[str, Markup]]:
     """Yield the names and drawings of a plan, and of what was measured below it at the same scale."""
     if plan is not None and measured is None:
-        yield "", timeline(plan)
+        yield "", svg_timeline(plan)
     elif plan is not None and measured is not None:
         whole = max(plan.makespan, measured.makespan)
-        yield "planned", drawing(plan.timeline, chunks, whole, "planned schedule")
-        yield "measured, at the same scale", drawing(measured.lines, chunks, whole, "measured schedule")
-        yield "", legend(measured.lines)
+        yield "planned", svg(plan.timeline, chunks, whole, "planned schedule")
+        yield "measured, at the same scale", svg(measured.lines, chunks, whole, "measured schedule")
+        yield "", svg_legend(measured.lines)
 
 
 def stage_rows(
-    plan: RunPlan, planned: Plan | None, formula: Formula, measured: "MeasuredStep | None"
+    plan: RunPlan, planned: Plan | None, formula: BubbleFormula, measured: "MeasuredStep | None"
 ) -> Iterator[list[str]]:
     """Yield the first stages' idle time as planned (by formula without a simulation) and as measured."""
     numbers = [] if planned is None else rank_numbers(planned)

@@ -10,8 +10,8 @@ from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import shape_context
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.memory import GIB, MemoryModel
-from mlm.plan.numbers import simulate
-from mlm.plan.shape import Layout
+from mlm.plan.schedule import simulate
+from mlm.plan.shape import PlannedLayout
 from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_memory, draw_schedule
 from mlm.tracking.page.runs import read_run
 from tests.tracking.page.made import LAYOUT, MODEL, some_run, started, stepped, write_run
@@ -150,7 +150,7 @@ def test_a_measured_step_of_another_layout_is_left_out(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_plan(tmp_path: Path) -> None:
     drawn = draw_memory(plans(tmp_path / "a", model={**MODEL, "num_layers": 64, "hidden_size": 1024}))
     model = ModelConfig(**{**MODEL, "num_layers": 64, "hidden_size": 1024})
-    layout = Layout(tp=2, pp=2, dp=2, micro_batch=2, global_batch=16)
+    layout = PlannedLayout(tp=2, pp=2, dp=2, micro_batch=2, global_batch=16)
     for stage in (0, 1):
         peak = MemoryModel(model, 32, "fp32", device="cpu", reserved=0.3 * GIB).peak(layout, stage)
         assert f"<td>{peak.total / GIB:.3g}</td>" in drawn

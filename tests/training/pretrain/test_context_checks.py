@@ -10,9 +10,8 @@ from mlm.inference.generate.checks import check_generate
 from mlm.launch.checks import problems_of
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, Launch
-from mlm.plan.checks import check_plan_memory
-from mlm.plan.dry_run_checks import check_plan_dry_run
-from mlm.plan.forecast import GPU_RESERVED, Machine, forecast
+from mlm.plan.checks import check_plan_dry_run, check_plan_memory
+from mlm.plan.forecast import Machine, forecast
 from mlm.plan.hardware import preset
 from mlm.training.checks import check_pretrain
 from mlm.training.config import PretrainConfig
@@ -74,7 +73,7 @@ def test_plans_and_forecasts_do_not_guess() -> None:
     assert check_plan_dry_run(load_config("plan_dry_run", TINY)) == expected
     config, gib = load_config("pretrain", TINY), float(1 << 30)
     assert isinstance(config, PretrainConfig)
-    machine = Machine("gpu", 80 * gib, GPU_RESERVED, preset("dgx_a100_80g"), "a preset")
+    machine = Machine(preset("dgx_a100_80g"), 80 * gib, "a preset")
     assert forecast(config, 8, machine) is None
     assert forecast(replace(config, parallel=ParallelConfig()), 8, machine) is not None
 
