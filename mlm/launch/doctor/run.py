@@ -6,13 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.config.build import to_dict
 from mlm.launch.doctor.command import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
     Control,
     Finding,
-    Row,
     different_versions,
     rows_of,
     versions,
@@ -32,7 +32,7 @@ from mlm.launch.doctor.host import (
 )
 from mlm.launch.doctor.traffic import check_traffic, judge
 from mlm.launch.environment import RankPlace, read_rank_place
-from mlm.launch.rendezvous import LOOPBACK, interfaces
+from mlm.launch.rendezvous import LOOPBACK
 from mlm.launch.start import LaunchFacts, choose_world_size
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
@@ -78,8 +78,8 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     problem = ""
     if ctx.is_main:
         problem = report(config, control.hosts, all_facts, rows, traffic)
-    if problem := control.all_gather("the report", problem)[0]:
-        raise CheckFailedError(problem)
+    if problem := Ranks.of(ctx).broadcast(problem):  # the store of `control` ends with rank 0
+        raise CheckFailedError(str(problem))
 
 
 def check_host(ctx: ParallelContext, place: RankPlace | None, folder: Path) -> list[Finding]:
@@ -94,7 +94,7 @@ def check_host(ctx: ParallelContext, place: RankPlace | None, folder: Path) -> l
         locked_memory(on_gpu),
         shared_memory(on_gpu),
         names(place, os.environ),
-        *environment(os.environ, interfaces(), ranks_here),
+        *environment(os.environ, ranks_here),
     ]
 
 
@@ -116,7 +116,7 @@ def report(
     config: DoctorConfig,
     hosts: list[str],
     facts: list[dict[str, Any]],
-    rows: list[Row],
+    rows: list[Finding],
     traffic: list[dict[str, Any]],
 ) -> str:
     """Print the table and write the result; return what failed, empty if nothing did."""
