@@ -24,15 +24,15 @@ FLOAT = re.compile(
 )
 
 
-class Loader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """YAML as Hydra reads it: 1e-4 is a number, a date is text."""
 
 
-Loader.yaml_implicit_resolvers = {
+PlainLoader.yaml_implicit_resolvers = {
     first: [pair for pair in pairs if not pair[0].endswith((":float", ":timestamp", ":merge", ":value"))]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
+PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
 
 
 def read_text(path: Path) -> str:
@@ -49,6 +49,8 @@ def read_text(path: Path) -> str:
             return f.read(MAX_BYTES + 1).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error.reason}); restore it from a copy") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; name one that is there") from error
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); make it a readable plain file"
@@ -59,9 +61,9 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     """YAML as nested dicts of plain values. Raises UserError."""
     try:
         check_events(text)
-        node = yaml.compose(text, Loader=Loader)
+        node = yaml.compose(text, Loader=PlainLoader)
         check_keys(node)
-        values = Loader("").construct_document(node) if node is not None else None
+        values = PlainLoader("").construct_document(node) if node is not None else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())[:200]}; restore it from a copy") from error
     if not isinstance(values, dict):
@@ -72,7 +74,7 @@ def parse(text: str, path: Path) -> dict[str, Any]:
 def check_events(text: str) -> None:
     """Raise ValueError for what no saved config has, before anything is built of it."""
     depth = nodes = 0
-    for event in yaml.parse(text, Loader=Loader):
+    for event in yaml.parse(text, Loader=PlainLoader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise ValueError("anchors and aliases are not supported")
         if isinstance(event, yaml.NodeEvent):

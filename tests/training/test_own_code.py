@@ -278,15 +278,6 @@ def test_commands_that_read_a_run_take_the_key_of_its_family(
     assert "unknown key 'data.sort'" in capsys.readouterr().err
 
 
-def test_plan_to_see_for_own_family_is_the_dry_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["model=gpt2_tiny", "model.kind=mine:FAMILY", "data=synthetic", "dist.device=cpu", "dp=128"]
-    assert main(["pretrain", *words, f"out={tmp_path / 'run'}"]) == 2
-    line = next(line for line in capsys.readouterr().err.splitlines() if "ranks, but a CPU host" in line)
-    assert "; `mlm plan dry-run model=gpt2_tiny " in line
-
-
 def test_the_command_that_a_run_prints_names_own_code_however_it_was_started(tmp_path: Path) -> None:
     """Saved import paths are not followed: the second attempt's summary must name them again."""
     run = tmp_path / "run"
