@@ -5,7 +5,6 @@ The loader is safe and bounded: each key once, no aliases, no tags, no interpola
 
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from mlm.config.tree import MISSING_VALUE
 from mlm.util.errors import UserError, escape_controls, has_controls
+from mlm.util.files import open_regular
 
 MAX_BYTES = 1 << 18  # 256 KiB: a run's config is 3 kB
 MAX_DEPTH = 12
@@ -38,15 +38,12 @@ PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123
 def read_text(path: Path) -> str:
     """The text of a regular file of bounded size, no link. Raises UserError."""
     try:
-        # a FIFO would block, a link may lead to a file that is not the run's
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(descriptor, "rb") as f:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise UserError(f"{path}: is a special file; delete it")
-            if status.st_size > MAX_BYTES:
-                raise UserError(f"{path}: {status.st_size} bytes, {MAX_BYTES} is the limit; shorten it")
-            return f.read(MAX_BYTES + 1).decode("utf-8")
+        # a link may lead to a file that is not the run's
+        with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
+            content = f.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"{path}: more than {MAX_BYTES} bytes; shorten it")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error.reason}); restore it from a copy") from error
     except FileNotFoundError as error:

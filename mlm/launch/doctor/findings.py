@@ -5,8 +5,8 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -16,11 +16,12 @@ import mlm
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.launch.rendezvous import LOOPBACK, no_connection
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.watch import name_ranks
+from mlm.parallel.watch import Watch, name_ranks
 from mlm.util.errors import CheckFailedError
 
-PROBE_S = 0.05
-"""Seconds in which a store that lives says whether a key is written."""
+GRACE_S = 5.0
+"""Seconds that the others get to read the last values, and rank 0 to answer after its own wait."""
+POLL_S = 0.005
 CONNECT_S = 10.0
 SAME_VERSIONS = "install the same version on every host"
 Status = Literal["ok", "warn", "fail"]
@@ -110,6 +111,7 @@ class Control:
         self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
         self.hosts = [socket.gethostname()] * world_size
         self.clock = time.time
+        self.watch = Watch(rank)
         self._count = 0
 
     @classmethod
@@ -128,42 +130,49 @@ class Control:
                 )
             store = TCPStore(address, port, is_master=False, wait_for_workers=False)
         control = cls(store, ctx.rank, ctx.world_size, timeout_s)
+        control.watch = ctx.watch
         control.hosts = control.all_gather("the first exchange", socket.gethostname())
         return control
 
     def all_gather(self, check: str, value: Any) -> list[Any]:
         """Return every rank's JSON value, on every rank. Collective.
 
-        Raises CheckFailedError, on all ranks that answer, with those that do not within `timeout_s`.
+        Raises, on all ranks that answer, CheckFailedError with those that do not within `timeout_s`; LostPeer
+        where rank 0 has ended. If it hangs, the watchdog ends this rank.
         """
         if self.store is None:
             return [value]
         self._count += 1
         keys = [f"{self._count}/{rank}" for rank in range(self.world_size)]
-        try:
+        with self.watch.waiting(check, "world", tuple(range(self.world_size)), self.timeout_s + GRACE_S):
             self.store.set(keys[self.rank], json.dumps(value))
-            self.store.wait(keys, timedelta(seconds=self.timeout_s))
-            return [json.loads(each) for each in self.store.multi_get(keys)]
-        except RuntimeError:
-            raise self._lost(keys, check) from None
-
-    def _lost(self, keys: Sequence[str], check: str) -> CheckFailedError:
-        """Return the error of the ranks that have not written; of rank 0 where its store does not answer."""
-        silent = [rank for rank, key in enumerate(keys) if not self._has(key)]
-        ranks = [0] if self.rank in silent or not silent else silent
-        return CheckFailedError(
-            f"{named_ranks(ranks, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at {check}: "
+            silent = self._wait_for(keys, self.timeout_s)
+            if not silent:
+                return [json.loads(each) for each in self.store.multi_get(keys)]
+        raise CheckFailedError(
+            f"{named_ranks(silent, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at {check}: "
             "hung or dead; look there (dmesg, nvidia-smi, the disk of out), or start without that host"
         )
 
-    def _has(self, key: str) -> bool:
-        """True if a key is written. A wait returns where the store hangs, unlike `Store.check`."""
+    def _wait_for(self, keys: Sequence[str], timeout_s: float) -> list[int]:
+        """Return the ranks whose key is not written after `timeout_s`. A wait of the store's own is loud."""
         assert self.store is not None
-        try:
-            self.store.wait([key], timedelta(seconds=PROBE_S))
-        except RuntimeError:
-            return False
-        return True
+        end = time.monotonic() + timeout_s
+        while not self.store.check(list(keys)):
+            if time.monotonic() > end:
+                return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            time.sleep(POLL_S)
+        return []
+
+    def close(self) -> None:
+        """Let rank 0, with which the store ends, wait until all have read from it. Collective."""
+        if self.store is None:
+            return
+        keys = [f"closed/{rank}" for rank in range(self.world_size)]
+        with suppress(RuntimeError):
+            self.store.set(keys[self.rank], "")
+            if self.rank == 0:
+                self._wait_for(keys, GRACE_S)
 
     def skew(self) -> float:
         """Seconds that the clock of this rank is certainly off rank 0's: ahead is positive. Collective.

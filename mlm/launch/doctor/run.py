@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.exchange import Ranks
 from mlm.config.build import to_dict
 from mlm.launch.doctor.command import DoctorConfig
 from mlm.launch.doctor.findings import (
@@ -33,7 +32,8 @@ from mlm.launch.doctor.host import (
 from mlm.launch.doctor.traffic import check_traffic, judge
 from mlm.launch.environment import RankPlace, read_rank_place
 from mlm.launch.rendezvous import LOOPBACK
-from mlm.launch.start import LaunchFacts, choose_world_size
+from mlm.launch.start import choose_world_size
+from mlm.parallel.layout_checks import Launch
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.util.results import target_name, write_result
@@ -41,10 +41,10 @@ from mlm.util.system import available_memory
 from mlm.util.terminal import add_row, console, table
 
 
-def lines(config: DoctorConfig, facts: LaunchFacts) -> list[str]:
+def lines(config: DoctorConfig, facts: Launch) -> list[str]:
     """Line to print before this host's ranks are started; none for one rank, or for a launcher's."""
     ranks = choose_world_size(config.parallel, facts)
-    return [] if facts.joined or ranks == 1 else [f"starting {ranks} ranks on this host"]
+    return [] if facts.world_size is not None or ranks == 1 else [f"starting {ranks} ranks on this host"]
 
 
 def note(ctx: ParallelContext, text: str) -> None:
@@ -78,8 +78,10 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     problem = ""
     if ctx.is_main:
         problem = report(config, control.hosts, all_facts, rows, traffic)
-    if problem := Ranks.of(ctx).broadcast(problem):  # the store of `control` ends with rank 0
-        raise CheckFailedError(str(problem))
+    problem = control.all_gather("the report", problem)[0]
+    control.close()
+    if problem:
+        raise CheckFailedError(problem)
 
 
 def check_host(ctx: ParallelContext, place: RankPlace | None, folder: Path) -> list[Finding]:

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from mlm.launch.doctor.findings import Control, different_versions
+from mlm.parallel.watch import LostPeer
 from mlm.util.errors import CheckFailedError
 from tests.launch.doctor.trials import on_threads
 
@@ -29,17 +30,25 @@ def test_a_rank_that_hangs_is_named_on_all_others_within_the_time_out() -> None:
     assert found[0].startswith("rank 1 (host h1): no answer for 0.3 s (timeout_s) at the disk: hung or dead;")
 
 
-def test_rank_0_is_named_by_the_others_where_its_store_does_not_answer() -> None:
-    class Silent:
+def test_rank_0_stays_until_all_have_read_as_the_store_ends_with_it() -> None:
+    def work(control: Control) -> float:
+        control.all_gather("the report", None)
+        if control.rank == 1:
+            time.sleep(0.5)
+        control.close()
+        return time.monotonic()
+
+    first, slow, _ = on_threads(work)
+    assert first > slow - 0.1
+
+
+def test_a_store_that_ended_with_rank_0_is_a_lost_peer() -> None:
+    class Gone:
         def set(self, *_: object) -> None:
-            pass
+            raise RuntimeError("Connection reset by peer")
 
-        def wait(self, *_: object) -> None:
-            raise RuntimeError("wait timeout")
-
-    control = Control(Silent(), 1, 2, 0.1)  # type: ignore[arg-type]
-    control.hosts = ["a", "b"]
-    with pytest.raises(CheckFailedError, match=r"^rank 0 \(host a\): no answer for 0.1 s"):
+    control = Control(Gone(), 1, 2, 0.1)  # type: ignore[arg-type]
+    with pytest.raises(LostPeer, match=r"rank 1: the disk over world \(ranks 0, 1\) broke: rank 0 is gone"):
         control.all_gather("the disk", None)
 
 
