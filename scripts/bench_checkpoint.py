@@ -78,7 +78,7 @@ def windows(
             outcome = trainer.train_step(next(batches))
             float(outcome.parts.item())
             saver.after_step(outcome)
-        seconds, done = time.perf_counter() - begin, saver._job is None
+        seconds, done = time.perf_counter() - begin, saver._pending is None
         saver.finish()
         kind = yield {"seconds": seconds, "done": done, "save_s": told.seconds, "waited_s": told.waited}
 

@@ -113,8 +113,7 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
         trainer = watched.trainer
         again = min(seconds(lambda: trainer.compute_gradients(watched.batches)) for _ in range(3))
         digest = min(
-            seconds(lambda: digests(parameters_and_moments(trainer, trainer.shards), torch.device("cpu")))
-            for _ in range(3)
+            seconds(lambda: digests(parameters_and_moments(trainer, trainer.shards))) for _ in range(3)
         )
         step = Spread.of(times["without"]).median
         own = seconds(lambda: [watch(watched) for _ in range(REPEATS)]) / REPEATS

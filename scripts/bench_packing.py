@@ -26,7 +26,7 @@ import torch
 from bench.harness import Bench, Result, Say, alternate, positive, quartiles, ratio_of
 from torch import Tensor
 
-from mlm.finetune.examples import Example, Text
+from mlm.finetune.examples import Example, InputText
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
@@ -66,7 +66,7 @@ def conversations(args: argparse.Namespace) -> list[Example]:
         ids = torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(row))
         labels = torch.full((count,), IGNORE_INDEX)
         labels[count // 2 : -1] = ids[count // 2 + 1 :]
-        made.append(Example(row, (Text(ids.int().numpy(), count),), labels.numpy()))
+        made.append(Example(row, (InputText(ids.int().numpy(), count),), labels.numpy()))
     return made
 
 
@@ -81,7 +81,7 @@ def forms(examples: Sequence[Example], args: argparse.Namespace) -> dict[str, li
     return {
         "packed": packed.micro_batches(examples, order, 0),
         "sorted": alone.micro_batches(examples, order, 0),
-        "padded": [alone.packed(examples, [[n] for n in numbers], [0], 0) for numbers in some],
+        "padded": [alone.batch(examples, [[n] for n in numbers], 0, 0) for numbers in some],
     }
 
 

@@ -18,15 +18,13 @@ from mlm.evaluate.config import (
 )
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
-from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, deduplicate
+from mlm.evaluate.zero_shot.protocol import Protocol, ProtocolResult, deduplicate
 from mlm.inference.scoring import Request, digest_requests, score
 from mlm.inference.trained import (
     Trained,
-    checkpoint_problems,
-    continuation_problem,
+    check_source,
     load_tokenizer,
     load_trained,
-    named_checkpoint,
     result_file,
     result_identity,
     window_length,
@@ -55,18 +53,13 @@ TASKS: dict[type[ZeroShotConfig], str] = {
 
 def preflight(config: ZeroShotConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
-    problems = checkpoint_problems(config.ckpt, config.parallel)
-    if problems:
-        return problems
     try:
-        target_name = named_checkpoint(config.ckpt)
-        if problem := continuation_problem(config.ckpt, target_name.config.model):
-            return [problem]
-        length = window_length(config.seq_length, target_name.config)
-        protocols_of(config, tokenizer_of(config, target_name.path, target_name.config.model), length)
+        named = check_source(config.ckpt, config.parallel)
+        length = window_length(config.seq_length, named.config)
+        protocols_of(config, tokenizer_of(config, named.path, named.config.model), length)
     except UserError as error:
         return list(error.problems)
-    out = result_path(config, target_name.path)
+    out = result_path(config, named.path)
     if problems := result_problems(out):
         return problems
     return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
@@ -154,7 +147,7 @@ def tell_resumed(count: int, total: int, kept: Path) -> None:
     )
 
 
-def samples(protocols: list[Protocol], outcomes: list[Outcome]) -> str:
+def samples(protocols: list[Protocol], outcomes: list[ProtocolResult]) -> str:
     """A line of JSON per window, article and passage."""
     return "".join(
         json.dumps({"task": protocol.task, "protocol": protocol.name} | sample) + "\n"
@@ -167,7 +160,7 @@ def receipt(
     config: ZeroShotConfig,
     trained: Trained,
     tokenizer: Tokenizer,
-    outcomes: Sequence[tuple[Protocol, Outcome]],
+    outcomes: Sequence[tuple[Protocol, ProtocolResult]],
     *,
     seconds: float,
     learnt_from: list[dict[str, Any]],
@@ -186,7 +179,7 @@ def receipt(
     }
 
 
-def result_of(protocol: Protocol, outcome: Outcome) -> dict[str, Any]:
+def result_of(protocol: Protocol, outcome: ProtocolResult) -> dict[str, Any]:
     """One protocol's numbers, and what they are numbers of."""
     return {
         "task": protocol.task,
@@ -221,7 +214,8 @@ def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> No
     screen.print(made)
     for protocol in protocols:
         source = protocol.source
-        screen.print(f"{protocol.task} by {protocol.name}: {protocol.counts}")
+        numbers = (f"{key} = {fact:,}" for key, fact in protocol.facts.items() if isinstance(fact, int))
+        screen.print(f"{protocol.task} by {protocol.name}: {', '.join(numbers)}")
         screen.print(f"  {one_line(source.name)}, {source.form}, {source.digest}")
     screen.print(f"checkpoint {result['checkpoint_digest']}, {result['precision']}")
     screen.print(f"written to {one_line(target_name(out))}")

@@ -32,7 +32,6 @@ from tests.evaluate.zero_shot.texts import (
     PASSAGES,
     SEQ_LENGTH,
     write_lambada,
-    write_model,
     write_trained_model,
     write_wikitext,
 )
@@ -232,13 +231,6 @@ def test_a_tokenizer_larger_than_the_model_is_rejected(folder: Path, tmp_path: P
     train_bpe([" ".join(words)] * 9, 400).save(large)
     (problem,) = evaluate.preflight(cloze(folder, tokenizer=str(large), force=force))
     assert "model.vocab_size=331" in problem
-
-
-def test_a_run_without_a_tokenizer_asks_for_one(folder: Path, tmp_path: Path) -> None:
-    write_model(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    (problem,) = evaluate.preflight(cloze(folder, ckpt=str(tmp_path / "model")))
-    assert "tokenizer=" in problem
 
 
 @pytest.mark.parametrize("command", ["loss", "wikitext103", "lambada", "all"])
