@@ -104,7 +104,7 @@ VALUES = (
     *PLAIN_VALUES.split(),
 )
 PLAIN_WORDS = """
---help -h --version -sc --cfg job --info --resolve -m --multirun --dry-run -- - -x --config-dir --config-name
+--help -h --version -sc --cfg job --resolve -m --multirun --dry-run -- - -x --config-dir --config-name
 nope +a=1 ~tp ++tp=2 +++x=1 ~precision=inf --tp = =x x= block_size=8 learning_rate=1 max_iters=5 dropout=0.1
 hydra.run.dir=x hydra.mode=MULTIRUN optimizer.betas=(0.9,0.95) precision=16 num_heads=10000000019
 model.num_heads=10000000019 seed=-1 tp=0 model@x=gpt2_tiny out=device out=text out=link out= out=~

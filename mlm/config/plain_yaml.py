@@ -5,7 +5,6 @@ The loader is safe and bounded: each key once, no aliases, no tags, no interpola
 
 import os
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from mlm.config.tree import MISSING_VALUE
 from mlm.util.errors import UserError, escape_controls, has_controls
+from mlm.util.files import open_regular
 
 MAX_BYTES = 1 << 18  # 256 KiB: a run's config is 3 kB
 MAX_DEPTH = 12
@@ -24,31 +24,30 @@ FLOAT = re.compile(
 )
 
 
-class Loader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """YAML as Hydra reads it: 1e-4 is a number, a date is text."""
 
 
-Loader.yaml_implicit_resolvers = {
+PlainLoader.yaml_implicit_resolvers = {
     first: [pair for pair in pairs if not pair[0].endswith((":float", ":timestamp", ":merge", ":value"))]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
+PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789."))
 
 
 def read_text(path: Path) -> str:
     """The text of a regular file of bounded size, no link. Raises UserError."""
     try:
-        # a FIFO would block, a link may lead to a file that is not the run's
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(descriptor, "rb") as f:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise UserError(f"{path}: is a special file; delete it")
-            if status.st_size > MAX_BYTES:
-                raise UserError(f"{path}: {status.st_size} bytes, {MAX_BYTES} is the limit; shorten it")
-            return f.read(MAX_BYTES + 1).decode("utf-8")
+        # a link may lead to a file that is not the run's
+        with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
+            content = f.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"{path}: more than {MAX_BYTES} bytes; shorten it")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 ({error.reason}); restore it from a copy") from error
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; name one that is there") from error
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); make it a readable plain file"
@@ -59,9 +58,9 @@ def parse(text: str, path: Path) -> dict[str, Any]:
     """YAML as nested dicts of plain values. Raises UserError."""
     try:
         check_events(text)
-        node = yaml.compose(text, Loader=Loader)
+        node = yaml.compose(text, Loader=PlainLoader)
         check_keys(node)
-        values = Loader("").construct_document(node) if node is not None else None
+        values = PlainLoader("").construct_document(node) if node is not None else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())[:200]}; restore it from a copy") from error
     if not isinstance(values, dict):
@@ -72,7 +71,7 @@ def parse(text: str, path: Path) -> dict[str, Any]:
 def check_events(text: str) -> None:
     """Raise ValueError for what no saved config has, before anything is built of it."""
     depth = nodes = 0
-    for event in yaml.parse(text, Loader=Loader):
+    for event in yaml.parse(text, Loader=PlainLoader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise ValueError("anchors and aliases are not supported")
         if isinstance(event, yaml.NodeEvent):

@@ -4,9 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,6 @@ LAUNCHER_VARIABLES = (
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", LAUNCHED),
 )
 LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_")
-GONE_S = 30.0  # a killed process may first have to finish a write to a slow disk
 LONGEST_LINE = 1000  # characters of a log that an error repeats
 
 
@@ -57,17 +55,9 @@ def environment_without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
-    """SIGKILL a command and all processes it started, and wait until they are gone."""
-    family = {} if process.poll() is not None else {pid: _birth(pid) for pid in _descendants(process.pid)}
-    process.kill()  # its ranks die with it (die_with_parent)
-    for pid, birth in family.items():
-        if birth and _birth(pid) == birth:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    """SIGKILL a command and wait for its end. Its ranks die with it (die_with_parent)."""
+    process.kill()
     process.wait()
-    end = time.monotonic() + GONE_S
-    while time.monotonic() < end and any(birth and _birth(pid) == birth for pid, birth in family.items()):
-        time.sleep(0.01)
 
 
 def command_failure(process: "subprocess.Popen[bytes]", what: str, log: Path) -> UserError | None:
@@ -82,26 +72,3 @@ def command_failure(process: "subprocess.Popen[bytes]", what: str, log: Path) ->
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
     kind = UserError if code == UserError.exit_code else CheckFailedError
     return kind(f"{what} {how}: {said[-1][:LONGEST_LINE]} (its output: {log})")
-
-
-def _descendants(root: int) -> list[int]:
-    """Return the descendants of a process."""
-    parents = {int(entry): _stat(int(entry)) for entry in os.listdir("/proc") if entry.isdecimal()}
-    family = [root]
-    for pid in family:  # grows in the loop
-        family += [child for child, stat in parents.items() if stat and int(stat[1]) == pid]
-    return family[1:]
-
-
-def _birth(pid: int) -> str | None:
-    """Return the start of a process in kernel ticks, None if it is gone: later ones may reuse the pid."""
-    stat = _stat(pid)
-    return None if stat is None or stat[0] in "ZX" else stat[19]
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Return /proc/PID/stat from the third field on, after the name: state, parent, … (man 5 proc)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from mlm.launch.stop import process_status
 from mlm.parallel.watch import LostPeer, Watch, is_transport_error, name_ranks
 from mlm.util.errors import UserError, escape_controls
 from mlm.util.files import write_atomic
@@ -173,19 +174,13 @@ def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, s
 
 def kill_suspended(pids: Mapping[int, int]) -> dict[int, int]:
     """Kill those of the ranks' processes that a signal or a debugger has suspended, and return them."""
-    stopped = {rank: pid for rank, pid in pids.items() if _process_state(pid) in ("T", "t")}
+    stopped = {
+        rank: pid for rank, pid in pids.items() if process_status(pid).get("State", "")[:1] in ("T", "t")
+    }
     for pid in stopped.values():
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
     return stopped
-
-
-def _process_state(pid: int) -> str:
-    """Return the state letter of proc_pid_stat(5); empty if the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except OSError:
-        return ""
 
 
 def save_failure(failure: Failure, folder: Path) -> None:

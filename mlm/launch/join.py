@@ -1,16 +1,14 @@
 """Process groups of a program that is not a command: a script under torchrun or SLURM, a notebook."""
 
 import os
-from datetime import timedelta
 from numbers import Integral
 
 import torch
 import torch.distributed as distributed
-from torch.distributed import PrefixStore
 
 from mlm.launch.config import DistConfig
 from mlm.launch.environment import RankPlace, place_variables, read_rank_place
-from mlm.launch.process import ALONE, rank_device
+from mlm.launch.process import ALONE, init_world, rank_device
 from mlm.launch.rendezvous import START_S, rendezvous_store
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.mesh import build_mesh as build_groups
@@ -62,7 +60,8 @@ def build_mesh(
     if place.world_size == 1:
         return ParallelContext(device=own)
     if not distributed.is_initialized():
-        _join(place, {"cuda": "nccl", "cpu": "gloo"}[own.type], timeout_s)
+        os.environ.update(place_variables(place))  # SLURM sets others
+        init_world(place, rendezvous_store(place, timeout_s), own, max(START_S, timeout_s))
     dp = place.world_size // ranks
     return build_groups(tp=tp, pp=pp, dp=dp, cp=cp, device=own, timeout_s=timeout_s)
 
@@ -92,15 +91,3 @@ def _place() -> RankPlace:
     if launched is not None and (launched.rank, launched.world_size) == (rank, size):
         return launched
     return RankPlace(rank, size, local_rank=rank, local_world_size=size, master_addr="", master_port=0)
-
-
-def _join(place: RankPlace, backend: str, timeout_s: float) -> None:
-    """Initialise the default process group with the ranks that a launcher started."""
-    os.environ.update(place_variables(place))  # SLURM sets others
-    distributed.init_process_group(
-        backend,
-        store=PrefixStore("mlm", rendezvous_store(place, timeout_s)),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=max(START_S, timeout_s)),
-    )

@@ -3,11 +3,10 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as distributed
 from torch.distributed import PrefixStore, Store
 
+from mlm.config.command import resolve
 from mlm.config.path_errors import streams_for
 from mlm.launch.config import NO_GPU, NO_GPU_FIX, DistConfig
 from mlm.launch.environment import RankPlace, num_threads, place_variables
@@ -35,8 +35,6 @@ from mlm.parallel.watch import Watch
 from mlm.util.errors import UserError
 from mlm.util.system import available_cores
 
-Target = Callable[[Any, ParallelContext], int | None]
-"""Work of a job on each rank; returns the exit code of a command that a signal stopped after a save."""
 ALONE = RankPlace(
     rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0
 )
@@ -117,7 +115,7 @@ def run_rank(
             with watch.waiting("start of the process groups", "world", everyone, start_s):
                 ctx = _make_groups(config, place, store, device, watch, start_s)
         with streams_for(config):
-            code = find_target(target)(config, ctx) or 0
+            code = resolve(target)(config, ctx) or 0
         if place.world_size > 1:
             with watch.waiting("end of the process groups", "world", everyone):
                 distributed.destroy_process_group()
@@ -129,14 +127,8 @@ def _make_groups(
 ) -> ParallelContext:
     """Initialise torch.distributed and make the groups of the layout. Collective over all ranks."""
     parallel, dist = config.parallel, config.dist
-    backend = {"cuda": "nccl", "cpu": "gloo"}[device.type] if dist.backend == "auto" else dist.backend
-    distributed.init_process_group(
-        backend,
-        store=PrefixStore("mlm", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=start_s),
-    )
+    backend = None if dist.backend == "auto" else dist.backend
+    init_world(place, store, device, start_s, backend=backend)
     return build_mesh(
         tp=parallel.tp,
         cp=parallel.cp,
@@ -145,6 +137,19 @@ def _make_groups(
         device=device,
         timeout_s=dist.timeout_s,
         watch=watch,
+    )
+
+
+def init_world(
+    place: RankPlace, store: Store, device: torch.device, timeout_s: float, *, backend: str | None = None
+) -> None:
+    """Initialise torch.distributed; `backend` None takes that of the device. Collective over all ranks."""
+    distributed.init_process_group(
+        backend or {"cuda": "nccl", "cpu": "gloo"}[device.type],
+        store=PrefixStore("mlm", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_s),
     )
 
 
@@ -168,13 +173,6 @@ def set_current_device(device: torch.device) -> None:
     """Make a GPU this thread's current one: a new thread's is the first, whose memory a query would take."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def find_target(target: str) -> Target:
-    """Return the function that `module:function` names."""
-    module, _, name = target.partition(":")
-    function: Target = getattr(import_module(module), name)
-    return function
 
 
 def _must_report(failure: Failure, store: Store | None, place: RankPlace) -> bool:

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -57,6 +56,7 @@ from mlm.launch.process import device_kind, run_joined, run_rank
 from mlm.launch.rendezvous import LOOPBACK, check_interface, rendezvous_store
 from mlm.launch.stop import CARRIED_SIGNALS, SIGNAL_NAMES, Relay, is_noting
 from mlm.parallel.config import ParallelConfig
+from mlm.parallel.layout_checks import Launch, num_replicas
 from mlm.util.errors import UserError
 from mlm.util.lock import held_folder, remove_abandoned
 from mlm.util.system import available_cores
@@ -66,23 +66,10 @@ PREFIX = "mlm-job-"
 """Name of a launch's folder in the temporary directory."""
 
 
-@dataclass(frozen=True)
-class LaunchFacts:
-    """Facts of the environment that a launch depends on, for checks before any process starts."""
-
-    joined: bool
-    """True if torchrun, SLURM or another launcher started this process as a rank."""
-    world_size: int | None
-    """Ranks the launcher started; None in a plain start."""
-    local_devices: int | None
-    """GPUs of this host; None on CPU."""
-
-
-def launch_facts(dist: DistConfig) -> LaunchFacts:
+def launch_facts(dist: DistConfig) -> Launch:
     """Read the environment. Raises UserError for invalid variables, or CUDA without a GPU."""
     place = read_rank_place(os.environ)
-    return LaunchFacts(
-        joined=place is not None,
+    return Launch(
         world_size=None if place is None else place.world_size,
         local_devices=torch.cuda.device_count() if device_kind(dist) == "cuda" else None,
     )
@@ -96,15 +83,14 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
     Ctrl-C), also after a save; but 0 where a save before a time limit was requested (SIGUSR1), and for a
     rank of torchrun or SLURM that saved.
 
-    With one rank, the function runs in this process and its exceptions pass through. Raises UserError for
-    a layout that does not fit, a port in use, or an `out` that cannot be written.
+    With one rank, the function runs in this process and its exceptions pass through. The layout is checked
+    before (mlm/parallel/layout_checks.py). Raises UserError for a port in use, or an `out` that cannot be
+    written.
     """
-    facts = launch_facts(config.dist)
-    world_size = choose_world_size(config.parallel, facts)
-    if facts.joined:
-        place = read_rank_place(os.environ)
-        assert place is not None
+    place = read_rank_place(os.environ)
+    if place is not None:
         return run_joined(target, config, place=place, out=out)
+    world_size = choose_world_size(config.parallel, launch_facts(config.dist))
     try:
         if world_size > 1:
             return launch_ranks(target, config, out=out, world_size=world_size)
@@ -113,34 +99,9 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
         return INTERRUPTED
 
 
-def choose_world_size(parallel: ParallelConfig, facts: LaunchFacts) -> int:
-    """Return the ranks of the job: tp * cp * pp * dp, where dp=null takes what launcher or GPUs leave.
-
-    Raises UserError if the ranks that were started, or the GPUs of this host, do not fit.
-    """
-    replica, over_context = parallel.replica, f" * cp={parallel.cp}" if parallel.cp > 1 else ""
-    named = f"tp={parallel.tp}{over_context} * pp={parallel.pp}"
-    if facts.world_size is not None:
-        left, rest = divmod(facts.world_size, replica)
-        if rest:
-            raise UserError(
-                f"{named} = {replica} does not divide WORLD_SIZE={facts.world_size}: "
-                f"start a multiple of {replica} ranks, or lower tp or pp"
-            )
-        if parallel.dp not in (None, left):
-            raise UserError(
-                f"{named} * dp={parallel.dp} = {replica * parallel.dp} ranks, but the launcher started "
-                f"WORLD_SIZE={facts.world_size}: set dp={left}, or start {replica * parallel.dp} ranks"
-            )
-        return facts.world_size
-    gpus = facts.local_devices
-    dp = parallel.dp or (max(1, gpus // replica) if gpus is not None else 1)
-    if gpus is not None and replica * dp > gpus:
-        raise UserError(
-            f"{named} * dp={dp} = {replica * dp} ranks need as many GPUs, but this host has {gpus}: "
-            "lower tp, pp or dp, or start on more hosts with torchrun or SLURM"
-        )
-    return replica * dp
+def choose_world_size(parallel: ParallelConfig, launch: Launch) -> int:
+    """Return the ranks of a checked layout: tp * cp * pp * dp, where dp=null takes what is available."""
+    return launch.world_size or parallel.replica * num_replicas(parallel.replica, parallel.dp, launch)
 
 
 def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int) -> int:

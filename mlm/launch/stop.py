@@ -271,7 +271,7 @@ class Relay:
             return
         first_time = self._handled == 0
         self._handled += len(fresh)
-        ours = {pid: status for pid in pids.values() if (status := _process_status(pid))}
+        ours = {pid: status for pid in pids.values() if (status := process_status(pid))}
         saves = self._saves or any(map(_listens, ours.values()))
         if self._received.count(signal.SIGINT) > 1 or (first_time and not saves):
             self.killed = fresh[-1]
@@ -285,7 +285,7 @@ class Relay:
                     os.kill(pid, carrier)
 
 
-def _process_status(pid: int) -> dict[str, str]:
+def process_status(pid: int) -> dict[str, str]:
     """Return /proc/PID/status of a child of this process; empty if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()

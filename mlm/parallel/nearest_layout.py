@@ -19,7 +19,7 @@ from mlm.parallel.layout_checks import (
     replica_size,
     sequence_quantum,
 )
-from mlm.util.errors import Problem, TooManyRanks, format_settings
+from mlm.util.errors import Problem, format_settings
 
 Change = dict[str, Any]
 """Keys to set, with their new values."""
@@ -79,8 +79,7 @@ class LayoutFixes:
             breach = rule.breach(self.values, self.launch)
             assert breach is not None
             fix = breach.fix(" or ".join(map(self._spelled, changes)), alone=alone)
-            kind = TooManyRanks if breach.start else Problem
-            found.append(kind(map(self.values.name, rule.reads), breach.why, fix))
+            found.append(Problem(map(self.values.name, rule.reads), breach.why, fix))
         return found
 
     def _spelled(self, change: Change) -> str:

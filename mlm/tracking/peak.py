@@ -50,31 +50,31 @@ MEASURE_S = 0.3  # seconds of matrix products on a CPU
 
 
 @dataclass(frozen=True)
-class Peak:
+class DevicePeak:
     """Peak FLOP/s of one device that MFU is stated against, and its source."""
 
     flops: float
     label: str
 
 
-def peak_flops(device: torch.device, dtype: str, override_tflops: float | None = None) -> Peak | None:
+def peak_flops(device: torch.device, dtype: str, override_tflops: float | None = None) -> DevicePeak | None:
     """Return the dense peak of `device` in `dtype` (a name of precision.dtype); None for an unknown GPU.
 
     `override_tflops` (dist.peak_tflops, TFLOP/s) wins. A CPU is measured once, for about 0.3 s, with the
     threads this process may use; other ranks on its host should wait meanwhile.
     """
     if override_tflops:
-        return Peak(override_tflops * 1e12, f"dist.peak_tflops={override_tflops:g}")
+        return DevicePeak(override_tflops * 1e12, f"dist.peak_tflops={override_tflops:g}")
     if device.type == "cpu":
         flops = measure_matmul(dtype, torch.get_num_threads())
-        return Peak(flops, f"measured {dtype} matmul {flops / 1e12:.3g}")
+        return DevicePeak(flops, f"measured {dtype} matmul {flops / 1e12:.3g}")
     if device.type != "cuda":
         return None
     tf32 = dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return table_peak(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)
 
 
-def table_peak(name: str, unit: str) -> Peak | None:
+def table_peak(name: str, unit: str) -> DevicePeak | None:
     """Return the peak of the GPU that torch calls `name`, in `unit` (a dtype, or tf32); None if unknown."""
     if re.search(r"\bMIG\b|Laptop|Max-Q", name):  # a slice of the chip, or one on a lower clock
         return None
@@ -83,7 +83,7 @@ def table_peak(name: str, unit: str) -> Peak | None:
         figures = {**figures, "bf16": figures["half"], "fp16": figures["half"]}
     if unit not in figures:
         return None
-    return Peak(figures[unit] * 1e12, f"{name} {unit} dense {figures[unit]:g}")
+    return DevicePeak(figures[unit] * 1e12, f"{name} {unit} dense {figures[unit]:g}")
 
 
 @cache

@@ -6,6 +6,7 @@ TensorBoard and Weights & Biases are optional extras, imported only when asked f
 import platform
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -205,12 +206,12 @@ def scalars(metrics: StepMetrics) -> dict[str, float]:
     return {f"train/{name}": value for name, value in numbers.items() if value is not None}
 
 
-class Tracker(Sink):
+class Tracker(Sink, ABC):
     """A destination that takes numbers by tag and step."""
 
+    @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Queue values; the tracker's own thread writes them."""
-        raise NotImplementedError
 
     def step(self, metrics: StepMetrics) -> None:
         """Take a logged step."""

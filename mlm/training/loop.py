@@ -21,7 +21,7 @@ from mlm.config.tree import leaves, values_of
 from mlm.launch.stop import StopRequest
 from mlm.launch.typed import run_origin
 from mlm.tracking.metrics import Parts, Rates, StepMetrics, Throughput
-from mlm.tracking.peak import Peak, memory_bytes
+from mlm.tracking.peak import DevicePeak, memory_bytes
 from mlm.tracking.reporter import Reporter
 from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks, Timeline
@@ -264,7 +264,7 @@ def training_session(
     record: Mapping[str, object],
     notes: Sequence[str],
     warnings: Sequence[str] = (),
-    peak: Peak | None,
+    peak: DevicePeak | None,
     tokens_per_step: int,
     seq_length: int,
     loss_unit: str,

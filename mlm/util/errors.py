@@ -110,12 +110,6 @@ class Absent(Problem):
     __slots__ = ()
 
 
-class TooManyRanks(Problem):
-    """A layout that is valid, but not for the devices of this host."""
-
-    __slots__ = ()
-
-
 class Failed(Problem):
     """A problem that no setting solves, such as a damaged file: with no other, the exit code is 1."""
 

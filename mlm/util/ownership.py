@@ -14,7 +14,7 @@ import os
 import pwd
 import shutil
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,7 +32,7 @@ HUB = "hub:"
 
 
 @dataclass(frozen=True)
-class Kind:
+class FolderType:
     """A type of folder that mlm makes."""
 
     noun: str
@@ -43,15 +43,15 @@ class Kind:
     """Patterns of the names written in its subfolders; none: all of these folders is ours."""
 
 
-KINDS: dict[str, Kind] = {
-    "run": Kind(
+KINDS: dict[str, FolderType] = {
+    "run": FolderType(
         "a run",
         (
             *("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "README.md", "checkpoints"),
             *("best", "result.json", "predictions", "incidents", "profile"),
         ),
     ),
-    "corpus": Kind(
+    "corpus": FolderType(
         "a corpus",
         (
             *(f"{part}.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
@@ -59,7 +59,7 @@ KINDS: dict[str, Kind] = {
             *("corpus.json", "tokenizer.json", "rejected.jsonl", "corpus-inputs.jsonl", ".building", "work"),
         ),
     ),
-    "corpus-work": Kind(
+    "corpus-work": FolderType(
         "the work of a build",
         (
             *("plan.jsonl", "plan.json", "digests.json", "jobs.json"),
@@ -74,10 +74,10 @@ KINDS: dict[str, Kind] = {
             *(f"{part}[.-]*" for part in ("train", "validation", "test")),
         ),
     ),
-    "exported-model": Kind("an exported model", ("*",)),
-    "predictions": Kind("predictions", ("*.tsv", "*.json")),
-    "verify-resume": Kind("a verify-resume"),
-    "unfinished": Kind("an import or export that did not finish"),
+    "exported-model": FolderType("an exported model", ("*",)),
+    "predictions": FolderType("predictions", ("*.tsv", "*.json")),
+    "verify-resume": FolderType("a verify-resume"),
+    "unfinished": FolderType("an import or export that did not finish"),
 }
 """Folders that mlm makes. In a user's folder, names in `writes` are never replaced."""
 
@@ -92,13 +92,12 @@ def claim_folder(
     key: str = "out",
     inputs: Iterable[str | Path | None] = (),
     writes: Sequence[str] | None = None,
-    same: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Make a folder, or adopt an existing one, and mark it as ours; see `claim_problems`.
 
     Raises UserError if something of the user's is in the way, OSError.
     """
-    if problems := claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same):
+    if problems := claim_problems(path, kind, key=key, inputs=inputs, writes=writes):
         raise UserError(problems[0])
     folder = Path(path)
     if not is_folder_of_kind(folder, kind):
@@ -115,7 +114,6 @@ def claim_problems(
     key: str = "out",
     inputs: Iterable[str | Path | None] = (),
     writes: Sequence[str] | None = None,
-    same: Mapping[str, bytes] | None = None,
 ) -> list[str]:
     """Return problems that keep a command from claiming a folder, for its preflight.
 
@@ -125,7 +123,6 @@ def claim_problems(
         key: the key that named the folder, for messages.
         inputs: inputs of the command, as typed.
         writes: patterns of the names to write; None means those of the type.
-        same: contents to write under some names: a file of just that content is not in the way.
     """
     what, folder = f"{key}={path}", Path(path)
     if str(path) == STDOUT:
@@ -140,7 +137,7 @@ def claim_problems(
             return [] if other == kind else [f"{what}: holds {nouns}; name a new folder"]
         if problems := rejected_place(what, folder, inputs):
             return problems
-        name = _first_in_the_way(folder, KINDS[kind].writes if writes is None else writes, same or {})
+        name = _first_in_the_way(folder, KINDS[kind].writes if writes is None else writes)
     except OSError as error:
         return [f"{what}: {error.filename or folder}: {error.strerror}; name a folder that can be read"]
     return [] if name is None else [f"{what}: holds {name}, which mlm did not write; name a new folder"]
@@ -154,25 +151,20 @@ def _parent_problems(what: str, path: Path) -> list[str]:
     return [f"{what}: {parent} is {file_type_name(parent)}, not a folder; name another folder"]
 
 
-def _first_in_the_way(folder: Path, patterns: Sequence[str], same: Mapping[str, bytes]) -> str | None:
+def _first_in_the_way(folder: Path, patterns: Sequence[str]) -> str | None:
     """Return the first non-empty entry whose name is to be written, or a marker that is not ours."""
     for name in sorted(os.listdir(folder)):
-        if name == MARKER or (
-            matches_any(name, patterns) and not _is_replaceable(folder / name, same.get(name))
-        ):
+        if name == MARKER or (matches_any(name, patterns) and not _is_empty(folder / name)):
             return name
     return None
 
 
-def _is_replaceable(path: Path, content: bytes | None) -> bool:
-    """True for an empty file or folder, a folder with only a lock, or a file of just that content."""
+def _is_empty(path: Path) -> bool:
+    """True for an empty file or folder, and a folder with only a lock."""
     mode = path.lstat().st_mode
     if stat.S_ISDIR(mode):
         return all(name == LOCK for name in os.listdir(path))
-    if not stat.S_ISREG(mode):
-        return False
-    size = path.stat().st_size
-    return size == 0 or (content is not None and size == len(content) and path.read_bytes() == content)
+    return stat.S_ISREG(mode) and path.stat().st_size == 0
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:

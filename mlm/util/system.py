@@ -59,15 +59,17 @@ def die_with_parent(parent: int) -> None:
 class LastingStream:
     """A text stream whose loss does not end the program: `| head` has left, `tee` is dead, the disk is full.
 
-    What cannot be written is dropped from then on, and a line on stderr says so.
+    What cannot be written is dropped from then on, and a line on stderr says so; none where the reader of a
+    pipe has left and `reader_may_leave`.
     """
 
     stream: TextIO
 
-    def __init__(self, stream: TextIO, consequence: str) -> None:
+    def __init__(self, stream: TextIO, consequence: str, *, reader_may_leave: bool = False) -> None:
         # The newest of several names what is lost.
         inner: TextIO = stream.stream if isinstance(stream, LastingStream) else stream
-        self.stream, self.consequence, self.is_lost = inner, consequence, False
+        self.stream, self.consequence, self.reader_may_leave = inner, consequence, reader_may_leave
+        self.is_lost = self.has_failed = False
 
     def write(self, text: str) -> int:
         """Write, or drop, and return the number of characters."""
@@ -88,38 +90,21 @@ class LastingStream:
 
     def _lose(self, error: OSError) -> None:
         self.is_lost = True
+        self.has_failed = not (self.reader_may_leave and error.errno == errno.EPIPE)
         with suppress(OSError, ValueError):  # what is still buffered would fail at exit
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, self.stream.fileno())
             os.close(devnull)
-        self._announce(error)
-
-    def _announce(self, error: OSError) -> None:
-        with suppress(OSError):
-            os.write(2, f"mlm: standard output: {error.strerror}; {self.consequence}\n".encode())
+        if self.has_failed:
+            with suppress(OSError):
+                os.write(2, f"mlm: standard output: {error.strerror}; {self.consequence}\n".encode())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
-class CommandOutput(LastingStream):
-    """Standard output whose loss ends no command. A reader that has left (`| head`) is no problem."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream, "what follows is not shown")
-        self.has_failed = False
-
-    def _lose(self, error: OSError) -> None:
-        self.has_failed = error.errno != errno.EPIPE
-        super()._lose(error)
-
-    def _announce(self, error: OSError) -> None:
-        if self.has_failed:
-            super()._announce(error)
-
-
 @contextmanager
-def writable_streams() -> Iterator[CommandOutput]:
+def writable_streams() -> Iterator[LastingStream]:
     """Standard streams that take every text while inside; yields standard output."""
     before = sys.stdout, sys.stderr
     # Python has None for a stream that was closed before it started (`>&-`); a low descriptor is reused.
@@ -127,7 +112,7 @@ def writable_streams() -> Iterator[CommandOutput]:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     _take_every_text(sys.stdout)
     _take_every_text(sys.stderr)
-    output = CommandOutput(sys.stdout)
+    output = LastingStream(sys.stdout, "what follows is not shown", reader_may_leave=True)
     sys.stdout = output
     try:
         yield output

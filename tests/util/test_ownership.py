@@ -7,7 +7,6 @@ import pytest
 
 from mlm.util.errors import UserError
 from mlm.util.ownership import (
-    KINDS,
     MARKER,
     claim_folder,
     claim_problems,
@@ -61,41 +60,6 @@ def test_claim_rejects_a_folder_whose_files_it_would_replace(elsewhere: Path, na
     assert os.listdir(elsewhere / "proj") == [name.split("/")[0]]
 
 
-def test_claim_accepts_a_file_of_the_content_it_would_write(elsewhere: Path) -> None:
-    folder = elsewhere / "corpus"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_bytes(b"{}")
-    assert claim_problems(folder, "corpus") != []
-    assert claim_problems(folder, "corpus", same={"tokenizer.json": b"{}"}) == []
-
-
-@pytest.mark.parametrize("kind", ["corpus", "exported-model", "corpus-work"])
-def test_claim_rejects_our_folder_of_another_kind(elsewhere: Path, kind: str) -> None:
-    claim_folder(elsewhere / "run", "run")
-    (problem,) = claim_problems(elsewhere / "run", kind)
-    assert problem == f"out={elsewhere / 'run'}: holds a run, not {KINDS[kind].noun}; name a new folder"
-
-
-def test_claim_rejects_working_directory_home_root_and_inputs(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(elsewhere / "home"))
-    (elsewhere / "home").mkdir()
-    (elsewhere / "data" / "text").mkdir(parents=True)
-    said = {
-        ".": "is the working directory",
-        str(elsewhere / "home"): "is your home folder",
-        str(elsewhere): "holds your home folder",
-        "/": "holds your home folder",
-        str(elsewhere / "data"): "holds the input",
-        str(elsewhere / "data" / "text"): "is the input",
-        "-": "standard output is not a folder",
-    }
-    for path, reason in said.items():
-        (problem,) = claim_problems(path, "run", inputs=[elsewhere / "data" / "text", "hub:a/b", None])
-        assert reason in problem
-
-
 def test_a_mounted_volume_is_claimed_and_never_deleted(elsewhere: Path) -> None:
     volume = Path("/dev/shm")
     assert rejected_place("out=/dev/shm", volume, []) == []
@@ -122,27 +86,6 @@ def test_marker_that_is_a_fifo_or_link_does_not_hang_or_count(elsewhere: Path) -
     assert claim_problems(folder, "run") == [
         f"out={folder}: holds {MARKER}, which mlm did not write; name a new folder"
     ]
-
-
-def test_delete_takes_only_our_names_and_follows_no_link(elsewhere: Path) -> None:
-    (elsewhere / "mine").mkdir()
-    (elsewhere / "mine" / "book.txt").write_text("mine")
-    folder = claim_folder(elsewhere / "work", "corpus-work")
-    (folder / "clean-0123456789ab").symlink_to(elsewhere / "mine")
-    (folder / "merge-0123456789ab").mkdir()
-    (folder / "merge-0123456789ab" / "link").symlink_to(elsewhere / "mine")
-    (folder / "merge-0123456789ab" / "train.bin").touch()
-    (folder / "group-0123456789ab").mkdir()
-    (folder / "group-0123456789ab" / "00000.npy").touch()
-    (folder / "plan.json").write_text("{}")
-    (folder / f".{MARKER}.123.partial").touch()
-    (folder / "thesis.tex").write_text("mine")
-    left = ["clean-0123456789ab", "merge-0123456789ab", "thesis.tex"]
-    said = delete_owned(folder, "corpus-work")
-    assert said == f"{folder}: kept, as it holds {', '.join(left)}, which mlm did not write"
-    assert sorted(os.listdir(folder)) == left
-    assert os.listdir(folder / "merge-0123456789ab") == ["link"]
-    assert (elsewhere / "mine" / "book.txt").read_text() == "mine"
 
 
 def test_delete_removes_a_folder_that_we_made_and_keeps_one_that_we_adopted(elsewhere: Path) -> None:

@@ -6,9 +6,8 @@ a path without its key: `mlm ckpt inspect runs/shakespeare`.
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mlm.config.cli.commands import COMMANDS, Command
 from mlm.config.cli.groups import OWN_TASK, takes_task, task_names
@@ -31,12 +30,11 @@ SWITCHES = {
 }
 VALUE_FLAGS = {
     **dict.fromkeys(("--cfg", "-c"), "cfg"),
-    **dict.fromkeys(("--info", "-i"), "info"),
     **dict.fromkeys(CONFIG_DIR_FLAGS, "config_dir"),
     "--check": "check",
 }
 FLAGS = {*SWITCHES, *VALUE_FLAGS}
-CHOICES = {"cfg": ("job",), "info": ("config", "defaults")}
+CHOICES = {"cfg": ("job",)}
 TASK_KEYS = ("task=", "task.name=", "--task")
 SWITCH_VALUE = re.compile(r"(?i)true|false|yes|no|on|off|0|1")
 NUMBER = re.compile(r"-\.?\d")
@@ -56,8 +54,6 @@ class Arguments:
     """Print the config with its interpolations filled in."""
     cfg: str | None = None
     """"job": print the config."""
-    info: str | None = None
-    """"defaults" or "config": print the files that are composed, or the config too."""
     config_dir: str | None = None
     """Folder of the user's own YAML."""
     check: bool = False
@@ -90,10 +86,7 @@ def _is_meant(command: Command, argv: Sequence[str]) -> bool:
     if len(command.words) > 1 or not second_words(command.words[0]):
         return True
     names = task_names(config_dir_of(argv))
-    if len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv)):
-        return True
-    is_word = len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
-    return is_word and not did_you_mean(argv[1], tasks_of(argv[0])) and run_config(argv) is not None
+    return len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv))
 
 
 def second_words(word: str) -> list[str]:
@@ -109,27 +102,9 @@ def tasks_of(word: str, config_dir: str | None = None) -> list[str]:
 
 def config_dir_of(words: Sequence[str]) -> str | None:
     """The folder of the user's own YAML, in a line that is not taken apart yet."""
-    return _typed_value(words, CONFIG_DIR_FLAGS)
-
-
-def run_config(words: Sequence[str]) -> Path | None:
-    """The saved settings of the run that `ckpt=` of a command line names; None without any.
-
-    Its value is the run folder or a checkpoint in it: RUN/best/checkpoints/step-….
-    """
-    ckpt = _typed_value(words, ("ckpt", "--ckpt"))
-    if ckpt is None:
-        return None
-    path = Path(expand_home(ckpt))
-    files = (folder / "config.yaml" for folder in (path, *list(path.absolute().parents)[:3]))
-    return next((file for file in files if os.path.isfile(file)), None)
-
-
-def _typed_value(words: Sequence[str], names: Collection[str]) -> str | None:
-    """The value of a flag or key in either spelling."""
     for n, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name in names:
+        if name in CONFIG_DIR_FLAGS:
             return value if equals else next(iter(words[n + 1 :]), None)
     return None
 
@@ -166,10 +141,8 @@ def _set_flag(parsed: Arguments, flag: str, value: str | None, rest: list[str]) 
         parsed.check, parsed.gpus = True, _gpus(value, rest)
         return
     choices = CHOICES.get(name, ())
-    if value is None and rest and not is_flag(rest[0]) and (name != "info" or rest[0] in choices):
+    if value is None and rest and not is_flag(rest[0]):
         value = rest.pop(0)
-    if value is None and name == "info":
-        value = "defaults"
     if not value:
         raise UserError(f"{flag} needs a value" + (f": {' or '.join(choices)}" if choices else ""))
     if choices and value not in choices:

@@ -18,7 +18,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
@@ -83,16 +82,6 @@ def compose(
     tree = OmegaConf.merge(*lowest, above)
     assert isinstance(tree, DictConfig)
     return Composition(typed, tree)
-
-
-def composed_files(config: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:
-    """The YAML that is composed, in its order: `model/gpt2_124m`. Raises COMPOSE_ERRORS."""
-    words = _hydra_words(config, overrides, config_dir)
-    with _initialized():
-        loader = GlobalHydra.instance().config_loader()
-        found = loader.compute_defaults_list(_primary(config), words, RunMode.RUN)
-    paths = [each.config_path for each in found.defaults]
-    return [path for path in paths if path and path.partition("/")[0] != "hydra"]
 
 
 def _primary(config: str) -> str | None:

@@ -15,7 +15,6 @@ FLAGS = (
     ("--cfg job", "print the composed config and stop; --resolve fills in its interpolations"),
     ("--multirun, -m", "run every combination of key=a,b,c, each job in its own folder"),
     ("--config-dir DIR", "add a folder of your own YAML, laid out like configs/; its choices are trusted"),
-    ("--info config", "the config and where it was searched; --info defaults: the files, in their order"),
 )
 EXIT_CODES = (
     ("0", "done, or saved on SIGUSR1, the signal before a time limit"),

@@ -291,7 +291,7 @@ def _keys_of_file(command: Command, group: str, path: Path) -> list[str] | Probl
     try:
         flat = {f"{group}.{key}": value for key, value in flatten(parse(read_text(path), path)).items()}
     except UserError as error:
-        return Problem((group,), f"{typed}: {error}")
+        return Problem((group,), f"{group}={error}")  # which begins with the path
     known = {key: leaf for key, leaf in leaves(command.spec).items() if key.startswith(f"{group}.")}
     for key, value in flat.items():
         if why := problem_of(value) or _unprintable(value):

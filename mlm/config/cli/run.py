@@ -4,10 +4,9 @@ One job, or with --multirun one for each combination of values: compose, build, 
 """
 
 import os
-import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,28 +17,26 @@ from omegaconf import OmegaConf
 from mlm.config.build import build
 from mlm.config.cli.arguments import Arguments, check_task, parse
 from mlm.config.cli.command_help import command_help
-from mlm.config.cli.commands import COMMANDS, Command, resolve
+from mlm.config.cli.commands import Command, resolve
 from mlm.config.cli.completion import complete
 from mlm.config.cli.compose import (
     COMPOSE_ERRORS,
     Composition,
     compose,
-    composed_files,
     problem_of_composing,
 )
 from mlm.config.cli.entry import FAILED, KILLED, OK, report, say, speaks_for_host, version_line
 from mlm.config.cli.groups import command_groups
 from mlm.config.cli.overrides import Overrides, prepare
-from mlm.config.cli.saved import SavedValues, take_saved, take_saved_task
-from mlm.config.imports import is_path, trusting
+from mlm.config.cli.saved import SavedValues, take_saved
+from mlm.config.imports import trusting
 from mlm.config.path_errors import path_problems, streams_for
-from mlm.config.paths import CONFIG_DIR
 from mlm.config.suggest import divisors
-from mlm.config.tree import MISSING_VALUE, flatten, leaves, sections
+from mlm.config.tree import MISSING_VALUE, flatten, leaves
 from mlm.launch.environment import read_rank_place
 from mlm.launch.typed import record_sweep_job, run_origin
 from mlm.parallel.layout_checks import RANKS_PER_NODE
-from mlm.util.errors import Absent, ConfigError, Problem, TooManyRanks, UserError
+from mlm.util.errors import ConfigError, Problem, UserError
 from mlm.util.ownership import STDOUT
 
 LAUNCH = "mlm.launch.start"
@@ -50,31 +47,8 @@ FILES = (".html", ".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is
 LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems reject names above 255 bytes
 
 
-@dataclass(frozen=True)
-class Check:
-    """Extent of a check: no process is started, no file is read or written."""
-
-    gpus: int | None = None
-    """GPUs to assume; None takes as many as the layout needs."""
-    reports_absent: bool = True
-    """False leaves out what is not there: devices, files, values that are still to be given."""
-
-    def problems(self, command: Command, config: Any) -> Sequence[str]:
-        """Problems of a command that runs on ranks, on GPUs that are assumed to be there."""
-        assert command.check is not None
-        if self.gpus is not None:
-            return command.check(config, world_size=self.gpus, local_devices=RANKS_PER_NODE)
-        one = replace(config, parallel=replace(config.parallel, dp=config.parallel.dp or 1))
-        gpus = None if config.dist.device == "cpu" else max(_ranks(config), RANKS_PER_NODE)
-        return command.check(one, world_size=None, local_devices=gpus)
-
-    def reported(self, problems: Iterable[Problem]) -> list[Problem]:
-        """The problems that this check reports."""
-        return [each for each in problems if self.reports_absent or not isinstance(each, Absent)]
-
-
 @dataclass
-class Job:
+class Execution:
     """One execution of a command: the only one, or one job of a sweep."""
 
     command: Command
@@ -89,13 +63,6 @@ class Job:
     """The overrides that the sweep varies; None outside a sweep."""
     placed_out: str | None = field(default=None, init=False)
     """The output of a job of a sweep, once it is placed."""
-
-    @property
-    def check(self) -> Check | None:
-        """The check to make in place of the run, if one was typed."""
-        if self.arguments.cfg or self.arguments.resolve:
-            return Check(reports_absent=False)
-        return Check(self.arguments.gpus) if self.arguments.check else None
 
 
 def act(command: Command, words: list[str]) -> int:
@@ -112,32 +79,32 @@ def act(command: Command, words: list[str]) -> int:
         raise UserError(
             Problem.at("--config-dir", folder, "no such folder", "name one laid out like configs/")
         )
-    saved = take_saved(command, arguments) or take_saved_task(command, arguments)
+    saved = take_saved(command, arguments)
     if saved is None:
         check_task(command, arguments)
     overrides = prepare(
         command, arguments.overrides, config_dir=arguments.config_dir, multirun=arguments.multirun
     )
-    shows = arguments.cfg or arguments.resolve or arguments.info
+    shows = arguments.cfg or arguments.resolve
     if overrides.problems and (shows or arguments.multirun):
         raise ConfigError(overrides.problems)
     if not arguments.multirun:
-        return run(Job(command, arguments, overrides, saved, overrides.texts))
+        return run(Execution(command, arguments, overrides, saved, overrides.texts))
     options = command_groups(command, arguments.config_dir)
     return sweep(
         [
-            Job(command, arguments, overrides, None, texts, number, varied)
+            Execution(command, arguments, overrides, None, texts, number, varied)
             for number, (texts, varied) in enumerate(overrides.jobs(options))
         ]
     )
 
 
-def sweep(jobs: Sequence[Job]) -> int:
+def sweep(jobs: Sequence[Execution]) -> int:
     """Run jobs one after another until one is stopped; return the first exit code that is not 0.
 
     Those of training runs are reported as a table; jobs of other commands have their own results.
     """
-    command, has_table = jobs[0].command, jobs[0].command.out_is_run_folder and jobs[0].check is None
+    command, has_table = jobs[0].command, _has_table(jobs[0])
     is_rank = read_rank_place(os.environ) is not None
     rows, codes = list[dict[str, Any]](), list[int]()
     is_stopped = False
@@ -159,19 +126,23 @@ def sweep(jobs: Sequence[Job]) -> int:
     return next((code for code in codes if code), OK)
 
 
-def run(job: Job) -> int:
+def _has_table(job: Execution) -> bool:
+    arguments = job.arguments
+    return job.command.out_is_run_folder and not (arguments.check or arguments.cfg or arguments.resolve)
+
+
+def run(job: Execution) -> int:
     """Compose and build the run spec, report every problem, and run the command. Returns its exit code.
 
     Raises ConfigError with the problems of the typed overrides and those of the composed values.
     """
     arguments = job.arguments
     try:
-        if arguments.info:
-            return _show_info(job)
         composition = compose(job.command.config, job.texts, config_dir=arguments.config_dir, saved=job.saved)
         _take_model(job, composition)
         if arguments.cfg or arguments.resolve:
-            print(composition.to_yaml(resolve=arguments.resolve), end="", flush=True)  # above its problems
+            print(composition.to_yaml(resolve=arguments.resolve), end="")
+            return OK
         values = composition.resolved()
     except COMPOSE_ERRORS as error:
         if isinstance(error, UserError):
@@ -181,26 +152,14 @@ def run(job: Job) -> int:
     typed = flatten(composition.typed_values())
     imports = [typed.get(key) for key, leaf in leaves(job.command.spec).items() if leaf.shipped is not None]
     with trusting(imports, job.overrides.import_paths):
-        if job.check is not None:
-            return _check(job, job.check, values)
         config = _build(job, values)
+        if arguments.check:
+            return _report_check(job, config)
         with streams_for(config):
             return _execute(job.command, config)
 
 
-def _show_info(job: Job) -> int:
-    """Print where YAML is searched and which files are composed, then the config if that is asked for."""
-    config, folder = job.command.config, job.arguments.config_dir
-    files = [] if job.saved is not None else composed_files(config, job.texts, folder)
-    print("\n".join(["searched:", *(f"  {path}" for path in (CONFIG_DIR, folder) if path)]))
-    print("\n".join(["composed, in this order:", *(f"  {file}" for file in files)]))
-    if job.arguments.info == "config":
-        composition = compose(config, job.texts, config_dir=folder, saved=job.saved)
-        print(f"config:\n{composition.to_yaml(resolve=False)}", end="")
-    return OK
-
-
-def _take_model(job: Job, composition: Composition) -> None:
+def _take_model(job: Execution, composition: Composition) -> None:
     """Replace the default model by that of `ckpt`, where the command may and the user chose none."""
     command, keys = job.command, {text.partition("=")[0] for text in job.texts}
     is_chosen = any(key.split(".")[0] in ("model", "experiment") for key in keys) or job.overrides.problems
@@ -215,7 +174,7 @@ def _take_model(job: Job, composition: Composition) -> None:
             print(f"mlm {command.name}: {line}", file=sys.stderr)
 
 
-def _place(job: Job, values: dict[str, Any]) -> None:
+def _place(job: Execution, values: dict[str, Any]) -> None:
     """Give a job of a sweep its own output, below `out` or the folder of sweeps."""
     if job.varied is None or "out" not in values:
         return
@@ -257,18 +216,11 @@ def _execute(command: Command, config: Any) -> int:
             resolve(command.tidy)(config)
 
 
-def _check(job: Job, check: Check, values: dict[str, Any]) -> int:
-    """Report the problems of a run that is not started. Raises ConfigError."""
-    try:
-        config = _build(job, values)
-        if check.reports_absent and (problems := path_problems(config)):
-            raise ConfigError(problems)
-    except ConfigError as error:
-        if rest := check.reported(error.problems):
-            raise ConfigError(rest) from None
-    else:
-        if check.reports_absent:
-            print(_verdict(config, check, on_ranks=job.command.check is not None))
+def _report_check(job: Execution, config: Any) -> int:
+    """Print what would start, with no process started and no file written. Raises ConfigError."""
+    if problems := path_problems(config):
+        raise ConfigError(problems)
+    print(_verdict(config, job.arguments.gpus, on_ranks=job.command.check is not None))
     return OK
 
 
@@ -278,15 +230,15 @@ def _ranks(config: Any) -> int:
     return int(layout.replica * (layout.dp or 1))
 
 
-def _verdict(config: Any, check: Check, *, on_ranks: bool) -> str:
+def _verdict(config: Any, gpus: int | None, *, on_ranks: bool) -> str:
     """The line that `--check` prints of settings without problems."""
     if not on_ranks:
         return "no problems; would run in this process"
-    layout, size = config.parallel, check.gpus or _ranks(config)
+    layout, size = config.parallel, gpus or _ranks(config)
     over_context = f" × cp={layout.cp}" if layout.cp > 1 else ""
     sizes = f"tp={layout.tp}{over_context} × pp={layout.pp} × dp={size // layout.replica}"
     line = f"would start {size} ranks: {sizes}{_devices_needed(config, size)}"
-    if layout.dp is None and check.gpus is None:
+    if layout.dp is None and gpus is None:
         line += f"; dp takes what tp{' * cp' if layout.cp > 1 else ''} * pp leave: --check=N checks N GPUs"
     return line
 
@@ -300,13 +252,13 @@ def _devices_needed(config: Any, size: int) -> str:
     return f"; needs {nodes} nodes of {gpus}" if nodes > 1 else f"; needs {gpus} on one node"
 
 
-def _build(job: Job, values: dict[str, Any]) -> Any:
+def _build(job: Execution, values: dict[str, Any]) -> Any:
     command = job.command
 
     def check_on_ranks(config: Any) -> Sequence[str]:
         assert command.check is not None
-        if job.check is not None:
-            return job.check.problems(command, config)
+        if job.arguments.check:
+            return _problems_on_gpus(command, config, job.arguments.gpus)
         try:
             facts = resolve(f"{LAUNCH}:launch_facts")(config.dist)
         except UserError as error:  # check the rest as if the launch were right
@@ -316,24 +268,17 @@ def _build(job: Job, values: dict[str, Any]) -> Any:
     try:
         config = build(command.spec, values, check_on_ranks if command.check else command.local_check)
     except ConfigError as error:
-        problems = job.overrides.all_problems(error.problems)
-        kind = values.get("model", {}).get("kind")
-        raise ConfigError([_with_plan(job, problem, kind) for problem in problems]) from None
+        raise ConfigError(job.overrides.all_problems(error.problems)) from None
     if job.overrides.problems:
         raise ConfigError(job.overrides.problems)
     return config
 
 
-def _with_plan(job: Job, problem: Problem, kind: object) -> Problem:
-    """A problem of too few devices here, with the plan that shows what the layout needs."""
-    has_model = "model" in sections(job.command.spec)
-    if not isinstance(problem, TooManyRanks) or job.command.forecast is None or not has_model:
-        return problem
-    memory = next(command for command in COMMANDS if command.words == ("plan", "memory"))
-    known = {*leaves(memory.spec), *command_groups(memory)} - {"name", "out"}
-    typed = {text: text.partition("=")[0] for text in job.texts}
-    words = ["memory", *(text for text, key in typed.items() if key in known)]
-    if "experiment" in typed.values() or is_path(kind):  # of which `mlm plan memory` knows nothing
-        words = ["dry-run", *(text for text, key in typed.items() if key in known | {"experiment"})]
-    line = shlex.join(["mlm", "plan", *words])
-    return TooManyRanks(problem.keys, problem.problem, f"{problem.fix}; `{line}` shows what it needs")
+def _problems_on_gpus(command: Command, config: Any, gpus: int | None) -> Sequence[str]:
+    """Problems of a command on GPUs that are assumed to be there; None: as many as the layout needs."""
+    assert command.check is not None
+    if gpus is not None:
+        return command.check(config, world_size=gpus, local_devices=RANKS_PER_NODE)
+    one = replace(config, parallel=replace(config.parallel, dp=config.parallel.dp or 1))
+    local = None if config.dist.device == "cpu" else max(_ranks(config), RANKS_PER_NODE)
+    return command.check(one, world_size=None, local_devices=local)

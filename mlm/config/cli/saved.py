@@ -8,12 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlm.config.cli.arguments import Arguments, run_config
+from mlm.config.cli.arguments import Arguments
 from mlm.config.cli.commands import SPECS, Command
-from mlm.config.cli.groups import OWN_TASK, TASK, task_names
 from mlm.config.fields import expand_home, length_problem, permission_problem
 from mlm.config.plain_yaml import parse, problem_of, read_text
-from mlm.config.suggest import did_you_mean, unknown_key
+from mlm.config.suggest import unknown_key
 from mlm.config.tree import flatten, leaves
 from mlm.util.errors import ConfigError, UserError, show
 
@@ -29,9 +28,11 @@ def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
 
     Raises UserError.
     """
-    resume = take_resume(command, arguments)
-    if resume is None:
+    typed = [text for text in arguments.overrides if text.startswith(f"{RESUME}=") and command.has_runs]
+    if not typed:
         return None
+    arguments.overrides = [text for text in arguments.overrides if text not in typed]
+    resume = typed[-1].partition("=")[2]
     if problem := length_problem(RESUME, resume) or permission_problem(RESUME, expand_home(resume)):
         raise UserError(problem)
     if arguments.multirun:
@@ -40,38 +41,6 @@ def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
             f"its settings with ckpt={resume} and another out=…"
         )
     return read_run(resume, command.config)
-
-
-def take_resume(command: Command, arguments: Arguments) -> str | None:
-    """The value of `resume=`, removed from the overrides, if the command has runs."""
-    typed = [text for text in arguments.overrides if text.startswith(f"{RESUME}=") and command.has_runs]
-    arguments.overrides = [text for text in arguments.overrides if text not in typed]
-    return typed[-1].partition("=")[2] if typed else None
-
-
-def take_saved_task(command: Command, arguments: Arguments) -> SavedValues | None:
-    """The task that the run of `ckpt=` was trained on, where no YAML has the one that is typed; else None.
-
-    `task=` is removed from the overrides then. Raises UserError for a task that is not the run's either.
-    """
-    typed = [text for text in arguments.overrides if text.startswith(f"{TASK}=")]
-    file = run_config(arguments.overrides)
-    if command.config != "eval_task" or len(typed) != 1 or file is None or arguments.multirun:
-        return None
-    name, known = typed[0].partition("=")[2], task_names(arguments.config_dir)
-    if name in known:
-        return None
-    try:
-        values = read_values(file, "finetune")
-    except UserError:
-        values = {}  # of a run of another command
-    task = {key: value for key, value in values.items() if key.startswith(f"{TASK}.")}
-    trained_on = task.get(f"{TASK}.name")
-    if trained_on != name:
-        own = OWN_TASK if trained_on is None else f"the run was finetuned on {trained_on}"
-        raise UserError(f"unknown task '{name}'{did_you_mean(name, known)}; {own}")
-    arguments.overrides = [text for text in arguments.overrides if text not in typed]
-    return task
 
 
 def read_run(resume: str, config: str) -> SavedValues:

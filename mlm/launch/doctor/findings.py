@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -17,12 +16,12 @@ import mlm
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.launch.rendezvous import LOOPBACK, no_connection
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.watch import name_ranks
+from mlm.parallel.watch import Watch, name_ranks
 from mlm.util.errors import CheckFailedError
 
-POLL_S = 0.005
 GRACE_S = 5.0
-"""Seconds that other ranks wait longer than rank 0, which names those that do not answer."""
+"""Seconds that the others get to read the last values, and rank 0 to answer after its own wait."""
+POLL_S = 0.005
 CONNECT_S = 10.0
 SAME_VERSIONS = "install the same version on every host"
 Status = Literal["ok", "warn", "fail"]
@@ -42,22 +41,12 @@ class Finding:
     """The result, in words."""
     remedy: str = ""
     """The remedy; empty if it is ok."""
+    ranks: tuple[int, ...] = ()
+    """Of a result over all ranks, those with this status; empty if all of them are ok."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """Result of one check over all ranks."""
-
-    check: str
-    status: Status
-    result: str
-    remedy: str
-    ranks: tuple[int, ...]
-    """Ranks with this status; empty if all of them are ok."""
-
-
-def rows_of(each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Row]:
-    """Return a row for each check: the worst of its results, with the ranks that it is of.
+def rows_of(each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+    """Return one finding for each check: the worst of its results, with the ranks that it is of.
 
     `each` and `hosts` are in rank order.
     """
@@ -65,7 +54,7 @@ def rows_of(each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Row
     return [_row(name, each, hosts) for name in names]
 
 
-def _row(name: str, each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> Row:
+def _row(name: str, each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> Finding:
     mine = {
         rank: finding
         for rank, findings in enumerate(each)
@@ -76,12 +65,12 @@ def _row(name: str, each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> 
     ranks = tuple(rank for rank, finding in mine.items() if finding.status == worst)
     if worst == "ok":
         texts = list(dict.fromkeys(finding.result for finding in mine.values()))
-        return Row(name, worst, "; ".join(texts[:SHOWN]) + ("; …" if texts[SHOWN:] else ""), "", ())
+        return Finding(name, worst, "; ".join(texts[:SHOWN]) + ("; …" if texts[SHOWN:] else ""))
     first = mine[ranks[0]]
     if list(mine) == [0] and len(hosts) > 1:  # rank 0 has compared all
-        return Row(name, worst, first.result, first.remedy, ())
+        return Finding(name, worst, first.result, first.remedy)
     where = f"{named_ranks(ranks, hosts)}: " if len(hosts) > 1 else ""
-    return Row(name, worst, f"{where}{first.result}", first.remedy, ranks)
+    return Finding(name, worst, f"{where}{first.result}", first.remedy, ranks)
 
 
 def versions() -> dict[str, str]:
@@ -122,8 +111,7 @@ class Control:
         self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
         self.hosts = [socket.gethostname()] * world_size
         self.clock = time.time
-        self.published = (0.0, 0.0, 0.0)
-        """Clock of this rank before the last exchange, of rank 0 at it, and of this rank after it."""
+        self.watch = Watch(rank)
         self._count = 0
 
     @classmethod
@@ -142,62 +130,56 @@ class Control:
                 )
             store = TCPStore(address, port, is_master=False, wait_for_workers=False)
         control = cls(store, ctx.rank, ctx.world_size, timeout_s)
+        control.watch = ctx.watch
         control.hosts = control.all_gather("the first exchange", socket.gethostname())
         return control
 
     def all_gather(self, check: str, value: Any) -> list[Any]:
         """Return every rank's JSON value, on every rank. Collective.
 
-        Raises CheckFailedError, on all ranks that answer, with those that do not within `timeout_s`.
+        Raises, on all ranks that answer, CheckFailedError with those that do not within `timeout_s`; LostPeer
+        where rank 0 has ended. If it hangs, the watchdog ends this rank.
         """
         if self.store is None:
             return [value]
         self._count += 1
-        before, key = self.clock(), str(self._count)
-        self.store.set(f"{key}/{self.rank}", json.dumps(value))
-        if self.rank == 0:
-            answer = self._collect(key)
-            self.store.set(f"{key}/all", json.dumps(answer))
-            # the store ends with this process, which may be done
-            self._wait_for(f"{key}/read", set(range(1, self.world_size)) - set(answer["lost"]), GRACE_S)
-        try:
-            self.store.wait([f"{key}/all"], timedelta(seconds=self.timeout_s + GRACE_S))
-            answer = json.loads(self.store.get(f"{key}/all"))
-        except RuntimeError:  # the store went down with its process, or the process hangs
-            raise self._lost([0], check) from None
-        with suppress(RuntimeError):  # rank 0 waited for this long enough, and ended
-            self.store.set(f"{key}/read/{self.rank}", "")
-        self.published = (before, answer["at"], self.clock())
-        if answer["lost"]:
-            raise self._lost(answer["lost"], check)
-        values: list[Any] = answer["values"]
-        return values
-
-    def _collect(self, key: str) -> dict[str, Any]:
-        assert self.store is not None
-        absent = self._wait_for(key, set(range(self.world_size)), self.timeout_s)
-        values = [] if absent else [json.loads(self.store.get(f"{key}/{r}")) for r in range(self.world_size)]
-        return {"values": values, "lost": absent, "at": self.clock()}
-
-    def _wait_for(self, key: str, ranks: set[int], timeout_s: float) -> list[int]:
-        """Wait until these ranks have written under a key; return those that have not after `timeout_s`."""
-        assert self.store is not None
-        end, absent = time.monotonic() + timeout_s, sorted(ranks)
-        while absent and time.monotonic() < end:
-            time.sleep(POLL_S)
-            absent = [rank for rank in absent if not self.store.check([f"{key}/{rank}"])]
-        return absent
-
-    def _lost(self, ranks: list[int], check: str) -> CheckFailedError:
-        return CheckFailedError(
-            f"{named_ranks(ranks, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at {check}: "
+        keys = [f"{self._count}/{rank}" for rank in range(self.world_size)]
+        with self.watch.waiting(check, "world", tuple(range(self.world_size)), self.timeout_s + GRACE_S):
+            self.store.set(keys[self.rank], json.dumps(value))
+            silent = self._wait_for(keys, self.timeout_s)
+            if not silent:
+                return [json.loads(each) for each in self.store.multi_get(keys)]
+        raise CheckFailedError(
+            f"{named_ranks(silent, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at {check}: "
             "hung or dead; look there (dmesg, nvidia-smi, the disk of out), or start without that host"
         )
 
-    def skew(self) -> float:
-        """Seconds that the clock of this rank is certainly off rank 0's: ahead is positive.
+    def _wait_for(self, keys: Sequence[str], timeout_s: float) -> list[int]:
+        """Return the ranks whose key is not written after `timeout_s`. A wait of the store's own is loud."""
+        assert self.store is not None
+        end = time.monotonic() + timeout_s
+        while not self.store.check(list(keys)):
+            if time.monotonic() > end:
+                return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            time.sleep(POLL_S)
+        return []
 
-        Rank 0 published the last exchange after this rank came to it and before this rank read it.
+    def close(self) -> None:
+        """Let rank 0, with which the store ends, wait until all have read from it. Collective."""
+        if self.store is None:
+            return
+        keys = [f"closed/{rank}" for rank in range(self.world_size)]
+        with suppress(RuntimeError):
+            self.store.set(keys[self.rank], "")
+            if self.rank == 0:
+                self._wait_for(keys, GRACE_S)
+
+    def skew(self) -> float:
+        """Seconds that the clock of this rank is certainly off rank 0's: ahead is positive. Collective.
+
+        Rank 0 reads its clock after this rank came to the first exchange and before it leaves the second.
         """
-        before, at, after = self.published
-        return max(0.0, before - at) - max(0.0, at - after)
+        before = self.clock()
+        self.all_gather("the clock", None)
+        at = self.all_gather("the clock", self.clock())[0]
+        return max(0.0, before - at) - max(0.0, at - self.clock())

@@ -4,7 +4,7 @@ import os
 import resource
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -122,38 +122,27 @@ def clock(skew: float) -> Finding:
     return Finding("clock", "fail" if abs(skew) >= 60.0 else "warn", text, remedy)
 
 
-Test = Callable[[str], bool]
-
-
-def _is(*values: str) -> Test:
-    return lambda value: value.upper() in values
-
-
-HURTS: tuple[tuple[str, Test, str], ...] = (
-    ("NCCL_DEBUG", _is("INFO", "TRACE"), "writes at every communication; unset it, or set WARN"),
-    ("NCCL_P2P_DISABLE", _is("1"), "GPUs of a host do not reach each other directly; unset it"),
-    ("NCCL_SHM_DISABLE", _is("1"), "ranks of a host communicate over the network; unset it"),
-    ("NCCL_IB_DISABLE", _is("1"), "hosts communicate over TCP in place of InfiniBand; unset it"),
-    ("NCCL_LAUNCH_MODE", _is("GROUP"), "launches wait for each other; unset it"),
-    ("TORCH_NCCL_BLOCKING_WAIT", _is("1"), "the host waits for each communication; unset it"),
-    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _is("0"), "a hang is never noticed; unset it"),
-    ("TORCH_DISTRIBUTED_DEBUG", _is("DETAIL"), "every communication is checked by another; unset it"),
-    ("CUDA_LAUNCH_BLOCKING", _is("1"), "the host waits for every kernel; unset it"),
-    ("PYTORCH_NO_CUDA_MEMORY_CACHING", _is("1"), "every tensor is allocated by the driver; unset it"),
-    ("TORCH_SHOW_CPP_STACKTRACES", _is("1"), "errors take seconds; unset it"),
+HURTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("NCCL_DEBUG", ("INFO", "TRACE"), "writes at every communication; unset it, or set WARN"),
+    ("NCCL_P2P_DISABLE", ("1",), "GPUs of a host do not reach each other directly; unset it"),
+    ("NCCL_SHM_DISABLE", ("1",), "ranks of a host communicate over the network; unset it"),
+    ("NCCL_IB_DISABLE", ("1",), "hosts communicate over TCP in place of InfiniBand; unset it"),
+    ("NCCL_LAUNCH_MODE", ("GROUP",), "launches wait for each other; unset it"),
+    ("TORCH_NCCL_BLOCKING_WAIT", ("1",), "the host waits for each communication; unset it"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", ("0",), "a hang is never noticed; unset it"),
+    ("TORCH_DISTRIBUTED_DEBUG", ("DETAIL",), "every communication is checked by another; unset it"),
+    ("CUDA_LAUNCH_BLOCKING", ("1",), "the host waits for every kernel; unset it"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", ("1",), "every tensor is allocated by the driver; unset it"),
+    ("TORCH_SHOW_CPP_STACKTRACES", ("1",), "errors take seconds; unset it"),
 )
 """Variables with the values that slow or break a run, and why."""
 
 
-def environment(environ: Mapping[str, str], interfaces: Sequence[str], ranks_here: int) -> list[Finding]:
+def environment(environ: Mapping[str, str], ranks_here: int) -> list[Finding]:
     """Judge variables of NCCL, gloo and torch."""
     findings = list[Finding]()
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if problem := _no_interface(environ.get(name, ""), interfaces, exact=name.startswith("GLOO")):
-            remedy = f"set {name} to one of {', '.join(interfaces)}"
-            findings.append(Finding(name, "fail", f"{environ[name]}: {problem}", remedy))
     for name, hurts, why in HURTS:
-        if name in environ and hurts(environ[name]):
+        if environ.get(name, "").upper() in hurts:
             what, _, remedy = why.partition("; ")
             findings.append(Finding(name, "warn", f"{environ[name]}: {what}", remedy))
     threads, cores = environ.get("OMP_NUM_THREADS", ""), available_cores()
@@ -161,18 +150,6 @@ def environment(environ: Mapping[str, str], interfaces: Sequence[str], ranks_her
         text = f"{threads} for each of {ranks_here} ranks on {cores} cores"
         findings.append(Finding("OMP_NUM_THREADS", "warn", text, f"set it to {max(1, cores // ranks_here)}"))
     return findings or [Finding("variables", "ok", "none that hurts")]
-
-
-def _no_interface(value: str, here: Sequence[str], *, exact: bool) -> str:
-    """Return the problem of a list of interfaces; NCCL takes prefixes, `=name` and `^without`."""
-    if value.startswith("^"):
-        return ""
-    for name in filter(None, value.removeprefix("=").split(",")):
-        whole = exact or value.startswith("=")
-        name = name.partition(":")[0]
-        if not any(each == name if whole else each.startswith(name) for each in here):
-            return f"no network interface {name} on this host"
-    return ""
 
 
 FIELDS = (

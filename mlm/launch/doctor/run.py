@@ -12,7 +12,6 @@ from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
     Control,
     Finding,
-    Row,
     different_versions,
     rows_of,
     versions,
@@ -32,8 +31,9 @@ from mlm.launch.doctor.host import (
 )
 from mlm.launch.doctor.traffic import check_traffic, judge
 from mlm.launch.environment import RankPlace, read_rank_place
-from mlm.launch.rendezvous import LOOPBACK, interfaces
-from mlm.launch.start import LaunchFacts, choose_world_size
+from mlm.launch.rendezvous import LOOPBACK
+from mlm.launch.start import choose_world_size
+from mlm.parallel.layout_checks import Launch
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import CheckFailedError, UserError
 from mlm.util.results import target_name, write_result
@@ -41,10 +41,10 @@ from mlm.util.system import available_memory
 from mlm.util.terminal import add_row, console, table
 
 
-def lines(config: DoctorConfig, facts: LaunchFacts) -> list[str]:
+def lines(config: DoctorConfig, facts: Launch) -> list[str]:
     """Line to print before this host's ranks are started; none for one rank, or for a launcher's."""
     ranks = choose_world_size(config.parallel, facts)
-    return [] if facts.joined or ranks == 1 else [f"starting {ranks} ranks on this host"]
+    return [] if facts.world_size is not None or ranks == 1 else [f"starting {ranks} ranks on this host"]
 
 
 def note(ctx: ParallelContext, text: str) -> None:
@@ -78,7 +78,9 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     problem = ""
     if ctx.is_main:
         problem = report(config, control.hosts, all_facts, rows, traffic)
-    if problem := control.all_gather("the report", problem)[0]:
+    problem = control.all_gather("the report", problem)[0]
+    control.close()
+    if problem:
         raise CheckFailedError(problem)
 
 
@@ -94,7 +96,7 @@ def check_host(ctx: ParallelContext, place: RankPlace | None, folder: Path) -> l
         locked_memory(on_gpu),
         shared_memory(on_gpu),
         names(place, os.environ),
-        *environment(os.environ, interfaces(), ranks_here),
+        *environment(os.environ, ranks_here),
     ]
 
 
@@ -116,7 +118,7 @@ def report(
     config: DoctorConfig,
     hosts: list[str],
     facts: list[dict[str, Any]],
-    rows: list[Row],
+    rows: list[Finding],
     traffic: list[dict[str, Any]],
 ) -> str:
     """Print the table and write the result; return what failed, empty if nothing did."""

@@ -23,7 +23,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from mlm.tracking.page.runs import LARGEST, MISSING, Column, Run, number, when
+from mlm.tracking.page.runs import LARGEST, MISSING, Column, RunRecords, number, when
 from mlm.tracking.panel import duration
 from mlm.util.errors import escape_controls, show
 from mlm.util.results import HTML_MARK
@@ -149,7 +149,7 @@ def page(
     return content.encode()
 
 
-def charts_of(runs: Sequence[Run]) -> list[tuple[str, str, str, str]]:
+def charts_of(runs: Sequence[RunRecords]) -> list[tuple[str, str, str, str]]:
     """Return the charts that any of the runs has values for: the usual ones, then parts and scores."""
     charts = {(kind, name): (kind, name, title, unit) for kind, name, title, unit in CHARTS}
     for run in runs:
@@ -163,7 +163,7 @@ def charts_of(runs: Sequence[Run]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def curves_of(runs: Sequence[Run], max_points: int = MAX_POINTS) -> tuple[Markup, dict[str, Any]]:
+def curves_of(runs: Sequence[RunRecords], max_points: int = MAX_POINTS) -> tuple[Markup, dict[str, Any]]:
     """Return the charts of some runs for a section of a page, and the page's `data` that they are drawn from.
 
     A page has one such section. It is empty if no run has logged a number.

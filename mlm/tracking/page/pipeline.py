@@ -19,7 +19,7 @@ from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel
 from mlm.plan.schedule import BubbleFormula, closed_bubble, rank_numbers, simulate, title
 from mlm.plan.shape import PlannedLayout
 from mlm.tracking.page.html import macro
-from mlm.tracking.page.runs import Run, number
+from mlm.tracking.page.runs import RunRecords, number
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError
 
@@ -42,7 +42,7 @@ NOT_RECORDED = ("not recorded", "not recorded")
 class RunPlan:
     """Facts that follow from a run's settings, which may be damaged or of another version."""
 
-    run: Run
+    run: RunRecords
 
     def size(self, key: str) -> int:
         """Return a number of the layout or the settings; 1 where there is none."""

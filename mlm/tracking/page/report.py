@@ -4,14 +4,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.text import Text
 
 import mlm
@@ -21,12 +19,12 @@ from mlm.tracking.history import FILE_NAME
 from mlm.tracking.page.command import choose
 from mlm.tracking.page.html import MAX_POINTS, curves_of, figure, macro, page, paragraph, text
 from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_memory, draw_schedule
-from mlm.tracking.page.runs import CONFIG, MISSING, RESULT, Column, Run, names_of, number, read_run
+from mlm.tracking.page.runs import CONFIG, MISSING, RESULT, RunRecords, names_of, number, read_run
 from mlm.tracking.panel import duration
 from mlm.tracking.summary import MAX_ATTEMPTS
 from mlm.util.errors import escape_controls, show
 from mlm.util.results import target_name, write_result
-from mlm.util.terminal import Screen, add_row, format_bytes, one_line, table
+from mlm.util.terminal import Screen, format_bytes, one_line
 
 TEMPLATE = "sections.html"
 MAX_BYTES = 2_000_000
@@ -47,9 +45,6 @@ SCORES = (
 """Numbers of a result without `metrics` that are scores."""
 
 WATCHED = (FILE_NAME, CONFIG, "checkpoints", RESULT)
-BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=*#"
-"""Heights of a curve in a terminal."""
-CURVE_WIDTH = 24  # characters
 
 Sleep = Callable[[float], None]
 
@@ -78,24 +73,19 @@ def run(config: ReportConfig, console: Console | None = None, sleep: Sleep = tim
 
 
 def watch(config: ReportConfig, reader: "RunsReader", console: Console, sleep: Sleep) -> None:
-    """Write the page and show the runs, again and again, until all are finished."""
-    with ExitStack() as stack:
-        live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
-        before = dict[str, int]()
-        while True:
-            runs = reader.read()
-            is_over = all(run.is_finished for run in runs)
-            write_page(config, runs, None if is_over else config.every_s)
-            if live is not None:
-                live.update(overview(runs, ascii_only=console.options.ascii_only), refresh=True)
-            else:
-                for each in runs:
-                    if before.get(each.name) != each.done:
-                        say(console, overview_line(each))
-                    before[each.name] = each.done
-            if is_over:
-                return
-            sleep(config.every_s)
+    """Write the page, and a line for each run that has got further, until all are finished."""
+    before = dict[str, int]()
+    while True:
+        runs = reader.read()
+        is_over = all(run.is_finished for run in runs)
+        write_page(config, runs, None if is_over else config.every_s)
+        for each in runs:
+            if before.get(each.name) != each.done:
+                say(console, overview_line(each))
+            before[each.name] = each.done
+        if is_over:
+            return
+        sleep(config.every_s)
 
 
 class RunsReader:
@@ -103,14 +93,14 @@ class RunsReader:
 
     def __init__(self, folders: Sequence[str]) -> None:
         self.names = dict(zip(folders, names_of(folders), strict=True))
-        self.read_before: dict[str, tuple[object, Run]] = {}
+        self.read_before: dict[str, tuple[object, RunRecords]] = {}
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[RunRecords]:
         """The runs as they were read last."""
         return [run for _, run in self.read_before.values()]
 
-    def read(self) -> list[Run]:
+    def read(self) -> list[RunRecords]:
         """Return the runs as they are now. Raises UserError, CorruptFileError."""
         for folder, name in self.names.items():
             now = list(stats_of(Path(folder)))
@@ -129,7 +119,7 @@ def stats_of(folder: Path) -> Iterator[tuple[object, ...]]:
             yield (path.name,)
 
 
-def write_page(config: ReportConfig, runs: Sequence[Run], reload_s: float | None) -> str:
+def write_page(config: ReportConfig, runs: Sequence[RunRecords], reload_s: float | None) -> str:
     """Write the page and return a line on it. Raises UserError."""
     content = make_page(runs, reload_s=reload_s)
     write_result(config.out, content, inputs=config.runs)
@@ -141,7 +131,7 @@ def say(console: Console, line: str) -> None:
     console.print(Text(line), soft_wrap=True)
 
 
-def make_page(runs: Sequence[Run], *, reload_s: float | None = None) -> bytes:
+def make_page(runs: Sequence[RunRecords], *, reload_s: float | None = None) -> bytes:
     """Return the page of some runs, of less than MAX_BYTES.
 
     With `reload_s` a browser loads it again after that many seconds.
@@ -190,7 +180,7 @@ def fit_sections(sections: Sequence[tuple[str, str, Markup]]) -> list[tuple[str,
     return fitting
 
 
-def settings_section(runs: Sequence[Run]) -> Markup:
+def settings_section(runs: Sequence[RunRecords]) -> Markup:
     """Return the settings in which runs differ, those that are equal and the commands."""
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
     every = {
@@ -202,7 +192,7 @@ def settings_section(runs: Sequence[Run]) -> Markup:
     return macro(TEMPLATE, "settings", runs, different[:MAX_DIFFERENT], hidden, equal, MAX_ATTEMPTS)
 
 
-def draw_plans(runs: Sequence[Run]) -> dict[str, Markup]:
+def draw_plans(runs: Sequence[RunRecords]) -> dict[str, Markup]:
     """Return the layouts, schedules and memory of runs; equal ones of several runs once."""
     draw = {"layout": draw_layout, "schedule": draw_schedule, "memory": draw_memory}
     drawn: dict[str, dict[Markup, list[str]]] = {name: {} for name in draw}
@@ -216,7 +206,7 @@ def draw_plans(runs: Sequence[Run]) -> dict[str, Markup]:
     }
 
 
-def scores_section(runs: Sequence[Run]) -> Markup:
+def scores_section(runs: Sequence[RunRecords]) -> Markup:
     """Return the scores of evaluations, each with its receipt."""
     rows = list[tuple[object, ...]]()
     longest = min(MAX_RECEIPT, MAX_RECEIPTS // max(sum(len(run.scores) for run in runs), 1))
@@ -247,7 +237,7 @@ def scores_of(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     return scores or [(MISSING, MISSING)]
 
 
-def newest(runs: Sequence[Run], name: str) -> list[tuple[int, Run, Mapping[str, Any]]]:
+def newest(runs: Sequence[RunRecords], name: str) -> list[tuple[int, RunRecords, Mapping[str, Any]]]:
     """Return the newest records of each run's list `name` with the run's index, as many as fit a table."""
     most = max(MAX_ROWS // max(len(runs), 1), 1)
     return [
@@ -255,29 +245,7 @@ def newest(runs: Sequence[Run], name: str) -> list[tuple[int, Run, Mapping[str, 
     ]
 
 
-def overview(runs: Sequence[Run], *, ascii_only: bool = False) -> RenderableType:
-    """Return a terminal's table of the runs with their newest numbers, and lines on what is missing."""
-    numbers = ("step#", "loss#", "curve", "validation#", "best#", "tokens/s#", "left#", "last record#")
-    rows = table("", "run", "state", *numbers)
-    for run in runs:
-        since = max(time.time() - run.last_time, 0.0) if run.last_time == run.last_time else None
-        add_row(
-            rows,
-            run.name,
-            run.state,
-            run.progress,
-            figure(run.last("step", "loss")),
-            sparkline(run.column("step", "loss"), ASCII_BLOCKS if ascii_only else BLOCKS),
-            figure(run.last("validation", "loss")),
-            figure(run.lowest("validation", "loss")),
-            figure(run.median("tokens_per_s"), "{:,.0f}"),
-            time_left(run),
-            MISSING if since is None else f"{duration(since)} ago",
-        )
-    return Group(rows, *(Text(one_line(note)) for run in runs for note in run.notes))
-
-
-def overview_line(run: Run) -> str:
+def overview_line(run: RunRecords) -> str:
     """Return the newest numbers of a run as names and values."""
     words = [
         one_line(run.name),
@@ -291,19 +259,8 @@ def overview_line(run: Run) -> str:
     return "  ".join(words)
 
 
-def time_left(run: Run) -> str:
+def time_left(run: RunRecords) -> str:
     """Return the time that the rest of a run takes at its median speed."""
     step_s = run.median("step_time_s")
     is_known = not run.is_finished and run.total is not None and step_s == step_s
     return duration(((run.total or 0) - run.done) * step_s) if is_known else MISSING
-
-
-def sparkline(column: Column, levels: str) -> str:
-    """Draw a curve in a line of characters, each the mean of its part."""
-    count = min(CURVE_WIDTH, len(column))
-    means = [
-        float(column[n * len(column) // count : (n + 1) * len(column) // count].mean()) for n in range(count)
-    ]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
-    return "".join(levels[round((mean - low) * scale)] for mean in means)

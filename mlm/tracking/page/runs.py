@@ -94,7 +94,7 @@ def newest_list() -> "deque[dict[str, Any]]":
 
 
 @dataclass
-class Run:
+class RunRecords:
     """Facts and records of a run."""
 
     name: str
@@ -238,9 +238,9 @@ def names_of(folders: Sequence[str]) -> list[str]:
     return names
 
 
-def read_run(folder: Path, name: str) -> Run:
+def read_run(folder: Path, name: str) -> RunRecords:
     """Read a run. Raises UserError, CorruptFileError."""
-    run = Run(name, folder)
+    run = RunRecords(name, folder)
     try:
         if (folder / FILE_NAME).exists():
             read_metrics(run)
@@ -263,7 +263,7 @@ def read_run(folder: Path, name: str) -> Run:
     return run
 
 
-def read_metrics(run: Run) -> None:
+def read_metrics(run: RunRecords) -> None:
     """Add the records of metrics.jsonl to a run; a last line without its end may be being written."""
     with open_bounded(run.folder / FILE_NAME, MAX_BYTES, MOVE) as f:
         while line := f.readline(MAX_LINE):
@@ -278,7 +278,7 @@ def read_metrics(run: Run) -> None:
                 run.damaged += line.endswith(b"\n") and bool(line.strip())
 
 
-def add_record(run: Run, record: dict[str, Any]) -> None:
+def add_record(run: RunRecords, record: dict[str, Any]) -> None:
     """Add a record to a run."""
     kind = record["kind"]
     if kind == "run":
@@ -308,7 +308,7 @@ def add_record(run: Run, record: dict[str, Any]) -> None:
         lists[kind].append(record)
 
 
-def read_settings(run: Run) -> None:
+def read_settings(run: RunRecords) -> None:
     """Read config.yaml, as far as it can be read."""
     file = run.folder / CONFIG
     if not file.exists():
@@ -322,7 +322,7 @@ def read_settings(run: Run) -> None:
     run.settings = flatten(tree)
 
 
-def read_scores(run: Run) -> None:
+def read_scores(run: RunRecords) -> None:
     """Read the results of evaluations in the folder. Raises OSError."""
     files = [*sorted(run.folder.glob("eval-*.json")), run.folder / RESULT]
     for file in files[-MAX_SCORES:]:

@@ -29,7 +29,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.plan.forecast import predicted
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.tracking.metrics import Parts, Rates
-from mlm.tracking.peak import Peak, peak_flops
+from mlm.tracking.peak import DevicePeak, peak_flops
 from mlm.tracking.reporter import missing_extras, training_console
 from mlm.tracking.summary import write_summary
 from mlm.training.config import PretrainConfig
@@ -204,7 +204,7 @@ def epochs_warning(samples: Dataset, steps: int) -> str | None:
     )
 
 
-def header(trainer: Trainer, out: Path, peak: Peak | None, samples: Dataset) -> list[tuple[str, str]]:
+def header(trainer: Trainer, out: Path, peak: DevicePeak | None, samples: Dataset) -> list[tuple[str, str]]:
     """Rows shown above the numbers."""
     config, batch = trainer.config, trainer.config.train
     return [

@@ -11,22 +11,16 @@ import pytest
 from mlm.config.cli import main
 from mlm.config.cli import run as cli_run
 from mlm.config.command import resolve
+from mlm.parallel.layout_checks import Launch
 
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts that a launcher provides."""
-
-    joined: bool = False
-    world_size: int | None = None
-    local_devices: int | None = None
+ONE_HOST = Launch(world_size=None, local_devices=None)
 
 
 @dataclass
 class Launched:
     """Record of what the command line asked for, instead of doing it."""
 
-    facts: Facts = Facts()
+    facts: Launch = ONE_HOST
     preflight: list[str] = field(default_factory=list)
     run: Callable[[], int] = lambda: 0
     targets: list[str] = field(default_factory=list)

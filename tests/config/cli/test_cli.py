@@ -206,15 +206,3 @@ class TestShowing:
     def test_resolve_fills_in_interpolations(self, cli: Cli, flags: str) -> None:
         assert cli(f"pretrain model=gpt2_8b {flags}") == 0
         assert "\nout: runs/gpt2_8b\n" in cli.out
-
-    @pytest.mark.parametrize(("what", "shows_keys"), [("", False), ("defaults", False), ("config", True)])
-    def test_info_lists_the_files_that_are_composed(self, cli: Cli, what: str, shows_keys: bool) -> None:
-        assert cli(f"pretrain model=gpt2_tiny --info {what}") == 0
-        assert "\n  model/gpt2_tiny\n" in cli.out
-        assert ("hidden_size: 64" in cli.out) == shows_keys
-
-    def test_info_lists_the_users_folder(self, cli: Cli, tmp_path: Path) -> None:
-        write(tmp_path / "mine/model/my_model.yaml", "num_layers: 1\n")
-        assert cli("pretrain --config-dir mine model=my_model --info") == 0
-        assert "\n  mine\n" in cli.out
-        assert "\n  model/my_model\n" in cli.out

@@ -11,8 +11,9 @@ from mlm.config.cli import entry
 from mlm.config.cli.commands import COMMANDS
 from mlm.config.cli.groups import task_names
 from mlm.config.suggest import around, divisors
+from mlm.parallel.layout_checks import Launch
 from mlm.util.errors import UserError
-from tests.config.cli.doubles import Cli, Facts, make_cli, write
+from tests.config.cli.doubles import Cli, make_cli, write
 
 cli = pytest.fixture(make_cli)
 SOUND = "pretrain model=gpt2_tiny data=synthetic"
@@ -207,7 +208,7 @@ def test_unknown_key_in_the_users_yaml_is_named(cli: Cli, tmp_path: Path) -> Non
 
 
 def test_launcher_of_the_wrong_size_is_a_problem(cli: Cli) -> None:
-    cli.launched.facts = Facts(joined=True, world_size=6, local_devices=None)
+    cli.launched.facts = Launch(world_size=6, local_devices=None)
     assert cli(f"{SOUND} tp=4") == 2
     assert "does not divide the 6 ranks" in cli.err
 
@@ -215,7 +216,7 @@ def test_launcher_of_the_wrong_size_is_a_problem(cli: Cli) -> None:
 def test_surroundings_that_make_no_sense_are_one_problem_among_others(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def facts(launched: object) -> Facts:
+    def facts(launched: object) -> Launch:
         raise UserError("WORLD_SIZE=x is no number")
 
     monkeypatch.setattr(type(cli.launched), "facts", property(facts))

@@ -16,8 +16,6 @@ from mlm.launch.doctor.host import GIB, MIB, environment, judge_gpu
 from mlm.launch.environment import RankPlace
 from mlm.util import system
 
-HERE = ["lo", "eth0", "ib0"]
-
 
 def statvfs(free: int, whole: int = 1000 * GIB, inodes: int = 10) -> Callable[[Any], Any]:
     found = SimpleNamespace(f_bavail=free, f_blocks=whole, f_frsize=1, f_files=10, f_favail=inodes)
@@ -118,9 +116,6 @@ def test_a_clock_that_is_off_is_found(skew: float, status: str) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "status"),
     [
-        ("GLOO_SOCKET_IFNAME", "eth0,eth9", "fail"),
-        ("NCCL_SOCKET_IFNAME", "eth9", "fail"),
-        ("NCCL_SOCKET_IFNAME", "=eth", "fail"),
         *((name, value, "warn") for name, value in [("NCCL_DEBUG", "info"), ("NCCL_P2P_DISABLE", "1")]),
         *((name, "1", "warn") for name in ("NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "CUDA_LAUNCH_BLOCKING")),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warn"),
@@ -129,21 +124,14 @@ def test_a_clock_that_is_off_is_found(skew: float, status: str) -> None:
     ],
 )
 def test_variables_that_hurt_are_found(variable: str, value: str, status: str) -> None:
-    (found,) = environment({variable: value}, HERE, 1)
+    (found,) = environment({variable: value}, 1)
     assert (found.check, found.status) == (variable, status)
     assert found.remedy
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"NCCL_SOCKET_IFNAME": "^docker"},
-        {"NCCL_SOCKET_IFNAME": "eth,ib"},
-        {"NCCL_DEBUG": "WARN", "NCCL_P2P_DISABLE": "0", "OMP_NUM_THREADS": "1"},
-    ],
-)
-def test_other_variables_are_left_alone(environ: dict[str, str]) -> None:
-    assert [found.status for found in environment(environ, HERE, 1)] == ["ok"]
+def test_other_values_of_these_variables_are_left_alone() -> None:
+    environ = {"NCCL_DEBUG": "WARN", "NCCL_P2P_DISABLE": "0", "OMP_NUM_THREADS": "1"}
+    assert [found.status for found in environment(environ, 1)] == ["ok"]
 
 
 @pytest.mark.parametrize(

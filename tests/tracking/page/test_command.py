@@ -16,7 +16,7 @@ from mlm.config.cli.commands import COMMANDS
 from mlm.tracking.config import ReportConfig
 from mlm.tracking.page import report
 from mlm.tracking.page.report import make_page, run
-from mlm.tracking.page.runs import Run, read_run
+from mlm.tracking.page.runs import RunRecords, read_run
 from tests.tracking.page.made import some_run, stepped, write_run
 
 FIX = "name a run folder (out=… of mlm pretrain or mlm finetune)"
@@ -202,7 +202,7 @@ def test_a_signal_leaves_a_page_that_does_not_reload(desk: Path, number: signal.
 def test_ctrl_c_before_all_runs_are_read_keeps_the_earlier_page(
     desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(folder: Path, name: str) -> Run:
+    def interrupted(folder: Path, name: str) -> RunRecords:
         if name == "b":
             raise KeyboardInterrupt
         return read_run(folder, name)
@@ -213,21 +213,6 @@ def test_ctrl_c_before_all_runs_are_read_keeps_the_earlier_page(
     with pytest.raises(KeyboardInterrupt):
         run(config(desk, runs=("runs/a", "runs/b")), Console(record=True))
     assert (desk / "page.html").read_bytes() == earlier
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_terminal_shows_a_table(desk: Path, encoding: str, tmp_path: Path) -> None:
-    with open(tmp_path / "screen", "w", encoding=encoding) as screen:
-        console = Console(file=screen, force_terminal=True, width=160)
-
-        def sleep(seconds: float) -> None:
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            run(config(desk, runs=("runs/a", "runs/b")), console, sleep)
-    shown = (tmp_path / "screen").read_text(encoding)
-    assert "20 of 100" in shown
-    assert ("▁" in shown) == (encoding == "utf-8")
 
 
 def test_a_run_that_vanishes_while_it_is_watched_ends_nothing(desk: Path) -> None:

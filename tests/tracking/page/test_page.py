@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlm.tracking.page.report import MAX_BYTES, make_page
-from mlm.tracking.page.runs import Column, Run, read_run
+from mlm.tracking.page.runs import Column, RunRecords, read_run
 from mlm.util.results import is_result
 from tests.tracking.page.made import some_run, started, stepped, validated, write_run
 
@@ -175,7 +175,7 @@ def test_twenty_long_runs_fit(tmp_path: Path) -> None:
         table: dict[str, Column] = {"step": steps, "tokens": steps * 524_288, "time": steps * 0.731}
         table |= {name: random.normal(size=len(steps)) for name in names}
         table["loss"][777] = 1e9
-        runs.append(Run(f"run {number}", tmp_path, tables={"step": table}))
+        runs.append(RunRecords(f"run {number}", tmp_path, tables={"step": table}))
     content = make_page(runs)
     page = Page(content)
     assert len(content) < MAX_BYTES == 2_000_000
@@ -190,7 +190,7 @@ def test_twenty_runs_with_all_that_files_can_hold_fit(tmp_path: Path) -> None:
     steps = np.arange(1.0, 1001)
     table: dict[str, Column] = {f"part {number}": steps / 7 for number in range(60)}
     runs = [
-        Run(
+        RunRecords(
             f"run {number}",
             tmp_path,
             settings={f"{key}.{long}"[:500]: f"{number}{long}" for key in range(150)},
