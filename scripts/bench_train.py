@@ -1,10 +1,9 @@
-"""Training speed and memory of `mlm` beside `transformers`, nanoGPT and picotron, and of its layouts.
+"""Training speed and memory of `mlm` beside `transformers` and nanoGPT, and of its layouts.
 
     python scripts/bench_train.py --shape tune
     python scripts/bench_train.py --family llama --shape 4x256 6x384
-    python scripts/bench_train.py --family bert --shape base-128 --norm pre --dropout 0.1
     python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
-    python scripts/bench_train.py --tp 2 --peers nanogpt=PATH picotron=PATH
+    python scripts/bench_train.py --peers nanogpt=PATH
     python scripts/bench_train.py --shape custom 4,512,8,512,8192,8 --contenders tp=2 tp=2,overlap=false
 
 The same weights, tokens and optimizer for all; losses and gradients are compared before anything is timed.
@@ -27,15 +26,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from bench.bert import BertShape
 from bench.compare import Plan, run_shape
-from bench.harness import Bench, Result, Say, add_round_options, positive
+from bench.harness import Bench, Result, Say, positive
 from bench.layouts import parse_layout
-from bench.llama import LlamaShape, check_llama
+from bench.llama import LlamaShape
 from bench.machine import describe_peers, gpu_facts
 from bench.report import tables_of
-from bench.shapes import Shape, check_shape, shapes_of
+from bench.shapes import Shape, shapes_of
 from bench.spec import Spec
+from bench.stats import MIN_PAIRS
 
 from mlm.util.errors import UserError
 
@@ -48,29 +47,25 @@ CONTENDERS = {
     "transformers-gelu": "`transformers` with PyTorch's one-kernel tanh GELU",
     "nanogpt": "needs --peers nanogpt=PATH",
     "nanogpt-compiled": "the same, each layer compiled",
-    "megatron": "Megatron Core's GPTModel, its layers without Transformer Engine",
-    "megatron-compiled": "the same, each layer compiled",
 }
 OF_ALL_FAMILIES = ("mlm", "mlm-compiled", "mlm-mkl", "transformers", "transformers-compiled")
-PEERS = ("nanogpt", "picotron")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    shapes = "tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768), base-128, base-512 (BERT)"
+    shapes = "tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768)"
     add("--shape", nargs="+", default=["tune"], metavar="WORD", help=f"{shapes}, or custom L,H,N,S,V,B")
-    families = f"of the model; llama and bert have the contenders {', '.join(OF_ALL_FAMILIES)}"
-    add("--family", choices=("gpt2", "llama", "bert"), default="gpt2", help=families)
-    add("--norm", choices=("post", "pre"), default="post", help="order of a BERT's layer norm")
-    add("--dropout", type=float, default=0.0, help="of a BERT (default %(default)s)")
+    families = f"of the model; llama has the contenders {', '.join(OF_ALL_FAMILIES)}"
+    add("--family", choices=("gpt2", "llama"), default="gpt2", help=families)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     dtypes = "of activations; master weights are float32"
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help=dtypes)
     add("--contenders", nargs="+", default=["mlm", "transformers"], help="the first is the reference")
-    add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="checkouts of nanogpt and picotron")
-    add("--tp", type=positive, default=1, help="also mlm (and picotron) split over this many processes")
-    add_round_options(parser)
+    add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="a checkout: nanogpt=PATH")
+    add("--pairs", type=positive, default=MIN_PAIRS, help="pairs kept per comparison (default %(default)s)")
+    add("--attempts", type=positive, help="rounds at most, dropped pairs included (default 3 * pairs)")
+    add("--seconds", type=float, default=10.0, help="rounds continue at least this long (%(default)s s)")
     threads = len(os.sched_getaffinity(0))
     add("--threads", type=positive, default=threads, help="CPU threads of each contender")
     add("--allocator", choices=("tuned", "default"), default="tuned", help="glibc's malloc, for all")
@@ -82,7 +77,9 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     """Benchmark every shape asked for. Raises UserError."""
     peers = parse_peers(args.peers)
     plan = make_plan(args, peers)
-    shapes = [of_family(shape, args) for shape in shapes_of(args.shape, args.device)]
+    shapes: list[Shape] = list(shapes_of(args.shape, args.device))
+    if args.family == "llama":
+        shapes = [LlamaShape.of(shape) for shape in shapes]
     spec = Spec(shapes[0], args.device, args.dtype, args.threads, args.allocator, args.seed, peers)
     if not spec.prepare_process():
         raise UserError(
@@ -96,27 +93,13 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     }
 
 
-def of_family(shape: Shape, args: argparse.Namespace) -> Shape:
-    """The shape of --family with these sizes. Raises UserError."""
-    check_shape(shape, args.tp)
-    if args.family == "bert":
-        return BertShape.of(shape, args.norm, args.dropout)
-    if args.norm != "post" or args.dropout:
-        raise UserError("--norm and --dropout are of --family bert")
-    if args.family == "gpt2":
-        return shape
-    llama = LlamaShape.of(shape)
-    check_llama(llama, args.tp)
-    return llama
-
-
 def parse_peers(words: list[str]) -> dict[str, str]:
     """NAME=PATH words as a dictionary. Raises UserError."""
     peers = {}
     for word in words:
         name, _, path = word.partition("=")
-        if name not in PEERS or not path:
-            raise UserError(f"--peers {word!r}: give NAME=PATH with NAME one of {', '.join(PEERS)}")
+        if name != "nanogpt" or not path:
+            raise UserError(f"--peers {word!r}: give nanogpt=PATH")
         if not Path(path).is_dir():
             raise UserError(f"--peers {word}: no such folder; give the path of a checkout")
         peers[name] = str(Path(path).resolve())
@@ -132,16 +115,8 @@ def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
         raise UserError(f"--family {args.family}: {next(iter(peers))} is compared as GPT-2")
     if "nanogpt" in peers and not any(name.startswith("nanogpt") for name in names):
         names.append("nanogpt")
-    if args.device == "cuda" and (count := torch.cuda.device_count()) < args.tp:
-        raise UserError(f"--tp {args.tp} --device cuda: this host has {count} GPUs")
-    if "picotron" in peers and args.tp == 1:
-        raise UserError("--peers picotron is compared in tensor parallelism: add --tp 2")
-    split = [f"mlm-tp{args.tp}"] if args.tp > 1 else []
-    split += [f"picotron-tp{args.tp}"] if "picotron" in peers else []
     return Plan(
-        whole=tuple(names),
-        split=tuple(split),
-        tp=args.tp,
+        contenders=tuple(names),
         pairs=args.pairs,
         limit=args.attempts or 3 * args.pairs,
         seconds=args.seconds,

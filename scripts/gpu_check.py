@@ -1,4 +1,4 @@
-"""Check of an installation on one GPU: whether it computes what the CPU does, how fast, and in which kernels.
+"""Check of an installation on one GPU: whether it computes what the CPU does, and how fast.
 
     python scripts/gpu_check.py                                       # about 8 minutes; again: what is left
     python scripts/gpu_check.py --device cpu --quick --out /tmp/check # a rehearsal on any machine
@@ -65,16 +65,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--again", nargs="+", default=[], metavar="STEP", choices=names, help="steps to repeat")
     add("--only", nargs="+", default=names, metavar="STEP", choices=names, help="steps to run")
     add("--wheels", type=Path, help="folder of wheels to install for this check alone")
-    add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="checkouts to compare with: nanogpt=PATH")
     return parser.parse_args(arguments)
 
 
 def run(args: argparse.Namespace, scratch: Path) -> int:
     """Run the steps that are not recorded; the exit code. Raises UsageError."""
     begin = time.monotonic()
-    peers = dict(word.split("=", 1) for word in args.peers if "=" in word)
-    if len(peers) < len(args.peers) or set(peers) - {"nanogpt"}:
-        raise UsageError(f"--peers {' '.join(args.peers)}: give nanogpt=PATH")
     is_fake = "MLM_FAKE_GPUS" in os.environ
     if is_fake and args.out.resolve() == RESULTS.resolve():
         raise UsageError(
@@ -99,7 +95,7 @@ def run(args: argparse.Namespace, scratch: Path) -> int:
     return run_steps(
         [step for step in STEPS if step.name in {*args.only, *args.again}],
         record,
-        child_command(args.device, args.quick, peers, args.out, args.out / "gpu_check.json"),
+        child_command(args.device, args.quick, args.out / "gpu_check.json"),
         environment=environment,
         end=begin + 60 * args.minutes,
         again=args.again,

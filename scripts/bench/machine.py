@@ -156,7 +156,7 @@ def describe_peers(peers: Mapping[str, str]) -> dict[str, str]:
     """Each peer's commit, or the digest of its model where the checkout has no history."""
     out = {}
     for name, folder in peers.items():
-        model = Path(folder) / ("picotron/model.py" if name == "picotron" else "model.py")
+        model = Path(folder) / "model.py"
         inside = (Path(folder) / ".git").exists()
         out[name] = commit_of(Path(folder)) if inside else f"{model.name} {digest_file(model)}"
     return out

@@ -28,13 +28,11 @@ def tables_of(result: dict[str, Any]) -> Iterator[RenderableType]:
         memory = memory_ratio(result["contenders"], series["reference"], series["other"])
         name = f"{series['reference']} : {series['other']}"
         for measure, suffix in (("wall", ""), ("cpu", "_cpu")):
-            flops = series[f"flops_ratio{suffix}"]
             cells = ratio_cells(series[f"tokens_ratio{suffix}"], series["rounds"])
-            in_flops = "" if flops is None else f"{flops['median']:.3f}"
-            rows.append((name, measure, *cells[:-1], in_flops, memory, cells[-1]))
+            rows.append((name, measure, *cells[:-1], memory, cells[-1]))
             name = memory = ""
     if rows:
-        ratios = ("speed", "quartiles", "range", "of minima", "model FLOP/s", "memory", "kept")
+        ratios = ("speed", "quartiles", "range", "of minima", "memory", "kept")
         yield table_of(("ratios of pairs", "by", *ratios), rows)
     for name, entry in contenders.items():
         yield from (f"[dim]{name}: {note}" for note in entry["notes"])

@@ -102,8 +102,8 @@ class Ratio:
     kept: int
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair], measure: Measure, work: float = 1.0) -> "Ratio | None":
-        """The ratio over the pairs that count, `work` times that of their speeds; None if none does."""
+    def of(cls, pairs: Sequence[Pair], measure: Measure) -> "Ratio | None":
+        """The ratio over the pairs that count; None if none does."""
         kept = [
             (seconds_of(p.reference, measure), seconds_of(p.other, measure))
             for p in pairs
@@ -111,7 +111,7 @@ class Ratio:
         ]
         if not kept:
             return None
-        ratios = sorted(work * other / reference for reference, other in kept)
+        ratios = sorted(other / reference for reference, other in kept)
         fastest = [min(seconds) for seconds in zip(*kept, strict=True)]
         return cls(
             median=median(ratios),
@@ -119,7 +119,7 @@ class Ratio:
             high=quantile(ratios, 0.75),
             least=ratios[0],
             most=ratios[-1],
-            of_minima=work * fastest[1] / fastest[0],
+            of_minima=fastest[1] / fastest[0],
             kept=len(kept),
         )
 

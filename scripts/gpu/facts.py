@@ -21,15 +21,7 @@ QUERY = (
     "name,driver_version,pstate,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,"
     "memory.total,memory.used,ecc.mode.current,compute_mode,persistence_mode"
 )
-PACKAGES = (
-    "numpy",
-    "triton",
-    "transformers",
-    "megatron-core",
-    "flash-attn",
-    "transformer-engine",
-    "pydantic",
-)
+PACKAGES = ("numpy", "triton", "transformers", "pydantic")
 PRODUCTS = (
     (4096, 4096, 4096),
     (8192, 8192, 8192),

@@ -4,10 +4,10 @@ from reproduce import clusters, norm_order, pipelines, pretraining, recomputatio
 
 EXPERIMENTS = (
     scaling.EXPERIMENT,
-    *pretraining.EXPERIMENTS,
+    pretraining.EXPERIMENT,
     norm_order.EXPERIMENT,
     *pipelines.EXPERIMENTS,
     *recomputation.EXPERIMENTS,
-    *clusters.EXPERIMENTS,
+    clusters.EXPERIMENT,
     shakespeare.EXPERIMENT,
 )

@@ -1,24 +1,14 @@
-"""Layouts on the papers' clusters: planned by `mlm plan layouts`, and by the time model of the papers'
-programs."""
+"""Layouts on the papers' clusters, planned by `mlm plan layouts`."""
 
 import csv
 from collections.abc import Mapping
 from typing import Any
 
-from mlm.plan.cost import CostModel
-from mlm.plan.hardware import preset
 from mlm.plan.shape import Layout, Shape
-from mlm.plan.software import MEGATRON_2019
 from reproduce.experiment import SCRIPTS, Step
 from reproduce.results import Results
 
-DGX2H, A100 = "dgx2h_v100_32g", "dgx_a100_80g"
-SCALING_BATCH = 8
-"""Samples of a replica in the scaling study of arXiv:1909.08053."""
-NOT_FITTED = (
-    "The plan's constants are fitted on table 1 and figure 5 of the paper (scripts/plan_published.py): that "
-    "it comes close to them is no evidence."
-)
+A100 = "dgx_a100_80g"
 
 
 def published_rows(name: str) -> list[dict[str, str]]:
@@ -49,18 +39,3 @@ def planned(results: Results, name: str) -> Mapping[str, Any]:
 def gpt_shape(*, layers: int, hidden: int, heads: int, seq: int = 1024) -> Shape:
     """Return the shape of a GPT-2 with the papers' vocabulary."""
     return Shape(layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, seq=seq, vocab=51200)
-
-
-def scaling_layout(tp: int, dp: int = 1) -> Layout:
-    """Return a layout of the scaling study: layers recomputed, a micro-batch for each replica."""
-    return Layout(tp=tp, dp=dp, recompute="full", micro_batch=SCALING_BATCH, global_batch=SCALING_BATCH * dp)
-
-
-def tflops_2019(shape: Shape, tp: int, dp: int = 1) -> float:
-    """Return the TFLOP/s per GPU of DGX-2H by the time model of the program of 2019.
-
-    Recomputed operations count, as in the paper.
-    """
-    layout = scaling_layout(tp, dp)
-    seconds = CostModel(shape, preset(DGX2H), "fp16", MEGATRON_2019).step(layout).total
-    return shape.hardware_flops("full", layout.global_batch) / (layout.gpus * seconds * 1e12)

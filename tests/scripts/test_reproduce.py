@@ -48,7 +48,7 @@ def all_settings(folder: Path) -> Settings:
     """Settings with which every experiment has steps."""
     (folder / INPUT).parent.mkdir(parents=True)
     (folder / INPUT).touch()
-    return settings_in(folder, peer=folder, wikitext=Path("wiki"), lambada=Path("lambada"))
+    return settings_in(folder, peer=folder)
 
 
 def steps_of(experiment: Experiment, settings: Settings) -> list[Step]:
@@ -101,10 +101,8 @@ def test_a_dry_run_prints_commands_and_runs_none(tmp_path: Path, capsys: pytest.
 def test_all_skips_what_needs_files_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["all", "--dry-run", f"--out={tmp_path}"]) == 0
     printed = capsys.readouterr().out
-    assert [name for name in ("v1-table3", "nanogpt-shakespeare") if f"{name} is skipped" in printed] == [
-        *("v1-table3", "nanogpt-shakespeare")
-    ]
-    assert main(["v1-table3", f"--out={tmp_path}"]) == 2
+    assert "nanogpt-shakespeare is skipped" in printed
+    assert main(["nanogpt-shakespeare", f"--out={tmp_path}"]) == 2
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
@@ -342,9 +340,6 @@ LOW, MID, HIGH = [1.0, 1.1, 1.2], [2.0, 2.1, 2.2], [3.0, 3.1, 3.2]
         (pretraining.figure6_verdict([HIGH, LOW, LOW]), P),
         (pretraining.figure6_verdict([LOW, HIGH]), C),
         (pretraining.figure6_verdict([HIGH[:2], LOW[:2]]), N),
-        (pretraining.table3_verdict([[0.0] * 3] * 3, [HIGH, MID, LOW]), N),
-        (pretraining.table3_verdict([LOW, MID, HIGH], [HIGH, MID, LOW]), A),
-        (pretraining.table3_verdict([LOW, MID, HIGH], [LOW, MID, HIGH]), P),
         (pipelines.bubble_verdict({1: [1.0] * 3, 16: [0.06] * 3}, [1.0] * 3), A),
         (pipelines.bubble_verdict({1: [1.0] * 3, 16: [0.06] * 3}, [1.5] * 3), P),
         (pipelines.bubble_verdict({1: [0.1] * 3, 16: [0.2] * 3}, [1.0] * 3), C),
@@ -430,21 +425,6 @@ def test_figure6_compares_perplexities_at_equal_tokens(tmp_path: Path) -> None:
     assert conclusion.verdict is Verdict.AGREES
     assert conclusion.seen.endswith("with 20 % of its tokens.")
     assert conclusion.tables[0].rows[2][1] == "149 (149 to 149)"
-
-
-def test_table3_shows_nothing_where_no_word_is_found(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path, wikitext=Path("wiki"), lambada=Path("lambada"))
-    (settings.out / "results").mkdir(parents=True)
-    scores = {"wikitext103": ("adjusted perplexity", 5e4), "lambada": ("accuracy", 0.0)}
-    for n, size in enumerate(pretraining.MODELS):
-        for seed in (1, 2, 3):
-            for task, (metric, value) in scores.items():
-                result = {"results": [{"task": task, "metrics": {metric: {"value": value / (n + 1)}}}]}
-                name = f"table3-{size.name}-seed{seed}-{task}.json"
-                (settings.out / "results" / name).write_text(json.dumps(result))
-    conclusion = pretraining.table3_conclusion(results_of(EXPERIMENTS[2], settings))
-    assert conclusion.verdict is Verdict.NOTHING
-    assert conclusion.tables[0].rows[1] == ["LAMBADA, accuracy", *["0 (0 to 0)"] * 3]
 
 
 def test_simulated_bubbles_are_those_of_the_kept_report(tmp_path: Path) -> None:
