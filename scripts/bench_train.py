@@ -4,7 +4,7 @@
     python scripts/bench_train.py --family llama --shape 4x256 6x384
     python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
     python scripts/bench_train.py --peers nanogpt=PATH
-    python scripts/bench_train.py --shape custom 4,512,8,512,8192,8 --contenders tp=2 tp=2,overlap=false
+    python scripts/bench_train.py --shape custom 4,512,8,512,8192,8 --contenders tp=2 pp=2,micro_batches=8
 
 The same weights, tokens and optimizer for all; losses and gradients are compared before anything is timed.
 A step is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data come before. All
@@ -13,8 +13,7 @@ whether the machine changed. Wall and processor time are compared: with --thread
 a busy machine too. scripts/results/README.md describes how to read and repeat results.
 
 A contender of key=value,… is a layout of `mlm`, in processes that share the threads; `mlm
-parity` compares its numbers. `micro_batches=N` splits the batch of a replica; `overlap=false` waits for
-the sum of a column-parallel layer's input gradient before its weight gradient.
+parity` compares its numbers. `micro_batches=N` splits the batch of a replica.
 
 Exit code: 0 a result, 1 a run with doubts, 2 a mistake.
 """

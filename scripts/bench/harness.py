@@ -16,6 +16,7 @@ from rich.table import Table
 from bench.machine import machine_facts
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
+from mlm.util.terminal import add_row, table
 
 Result = dict[str, Any]
 Say = Callable[[str], None]
@@ -71,8 +72,8 @@ class Bench:
         finally:
             torch.set_num_threads(threads)
         screen = Console(width=None if sys.stdout.isatty() else 150)
-        for table in self.tables(result):
-            screen.print(table, highlight=False, soft_wrap=isinstance(table, str))
+        for part in self.tables(result):
+            screen.print(part, highlight=False, soft_wrap=isinstance(part, str))
         if args.out is not None:
             write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
         return 0 if self.is_success(result) else 1
@@ -98,11 +99,9 @@ def positive(word: str) -> int:
     return number
 
 
-def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
+def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> Table:
     """Rows of text; every column but the first is aligned at its right."""
-    table = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
+    made = table(title, headings[0], *(f"{heading}#" for heading in headings[1:]))
     for row in rows:
-        table.add_row(*row)
-    return table
+        add_row(made, *row)
+    return made

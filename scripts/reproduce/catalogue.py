@@ -1,6 +1,6 @@
 """All experiments, in the order in which they are listed."""
 
-from reproduce import clusters, norm_order, pipelines, pretraining, recomputation, scaling, shakespeare
+from reproduce import norm_order, pipelines, pretraining, recomputation, scaling, shakespeare
 
 EXPERIMENTS = (
     scaling.EXPERIMENT,
@@ -8,6 +8,5 @@ EXPERIMENTS = (
     norm_order.EXPERIMENT,
     *pipelines.EXPERIMENTS,
     *recomputation.EXPERIMENTS,
-    clusters.EXPERIMENT,
     shakespeare.EXPERIMENT,
 )

@@ -55,7 +55,6 @@ class Verdict(Enum):
     PARTLY = "agrees with the paper in part"
     CONTRADICTS = "contradicts the paper"
     NOTHING = "shows nothing about the paper's claim"
-    PLANNED = "planned, not measured"
 
 
 Cell = str | int | float
