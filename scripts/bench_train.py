@@ -43,7 +43,6 @@ CONTENDERS = {
     "mlm-mkl": "mlm with float32 products by torch.mm's library, so that the library's gain shows apart",
     "transformers": "GPT2LMHeadModel (LlamaForCausalLM, …) as its configuration has it, sdpa attention",
     "transformers-compiled": "`transformers`, each layer compiled",
-    "transformers-gelu": "`transformers` with PyTorch's one-kernel tanh GELU",
     "nanogpt": "needs --peers nanogpt=PATH",
     "nanogpt-compiled": "the same, each layer compiled",
 }
@@ -67,7 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=float, default=10.0, help="rounds continue at least this long (%(default)s s)")
     threads = len(os.sched_getaffinity(0))
     add("--threads", type=positive, default=threads, help="CPU threads of each contender")
-    add("--allocator", choices=("tuned", "default"), default="tuned", help="glibc's malloc, for all")
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--seed", type=int, default=1234, help="of weights and tokens")
 
@@ -79,12 +77,9 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     shapes: list[Shape] = list(shapes_of(args.shape, args.device))
     if args.family == "llama":
         shapes = [LlamaShape.of(shape) for shape in shapes]
-    spec = Spec(shapes[0], args.device, args.dtype, args.threads, args.allocator, args.seed, peers)
-    if not spec.prepare_process():
-        raise UserError(
-            "--allocator tuned: this system's malloc has no such settings; use --allocator default"
-        )
-    settings = {key: getattr(args, key) for key in ("device", "dtype", "allocator", "seed", "family")}
+    spec = Spec(shapes[0], args.device, args.dtype, args.threads, args.seed, peers)
+    spec.prepare_process()
+    settings = {key: getattr(args, key) for key in ("device", "dtype", "seed", "family")}
     return {
         "peers": describe_peers(peers),
         "settings": settings | (gpu_facts() if args.device == "cuda" else {}),

@@ -236,9 +236,6 @@ class TransformersTrainee(TorchTrainee):
         )
         config._attn_implementation = "sdpa"
         self.notes = ("gelu_new as GPT-2's configuration has it: many elementwise passes",)
-        if "gelu" in self.name:
-            config.activation_function = "gelu_pytorch_tanh"
-            self.notes = ("the same GELU by PyTorch's one kernel; not what GPT-2's configuration asks for",)
         model = transformers.GPT2LMHeadModel(config)
         return model, list(model.transformer.h)
 

@@ -116,12 +116,6 @@ class Facts:
     flops_per_token: float
     notes: tuple[str, ...]
     build_s: float
-    allocator_set: bool
-
-
-def facts_of(trainee: Trainee, build_s: float, allocator_set: bool) -> Facts:
-    """The facts of a trainee built in `build_s` seconds."""
-    return Facts(trainee.flops_per_token(), tuple(trainee.notes), build_s, allocator_set)
 
 
 @contextlib.contextmanager
@@ -227,7 +221,7 @@ class Ranks:
 def _serve(pipe: Connection, name: str, spec: Spec, processes: int, rank: int, store: str) -> None:
     try:
         begin = time.perf_counter()
-        allocator_set = spec.prepare_process(processes)
+        spec.prepare_process(processes)
         if "=" in name:
             backend = "nccl" if spec.device == "cuda" else "gloo"
             meeting = dist.FileStore(store, processes)
@@ -235,7 +229,8 @@ def _serve(pipe: Connection, name: str, spec: Spec, processes: int, rank: int, s
                 backend, store=meeting, rank=rank, world_size=processes, timeout=timedelta(hours=1)
             )
         trainee = build_trainee(name, spec, rank)
-        pipe.send(("ok", facts_of(trainee, time.perf_counter() - begin, allocator_set)))
+        built_s = time.perf_counter() - begin
+        pipe.send(("ok", Facts(trainee.flops_per_token(), tuple(trainee.notes), built_s)))
         while True:
             verb, *args = pipe.recv()
             pipe.send(("ok", _obey(trainee, verb, *args)))

@@ -166,9 +166,9 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def python_environment(root: Path, site: Path | None, base: Mapping[str, str]) -> dict[str, str]:
+def python_environment(root: Path, base: Mapping[str, str]) -> dict[str, str]:
     """Environment of the steps: the checkout's packages, no network, one visible GPU, no buffering."""
-    path = [str(root / "scripts"), str(root), *([str(site)] if site else [])]
+    path = [str(root / "scripts"), str(root)]
     return {
         "CUDA_VISIBLE_DEVICES": "0",  # unless the caller has chosen: the check is of one GPU
         **base,

@@ -39,7 +39,7 @@ def gpt2(
 
 def spec_of(shape: Shape, device: str, dtype: str = "bf16") -> Spec:
     """The benchmark of a shape on this process's threads."""
-    return Spec(shape, device, dtype, torch.get_num_threads(), "default")  # type: ignore[arg-type]
+    return Spec(shape, device, dtype, torch.get_num_threads())  # type: ignore[arg-type]
 
 
 @torch.no_grad()

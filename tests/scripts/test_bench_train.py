@@ -24,7 +24,7 @@ from bench.timing import take_rounds
 from mlm.util.errors import UserError
 
 TINY = NAMED["cpu"]["tiny"][0]
-SPEC = Spec(TINY, "cpu", "fp32", threads=1, allocator="default")
+SPEC = Spec(TINY, "cpu", "fp32", threads=1)
 
 
 def turn(seconds: float = 1.0, *, cpu_s: float = 1.0, waited_s: float = 0.0, before: float = 1.0) -> Turn:
@@ -209,8 +209,6 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     options = "--shape tiny --device cpu --threads 1 --pairs 1 --attempts 2 --seconds 0"
     arguments = [
         *options.split(),
-        "--allocator",
-        "default",
         "--contenders",
         "mlm",
         "mlm-mkl",
@@ -238,8 +236,8 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
         (["--contenders", "mlm", "nanogpt"], "needs --peers nanogpt=PATH"),
         (["--peers", "nanogpt=/nowhere"], "no such folder"),
         (
-            ["--family", "llama", "--contenders", "mlm", "transformers-gelu"],
-            "--family llama: transformers-gelu is compared as GPT",
+            ["--family", "llama", "--contenders", "mlm", "nanogpt", "--peers", "nanogpt=."],
+            "--family llama: nanogpt is compared as GPT",
         ),
         (["--pairs", "0"], "0 must be at least 1"),
         (["--contenders", "tq=2"], "give key=value"),

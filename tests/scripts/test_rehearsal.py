@@ -127,10 +127,6 @@ def test_no_lock_is_left(
     class Network:
         def __init__(self, folder: Path) -> None: ...
 
-        @staticmethod
-        def is_possible() -> bool:
-            return True
-
         def up(self) -> None:
             seen.append(rehearse.main([]))
             raise ends
