@@ -145,21 +145,20 @@ def summarise(
 def speeds(
     spec: Spec, name: str, fact: dict[str, Any], rounds: Sequence[Round], peak: float
 ) -> dict[str, Any]:
-    """A contender's times over all rounds, and its rates in the fastest and the median step."""
+    """A contender's times over all rounds, and its rates in the median step."""
     turns = [one[name] for one in rounds]
     step: dict[Measure, list[float]] = {m: [seconds_of(turn, m) for turn in turns] for m in MEASURES}
     measure = measures_of(spec)[-1]
     seconds, tokens = Spread.of(step[measure]), spec.shape.tokens_per_step
-    flops_per_step, fastest = fact["flops_per_token"] * tokens, min(step[measure])
-    reject_above_peak(name, flops_per_step / fastest, peak)
+    flops_per_step = fact["flops_per_token"] * tokens
+    reject_above_peak(name, flops_per_step / min(step[measure]), peak)
     return {
-        "step_s": asdict(Spread.of(step["wall"])) | {"least": min(step["wall"])},
-        "step_cpu_s": asdict(Spread.of(step["cpu"])) | {"least": min(step["cpu"])},
+        "step_s": asdict(Spread.of(step["wall"])),
+        "step_cpu_s": asdict(Spread.of(step["cpu"])),
         "rates_by": measure,
-        "tokens_per_s": asdict(seconds.inverse_of(tokens)) | {"most": tokens / fastest},
-        "model_flops": asdict(seconds.inverse_of(flops_per_step)) | {"most": flops_per_step / fastest},
+        "tokens_per_s": tokens / seconds.median,
+        "model_flops": flops_per_step / seconds.median,
         "mfu": flops_per_step / seconds.median / peak,
-        "mfu_most": flops_per_step / fastest / peak,
     }
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from bench.compare import doubts
 from bench.contenders import MlmTrainee
 from bench.equality import Reference
 from bench.llama import LlamaShape, TransformersLlama
-from bench.ranks import busy_s, for_others_s
+from bench.ranks import for_others_s
 from bench.shapes import NAMED, shapes_of
 from bench.spec import Spec
-from bench.stats import Pair, Ratio, Spread, Timing, Turn, quantile, reject_above_peak
+from bench.stats import Pair, Ratio, Spread, Timing, Turn, reject_above_peak
 from bench.timing import take_rounds
 
 from mlm.util.errors import UserError
@@ -42,21 +41,13 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_quantile_interpolates_between_neighbours() -> None:
-    assert [quantile([1.0, 2.0, 4.0, 8.0], q) for q in (0.0, 0.25, 0.5, 1.0)] == [1.0, 1.75, 3.0, 8.0]
-
-
 def test_spread_is_median_and_quartiles_of_unsorted_values() -> None:
     assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(3.0, 2.0, 4.0, 5)
 
 
-def test_rate_of_a_spread_of_seconds_turns_its_quartiles_round() -> None:
-    assert Spread(2.0, 1.0, 4.0, 3).inverse_of(8.0) == Spread(4.0, 2.0, 8.0, 3)
-
-
-def test_ratio_is_the_median_over_pairs_and_the_ratio_of_the_fastest_steps() -> None:
+def test_ratio_is_the_median_over_pairs() -> None:
     pairs = [Pair(turn(a), turn(b)) for a, b in ((1.0, 1.5), (2.0, 2.0), (1.0, 3.0))]
-    assert Ratio.of(pairs, "wall") == Ratio(1.5, 1.25, 2.25, least=1.0, most=3.0, of_minima=1.5, kept=3)
+    assert Ratio.of(pairs, "wall") == Ratio(1.5, 1.25, 2.25, least=1.0, most=3.0, kept=3)
 
 
 def test_ratio_of_processor_time_keeps_pairs_that_waited_for_other_jobs() -> None:
@@ -74,22 +65,11 @@ def test_ranks_that_wait_for_each_other_are_not_disturbed() -> None:
     assert for_others_s(0.4, math.nan) == 0.4
 
 
-def test_the_machine_tells_what_ran() -> None:
-    before, begin = busy_s(), time.process_time()
-    while time.process_time() < begin + 0.2:
-        pass
-    assert math.isnan(before) or busy_s() - before > 0.1
-
-
 @pytest.mark.parametrize(("before", "steady"), [(1.0, True), (1.09, True), (1.11, False), (0.89, False)])
 def test_pair_is_dropped_when_a_product_around_either_step_differs(before: float, steady: bool) -> None:
     assert Pair(turn(before=before), turn()).steady("wall") is steady
     assert Pair(turn(), turn(before=before)).steady("wall") is steady
-
-
-@pytest.mark.parametrize(("before", "steady"), [(1.29, True), (1.31, False)])
-def test_processor_time_allows_the_product_to_differ_more(before: float, steady: bool) -> None:
-    assert Pair(turn(before=before), turn()).steady("cpu") is steady
+    assert Pair(turn(before=before), turn()).steady("cpu")  # which may differ by 30 %
 
 
 def test_contenders_take_turns_forwards_and_backwards() -> None:
@@ -179,7 +159,7 @@ def test_transformers_llama_agrees_with_mlm(heads: int) -> None:
 def test_ratio_of_few_pairs_or_wide_quartiles_is_not_to_be_quoted(
     kept: int, quartiles: tuple[float, float], problem: str | None
 ) -> None:
-    ratio = Ratio(1.0, *quartiles, least=0.9, most=1.1, of_minima=1.0, kept=kept)
+    ratio = Ratio(1.0, *quartiles, least=0.9, most=1.1, kept=kept)
     assert ratio.problems(8) == ([] if problem is None else [problem])
 
 
@@ -223,7 +203,7 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     assert len(result["series"]) == 1
     assert sorted(result["rounds"][0]) == ["mlm", "mlm-mkl"]
     mlm = result["contenders"]["mlm"]
-    assert mlm["step_cpu_s"]["least"] > 0
+    assert mlm["step_cpu_s"]["median"] > 0
     assert "a trial" in result["doubts"][0]
 
 

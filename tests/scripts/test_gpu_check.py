@@ -82,20 +82,12 @@ def check(tmp_path: Path) -> Check:
     return Check(tmp_path)
 
 
-def test_second_call_runs_only_what_is_not_recorded(check: Check) -> None:
+def test_second_call_runs_what_is_not_recorded_for_this_code_or_named(check: Check) -> None:
     check.run(step("a"))
     assert check.run(step("a"), step("b"))[0] == 0
     assert check.begun() == ["b"]
-
-
-def test_named_step_is_repeated(check: Check) -> None:
-    check.run(step("a"), step("b"))
     check.run(step("a"), step("b"), again=["b"])
     assert check.begun() == ["b"]
-
-
-def test_results_of_other_code_do_not_count(check: Check) -> None:
-    check.run(step("a"), code="a")
     check.run(step("a"), code="b")
     assert check.begun() == ["a"]
 
@@ -149,12 +141,6 @@ def test_files_are_written_after_every_step(check: Check) -> None:
     there = f"import json; assert json.load(open({str(check.out / 'gpu_check.json')!r}))['steps']['a']"
     assert check.run(step("a"), step("b", there))[0] == 0
     assert "| a | ok |" in (check.out / "gpu_check.md").read_text()
-
-
-def test_output_is_logged_and_progress_is_said(check: Check) -> None:
-    check.run(step("a", "print('· half way'); print('noise')"))
-    assert [line.strip() for line in check.said if "half" in line] == ["· half way"]
-    assert (check.out / "log").read_text() == "· half way\nnoise\n"
 
 
 def test_command_that_leaves_its_output_open_does_not_hang_the_check(tmp_path: Path) -> None:
@@ -211,23 +197,13 @@ def test_steps_run_from_a_bare_checkout() -> None:
     assert path == [str(ROOT / "scripts"), str(ROOT), "/own"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--device", "cuda"], "torch sees no GPU here"),
-    ],
-)
-def test_mistake_is_one_line_and_exit_2(
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_host_without_a_gpu_is_one_line_and_exit_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_check, "probe", lambda _: ("2.11", False, "3.12", []))
-    assert gpu_check.main([*options, "--out", str(tmp_path)]) == 2
+    assert gpu_check.main(["--device", "cuda", "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert "torch sees no GPU here" in line
 
 
 def test_foreign_file_in_the_place_of_the_results_is_kept(
@@ -260,7 +236,7 @@ def test_rehearsal_of_the_cheapest_step_writes_its_tables(tmp_path: Path) -> Non
     options = ["--device", "cpu", "--quick", "--only", "facts", "--minutes", "5", "--out", str(tmp_path)]
     assert gpu_check.main(options) == 0
     rows = json.loads((tmp_path / "gpu_check.json").read_text())["steps"]["facts"]["entries"]
-    assert {"facts", "products", "copies"} <= {row.get("table") for row in rows}
+    assert {"facts", "products"} <= {row.get("table") for row in rows}
     assert "TFLOP/s" in (tmp_path / "gpu_check.md").read_text()
 
 
