@@ -5,7 +5,13 @@ from typing import Any
 
 from mlm.data import files_present as present
 from mlm.evaluate.config import EvalLossConfig, LmEvalConfig, ZeroShotConfig
-from mlm.launch.checks import devices_exist, loss_scale_can_fall, problems_of
+from mlm.launch.checks import (
+    checkpoint_exists,
+    devices_exist,
+    loss_scale_can_fall,
+    problems_of,
+    tokenizer_exists,
+)
 from mlm.parallel.layout_checks import RANK_RULES, READER_RULES, Launch
 from mlm.util.errors import Problem
 
@@ -35,14 +41,6 @@ def check_lm_eval(
     return problems_of(config, Launch(world_size, local_devices), READER_RULES, LM_EVAL_RULES)
 
 
-def _model_exists(config: Any, _: Launch) -> Problem | None:
-    return present.model(config.ckpt)
-
-
-def _tokenizer_exists(config: Any, _: Launch) -> Problem | None:
-    return present.tokenizer("tokenizer", config.tokenizer)
-
-
 def _corpus_exists(config: EvalLossConfig, _: Launch) -> Problem | None:
     return present.indexed("path", config.path)
 
@@ -64,13 +62,13 @@ def _windows_overlap(config: Any, _: Launch) -> Problem | None:
     )
 
 
-EVAL_LOSS_RULES = (devices_exist, loss_scale_can_fall, _model_exists, _corpus_exists, _tokenizer_exists)
-LM_EVAL_RULES = (devices_exist, _model_exists, _tokenizer_exists)
+EVAL_LOSS_RULES = (devices_exist, loss_scale_can_fall, checkpoint_exists, _corpus_exists, tokenizer_exists)
+LM_EVAL_RULES = (devices_exist, checkpoint_exists, tokenizer_exists)
 ZERO_SHOT_RULES = (
     devices_exist,
     loss_scale_can_fall,
     _windows_overlap,
-    _model_exists,
-    _tokenizer_exists,
+    checkpoint_exists,
+    tokenizer_exists,
     _files_exist,
 )

@@ -42,7 +42,7 @@ COMMANDS = (
         about=(
             "Scores a checkpoint on WikiText-103 by Megatron-LM's protocol (adjusted perplexity, overlapping "
             "windows) and by lm-eval's (per article, word and byte), from the Hub or a local file. The score "
-            "does not depend on tp, pp, dp or the batch size. Stopped and started again, it continues. It is "
+            "does not depend on tp, pp, dp or the batch size. It is "
             "printed and saved as JSON with all it depends on."
         ),
         examples=(
@@ -68,7 +68,7 @@ COMMANDS = (
         about=(
             "Scores a checkpoint on LAMBADA by Megatron-LM's protocol (strict cloze accuracy) and by "
             "lm-eval's (lambada_openai, lambada_standard), from the Hub or a local file. The score does not "
-            "depend on tp, pp, dp or the batch size. Stopped and started again, it continues. It is printed "
+            "depend on tp, pp, dp or the batch size. It is printed "
             "and saved as JSON with all it depends on."
         ),
         examples=(

@@ -27,12 +27,10 @@ from mlm.data.sampler import Dataset, MicroBatch, eval_batches
 from mlm.evaluate.config import EvalLossConfig
 from mlm.inference.trained import (
     Trained,
-    checkpoint_problems,
+    check_source,
     corpus_problem,
     load_tokenizer,
     load_trained,
-    named_checkpoint,
-    prediction_problem,
     result_file,
     window_length,
 )
@@ -53,14 +51,9 @@ from mlm.util.terminal import add_row, console, progress_bar, table
 
 def preflight(config: EvalLossConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
-    problems = checkpoint_problems(config.ckpt, config.parallel)
-    if problems:
-        return problems
-    target_name = named_checkpoint(config.ckpt)
-    path, trained = target_name.path, target_name.config
-    if problem := prediction_problem(config.ckpt, trained.model):
-        return [problem]
     try:
+        named = check_source(config.ckpt, config.parallel, causal=False)
+        path, trained = named.path, named.config
         prefix = corpus_prefix(config, trained)
         seq_length = window_length(config.seq_length, trained)
         if check := trained.model.family.check_tokenizer:

@@ -91,15 +91,9 @@ def permutation(count: int, state: Bits) -> Ids:
     return stable_argsort(draw(state, np.arange(count)))
 
 
-def chosen_rows(count: int, wanted: int, seed: int) -> Ids:
+def draw_rows(count: int, wanted: int, seed: int) -> Ids:
     """Return `wanted` of the numbers below `count`, drawn at random, in ascending order."""
     return np.sort(permutation(count, root(seed))[:wanted])
-
-
-def group_size(examples: Sequence[Example], *, budget: int) -> int:
-    """Return how many examples as long as the longest of these fit in `budget` tokens; at least 1."""
-    longest = max(len(text) for example in examples for text in example.texts)
-    return max(1, budget // (longest * max(len(example.texts) for example in examples)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,23 +122,35 @@ class Batcher:
             numbers: the batch, the longest first.
             first_sample: number of the batch's first example in the whole run.
         """
-        rows = min(group_size([examples[n] for n in numbers], budget=self.budget), len(numbers))
-        count = -(-len(numbers) // (rows * self.size))
+        units = self.sequences(examples, numbers)
+        longest = max(self.tokens(examples, unit) for unit in units)
+        rows = min(max(1, self.budget // longest), len(units))
+        count = -(-len(units) // (rows * self.size))
         count = -(-count // self.groups_of) * self.groups_of
-        rows = -(-len(numbers) // (count * self.size))
+        rows = -(-len(units) // (count * self.size))
         made = []
         for i in range(count):
             first = i * rows * self.size
-            mine = numbers[first : first + rows * self.size][self.rank :: self.size]
+            mine = units[first : first + rows * self.size][self.rank :: self.size]
             sample = first_sample + first + self.rank * rows  # distinct for all micro-batches
-            made.append(self.pack(examples, mine, numbers[0], sample))
+            made.append(self.batch(examples, mine, numbers[-1], sample))
         return made
 
-    def pack(
-        self, examples: Sequence[Example], numbers: Sequence[int], filler: int, first_sample: int
+    def sequences(self, examples: Sequence[Example], numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbered examples in units that a micro-batch holds whole, here of one each."""
+        return [[n] for n in numbers]
+
+    def tokens(self, examples: Sequence[Example], unit: Sequence[int]) -> int:
+        """Return the tokens of a unit, with the padding among its texts."""
+        texts = examples[unit[0]].texts
+        return max(map(len, texts)) * len(texts)
+
+    def batch(
+        self, examples: Sequence[Example], units: Sequence[Sequence[int]], filler: int, first_sample: int
     ) -> TaskBatch:
         """Return a micro-batch; without examples it holds `filler`, not scored."""
-        rows = [examples[n] for n in (numbers if len(numbers) else [filler])]
+        numbers = [n for unit in units for n in unit]
+        rows = [examples[n] for n in numbers or [filler]]
         texts = [text for row in rows for text in row.texts]
         longest = max(map(len, texts))
         width = -(-longest // self.multiple) * self.multiple
@@ -153,9 +159,9 @@ class Batcher:
         for i, text in enumerate(texts):
             tokens[i, : len(text)] = text.tokens
             types[i, text.second : len(text)] = 1
-        labels = labels_of(rows)
-        if not len(numbers):
-            labels = unscored(labels)
+        labels = stack_labels(rows)
+        if not numbers:
+            labels = mask_labels(labels)
         lengths = torch.tensor([len(text) for text in texts])
         return TaskBatch(
             torch.from_numpy(tokens),
@@ -174,12 +180,13 @@ class Batcher:
         order = sorted(range(len(examples)), key=lambda n: -max(map(len, examples[n].texts)))
         first = 0
         while first < len(order):
-            rows = group_size([examples[order[first]]], budget=self.budget) * self.size * self.groups_of
+            rows = max(1, self.budget // self.tokens(examples, order[first : first + 1]))
+            rows *= self.size * self.groups_of
             yield self.micro_batches(examples, order[first : first + rows], first)
             first += rows
 
 
-def labels_of(rows: Sequence[Example]) -> Tensor:
+def stack_labels(rows: Sequence[Example]) -> Tensor:
     """Return the targets of examples, not scored where there is no label."""
     labels = [row.label for row in rows]
     if any(isinstance(label, tuple) for label in labels):
@@ -190,12 +197,12 @@ def labels_of(rows: Sequence[Example]) -> Tensor:
     return torch.tensor([IGNORE_INDEX if label is None else label for label in labels])
 
 
-def unscored(labels: Tensor) -> Tensor:
+def mask_labels(labels: Tensor) -> Tensor:
     """Return targets of the same shape that are not scored."""
     return torch.full_like(labels, float("nan") if labels.is_floating_point() else IGNORE_INDEX)
 
 
-def batcher_of(
+def make_batcher(
     model: PipelinedModel, micro_batch_size: int, max_length: int, kind: type[Batcher] = Batcher
 ) -> Batcher:
     """Return the batcher of this rank: micro-batches of `micro_batch_size` texts of `max_length` tokens."""

@@ -41,8 +41,6 @@ class Progress:
     """Validations since then."""
     tokens: int = 0
     """Tokens trained on, padding left out."""
-    warnings: list[str] = field(default_factory=list)
-    """Lines on the predictions of that step."""
 
     def add(self, step: int, scores: Scores, errors: Collection[str] = ()) -> bool:
         """Add a validation; return True if it is the best by the first metric of the first split.
@@ -111,7 +109,7 @@ def best_folder(out: Path) -> Path:
     return out / BEST
 
 
-def best_of(ckpt: str) -> str:
+def resolve_best(ckpt: str) -> str:
     """Return the folder of a finetuning run's best checkpoint; any other path as it is."""
     best = latest_checkpoint(best_folder(Path(ckpt)) / CHECKPOINTS)
     return ckpt if best is None else str(best_folder(Path(ckpt)))

@@ -12,9 +12,9 @@ from mlm.data.chat_template import ChatError
 from mlm.data.conversation import ASSISTANT, check_messages, encode, messages_in
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
-from mlm.finetune.examples import Example, Frame, Text
+from mlm.finetune.examples import Example, Frame, InputText
 from mlm.finetune.packing import Packer
-from mlm.finetune.rows import ExampleError, Row, RowError, checked_text, present
+from mlm.finetune.rows import ExampleError, RowError, TaskRow, check_text, present
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem
@@ -43,7 +43,7 @@ class Chat(TaskType):
         """Return 0: the model keeps its output layer."""
         return 0
 
-    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
+    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record, in any form of `messages_in`. Raises RowError."""
         column = task.columns[0]
         try:
@@ -61,10 +61,10 @@ class Chat(TaskType):
             text = json.dumps([messages, record.get(TOOLS)], ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RowError(f"'{column}' holds more than JSON values ({error}): fix or delete it") from error
-        return Row(id, (checked_text(text, column),), answers)
+        return TaskRow(id, (check_text(text, column),), answers)
 
     def make_examples(
-        self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
+        self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
     ) -> Iterator[RowExamples]:
         """Yield one example per conversation, none for one whose answers begin after max_length tokens."""
         template = tokenizer.chat_template
@@ -79,7 +79,7 @@ class Chat(TaskType):
             labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
             labels[:-1] = np.where(is_answer[1:], ids[1:], IGNORE_INDEX)
             if (labels != IGNORE_INDEX).any():
-                yield [Example(number, (Text(ids, len(ids)),), labels)], is_long
+                yield [Example(number, (InputText(ids, len(ids)),), labels)], is_long
             elif is_long:
                 yield [], True
             else:
@@ -99,7 +99,7 @@ class Chat(TaskType):
         raise AssertionError("conversations are scored by AnswerLoss")
 
     def predict(
-        self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]
+        self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
         """Not called: `mlm generate` answers."""
         raise AssertionError("a conversation has no prediction")

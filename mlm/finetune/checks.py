@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 from mlm.config.suggest import nearest
 from mlm.data import files_present as present
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
-from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
+from mlm.launch.checks import (
+    checkpoint_exists,
+    devices_exist,
+    loss_scale_can_fall,
+    lr_falls,
+    problems_of,
+    stages_exist,
+)
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
 from mlm.training.checks import optimizer_fits_layout, optimizer_works
 from mlm.util.errors import Absent, Problem, UserError, show
@@ -59,10 +66,6 @@ def _rows_exist(config: Any, _: Launch) -> Problem | None:
 
 def _tokenizer_exists(config: Any, _: Launch) -> Problem | None:
     return present.tokenizer("data.tokenizer", config.data.tokenizer)
-
-
-def _model_exists(config: Any, _: Launch) -> Problem | None:
-    return present.model(config.ckpt)
 
 
 def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
@@ -141,7 +144,7 @@ def _names(task: TaskConfig) -> list[Problem]:
 EVAL_TASK_RULES = (
     devices_exist,
     loss_scale_can_fall,
-    _model_exists,
+    checkpoint_exists,
     _rows_exist,
     _tokenizer_exists,
     _chat_template_exists,

@@ -12,18 +12,18 @@ from torch import Tensor
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune import metrics
 from mlm.finetune.config import TaskConfig
-from mlm.finetune.examples import Example, Frame, Text, encode, truncate_longest_first
+from mlm.finetune.examples import Example, Frame, InputText, encode, truncate_longest_first
 from mlm.finetune.rows import (
-    Row,
     RowError,
-    checked_text,
-    index_of_label,
-    number_of_label,
+    TaskRow,
+    check_text,
+    parse_label,
+    parse_number_label,
     present,
+    read_texts,
     sequence,
-    texts_of,
 )
-from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, submitted
+from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, format_prediction
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 
@@ -44,28 +44,14 @@ class Labelling(TaskType):
         )
 
     def predict(
-        self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]
+        self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
         """Return the label with the largest score; the first of equals."""
         (scores,) = outputs
         return Prediction(row.id, int(scores.argmax()), tuple(scores.tolist()))
 
-    def warnings(
-        self, task: TaskConfig, split: str, rows: Sequence[Row], predictions: Sequence[Prediction]
-    ) -> list[str]:
-        """Return a line on a model that predicts one label for all rows of a split with several."""
-        values, labels = {prediction.value for prediction in predictions}, [row.label for row in rows]
-        if len(values) != 1 or len(set(labels)) == 1:
-            return []
-        (value,), share = values, labels.count(*values) / len(labels)
-        name = task.labels[int(value)]
-        return [
-            f"warning: all {len(rows):,} rows of {split} are predicted {name}, the label of {share:.0%} of "
-            "them; train longer, or with another optimizer.lr"
-        ]
-
     def standard_errors(
-        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
         """Return the standard errors of task.metrics, by the jackknife."""
         labels, values = np.array([row.label for row in rows]), np.array([p.value for p in predictions])
@@ -78,7 +64,7 @@ class OneOrTwoTexts(TaskType):
     columns: tuple[Sequence[int], str] | None = ((1, 2), "one or two columns of texts")
 
     def make_examples(
-        self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
+        self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
     ) -> Iterator[RowExamples]:
         """Yield one example per row; of two texts the longer is truncated first."""
         columns = len(task.columns)
@@ -100,7 +86,7 @@ class OneOrTwoTexts(TaskType):
 
     def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
         """Return GLUE's table, as gluebenchmark.com takes it."""
-        lines = [f"{' '.join(p.id.split())}\t{submitted(task, p)}" for p in predictions]
+        lines = [f"{' '.join(p.id.split())}\t{format_prediction(task, p)}" for p in predictions]
         return ["\n".join(["index\tprediction", *lines, ""])]
 
 
@@ -113,9 +99,9 @@ class Classification(Labelling, OneOrTwoTexts):
         """Return the outputs per text."""
         return len(task.labels)
 
-    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
+    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record. Raises RowError."""
-        return Row(id, texts_of(task, record, task.columns), index_of_label(task, record.get(task.label)))
+        return TaskRow(id, read_texts(task, record, task.columns), parse_label(task, record.get(task.label)))
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
         """Return the problem of a known metric that does not suit a task."""
@@ -139,10 +125,10 @@ class MultipleChoice(Labelling):
         """Return the id of a question: an article has several."""
         return f"{name}-{earlier}"
 
-    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
+    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record. Raises RowError."""
         *columns, column = task.columns
-        texts = texts_of(task, record, columns)
+        texts = read_texts(task, record, columns)
         options = sequence(present(record, column))
         if options is None or not all(isinstance(option, str) for option in options):
             raise RowError(
@@ -152,11 +138,11 @@ class MultipleChoice(Labelling):
             raise RowError(
                 f"'{column}' holds {len(options)} options, task.labels {len(task.labels)}: fix or delete it"
             )
-        checked = tuple(checked_text(option, column) for option in options)
-        return Row(id, texts, index_of_label(task, record.get(task.label)), checked)
+        checked = tuple(check_text(option, column) for option in options)
+        return TaskRow(id, texts, parse_label(task, record.get(task.label)), checked)
 
     def make_examples(
-        self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
+        self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
     ) -> Iterator[RowExamples]:
         """Yield an example of one text per option.
 
@@ -170,7 +156,7 @@ class MultipleChoice(Labelling):
         )
         limit = min(task.question_length or frame.max_length, frame.room(2))
         for number, (row, article) in enumerate(zip(rows, articles, strict=True)):
-            texts, was_truncated = list[Text](), False
+            texts, was_truncated = list[InputText](), False
             for _ in row.options:
                 whole = next(asked)
                 question = whole[:limit]
@@ -191,9 +177,11 @@ class Regression(OneOrTwoTexts):
         """Return the outputs per text."""
         return 1
 
-    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
+    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record. Raises RowError."""
-        return Row(id, texts_of(task, record, task.columns), number_of_label(task, record.get(task.label)))
+        return TaskRow(
+            id, read_texts(task, record, task.columns), parse_number_label(task, record.get(task.label))
+        )
 
     def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
         """Squared error, summed: outputs [E, 1], labels [E]; NaN is not scored."""
@@ -201,7 +189,7 @@ class Regression(OneOrTwoTexts):
         return ((outputs[:, 0] - labels.nan_to_num().to(outputs.dtype)) * is_scored).square().sum()
 
     def predict(
-        self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]
+        self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
         """Return the output itself, even outside task.label_range."""
         (scores,) = outputs

@@ -9,12 +9,12 @@ from typing import Any
 
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import to_dict
-from mlm.finetune.batches import batcher_of
-from mlm.finetune.best import DATA_PATH, best_of
+from mlm.finetune.batches import make_batcher
+from mlm.finetune.best import DATA_PATH, resolve_best
 from mlm.finetune.config import EvalTaskConfig, TaskConfig
-from mlm.finetune.inputs import Start, start_of, tokenize_split
-from mlm.finetune.scoring import Scored, files_of, objective_of, probabilities_of, score_split
-from mlm.finetune.splits import Split, read_part, read_split
+from mlm.finetune.inputs import Start, read_start, tokenize_split
+from mlm.finetune.scoring import Scored, label_probabilities, make_objective, prediction_files, score_split
+from mlm.finetune.splits import TaskSplit, read_part, read_split
 from mlm.finetune.task_type import check_installed, task_type
 from mlm.inference.trained import (
     Trained,
@@ -48,7 +48,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
         return problems
     try:
         check_installed(config.task)
-        start = start_of(config)
+        start = read_start(config)
         if problems := task_problems(config, start):
             return problems
         for name in splits(config):
@@ -69,7 +69,7 @@ def preflight(config: EvalTaskConfig) -> list[str]:
             "chat=true`"
         )
     elif config.predictions is not None:
-        names = [file for name in splits(config) for file in files_of(task, name)]
+        names = [file for name in splits(config) for file in prediction_files(task, name)]
         problems += claim_problems(config.predictions, "predictions", key="predictions", writes=names)
     return problems
 
@@ -81,7 +81,7 @@ def saved_state(start: Start) -> dict[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def split_of(config: EvalTaskConfig, name: str, start: Start) -> Split:
+def split_of(config: EvalTaskConfig, name: str, start: Start) -> TaskSplit:
     """Read a split of data.path, or of the rows that the checkpoint was finetuned on.
 
     Of a single file of conversations those that the run held out. Raises UserError.
@@ -125,18 +125,18 @@ def result_path(config: EvalTaskConfig, start: Start) -> Path:
     if config.out is not None:
         return Path(config.out)
     name = f"eval-{config.task.name}.json"
-    if best_of(config.ckpt) != config.ckpt:
+    if resolve_best(config.ckpt) != config.ckpt:
         return Path(config.ckpt, name)
     return result_file(start.named.path, name)
 
 
 def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     """Score the splits; rank 0 prints a table and writes a JSON receipt. Raises UserError."""
-    begin, start, task = time.monotonic(), start_of(config), config.task
+    begin, start, task = time.monotonic(), read_start(config), config.task
     trained = load_trained(str(start.named.path), config.parallel, config.precision, ctx)
     kind = task_type(task.kind)
-    objective = objective_of(kind, ctx, trained.model.dtype)
-    batcher = batcher_of(trained.model, config.batch_size, start.max_length, kind.batcher)
+    objective = make_objective(kind, ctx, trained.model.dtype)
+    batcher = make_batcher(trained.model, config.batch_size, start.max_length, kind.batcher)
     out = result_path(config, start)
     place = result_path(replace(config, out=None), start) if is_stream(out) else out
     scores = []
@@ -152,11 +152,9 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         write_result(config.probabilities, probabilities(task, scores).encode(), key="probabilities")
     aside = None if config.out is not None else rename_earlier_result(out, result, result_identity)
     write_result(out, result)
-    notes = [] if aside is None else [f"the result there before: {one_line(aside)}"]
-    for scored in scores:
-        split = scored.tokenized.split
-        notes += map(one_line, kind.warnings(task, split.name, split.rows, scored.predictions))
-    show_table(result, out, *notes)
+    show_table(result, out)
+    if aside is not None:
+        console().print(f"the result there before: {one_line(aside)}")
 
 
 def receipt(
@@ -182,7 +180,7 @@ def probabilities(task: TaskConfig, scores: Sequence[Scored]) -> str:
     lines = []
     for scored in scores:
         for each in scored.predictions:
-            chances = probabilities_of(task, each)
+            chances = label_probabilities(task, each)
             row = {"split": scored.tokenized.split.name, "id": each.id, "probabilities": chances}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     return "".join(lines)
@@ -208,8 +206,8 @@ def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:
     }
 
 
-def show_table(result: dict[str, Any], out: Path, *notes: str) -> None:
-    """Print the table, and lines after it."""
+def show_table(result: dict[str, Any], out: Path) -> None:
+    """Print the table, and the files written."""
     title = f"eval {result['task']} · {one_line(result['checkpoint'])} · step {result['step']}"
     made = table(title, "split", "rows#", "metric", "value#")
     for entry in result["results"]:
@@ -226,5 +224,3 @@ def show_table(result: dict[str, Any], out: Path, *notes: str) -> None:
         for file in entry["predictions"]:
             screen.print(f"predictions of {entry['split']}: {one_line(file)}")
     screen.print(f"written to {one_line(target_name(out))}")
-    for note in notes:
-        screen.print(note)

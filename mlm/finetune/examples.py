@@ -21,7 +21,7 @@ BATCH = 10_000  # texts tokenised at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Text:
+class InputText:
     """One input sequence of a model."""
 
     tokens: Tokens
@@ -39,7 +39,7 @@ class Example:
 
     row: int
     """Index of the row in its split; windows of one context share it."""
-    texts: tuple[Text, ...]
+    texts: tuple[InputText, ...]
     """One, or one per option of type choice."""
     label: Any
     """Target of the loss: an int, a float, or a tuple of ints; None without a label."""
@@ -62,15 +62,15 @@ class Frame:
         """Return the tokens that this many texts may have together."""
         return self.max_length - len(self.begin) - texts * len(self.end)
 
-    def one(self, a: Tokens) -> Text:
+    def one(self, a: Tokens) -> InputText:
         """Return a single text with special tokens; it must fit."""
         tokens = np.concatenate([self.begin, a, self.end])
-        return Text(tokens, len(tokens))
+        return InputText(tokens, len(tokens))
 
-    def two(self, a: Tokens, b: Tokens) -> Text:
+    def two(self, a: Tokens, b: Tokens) -> InputText:
         """Return two texts with special tokens; they must fit."""
         tokens = np.concatenate([self.begin, a, self.end, b, self.end])
-        return Text(tokens, len(tokens) if self.causal else len(tokens) - len(b) - 1)
+        return InputText(tokens, len(tokens) if self.causal else len(tokens) - len(b) - 1)
 
 
 def frame(tokenizer: Tokenizer, *, causal: bool, max_length: int) -> Frame:

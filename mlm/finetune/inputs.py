@@ -3,7 +3,7 @@
 The scores of a run are a function of `depends_on`, but for rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from mlm.config.build import to_dict
 from mlm.config.tree import flatten
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
-from mlm.finetune.splits import Split, TokenizedSplit, read_part, read_split, tokenize
+from mlm.finetune.splits import TaskSplit, TokenizedSplit, read_part, tokenize
 from mlm.finetune.task_type import task_type
 from mlm.inference.chat import load_chat_template
 from mlm.inference.hf_source import load_model_folder, open_tensors
@@ -57,24 +57,13 @@ class Start:
         modules = {name.partition(".")[0] for name in parameters(self.model)}
         return [note for note in self.named.notes if not note.about or note.about in modules]
 
-    def tokenize(self, task: TaskConfig, split: Split) -> TokenizedSplit:
+    def tokenize(self, task: TaskConfig, split: TaskSplit) -> TokenizedSplit:
         """Return a split with its examples. Raises UserError."""
         causal = self.model.family.causal
         return tokenize(task, split, self.tokenizer, causal=causal, max_length=self.max_length)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """The rows of a run."""
-
-    train: Split
-    validations: Sequence[Split]
-    """One per split of task.validations."""
-    tests: Sequence[Split] = ()
-    """Those of task.tests if data.predict_tests is set."""
-
-
-def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
+def read_start(config: FinetuneConfig | EvalTaskConfig) -> Start:
     """Read the checkpoint of `ckpt`, but no tensor; of a finetuning run, the best one. Raises UserError."""
     task, named = config.task, named_checkpoint(config.ckpt)
     kind, model = task_type(task.kind), named.config.model
@@ -97,28 +86,27 @@ def start_of(config: FinetuneConfig | EvalTaskConfig) -> Start:
     )
 
 
-def splits_of(config: FinetuneConfig) -> Splits:
-    """Read the rows to train on, to validate on and to predict. Raises ConfigError for all unusable rows."""
-    task, path, problems = config.task, config.data.path, list[str]()
+def read_splits(config: FinetuneConfig) -> dict[str, TaskSplit]:
+    """Read the rows to train on, to validate on and to predict, by the split's name.
 
-    tests = task.tests if config.data.predict_tests else ()
-    wanted = [(read_part, name) for name in (task.train, *task.validations)]
-    wanted += [(read_split, name) for name in tests]
-    splits = [attempt(problems, partial(read, task, name, path=path)) for read, name in wanted]
+    Raises ConfigError for all unusable rows.
+    """
+    task, path, problems = config.task, config.data.path, list[str]()
+    names = (task.train, *task.validations, *(task.tests if config.data.predict_tests else ()))
+    splits = {name: attempt(problems, partial(read_part, task, name, path=path)) for name in names}
     if problems:
         raise ConfigError(problems)
-    train, *others = [split for split in splits if split is not None]
-    if config.data.train_rows is not None and config.data.train_rows > len(train):
+    whole = {name: split for name, split in splits.items() if split is not None}
+    train, wanted = whole[task.train], config.data.train_rows
+    if wanted is not None and wanted > len(train):
         raise UserError(
-            f"data.train_rows={config.data.train_rows} is more than the {len(train)} rows of {train.source}, "
+            f"data.train_rows={wanted} is more than the {len(train)} rows of {train.source}, "
             f"split {train.name}; use data.train_rows={len(train)} or less, or null for all"
         )
-    return Splits(
-        train=train, validations=others[: len(task.validations)], tests=others[len(task.validations) :]
-    )
+    return whole
 
 
-def tokenize_split(task: TaskConfig, split: Split, start: Start) -> TokenizedSplit:
+def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> TokenizedSplit:
     """Return a split with its examples. Raises UserError, also if there are none."""
     tokenized = start.tokenize(task, split)
     if not tokenized.examples:
@@ -172,7 +160,7 @@ WEIGHTS, VOCABULARY, ROWS, TEMPLATE = "ckpt", "data.tokenizer", "data.path", "da
 Settings = dict[str, Any]
 
 
-def depends_on(config: FinetuneConfig, start: Start, splits: Splits) -> Settings:
+def depends_on(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSplit]) -> Settings:
     """Return by key the settings that may not change in a run directory.
 
     Weights, tokenizer and rows are compared by digest: files may be moved. Raises UserError, OSError.
@@ -183,7 +171,8 @@ def depends_on(config: FinetuneConfig, start: Start, splits: Splits) -> Settings
         if key in FIXED or (key.startswith(FIXED_SECTIONS) and key not in FREE)
     }
     template = start.tokenizer.chat_template
-    digests = {f"{ROWS} {split.name}": split.digest for split in (splits.train, *splits.validations)}
+    task = config.task
+    digests = {f"{ROWS} {name}": splits[name].digest for name in (task.train, *task.validations)}
     return {
         **values,
         "task.max_length": start.max_length,

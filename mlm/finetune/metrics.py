@@ -18,23 +18,36 @@ from mlm.util.extras import load_extra
 Values = NDArray[Any]
 Metric = Callable[[Values, Values], float]
 """Score of labels [rows] and predicted values [rows]."""
-EXTRA = "finetune"
+EXTRA, NEEDS = "finetune", "the metrics of task"
 
 
-def accuracy(labels: Values, values: Values, weights: Values | None = None) -> float:
-    """Share of right predictions."""
-    return float(_sklearn().accuracy_score(labels, values, sample_weight=weights))
+def _of_labels(name: str, **options: Any) -> Callable[..., float]:
+    """Return a metric of scikit-learn; labels, predicted labels and optional weights are [rows]."""
+
+    def metric(labels: Values, values: Values, weights: Values | None = None) -> float:
+        sklearn = load_extra("sklearn.metrics", NEEDS, EXTRA)
+        return float(getattr(sklearn, name)(labels, values, sample_weight=weights, **options))
+
+    return metric
 
 
-def f1(labels: Values, values: Values, weights: Values | None = None) -> float:
-    """Harmonic mean of precision and recall of label 1."""
-    return float(_sklearn().f1_score(labels, values, sample_weight=weights, zero_division=0))
+def _correlation(name: str) -> Metric:
+    """Return a correlation of SciPy."""
+
+    def metric(labels: Values, values: Values) -> float:
+        measure = getattr(load_extra("scipy.stats", NEEDS, EXTRA), name)
+        correlation = float(measure(labels, values).statistic) if len(labels) > 1 else 0.0
+        return correlation if np.isfinite(correlation) else 0.0  # not a number when all are equal
+
+    return metric
 
 
-def macro_f1(labels: Values, values: Values, weights: Values | None = None) -> float:
-    """Mean over the labels of their F1."""
-    measure = _sklearn().f1_score
-    return float(measure(labels, values, average="macro", sample_weight=weights, zero_division=0))
+accuracy, matthews = _of_labels("accuracy_score"), _of_labels("matthews_corrcoef")
+f1 = _of_labels("f1_score", zero_division=0)
+"""Harmonic mean of precision and recall of label 1."""
+macro_f1 = _of_labels("f1_score", average="macro", zero_division=0)
+"""Mean over the labels of their F1."""
+pearson, spearman = _correlation("pearsonr"), _correlation("spearmanr")
 
 
 def accuracy_f1(labels: Values, values: Values, weights: Values | None = None) -> float:
@@ -42,19 +55,9 @@ def accuracy_f1(labels: Values, values: Values, weights: Values | None = None) -
     return (accuracy(labels, values, weights) + f1(labels, values, weights)) / 2
 
 
-def matthews(labels: Values, values: Values, weights: Values | None = None) -> float:
-    """Matthews correlation."""
-    return float(_sklearn().matthews_corrcoef(labels, values, sample_weight=weights))
-
-
-def pearson(labels: Values, values: Values) -> float:
-    """Correlation."""
-    return _correlation("pearsonr", labels, values)
-
-
-def spearman(labels: Values, values: Values) -> float:
-    """Correlation of the ranks."""
-    return _correlation("spearmanr", labels, values)
+def pearson_spearman(labels: Values, values: Values) -> float:
+    """Mean of both correlations, by which GLUE ranks STS-B (arXiv:1804.07461, section 3)."""
+    return (pearson(labels, values) + spearman(labels, values)) / 2
 
 
 def mse(labels: Values, values: Values) -> float:
@@ -70,11 +73,6 @@ def rmse(labels: Values, values: Values) -> float:
 def mae(labels: Values, values: Values) -> float:
     """Mean of the absolute errors."""
     return float(np.abs(np.asarray(labels, dtype=np.float64) - values).mean())
-
-
-def pearson_spearman(labels: Values, values: Values) -> float:
-    """Mean of both correlations, by which GLUE ranks STS-B (arXiv:1804.07461, section 3)."""
-    return (pearson(labels, values) + spearman(labels, values)) / 2
 
 
 OF_LABELS: dict[str, Callable[..., float]] = {
@@ -130,15 +128,3 @@ def jackknife(metric: Callable[..., float], labels: Values, values: Values) -> f
 def stderr_of_mean(values: NDArray[np.float64]) -> float:
     """Return the standard error of the mean of two values or more: its jackknife in closed form."""
     return float(values.std(ddof=1)) / math.sqrt(values.size)
-
-
-def _sklearn() -> Any:
-    return load_extra("sklearn.metrics", "the metrics of task", EXTRA)
-
-
-def _correlation(name: str, labels: Values, values: Values) -> float:
-    measure = getattr(load_extra("scipy.stats", "the metrics of task", EXTRA), name)
-    if len(labels) < 2:
-        return 0.0
-    correlation = float(measure(labels, values).statistic)  # not a number when all are equal
-    return correlation if np.isfinite(correlation) else 0.0

@@ -51,36 +51,22 @@ class PackedBatch(Batch):
 class Packer(Batcher):
     """Splits the conversations of a batch into micro-batches of packed sequences."""
 
-    def micro_batches(  # type: ignore[override]
-        self, examples: Sequence[Example], numbers: Sequence[int], first_sample: int
-    ) -> list[PackedBatch]:
-        """Return this rank's micro-batches of the numbered conversations; equally many on each rank."""
+    def sequences(self, examples: Sequence[Example], numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbered conversations in packs of a sequence each, the longest first."""
         lengths = [len(examples[n].texts[0]) for n in numbers]
         packs = [[numbers[i] for i in pack] for pack in first_fit(lengths, self.length)]
-        sizes = [sum(len(examples[n].texts[0]) for n in pack) for pack in packs]
-        order = sorted(range(len(packs)), key=lambda i: -sizes[i])  # about equally long in a micro-batch
-        rows = min(max(1, self.budget // sizes[order[0]]), len(packs))
-        count = -(-len(packs) // (rows * self.size))
-        count = -(-count // self.groups_of) * self.groups_of
-        rows = -(-len(packs) // (count * self.size))
-        made = []
-        for i in range(count):
-            first = i * rows * self.size
-            mine = [packs[n] for n in order[first : first + rows * self.size][self.rank :: self.size]]
-            sample = first_sample + first + self.rank * rows  # distinct for all micro-batches
-            made.append(self.packed(examples, mine, [numbers[-1]], sample))
-        return made
+        return sorted(packs, key=lambda pack: -self.tokens(examples, pack))
 
-    def packed(
-        self,
-        examples: Sequence[Example],
-        packs: Sequence[Sequence[int]],
-        filler: Sequence[int],
-        first_sample: int,
+    def tokens(self, examples: Sequence[Example], unit: Sequence[int]) -> int:
+        """Return the tokens of a pack."""
+        return sum(len(examples[n].texts[0]) for n in unit)
+
+    def batch(  # type: ignore[override]
+        self, examples: Sequence[Example], units: Sequence[Sequence[int]], filler: int, first_sample: int
     ) -> PackedBatch:
         """Return a micro-batch of sequences; without any it holds `filler`, not scored."""
-        sequences = packs or [filler]
-        longest = max(sum(len(examples[n].texts[0]) for n in pack) for pack in sequences)
+        sequences = units or [[filler]]
+        longest = max(self.tokens(examples, pack) for pack in sequences)
         width = -(-longest // self.multiple) * self.multiple
         tokens = np.zeros((len(sequences), width), dtype=np.int64)
         labels, ends = np.full_like(tokens, IGNORE_INDEX), np.zeros(tokens.shape, dtype=bool)
@@ -89,7 +75,7 @@ class Packer(Batcher):
             for n in pack:
                 text = examples[n].texts[0]
                 tokens[row, place : place + len(text)] = text.tokens
-                if packs:
+                if units:
                     labels[row, place : place + len(text)] = examples[n].label
                 place += len(text)
                 ends[row, place - 1] = True
@@ -98,22 +84,20 @@ class Packer(Batcher):
             torch.from_numpy(labels),
             first_sample,
             torch.from_numpy(ends) if any(len(pack) > 1 for pack in sequences) else None,
-            tuple(int(n) for pack in packs for n in pack),
+            tuple(int(n) for pack in units for n in pack),
         )
 
     def all_batches(self, examples: Sequence[Example]) -> Iterator[list[PackedBatch]]:  # type: ignore[override]
         """Yield this rank's micro-batches of all conversations, a few at a time, the longest first."""
         order = sorted(range(len(examples)), key=lambda n: -len(examples[n].texts[0]))
-        room, some, first = self.budget * self.size * self.groups_of, list[int](), 0
-        tokens = 0
-        for number in order:
+        room, first, tokens = self.budget * self.size * self.groups_of, 0, 0
+        for i, number in enumerate(order):
             length = len(examples[number].texts[0])
-            if some and tokens + length > room:
-                yield self.micro_batches(examples, some, first)
-                first, some, tokens = first + len(some), [], 0
-            some.append(number)
+            if first < i and tokens + length > room:
+                yield self.micro_batches(examples, order[first:i], first)  # type: ignore[misc]
+                first, tokens = i, 0
             tokens += length
-        yield self.micro_batches(examples, some, first)
+        yield self.micro_batches(examples, order[first:], first)  # type: ignore[misc]
 
 
 def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

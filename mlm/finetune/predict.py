@@ -9,12 +9,12 @@ from mlm.checkpoint.native.format import RESTORE
 from mlm.checkpoint.native.run_state import as_strings as strings
 from mlm.config.build import from_dict
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.batches import batcher_of
+from mlm.finetune.batches import make_batcher
 from mlm.finetune.checks import check_task
 from mlm.finetune.config import TaskConfig
-from mlm.finetune.rows import Row, RowError
-from mlm.finetune.scoring import Finetuning, predictions_of, probabilities_of
-from mlm.finetune.splits import Split, tokenize
+from mlm.finetune.rows import RowError, TaskRow
+from mlm.finetune.scoring import Finetuning, compute_predictions, label_probabilities
+from mlm.finetune.splits import TaskSplit, tokenize
 from mlm.finetune.task_type import Prediction, task_type
 from mlm.inference.trained import Trained, is_model_folder
 from mlm.models.huggingface import label_entries
@@ -47,8 +47,10 @@ def predict(
     causal, split = model.family.causal, split_of(task, rows)
     tokenized = tokenize(task, split, tokenizer, causal=causal, max_length=length)
     objective = Finetuning(task_type(task.kind), ctx, trained.model.dtype)
-    batcher = batcher_of(trained.model, batch_size, length)
-    return [answer(task, each) for each in predictions_of(trained.model, objective, task, tokenized, batcher)]
+    batcher = make_batcher(trained.model, batch_size, length)
+    return [
+        answer(task, each) for each in compute_predictions(trained.model, objective, task, tokenized, batcher)
+    ]
 
 
 def task_of(trained: Trained, *, is_pair: bool) -> TaskConfig:
@@ -97,16 +99,16 @@ def _foreign_task(trained: Trained, *, is_pair: bool) -> TaskConfig:
     )
 
 
-def split_of(task: TaskConfig, rows: Sequence[Any]) -> Split:
+def split_of(task: TaskConfig, rows: Sequence[Any]) -> TaskSplit:
     """Return the rows as a split without labels. Raises UserError for one that the task cannot read."""
-    kind, parsed = task_type(task.kind), list[Row]()
+    kind, parsed = task_type(task.kind), list[TaskRow]()
     for number, row in enumerate(rows):
         record = record_of(task, row, number)
         try:
             parsed.append(kind.parse(task, record, str(number)))
         except RowError as error:
             raise UserError(f"texts[{number}]: {error}") from error
-    return Split(
+    return TaskSplit(
         name="texts",
         source="texts",
         rows=parsed,
@@ -140,5 +142,5 @@ def answer(task: TaskConfig, prediction: Prediction) -> Any:
     assert isinstance(prediction.value, int)
     return {
         "label": task.labels[prediction.value],
-        "probabilities": probabilities_of(task, prediction),
+        "probabilities": label_probabilities(task, prediction),
     }

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from mlm.config.build import from_dict
-from mlm.finetune.best import Scores, best_of, merit
+from mlm.finetune.best import Scores, merit, resolve_best
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Start
 from mlm.finetune.task_type import task_type
@@ -48,15 +48,13 @@ class Result:
     """The settings, and digests of weights, tokenizer and rows (inputs.py)."""
     config_digest: str
     versions: dict[str, str]
-    warnings: tuple[str, ...] = ()
-    """Lines on the predictions of the best checkpoint."""
 
 
 def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
     """Return the result of a finished run with these settings and all requested predictions; else None."""
     try:
         result = from_dict(Result, parse_json(Path(config.out, RESULT).read_bytes()))
-        best = best_of(config.out)
+        best = resolve_best(config.out)
     except (OSError, ValueError, RecursionError):  # none, or damaged: the run continues
         return None
     predicted = bool(result.predictions) and all(Path(file).exists() for file in result.predictions)
@@ -73,8 +71,8 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
         rows(made, (result.seed,) * several, {**result.scores, **result.tests}, result.best_step)
     screen = console()
     if several:
-        medians = medians_of([result.scores for result in results])
-        tests = medians_of([result.tests for result in results])
+        medians = median_scores([result.scores for result in results])
+        tests = median_scores([result.tests for result in results])
         rows(made, ("median",), {**medians, **tests}, "")
         document = {
             "task": config.task.name,
@@ -93,8 +91,6 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
     errors = task_type(config.task.kind).errors
     best = max(results, key=lambda result: merit(result.scores, errors))
     screen.print(f"best checkpoint: {one_line(best.checkpoint)}")
-    for line in dict.fromkeys(line for result in results for line in result.warnings):
-        screen.print(one_line(line))
     for result in results:
         for file in result.predictions:
             screen.print(f"predictions: {one_line(file)}")
@@ -107,7 +103,7 @@ def rows(made: Any, before: tuple[object, ...], scores: Scores, best_step: objec
             add_row(made, *before, split, name, f"{value:.4f}", best_step)
 
 
-def medians_of(each_seed: Sequence[Scores]) -> Scores:
+def median_scores(each_seed: Sequence[Scores]) -> Scores:
     """Return the median over the seeds of each metric (arXiv:1909.08053, section 5.3)."""
     return {
         split: {name: median(scores[split][name] for scores in each_seed) for name in metrics}

@@ -32,7 +32,7 @@ class MissingColumnError(RowError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TaskRow:
     """One question of a task."""
 
     id: str
@@ -45,9 +45,9 @@ class Row:
     """Type choice: the options to choose from."""
 
 
-def texts_of(task: TaskConfig, record: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:
+def read_texts(task: TaskConfig, record: Mapping[str, Any], columns: Sequence[str]) -> tuple[str, ...]:
     """Return the texts in these columns, none empty. Raises RowError."""
-    texts = tuple(checked_text(present(record, column), column) for column in columns)
+    texts = tuple(check_text(present(record, column), column) for column in columns)
     for column, text in zip(columns, texts, strict=True):
         if not text.strip() and not task.allow_empty:
             raise RowError(f"'{column}' is empty: fill or delete it, or set task.allow_empty=true")
@@ -62,7 +62,7 @@ def present(record: Mapping[str, Any], column: str) -> Any:
     return record[column]
 
 
-def checked_text(value: Any, column: str) -> str:
+def check_text(value: Any, column: str) -> str:
     """Return a text that UTF-8 can encode. Raises RowError."""
     if not isinstance(value, str):
         raise RowError(f"'{column}' holds {type_of(value)}, not a text: fix or delete it")
@@ -73,11 +73,11 @@ def checked_text(value: Any, column: str) -> str:
     return value
 
 
-def index_of_label(task: TaskConfig, value: Any) -> int | None:
+def parse_label(task: TaskConfig, value: Any) -> int | None:
     """Return the index of a label, given by name or number; None without one. Raises RowError."""
     if isinstance(value, str) and value in task.labels:
         return task.labels.index(value)
-    number = whole_number(value)
+    number = parse_whole_number(value)
     if number == NO_LABEL or value is None or value == "":
         return None
     if number is None or not 0 <= number < len(task.labels):
@@ -89,7 +89,7 @@ def index_of_label(task: TaskConfig, value: Any) -> int | None:
     return number
 
 
-def number_of_label(task: TaskConfig, value: Any) -> float | None:
+def parse_number_label(task: TaskConfig, value: Any) -> float | None:
     """Return a numeric label; None without one. Raises RowError."""
     if value is None or value == "":
         return None
@@ -110,17 +110,17 @@ def number_of_label(task: TaskConfig, value: Any) -> float | None:
     return number
 
 
-def identity_of(record: Mapping[str, Any], column: str | None, number: int) -> str:
+def row_name(record: Mapping[str, Any], column: str | None, number: int) -> str:
     """Return a row's name: the value of its id column, or the number of rows before it. Raises RowError."""
     value = None if column is None else record.get(column)
     if value is None:
         return str(number)
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise RowError(f"'{column}' holds {type_of(value)}; an id is a text or a whole number: fix it")
-    return checked_text(str(value), column or "")
+    return check_text(str(value), column or "")
 
 
-def whole_number(value: Any) -> int | None:
+def parse_whole_number(value: Any) -> int | None:
     """Return a whole number, also one given as text or as 1.0; None for anything else."""
     if isinstance(value, bool):
         return None

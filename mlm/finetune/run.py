@@ -1,5 +1,6 @@
 """`mlm finetune TASK`: train a head, and the model below it, on a task; keep the best checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -7,20 +8,20 @@ from typing import Any
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import from_dict
-from mlm.finetune.batches import chosen_rows
+from mlm.finetune.batches import draw_rows
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import (
-    Splits,
     Start,
     change_problems,
     depends_on,
-    splits_of,
-    start_of,
+    read_splits,
+    read_start,
     tokenize_split,
 )
 from mlm.finetune.results import RESULT, Result, finished, report
+from mlm.finetune.splits import TaskSplit
 from mlm.finetune.task_type import check_installed
-from mlm.finetune.training import Material, finetune, spec_of
+from mlm.finetune.training import Material, finetune, pretrain_config
 from mlm.inference.trained import checkpoint_problems
 from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.reporter import missing_extras
@@ -33,18 +34,18 @@ from mlm.util.ownership import claim_problems
 def preflight(config: FinetuneConfig) -> list[str]:
     """Return the problems that reading the named files shows; called before any rank starts."""
     problems = [*missing_extras(config.log), *checkpoint_problems(config.ckpt, config.parallel)]
-    start = None if problems else attempt(problems, lambda: start_of(config))
+    start = None if problems else attempt(problems, lambda: read_start(config))
     attempt(problems, lambda: check_installed(config.task))
-    splits = attempt(problems, lambda: splits_of(config))
+    splits = attempt(problems, lambda: read_splits(config))
     if problems or start is None or splits is None:
         return problems
     try:
         if config.seeds > 1:
             problems += claim_problems(config.out, "run", writes=(RESULT,))
-        start.tokenize(config.task, splits.train.select([0]))
+        start.tokenize(config.task, splits[config.task.train].select([0]))
         problems += length_problems(config, start)
-        for one in by_seed(config):
-            problems += run_start_problems(spec_of(one, start, 1), compares=False)
+        for one in configs_by_seed(config):
+            problems += run_start_problems(pretrain_config(one, start, 1), compares=False)
             problems += change_problems(one, depends_on(one, start, splits))
     except UserError as error:
         return list(error.problems)
@@ -66,7 +67,7 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     """Finetune, with each seed; every rank calls this. Return the command's exit code. Raises UserError."""
     if ctx.device.type == "cpu":
         reuse_large_blocks()
-    start, splits, runs = start_of(config), splits_of(config), by_seed(config)
+    start, splits, runs = read_start(config), read_splits(config), configs_by_seed(config)
     ranks = Ranks.of(ctx)
 
     def look() -> list[Any]:
@@ -93,7 +94,7 @@ def run(config: FinetuneConfig, ctx: ParallelContext) -> int:
     return 0
 
 
-def by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
+def configs_by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
     """Return the runs of a command: one, or one per seed, each in a separate folder."""
     if config.seeds == 1:
         return [config]
@@ -101,14 +102,15 @@ def by_seed(config: FinetuneConfig) -> list[FinetuneConfig]:
     return [replace(config, seed=s, seeds=1, out=str(Path(config.out, f"seed-{s}"))) for s in seeds]
 
 
-def prepare(config: FinetuneConfig, start: Start, splits: Splits) -> Material:
+def prepare(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSplit]) -> Material:
     """Tokenise the rows. Raises UserError."""
-    task, train, wanted = config.task, splits.train, config.data.train_rows
+    task, train, wanted = config.task, splits[config.task.train], config.data.train_rows
     if wanted is not None:
-        train = train.select(chosen_rows(len(train), wanted, config.data.seed).tolist())
+        train = train.select(draw_rows(len(train), wanted, config.data.seed).tolist())
+    tests = task.tests if config.data.predict_tests else ()
     return Material(
         start=start,
         train=tokenize_split(task, train, start),
-        validations=[tokenize_split(task, split, start) for split in splits.validations],
-        tests=[tokenize_split(task, split, start) for split in splits.tests],
+        validations=[tokenize_split(task, splits[name], start) for name in task.validations],
+        tests=[tokenize_split(task, splits[name], start) for name in tests],
     )

@@ -14,7 +14,7 @@ from mlm.finetune.batches import Batcher, TaskBatch
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example
 from mlm.finetune.packing import AnswerLoss, Packer, answer_scores
-from mlm.finetune.splits import Split, TokenizedSplit
+from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import without_padding
@@ -86,12 +86,12 @@ class Finetuning:
 Objective = Finetuning | AnswerLoss
 
 
-def objective_of(kind: TaskType, ctx: ParallelContext, dtype: torch.dtype) -> Objective:
+def make_objective(kind: TaskType, ctx: ParallelContext, dtype: torch.dtype) -> Objective:
     """Return the objective of a type of task; `dtype` is that of activations."""
     return AnswerLoss(ctx, dtype) if kind.is_chat else Finetuning(kind, ctx, dtype)
 
 
-def outputs_of(
+def compute_outputs(
     model: PipelinedModel,
     objective: Finetuning,
     examples: Sequence[Example],
@@ -151,13 +151,12 @@ def evaluate(
             raise UserError(f"{split.source}: the loss of split {split.name} is not finite{NOT_FINITE}")
         return {name: values[name] for name in task.metrics}, []
     with progress_bar(f"scoring {split.name}", len(examples), shown=shown) as advance:
-        predictions = predictions_of(model, objective, task, tokenized, batcher, advance)
-    scored = split.has_labels
-    metrics = task_type(task.kind).score(task, split.rows, predictions) if scored else {}
+        predictions = compute_predictions(model, objective, task, tokenized, batcher, advance)
+    metrics = task_type(task.kind).score(task, split.rows, predictions) if split.has_labels else {}
     return metrics, predictions
 
 
-def predictions_of(
+def compute_predictions(
     model: PipelinedModel,
     objective: Finetuning,
     task: TaskConfig,
@@ -170,38 +169,34 @@ def predictions_of(
     Raises UserError if the model's outputs are not finite.
     """
     split, examples = tokenized.split, tokenized.examples
-    outputs = outputs_of(model, objective, examples, batcher, advance)
-    for number, output in enumerate(outputs):
+    outputs = compute_outputs(model, objective, examples, batcher, advance)
+    for example, output in zip(examples, outputs, strict=True):
         if not np.isfinite(output).all():
+            precision = str(model.dtype).removeprefix("torch.")
             raise UserError(
-                f"{split.places[examples[number].row]}: the model's outputs are not finite in "
-                f"precision={str(model.dtype).removeprefix('torch.')}: use another checkpoint, a lower "
-                "optimizer.lr, or precision=fp32"
+                f"{split.places[example.row]}: the model's outputs are not finite in "
+                f"precision={precision}{NOT_FINITE}"
             )
     return predict(task, split, examples, outputs)
 
 
 def predict(
-    task: TaskConfig, split: Split, examples: Sequence[Example], outputs: Sequence[Output]
+    task: TaskConfig, split: TaskSplit, examples: Sequence[Example], outputs: Sequence[Output]
 ) -> list[Prediction]:
     """Return one prediction per row of a split.
 
     `outputs[i]` belongs to `examples[i]`: [num_labels] per text, or [n, 2] for the n tokens of its text (head
     span), without padding.
     """
-    assert len(outputs) == len(examples)
     kind = task_type(task.kind)
-    together = groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row)
     predictions = list[Prediction]()
-    for row, pairs in together:
-        assert row == len(predictions), "every row has examples, in the order of the rows"
-        mine, of_mine = zip(*pairs, strict=True)
-        predictions.append(kind.predict(task, split.rows[row], mine, of_mine))
-    assert len(predictions) == len(split)
+    for row, pairs in groupby(zip(examples, outputs, strict=True), key=lambda pair: pair[0].row):
+        predictions.append(kind.predict(task, split.rows[row], *zip(*pairs, strict=True)))
+    assert len(predictions) == len(split), "every row has examples, in the order of the rows"
     return predictions
 
 
-def probabilities_of(task: TaskConfig, prediction: Prediction) -> dict[str, float]:
+def label_probabilities(task: TaskConfig, prediction: Prediction) -> dict[str, float]:
     """Return the softmax of a prediction's scores, in float64, by the name of the label."""
     outputs = np.array(prediction.scores, dtype=np.float64)
     weights = np.exp(outputs - outputs.max())
@@ -240,10 +235,10 @@ def score_split(
 
 
 def write_predictions(
-    task: TaskConfig, split: Split, predictions: Sequence[Prediction], folder: Path
+    task: TaskConfig, split: TaskSplit, predictions: Sequence[Prediction], folder: Path
 ) -> list[Path]:
     """Write the predictions of a split below a folder and return the files. Raises OSError."""
-    names = files_of(task, split.name)
+    names = prediction_files(task, split.name)
     claim_folder(folder, "predictions", key="predictions", writes=names)
     contents = task_type(task.kind).contents(task, predictions)
     for name, content in zip(names, contents, strict=True):
@@ -251,7 +246,7 @@ def write_predictions(
     return [folder / name for name in names]
 
 
-def files_of(task: TaskConfig, split: str) -> list[str]:
+def prediction_files(task: TaskConfig, split: str) -> list[str]:
     """Return the names of the files of a split's predictions, named after it or as in task.submission."""
     stem = dict(zip(task.tests, task.submission, strict=False)).get(split, split)
     return task_type(task.kind).files(task, stem)

@@ -16,7 +16,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import BATCH, Example, Frame, encode
 from mlm.finetune.metrics import EXTRA, stderr_of_mean
-from mlm.finetune.rows import Row, RowError, checked_text, sequence, shown, texts_of, whole_number
+from mlm.finetune.rows import RowError, TaskRow, check_text, parse_whole_number, read_texts, sequence, shown
 from mlm.finetune.task_type import Candidate, Output, Prediction, RowExamples, TaskType, as_json
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
@@ -49,7 +49,7 @@ class Window(Example):
     """Index of the token that stands for no answer: [CLS], or GPT-2's last token, which has seen all."""
 
 
-class Span(TaskType):
+class SpanTask(TaskType):
     """The words of a context that answer a question: SQuAD 1.1, and 2.0 with task.unanswerable."""
 
     head: Literal["classification", "span"] = "span"
@@ -91,9 +91,9 @@ class Span(TaskType):
         keys = ("task.metrics", "task.unanswerable")
         return Problem(keys, f"task.metrics: {name} needs task.unanswerable=true")
 
-    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
+    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return a row of a context, a question, and answers that the context holds. Raises RowError."""
-        texts = texts_of(task, record, task.columns)
+        texts = read_texts(task, record, task.columns)
         answers = answers_of(task, record.get(task.label))
         if answers == () and not task.unanswerable:
             if record.get("is_impossible"):
@@ -106,10 +106,10 @@ class Span(TaskType):
                     f"answer_start={answer.start} of '{task.label}' is not where {shown(answer.text)} is: "
                     f"the context has {shown(words)} there: fix or delete it"
                 )
-        return Row(id, texts, answers)
+        return TaskRow(id, texts, answers)
 
     def make_examples(
-        self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
+        self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
     ) -> Iterator[RowExamples]:
         """Yield one example per window: [CLS] question [SEP] part of the context [SEP].
 
@@ -150,7 +150,7 @@ class Span(TaskType):
         return (first + last) / 2
 
     def predict(
-        self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]
+        self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
         """Return the best answer over all windows, or none if task.null_threshold says so.
 
@@ -178,21 +178,21 @@ class Span(TaskType):
         return Prediction(row.id, answer, n_best=candidates, null_score=null_score)
 
     def score(
-        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
         """Return SQuAD's metrics, but those of questions that are not there, with or without an answer."""
         each = scores_by_question(task, rows, predictions)
         return {name: float(each[name].mean()) for name in task.metrics if each[name].size}
 
     def standard_errors(
-        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
         """Return the standard errors of task.metrics, as far as they have one."""
         each = scores_by_question(task, rows, predictions)
         return {name: stderr_of_mean(each[name]) for name in task.metrics if each[name].size > 1}
 
     def best_threshold(
-        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, dict[str, float]]:
         """Return by metric the task.null_threshold with the best score, and that score.
 
@@ -248,12 +248,12 @@ def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:
         pairs = [(item.get("text"), item.get("answer_start")) for item in items]
     answers = list[Answer]()
     for text, start in pairs:
-        number = whole_number(start)
+        number = parse_whole_number(start)
         if number is None:
             raise RowError(
                 f"answer_start={shown(start)} of '{task.label}' is no whole number: fix or delete it"
             )
-        answers.append(Answer(checked_text(text, task.label), number))
+        answers.append(Answer(check_text(text, task.label), number))
     return tuple(answers)
 
 
@@ -297,7 +297,7 @@ def window_candidates(task: TaskConfig, window: Window, output: Output) -> list[
 
 
 def scores_by_question(
-    task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+    task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
 ) -> dict[str, NDArray[np.float64]]:
     """Return by metric the scores of the questions that it is the mean of: the best over the answers.
 
@@ -320,7 +320,7 @@ def scores_by_question(
     }
 
 
-def answer_texts(row: Row) -> list[str]:
+def answer_texts(row: TaskRow) -> list[str]:
     """Return the texts of a row's answers."""
     assert isinstance(row.label, tuple)
     return [answer.text for answer in row.label if isinstance(answer, Answer)]
@@ -355,4 +355,4 @@ def null_odds(prediction: Prediction) -> float:
     return (prediction.null_score or 0.0) - best
 
 
-SPAN = Span()
+SPAN = SpanTask()

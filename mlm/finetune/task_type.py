@@ -22,7 +22,7 @@ from mlm.finetune.batches import Batcher
 from mlm.finetune.config import SHIPPED, TaskConfig
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.metrics import EXTRA, Metric, ignore_warnings
-from mlm.finetune.rows import Row
+from mlm.finetune.rows import TaskRow
 from mlm.util.errors import Problem, show
 from mlm.util.extras import load_extra
 
@@ -88,12 +88,12 @@ class TaskType(ABC):
         """Outputs per text of head=classification; 0 for head=span."""
 
     @abstractmethod
-    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> Row:
+    def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record. Raises RowError."""
 
     @abstractmethod
     def make_examples(
-        self, task: TaskConfig, rows: Sequence[Row], tokenizer: Tokenizer, frame: Frame
+        self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
     ) -> Iterator[RowExamples]:
         """Yield the examples of each row, at least one."""
 
@@ -109,7 +109,7 @@ class TaskType(ABC):
 
     @abstractmethod
     def predict(
-        self, task: TaskConfig, row: Row, examples: Sequence[Example], outputs: Sequence[Output]
+        self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
         """Return the prediction for a row, from the outputs for its examples."""
 
@@ -145,7 +145,7 @@ class TaskType(ABC):
         return None
 
     def score(
-        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
         """Return each of task.metrics, in their order, for labelled rows and their predictions."""
         labels = np.array([row.label for row in rows])
@@ -153,20 +153,14 @@ class TaskType(ABC):
         with ignore_warnings():
             return {name: self.metrics[name](labels, values) for name in task.metrics}
 
-    def warnings(
-        self, task: TaskConfig, split: str, rows: Sequence[Row], predictions: Sequence[Prediction]
-    ) -> list[str]:
-        """Return lines on predictions that show a failed training."""
-        return []
-
     def standard_errors(
-        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, float]:
         """Return the standard errors of those scores that have one: how far other rows would move them."""
         return {}
 
     def best_threshold(
-        self, task: TaskConfig, rows: Sequence[Row], predictions: Sequence[Prediction]
+        self, task: TaskConfig, rows: Sequence[TaskRow], predictions: Sequence[Prediction]
     ) -> dict[str, dict[str, float]]:
         """Return by metric the task.null_threshold with the best score, and that score; {} without one."""
         return {}
@@ -177,7 +171,7 @@ class TaskType(ABC):
 
     def contents(self, task: TaskConfig, predictions: Sequence[Prediction]) -> list[str]:
         """Return the contents of `files`."""
-        return [as_json({p.id: submitted(task, p) for p in predictions})]
+        return [as_json({p.id: format_prediction(task, p) for p in predictions})]
 
 
 def task_type(kind: str) -> TaskType:
@@ -196,7 +190,7 @@ def check_installed(task: TaskConfig) -> None:
         load_extra(module, f"task={task.name}", EXTRA)
 
 
-def submitted(task: TaskConfig, prediction: Prediction) -> str:
+def format_prediction(task: TaskConfig, prediction: Prediction) -> str:
     """Return a prediction as it is submitted."""
     value = prediction.value
     if isinstance(value, float):

@@ -58,6 +58,7 @@ def generate(
     eod_id: int | Collection[int] | None,
     until: Callable[[int, list[int]], bool] | None = None,
     numbers: Sequence[int] | None = None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, the same on every rank. Collective over all ranks.
 
@@ -70,13 +71,16 @@ def generate(
         until: until(i, new tokens) ends prompt i's sequence after its newest token when true. Every rank
             calls it, so it must be a function of its arguments.
         numbers: prompt i's draws are a function of (seed, numbers[i], position); None means i.
+        advance: called with the number of prompts just ended.
 
     Raises UserError when logits are not finite; LostPeer.
     """
     new: list[list[int]] = [[] for _ in prompts]
     chosen = continuations(trained, prompts, options, ctx=ctx, eod_id=eod_id, until=until, numbers=numbers)
     for index, token in chosen:
-        if token is not None:
+        if token is None:
+            advance(1)
+        else:
             new[index].append(token)
     return new
 

@@ -12,16 +12,13 @@ the score. So the protocols mean it, and so an exported model does it.
 Shapes: S sequence, B micro-batch, R scored tokens of a micro-batch, N requests.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,8 +29,7 @@ from mlm.parallel.collectives import all_reduce
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import EVAL_ROUNDS, PipelinedModel
-from mlm.util.errors import UserError, writing_to
-from mlm.util.files import digest_name, write_atomic
+from mlm.util.errors import UserError
 
 CPU_TOKENS = 2048
 """Most tokens per micro-batch on a CPU, or one sequence: GPT-2 124M scores LAMBADA equally fast at 512 to
@@ -86,10 +82,7 @@ def score(
     *,
     batch_size: int,
     ctx: ParallelContext,
-    kept: Path | None = None,
-    identity: str = "",
     advance: Callable[[int], None] = lambda count: None,
-    resumed: Callable[[int], None] = lambda count: None,
 ) -> list[Score]:
     """Score requests. Collective over all ranks; in the order of the requests and the same on each.
 
@@ -99,30 +92,15 @@ def score(
         ctx: process groups.
         batch_size: most sequences of max_positions tokens per micro-batch and rank; the shorter they are,
             the more of them go together. Scores do not depend on it.
-        kept: file in which rank 0 keeps what is scored, for a command that is stopped and started again; its
-            folder exists. Whoever has saved the result deletes it.
-        identity: other inputs of scores than requests and dtype, such as the checkpoint's digest. A file kept
-            under another identity, or damaged, is replaced.
-        advance: called with the number of requests just done, on every rank; kept ones come first.
-        resumed: called on every rank with the number of requests that were kept, if there are any.
+        advance: called with the number of requests just done, on every rank.
 
-    Raises UserError for a score that is not finite, and where `kept` cannot be read or written.
+    Raises UserError for a score that is not finite.
     """
     model, longest = trained.model, trained.config.model.max_positions
     assert batch_size >= 1
     assert all(is_valid(request, longest, model.vocab_size) for request in requests)
-    if not requests:
-        return []
-    table, store = torch.zeros(len(requests), 3, dtype=torch.float64), None  # loss, is greedy, is done
-    if kept is not None and ctx.is_main:
-        store = KeptScores(kept, f"{identity} {model.dtype}", requests)
-        for number, (loss, greedy) in store.found.items():
-            table[number] = torch.tensor([loss, greedy, 1.0], dtype=torch.float64)
-    all_reduce(table, ctx.world)
-    if count := int(table[:, 2].sum()):
-        resumed(count)
-        advance(count)
-    readings = group_by_reading(requests, (table[:, 2] == 0).nonzero().flatten().tolist())
+    table = torch.zeros(len(requests), 2, dtype=torch.float64)  # loss, is greedy
+    readings = group_by_reading(requests)
     budget = batch_size * longest
     if ctx.device.type == "cpu":
         budget = min(budget, CPU_TOKENS)
@@ -131,60 +109,11 @@ def score(
         numbers = [number for group in some for reading in group for number in reading]
         table[numbers] = score_groups(model, requests, some, numbers, ctx)
         check_finite(table, numbers, trained)
-        if store is not None:
-            store.add({number: (table[number, 0].item(), bool(table[number, 1])) for number in numbers})
         advance(len(numbers))
     return [
         Score(loss, bool(greedy), len(request.tokens) - request.first)
-        for (loss, greedy, _), request in zip(table.tolist(), requests, strict=True)
+        for (loss, greedy), request in zip(table.tolist(), requests, strict=True)
     ]
-
-
-class KeptScores:
-    """Scores kept on disk while a long evaluation runs, so that it resumes after a stop.
-
-    JSON lines: a header that says what is scored, then one line for each request that is done. A command that
-    is killed may leave half a line at the end, which is dropped.
-
-    Attributes:
-        found: what an earlier command left, (loss, is greedy) by the request's number.
-    """
-
-    def __init__(self, path: Path, identity: str, requests: Sequence[Request]) -> None:
-        """Read what is there, and leave a sound file in its place. Raises UserError."""
-        self.path = path
-        header = json.dumps({"identity": identity, "requests": digest_requests(requests)}).encode() + b"\n"
-        with writing_to(str(path)):
-            self.found = self._read(header)
-            write_atomic(path, header + self._lines(self.found))
-
-    def add(self, results: Mapping[int, tuple[float, bool]]) -> None:
-        """Append finished requests. Raises UserError."""
-        with writing_to(str(self.path)), open(self.path, "ab") as f:
-            f.write(self._lines(results))
-
-    def _lines(self, results: Mapping[int, tuple[float, bool]]) -> bytes:
-        return b"".join(json.dumps([number, *result]).encode() + b"\n" for number, result in results.items())
-
-    def _read(self, header: bytes) -> dict[int, tuple[float, bool]]:
-        """Scores kept under this header; none of another evaluation, or of a damaged file."""
-        content = self.path.read_bytes() if self.path.exists() else b""
-        if not content.startswith(header):
-            return {}
-        try:
-            rows = map(json.loads, content[len(header) :].split(b"\n")[:-1])  # the last is half a line
-            return {number: (loss, greedy) for number, loss, greedy in rows}
-        except (ValueError, TypeError):
-            return {}
-
-
-def digest_requests(requests: Sequence[Request]) -> str:
-    """Digest of what is scored, in its order."""
-    h = xxhash.xxh3_128()
-    for request in requests:
-        h.update(np.array([len(request.tokens), request.first], dtype="<i8").tobytes())
-        h.update(np.ascontiguousarray(request.tokens, dtype="<i8").tobytes())
-    return digest_name(h)
 
 
 def is_valid(request: Request, max_positions: int, vocab_size: int) -> bool:
@@ -194,11 +123,11 @@ def is_valid(request: Request, max_positions: int, vocab_size: int) -> bool:
     return fits and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size
 
 
-def group_by_reading(requests: Sequence[Request], numbers: Sequence[int]) -> list[Reading]:
-    """The given requests by what the model reads for them, the longest first: too long shows at once."""
+def group_by_reading(requests: Sequence[Request]) -> list[Reading]:
+    """Group requests by what the model reads for them, the longest first: too long shows at once."""
     readings: dict[bytes, Reading] = {}
-    for number in numbers:
-        readings.setdefault(requests[number].tokens[:-1].tobytes(), []).append(number)
+    for number, request in enumerate(requests):
+        readings.setdefault(request.tokens[:-1].tobytes(), []).append(number)
     return sorted(readings.values(), key=lambda reading: -len(requests[reading[0]].tokens))
 
 
@@ -232,7 +161,7 @@ def score_groups(
         )
         return cast(GPT2, chunk).scores(tokens, places, labels, x)
 
-    table = torch.zeros(len(requests), 3, dtype=torch.float64)
+    table = torch.zeros(len(requests), 2, dtype=torch.float64)
     for batch, result in list(model.evaluate(batches, forward)):  # all are under way before the first is read
         if ctx.tp.rank:
             continue  # tp ranks know the same; one of them speaks
@@ -240,7 +169,6 @@ def score_groups(
         for number, part in batch.parts:
             table[number, 0] = losses[part].sum()
             table[number, 1] = greedy[part].all()
-            table[number, 2] = 1.0
     return all_reduce(table[numbers], ctx.world)  # one rank wrote each row: nothing is rounded
 
 

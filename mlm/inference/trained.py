@@ -42,7 +42,7 @@ from mlm.training.memory import reuse_large_blocks
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.run_tokenizer import digests_of_tokenizer, receipt_tokenizer
 from mlm.training.state import load_weights
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
 from mlm.util.files import digest_bytes
 
 LISTED = 3  # problems of a saved configuration that a message lists
@@ -187,6 +187,21 @@ def checkpoint_problems(ckpt: str, parallel: ParallelConfig) -> list[str]:
     return split_problems(named.config.model, parallel)
 
 
+def check_source(ckpt: str, parallel: ParallelConfig, *, causal: bool = True) -> CheckpointSource:
+    """Return what `ckpt` names, of which no tensor is read yet.
+
+    Raises UserError, with all problems, unless it can be split this way and predicts tokens, with `causal`
+    the next one.
+    """
+    if problems := checkpoint_problems(ckpt, parallel):
+        raise ConfigError(problems)
+    named = named_checkpoint(ckpt)
+    predicts = continuation_problem if causal else prediction_problem
+    if problem := predicts(ckpt, named.config.model):
+        raise UserError(problem)
+    return named
+
+
 def continuation_problem(ckpt: str, model: ModelConfig) -> str | None:
     """Problem of continuing a prompt with a model that is not causal; None if it is."""
     if not model.family.causal:
@@ -315,7 +330,7 @@ def known_tokenizer(path: Path) -> TokenizerDigest | None:
 
 def corpus_problem(prefix: Path, path: Path, key: str = "path") -> str | None:
     """The error where a corpus was written with another tokenizer than a checkpoint was trained with."""
-    known, written = known_tokenizer(path), receipt_tokenizer(prefix)
+    known, written = known_tokenizer(path), receipt_tokenizer(prefix.parent)
     if known is None or written is None or known.is_same(written):
         return None
     return (

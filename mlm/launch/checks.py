@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mlm.config.tree import out_of_range, values_of
+from mlm.data import files_present
 from mlm.launch.config import NO_GPU, NO_GPU_FIX
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import Launch, LayoutRule, num_replicas
@@ -60,6 +61,16 @@ def devices_exist(config: Any, launch: Launch) -> Problem | None:
             "use dist.backend=auto or gloo",
         )
     return None
+
+
+def checkpoint_exists(config: Any, _: Launch) -> Problem | None:
+    """The problem of a `ckpt` that is no file, folder or id of a model."""
+    return files_present.model(config.ckpt)
+
+
+def tokenizer_exists(config: Any, _: Launch) -> Problem | None:
+    """The problem of a `tokenizer` that is not there."""
+    return files_present.tokenizer("tokenizer", config.tokenizer)
 
 
 def stages_exist(config: Any, _: Launch) -> Problem | None:

@@ -44,23 +44,14 @@ def pretraining_problems(
 
 def saved_problems(config: PretrainConfig) -> list[Problem]:
     """Problems of the configuration in a checkpoint, which is untrusted, in itself."""
-    problems, model = list(out_of_range(config).values()), config.model
-    for key, value in values_of(config).items():
-        each = (
-            value
-            if isinstance(value, tuple)
-            else [*value, *value.values()]
-            if isinstance(value, dict)
-            else [value]
-        )
-        texts = [one for one in each if isinstance(one, str)]
-        problems += [Problem((key,), f"{text[:40]!r} is no value") for text in texts if _is_no_value(text)]
-    values = values_of(config)
-    problems += [
-        Problem((key,), f"{key}={values[key][:40]!r} is neither shipped nor an import path")
-        for key, leaf in leaves(PretrainConfig).items()
-        if leaf.shipped and values[key] not in leaf.shipped and not is_path(values[key])
-    ]
+    problems, model, values = list(out_of_range(config).values()), config.model, values_of(config)
+    for key, value in values.items():
+        bad = filter(_is_no_value, _texts(value))
+        problems += [Problem((key,), f"{text[:40]!r} is no value") for text in bad]
+    for key, leaf in leaves(PretrainConfig).items():
+        if leaf.shipped and values[key] not in leaf.shipped and not is_path(values[key]):
+            problem = f"{key}={values[key][:40]!r} is neither shipped nor an import path"
+            problems.append(Problem((key,), problem))
     if model.vocab_multiple > MOST_PADDING:
         problem = f"model.vocab_multiple={model.vocab_multiple} must be {MOST_PADDING} at most"
         problems.append(Problem(("model.vocab_multiple",), problem))
@@ -68,6 +59,11 @@ def saved_problems(config: PretrainConfig) -> list[Problem]:
         problem = f"model.num_heads={model.num_heads} does not divide model.hidden_size={model.hidden_size}"
         problems.append(Problem(("model.num_heads", "model.hidden_size"), problem))
     return [*problems, *filter(None, [model_problem(model)])]
+
+
+def _texts(value: Any) -> list[str]:
+    each = [*value, *value.values()] if isinstance(value, dict) else value
+    return [one for one in (each if isinstance(each, (tuple, list)) else [each]) if isinstance(one, str)]
 
 
 def _is_no_value(text: str) -> bool:
@@ -126,18 +122,6 @@ def _warmup_ends(config: PretrainConfig, _: Launch) -> Problem | None:
     )
 
 
-def _model_is_sound(config: PretrainConfig, _: Launch) -> Problem | None:
-    return model_problem(config.model)
-
-
-def _head_is_pretrained(config: PretrainConfig, _: Launch) -> Problem | None:
-    return pretraining_problem(config)
-
-
-def _data_fits_model(config: PretrainConfig, _: Launch) -> Problem | None:
-    return data_problem(config)
-
-
 def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
     kind, dtype = config.attention, config.precision.dtype
     if kind not in ("flash", "cudnn"):
@@ -168,46 +152,45 @@ def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
 
 
 def _accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
-    parallel, dtype = config.parallel, config.precision.dtype
-    reasons = {
-        "zero": (parallel.zero > 0, "keeps gradients elsewhere", "zero=0"),
-        "recompute": (parallel.recompute == "full", "computes layers anew", "recompute=selective"),
-        "precision.dtype": (dtype == "fp8", "has no product that adds", "precision=bf16"),
-    }
     if not config.fuse_accumulation:
         return None
-    for key, (applies, why, fix) in reasons.items():
-        if applies:
-            said = f"fuse_accumulation=true does not go with {key}={values_of(config)[key]}, which {why}"
-            return Problem(("fuse_accumulation", key), said, f"use fuse_accumulation=false or {fix}")
-    return None
+    parallel, is_fp8 = config.parallel, config.precision.dtype == "fp8"
+    conflicts = {
+        "zero": (parallel.zero > 0, "zero=0"),
+        "recompute": (parallel.recompute == "full", "recompute=selective"),
+        "precision.dtype": (is_fp8, "precision=bf16"),
+    }
+    return _conflict(config, "fuse_accumulation", conflicts)
 
 
 def _graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
-    parallel = config.parallel
-    allowed: dict[str, tuple[bool, str]] = {
-        "compile": (config.compile is not False, "compile=true"),
-        "tp": (parallel.tp == 1, "tp=1"),
-        "cp": (parallel.cp == 1, "cp=1"),
-        "pp": (parallel.pp == 1, "pp=1"),
-        "vp": (parallel.vp == 1, "vp=1"),
-        "pipeline": (parallel.pipeline == "1f1b", "pipeline=1f1b"),
-        "zero": (parallel.zero == 0, "zero=0"),
-        "recompute": (parallel.recompute != "full", "recompute=selective"),
-        "fuse_accumulation": (not config.fuse_accumulation, "fuse_accumulation=false"),
-        "deterministic": (not config.deterministic, "deterministic=false"),
-    }
     if not config.cuda_graphs:
         return None
-    for key, (sound, fix) in allowed.items():
-        if not sound:
-            said = f"cuda_graphs=true does not go with {key}={show(values_of(config)[key])}"
-            return Problem(("cuda_graphs", key), said, f"use cuda_graphs=false or {fix}")
+    parallel = config.parallel
+    conflicts: dict[str, tuple[bool, str]] = {
+        "compile": (config.compile is False, "compile=true"),
+        "tp": (parallel.tp > 1, "tp=1"),
+        "cp": (parallel.cp > 1, "cp=1"),
+        "pp": (parallel.pp > 1, "pp=1"),
+        "vp": (parallel.vp > 1, "vp=1"),
+        "pipeline": (parallel.pipeline != "1f1b", "pipeline=1f1b"),
+        "zero": (parallel.zero > 0, "zero=0"),
+        "recompute": (parallel.recompute == "full", "recompute=selective"),
+        "fuse_accumulation": (config.fuse_accumulation, "fuse_accumulation=false"),
+        "deterministic": (config.deterministic, "deterministic=false"),
+    }
+    return _conflict(config, "cuda_graphs", conflicts)
+
+
+def _conflict(
+    config: PretrainConfig, switch: str, conflicts: Mapping[str, tuple[bool, str]]
+) -> Problem | None:
+    """The first setting that a switch does not go with, of (True if it does not, what to set) by key."""
+    for key, (applies, fix) in conflicts.items():
+        if applies:
+            problem = f"{switch}=true does not go with {key}={show(values_of(config)[key])}"
+            return Problem((switch, key), problem, f"use {switch}=false or {fix}")
     return None
-
-
-def _context_can_be_split(config: PretrainConfig, _: Launch) -> Problem | None:
-    return context_problem(config.parallel.cp, config.model, config.data)
 
 
 def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | None:
@@ -236,29 +219,10 @@ def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | No
     if len(prompts) > MOST_PROMPTS:
         return Problem((key,), f"{key}: {len(prompts)} prompts; {MOST_PROMPTS} is the limit", "choose some")
     for number, prompt in enumerate(prompts, start=1):
-        named = f"{key}: prompt {number}"
-        if not prompt:
-            return Problem((key,), f"{named} is empty", 'name a text, such as "The"')
-        if any("\ud800" <= c <= "\udfff" for c in prompt):
-            return Problem((key,), f"{named} ({escape_controls(prompt[:40])}) is no UTF-8", "convert it")
-        if _is_no_value(prompt):
-            why = "has control characters, or is no value of a configuration"
-            return Problem(
-                (key,), f"{named} ({escape_controls(prompt[:40])}) {why}", "use text without them or ${"
-            )
+        if not prompt or _is_no_value(prompt) or any("\ud800" <= c <= "\udfff" for c in prompt):
+            why = f"prompt {number} ({escape_controls(prompt[:40])}) is empty, or no text of a configuration"
+            return Problem((key,), f"{key}: {why}", "use UTF-8 without control characters and ${")
     return None
-
-
-def _corpus_exists(config: PretrainConfig, _: Launch) -> Problem | None:
-    return present.corpus(config.data)
-
-
-def _corpus_extras_exist(config: PretrainConfig, _: Launch) -> Problem | None:
-    return present.corpus_extras(config.data)
-
-
-def _checkpoint_exists(config: PretrainConfig, _: Launch) -> Problem | None:
-    return present.checkpoint(config.ckpt)
 
 
 OWN_CODE_RULES = (optimizer_works, optimizer_fits_layout, _decay_works, _dataset_exists)
@@ -267,14 +231,14 @@ SETTINGS_RULES = (
     _warmup_ends,
     lr_falls,
     loss_scale_can_fall,
-    _model_is_sound,
+    lambda config, _: model_problem(config.model),
     *OWN_CODE_RULES,
-    _head_is_pretrained,
-    _data_fits_model,
+    lambda config, _: pretraining_problem(config),
+    lambda config, _: data_problem(config),
     _attention_serves,
     _accumulation_fuses,
     _graphs_replay,
-    _context_can_be_split,
+    lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
     _prompts_can_be_continued,
 )
 """Conditions of the settings alone."""
@@ -283,7 +247,7 @@ PRETRAIN_RULES = (
     stages_exist,
     *SETTINGS_RULES,
     _observers_exist,
-    _corpus_exists,
-    _corpus_extras_exist,
-    _checkpoint_exists,
+    lambda config, _: present.corpus(config.data),
+    lambda config, _: present.corpus_extras(config.data),
+    lambda config, _: present.checkpoint(config.ckpt),
 )

@@ -11,7 +11,6 @@ from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import corpus_names, normalize_weights, parse_entry
 from mlm.data.blend_history import (
     History,
-    Segment,
     Source,
     continue_history,
     known_digest,
@@ -135,36 +134,29 @@ def corpus_problems(config: PretrainConfig) -> list[str]:
 
 def problems_between(named: Sequence[Corpus]) -> list[str]:
     """Corpora that cannot be blended: copies of one, or made with different tokenizers."""
-    problems, seen = list[str](), dict[str, Corpus]()
+    problems, first = list[str](), dict[str, Corpus]()
     sizes = [idx_path(corpus.train).stat().st_size for corpus in named]
     for corpus, size in zip(named, sizes, strict=True):
         if sizes.count(size) == 1:
             continue  # copies have indices of one size; only those are read
         source = corpus_source(corpus)
-        first = seen.setdefault(f"{source.digest} {source.tokens}", corpus)
-        if first is not corpus:
-            problems.append(
-                f"data.blend: {first.train} and {corpus.train} are copies of one corpus; name one of them, "
-                "with the sum of the weights"
-            )
-    made_with = [(corpus, digest) for corpus in named if (digest := source_facts(corpus)["tokenizer"])]
-    for corpus, digest in made_with[1:]:
-        first, known = made_with[0]
-        if digest != known:
-            problems.append(
-                f"data.blend: {corpus.train} was written with the tokenizer {digest}, {first.train} with "
-                f"{known}; build both with one tokenizer, or leave one out"
-            )
+        other = first.setdefault(f"{source.digest} {source.tokens}", corpus)
+        if other is not corpus:
+            said = f"data.blend: {other.train} and {corpus.train} are copies of one corpus"
+            problems.append(f"{said}; name one of them, with the sum of the weights")
+    made_with = {digest: corpus for corpus in named if (digest := source_facts(corpus)["tokenizer"])}
+    if len(made_with) > 1:
+        each = ", ".join(f"{corpus.train} by {digest}" for digest, corpus in made_with.items())
+        problems.append(f"data.blend: written with different tokenizers: {each}; build all with one")
     return problems
 
 
 def corpus_source(corpus: Corpus, weight: float = 1.0) -> Source:
     """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
-    digest = digest_file(idx_path(corpus.train))
     source = Source(
         name=corpus.name,
         path=str(corpus.train),
-        digest=digest,
+        digest=digest_file(idx_path(corpus.train)),
         sampled=sampled_digest(bin_path(corpus.train)),
         weight=weight,
     )
@@ -216,8 +208,9 @@ def train_dataset(config: PretrainConfig, num_samples: int, history: History = (
             corpora(data), segment.sources, samples_needed(segment, num_samples), strict=True
         )
     ]
-    if is_plain(segment):
-        return datasets[0]
+    only = segment.sources[0]
+    if len(datasets) == 1 and only.first == segment.from_sample:
+        return datasets[0]  # the samples of the run are those of the corpus, index for index
     return BlendedDataset(
         datasets,
         [source.weight for source in segment.sources],
@@ -234,25 +227,13 @@ def dataset_without_corpus(
     data, vocab_size = config.data, config.model.vocab_size
     if data.kind == "synthetic":
         return config.model.family.samples.synthetic(data, vocab_size, num_samples, seed)
-    dataset = own_dataset(data)(
-        data, vocab_size=vocab_size, num_samples=num_samples, seed=seed, validation=validation
-    )
+    build = imported("data.kind", data.kind, SOURCES.shipped, Callable)
+    dataset = build(data, vocab_size=vocab_size, num_samples=num_samples, seed=seed, validation=validation)
     if not (hasattr(dataset, "gather") and hasattr(dataset, "__len__")):
         returned = "returned " + ("None" if dataset is None else f"a {type(dataset).__name__}")
         raise OwnCodeError(f"data.kind={data.kind}: {returned}; return a Dataset (mlm/data/sampler.py)")
     noun = "validation sample" if validation else "sample"
     return CheckedDataset(dataset, data.kind, vocab_size, data.seq_length, noun)
-
-
-def own_dataset(data: DataConfig) -> Callable[..., Dataset]:
-    """Return the function that data.kind names. Raises OwnCodeError (a UserError) if there is none."""
-    function: Callable[..., Dataset] = imported("data.kind", data.kind, SOURCES.shipped, Callable)
-    return function
-
-
-def is_plain(segment: Segment) -> bool:
-    """True if the samples of the run are those of one corpus, index for index."""
-    return len(segment.sources) == 1 and segment.sources[0].first == segment.from_sample
 
 
 def corpus_samples(config: PretrainConfig, prefix: Path, num_samples: int, seed: int) -> Dataset:
@@ -308,10 +289,7 @@ def document_problems(config: PretrainConfig) -> list[str]:
         return list(error.problems)
     if eod_id is None or eod_id < size:
         return []
-    return [
-        f"data.eod_id={eod_id} is no token of model.vocab_size={size}: set data.eod_id to the id of the "
-        f"end-of-document token, or model.vocab_size={eod_id + 1} or more"
-    ]
+    return [f"data.eod_id={eod_id} is no token of model.vocab_size={size}; set data.eod_id to one"]
 
 
 def fill_eod_id(data: DataConfig) -> DataConfig:
@@ -324,13 +302,13 @@ def fill_eod_id(data: DataConfig) -> DataConfig:
 
 
 def find_eod(data: DataConfig, switch: str) -> int:
-    """Id of the end-of-document token by the corpora's receipts, else data.eod_id, else their tokenizer.
+    """Id of the end-of-document token by data.eod_id and the corpora's receipts, else by their tokenizer.
 
     Raises UserError, which names `switch`, where these contradict each other, where a corpus was written
     without ends, and where nothing says it; CorruptFileError for a damaged receipt or tokenizer.
     """
-    eod_id, source = data.eod_id, "data.eod_id"
     folders = corpus_folders(data)
+    recorded = {"data.eod_id": data.eod_id} if data.eod_id is not None else {}
     for folder in folders:
         receipt = read_receipt(folder) or {}
         if receipt.get("append_eod") is False:
@@ -338,23 +316,19 @@ def find_eod(data: DataConfig, switch: str) -> int:
                 f"data.{switch}=true, and the documents in {folder} were written without an end-of-document "
                 f"token: build them with append_eod=true, or set data.{switch}=false"
             )
-        recorded, source_of_it = receipt.get("eod_id"), str(folder / RECEIPT)
-        if type(recorded) is not int or recorded < 0:
-            continue
-        if eod_id is not None and recorded != eod_id:
-            remedy = "build with one tokenizer" if data.eod_id is None else "leave data.eod_id out"
-            raise UserError(
-                f"{source}: end-of-document token {eod_id}, but {source_of_it} records {recorded}: "
-                f"{remedy}, or set data.{switch}=false"
-            )
-        eod_id, source = recorded, source_of_it
-    if eod_id is not None:
-        return eod_id
-    if data.tokenizer is not None:
-        return Tokenizer.load(data.tokenizer).eod_id
-    for folder in folders:
-        if (folder / "tokenizer.json").is_file():
-            return Tokenizer.load(folder).eod_id
+        if type(eod_id := receipt.get("eod_id")) is int and eod_id >= 0:
+            recorded[str(folder / RECEIPT)] = eod_id
+    if len(set(recorded.values())) > 1:
+        each = ", ".join(f"{eod_id} by {source}" for source, eod_id in recorded.items())
+        raise UserError(
+            f"data.{switch}=true: the end-of-document token is {each}: build with one tokenizer, leave "
+            f"data.eod_id out, or set data.{switch}=false"
+        )
+    if recorded:
+        return next(iter(recorded.values()))
+    beside = (folder for folder in folders if (folder / "tokenizer.json").is_file())
+    if tokenizer := data.tokenizer or next(beside, None):
+        return Tokenizer.load(tokenizer).eod_id
     raise UserError(
         f"data.{switch}=true needs the id of the end-of-document token, and no {RECEIPT} or tokenizer.json "
         "of a corpus records it: set data.eod_id=… or data.tokenizer=…"
@@ -371,10 +345,5 @@ def recorded_eod(data: DataConfig) -> int | None:
 
 def corpus_folders(data: DataConfig) -> list[Path]:
     """Folders of the training corpora, each with a receipt if `mlm data build` wrote it."""
-    if data.kind != "indexed":
-        return []
-    if data.blend:
-        return [parse_entry(text).prefix.parent for text in data.blend]
-    if data.train is not None:
-        return [Path(data.train).parent]
-    return [training_prefix(data.path).parent] if data.path is not None else []
+    is_named = data.blend or data.train is not None or data.path is not None
+    return [corpus.train.parent for corpus in corpora(data)] if is_named else []

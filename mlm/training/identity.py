@@ -1,18 +1,16 @@
 """The identity of a run: what may not change between its first step and its last, and a record of what did.
 
-Every key of the run spec has one kind (KINDS). A resumed run is compared with its checkpoint's record: all
-differences of its identity are errors, allowed changes are recorded in the checkpoint. Data is compared by
-content, in resume.py.
+A resumed run is compared with its checkpoint's record: all differences of its identity are errors, allowed
+changes are recorded in the checkpoint. Data is compared by content, in resume.py.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from typing import Any
 
 from mlm.checkpoint.native.lineage import LINEAGE, Lineage, Save
 from mlm.config.build import to_dict
-from mlm.config.tree import HOISTED, flatten
+from mlm.config.tree import HOISTED, flatten, leaves
 from mlm.models.config import ModelConfig
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import SWITCHES, fill_eod_id
@@ -22,58 +20,39 @@ MAX_CHANGES = 1000
 """Changes that a checkpoint records, the newest ones."""
 
 
-class Kind(Enum):
-    """Treatment of a key whose value differs from the checkpoint's."""
-
-    IDENTITY = "error: the run would be another one"
-    DATA = "compared by content; data.change=true allows another"
-    RECORDED = "allowed, logged and recorded in the checkpoint"
-    FREE = "allowed: no number of the run depends on it"
+def _keys(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}{name}" for name in names.split())
 
 
-def _keys(kind: Kind, keys: str, section: str = "") -> dict[str, Kind]:
-    return {f"{section}{key}": kind for key in keys.split()}
-
-
-KINDS: dict[str, Kind] = {
-    **_keys(Kind.IDENTITY, "seed"),
-    **_keys(
-        Kind.IDENTITY,
+IDENTITY = (
+    "seed",
+    *_keys(
+        "model.",
         "kind num_layers hidden_size num_heads ffn_hidden_size max_positions vocab_size hidden_dropout "
         "attention_dropout init_std layer_norm_eps norm activation token_types head num_labels options",
-        "model.",
     ),
-    **_keys(
-        Kind.IDENTITY,
+    *_keys(
+        "data.",
         "kind seq_length reset_positions reset_attention mask_eod_loss masked_lm_prob short_seq_prob "
         "max_ngram eod_id",
-        "data.",
     ),
-    **_keys(Kind.DATA, "path train blend tokenizer", "data."),
-    **_keys(
-        Kind.RECORDED, "compile attention deterministic fuse_accumulation cuda_graphs model.vocab_multiple"
-    ),
-    **_keys(Kind.RECORDED, "tp cp pp vp dp sequence_parallel tp_overlap pipeline zero zero_reduce recompute"),
-    **_keys(Kind.IDENTITY, "kind", "optimizer."),
-    **_keys(Kind.RECORDED, "lr betas eps weight_decay clip_grad_norm options", "optimizer."),
-    **_keys(Kind.RECORDED, "decay warmup_steps warmup decay_steps min_lr options", "schedule."),
-    **_keys(Kind.RECORDED, "dtype cast initial_loss_scale min_loss_scale loss_scale_window", "precision."),
-    **_keys(Kind.RECORDED, "steps global_batch_size micro_batch_size", "train."),
-    **_keys(Kind.RECORDED, "action threshold window patience rewinds", "incident."),
-    **_keys(Kind.FREE, "incident.keep profile"),
-    **_keys(Kind.FREE, "every repeat ranks_every slow_factor", "check."),
-    **_keys(Kind.FREE, "name out ckpt data.validation data.cache data.change"),
-    **_keys(Kind.FREE, "validate_every validate_batches", "train."),
-    **_keys(Kind.FREE, "sample_prompts sample_tokens sample_temperature observers", "train."),
-    **_keys(Kind.FREE, "save_every keep_last keep_every resume asynchronous", "checkpoint."),
-    **_keys(Kind.FREE, "every live timeline_every tensorboard wandb_project", "log."),
-    **_keys(
-        Kind.FREE,
-        "device backend timeout_s checkpoint_timeout_s threads_per_rank master_port peak_tflops",
-        "dist.",
-    ),
-}
-"""The kind of every key of PretrainConfig, as typed."""
+    "optimizer.kind",
+)
+"""Keys that may not change: the run would be another one."""
+DATA = _keys("data.", "path train blend tokenizer")
+"""Keys whose data is compared by content; data.change=true allows another."""
+FREE = (
+    *_keys("", "name out ckpt profile incident.keep data.validation data.cache data.change"),
+    *_keys("check.", "every repeat ranks_every slow_factor"),
+    *_keys("train.", "validate_every validate_batches observers"),
+    *_keys("train.", "sample_prompts sample_tokens sample_temperature"),
+    *_keys("checkpoint.", "save_every keep_last keep_every resume asynchronous"),
+    *_keys("log.", "every live timeline_every tensorboard wandb_project"),
+    *_keys("dist.", "device backend timeout_s checkpoint_timeout_s threads_per_rank master_port peak_tflops"),
+)
+"""Keys that no number of the run depends on."""
+RECORDED = tuple(key for key in leaves(PretrainConfig) if key not in {*IDENTITY, *DATA, *FREE})
+"""All others: changes are allowed, logged and recorded in the checkpoint."""
 
 FUNCTION_KEYS = tuple(
     f"model.{each.name}"
@@ -125,8 +104,8 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
     return [
         f"{key}={show(now[key])}: {run} was trained with {show(then[key])}; "
         f"set {key}={show(then[key])}, or another out=…"
-        for key, kind in KINDS.items()
-        if kind is Kind.IDENTITY and key in then and now[key] != then[key] and _matters(key, config)
+        for key in IDENTITY
+        if key in then and now[key] != then[key] and _matters(key, config)
     ]
 
 
@@ -160,8 +139,8 @@ def changes_since(config: PretrainConfig, saved: Mapping[str, Any], step: int) -
     now, then = current_settings(config), flat_settings(saved)
     return tuple(
         {"step": step, "key": key, "from": then[key], "to": now[key]}
-        for key, kind in KINDS.items()
-        if kind is Kind.RECORDED and key in then and now[key] != then[key]
+        for key in RECORDED
+        if key in then and now[key] != then[key]
     )
 
 
@@ -173,8 +152,6 @@ def changes_line(changes: tuple[dict[str, Any], ...]) -> str:
 
 def recorded_changes(state: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """The changes that a checkpoint records."""
-    said = state.get(LINEAGE)
-    changes = said.get("changes") if isinstance(said, dict) else None
-    if not isinstance(changes, list) or len(changes) > MAX_CHANGES:
-        return ()
-    return tuple(change for change in changes if isinstance(change, dict))
+    lineage = state.get(LINEAGE)
+    changes = lineage.get("changes") if isinstance(lineage, dict) else None
+    return tuple(each for each in changes if isinstance(each, dict)) if isinstance(changes, list) else ()

@@ -5,7 +5,7 @@ These are switches of PyTorch for the whole process. A rank trains one model.
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,6 +21,10 @@ from mlm.util.errors import UserError
 
 ADA, HOPPER = (8, 9), (9, 0)
 """Compute capabilities from which 8-bit floats are multiplied, and cuDNN's attention comes first."""
+ATTENTION = ("cudnn", "flash", "efficient", "math")
+"""Kernels of attention, the fastest first."""
+SWITCHES = {"efficient": "mem_efficient"}
+"""Names of PyTorch's switches that are others."""
 MISSING = {
     "No available kernel": "attention={attention} serves no such attention on this GPU; use attention=auto",
     "FlashAttention only supports": (
@@ -71,25 +75,15 @@ def choose_attention(kind: AttentionKernel, capability: tuple[int, int], *, one_
     there is `one_shape`, auto leaves it out. What is compiled keeps the kernel that was chosen then, and no
     guard of PyTorch's sees another choice: it is forgotten.
     """
-    cuda, before = torch.backends.cuda, _attention_chosen()
-    switches: dict[str, Callable[[bool], None]] = {
-        "cudnn": cuda.enable_cudnn_sdp,
-        "flash": cuda.enable_flash_sdp,
-        "efficient": cuda.enable_mem_efficient_sdp,
-        "math": cuda.enable_math_sdp,
-    }
-    for name, switch in switches.items():
-        switch(kind == name or (kind == "auto" and (one_shape or name != "cudnn")))
+    before = _attention_chosen()
+    for name in ATTENTION:
+        is_allowed = kind == name or (kind == "auto" and (one_shape or name != "cudnn"))
+        getattr(torch.backends.cuda, f"enable_{SWITCHES.get(name, name)}_sdp")(is_allowed)
     set_order = getattr(torch._C, "_set_sdp_priority_order", None)
     if kind == "auto" and one_shape and capability >= HOPPER and set_order is not None:
         backends = torch.nn.attention.SDPBackend
-        order = (
-            backends.CUDNN_ATTENTION,
-            backends.FLASH_ATTENTION,
-            backends.EFFICIENT_ATTENTION,
-            backends.MATH,
-        )
-        set_order([backend.value for backend in order])
+        order = (backends.CUDNN_ATTENTION, backends.FLASH_ATTENTION, backends.EFFICIENT_ATTENTION)
+        set_order([backend.value for backend in (*order, backends.MATH)])
     if _attention_chosen() != before and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     _key_compiled_code()
@@ -103,13 +97,7 @@ def _key_compiled_code() -> None:
 def _attention_chosen() -> tuple[object, ...]:
     """The kernels of attention that PyTorch may use, and their order."""
     cuda, order = torch.backends.cuda, getattr(torch._C, "_get_sdp_priority_order", list)
-    enabled = (
-        cuda.cudnn_sdp_enabled,
-        cuda.flash_sdp_enabled,
-        cuda.mem_efficient_sdp_enabled,
-        cuda.math_sdp_enabled,
-    )
-    return (*(is_enabled() for is_enabled in enabled), *order())
+    return (*(getattr(cuda, f"{SWITCHES.get(name, name)}_sdp_enabled")() for name in ATTENTION), *order())
 
 
 @contextmanager
@@ -131,19 +119,11 @@ def attention_of_any_shape(device: torch.device) -> Iterator[None]:
         _key_compiled_code()
 
 
-@contextmanager
-def missing_kernel_as_user_error(config: PretrainConfig) -> Iterator[None]:
-    """Turn PyTorch's errors for a kernel that it lacks into a UserError with a fix."""
-    try:
-        yield
-    except RuntimeError as error:
-        for words, problem in MISSING.items():
-            if words in str(error):
-                said = problem.format(
-                    attention=config.attention, deterministic=str(config.deterministic).lower()
-                )
-                raise UserError(f"{said} ({str(error).splitlines()[0]})") from error
-        raise
+def kernel_problem(error: Exception, config: PretrainConfig) -> str | None:
+    """The problem of PyTorch's error for a kernel that it lacks, and its fix; None for other errors."""
+    problem = next((problem for words, problem in MISSING.items() if words in str(error)), None)
+    deterministic = str(config.deterministic).lower()
+    return problem and problem.format(attention=config.attention, deterministic=deterministic)
 
 
 def should_compile(choice: bool | None, device: torch.device) -> bool:

@@ -5,7 +5,6 @@ What pretraining and finetuning do differently is in their subclasses of `Loop`.
 
 import math
 import shlex
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,7 +24,7 @@ from mlm.tracking.metrics import Parts, Rates, StepMetrics, Throughput
 from mlm.tracking.peak import Peak, memory_bytes
 from mlm.tracking.reporter import Reporter
 from mlm.training.incidents.divergence import DivergenceStop
-from mlm.training.incidents.timing import Profiler, SlowRanks, Timeline
+from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks, Timeline
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observer, Observers, RewindRequested, own_observers
 from mlm.training.saver import Saver
@@ -34,8 +33,6 @@ from mlm.util.errors import show
 
 CONFIG = "config.yaml"
 """File of a run directory with its composed configuration."""
-SOON_S = 5.0
-"""Seconds that are not worth an estimate."""
 Batches = list[Any]
 """The micro-batches of one step on this rank."""
 
@@ -55,11 +52,7 @@ class Loop(ABC):
     is_stopping: bool = field(default=False, init=False)
     """True once any rank was asked to stop, as all ranks agree."""
     stops_after: int = field(default=1, init=False)
-    """Step after which a stop requested now takes effect."""
-    begun: tuple[int, float] = field(default=(1, math.inf), init=False)
-    """The step in progress, and the time at which it began."""
-    step_time: float | None = field(default=None, init=False)
-    """Seconds of a step, as last logged."""
+    """Step after which a stop requested now takes effect, unless its vote has begun."""
 
     warmup_key: ClassVar[str]
     """Setting of the warm-up, which the error of a diverged run names."""
@@ -89,17 +82,17 @@ class Loop(ABC):
         with self.batches() as batches_of_steps:
             self.throughput.start()
             while not self.is_done():
-                self.begun, self.stops_after = (trainer.step + 1, time.monotonic()), trainer.step + 1
+                self.stops_after = trainer.step + 1
                 with observers.phase("data"):
                     batches = next(batches_of_steps)
                 observers.on_step_start(batches)
                 outcome = trainer.train_step(batches)
-                self.is_stopping = self.voting.result()
+                self.is_stopping = self.vote.result()
                 observers.after_step(outcome)
                 validated = self.is_validation_due()
                 if validated:
                     self.validate()
-                    self.is_stopping = self.is_stopping or self.voting.asked_since()
+                    self.is_stopping = self.is_stopping or self.vote.asked_since()
                 self.stops_after = trainer.step + 1
                 is_last = self.is_done() or self.is_stopping
                 save_due |= self.is_save_due(validated)  # waits for a step that is finite
@@ -115,23 +108,21 @@ class Loop(ABC):
         trainer, reporter, saver = self.trainer, self.reporter, self.saver
         config, out = trainer.config, saver.out
         incidents = Incidents(trainer, out, reporter, saver)
-        return [
-            incidents,  # first, as a step that it returns from is not reported
-            self.voting,
-            *([SlowRanks(trainer, incidents.report)] if trainer.ctx.world_size > 1 else []),
-            *([Timeline(trainer, reporter)] if config.log.timeline_every else []),
-            *([Profiler(trainer, out, reporter)] if config.profile else []),
-            saver,
-            StepLogger(self),
-            DivergenceStop(incidents, self.warmup_key),
-            *self.further_observers(),
-            *own_observers(config.train.observers),
-        ]
+        # incidents first, as a step that they return from is not reported
+        watching: list[Observer] = [incidents, self.vote]
+        if trainer.ctx.world_size > 1:
+            watching.append(SlowRanks(trainer, incidents.report))
+        if config.log.timeline_every:
+            watching.append(Timeline(trainer, reporter))
+        if config.profile and trainer.ctx.rank < PROFILED_RANKS:
+            watching.append(Profiler(trainer, out, reporter))
+        watching += [saver, StepLogger(self), DivergenceStop(incidents, self.warmup_key)]
+        return [*watching, *self.further_observers(), *own_observers(config.train.observers)]
 
     @cached_property
-    def voting(self) -> "StopVoting":
+    def vote(self) -> StopVote:
         """The ranks' vote on stopping."""
-        return StopVoting(self)
+        return StopVote(self.trainer, lambda: self.stop.requested)
 
     def further_observers(self) -> list[Observer]:
         """Those of this type of run."""
@@ -155,12 +146,9 @@ class Loop(ABC):
         """Tokens trained on so far, over all ranks and attempts."""
 
     def last_step(self) -> str:
-        """Words for the step after which a stop requested now takes effect: `step 12 (about 3 min)`."""
-        step, (current, since) = self.stops_after, self.begun
-        if self.step_time is None:
-            return f"step {step}"
-        left = self.step_time * (step - current + 1) - (time.monotonic() - since)
-        return f"step {step} (about {roughly(left)})" if left >= SOON_S else f"step {step}"
+        """Words for the step after which a stop requested now takes effect."""
+        after_vote = 0 if self.vote.is_open else self.vote.step + 1
+        return f"step {max(self.stops_after, after_vote)}"
 
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
         """Numbers to report of a step in addition to its loss."""
@@ -203,28 +191,6 @@ class Loop(ABC):
         self.throughput.start()
 
 
-class StopVoting(Observer):
-    """Lets all ranks vote on stopping while the weights are updated."""
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.vote: StopVote | None = None
-
-    def before_update(self, parts: object, grad_norm: object) -> None:
-        """Begin a vote."""
-        loop = self.loop
-        self.vote = StopVote(loop.trainer.ctx, lambda: loop.stop.requested)
-        loop.stops_after += not self.vote.is_open
-
-    def result(self) -> bool:
-        """True on every rank if one was asked to stop."""
-        return self.vote is not None and self.vote.result()
-
-    def asked_since(self) -> bool:
-        """True if one process alone was asked to stop since the vote."""
-        return self.vote is not None and self.vote.asked_since()
-
-
 class StepLogger(Observer):
     """Counts steps, and reports the first, the last and every log.every-th."""
 
@@ -249,7 +215,6 @@ class StepLogger(Observer):
         loop, trainer = self.loop, self.loop.trainer
         means = trainer.mean_parts(outcome)  # waits for the device, so the clock may be read now
         rates, scaler = loop.throughput.lap(), trainer.scaler
-        loop.step_time = rates.step_time_s
         loop.reporter.step(
             StepMetrics(
                 step=trainer.step,
@@ -267,13 +232,6 @@ class StepLogger(Observer):
                 parts=loop.parts(means, rates),
             )
         )
-
-
-def roughly(seconds: float) -> str:
-    """Return seconds in one unit: 40 s, 3 min, 2 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.0f} h"
 
 
 def is_step_due(step: int, every: int) -> bool:

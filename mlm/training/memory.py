@@ -1,4 +1,4 @@
-"""Memory of a process: reuse of large blocks, and the error for a lack of memory."""
+"""Memory of a process: reuse of large blocks; errors for a lack of memory or of a kernel."""
 
 import ctypes
 import sys
@@ -8,9 +8,17 @@ from contextlib import contextmanager
 import torch
 
 from mlm.parallel.config import ParallelConfig
+from mlm.training.config import PretrainConfig
+from mlm.training.kernels import kernel_problem
 from mlm.util.errors import UserError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+
+
+def _libc() -> ctypes.CDLL | None:
+    """The C library if it is glibc."""
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
 def reuse_large_blocks() -> bool:
@@ -20,29 +28,22 @@ def reuse_large_blocks() -> bool:
     it is faulted in and zeroed again by the system at each step: 1.1 to 1.25 times the step time. Peak memory
     is the same; freed memory stays with the process.
     """
-    if not sys.platform.startswith("linux"):
+    libc, largest = _libc(), 2**31 - 1
+    if libc is None:
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
-        return False
-    largest = 2**31 - 1
-    mapped = mallopt(M_MMAP_THRESHOLD, largest) or mallopt(M_MMAP_THRESHOLD, 32 << 20)
-    return bool(mapped and mallopt(M_TRIM_THRESHOLD, largest))
+    mapped = libc.mallopt(M_MMAP_THRESHOLD, largest) or libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    return bool(mapped and libc.mallopt(M_TRIM_THRESHOLD, largest))
 
 
-def trim_memory() -> bool:
-    """Return freed memory that `reuse_large_blocks` keeps to the system; return True if it could.
+def trim_memory() -> None:
+    """Return freed memory that `reuse_large_blocks` keeps to the system, where that is possible.
 
     Needed where sizes change from step to step: blocks for texts of any length fragment memory. Finetuning on
     RTE grew from 1 to 6 GB in 600 steps.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        return bool(ctypes.CDLL(None).malloc_trim(0))
-    except (OSError, AttributeError):  # another C library
-        return False
+    libc = _libc()
+    if libc is not None:
+        libc.malloc_trim(0)
 
 
 def memory_remedies(micro_batch_size: int, parallel: ParallelConfig, length: str) -> str:
@@ -57,20 +58,29 @@ def memory_remedies(micro_batch_size: int, parallel: ParallelConfig, length: str
     return ", ".join([*helping, "raise tp or pp", f"or lower {length}"])
 
 
+def memory_problem(error: Exception, config: PretrainConfig, length: str) -> str | None:
+    """The problem of an error for lack of memory and its fix; None for other errors."""
+    on_gpu = isinstance(error, torch.OutOfMemoryError)
+    if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+        return None
+    size = config.train.micro_batch_size
+    return (
+        f"train.micro_batch_size={size} is too much for the memory of "
+        f"{'the GPU' if on_gpu else 'this host'}: {memory_remedies(size, config.parallel, length)}"
+    )
+
+
 @contextmanager
-def out_of_memory_as_user_error(
-    micro_batch_size: int, parallel: ParallelConfig, length: str
-) -> Iterator[None]:
-    """Turn the errors that PyTorch and Python raise for lack of memory into a UserError with a fix."""
+def torch_errors_as_user_errors(config: PretrainConfig, length: str) -> Iterator[None]:
+    """Turn errors of PyTorch and Python for lack of memory, or of a kernel, into a UserError with a fix.
+
+    `length` is the setting of a sample's length.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        on_gpu = isinstance(error, torch.OutOfMemoryError)
-        if not on_gpu and not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+        problem = memory_problem(error, config, length) or kernel_problem(error, config)
+        if problem is None:
             raise
         reason = f" ({str(error).splitlines()[0]})" if str(error) else ""
-        raise UserError(
-            f"train.micro_batch_size={micro_batch_size} is too much for the memory of "
-            f"{'the GPU' if on_gpu else 'this host'}: "
-            f"{memory_remedies(micro_batch_size, parallel, length)}{reason}"
-        ) from error
+        raise UserError(f"{problem}{reason}") from error

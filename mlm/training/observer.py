@@ -22,6 +22,7 @@ device; one that communicates must be reached on all ranks.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +102,12 @@ class Observers(Observer):
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self.list = list(observers)
+        for name in CALLED_IN_TURN:
+            setattr(self, name, partial(self._call_each, name))
+
+    def _call_each(self, name: str, *arguments: object) -> None:
+        for observer in self.list:
+            getattr(observer, name)(*arguments)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -109,26 +116,6 @@ class Observers(Observer):
             for observer in self.list:
                 stack.enter_context(observer.phase(name))
             yield
-
-    def on_receive(self) -> None:
-        """Call all."""
-        for observer in self.list:
-            observer.on_receive()
-
-    def on_micro_batch(self, number: int, count: int) -> None:
-        """Call all."""
-        for observer in self.list:
-            observer.on_micro_batch(number, count)
-
-    def on_run_start(self, trainer: "Trainer[Any]", reporter: "Reporter") -> None:
-        """Call all."""
-        for observer in self.list:
-            observer.on_run_start(trainer, reporter)
-
-    def on_step_start(self, batches: Sequence[Any]) -> None:
-        """Call all."""
-        for observer in self.list:
-            observer.on_step_start(batches)
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | None:
         """All observers' decisions as one check; None where nothing is skipped or held."""
@@ -145,30 +132,14 @@ class Observers(Observer):
 
         return DeferredCheck(torch.stack([check.hold for check in checks]).amax(), decide)
 
-    def before_weights_change(self) -> None:
-        """Call all."""
-        for observer in self.list:
-            observer.before_weights_change()
 
-    def after_step(self, outcome: "StepOutcome") -> None:
-        """Call all."""
-        for observer in self.list:
-            observer.after_step(outcome)
-
-    def after_validation(self) -> None:
-        """Call all."""
-        for observer in self.list:
-            observer.after_validation()
-
-    def before_save(self) -> None:
-        """Call all."""
-        for observer in self.list:
-            observer.before_save()
-
-    def on_run_end(self) -> None:
-        """Call all."""
-        for observer in self.list:
-            observer.on_run_end()
+CALLED_IN_TURN = tuple(
+    name
+    for owner in (PlanObserver, Observer)
+    for name in vars(owner)
+    if not name.startswith("_") and name not in ("phase", "before_update")
+)
+"""Methods of an observer that return nothing."""
 
 
 def own_observers(paths: Sequence[str]) -> list[Observer]:

@@ -28,8 +28,8 @@ from mlm.parallel.transfer import to_device
 from mlm.training.kernels import attention_of_any_shape
 
 
-class Texts(Protocol):
-    """Part of what any pass reads."""
+class HasTokens(Protocol):
+    """A micro-batch of any pass."""
 
     @property
     def tokens(self) -> Tensor:
@@ -37,7 +37,7 @@ class Texts(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Texts)
+T = TypeVar("T", bound=HasTokens)
 B = TypeVar("B", bound=MicroBatch)
 
 EVAL_ROUNDS = 4
@@ -93,11 +93,8 @@ class PipelinedModel:
             chain(*(chunk.modules() for chunk in self.chunks)) if casts else (), self.dtype
         )
         self.replays = False
+        """True if layers are replayed as CUDA graphs, which need to know where a micro-batch begins."""
         self._plans: dict[tuple[bool, int], tuple[Sequence[Instruction], float]] = {}
-
-    def replay_graphs(self) -> None:
-        """Tell CUDA graphs where a micro-batch begins, and which tensors stay where they are."""
-        self.replays = self.casts.stay = True
 
     @property
     def defers_weight_grads(self) -> bool:

@@ -2,9 +2,9 @@
 
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from mlm.checkpoint.huggingface.folder import CONFIG, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
@@ -17,7 +17,6 @@ from mlm.config.path_errors import protected_from
 from mlm.data.blend_history import changed_corpus_problem, continue_history, decode, describe_change, encode
 from mlm.launch.environment import read_rank_place
 from mlm.parallel.mesh import ParallelContext
-from mlm.tracking.history import FILE_NAME
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import sources
 from mlm.training.identity import function_errors
@@ -25,9 +24,9 @@ from mlm.training.run_folder import run_config
 from mlm.training.run_tokenizer import tokenizer_errors
 from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, load
 from mlm.training.trainer import Trainer
-from mlm.util.errors import ConfigError, CorruptFileError, UserError, show
+from mlm.util.errors import CorruptFileError, UserError, attempt, show
 from mlm.util.lock import WAIT_S, single_writer
-from mlm.util.ownership import claim_folder, claim_problems, other_owners, user_name
+from mlm.util.ownership import claim_folder, claim_problems
 
 log = logging.getLogger(__name__)
 
@@ -93,27 +92,20 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
         checkpoints, source = start_candidates(config), model_folder(config)
         if not checkpoints and source is not None and (errors := model_folder_errors(config, source)):
             return errors
-        for start in checkpoints[:1]:
-            if errors := errors_of_start(config, start) if compares else []:
-                return errors
-            read_manifest(start)
+        if checkpoints:
+            start, manifest = checkpoints[0], read_manifest(checkpoints[0])
+            if compares:
+                attempt(problems, lambda: check_identity(config, start, manifest))
+            if compares and not is_weights_only(manifest):
+                problems += tokenizer_errors(config.data, start, manifest)
+            if problems:
+                return problems
         if read_rank_place(os.environ) is None:
             with single_writer(checkpoints_folder(config)):
                 pass
     except UserError as error:
         return list(error.problems)
     return []
-
-
-def errors_of_start(config: PretrainConfig, start: Path) -> list[str]:
-    """Return the settings in which the run differs from that of the checkpoint it starts from."""
-    manifest = read_manifest(start)
-    weights_only, errors = is_weights_only(manifest), list[str]()
-    try:
-        check_identity(config, start, manifest, weights_only=weights_only)
-    except ConfigError as error:
-        errors += error.problems
-    return errors if weights_only else [*errors, *tokenizer_errors(config.data, start, manifest)]
 
 
 def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> None:
@@ -124,22 +116,8 @@ def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> Non
         if ctx.is_main:
             claim_folder(config.out, "run", inputs=protected_from(config))
             stack.enter_context(single_writer(checkpoints_folder(config), wait_s=wait_s))
-            warn_of_owners(config)
 
     Ranks.of(ctx).together(take, lambda error: UserError(f"out={config.out}: {error}: set another out=…"))
-
-
-def warn_of_owners(config: PretrainConfig) -> None:
-    """Warn that a run's folder will hold files of several users."""
-    if others := other_owners([Path(config.out, FILE_NAME), *checkpoints_folder(config).glob("step-*")]):
-        log.warning(
-            "out=%s: holds files of %s, and this process writes as %s: checkpoints that it may not delete "
-            "stay whole. Continue as %s, or share the folder with a group (chmod g+rws, umask 002)",
-            config.out,
-            ", ".join(others),
-            user_name(os.geteuid()),
-            others[0],
-        )
 
 
 def resume(trainer: Trainer) -> Path | None:
@@ -150,9 +128,8 @@ def resume(trainer: Trainer) -> Path | None:
     """
     config, ctx, ranks = trainer.config, trainer.ctx, Ranks.of(trainer.ctx)
 
-    def look() -> list[list[str | bool]]:
-        paths = start_candidates(config) if ctx.is_main else []
-        return [[str(path), _holds_weights_only(path)] for path in paths]
+    def look() -> list[str]:
+        return list(map(str, start_candidates(config))) if ctx.is_main else []
 
     def explain(error: Exception) -> UserError:
         return CheckpointError(f"out={config.out}: {error}")
@@ -167,10 +144,8 @@ def rewind(trainer: Trainer, before: int | None = None) -> Path | None:
     None without one of a step below `before`. Collective. Raises as `resume`.
     """
     ranks = Ranks.of(trainer.ctx)
-    paths = (
-        [[str(path), False] for path in rewind_candidates(trainer.config, before)] if ranks.is_main else []
-    )
-    return load_first_whole(trainer, ranks.broadcast(paths))
+    paths = rewind_candidates(trainer.config, before) if ranks.is_main else []
+    return load_first_whole(trainer, ranks.broadcast(list(map(str, paths))))
 
 
 def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
@@ -185,25 +160,23 @@ def rewind_candidates(config: PretrainConfig, before: int | None) -> list[Path]:
     ] or paths
 
 
-def load_first_whole(trainer: Trainer, checkpoints: list[list[Any]]) -> Path | None:
-    """Load the first checkpoint that is whole, of (path, holds weights only) in order; see `resume`."""
-    config, ctx = trainer.config, trainer.ctx
+def load_first_whole(trainer: Trainer, paths: Sequence[str]) -> Path | None:
+    """Load the first checkpoint that is whole; see `resume`."""
     problems: list[str] = []
-    for path, weights_only in checkpoints:
+    for path in paths:
         try:
-            load(trainer, Path(path), weights_only=weights_only)
+            load(trainer, Path(path))
         except (CorruptFileError, CheckpointError) as error:
             problems.append(str(error))
             continue
-        if problems and ctx.is_main:
+        if problems and trainer.ctx.is_main:
             log.warning("%s; continuing from the one before, %s", problems[0], path)
         return Path(path)
     if len(problems) == 1:
         raise CorruptFileError(problems[0])
     if problems:
-        raise CorruptFileError(
-            f"{checkpoints_folder(config)}: none of {len(problems)} checkpoints is whole. {problems[0]}"
-        )
+        folder = checkpoints_folder(trainer.config)
+        raise CorruptFileError(f"{folder}: none of {len(problems)} checkpoints is whole. {problems[0]}")
     return None
 
 
@@ -236,10 +209,3 @@ def continue_data(trainer: Trainer) -> str | None:
 
     trainer.history = decode(ranks.broadcast(ranks.together(look, explain)), consumed)
     return describe_change(trainer.history, consumed)
-
-
-def _holds_weights_only(path: Path) -> bool:
-    try:
-        return is_weights_only(read_manifest(path))
-    except (UserError, OSError):
-        return False  # loading reports the problem

@@ -5,7 +5,6 @@
 It is written beside `out`, checked, then renamed.
 """
 
-import errno
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from mlm.parallel.sharding import parameter_shards
 from mlm.training.config import PretrainConfig
 from mlm.training.run_tokenizer import digests_of_tokenizer
 from mlm.training.state import CHECKPOINTS
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, writing_to
 from mlm.util.files import fsync_directory
 from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import claim_folder, delete_owned
@@ -158,7 +157,7 @@ def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
     """
     final = out.resolve()
     work = final.with_name(f".{final.name}.partial")
-    with _naming_disk(out):
+    with writing_to(str(out)):
         final.parent.mkdir(parents=True, exist_ok=True)
         claim_folder(work, UNFINISHED)
         with single_writer(work):
@@ -187,18 +186,3 @@ def check_space(folder: Path, count: int, setting: str) -> None:
             f"{setting}: needs {(count + SPARE) / GB:.2f} GB, {free / GB:.2f} GB are free there: "
             f"free some, or name a folder on another disk"
         )
-
-
-@contextmanager
-def _naming_disk(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        remedy = (
-            "free space there"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else "make it writable, if it is"
-        )
-        raise UserError(
-            f"out={out}: {error.filename or out}: {error.strerror}: {remedy}, or name another folder"
-        ) from error

@@ -9,7 +9,7 @@ from mlm.data.config import DataConfig
 from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.training.corpora import Corpus, corpora, recorded_eod, source_facts, tokenizer_path
+from mlm.training.corpora import corpora, recorded_eod, source_facts, tokenizer_path
 from mlm.util.errors import UserError
 
 
@@ -55,34 +55,31 @@ def corpus_tokenizer_errors(data: DataConfig) -> list[str]:
     """Return an error for each corpus of another tokenizer than the one saved with the run."""
     try:
         path, tokenizer = tokenizer_path(data), tokenizer_of(data)
-        if path is None or tokenizer is None:
-            return []
-        saved = digests_of_tokenizer(tokenizer)
-        return [error for corpus in corpora(data) if (error := _unlike(corpus, saved, path))]
     except UserError as error:
         return list(error.problems)
+    if path is None or tokenizer is None:
+        return []
+    saved, problems = digests_of_tokenizer(tokenizer), list[str]()
+    for folder in (corpus.train.parent for corpus in corpora(data)):
+        written = receipt_tokenizer(folder)
+        if written is not None and not saved.is_same(written):
+            problems.append(
+                f"data.tokenizer={path}: has digest {saved.digest}, {folder} was written with "
+                f"{written.digest}; name that tokenizer, or another corpus"
+            )
+    return problems
 
 
-def _unlike(corpus: Corpus, saved: TokenizerDigest, path: Path) -> str | None:
-    digest = source_facts(corpus)["tokenizer"]
-    if not digest or saved.is_same(corpus_tokenizer_digest(corpus.train.parent, digest)):
+def receipt_tokenizer(folder: Path) -> TokenizerDigest | None:
+    """Return the tokenizer by the receipt of a corpus folder, with its vocabulary if the file is there too.
+
+    Raises CorruptFileError.
+    """
+    digest = known_digest((read_receipt(folder) or {}).get("tokenizer"))
+    if not digest:
         return None
-    return (
-        f"data.tokenizer={path}: has digest {saved.digest}, {corpus.train.parent} was written with {digest}; "
-        "name that tokenizer, or another corpus"
-    )
-
-
-def corpus_tokenizer_digest(folder: Path, digest: str) -> TokenizerDigest:
-    """Return the digests of a corpus folder's tokenizer, that of its vocabulary only if the file is there."""
     try:
         beside = tokenizer_beside(folder)
     except (UserError, OSError):
-        return TokenizerDigest(digest)
+        beside = None
     return digests_of_tokenizer(beside) if beside and beside.digest == digest else TokenizerDigest(digest)
-
-
-def receipt_tokenizer(prefix: Path) -> TokenizerDigest | None:
-    """Return the tokenizer's digests from the receipt beside a .bin/.idx. Raises CorruptFileError."""
-    digest = known_digest((read_receipt(prefix.parent) or {}).get("tokenizer"))
-    return corpus_tokenizer_digest(prefix.parent, digest) if digest else None

@@ -11,7 +11,6 @@ forward and backward pass of the next step, and `before_weights_change` waits fo
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.parallel.watch import LostPeer, Watch
 from mlm.tracking.reporter import Reporter
 from mlm.training.observer import Observer
-from mlm.training.state import CHECKPOINTS, counters, owned_shards, save
+from mlm.training.state import CHECKPOINTS, counters, owned_shards
 from mlm.training.trainer import Trainer
 from mlm.util.files import digest_bytes
 
@@ -42,15 +41,20 @@ class SaveFailedError(CheckpointError):
 
 
 @dataclass
-class Job:
+class PendingSave:
     """A save in progress."""
 
     step: int
-    save_id: str = ""
-    """Empty for a save that training waits for, which records itself."""
+    save_id: str
+    shards: dict[str, Shard]
+    """What this rank writes: views of the live tensors."""
+    state: dict[str, Any]
+    ready: "torch.cuda.Event | None"
+    """On the device's queue after every update of the weights so far."""
     staged: threading.Event = field(default_factory=threading.Event)
-    """Set when the state has been copied, or the job has failed."""
+    """Set when the state has been copied, or the save has ended."""
     thread: threading.Thread | None = None
+    """None where training waits for the disk."""
     begun: float = field(default_factory=time.perf_counter)
     waited: float = 0.0
     """Seconds that training has waited for it."""
@@ -62,6 +66,12 @@ class Job:
     """Seconds until it was written; 0 before."""
     path: Path | None = None
     error: BaseException | None = None
+
+    def await_judgement(self) -> bool:
+        """Wait until the save, which is written, is judged; return the judgement."""
+        self.seconds = time.perf_counter() - self.begun
+        self.judged.wait()
+        return self.is_sound
 
 
 class Saver(Observer):
@@ -86,17 +96,17 @@ class Saver(Observer):
 
     def __init__(self, trainer: Trainer, out: Path, reporter: Reporter) -> None:
         self.trainer, self.out, self.reporter = trainer, out, reporter
-        self._job: Job | None = None
+        self._pending: PendingSave | None = None
         self._failed: BaseException | None = None
         """Error of a save that training waited for."""
+        ctx, limit_s = trainer.ctx, trainer.config.dist.checkpoint_timeout_s
+        self._run_id, self._count = str(Ranks.of(ctx).broadcast(os.urandom(16).hex())), 0
         self._asynchronous = trainer.config.checkpoint.asynchronous
+        self._copies_aside = ctx.device.type == "cuda"
         if self._asynchronous:
-            ctx, limit_s = trainer.ctx, trainer.config.dist.checkpoint_timeout_s
             self._watch = Watch(ctx.rank, limit_s, setting="dist.checkpoint_timeout_s")
             self._group = host_group(ctx.world_size, limit_s)
             self._file = StagedFile()
-            self._run_id, self._count = shared_id(ctx), 0
-            self._copies_aside = ctx.device.type == "cuda"
 
     def __enter__(self) -> "Saver":
         return self
@@ -113,40 +123,41 @@ class Saver(Observer):
     def begin(self) -> None:
         """Save the trainer's state as it is now. Collective; reads counters back from the device."""
         self._collect()
-        self._job = job = Job(self.trainer.step)
-        if not self._asynchronous:
-            _run(job, lambda: save(self.trainer, self.out, lambda: self.trainer.is_sound))
-            job.waited = job.seconds
+        trainer, self._count = self.trainer, self._count + 1
+        save_id = digest_bytes(f"{self._run_id} {self._count} {trainer.step}".encode()).partition(":")[2]
+        ready = _mark(trainer.ctx)
+        pending = PendingSave(trainer.step, save_id, owned_shards(trainer), counters(trainer), ready)
+        self._pending = pending
+        if self._asynchronous:
+            if not self._copies_aside:
+                self._copy(pending)
+            pending.thread = threading.Thread(
+                target=self._write_aside, args=(pending,), name="checkpoint", daemon=True
+            )
+            pending.thread.start()
+            pending.waited = time.perf_counter() - pending.begun
+        else:
+            self._judge(pending)
+            self._write(pending, trainer.ctx.host_group, trainer.ctx.watch, None)
+            pending.waited = pending.seconds
             self._failed = self._collect()
-            return
-        shards, state = owned_shards(self.trainer), counters(self.trainer)
-        save_id = digest_bytes(f"{self._run_id} {self._count} {job.step}".encode()).partition(":")[2]
-        self._count += 1
-        job.save_id = save_id
-        ready = _mark(self.trainer.ctx)
-        if not self._copies_aside:
-            self._copy(job, shards, save_id, ready)
-        job.thread = threading.Thread(
-            target=_run,
-            args=(job, lambda: self._write(job, shards, state, save_id, ready)),
-            name="checkpoint",
-            daemon=True,
-        )
-        job.thread.start()
-        job.waited = time.perf_counter() - job.begun
 
     def before_weights_change(self) -> None:
         """Wait until the state of the save in flight has been copied: it may change then."""
-        if self._job is not None and not self._job.staged.is_set():
+        if self._pending is not None and not self._pending.staged.is_set():
             begin = time.perf_counter()
-            self._job.staged.wait()
-            self._job.waited += time.perf_counter() - begin
+            self._pending.staged.wait()
+            self._pending.waited += time.perf_counter() - begin
 
     def after_step(self, outcome: object) -> None:
         """Judge the save in flight by the step that has ended; report it if written. Raises LostPeer."""
-        if self._job is not None and self.trainer.step > self._job.step:
-            self._judge(self._job)
-        if self._job is not None and self._job.thread is not None and not self._job.thread.is_alive():
+        if self._pending is not None and self.trainer.step > self._pending.step:
+            self._judge(self._pending)
+        if (
+            self._pending is not None
+            and self._pending.thread is not None
+            and not self._pending.thread.is_alive()
+        ):
             self._collect()
 
     def finish(self) -> None:
@@ -159,90 +170,70 @@ class Saver(Observer):
 
     def _collect(self) -> BaseException | None:
         """Wait for the save in flight, report it, and return its error."""
-        job, self._job = self._job, None
-        if job is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return None
-        self._judge(job)
-        if job.thread is not None and job.thread.is_alive():
+        self._judge(pending)
+        if pending.thread is not None and pending.thread.is_alive():
             begin = time.perf_counter()
-            job.thread.join()
-            job.waited += time.perf_counter() - begin
-        if job.path is not None:
-            if job.save_id:
-                self.trainer.past = self.trainer.past.after(Save(job.step, job.save_id))
-            self.reporter.saved(job.step, job.path, job.seconds, min(job.waited, job.seconds))
-        elif isinstance(job.error, CheckpointError):
-            self.reporter.save_failed(job.step, str(job.error))
+            pending.thread.join()
+            pending.waited += time.perf_counter() - begin
+        if pending.path is not None:
+            self.trainer.past = self.trainer.past.after(Save(pending.step, pending.save_id))
+            self.reporter.saved(
+                pending.step, pending.path, pending.seconds, min(pending.waited, pending.seconds)
+            )
+        elif isinstance(pending.error, CheckpointError):
+            self.reporter.save_failed(pending.step, str(pending.error))
         else:
-            assert job.error is not None
-            raise job.error  # a rank is lost, or a bug: no disk can be blamed
-        return job.error
+            assert pending.error is not None
+            raise pending.error  # a rank is lost, or a bug: no disk can be blamed
+        return pending.error
 
-    def _judge(self, job: Job) -> None:
+    def _judge(self, pending: PendingSave) -> None:
         """Let a save delete older checkpoints if the newest step is finite."""
-        if not job.judged.is_set():
-            job.is_sound = self.trainer.is_sound
-            job.judged.set()
+        if not pending.judged.is_set():
+            pending.is_sound = self.trainer.is_sound
+            pending.judged.set()
 
-    def _copy(
-        self, job: Job, shards: dict[str, Shard], save_id: str, ready: "torch.cuda.Event | None"
-    ) -> None:
-        """Copy the tensors to be written."""
-        with _after(ready, self.trainer.ctx.device):
-            self._file.fill(stored_tensors(shards), save_id)
-        job.staged.set()
+    def _copy(self, pending: PendingSave) -> None:
+        """Copy the tensors to be written, on a GPU when its queue has got to `pending.ready`."""
+        with _after(pending.ready, self.trainer.ctx.device):
+            self._file.fill(stored_tensors(pending.shards), pending.save_id)
+        pending.staged.set()
 
-    def _write(
-        self,
-        job: Job,
-        shards: dict[str, Shard],
-        state: dict[str, Any],
-        save_id: str,
-        ready: "torch.cuda.Event | None",
-    ) -> Path:
+    def _write_aside(self, pending: PendingSave) -> None:
         """Write the checkpoint: the thread's work."""
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        self._write(pending, self._group, self._watch, self._file)
+
+    def _write(self, pending: PendingSave, group: Any, watch: Watch, staged: StagedFile | None) -> None:
+        """Write the checkpoint, and keep what becomes of it in `pending`."""
         ctx, settings = self.trainer.ctx, self.trainer.config.checkpoint
-        if self._copies_aside:
-            self._copy(job, shards, save_id, ready)
-        return save_checkpoint(
-            self.out / CHECKPOINTS,
-            job.step,
-            shards,
-            state=state,
-            rank=ctx.rank,
-            world_size=ctx.world_size,
-            group=self._group,
-            watch=self._watch,
-            keep_last=settings.keep_last,
-            keep_every=settings.keep_every,
-            save_id=save_id,
-            staged=self._file,
-            may_prune=lambda: _await_judgement(job),
-        )
-
-
-def _run(job: Job, work: Callable[[], Path]) -> None:
-    try:
-        job.path = work()
-    except BaseException as error:
-        job.error = error
-    finally:
-        job.seconds = job.seconds or time.perf_counter() - job.begun
-        job.staged.set()
-
-
-def _await_judgement(job: Job) -> bool:
-    """Wait until a save that is written is judged; return the judgement."""
-    job.seconds = time.perf_counter() - job.begun
-    job.judged.wait()
-    return job.is_sound
-
-
-def shared_id(ctx: ParallelContext) -> str:
-    """A random text, the same on all ranks. Collective."""
-    return str(Ranks.of(ctx).broadcast(os.urandom(16).hex()))
+        try:
+            if staged is not None and self._copies_aside:
+                self._copy(pending)
+            pending.path = save_checkpoint(
+                self.out / CHECKPOINTS,
+                pending.step,
+                pending.shards,
+                state=pending.state,
+                rank=ctx.rank,
+                world_size=ctx.world_size,
+                group=group,
+                watch=watch,
+                keep_last=settings.keep_last,
+                keep_every=settings.keep_every,
+                save_id=pending.save_id,
+                staged=staged,
+                may_prune=pending.await_judgement,
+            )
+        except BaseException as error:
+            pending.error = error
+        finally:
+            pending.seconds = pending.seconds or time.perf_counter() - pending.begun
+            pending.staged.set()
 
 
 def _mark(ctx: ParallelContext) -> "torch.cuda.Event | None":

@@ -1,7 +1,6 @@
 """A trainer's state as a checkpoint, and back."""
 
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from mlm.checkpoint.native.save_load import (
     Shard,
     load_checkpoint,
     read_manifest,
-    save_checkpoint,
 )
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.checkpoint.parameters import split_of
@@ -63,11 +61,11 @@ def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> Shard:
     return Shard(s.without_padding(x), s.global_shape, s.offset, split_of(s, vocab_multiple))
 
 
-def training_shards(trainer: Trainer) -> dict[str, Shard]:
-    """Parameters and Adam's moments under their checkpoint names."""
+def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, Shard]:
+    """These parameters and their moments under their checkpoint names: views of the live tensors."""
     multiple = trainer.config.model.vocab_multiple
-    out = model_shards(trainer.shards, multiple)
-    for s in trainer.shards:
+    out = model_shards(shards, multiple)
+    for s in shards:
         for name in moments(trainer.optimizer):
             out[f"optimizer.{name}.{s.name}"] = as_shard(s, moment(trainer.optimizer, s, name), multiple)
     return out
@@ -75,8 +73,7 @@ def training_shards(trainer: Trainer) -> dict[str, Shard]:
 
 def owned_shards(trainer: Trainer) -> dict[str, Shard]:
     """Return the parameters and moments that this rank writes: views of the live tensors."""
-    stored = {s.name for s in trainer.shards if is_stored(s, trainer.ctx)}
-    return {k: v for k, v in training_shards(trainer).items() if parameter_of_tensor(k) in stored}
+    return training_shards(trainer, [s for s in trainer.shards if is_stored(s, trainer.ctx)])
 
 
 def counters(trainer: Trainer) -> dict[str, Any]:
@@ -94,36 +91,9 @@ def counters(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def save(trainer: Trainer, out: Path, may_prune: Callable[[], bool] = lambda: True) -> Path:
-    """Write `out/checkpoints/step-…`. Collective over all ranks; raises CheckpointError on all."""
-    ctx, config, save_id = trainer.ctx, trainer.config, uuid.uuid4().hex
-    path = save_checkpoint(
-        out / CHECKPOINTS,
-        trainer.step,
-        owned_shards(trainer),
-        state=counters(trainer),
-        rank=ctx.rank,
-        world_size=ctx.world_size,
-        group=ctx.host_group,
-        watch=ctx.watch,
-        keep_last=config.checkpoint.keep_last,
-        keep_every=config.checkpoint.keep_every,
-        save_id=save_id,  # of rank 0, whose state is saved
-        may_prune=may_prune,
-    )
-    trainer.past = trainer.past.after(Save(trainer.step, save_id))
-    return path
-
-
 def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
     """True if this rank writes this part. Of equal replicas the first one writes."""
     return shard.is_owner and (shard.dp_slice is not None or ctx.replicas.rank == 0)
-
-
-def parameter_of_tensor(key: str) -> str:
-    """The parameter a checkpoint tensor belongs to: model.X and optimizer.exp_avg.X -> X."""
-    kind, rest = key.split(".", 1)
-    return rest if kind == "model" else rest.split(".", 1)[1]
 
 
 def is_weights_only(manifest: Manifest) -> bool:
@@ -131,33 +101,34 @@ def is_weights_only(manifest: Manifest) -> bool:
     return manifest.state.get("weights_only") is True
 
 
-def load(trainer: Trainer, path: Path, *, weights_only: bool = False) -> Manifest:
+def load(trainer: Trainer, path: Path) -> Manifest:
     """Continue from a checkpoint directory: weights, moments, loss scale and counters.
 
-    One with `weights_only` gives the weights a run begins with: step 0, no moments.
+    Where it holds weights alone, a run begins with them: step 0, no moments.
 
     Collective over all ranks. Raises ConfigError with a line for each setting of the run's identity that
     differs, or of the model's function for weights alone; UserError when the tensors do not fit;
     CorruptFileError when it is damaged.
     """
-    ctx = trainer.ctx
-    ranks = Ranks.of(ctx)
+    ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
-    def check() -> None:
-        if ranks.is_main:
-            check_identity(trainer.config, path, read_manifest(path), weights_only=weights_only)
+    def check() -> bool:
+        if not ranks.is_main:
+            return False
+        manifest = read_manifest(path)
+        check_identity(trainer.config, path, manifest)
+        return is_weights_only(manifest)
 
-    ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
-    if weights_only:
-        return load_weights(trainer.shards, path, ctx, config=to_dict(trainer.config))
+    if ranks.broadcast(ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))):
+        return load_weights(trainer.shards, path, ctx, config=config)
     manifest = load_checkpoint(
         path,
-        training_shards(trainer),
+        training_shards(trainer, trainer.shards),
         rank=ctx.rank,
         world_size=ctx.world_size,
         group=ctx.host_group,
         watch=ctx.watch,
-        config=to_dict(trainer.config),
+        config=config,
     )
     check_run_state(manifest, path)
     try:
@@ -194,14 +165,12 @@ def read_history(state: Mapping[str, Any]) -> History:
     return decode(state["data"]["segments"], int(state["consumed_samples"]))
 
 
-def check_identity(
-    config: PretrainConfig, path: Path, manifest: Manifest, *, weights_only: bool = False
-) -> None:
+def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> None:
     """Raise ConfigError if a run with this identity cannot continue from a checkpoint or its weights."""
     saved = manifest.state.get("config")
     if not isinstance(saved, Mapping):
         return  # loading reports the problem
-    if weights_only:
+    if is_weights_only(manifest):
         errors = function_errors(config, saved, str(path))
     else:
         errors = identity_errors(config, saved, f"the run in {path.parent.parent}")

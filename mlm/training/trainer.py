@@ -33,7 +33,7 @@ from mlm.training.config import PretrainConfig
 from mlm.training.corpora import fill_eod_id
 from mlm.training.identity import Past
 from mlm.training.kernels import choose_kernels, compile_layers, should_compile
-from mlm.training.observer import Observers
+from mlm.training.observer import Observer, Observers
 from mlm.training.pipelined import PipelinedModel, evaluate
 
 B = TypeVar("B", bound=MicroBatch)
@@ -64,8 +64,7 @@ def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool
         for module in chunk.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.compiled = should_compile(config.compile, ctx.device)
-    if config.cuda_graphs:
-        model.replay_graphs()
+    model.replays = model.casts.stay = config.cuda_graphs
     return model
 
 
@@ -290,17 +289,23 @@ class Trainer(Generic[B]):
         return evaluate(self.model, self.objective, batches)[0]
 
 
-class StopVote:
+class StopVote(Observer):
     """Agreement of all ranks on stopping, if any was asked to: begun before the weights' update, read after.
 
     One process needs no agreement: it hears requests until then; several hear those made before the vote.
     """
 
-    def __init__(self, ctx: ParallelContext, requested: Callable[[], bool]) -> None:
-        self.is_open = ctx.world.size == 1
-        self.requested = requested
-        # the answer travels while the device computes
-        self.flag = start_all_reduce(torch.tensor([int(requested())]), ctx.world, dist.ReduceOp.MAX)
+    def __init__(self, trainer: Trainer[Any], requested: Callable[[], bool]) -> None:
+        self.trainer, self.requested = trainer, requested
+        self.is_open = trainer.ctx.world.size == 1
+        self.step = 0
+        """Step of the newest vote."""
+
+    def before_update(self, parts: object = None, grad_norm: object = None) -> None:
+        """Begin the vote, whose answer travels while the device computes."""
+        self.step = self.trainer.step + 1
+        mine = torch.tensor([int(self.requested())])
+        self.flag = start_all_reduce(mine, self.trainer.ctx.world, dist.ReduceOp.MAX)
 
     def result(self) -> bool:
         """True on every rank if it was asked of one."""

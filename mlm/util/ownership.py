@@ -15,7 +15,6 @@ import pwd
 import shutil
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -341,16 +340,6 @@ def user_name(number: int) -> str:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return f"user {number}"
-
-
-def other_owners(paths: Iterable[Path]) -> list[str]:
-    """Names of the other users who own some of these files and folders, sorted."""
-    mine, names = os.geteuid(), set[str]()
-    for path in paths:
-        with suppress(OSError):  # absent
-            if path.stat().st_uid != mine:
-                names.add(owner_of(path))
-    return sorted(names)
 
 
 def read_obstacle(path: str) -> str | None:

@@ -13,7 +13,7 @@ import mlm
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.evaluate import lm_eval as lm_eval_command
 from mlm.evaluate.lm_eval import ranks as lm_eval_ranks
-from mlm.evaluate.zero_shot.sources import Texts
+from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.evaluate.zero_shot.wikitext103 import per_article
 from mlm.util.errors import CheckFailedError, UserError
 from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
@@ -272,7 +272,7 @@ def test_a_text_without_context_is_scored_after_the_token_that_mlm_eval_takes(tm
     content["added_tokens"].append({**content["added_tokens"][0], "id": 300, "content": "<s>"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     model = MlmLM(ckpt=str(tmp_path), device="cpu")
-    text = Texts(name="x", form="a form", texts=("To be",), places=("x:1",), digest="xxh3:0")
+    text = EvalTexts(name="x", form="a form", texts=("To be",), places=("x:1",), digest="xxh3:0")
     article = per_article(text, model.tokenizer, seq_length=9, limit=None)
     assert model.prefix_token_id == article.requests[0].tokens[0] == 300 != model.eot_token_id
 

@@ -20,7 +20,7 @@ from mlm.config.paths import CONFIG_DIR
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
-from mlm.finetune.splits import Split, read_split
+from mlm.finetune.splits import TaskSplit, read_split
 
 VOCABULARY = (
     "the a cat dog sea sat saw ran on mat tree who when what answer near far old new moon river stone quick "
@@ -59,7 +59,7 @@ def pairs(**changes: Any) -> TaskConfig:
 
 def split_of(
     folder: Path, task: TaskConfig, records: Iterable[Mapping[str, Any]], name: str = "train"
-) -> Split:
+) -> TaskSplit:
     """These records as a split, by way of a file."""
     return read_split(task, name, path=str(write_rows(folder / f"{name}.jsonl", records)))
 

@@ -15,7 +15,7 @@ from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.finetune import evaluate, run
-from mlm.finetune.batches import batcher_of
+from mlm.finetune.batches import make_batcher
 from mlm.finetune.config import (
     EvalTaskConfig,
     FinetuneConfig,
@@ -25,8 +25,8 @@ from mlm.finetune.config import (
     TaskConfig,
     TaskDataConfig,
 )
-from mlm.finetune.inputs import start_of, tokenize_split
-from mlm.finetune.scoring import Finetuning, outputs_of
+from mlm.finetune.inputs import read_start, tokenize_split
+from mlm.finetune.scoring import Finetuning, compute_outputs
 from mlm.finetune.splits import read_split
 from mlm.finetune.task_type import Output, task_type
 from mlm.inference.trained import load_trained
@@ -189,11 +189,11 @@ def run_and_look(ctx: ParallelContext, config: FinetuneConfig) -> list[Output]:
     run.run(config, ctx)
     task = config.task
     saved = EvalTaskConfig(ckpt=config.out, task=task)
-    start = start_of(saved)
+    start = read_start(saved)
     examples = tokenize_split(task, read_split(task, "validation", path=config.data.path), start).examples
     model = load_trained(str(start.named.path), config.parallel, config.precision, ctx).model
     objective = Finetuning(task_type(task.kind), ctx, model.dtype)
-    return outputs_of(model, objective, examples, batcher_of(model, 2, start.max_length))
+    return compute_outputs(model, objective, examples, make_batcher(model, 2, start.max_length))
 
 
 def read(path: Path) -> Any:

@@ -7,8 +7,8 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from mlm.finetune.batches import Batcher, Order, TaskBatch, chosen_rows
-from mlm.finetune.examples import Example, Text
+from mlm.finetune.batches import Batcher, Order, TaskBatch, draw_rows
+from mlm.finetune.examples import Example, InputText
 from mlm.parallel.labels import IGNORE_INDEX
 
 
@@ -16,9 +16,9 @@ def examples_of(count: int, texts: int = 1, longest: int = 30, seed: int = 0) ->
     """Examples of random lengths; the tokens of a text are the number of its example, from 1."""
     draw = random.Random(seed)
 
-    def text(number: int) -> Text:
+    def text(number: int) -> InputText:
         length = draw.randint(1, longest)
-        return Text(np.full(length, number + 1, dtype=np.int32), draw.randint(0, length))
+        return InputText(np.full(length, number + 1, dtype=np.int32), draw.randint(0, length))
 
     return [Example(n, tuple(text(n) for _ in range(texts)), n % 3) for n in range(count)]
 
@@ -120,9 +120,9 @@ def test_an_evaluation_has_each_example_once(size: int, groups_of: int) -> None:
 
 
 def test_chosen_rows_are_drawn_at_random_and_in_order() -> None:
-    rows = chosen_rows(1000, 100, seed=5).tolist()
+    rows = draw_rows(1000, 100, seed=5).tolist()
     assert rows == sorted(set(rows))
     assert len(rows) == 100
     assert 400 < sum(rows) / 100 < 600
-    assert rows == chosen_rows(1000, 100, seed=5).tolist() != chosen_rows(1000, 100, seed=6).tolist()
-    assert chosen_rows(7, 7, seed=1).tolist() == list(range(7))
+    assert rows == draw_rows(1000, 100, seed=5).tolist() != draw_rows(1000, 100, seed=6).tolist()
+    assert draw_rows(7, 7, seed=1).tolist() == list(range(7))

@@ -14,8 +14,8 @@ import transformers
 from mlm.config.cli import main
 from mlm.finetune import run
 from mlm.finetune.batches import Order
-from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, FinetuneScheduleConfig
-from mlm.finetune.inputs import load_body, splits_of, start_of, tokenize_split
+from mlm.finetune.config import FinetuneConfig, FinetuneScheduleConfig
+from mlm.finetune.inputs import load_body, read_splits, read_start, tokenize_split
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, first_fit
 from mlm.finetune.splits import TokenizedSplit, read_part
 from mlm.optim.config import PrecisionConfig
@@ -27,7 +27,7 @@ from mlm.util.errors import UserError
 from tests.data.chats import CHATML, theirs
 from tests.finetune.chats import POSITIONS, chat_task, chatting, write_chats, write_llama
 from tests.finetune.material import write_rows
-from tests.finetune.runs import GPT2, finetune, losses, read, records, score, weights, write_model
+from tests.finetune.runs import GPT2, finetune, losses, read, weights, write_model
 from tests.ranks import command, run_on_ranks
 
 TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
@@ -50,7 +50,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def evaluation(config: FinetuneConfig) -> TokenizedSplit:
     """The training conversations of a run."""
-    return tokenize_split(config.task, splits_of(config).train, start_of(config))
+    return tokenize_split(config.task, read_splits(config)[config.task.train], read_start(config))
 
 
 def test_losses_equal_a_plain_loop_of_transformers(folder: Path) -> None:
@@ -96,7 +96,7 @@ def summed(
     config: FinetuneConfig, packer: Packer
 ) -> tuple[float, int, list[torch.Tensor], list[PackedBatch]]:
     """Loss of all conversations summed, scored tokens, gradients, and the micro-batches."""
-    start, ctx = start_of(config), ParallelContext()
+    start, ctx = read_start(config), ParallelContext()
     model = PipelinedModel(start.model, ParallelConfig(), PrecisionConfig(dtype="fp64"), ctx)
     shards = [shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp)]
     load_body(shards, start.named, ctx)
@@ -156,13 +156,6 @@ def test_run_is_the_same_at_every_layout(folder: Path, alone: Path, layout: str)
     torch.testing.assert_close(first, second, rtol=1e-7, atol=1e-9)
 
 
-def test_evaluation_repeats_the_score_of_the_best_checkpoint(folder: Path, alone: Path) -> None:
-    config = EvalTaskConfig(ckpt=str(alone), task=chat_task(), precision=PrecisionConfig(dtype="fp64"))
-    (found,) = score(config)["results"]
-    assert found["metrics"] == pytest.approx(read(alone / "result.json")["scores"]["validation"], rel=1e-12)
-    assert records(alone, "step")
-
-
 def test_single_file_holds_out_conversations(tmp_path: Path) -> None:
     rows = [{"messages": [{**TALK[0], "content": str(n % 30)}, TALK[1]]} for n in range(40)]
     file = str(write_rows(tmp_path / "conversations.jsonl", rows))
@@ -214,7 +207,7 @@ def problem_of(config: FinetuneConfig) -> str:
     problems = run.preflight(config)
     if not problems:
         with pytest.raises(UserError) as error:
-            run.prepare(config, start_of(config), splits_of(config))
+            run.prepare(config, read_start(config), read_splits(config))
         problems = list(error.value.problems)
     assert len(problems) == 1
     assert "\n" not in problems[0]

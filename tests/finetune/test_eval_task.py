@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from mlm.checkpoint.commands import export_hf
-from mlm.checkpoint.commands.config import ExportHFConfig
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.finetune import evaluate
 from mlm.finetune.config import EvalTaskConfig
@@ -108,12 +106,6 @@ def test_a_split_without_labels_is_predicted(
         folder, "classification", tmp_path / "eval.json", split="test", predictions=str(tmp_path / "a")
     )
     assert score(named)["results"][0]["predictions"] == [str(tmp_path / "a/test.tsv")]
-
-
-def test_a_checkpoint_that_is_not_the_best_can_be_named(folder: Path, tmp_path: Path) -> None:
-    last = next((folder / "out-classification/checkpoints").glob("step-*"))
-    found = score(evaluation(folder, ckpt=str(last), out=str(tmp_path / "eval.json")))
-    assert found["checkpoint"] == str(last)
 
 
 class TestRefused:
@@ -221,12 +213,3 @@ def test_spans_have_no_probabilities(folder: Path, tmp_path: Path) -> None:
     config = of(folder, "span", tmp_path / "eval.json", probabilities=str(tmp_path / "p.jsonl"))
     (error,) = evaluate.preflight(config)
     assert error.endswith("task.kind=span has no labels; remove probabilities=")
-
-
-def test_an_export_keeps_the_names_of_the_labels(folder: Path, tmp_path: Path) -> None:
-    run = folder / "out-classification/best"
-    export_hf.run(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "hf"), verify=False))
-    said = read(tmp_path / "hf/config.json")
-    assert said["id2label"] == {"0": "no", "1": "yes", "2": "maybe"}
-    assert said["label2id"] == {"no": 0, "yes": 1, "maybe": 2}
-    assert said["pad_token_id"] == bert().pad_id

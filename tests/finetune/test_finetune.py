@@ -11,12 +11,7 @@ import torch
 from mlm.checkpoint.native.folders import checkpoints
 from mlm.checkpoint.native.save_load import read_manifest
 from mlm.finetune import run, training
-from mlm.finetune.best import best_of
-from mlm.finetune.classification import Classification
-from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneConfig
-from mlm.finetune.rows import Row
-from mlm.finetune.task_type import Prediction
-from mlm.parallel.config import ParallelConfig
+from mlm.finetune.config import FinetuneCheckpointConfig
 from mlm.parallel.mesh import ParallelContext
 from tests.finetune.runs import (
     GPT2,
@@ -31,7 +26,6 @@ from tests.finetune.runs import (
     write_data,
     write_model,
 )
-from tests.ranks import run_on_ranks
 from tests.slow import slow_but
 
 STEPS = 6  # 11 rows in batches of 4, 2 epochs
@@ -65,13 +59,6 @@ class TestBest:
         assert result["scores"] == {"validation": {"accuracy": 0.7, "f1": 1.0}}
         assert set(checkpoints(tmp_path / "best/checkpoints")) == {2}
         assert set(checkpoints(tmp_path / "checkpoints")) == {STEPS}
-
-    def test_of_equals_the_earlier_is_kept(
-        self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        scoring(monkeypatch, 0.5, 0.7, 0.7, 0.7)
-        config = finetuning(folder, out=str(tmp_path), train={"validate_every": 1})
-        assert finetune(config)["best_step"] == 2
 
     def test_holds_the_weights_of_its_step_and_nothing_of_the_optimizer(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -194,24 +181,6 @@ class TestRows:
         assert score(saved)["results"][0]["metrics"] == result["tests"]["test"]
         assert read(tmp_path / "test.json") == said
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "parallel", [ParallelConfig(tp=2, sequence_parallel=True), ParallelConfig(dp=2, zero=3)]
-    )
-    def test_tests_are_predicted_on_every_layout(
-        self, folder: Path, tmp_path: Path, parallel: ParallelConfig
-    ) -> None:
-        config = finetuning(folder, out=str(tmp_path / "one"), data={"predict_tests": True})
-        finetune(config)
-        split = replace(config, out=str(tmp_path / "split"), parallel=parallel)
-        run_on_ranks(on_ranks, split, tp=parallel.tp, dp=parallel.dp or 1)
-        predictions = [(tmp_path / out / "predictions/test.tsv").read_text() for out in ("one", "split")]
-        assert predictions[0] == predictions[1]
-
-
-def on_ranks(ctx: ParallelContext, config: FinetuneConfig) -> None:
-    run.run(config, ctx)
-
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -239,32 +208,3 @@ class TestStart:
         heads = [name for name in made[0] if not torch.allclose(made[0][name], made[1][name])]
         assert heads == ["model.classifier.weight"]
         assert all(torch.allclose(made[0][n], start[n]) for n in made[0] if n in start)
-
-
-def test_best_of_a_run_is_its_best_folder(folder: Path, tmp_path: Path) -> None:
-    finetune(finetuning(folder, out=str(tmp_path / "out")))
-    assert best_of(str(tmp_path / "out")) == str(tmp_path / "out/best")
-    for other in (folder / "bert", tmp_path / "nothing", "owner/name"):
-        assert best_of(str(other)) == str(other)
-
-
-def test_classifier_that_predicts_one_label_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """At the end of training and of evaluation; not where it tells labels apart, or all rows have one."""
-    monkeypatch.setattr(Classification, "predict", lambda self, task, row, *_: Prediction(row.id, 1))
-    write_model(tmp_path / "bert")
-    write_data(tmp_path / "classification", "classification")
-    lines = (tmp_path / "classification/validation.jsonl").read_text().splitlines()
-    share = sum(json.loads(line)["label"] == 1 for line in lines) / 9
-    line = f"warning: all 9 rows of validation are predicted yes, the label of {share:.0%} of them; train"
-    assert finetune(finetuning(tmp_path))["warnings"][0].startswith(line)
-    assert line in capsys.readouterr().out
-    monkeypatch.setattr(Classification, "gives_probabilities", False)
-    score(evaluation(tmp_path))
-    assert line in capsys.readouterr().out
-    kind, task = Classification(), task_of("classification")
-    alike = [Row(str(n), ("a", "b"), 1) for n in range(3)]
-    same = [Prediction(row.id, 1) for row in alike]
-    assert kind.warnings(task, "validation", alike, same) == []
-    assert kind.warnings(task, "validation", [*alike, Row("3", ("a",), 0)], [*same, Prediction("3", 0)]) == []

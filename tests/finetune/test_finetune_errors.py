@@ -9,8 +9,8 @@ import pytest
 
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.finetune import run
-from mlm.finetune.config import FinetuneCheckpointConfig, FinetuneScheduleConfig
-from mlm.optim.config import OptimizerConfig, PrecisionConfig
+from mlm.finetune.config import FinetuneCheckpointConfig
+from mlm.optim.config import OptimizerConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
@@ -46,14 +46,10 @@ class TestGoingOn:
         "changes, key, value, then",
         [
             ({"train": {"epochs": 3}}, "train.epochs", "3", "2"),
-            ({"train": {"global_batch_size": 5}}, "train.global_batch_size", "5", "4"),
-            ({"train": {"patience": 1}}, "train.patience", "1", "0"),
             ({"data": {"train_rows": 7}}, "data.train_rows", "7", "null"),
             ({"seed": 5}, "seed", "5", "1234"),
             ({"dropout": 0.1}, "dropout", "0.1", "null"),
             ({"optimizer": OptimizerConfig(lr=1e-4)}, "optimizer.lr", "0.0001", "0.001"),
-            ({"schedule": FinetuneScheduleConfig(warmup=0.1)}, "schedule.warmup", "0.1", "0.2"),
-            ({"precision": PrecisionConfig(dtype="fp32")}, "precision.dtype", "fp32", "fp64"),
             ({"task": replace(task_of("classification"), max_length=20)}, "task.max_length", "20", "40"),
         ],
     )
@@ -161,34 +157,6 @@ class TestGoingOn:
 
 class TestRefused:
     """Settings that contradict each other."""
-
-    def test_a_checkpoint_without_a_tokenizer(self, folder: Path, tmp_path: Path) -> None:
-        write_model(tmp_path / "bert")
-        (tmp_path / "bert/tokenizer.json").unlink()
-        assert run.preflight(finetuning(folder, ckpt=str(tmp_path / "bert"))) == [
-            f"data.tokenizer=null and {tmp_path}/bert/tokenizer.json is not there: give "
-            "data.tokenizer=…/tokenizer.json"
-        ]
-
-    def test_a_tokenizer_of_more_tokens_than_the_model(self, folder: Path, tmp_path: Path) -> None:
-        gpt2().save(tmp_path / "tokenizer.json")
-        config = finetuning(folder, data={"tokenizer": str(tmp_path / "tokenizer.json")})
-        assert run.preflight(config) == [
-            f"data.tokenizer={tmp_path}/tokenizer.json has 320 tokens, the model model.vocab_size=128: give "
-            "the data.tokenizer= the model was trained with"
-        ]
-
-    def test_another_tokenizer_than_the_checkpoints(self, folder: Path, tmp_path: Path) -> None:
-        write_model(tmp_path / "gpt2", GPT2, records=True)
-        train_bpe([VOCABULARY * 2, "xyz"] * 9, 300).save(tmp_path / "tokenizer.json")
-        config = finetuning(
-            folder,
-            out=str(tmp_path / "fresh"),
-            ckpt=str(tmp_path / "gpt2"),
-            data={"tokenizer": str(tmp_path / "tokenizer.json")},
-        )
-        (problem,) = run.preflight(config)
-        assert problem.startswith(f"data.tokenizer={tmp_path}/tokenizer.json: has another vocabulary")
 
     def test_a_tokenizer_without_the_special_tokens_of_bert(self, folder: Path, tmp_path: Path) -> None:
         write_model(tmp_path / "bert", replace(BERT, vocab_size=384))

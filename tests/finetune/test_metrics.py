@@ -151,15 +151,6 @@ def test_spans_are_scored_by_the_best_of_their_answers(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "value, expected", [("cat", 1.0), ("The old cat!", 1.0), ("old dog", 0.5), ("", 0.0)]
-)
-def test_squad_answer_is_scored_as_by_hand(tmp_path: Path, value: str, expected: float) -> None:
-    task = shipped("squad")
-    split = split_of(tmp_path, task, [SQUAD])  # answers: The old cat, cat
-    assert SPAN.score(task, split.rows, [Prediction("q1", value)])["f1"] == pytest.approx(expected, abs=1e-6)
-
-
 def test_metrics_of_questions_that_are_not_there_are_left_out(tmp_path: Path) -> None:
     task = shipped("squad_v2")
     split = split_of(tmp_path, task, [SQUAD])
@@ -222,11 +213,6 @@ def test_the_best_threshold_is_the_one_that_a_search_finds(tmp_path: Path) -> No
 # ----- standard errors
 
 
-def test_the_error_of_accuracy_is_that_of_a_share() -> None:
-    labels, values = np.array([0, 1, 1, 0, 1]), np.array([0, 1, 0, 0, 1])
-    assert jackknife(OF_LABELS["accuracy"], labels, values) == pytest.approx(math.sqrt(0.8 * 0.2 / 4))
-
-
 @pytest.mark.parametrize("name", ["f1", "macro_f1", "accuracy_f1", "matthews"])
 def test_the_error_of_a_score_is_the_spread_over_other_samples(name: str) -> None:
     """300 splits of 400 rows drawn from one population: the error is what their scores deviate by."""
@@ -253,14 +239,6 @@ def test_the_errors_of_answers_are_those_of_means(tmp_path: Path) -> None:
         "has_answer_f1": 0.5,
         "has_answer_exact_match": 0.5,
     }  # of one question without an answer there is none
-
-
-def test_correlations_of_numbers_have_no_error(tmp_path: Path) -> None:
-    rows = [{"sentence1": "a", "sentence2": "b", "label": float(n), "idx": n} for n in range(3)]
-    task = shipped("stsb")
-    split = split_of(tmp_path, task, rows)
-    predictions = [Prediction(str(n), float(n)) for n in range(3)]
-    assert REGRESSION.standard_errors(task, split.rows, predictions) == {}
 
 
 def test_a_record_of_validations_keeps_which_metric_decides() -> None:

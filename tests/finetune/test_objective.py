@@ -10,10 +10,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from mlm.finetune.batches import TaskBatch, labels_of, unscored
+from mlm.finetune.batches import TaskBatch, mask_labels, stack_labels
 from mlm.finetune.examples import Example
 from mlm.finetune.scoring import Finetuning
-from mlm.finetune.span import SPAN
 from mlm.finetune.task_type import task_type
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
@@ -152,7 +151,7 @@ def test_loss_and_gradients_are_those_of_transformers(kind: str, model: str) -> 
 def test_what_is_not_scored_changes_nothing(kind: str) -> None:
     """A micro-batch that only fills up has no loss, no gradient, and counts for nothing."""
     batch = batch_of(kind, "Bert")
-    batch = replace(batch, labels=unscored(batch.labels))
+    batch = replace(batch, labels=mask_labels(batch.labels))
     config = replace(BERT, head=HEADS[kind][1], num_labels=HEADS[kind][2])
     model = family_of("bert").model(config, tp=ONE, dtype=torch.float64).double()
     torch.nn.init.normal_(model.classifier.weight)
@@ -166,22 +165,13 @@ def test_what_is_not_scored_changes_nothing(kind: str) -> None:
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def test_the_loss_of_a_span_does_not_depend_on_padding() -> None:
-    """Positions behind a text can be no answer."""
-    objective = Finetuning(SPAN, ParallelContext(), torch.float64)
-    outputs = torch.randn(2, 8, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    labels, lengths = torch.tensor([[1, 2], [0, 3]]), torch.tensor([5, 4])
-    losses = [objective.loss(outputs[:, :width], labels, lengths) for width in (5, 8)]
-    assert losses[0] == losses[1]
-
-
 def test_labels_keep_their_digits() -> None:
     rows = [Example(0, (), 3.8), Example(1, (), None)]
-    labels = labels_of(rows)
+    labels = stack_labels(rows)
     assert labels.dtype == torch.float64
     np.testing.assert_array_equal(labels.numpy(), [3.8, np.nan])
-    assert labels_of([Example(0, (), 2), Example(1, (), None)]).tolist() == [2, IGNORE_INDEX]
-    assert labels_of([Example(0, (), (1, 2)), Example(1, (), None)]).tolist() == [
+    assert stack_labels([Example(0, (), 2), Example(1, (), None)]).tolist() == [2, IGNORE_INDEX]
+    assert stack_labels([Example(0, (), (1, 2)), Example(1, (), None)]).tolist() == [
         [1, 2],
         [IGNORE_INDEX, IGNORE_INDEX],
     ]

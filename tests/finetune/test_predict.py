@@ -1,7 +1,6 @@
 """`Model.predict`: the answers of `mlm eval TASK`, and of `transformers` after an export, at any layout."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -219,20 +218,3 @@ class TestBest:
         if command == "export hf":
             found, want = (mlm.load(path, device="cpu").predict(PAIRS) for path in (tmp_path / run.name, run))
             assert found[0]["probabilities"] == pytest.approx(want[0]["probabilities"], rel=1e-5)
-
-
-class TestResults:
-    """Results of one task on several splits."""
-
-    def test_the_result_of_another_split_is_kept(
-        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        run = tmp_path / "run"
-        shutil.copytree(folder / "out-classification", run)
-        first = score(evaluation(folder, ckpt=str(run)))
-        score(evaluation(folder, ckpt=str(run), split="train"))
-        printed = capsys.readouterr().out
-        (kept,) = run.glob("eval-mine.*.json")
-        assert read(kept)["results"] == first["results"]
-        assert f"the result there before: {kept}" in printed
-        assert read(run / "eval-mine.json")["results"][0]["split"] == "train"

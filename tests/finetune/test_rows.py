@@ -157,13 +157,6 @@ def test_squad_as_published(tmp_path: Path) -> None:
     assert split.places[1].endswith("dev-v2.0.json:article 1 paragraph 1 question 2")
 
 
-def test_squad_as_on_the_hub(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([SQUAD]), tmp_path / "train-00000-of-00001.parquet")
-    (row,) = read_split(shipped("squad"), "train", path=str(tmp_path)).rows
-    assert row.texts == (SQUAD["context"], SQUAD["question"])
-    assert row.label == (("The old cat", 0), ("cat", 8))
-
-
 def test_a_question_without_answers_needs_no_is_impossible(tmp_path: Path) -> None:
     """As the Hub has SQuAD 2.0."""
     none = SQUAD | {"id": "q2", "answers": {"text": [], "answer_start": []}}

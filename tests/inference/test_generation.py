@@ -131,12 +131,6 @@ def test_a_text_ends_before_its_end_token(trained: Trained) -> None:
     assert ours(trained, GREEDY, eod_id=end) == want
 
 
-def test_a_text_does_not_end_before_min_new_tokens(trained: Trained) -> None:
-    end = ours(trained, GREEDY)[0][0]
-    least = Sampling(temperature=0.0, max_new_tokens=12, min_new_tokens=5)
-    assert all(len(tokens) >= 5 and end not in tokens[:5] for tokens in ours(trained, least, eod_id=end))
-
-
 def test_until_ends_a_text_behind_its_newest_token(trained: Trained) -> None:
     whole = ours(trained, GREEDY)
     got = ours(trained, GREEDY, until=lambda i, tokens: len(tokens) == i + 1)

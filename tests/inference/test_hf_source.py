@@ -30,7 +30,6 @@ from tests.checkpoint.commands.hf_models import (
     MODEL,
     add_tokenizer,
     edit_config,
-    edit_tensors,
     hub_cache,
     make_model,
 )
@@ -66,18 +65,6 @@ def test_every_rank_has_the_digest_of_the_files(folder: Path) -> None:
     names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
     want = digest_bytes(canonical({name: digest_file(folder / name) for name in names}))
     assert run_on_ranks(digest, folder, tp=2) == [want, want]
-
-
-def damaged(ctx: ParallelContext, folder: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        digest(ctx, folder)
-    return str(caught.value)
-
-
-def test_what_is_wrong_with_the_weights_is_reported_on_every_rank(folder: Path) -> None:
-    edit_config(folder, n_inner=64)
-    for message in run_on_ranks(damaged, folder, tp=2):
-        assert "config.json makes it" in message
 
 
 @pytest.mark.parametrize(
@@ -190,12 +177,6 @@ def test_padding_rows_are_zero(folder: Path) -> None:
     """The vocabulary's padding must not hold what the memory held before."""
     trained = load_trained(str(folder), ParallelConfig(), PrecisionConfig(), shape_context())
     assert not trained.model.chunks[0].token.weight[MODEL.vocab_size :].any()
-
-
-def test_other_weights_have_another_digest(folder: Path) -> None:
-    before = digest(shape_context(), folder)
-    edit_tensors(folder, lambda tensors: tensors["transformer.ln_f.bias"].add_(1.0))
-    assert digest(shape_context(), folder) != before
 
 
 @pytest.mark.parametrize("command", [["generate", "prompt=a"], ["eval", "loss", "path=test"]])

@@ -7,22 +7,68 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 
 from mlm.inference.scoring import Request, Score, group_by_reading, group_readings, pack, score
+from mlm.inference.trained import Trained, load_trained
 from mlm.models.documents import Boundaries
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
-from tests.inference.scored_texts import (
-    ALONE,
-    Reference,
-    assert_close,
-    by_transformers,
-    load,
-    make_reference,
-    random_requests,
-)
+from tests.checkpoint.commands.hf_models import MODEL, import_model, make_model
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
+
+ALONE = ParallelContext()
+LONGEST = MODEL.max_positions
+
+
+Reference = tuple[GPT2LMHeadModel, Path]
+
+
+def make_reference(folder: Path) -> Reference:
+    """A model of `transformers` in float64, and the run directory it is imported to."""
+    model = make_model(folder / "model", n_layer=4)
+    return model.double(), import_model(folder / "model", folder / "run", verify=False)
+
+
+def random_requests(model: GPT2LMHeadModel) -> list[Request]:
+    """29 requests of all lengths the model takes; the first three continue as the model would."""
+    drawn = np.random.default_rng(0)
+    texts = [drawn.integers(0, MODEL.vocab_size, n) for n in drawn.integers(2, LONGEST + 2, 24)]
+    texts += [drawn.integers(0, MODEL.vocab_size, n) for n in (2, LONGEST, LONGEST + 1)]
+    requests = [Request(text, int(drawn.integers(1, len(text)))) for text in texts]
+    requests += [Request(texts[-1], 1), Request(texts[-1], LONGEST)]
+    for number, count in ((0, 1), (1, 3), (2, 7)):
+        text = texts[5][:12].tolist()
+        for _ in range(count):
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+        requests[number] = Request(np.array(text), len(text) - count)
+    return requests
+
+
+@torch.no_grad()
+def by_transformers(model: GPT2LMHeadModel, requests: Sequence[Request]) -> list[Score]:
+    """Each request by itself in float64."""
+    scores = []
+    for request in requests:
+        tokens = torch.from_numpy(request.tokens)
+        log_p = model(tokens[None, :-1]).logits[0].log_softmax(-1)[request.first - 1 :]
+        labels = tokens[request.first :]
+        loss = -log_p.gather(1, labels[:, None]).sum().item()
+        scores.append(Score(loss, bool((log_p.argmax(-1) == labels).all()), len(labels)))
+    return scores
+
+
+def assert_close(found: Sequence[Score], want: Sequence[Score], rtol: float = 1e-5) -> None:
+    assert [(s.is_greedy, s.tokens) for s in found] == [(s.is_greedy, s.tokens) for s in want]
+    np.testing.assert_allclose([s.loss for s in found], [s.loss for s in want], rtol=rtol)
+
+
+def load(run: Path, ctx: ParallelContext = ALONE, *, vp: int = 1, dtype: str = "fp32") -> Trained:
+    layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size, dp=ctx.dp.size, vp=vp)
+    return load_trained(str(run), layout, PrecisionConfig(dtype=dtype), ctx)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +151,7 @@ def test_texts_that_are_read_alike_are_read_once(reference: Reference) -> None:
     context = np.arange(9)
     requests = [Request(np.append(context, choice), 9) for choice in (4, 200, 17)]
     requests.insert(1, Request(np.arange(4), 1))
-    assert group_by_reading(requests, range(4)) == [[0, 2, 3], [1]]
+    assert group_by_reading(requests) == [[0, 2, 3], [1]]
     batch = pack(requests, [[0, 2, 3], [1]], 0, 1)
     assert batch.tokens.shape == (2, 9)
     assert batch.labels.tolist() == [4, 200, 17, 1, 2, 3]
@@ -116,7 +162,7 @@ def test_texts_that_are_read_alike_are_read_once(reference: Reference) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_groups_hold_every_text_once_within_the_budget(size: int) -> None:
     requests = [Request(np.arange(n), 1) for n in (9, 2, 30, 5, 5, 17, 2, 3, 40, 11, 4)]
-    readings = group_by_reading(requests, range(len(requests)))
+    readings = group_by_reading(requests)
     groups = list(group_readings(requests, readings, budget=32, size=size))
     assert sorted(n for group in groups for reading in group for n in reading) == list(range(len(requests)))
     lengths = [[len(requests[reading[0]].tokens) - 1 for reading in group] for group in groups]

@@ -5,7 +5,6 @@ elsewhere shows. The vocabulary is GPT-2's, whose padding depends on tp; six lay
 two where four or five ranks share them.
 """
 
-from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,11 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.config import PretrainConfig, TrainConfig
-from mlm.training.state import load, save
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
+from tests.training.saving import save
 
 VOCAB, HIDDEN, HEADS, LAYERS, POSITIONS = 50257, 8, 8, 6, 8
 LAYOUTS = {
@@ -127,10 +127,6 @@ def save_known(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> Path:
     trainer.step, trainer.consumed_samples = int(COUNTERS["step"]), int(COUNTERS["consumed"])
     trainer.scaler.load_state({key: COUNTERS[key] for key in ("scale", "clean_steps", "skipped")})
     return save(trainer, out)
-
-
-def test_the_matrix_has_132_pairs() -> None:
-    assert len(list(permutations(LAYOUTS, 2))) == 132
 
 
 @pytest.mark.parametrize("to", thinned(LAYOUTS, 8))

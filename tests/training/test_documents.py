@@ -14,7 +14,6 @@ from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch, eval_batches
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.training.config import PretrainConfig
 from mlm.training.corpora import corpus_problems, fill_eod_id
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
@@ -87,10 +86,8 @@ def test_an_unknown_end_is_a_problem(switch: str) -> None:
 
 
 def test_an_end_that_is_no_token_is_a_problem() -> None:
-    assert problems(DataConfig(kind="synthetic", eod_id=11, mask_eod_loss=True)) == [
-        "data.eod_id=11 is no token of model.vocab_size=11: set data.eod_id to the id of the end-of-document "
-        "token, or model.vocab_size=12 or more"
-    ]
+    (problem,) = problems(DataConfig(kind="synthetic", eod_id=11, mask_eod_loss=True))
+    assert problem.startswith("data.eod_id=11 is no token of model.vocab_size=11")
 
 
 def test_documents_written_without_an_end_are_a_problem(tmp_path: Path) -> None:
@@ -105,10 +102,7 @@ def test_documents_written_without_an_end_are_a_problem(tmp_path: Path) -> None:
 def test_ends_that_contradict_each_other_are_a_problem(tmp_path: Path) -> None:
     one, other = corpus(tmp_path / "one"), corpus(tmp_path / "other", eod_id=5)
     (problem,) = problems(DataConfig(path=str(one), eod_id=4, reset_positions=True))
-    assert problem == (
-        f"data.eod_id: end-of-document token 4, but {one}/corpus.json records 3: leave data.eod_id out, or "
-        "set data.reset_positions=false"
-    )
+    assert f"the end-of-document token is 4 by data.eod_id, 3 by {one}/corpus.json" in problem
     with pytest.raises(UserError, match="build with one tokenizer"):
         fill_eod_id(DataConfig(blend=(str(one), str(other)), reset_positions=True))
 
@@ -165,14 +159,6 @@ def test_the_loss_is_the_mean_over_what_is_scored() -> None:
     assert trainer.global_counts(micro_batches).item() == SAMPLES * SEQ - ends
 
 
-def test_a_step_with_nothing_to_score_has_a_loss_of_zero() -> None:
-    layout = Layout(documents=True, micro_batches=4)
-    trainer = Trainer(layout.config(), shape_context())
-    nothing = [replace(b, tokens=b.tokens.fill_(EOD)) for b in batches(layout, trainer.ctx)]
-    outcome = trainer.train_step(nothing)
-    assert (outcome.parts.item(), outcome.grad_norm.item()) == (0.0, 0.0)
-
-
 def test_a_run_remembers_its_boundaries_and_is_scored_with_them(tmp_path: Path) -> None:
     """`mlm eval loss` repeats the run's last validation loss, with the corpus's receipt gone."""
     folder, out = corpus(tmp_path / "corpus"), tmp_path / "run"
@@ -190,8 +176,3 @@ def test_a_run_remembers_its_boundaries_and_is_scored_with_them(tmp_path: Path) 
     (folder / "corpus.json").unlink()
     assert main(["eval", "loss", f"ckpt={out}", f"out={tmp_path / 'score.json'}", "dist.device=cpu"]) == 0
     assert json.loads((tmp_path / "score.json").read_text())["loss"] == pytest.approx(validation, abs=1e-6)
-
-
-def test_a_run_spec_keeps_its_boundaries(tmp_path: Path) -> None:
-    spec: PretrainConfig = Layout(documents=True).config()
-    assert Trainer(spec, shape_context()).config == spec

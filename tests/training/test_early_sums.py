@@ -70,9 +70,9 @@ def gradients_of(
         for reducer in trainer.reducers:
             assert isinstance(reducer, GradientReducer)
             began.extend(bucket.work is not None for bucket in reducer.buckets)
-        Trainer.reduce(trainer)
+        Trainer.reduce_gradients(trainer)
 
-    trainer.reduce = reduce  # type: ignore[method-assign]
+    trainer.reduce_gradients = reduce  # type: ignore[method-assign]
     count = spec.train.global_batch_size // spec.train.micro_batch_size // ctx.dp.size
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "add_to_grad", counted)
@@ -112,6 +112,7 @@ def test_early_sums_are_those_of_autograd_bit_for_bit(
         assert all(torch.equal(found[name], grad) for name, grad in expected.items())
         assert begins == began
         assert all(begins)
+        assert bool(begins) == (sizes["dp"] > 1)
 
 
 @pytest.mark.parametrize("dp", [1, 2])

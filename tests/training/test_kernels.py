@@ -34,9 +34,9 @@ from mlm.training.kernels import (
     attention_of_any_shape,
     choose_attention,
     choose_kernels,
-    missing_kernel_as_user_error,
     should_compile,
 )
+from mlm.training.memory import torch_errors_as_user_errors
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.operators import Operators
@@ -57,30 +57,31 @@ def switches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def test_attention_on_hopper_tries_cudnn_first(switches: dict[str, Any]) -> None:
-    choose_attention("auto", (9, 0))
-    order = switches.pop("order")
-    assert set(switches.values()) == {True}
-    assert order[0] == SDPBackend.CUDNN_ATTENTION.value
-    assert len(set(order)) == 4
+EVERY = {"cudnn": True, "flash": True, "mem_efficient": True, "math": True}
+NONE = dict.fromkeys(EVERY, False)
 
 
-def test_attention_before_hopper_keeps_pytorch_s_order(switches: dict[str, Any]) -> None:
-    choose_attention("auto", (8, 0))
-    assert switches == {"cudnn": True, "flash": True, "mem_efficient": True, "math": True}
-
-
-def test_attention_by_name_allows_no_other(switches: dict[str, Any]) -> None:
-    choose_attention("efficient", (9, 0))
-    assert switches == {"cudnn": False, "flash": False, "mem_efficient": True, "math": False}
-
-
-def test_attention_of_many_shapes_leaves_cudnn_out_unless_it_is_named(switches: dict[str, Any]) -> None:
-    """For each new shape it plans anew, tenths of a second."""
-    choose_attention("auto", (9, 0), one_shape=False)
-    assert switches == {"cudnn": False, "flash": True, "mem_efficient": True, "math": True}
-    choose_attention("cudnn", (9, 0), one_shape=False)
-    assert switches == {"cudnn": True, "flash": False, "mem_efficient": False, "math": False}
+@pytest.mark.parametrize(
+    ("kind", "capability", "one_shape", "allowed"),
+    [
+        ("auto", (8, 0), True, EVERY),
+        ("auto", (9, 0), True, EVERY),
+        ("efficient", (9, 0), True, {**NONE, "mem_efficient": True}),
+        ("auto", (9, 0), False, {**EVERY, "cudnn": False}),  # it plans for each new shape, tenths of a second
+        ("cudnn", (9, 0), False, {**NONE, "cudnn": True}),
+    ],
+)
+def test_attention_is_by_name_or_the_fastest(
+    kind: Any, capability: tuple[int, int], one_shape: bool, allowed: object, switches: dict[str, Any]
+) -> None:
+    choose_attention(kind, capability, one_shape=one_shape)
+    order = switches.pop("order", None)
+    assert switches == allowed
+    is_hopper = capability == (9, 0) and kind == "auto" and one_shape
+    assert (order is not None) == is_hopper
+    if order is not None:
+        assert order[0] == SDPBackend.CUDNN_ATTENTION.value
+        assert len(set(order)) == 4
 
 
 def test_what_is_compiled_follows_a_later_choice_of_attention() -> None:
@@ -328,13 +329,16 @@ def test_sums_over_tp_go_first_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_kernel_that_pytorch_lacks_is_a_mistake_in_the_settings(words: str) -> None:
     config = load_config("pretrain", ["model=gpt2_tiny", "data=synthetic", "attention=flash"])
     wanted = r"^(attention=flash|deterministic=false)"
-    with pytest.raises(UserError, match=wanted), missing_kernel_as_user_error(config):
+    with pytest.raises(UserError, match=wanted), torch_errors_as_user_errors(config, "data.seq_length"):
         raise RuntimeError(f"{words}. Aborting.")
 
 
 def test_other_errors_of_pytorch_stay_what_they_are() -> None:
     config = load_config("pretrain", ["model=gpt2_tiny", "data=synthetic"])
-    with pytest.raises(RuntimeError, match="sizes differ"), missing_kernel_as_user_error(config):
+    with (
+        pytest.raises(RuntimeError, match="sizes differ"),
+        torch_errors_as_user_errors(config, "data.seq_length"),
+    ):
         raise RuntimeError("sizes differ")
 
 

@@ -12,11 +12,12 @@ from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.state import load, save
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
+from tests.training.saving import save
 from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
 
 LAYOUTS = [
@@ -39,7 +40,9 @@ def sizes(parallel: ParallelConfig) -> dict[str, int]:
     return {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp or 1}
 
 
-@pytest.mark.parametrize("parallel", thinned(LAYOUTS, 4), ids=str)
+@pytest.mark.parametrize(
+    "parallel", thinned([ParallelConfig(), *LAYOUTS, ParallelConfig(tp=2, dp=2)], 4), ids=str
+)
 def test_resumed_losses_are_bit_equal(tmp_path: Path, parallel: ParallelConfig) -> None:
     """Four steps straight against two, save, a fresh trainer, load, two more; with dropout."""
     for straight, resumed in run_on_ranks(

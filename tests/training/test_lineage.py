@@ -11,9 +11,9 @@ from mlm.checkpoint.native.save_load import read_manifest
 from mlm.parallel.mesh import shape_context
 from mlm.training.config import CheckpointConfig
 from mlm.training.resume import resume
-from mlm.training.state import save
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
+from tests.training.saving import save
 from tests.training.test_trainer import config, steps_of
 
 

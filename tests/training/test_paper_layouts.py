@@ -13,7 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mlm.config.cli.compose import load_config
 from mlm.data.sampler import Batch
 from mlm.models.gpt2.objective import NextToken
-from mlm.models.stage import split_layers
 from mlm.parallel.mesh import ParallelContext, build_mesh, coordinates, shape_context
 from mlm.parallel.pipeline.actions import Action, Op, Receive, Send
 from mlm.parallel.pipeline.lower import lower
@@ -153,8 +152,3 @@ def test_the_schedules_of_the_papers_layouts() -> None:
 def _micro_batches(config: PretrainConfig) -> int:
     assert config.parallel.dp is not None
     return config.train.global_batch_size // (config.parallel.dp * config.train.micro_batch_size)
-
-
-def test_uneven_layers_of_a_large_model_leave_the_ends_lighter() -> None:
-    counts = [len(stage.layers) for stage in split_layers(105, 32)]
-    assert (counts[0], counts[-1], max(counts), sum(counts)) == (3, 3, 4, 105)

@@ -1,7 +1,6 @@
 """The start of a run: its newest whole checkpoint, passing over damaged ones; a lock; weights alone."""
 
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,13 +15,14 @@ from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import CheckpointConfig, PretrainConfig
 from mlm.training.resume import claim, resume, run_start_problems, start_candidates
-from mlm.training.state import model_shards, save
+from mlm.training.state import model_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer
-from mlm.util.ownership import claim_folder, owner_of
+from mlm.util.ownership import claim_folder
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
+from tests.training.saving import save
 from tests.training.test_trainer import config, steps_of
 
 STEPS = ["step-00000002", "step-00000004", "step-00000006"]
@@ -85,31 +85,12 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_with_a_warning_that_na
     assert steps_of(trainer, 4) == straight[1][4:]
 
 
-def test_two_damaged_ones_give_way_to_the_third(out: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flip(out / "checkpoints" / STEPS[2] / "rank-00000.safetensors")
-    cut(out / "checkpoints" / STEPS[1] / "manifest.json")
-    trainer = Trainer(spec(out), shape_context())
-    assert resume(trainer) == out / "checkpoints" / STEPS[0]
-    assert STEPS[2] in caplog.text
-
-
-def test_a_whole_one_is_taken_without_a_word(out: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert resume(Trainer(spec(out), shape_context())) == out / "checkpoints" / STEPS[2]
-    assert caplog.text == ""
-
-
 @pytest.mark.parametrize("damage", ["flipped shard", "cut shard"])
 def test_a_run_does_not_start_afresh_over_damaged_checkpoints(out: Path, damage: str) -> None:
     for step in reversed(STEPS):
         DAMAGES[damage](out / "checkpoints" / step)
     with pytest.raises(CorruptFileError, match=r"(none of 3 checkpoints|no checkpoint) is whole"):
         resume(Trainer(spec(out), shape_context()))
-
-
-def test_a_fresh_run_begins_at_the_beginning(tmp_path: Path) -> None:
-    trainer = Trainer(spec(tmp_path), shape_context())
-    assert resume(trainer) is None
-    assert trainer.step == 0
 
 
 def test_a_step_that_was_named_has_no_stand_in(out: Path, tmp_path: Path) -> None:
@@ -216,20 +197,6 @@ def test_ranks_of_a_launcher_do_not_meet_themselves(out: Path, monkeypatch: pyte
     monkeypatch.setenv("MASTER_PORT", "1")
     with single_writer(out / "checkpoints"):
         assert run_start_problems(spec(out)) == []
-
-
-def test_files_of_another_user_are_named_once(
-    out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with ExitStack() as stack:
-        claim(spec(out), shape_context(), stack)
-    assert caplog.text == ""
-    owner = owner_of(out)
-    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_000)
-    with ExitStack() as stack:
-        claim(spec(out), shape_context(), stack)
-    (line,) = caplog.messages
-    assert f"out={out}: holds files of {owner}, and this process writes as user 4000000000" in line
 
 
 def claim_on(ctx: ParallelContext, out: Path) -> str:

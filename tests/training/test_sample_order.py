@@ -20,10 +20,11 @@ from mlm.data.sampler import Loader
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
 from mlm.training.pretrain.run import PretrainLoop
-from mlm.training.state import load, save
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.data.corpora import counting_corpus
 from tests.ranks import run_on_ranks
+from tests.training.saving import save
 from tests.training.test_trainer import config
 
 SEQ, GLOBAL_BATCH, STEPS = 4, 8, 12

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-from mlm.checkpoint.native import save_load
 from mlm.checkpoint.native.save_load import CheckpointError, read_manifest
 from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.config import ParallelConfig
@@ -171,7 +170,7 @@ def test_a_save_that_is_over_is_reported_after_the_next_step(tmp_path: Path) -> 
     with saver:
         saver.begin()
         steps_of(trainer, 1)
-        job = saver._job
+        job = saver._pending
         assert job is not None
         assert job.thread is not None
         saver.after_step(None)
@@ -287,14 +286,3 @@ def test_both_ways_of_saving_write_the_same_tensors(tmp_path: Path) -> None:
             for path, manifest in zip(paths, (first, second), strict=True)
         ]
         assert contents[0] == contents[1]
-
-
-def test_saving_synchronously_stages_nothing(tmp_path: Path) -> None:
-    trainer = Trainer(spec(asynchronous=False), shape_context())
-    saver, _ = saver_of(trainer, tmp_path)
-    with (
-        mock.patch.object(save_load, "write_shard_file", wraps=save_load.write_shard_file) as streamed,
-        saver,
-    ):
-        saver.begin()
-    assert streamed.call_count == 1

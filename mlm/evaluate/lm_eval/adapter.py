@@ -20,7 +20,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
 from mlm.config.build import build
@@ -28,16 +28,15 @@ from mlm.evaluate.checks import check_lm_eval
 from mlm.evaluate.config import LmEvalConfig
 from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
 from mlm.inference.generation import Sampling
-from mlm.inference.scoring import Request
+from mlm.inference.scoring import Request, Score, rolling_windows
 from mlm.inference.trained import (
-    checkpoint_problems,
-    continuation_problem,
+    check_source,
     load_tokenizer,
     named_checkpoint,
 )
 from mlm.launch.environment import read_rank_place
 from mlm.launch.start import choose_world_size, launch_facts
-from mlm.util.errors import ConfigError, UserError
+from mlm.util.errors import UserError
 
 KEYS = {"precision": "precision.dtype", "device": "dist.device"}
 """Short names of model_args, and the fields they set."""
@@ -116,12 +115,16 @@ class MlmLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, is greedy) of each continuation."""
         asked = [self._request(context, continuation) for _, context, continuation in requests]
-        with tqdm(total=len(asked), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
-            answers = [(-s.loss, s.is_greedy) for s in self.model.score(asked, bar.update)]
+        answers = [(-s.loss, s.is_greedy) for s in self._scores(asked, disable_tqdm)]
         for (key, *_), answer in zip(requests, answers, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
+
+    def _scores(self, requests: Sequence[Request], disable_tqdm: bool) -> list[Score]:
+        """Return the scores of requests, with lm-eval's bar."""
+        with tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
+            return self.model.score(requests, bar.update)
 
     def _request(self, context: Tokens, continuation: Tokens) -> Request:
         """The last max_length + 1 tokens of both: truncated on the left."""
@@ -135,22 +138,12 @@ class MlmLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts in nats, each token scored once, in windows of max_length."""
-        windows: list[Part] = []
-        owners: list[int] = []
-        for number, request in enumerate(requests):
-            rolling = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            parts: list[Part] = [(None, *make_disjoint_window(window)) for window in rolling]
-            windows += parts
-            owners += [number] * len(parts)
-        sums = [0.0] * len(requests)
-        answers = self._loglikelihood_tokens(windows, disable_tqdm)
-        for owner, (value, _) in zip(owners, answers, strict=True):
-            sums[owner] += value
+        windows = [
+            list(rolling_windows(self.tok_encode(text), self.prefix_token_id, self.max_length))
+            for (text, *_) in (request.args for request in requests)
+        ]
+        scores = iter(self._scores([window for some in windows for window in some], disable_tqdm))
+        sums = [sum((-next(scores).loss for _ in some), 0.0) for some in windows]
         for request, value in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return sums
@@ -166,9 +159,8 @@ class MlmLM(TemplateLM):
                 options, stops = self._options(requests[numbers[0]].args[1])
                 room = self.max_length - options.max_new_tokens
                 prompts = [self._prompt(requests[number].args[0], room) for number in numbers]
-                for number, new in zip(
-                    numbers, self.model.generate(prompts, options, stops, bar.update), strict=True
-                ):
+                continued = self.model.generate(prompts, options, stops, bar.update)
+                for number, new in zip(numbers, continued, strict=True):
                     texts[number] = postprocess_generated_text(self.tokenizer.decode(new), stops, None)
                     self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
         return texts
@@ -227,10 +219,7 @@ def settings(arguments: dict[str, Any]) -> LmEvalConfig:
         return check_lm_eval(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     config = build(LmEvalConfig, values, check)
-    if problems := checkpoint_problems(config.ckpt, config.parallel):
-        raise ConfigError(problems)
-    if problem := continuation_problem(config.ckpt, named_checkpoint(config.ckpt).config.model):
-        raise UserError(problem)
+    check_source(config.ckpt, config.parallel)
     return config
 
 

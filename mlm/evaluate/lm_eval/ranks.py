@@ -26,7 +26,7 @@ import numpy as np
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.config.build import from_dict, to_dict
 from mlm.evaluate.config import LmEvalConfig
-from mlm.inference.generation import Sampling, continuations, ends_at
+from mlm.inference.generation import Sampling, ends_at, generate
 from mlm.inference.scoring import Request, Score, score
 from mlm.inference.trained import load_tokenizer, load_trained
 from mlm.launch.child_run import environment_without_launcher, kill
@@ -62,16 +62,10 @@ class LocalModel:
         self, prompts: Sequence[Sequence[int]], options: Sampling, stops: Sequence[str], advance: Advance
     ) -> list[list[int]]:
         """New tokens of each prompt, up to one of the texts `stops` or the end of the document."""
-        eod_id, until = self.tokenizer.eod_id, ends_at(self.tokenizer, stops)
-        texts: list[list[int]] = [[] for _ in prompts]
-        for index, token in continuations(
-            self.trained, prompts, options, ctx=self.ctx, eod_id=eod_id, until=until
-        ):
-            if token is None:
-                advance(1)
-            else:
-                texts[index].append(token)
-        return texts
+        ends, until = self.tokenizer.eod_id, ends_at(self.tokenizer, stops)
+        return generate(
+            self.trained, prompts, options, ctx=self.ctx, eod_id=ends, until=until, advance=advance
+        )
 
 
 def serve(config: LmEvalConfig, ctx: ParallelContext) -> None:

@@ -14,20 +14,20 @@ from mlm.evaluate.zero_shot.protocol import (
     MAX_PLACES,
     V1,
     Metric,
-    Outcome,
     Protocol,
+    ProtocolResult,
     exp,
     exp_stderr,
-    first_places,
+    join_places,
     mean,
     mean_stderr,
 )
-from mlm.evaluate.zero_shot.sources import Texts
+from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.inference.scoring import Request, Score, rolling_request
 from mlm.util.errors import UserError
 
 TASK = "lambada"
-Split = tuple[list[int], list[int]]
+Cloze = tuple[list[int], list[int]]
 """Tokens of the context, and of the word to be found."""
 
 
@@ -51,7 +51,7 @@ def protocols(
     return chosen
 
 
-def strict_cloze(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
+def strict_cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
     """Strict cloze accuracy of Megatron-LM (arXiv:1909.08053, appendix E.2).
 
     The word is what follows the last white space; context and word are tokenised apart. Raises UserError if
@@ -60,7 +60,7 @@ def strict_cloze(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit:
     return build(TASK, V1, source, strict_splits(source.texts[:limit], tokenizer), seq_length)
 
 
-def cloze(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
+def cloze(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
     """Accuracy and perplexity of lm-eval's lambada_openai and lambada_standard (lm_eval/tasks/lambada).
 
     The word is what follows the last space; its tokens are those of the whole passage, without as many as
@@ -71,7 +71,7 @@ def cloze(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | 
     return build(task, LM_EVAL, source, joint_splits(source.texts[:limit], tokenizer), seq_length)
 
 
-def strict_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Split]:
+def strict_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Cloze]:
     """Context and last word of each passage, tokenised apart; empty for a passage without either."""
     contexts, words = list[str](), list[str]()
     for text in texts:
@@ -81,7 +81,7 @@ def strict_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Split]:
     return list(zip(encode(contexts, tokenizer), encode(words, tokenizer), strict=True))
 
 
-def joint_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Split]:
+def joint_splits(texts: Sequence[str], tokenizer: Tokenizer) -> list[Cloze]:
     """Context and what follows it, divided at the number of the context's own tokens."""
     contexts, wholes = list[str](), list[str]()
     for text in texts:
@@ -101,7 +101,7 @@ def encode(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     return [ids.tolist() for ids in tokenizer.encode_batch(texts)]
 
 
-def build(task: str, name: str, source: Texts, splits: Sequence[Split], seq_length: int) -> Protocol:
+def build(task: str, name: str, source: EvalTexts, splits: Sequence[Cloze], seq_length: int) -> Protocol:
     """Requests for passages of which context and word are known. Raises UserError when there is none.
 
     A passage longer than the model reads loses tokens at its beginning. One without context or word is left
@@ -127,11 +127,11 @@ def build(task: str, name: str, source: Texts, splits: Sequence[Split], seq_leng
     if skipped:
         warnings.append(
             f"{len(skipped)} passages left out, as they have less than two words or too long a last word: "
-            f"{first_places(skipped)}"
+            f"{join_places(skipped)}"
         )
     if cut:
         warnings.append(
-            f"{len(cut)} passages truncated on the left to {seq_length} tokens: {first_places(cut)}"
+            f"{len(cut)} passages truncated on the left to {seq_length} tokens: {join_places(cut)}"
         )
     return Protocol(
         task=task,
@@ -152,19 +152,18 @@ def build(task: str, name: str, source: Texts, splits: Sequence[Split], seq_leng
                 "100,000 random resamplings approach"
             ),
         },
-        counts=f"{len(requests):,} passages, {len(skipped):,} left out, {len(cut):,} truncated on the left",
         warnings=tuple(warnings),
     )
 
 
-def accuracy(scores: Sequence[Score], *, places: list[str], perplexity: bool) -> Outcome:
+def accuracy(scores: Sequence[Score], *, places: list[str], perplexity: bool) -> ProtocolResult:
     """The share of passages answered correctly; exp of the mean loss per passage, where wanted."""
     correct, losses = [float(s.is_greedy) for s in scores], [s.loss for s in scores]
     metrics = {"acc" if perplexity else "accuracy": Metric(mean(correct), mean_stderr(correct))}
     if perplexity:
         loss = mean(losses)
         metrics["perplexity"] = Metric(exp(loss), exp_stderr(loss, mean_stderr(losses)))
-    return Outcome(
+    return ProtocolResult(
         metrics=metrics,
         samples=[
             {"place": place, "correct": s.is_greedy, "loss": s.loss, "tokens": s.tokens}

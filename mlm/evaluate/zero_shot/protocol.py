@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.evaluate.zero_shot.sources import Texts
+from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.inference.scoring import Request, Score
 
 V1, LM_EVAL = "Megatron-LM", "lm-eval"
@@ -27,7 +27,7 @@ class Metric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ProtocolResult:
     """Metrics of a model by one protocol."""
 
     metrics: dict[str, Metric]
@@ -43,14 +43,12 @@ class Protocol:
     """Its name at its source: wikitext103, lambada_openai, …"""
     name: str
     """V1 (arXiv:1909.08053, appendix E) or LM_EVAL."""
-    source: Texts
+    source: EvalTexts
     requests: tuple[Request, ...]
-    finish: Callable[[Sequence[Score]], Outcome]
+    finish: Callable[[Sequence[Score]], ProtocolResult]
     """Metrics from the scores of `requests`, in their order."""
     facts: dict[str, Any]
     """Entries of the receipt: T, T_o, N, …, by key."""
-    counts: str
-    """The same as one readable line."""
     warnings: tuple[str, ...] = field(default=())
     """Texts left out or truncated, and a text that is not of the protocol's form."""
 
@@ -76,7 +74,7 @@ def as_tokens(ids: Sequence[int]) -> NDArray[np.int64]:
     return np.asarray(ids, dtype=np.int64)
 
 
-def first_places(places: Sequence[str]) -> str:
+def join_places(places: Sequence[str]) -> str:
     """Some places, in words."""
     shown = ", ".join(places[:3])
     return f"{shown} and {len(places) - 3} more" if len(places) > 3 else shown

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mlm
 from mlm.config.build import to_dict
 from mlm.data.tokenizer import Tokenizer
 from mlm.evaluate.config import (
@@ -18,15 +17,13 @@ from mlm.evaluate.config import (
 )
 from mlm.evaluate.loss import training_corpora
 from mlm.evaluate.zero_shot import lambada, wikitext103
-from mlm.evaluate.zero_shot.protocol import Outcome, Protocol, deduplicate
-from mlm.inference.scoring import Request, digest_requests, score
+from mlm.evaluate.zero_shot.protocol import Protocol, ProtocolResult, deduplicate
+from mlm.inference.scoring import score
 from mlm.inference.trained import (
     Trained,
-    checkpoint_problems,
-    continuation_problem,
+    check_source,
     load_tokenizer,
     load_trained,
-    named_checkpoint,
     result_file,
     result_identity,
     window_length,
@@ -34,13 +31,10 @@ from mlm.inference.trained import (
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
-from mlm.util.files import digest_bytes
 from mlm.util.results import (
     folder_problem,
-    is_stream,
     rename_earlier_result,
     result_problems,
-    short_digest,
     target_name,
     write_result,
 )
@@ -55,18 +49,13 @@ TASKS: dict[type[ZeroShotConfig], str] = {
 
 def preflight(config: ZeroShotConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
-    problems = checkpoint_problems(config.ckpt, config.parallel)
-    if problems:
-        return problems
     try:
-        target_name = named_checkpoint(config.ckpt)
-        if problem := continuation_problem(config.ckpt, target_name.config.model):
-            return [problem]
-        length = window_length(config.seq_length, target_name.config)
-        protocols_of(config, tokenizer_of(config, target_name.path, target_name.config.model), length)
+        named = check_source(config.ckpt, config.parallel)
+        length = window_length(config.seq_length, named.config)
+        protocols_of(config, tokenizer_of(config, named.path, named.config.model), length)
     except UserError as error:
         return list(error.problems)
-    out = result_path(config, target_name.path)
+    out = result_path(config, named.path)
     if problems := result_problems(out):
         return problems
     return [*filter(None, [folder_problem(out), folder_problem(config.samples, "samples")])]
@@ -99,30 +88,15 @@ def protocols_of(config: ZeroShotConfig, tokenizer: Tokenizer, length: int) -> l
 
 
 def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
-    """Score the texts; rank 0 prints a table and writes a JSON receipt.
-
-    Scores are kept beside the receipt until it is written, so that a stopped command resumes.
-    """
+    """Score the texts; rank 0 prints a table and writes a JSON receipt."""
     trained = load_trained(config.ckpt, config.parallel, config.precision, ctx)
     tokenizer = tokenizer_of(config, trained.path, trained.config.model)
     protocols = protocols_of(config, tokenizer, window_length(config.seq_length, trained.config))
     requests, where = deduplicate([request for protocol in protocols for request in protocol.requests])
     out = result_path(config, trained.path)
-    beside = default_path(config, trained.path) if is_stream(out) else out
-    identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
-    kept = kept_path(beside, identity, requests)
     begin = time.monotonic()
     with progress_bar("scoring", len(requests), shown=ctx.is_main) as advance:
-        scores = score(
-            trained,
-            requests,
-            batch_size=config.batch_size,
-            ctx=ctx,
-            kept=kept,
-            identity=identity,
-            advance=advance,
-            resumed=lambda count: tell_resumed(count, len(requests), kept) if ctx.is_main else None,
-        )
+        scores = score(trained, requests, batch_size=config.batch_size, ctx=ctx, advance=advance)
     if not ctx.is_main:
         return
     places = iter(where)
@@ -140,21 +114,10 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     if config.out is None:
         rename_earlier_result(out, result, result_identity)
     write_result(out, result)
-    kept.unlink(missing_ok=True)
     show(result, protocols, out)
 
 
-def tell_resumed(count: int, total: int, kept: Path) -> None:
-    """Say on stderr what an earlier command has scored."""
-    print(
-        f"mlm eval: {count:,} of {total:,} requests were scored before the last stop, in {one_line(kept)}; "
-        f"{total - count:,} are left",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def samples(protocols: list[Protocol], outcomes: list[Outcome]) -> str:
+def samples(protocols: list[Protocol], outcomes: list[ProtocolResult]) -> str:
     """A line of JSON per window, article and passage."""
     return "".join(
         json.dumps({"task": protocol.task, "protocol": protocol.name} | sample) + "\n"
@@ -167,7 +130,7 @@ def receipt(
     config: ZeroShotConfig,
     trained: Trained,
     tokenizer: Tokenizer,
-    outcomes: Sequence[tuple[Protocol, Outcome]],
+    outcomes: Sequence[tuple[Protocol, ProtocolResult]],
     *,
     seconds: float,
     learnt_from: list[dict[str, Any]],
@@ -186,7 +149,7 @@ def receipt(
     }
 
 
-def result_of(protocol: Protocol, outcome: Outcome) -> dict[str, Any]:
+def result_of(protocol: Protocol, outcome: ProtocolResult) -> dict[str, Any]:
     """One protocol's numbers, and what they are numbers of."""
     return {
         "task": protocol.task,
@@ -221,7 +184,8 @@ def show(result: dict[str, Any], protocols: Sequence[Protocol], out: Path) -> No
     screen.print(made)
     for protocol in protocols:
         source = protocol.source
-        screen.print(f"{protocol.task} by {protocol.name}: {protocol.counts}")
+        numbers = (f"{key} = {fact:,}" for key, fact in protocol.facts.items() if isinstance(fact, int))
+        screen.print(f"{protocol.task} by {protocol.name}: {', '.join(numbers)}")
         screen.print(f"  {one_line(source.name)}, {source.form}, {source.digest}")
     screen.print(f"checkpoint {result['checkpoint_digest']}, {result['precision']}")
     screen.print(f"written to {one_line(target_name(out))}")
@@ -234,21 +198,9 @@ def number(value: float) -> str:
     return f"{value:,.5g}" if abs(value) < 1e6 else f"{value:.4e}"
 
 
-# ----- the files of results
-
-
 def result_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
-    """The file of the JSON receipt. A trial with limit=N has a separate one beside the full result's."""
-    return Path(config.out) if config.out else default_path(config, checkpoint)
-
-
-def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
-    """Path without `out`, and of what is scored already if `out` is a stream."""
+    """Return the file of the JSON receipt; a trial with limit=N has another than the full evaluation."""
+    if config.out is not None:
+        return Path(config.out)
     trial = "" if config.limit is None else f"-limit{config.limit}"
     return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
-
-
-def kept_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:
-    """The file of scores so far: of this evaluation alone, so that a trial leaves another's as they are."""
-    about = digest_bytes(f"{identity} {digest_requests(requests)}".encode())
-    return out.with_name(f".{out.stem}.{short_digest(about)}.partial.jsonl")

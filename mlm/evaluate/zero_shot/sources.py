@@ -20,7 +20,7 @@ HUB_LAMBADA, HUB_LAMBADA_STANDARD = "EleutherAI/lambada_openai", "cimec/lambada"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts:
+class EvalTexts:
     """The texts that one setting names."""
 
     name: str
@@ -43,12 +43,12 @@ class Texts:
 # ----- WikiText: one text, the whole file
 
 
-def wikitext(path: str | None, *, raw: bool, key: str | None = None) -> Texts:
+def wikitext(path: str | None, *, raw: bool) -> EvalTexts:
     """WikiText's test split as the text of one file, from `path` or the Hub, there in its raw form or not.
 
-    Errors name `key`, or data.path and data.raw_path. Raises UserError, CorruptFileError.
+    Raises UserError, CorruptFileError.
     """
-    key = key or ("data.raw_path" if raw else "data.path")
+    key = "data.raw_path" if raw else "data.path"
     if path is None:
         name = HUB_WIKITEXT_RAW if raw else HUB_WIKITEXT
         bring = f"{'wiki.test.raw' if raw else 'wiki.test.tokens'} as a file"
@@ -66,11 +66,13 @@ def wikitext(path: str | None, *, raw: bool, key: str | None = None) -> Texts:
     return make_wikitext(path, text, digest_file(Path(path)))
 
 
-def make_wikitext(name: str, text: str, file_digest: str | None) -> Texts:
+def make_wikitext(name: str, text: str, file_digest: str | None) -> EvalTexts:
     """The whole text, and what form it is in."""
     form = "with <unk> for rare words (wikitext-103-v1)" if "<unk>" in text else "raw (no <unk>)"
     digest = digest_bytes(text.encode(errors="surrogatepass"))
-    return Texts(name=name, form=form, texts=(text,), places=(name,), digest=digest, file_digest=file_digest)
+    return EvalTexts(
+        name=name, form=form, texts=(text,), places=(name,), digest=digest, file_digest=file_digest
+    )
 
 
 def text_of_lines(rows: Sequence[str]) -> str:
@@ -102,12 +104,12 @@ def is_article_title(line: str) -> bool:
 # ----- LAMBADA: passages
 
 
-def lambada(path: str | None, *, standard: bool, key: str | None = None) -> Texts:
+def lambada(path: str | None, *, standard: bool) -> EvalTexts:
     """LAMBADA's test passages, from `path` or the Hub, there in the lower-case form or not.
 
-    Errors name `key`, or data.path and data.standard_path. Raises UserError, CorruptFileError.
+    Raises UserError, CorruptFileError.
     """
-    key = key or ("data.standard_path" if standard else "data.path")
+    key = "data.standard_path" if standard else "data.path"
     if path is None:
         name, config = (HUB_LAMBADA_STANDARD, "plain_text") if standard else (HUB_LAMBADA, "default")
         bring = "a .jsonl with a passage under `text` in each line"
@@ -126,7 +128,7 @@ def lambada(path: str | None, *, standard: bool, key: str | None = None) -> Text
     if not any(texts):
         raise UserError(f"{key}={path}: holds no passage: give a .jsonl with `text` in each line")
     lower = not any(letter.isupper() for text in texts for letter in text)
-    return Texts(
+    return EvalTexts(
         name=name,
         form="lower case, words set apart (cimec/lambada)"
         if lower

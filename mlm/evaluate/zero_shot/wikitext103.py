@@ -14,14 +14,14 @@ from mlm.evaluate.zero_shot.protocol import (
     LM_EVAL,
     V1,
     Metric,
-    Outcome,
     Protocol,
+    ProtocolResult,
     as_tokens,
     exp,
     exp_stderr,
     ratio_stderr,
 )
-from mlm.evaluate.zero_shot.sources import Texts, articles
+from mlm.evaluate.zero_shot.sources import EvalTexts, articles
 from mlm.inference.scoring import Request, Score, rolling_windows
 from mlm.util.errors import UserError
 
@@ -49,7 +49,7 @@ def first_articles(text: str, limit: int | None) -> str:
 
 
 def whole_text(
-    source: Texts, tokenizer: Tokenizer, *, seq_length: int, stride: int, limit: int | None
+    source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, stride: int, limit: int | None
 ) -> Protocol:
     """Perplexity over one file, adjusted to its own words. Raises UserError for a text that is too short."""
     text = first_articles(source.texts[0], limit)
@@ -80,10 +80,6 @@ def whole_text(
             "scored_tokens": len(tokens) - 1,
             "standard_errors": "to first order, over stretches of seq_length scored tokens or more",
         },
-        counts=(
-            f"{len(windows):,} windows of {seq_length:,} tokens, stride {stride:,}, "
-            f"T = {len(tokens):,}, T_o = {words:,}"
-        ),
         warnings=form_warning(source, wants_unk=True),
     )
 
@@ -102,7 +98,7 @@ def overlapping_windows(num_tokens: int, length: int, stride: int) -> Iterator[t
 
 def adjusted_perplexity(
     scores: Sequence[Score], *, num_tokens: int, num_words: int, seq_length: int
-) -> Outcome:
+) -> ProtocolResult:
     """exp(summed loss / (T_o - 1)), and the unadjusted exp(summed loss / (T - 1))."""
     total = math.fsum(s.loss for s in scores)
     assert sum(s.tokens for s in scores) == num_tokens - 1
@@ -110,7 +106,7 @@ def adjusted_perplexity(
     stretches = sum_stretches(scores, seq_length)
     error = ratio_stderr([loss for loss, _ in stretches], [tokens for _, tokens in stretches])
     error_per_word = None if error is None else error * (num_tokens - 1) / (num_words - 1)
-    return Outcome(
+    return ProtocolResult(
         metrics={
             "adjusted perplexity": Metric(exp(per_word), exp_stderr(per_word, error_per_word)),
             "perplexity per token": Metric(exp(loss), exp_stderr(loss, error)),
@@ -137,7 +133,7 @@ def sum_stretches(scores: Sequence[Score], length: int) -> list[tuple[float, int
 # ----- lm-eval, lm_eval/tasks/wikitext and lm_eval/utils.py
 
 
-def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
+def per_article(source: EvalTexts, tokenizer: Tokenizer, *, seq_length: int, limit: int | None) -> Protocol:
     """Perplexities per word and byte of the articles as they are distributed. Raises UserError."""
     texts = articles(source.texts[0])[:limit]
     windows = [
@@ -168,24 +164,20 @@ def per_article(source: Texts, tokenizer: Tokenizer, *, seq_length: int, limit: 
             "windows": len(requests),
             "standard_errors": "to first order, over articles (lm-eval gives none)",
         },
-        counts=(
-            f"{len(texts):,} articles in {len(requests):,} windows of {seq_length:,} tokens, T = {scored:,}, "
-            f"T_o = {sum(words):,}, {sum(sizes):,} bytes"
-        ),
         warnings=form_warning(source, wants_unk=False),
     )
 
 
 def per_word_and_byte(
     scores: Sequence[Score], *, counts: list[int], words: list[int], sizes: list[int], texts: list[str]
-) -> Outcome:
+) -> ProtocolResult:
     """Summed loss over words, or over bytes, of the articles before detokenising."""
     remaining = iter(scores)
     losses = [math.fsum(next(remaining).loss for _ in range(count)) for count in counts]
     per_word, per_byte = (math.fsum(losses) / sum(units) for units in (words, sizes))
     error_word, error_byte = ratio_stderr(losses, words), ratio_stderr(losses, sizes)
     bit = math.log(2)
-    return Outcome(
+    return ProtocolResult(
         metrics={
             "word_perplexity": Metric(exp(per_word), exp_stderr(per_word, error_word)),
             "byte_perplexity": Metric(exp(per_byte), exp_stderr(per_byte, error_byte)),
@@ -203,7 +195,7 @@ def title(article: str) -> str:
     return next(line for line in article.split("\n") if line.strip()).strip(" =")
 
 
-def form_warning(source: Texts, *, wants_unk: bool) -> tuple[str, ...]:
+def form_warning(source: EvalTexts, *, wants_unk: bool) -> tuple[str, ...]:
     """Warn if a text is not of the form that the protocol's published numbers are on."""
     if ("<unk>" in source.texts[0]) == wants_unk:
         return ()

@@ -2,7 +2,13 @@
 
 from mlm.data import files_present as present
 from mlm.inference.generate.config import GenerateConfig
-from mlm.launch.checks import devices_exist, loss_scale_can_fall, problems_of
+from mlm.launch.checks import (
+    checkpoint_exists,
+    devices_exist,
+    loss_scale_can_fall,
+    problems_of,
+    tokenizer_exists,
+)
 from mlm.parallel.layout_checks import READER_RULES, Launch
 from mlm.util.errors import Problem
 
@@ -39,14 +45,6 @@ def _prompts_exist(config: GenerateConfig, _: Launch) -> Problem | None:
     return present.file("prompts", config.prompts)
 
 
-def _model_exists(config: GenerateConfig, _: Launch) -> Problem | None:
-    return present.model(config.ckpt)
-
-
-def _tokenizer_exists(config: GenerateConfig, _: Launch) -> Problem | None:
-    return present.tokenizer("tokenizer", config.tokenizer)
-
-
 def _chat_settings_serve(config: GenerateConfig, _: Launch) -> Problem | None:
     chat = {"chat_template": config.chat_template, "system": config.system}
     if not config.chat:
@@ -75,8 +73,8 @@ GENERATE_RULES = (
     _one_source_of_prompts,
     _prompts_exist,
     _least_below_most,
-    _model_exists,
-    _tokenizer_exists,
+    checkpoint_exists,
+    tokenizer_exists,
     _chat_settings_serve,
     _chat_template_exists,
 )

@@ -1,8 +1,7 @@
 """`mlm generate`: continue one text on the terminal, or many into a file.
 
-A single text is printed as its tokens come. Several are printed one after the other, each when it and those
-before it are done; with `out` they go to the file alone. Where the reader of standard output has left
-(`| head -1`), the command ends.
+Texts are printed in their order, the first that has not ended as its tokens come; with `out` several go to
+the file alone. Where the reader of standard output has left (`| head -1`), the command ends.
 """
 
 import json
@@ -19,11 +18,9 @@ from mlm.inference.generate.config import STDIN, GenerateConfig
 from mlm.inference.generate.prompts import Prompt, read_prompts, share_prompts
 from mlm.inference.generation import Sampling, before_stop, continuations, ends_at
 from mlm.inference.trained import (
-    checkpoint_problems,
-    continuation_problem,
+    check_source,
     load_tokenizer,
     load_trained,
-    named_checkpoint,
 )
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -37,14 +34,10 @@ SAMPLE_BITS = 32
 
 def preflight(config: GenerateConfig) -> list[str]:
     """Problems that reading the named files shows; called before any rank starts."""
-    problems = checkpoint_problems(config.ckpt, config.parallel)
-    if problems:
-        return problems
+    problems: list[str] = []
     try:
-        target_name = named_checkpoint(config.ckpt)
-        if problem := continuation_problem(config.ckpt, target_name.config.model):
-            return [problem]
-        tokenizer = tokenizer_of(config, target_name.path, target_name.config.model)
+        named = check_source(config.ckpt, config.parallel)
+        tokenizer = tokenizer_of(config, named.path, named.config.model)
         problems = [*filter(None, [folder_problem(config.out)])]
         if "" in config.stop:
             problems.append('stop="" would end every text at once; give texts of one character or more')
@@ -77,10 +70,10 @@ def run(config: GenerateConfig, ctx: ParallelContext) -> None:
         until=ends_at(tokenizer, config.stops),
         should_stop=is_output_closed if config.out is None else lambda: False,
     )
-    many = ctx.is_main and config.out is not None and len(texts) > 1
-    with progress_bar("continuing", len(texts), shown=many) as advance:
-        alone = config.out is None
-        new = show(tokens, texts, tokenizer, config.stops, shown=ctx.is_main, alone=alone, advance=advance)
+    has_bar = config.out is not None and len(texts) > 1
+    with progress_bar("continuing", len(texts), shown=ctx.is_main and has_bar) as advance:
+        shown = ctx.is_main and not has_bar
+        new = show(tokens, texts, tokenizer, config.stops, shown=shown, advance=advance)
     if not ctx.is_main:
         return
     seconds, count = time.perf_counter() - started, sum(map(len, new))
@@ -127,56 +120,46 @@ def warn_of_long(prompts: Iterable[Prompt], max_positions: int) -> None:
 
 def show(
     tokens: Iterable[tuple[int, int | None]],
-    texts: list[tuple[Prompt, int]],
+    texts: Sequence[tuple[Prompt, int]],
     tokenizer: Tokenizer,
     stops: Sequence[str] = (),
     *,
     shown: bool,
-    alone: bool,
     advance: Advance,
 ) -> list[list[int]]:
-    """Take in what `continuations` yields and print it; each text's new tokens.
+    """Return each text's new tokens of what `continuations` yields, and print them if `shown`.
 
-    `alone`: no file takes the texts. `advance` is called as each one ends. What follows one of `stops` is
-    not printed.
+    `advance` is called as each text ends.
     """
     new: list[list[int]] = [[] for _ in texts]
-    stream = Stream(tokenizer, stops, shown=shown) if len(texts) == 1 else None
-    if stream:
-        stream.begin(printed_ids(texts[0][0]))
-    ended, printed = set(), 0
+    ended, current = set(), 0
+    stream = begin_text(texts, current, tokenizer, stops) if shown else None
     for index, token in tokens:
         if token is None:
             ended.add(index)
             advance(1)
         else:
             new[index].append(token)
-            if stream:
-                stream.add([token])
-        while alone and stream is None and printed in ended:
-            if shown:
-                print_whole(texts[printed], new[printed], tokenizer, stops, first=printed == 0)
-            printed += 1
-    if stream:
-        stream.end()
+        while stream is not None and (index == current or current in ended):
+            stream.print(new[current], is_whole=current in ended)
+            if current not in ended:
+                break
+            current += 1
+            stream = begin_text(texts, current, tokenizer, stops) if current < len(texts) else None
     return new
 
 
-def printed_ids(prompt: Prompt) -> list[int]:
-    """The tokens of a prompt that are its text: none where a document begins."""
-    return list(prompt.ids) if prompt.text and not prompt.is_message else []
-
-
-def print_whole(
-    text: tuple[Prompt, int], new: list[int], tokenizer: Tokenizer, stops: Sequence[str], *, first: bool
-) -> None:
-    """A text among several, under the location of its prompt."""
-    prompt, sample = text
-    ids = printed_ids(prompt)
-    print(f"{'' if first else chr(10)}--- {one_line(prompt.place)}, sample {sample + 1}")
-    print(
-        safe_text(before_stop(tokenizer.decode([*ids, *new]), stops, len(tokenizer.decode(ids)))), flush=True
-    )
+def begin_text(
+    texts: Sequence[tuple[Prompt, int]], number: int, tokenizer: Tokenizer, stops: Sequence[str]
+) -> "TextStream":
+    """Print the location of a text among several, and its prompt unless it is a message."""
+    prompt, sample = texts[number]
+    if len(texts) > 1:
+        print(f"{chr(10) * (number > 0)}--- {one_line(prompt.place)}, sample {sample + 1}")
+    # of an empty prompt the token before it is no part of the text
+    stream = TextStream(tokenizer, prompt.ids if prompt.text and not prompt.is_message else (), stops)
+    stream.print([])
+    return stream
 
 
 def record(
@@ -196,48 +179,30 @@ def record(
     }
 
 
-class Stream:
-    """Printer of text as its tokens come.
+class TextStream:
+    """Prints a text as its tokens come.
 
     A character split over tokens waits until it is whole, and so does what may become one of `stops`, before
-    which the text ends.
+    which the text ends. In the prompt, stops are text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, shown: bool) -> None:
-        self.tokenizer, self.stops, self.shown = tokenizer, stops, shown
-        self.ids: list[int] = []
-        self.printed = self.start = 0
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.prompt, self.stops = tokenizer, prompt, stops
+        self.start, self.printed = len(tokenizer.decode(list(prompt))), 0
 
-    def begin(self, ids: list[int]) -> None:
-        """The tokens of the prompt, in which stops are text."""
-        self.ids += ids
-        self._print(self.tokenizer.decode(self.ids))
-        self.start = self.printed
-
-    def add(self, ids: list[int]) -> None:
-        """More tokens."""
-        self.ids += ids
-        text = self.tokenizer.decode(self.ids)
-        if not text.endswith("\ufffd"):
-            text = before_stop(text, self.stops, self.start)
-            self._print(text[: len(text) - self._held(text)])
-
-    def end(self) -> None:
-        """No more tokens."""
-        self._print(before_stop(self.tokenizer.decode(self.ids), self.stops, self.start))
-        if self.shown:
-            print(flush=True)
+    def print(self, new: Sequence[int], *, is_whole: bool = False) -> None:
+        """Print what is not printed yet of the prompt and its new tokens so far."""
+        text = self.tokenizer.decode([*self.prompt, *new])
+        if text.endswith("\ufffd") and not is_whole:
+            return
+        text = before_stop(text, self.stops, self.start)
+        text = text if is_whole else text[: len(text) - self._held(text)]
+        sys.stdout.write(safe_text(text[self.printed :]) + "\n" * is_whole)
+        sys.stdout.flush()
+        self.printed = len(text)
 
     def _held(self, text: str) -> int:
-        """Characters at the end that may be the beginning of a stop."""
+        """Return the number of characters at the end that may be the beginning of a stop."""
         longest = max(map(len, self.stops), default=1) - 1
-        for count in range(min(longest, len(text) - self.start), 0, -1):
-            if any(stop.startswith(text[-count:]) for stop in self.stops):
-                return count
-        return 0
-
-    def _print(self, text: str) -> None:
-        if self.shown:
-            sys.stdout.write(safe_text(text[self.printed :]))
-            sys.stdout.flush()
-        self.printed = len(text)
+        ends = range(min(longest, len(text) - self.start), 0, -1)
+        return next((n for n in ends if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)

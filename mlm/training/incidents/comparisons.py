@@ -27,7 +27,7 @@ from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard
 from mlm.parallel.watch import name_ranks
-from mlm.training.incidents.numbers import Numbers, shared_numbers
+from mlm.training.incidents.numbers import StepNumbers, shared_numbers
 from mlm.training.trainer import Trainer
 
 LISTED = 8
@@ -36,25 +36,21 @@ ALIKE = 0.5
 """Share by which the largest magnitudes of two passes may differ: far above rounding."""
 
 
-def digest(x: Tensor) -> int | Tensor:
-    """Return a number that any flipped bit of a tensor changes; of a GPU's, a 0-d int64 tensor on it.
+def digest(x: Tensor) -> Tensor:
+    """Return a number that any flipped bit of a tensor changes, on its device: 0-d int64.
 
     A GPU adds the bits up as integers, which reads the tensor once: a single flip always changes the sum.
     """
-    x = x.detach()
+    x = x.detach().contiguous().flatten()
     if x.device.type == "cpu":
-        content = x.contiguous().flatten().view(torch.uint8).numpy().data
-        return xxhash.xxh3_64_intdigest(content) >> 1  # fits int64
+        return torch.tensor(xxhash.xxh3_64_intdigest(x.view(torch.uint8).numpy().data) >> 1)  # fits int64
     width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    return x.contiguous().flatten().view(width).sum(dtype=torch.int64)
+    return x.view(width).sum(dtype=torch.int64)
 
 
-def digests(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def digests(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return those of several tensors: int64 [n]."""
-    each = [digest(x) for x in tensors.values()]
-    if device.type == "cpu":
-        return torch.tensor(each, dtype=torch.int64)
-    return torch.stack([x for x in each if isinstance(x, Tensor)])
+    return torch.stack([digest(x) for x in tensors.values()])
 
 
 def tensors_to_compare(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]:
@@ -94,26 +90,23 @@ def counters(trainer: Trainer) -> dict[str, float]:
 
 def replica_differences(trainer: Trainer) -> list[str]:
     """Return a line for each tensor or counter that is not equal everywhere. Collective; empty if all are."""
-    ctx, ranks = trainer.ctx, Ranks.of(trainer.ctx)
+    ctx, ranks, mine = trainer.ctx, Ranks.of(trainer.ctx), counters(trainer)
     if ctx.world_size == 1:
         return []
-    torn: list[dict[str, Any]] = []
-    for axis, tensors in tensors_to_compare(trainer):
-        rows = all_gather(digests(tensors, ctx.device), axis).tolist()  # [size][n]
-        for number, name in enumerate(tensors):
-            column = [row[number] for row in rows]
+    compared = [(axis, list(tensors), digests(tensors)) for axis, tensors in tensors_to_compare(trainer)]
+    compared.append((ctx.world, list(mine), torch.tensor([*mine.values()], dtype=torch.float64)))
+    torn = list[tuple[str, list[int]]]()
+    for axis, names, values in compared:
+        for name, column in zip(names, all_gather(values, axis).T.tolist(), strict=True):
             if len(set(column)) > 1:
-                torn.append({"axis": axis.name, "name": name, "ranks": minority_ranks(column, axis.ranks)})
-    mine = counters(trainer)
-    flat = torch.tensor([mine[name] for name in mine], dtype=torch.float64)
-    numbers = all_gather(flat, ctx.world).tolist()
-    for index, name in enumerate(mine):
-        column = [row[index] for row in numbers]
-        if len(set(column)) > 1:
-            torn.append({"axis": "world", "name": name, "ranks": minority_ranks(column, ctx.world.ranks)})
+                torn.append((f"{name} differs over {axis.name}", minority_ranks(column, axis.ranks)))
     if not ranks.any_of([bool(torn)])[0]:
         return []
-    return describe_differences(ranks.all_gather([socket.gethostname(), torn[:LISTED]]))
+    answers = ranks.all_gather([socket.gethostname(), torn[:LISTED]])
+    hosts, lines = [host for host, _ in answers], dict[str, None]()
+    for what, odd in (one for _, torn in answers for one in torn):
+        lines[f"{what} on {name_ranks(odd)} (host {', '.join(sorted({hosts[rank] for rank in odd}))})"] = None
+    return list(lines)[:LISTED]
 
 
 def minority_ranks(values: Sequence[float], ranks: Sequence[int]) -> list[int]:
@@ -124,24 +117,12 @@ def minority_ranks(values: Sequence[float], ranks: Sequence[int]) -> list[int]:
     return [rank for rank, value in zip(ranks, values, strict=True) if value != common]
 
 
-def describe_differences(answers: Sequence[Any]) -> list[str]:
-    """Return a line for each difference, from every rank's host name and list."""
-    hosts = [host for host, _ in answers]
-    lines = dict[str, None]()
-    for _, torn in answers:
-        for one in torn:
-            ranks = one["ranks"]
-            where = ", ".join(sorted({hosts[rank] for rank in ranks}))
-            lines[f"{one['name']} differs over {one['axis']} on {name_ranks(ranks)} (host {where})"] = None
-    return list(lines)[:LISTED]
-
-
 def repetition_differences(trainer: Trainer, batches: Sequence[Any], parts: Tensor) -> str | None:
     """Compute the step once more; say where its gradients and `parts` differ, None if nowhere. Collective."""
     ranks, first = Ranks.of(trainer.ctx), _gradients(trainer, parts)
-    before = digests(first, trainer.ctx.device)
+    before = digests(first)
     with trainer.unobserved():
-        after = digests(_gradients(trainer, trainer.compute_gradients(batches)), trainer.ctx.device)
+        after = digests(_gradients(trainer, trainer.compute_gradients(batches)))
     names = [name for name, same in zip(first, (before == after).tolist(), strict=True) if not same]
     if not ranks.any_of([bool(names)])[0]:
         return None
@@ -161,7 +142,7 @@ def _gradients(trainer: Trainer, parts: Tensor) -> dict[str, Tensor]:
 class SecondPass:
     """A step's numbers when it is computed again, the same on every rank."""
 
-    numbers: Numbers
+    numbers: StepNumbers
     ranks: list[int]
     """Ranks on which the first pass began to differ; none where no message shows it."""
     where: str
@@ -176,8 +157,7 @@ class SecondPass:
     def line(self, state: str) -> str:
         """Return what it says about the first pass, and what to do; `state` says what the second is."""
         seen = f"first seen on {self.where}" if self.ranks else "no message shows on which rank"
-        numbers = f"loss {self.numbers.loss:.6g}, gradient norm {self.numbers.norm:.6g}"
-        return f"computed again: {state} ({numbers}); not in the data; {seen}; {self.advice}"
+        return f"computed again: {state} ({self.numbers}); not in the data; {seen}; {self.advice}"
 
     def encode(self) -> dict[str, Any]:
         """As JSON values."""

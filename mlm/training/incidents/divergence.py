@@ -1,31 +1,18 @@
-"""Diagnosis of a run that has diverged: where numbers are not finite, since when, and the way back."""
+"""The end of a run that has diverged: where numbers are not finite, since when, and the way back."""
 
 import shlex
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import step_directory_name
-from mlm.checkpoint.native.format import TensorEntry, read_manifest_head
-from mlm.checkpoint.native.norms import (
-    describe_not_finite,
-    first_not_finite,
-    largest_jump,
-    norm,
-    with_norms,
-)
 from mlm.checkpoint.native.retention import newest_good
-from mlm.checkpoint.native.save_load import stored_tensors
 from mlm.optim.schedule import learning_rate
-from mlm.training.incidents.probe import Probe, describe_place, gather
+from mlm.training.incidents.probe import StepProbe, describe_place
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observer
-from mlm.training.state import CHECKPOINTS, owned_shards
-from mlm.training.trainer import StepOutcome, Trainer
+from mlm.training.state import CHECKPOINTS
+from mlm.training.trainer import StepOutcome
 from mlm.util.errors import UserError
 
 FINITE = "all activations and gradients of this step are finite, if not the sum of the gradients' squares"
@@ -43,64 +30,45 @@ class DivergenceStop(Observer):
 
     def __init__(self, incidents: Incidents, warmup_key: str) -> None:
         self.incidents, self.warmup_key = incidents, warmup_key
+        self.trainer, self.reporter = incidents.trainer, incidents.reporter
 
     def after_step(self, outcome: StepOutcome) -> None:
         """Raise DivergedError with a diagnosis. Collective then."""
-        memory, trainer = self.incidents.memory, self.incidents.trainer
+        memory = self.incidents.memory
         if not memory.since or not 0 < self.incidents.settings.patience <= memory.streak:
             return
-        text, good = diagnosis(trainer, self.incidents.batches, memory.since, self.warmup_key)
-        record = {"step": trainer.step, "since": memory.since, "good": good and good.name}
-        self.incidents.reporter.event("diverged", record)
-        raise DivergedError(text)
+        good = self.newest_good(memory.since)
+        record = {"step": self.trainer.step, "since": memory.since, "good": good and good.name}
+        self.reporter.event("diverged", record)
+        raise DivergedError(self.diagnosis(memory.since, good))
 
-
-def diagnosis(trainer: Trainer, batches: Sequence[Any], since: int, warmup: str) -> tuple[str, Path | None]:
-    """Why the steps from `since` on are not finite and the way back, in a line; the newest good checkpoint.
-
-    `batches` are those of the newest step, `warmup` is the setting of the warm-up. Collective over all ranks,
-    and the same on every one.
-    """
-    config, ranks, root = trainer.config, Ranks.of(trainer.ctx), Path(trainer.config.out, CHECKPOINTS)
-    precision, probe = config.precision, Probe(trainer)
-    probe.run(batches)
-    place = gather(probe, trainer.ctx).first_bad
-    where = f"the first number that is not finite is in {describe_place(place)}" if place else FINITE
-    lr = learning_rate(since, config.optimizer, config.schedule, config.train.steps)
-    cause = (
-        f"gradients still overflow at precision.min_loss_scale={precision.min_loss_scale:g}"
-        if trainer.scaler.dynamic
-        else f"loss or gradients are not finite in precision={precision.dtype}"
-    )
-    parts = ranks.gather({name: norm(x) for name, x in stored_tensors(owned_shards(trainer)).items()})
-    text, good = "", None
-    if ranks.is_main:
+    def newest_good(self, since: int) -> Path | None:
+        """Return the newest good checkpoint before step `since`. Collective."""
+        ranks, good = Ranks.of(self.trainer.ctx), None
         with suppress(UserError, OSError):
-            good = newest_good(root, since)
-        advice = f"a lower optimizer.lr, a higher {warmup}" + (
-            " or precision=bf16" if trainer.scaler.dynamic else ""
+            if ranks.is_main:
+                good = str(newest_good(Path(self.trainer.config.out, CHECKPOINTS), since) or "")
+        name = ranks.broadcast(good)
+        return Path(name) if name else None
+
+    def diagnosis(self, since: int, good: Path | None) -> str:
+        """Why the steps from `since` on are not finite and the way back, in a line. Collective."""
+        trainer, config = self.trainer, self.trainer.config
+        probe = StepProbe(trainer)
+        probe.run(self.incidents.batches)
+        place = probe.gather().first_bad
+        where = f"the first number that is not finite is in {describe_place(place)}" if place else FINITE
+        lr = learning_rate(since, config.optimizer, config.schedule, config.train.steps)
+        cause = f"loss or gradients are not finite in precision={config.precision.dtype}"
+        advice = f"a lower optimizer.lr, a higher {self.warmup_key}"
+        if trainer.scaler.dynamic:
+            floor = config.precision.min_loss_scale
+            cause = f"gradients still overflow at precision.min_loss_scale={floor:g}"
+            advice += " or precision=bf16"
+        text = (
+            f"step {trainer.step}: {cause} since step {since}, where the learning rate was {lr:.4g}; {where}"
         )
-        text = f"step {trainer.step}: {cause} since step {since}, where the learning rate was {lr:.4g}; "
-        text += f"{describe_state(parts, good)}; {where}. {describe_way_back(config.out, good, advice)}"
-    text, name = ranks.broadcast([text, good and str(good)])
-    return text, name and Path(name)
-
-
-def describe_state(parts: Sequence[Mapping[str, float]], good: Path | None) -> str:
-    """State of weights and moments in words: what is not finite, or has grown since a good checkpoint."""
-    try:
-        then = {} if good is None else read_manifest_head(good).tensors
-    except (UserError, OSError):
-        then = {}
-    names = sorted({name for part in parts for name in part})
-    blank = TensorEntry((), torch.float32, ())
-    before = {name: entry.norm for name, entry in then.items()}
-    now = with_norms({name: then.get(name, blank) for name in names}, parts, before)
-    if (name := first_not_finite(now)) is not None:
-        return describe_not_finite(name)
-    jump = largest_jump(now)
-    grown = f", but the norm of {jump[0]} is {jump[1]:.3g} times that in {good and good.name}" if jump else ""
-    return f"the weights are finite{grown}"
+        return f"{text}. {describe_way_back(config.out, good, advice)}"
 
 
 def describe_way_back(out: str, good: Path | None, advice: str) -> str:

@@ -11,8 +11,9 @@ allows for an estimate from few peaks.
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -42,13 +43,16 @@ MOST_STEPS, MOST_RANGES = 10_000, 10_000
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Numbers of a step, the same on every rank."""
+class StepNumbers:
+    """StepNumbers of a step, the same on every rank."""
 
     loss: float
     norm: float
     scale: float = 1.0
     """fp16: loss scale, where gradients overflowed."""
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.8g}, gradient norm {self.norm:.8g}"
 
     @property
     def are_finite(self) -> bool:
@@ -72,11 +76,11 @@ def sum_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Tensor:
     return mine
 
 
-def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> Numbers:
+def shared_numbers(trainer: Trainer, parts: Tensor, norm: Tensor) -> StepNumbers:
     """Return a step's numbers, bit for bit the same on all ranks. Collective; reads the device."""
     values, scaler = sum_numbers(trainer, parts, norm).tolist(), trainer.scaler
     scale = float(scaler.scale.item()) if scaler.dynamic and not math.isfinite(values[1]) else 1.0
-    return Numbers(values[0], values[1], scale)
+    return StepNumbers(values[0], values[1], scale)
 
 
 def exceeds_limits(numbers: Tensor, limits: Sequence[float]) -> Tensor:
@@ -108,15 +112,6 @@ def return_level(excesses: Sequence[float], steps: float, least: float) -> float
     mean = max(sum(excesses[-count:]) / count - start, least)
     # of exponential excesses with this estimated mean, P(excess > x) = (1 + x / (count * mean)) ** -count
     return start + mean * count * (max(steps * count / size, 1.0) ** (1 / count) - 1)
-
-
-def median(values: Iterable[float]) -> float:
-    """Return the median; NaN of nothing."""
-    ordered = sorted(values)
-    if not ordered:
-        return math.nan
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 class Tail:

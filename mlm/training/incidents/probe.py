@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.parallel.context.zigzag import local_positions
-from mlm.parallel.mesh import CPU, ParallelContext
+from mlm.parallel.mesh import CPU
 from mlm.parallel.watch import name_ranks
 from mlm.training.incidents.numbers import deviations
 from mlm.training.kernels import should_compile
@@ -28,7 +28,7 @@ FAR = 10.0
 
 
 @dataclass
-class Row:
+class TensorStatistics:
     """One tensor in all micro-batches of the step, on this rank."""
 
     what: str
@@ -44,9 +44,8 @@ class Row:
     """Sum of squares of the finite elements."""
     largest: float = 0.0
     """Largest magnitude of a finite element."""
-    micro_batch: int | None = None
-    """First sample of the first micro-batch with an element that is not finite; so are the next two."""
     sample: int | None = None
+    """That of the first element that is not finite; so is the next."""
     position: int | None = None
     norms: dict[int, float] = field(default_factory=dict)
     """Norm of each sample's part."""
@@ -79,7 +78,7 @@ def sample_of(batch: Any, row: int, position: int | None = None) -> int:
 class _Noted:
     """An objective that reports which micro-batch is in its forward pass."""
 
-    def __init__(self, inner: Any, probe: "Probe") -> None:
+    def __init__(self, inner: Any, probe: "StepProbe") -> None:
         self.inner, self.probe = inner, probe
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +93,7 @@ class _Noted:
         return y
 
 
-class Probe:
+class StepProbe:
     """Repeats a step's forward and backward passes and looks at every tensor between its modules.
 
     Gradients hold the same numbers afterwards. Collective over all ranks.
@@ -103,7 +102,7 @@ class Probe:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.batch: Any = None
-        self.rows: dict[tuple[str, str], Row] = {}
+        self.rows: dict[tuple[str, str], TensorStatistics] = {}
         with torch.device("meta"):  # names of all stages in their order, on every rank
             whole = trainer.config.model.family.model(trainer.config.model, tp=trainer.ctx.tp)
         leaves = [name for name, module in whole.named_modules() if name and not list(module.children())]
@@ -167,7 +166,7 @@ class Probe:
         """Add a tensor to the statistics."""
         if not x.is_floating_point() or not x.numel():
             return
-        row = self.rows.setdefault((what, name), Row(what, name, order))
+        row = self.rows.setdefault((what, name), TensorStatistics(what, name, order))
         finite = x.isfinite()
         clean = torch.where(finite, x, 0).to(torch.float64 if x.device.type == "cpu" else torch.float32)
         bad = int((~finite).sum())
@@ -178,17 +177,15 @@ class Probe:
         if by_sample:
             for number, norm in enumerate(clean.square().sum((0, 2)).sqrt().tolist()):
                 row.norms[sample_of(batch, number)] = norm
-        if bad and not row.bad and batch is not None:
-            row.micro_batch = batch.first_sample
-            if by_sample:
-                where = (~finite).any(2).nonzero()[0].tolist()  # [position, sample in the micro-batch]
-                ctx, rows, length = self.trainer.ctx, x.shape[0], batch.tokens.shape[1]
-                first = ctx.tp.rank * rows if rows < length // ctx.cp.size else 0
-                row.position = int(local_positions(length, ctx.cp, CPU)[first + where[0]])
-                row.sample = sample_of(batch, where[1], row.position)
+        if bad and not row.bad and by_sample:
+            where = (~finite).any(2).nonzero()[0].tolist()  # [position, sample in the micro-batch]
+            ctx, rows, length = self.trainer.ctx, x.shape[0], batch.tokens.shape[1]
+            first = ctx.tp.rank * rows if rows < length // ctx.cp.size else 0
+            row.position = int(local_positions(length, ctx.cp, CPU)[first + where[0]])
+            row.sample = sample_of(batch, where[1], row.position)
         row.bad += bad
 
-    def ordered(self) -> list[Row]:
+    def ordered(self) -> list[TensorStatistics]:
         """Return all rows in the order of computation."""
         return sorted(self.rows.values(), key=lambda row: row.order)
 
@@ -207,16 +204,11 @@ class Probe:
                 return {**row.place(), "sample": sample, "deviations": round(far, 1)}
         return None
 
-    def heaviest_sample(self) -> dict[str, Any] | None:
-        """Return the sample with the largest gradient, where backward leaves the layers of this rank.
-
-        None if that gradient is zero or not finite: then it says nothing about samples.
-        """
-        rows = [row for row in self.ordered() if row.what == GRADIENT and row.norms]
-        if not rows or rows[-1].bad:
-            return None
-        sample, norm = max(rows[-1].norms.items(), key=lambda item: item[1])
-        return {"name": rows[-1].name, "sample": sample, "norm": norm} if norm else None
+    def gather(self) -> "Findings":
+        """Compare what each rank saw. Collective over all ranks."""
+        mine = [self.first_bad(), self.first_outlier()]
+        bad, outliers = zip(*Ranks.of(self.trainer.ctx).all_gather(mine), strict=True)
+        return Findings(earliest_place(bad), earliest_place(outliers))
 
 
 @dataclass(frozen=True)
@@ -227,12 +219,10 @@ class Findings:
     """First number that is not finite: tensor, name, sample, position, ranks."""
     outlier: dict[str, Any] | None
     """First activation or gradient of one sample that is far from those of others."""
-    heaviest: dict[str, Any] | None
-    """Sample with the largest gradient."""
 
     def encode(self) -> dict[str, Any]:
         """As JSON values."""
-        return {"first_not_finite": self.first_bad, "first_outlier": self.outlier, "heaviest": self.heaviest}
+        return {"first_not_finite": self.first_bad, "first_outlier": self.outlier}
 
     def lines(self) -> list[str]:
         """Sentences for a reader, the most telling first."""
@@ -244,25 +234,7 @@ class Findings:
             lines.append(
                 f"the first outlier is {describe_place(self.outlier)}, {far:g} deviations from other samples"
             )
-        if self.heaviest is not None:
-            one = self.heaviest
-            lines.append(
-                f"sample {one['sample']} has the largest gradient, {one['norm']:.3g} at {one['name']}"
-            )
         return lines
-
-
-def gather(probe: Probe, ctx: ParallelContext) -> Findings:
-    """Compare what each rank's probe saw. Collective over all ranks."""
-    mine = [probe.first_bad(), probe.first_outlier(), probe.heaviest_sample()]
-    answers = Ranks.of(ctx).all_gather(mine)
-    bad, outliers, heaviest = ([each[n] for each in answers] for n in range(3))
-    heavy = [one for one in heaviest if one is not None]
-    return Findings(
-        earliest_place(bad),
-        earliest_place(outliers),
-        max(heavy, key=lambda one: one["norm"]) if heavy else None,
-    )
 
 
 def earliest_place(places: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ samples-00000.npz tokens of a data-parallel rank's micro-batches
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,34 +19,37 @@ from torch import Tensor
 from mlm.checkpoint.native.folders import step_name
 from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.history import replace_nonfinite
-from mlm.training.incidents.probe import Probe
+from mlm.training.incidents.probe import StepProbe
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import dump_json, parse_json, read_bounded, write_atomic
 
 FOLDER, FILE, REPORT = "incidents", "incident.json", "README.md"
 FORMAT = 1
-MAX_ROWS = 4096
-"""Tensors of a rank that are listed, those with numbers that are not finite first."""
 MAX_ELEMENTS = 1 << 22
 """Tokens of a rank that are kept: 32 MiB of int64."""
 MAX_BYTES = 1 << 22
 REMEDY = "name a folder of out/incidents"
 
 
-def free_name(root: Path, step: int) -> str:
-    """Return the name of a new folder for an incident at a step."""
-    name, number = step_name(step), 1
-    while (root / (name if number == 1 else f"{name}-{number}")).exists():
-        number += 1
-    return name if number == 1 else f"{name}-{number}"
+def make_folder(root: Path, step: int) -> str | None:
+    """Make a new folder for an incident at a step and return its name; None if the disk does not take it."""
+    name = first = step_name(step)
+    for number in count(2):
+        try:
+            (root / name).mkdir(parents=True)
+            return name
+        except FileExistsError:
+            name = f"{first}-{number}"
+        except OSError:
+            break
+    return None
 
 
-def write_rank(folder: Path, ctx: ParallelContext, probe: Probe) -> None:
+def write_rank(folder: Path, ctx: ParallelContext, probe: StepProbe) -> None:
     """Write the statistics of this rank. Raises OSError."""
-    rows = sorted(probe.ordered(), key=lambda row: not row.bad)[:MAX_ROWS]
     place = {axis.name: axis.rank for axis in (ctx.tp, ctx.cp, ctx.pp, ctx.dp)}
     content = {"rank": ctx.rank, **place, "host": socket.gethostname()}
-    tensors = [row.encode() for row in sorted(rows, key=lambda row: row.order)]
+    tensors = [each.encode() for each in probe.ordered()]
     write_atomic(folder / f"rank-{ctx.rank:05d}.json", dump_json(_finite({**content, "tensors": tensors})))
 
 

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,23 @@ import torch
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import CHECKPOINTS, checkpoints
-from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.build import from_dict
 from mlm.data.sampler import Loader, MicroBatch
 from mlm.launch.checks import problems_of
 from mlm.launch.start import run_job
-from mlm.optim.clip import clip_factor, gradient_norm
+from mlm.optim.clip import gradient_norm
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.checks import OWN_CODE_RULES, saved_problems
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import train_dataset
 from mlm.training.incidents.command import ReplayConfig, ReplayRun
-from mlm.training.incidents.numbers import Memory, decode, shared_numbers
-from mlm.training.incidents.probe import Findings, Probe, gather
+from mlm.training.incidents.numbers import Memory, StepNumbers, decode, shared_numbers
+from mlm.training.incidents.probe import Findings, StepProbe
 from mlm.training.incidents.record import read_incident
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.observer import Observer, Observers
-from mlm.training.state import is_weights_only, load
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
@@ -95,15 +94,6 @@ class SkipSteps(Observer):
         return self.trainer.step + 1 in self.steps
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A computed step."""
-
-    loss: float
-    norm: float
-    findings: Findings
-
-
 def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     """Compute the step on every rank; rank 0 prints what is found. Raises UserError."""
     if ctx.device.type == "cpu":
@@ -120,18 +110,12 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
         while trainer.step < step - 1:
             trainer.train_step(next(batches_of_steps))
         batches = next(batches_of_steps)
-    outcome = compute(trainer, batches)
-    reproduced = is_reproduced(record, outcome)
-    for line in compare_with_record(record, outcome, reproduced):
+    for line in compare_with_record(record, *compute(trainer, batches)):
         say(line)
-    clip = trainer.config.optimizer.clip_grad_norm
-    if clip and math.isfinite(outcome.norm):
-        factor = float(clip_factor(torch.tensor(outcome.norm), clip))
-        say(f"clipping: optimizer.clip_grad_norm={clip:g} scales the gradient by {factor:.3g}")
     if config.beside.dtype != config.precision.dtype:
-        other = compute(at_precision(trainer, config), batches)
-        say(f"precision={config.beside.dtype}: {format_numbers(other)}")
-        for line in other.findings.lines():
+        numbers, findings = compute(at_precision(trainer, config), batches)
+        say(f"precision={config.beside.dtype}: {numbers}")
+        for line in findings.lines():
             say(f"  {line}")
 
 
@@ -142,7 +126,7 @@ def load_checkpoint_before(trainer: Trainer, step: int) -> Path | None:
     before = ranks.broadcast(before)
     if before:
         path = Path(before[-1])
-        load(trainer, path, weights_only=is_weights_only(read_manifest(path)))
+        load(trainer, path)
         return path
     if trainer.config.ckpt is not None or (trainer.config.data.kind == "indexed" and step > 1):
         raise UserError(
@@ -173,50 +157,33 @@ def steps_of(trainer: Trainer, memory: Memory, step: int) -> Iterator[Iterator[l
         yield steps
 
 
-def compute(trainer: Trainer, batches: Sequence[Any]) -> Outcome:
+def compute(trainer: Trainer, batches: Sequence[Any]) -> tuple[StepNumbers, Findings]:
     """Compute loss, gradient norm and statistics of a step. Collective."""
-    ctx, probe = trainer.ctx, Probe(trainer)
+    probe = StepProbe(trainer)
     parts = probe.run(batches)
-    norm = gradient_norm(trainer.shards, ctx) / trainer.scaler.scale
-    step = shared_numbers(trainer, parts, norm)
-    return Outcome(step.loss, step.norm, gather(probe, ctx))
+    norm = gradient_norm(trainer.shards, trainer.ctx) / trainer.scaler.scale
+    return shared_numbers(trainer, parts, norm), probe.gather()
 
 
-def is_reproduced(record: dict[str, Any], outcome: Outcome) -> bool:
-    """Return True if the replay has the numbers of the incident, to rounding, or has none either."""
-    pairs = zip(recorded_numbers(record), (outcome.loss, outcome.norm), strict=True)
-    return all(
-        math.isclose(then, now, rel_tol=SAME) if math.isfinite(then) else not math.isfinite(now)
-        for then, now in pairs
-    )
+def compare_with_record(record: dict[str, Any], now: StepNumbers, findings: Findings) -> list[str]:
+    """Return the replayed numbers beside the recorded ones, and the places if they are those of the incident.
 
-
-def compare_with_record(record: dict[str, Any], outcome: Outcome, reproduced: bool) -> list[str]:
-    """Return the replayed numbers beside the recorded ones, and the places that were found."""
+    They are to rounding, or where neither is finite.
+    """
     then = recorded_numbers(record)
-    now = (outcome.loss, outcome.norm)
-    same = [a.hex() == b.hex() for a, b in zip(then, now, strict=True)]
-    verdict = "equal bit for bit" if all(same) else "not equal bit for bit"
-    lines = [
-        f"then: loss {then[0]:.8g}, gradient norm {then[1]:.8g}",
-        f"now:  {format_numbers(outcome)} ({verdict})",
-    ]
-    if reproduced:
-        return [*lines, *outcome.findings.lines()]
+    pairs = [(then.loss, now.loss), (then.norm, now.norm)]
+    is_equal = all(a.hex() == b.hex() for a, b in pairs)
+    lines = [f"then: {then}", f"now:  {now} ({'equal' if is_equal else 'not equal'} bit for bit)"]
+    if all(math.isclose(a, b, rel_tol=SAME) if math.isfinite(a) else not math.isfinite(b) for a, b in pairs):
+        return [*lines, *findings.lines()]
     second = record.get("second_pass")
     advice = second["advice"] if second else "suspect the hardware, or versions that changed"
     return [*lines, f"the data do not reproduce it: no sample is to blame; {advice}"]
 
 
-def recorded_numbers(record: dict[str, Any]) -> tuple[float, float]:
+def recorded_numbers(record: dict[str, Any]) -> StepNumbers:
     """Return loss and gradient norm of the incident. Raises KeyError, TypeError, ValueError."""
-    loss, norm = (float.fromhex(record["exact"][key]) for key in ("loss", "grad_norm"))
-    return loss, norm
-
-
-def format_numbers(outcome: Outcome) -> str:
-    """Return loss and gradient norm as words."""
-    return f"loss {outcome.loss:.8g}, gradient norm {outcome.norm:.8g}"
+    return StepNumbers(*(float.fromhex(record["exact"][key]) for key in ("loss", "grad_norm")))
 
 
 def at_precision(trainer: Trainer, config: ReplayRun) -> Trainer:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.parallel.collectives import barrier
@@ -29,13 +29,9 @@ BUSY = ("computing", "reading data", "saving")
 PHASES = {"data": "reading data", "saving": "saving", "validation": "validation"}
 """Phases that are not computing, and their names in reports."""
 Mark = float | torch.cuda.Event
-MOST = 200_000
-"""Computations of a replica in a step that is recorded: 8 MB of JSON."""
-SAME_CLOCK_S = 60.0
-"""Clocks further apart are of several hosts, whatever their names are."""
 FIRST, STEPS = 2, 3
 """Steps of the attempt before the profile, and in it: the first ones compile and fill caches."""
-RANKS = 8
+PROFILED_RANKS = 8
 """Ranks that write a profile, the first ones."""
 MARK = "mlm: "
 
@@ -80,12 +76,8 @@ class SlowRanks(Observer):
         """Return this rank's seconds a step: computing, reading data, saving, waiting by axis."""
         steps, total = max(1, step - self.step), time.monotonic() - self.since
         spent = self.ctx.watch.spent
-        waits = {
-            f"waiting over {axis}": s - self.waited.get(axis, 0.0)
-            for axis, s in spent.items()
-            if axis != "world"
-        }
-        waits["waiting for all"] = spent.get("world", 0.0) - self.waited.get("world", 0.0)
+        names = {axis: "waiting for all" if axis == "world" else f"waiting over {axis}" for axis in spent}
+        waits = {names[axis]: s - self.waited.get(axis, 0.0) for axis, s in spent.items()}
         parts = {**self.spent, **waits}
         parts["computing"] = max(0.0, total - sum(parts.values()))
         return {what: seconds / steps for what, seconds in parts.items()}
@@ -160,22 +152,13 @@ class Timeline(Observer):
     """Measures a trainer's steps, where due, into records of kind `timeline`.
 
     A record has the computations of each stage of the first replica: op, chunk, micro-batch, and the
-    milliseconds at which it began, had its input, and ended. Other steps cost nothing. Raises UserError if a
-    step is too long to record.
+    milliseconds at which it began, had its input, and ended. Other steps cost nothing.
     """
 
     def __init__(self, trainer: Trainer, reporter: Reporter) -> None:
         self.trainer, self.reporter = trainer, reporter
         self.every = trainer.config.log.timeline_every
         self.is_on = False
-        train, parallel, dp = trainer.config.train, trainer.config.parallel, trainer.ctx.dp.size
-        count = 3 * parallel.pp * parallel.vp * train.global_batch_size // (dp * train.micro_batch_size)
-        if count > MOST:
-            raise UserError(
-                f"log.timeline_every={self.every}: a step of {count:,} computations is too long to record "
-                f"({MOST:,} at most); use log.timeline_every=0",
-                keys=("log.timeline_every",),
-            )
 
     def on_step_start(self, batches: Sequence[Any]) -> None:
         """Measure the step, where due. Collective then."""
@@ -252,7 +235,7 @@ class Timeline(Observer):
 def align_stages(ranks: Sequence[Any]) -> dict[str, Any]:
     """Return the stages of all ranks' answers in one time, which begins with the first computation."""
     hosts, clocks = {host for host, _, _ in ranks}, [clock for _, clock, _ in ranks]
-    one_clock = len(hosts) == 1 and max(clocks) - min(clocks) < SAME_CLOCK_S
+    one_clock = len(hosts) == 1
     zeros = [1000 * (clock - min(clocks)) if one_clock else 0.0 for clock in clocks]
     stages = [(zero, rows) for zero, (_, _, rows) in zip(zeros, ranks, strict=True) if rows is not None]
     first = min(zero + row[3] for zero, rows in stages for row in rows)
@@ -279,53 +262,38 @@ class Profiler(Observer):
     """Traces some steps of a trainer into out/profile/rank-00000.json."""
 
     def __init__(self, trainer: Trainer, out: Path, reporter: Reporter) -> None:
-        self.trainer, self.folder, self.reporter = trainer, out / "profile", reporter
-        self.begun = 0
-        self.tracer: profile | None = None
-
-    def on_step_start(self, batches: Sequence[Any]) -> None:
-        """Begin the trace after the first steps."""
-        self.begun += 1
-        if self.begun == FIRST + 1 and self.trainer.ctx.rank < RANKS:
-            kinds = [ProfilerActivity.CPU]
-            if self.trainer.ctx.device.type == "cuda":
-                kinds.append(ProfilerActivity.CUDA)
-            self.tracer = profile(activities=kinds)
-            self.tracer.__enter__()
+        self.path, self.reporter = out / "profile" / f"rank-{trainer.ctx.rank:05d}.json", reporter
+        activities = [ProfilerActivity.CPU]
+        if trainer.ctx.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        steps = schedule(wait=FIRST - 1, warmup=1, active=STEPS, repeat=1)
+        self.tracer = profile(activities=activities, schedule=steps, on_trace_ready=self.write)
+        self.tracer.start()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name the phase in the trace."""
-        return record_function(MARK + name) if self.tracer is not None else nullcontext()
+        return record_function(MARK + name)
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Write the trace after the last of its steps."""
-        if self.begun == FIRST + STEPS:
-            self.close()
+        """Begin the trace after the first steps, and write it after the last of its own."""
+        self.tracer.step()
 
     def on_run_end(self) -> None:
-        """Write the trace of a run that ends before."""
-        self.close()
-
-    def close(self) -> None:
-        """Write the trace of the steps so far. A tracer that is left open ends the process with SIGSEGV."""
-        tracer, self.tracer = self.tracer, None
-        if tracer is not None:
-            if self.trainer.ctx.device.type == "cuda":
-                torch.cuda.synchronize()
-            tracer.__exit__(None, None, None)
-            self.write(tracer)
+        """Write the trace of a run that ends before. One that is left open ends the process with SIGSEGV."""
+        self.tracer.stop()
 
     def write(self, tracer: profile) -> None:
         """Write the trace and show where the steps went."""
-        path = self.folder / f"rank-{self.trainer.ctx.rank:05d}.json"
+        steps = tracer.step_num - FIRST
+        if not steps:
+            return
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            tracer.export_chrome_trace(str(path))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            tracer.export_chrome_trace(str(self.path))
         except (OSError, RuntimeError) as error:
-            raise UserError(f"profile=true: cannot write {path} ({error}); free some space") from error
-        steps = self.begun - FIRST
+            raise UserError(f"profile=true: cannot write {self.path} ({error}); free some space") from error
         count = f"{steps} steps" if steps > 1 else "1 step"
-        self.reporter.note(f"profile of {count}: {path} (open it at https://ui.perfetto.dev)")
+        self.reporter.note(f"profile of {count}: {self.path} (open it at https://ui.perfetto.dev)")
         for line in table(tracer, steps):
             self.reporter.note(line)
 

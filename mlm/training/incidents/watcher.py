@@ -24,9 +24,16 @@ from mlm.training.incidents.comparisons import (
     repetition_differences,
     replica_differences,
 )
-from mlm.training.incidents.numbers import Numbers, decode, exceeds_limits, shared_numbers, sum_numbers
-from mlm.training.incidents.probe import Findings, Probe, gather
-from mlm.training.incidents.record import FOLDER, free_name, rows_of, write_rank, write_record, write_samples
+from mlm.training.incidents.numbers import StepNumbers, decode, exceeds_limits, shared_numbers, sum_numbers
+from mlm.training.incidents.probe import StepProbe
+from mlm.training.incidents.record import (
+    FOLDER,
+    make_folder,
+    rows_of,
+    write_rank,
+    write_record,
+    write_samples,
+)
 from mlm.training.observer import DeferredCheck, Observer, RewindRequested
 from mlm.training.resume import checkpoints_folder, rewind, rewind_candidates
 from mlm.training.saver import Saver
@@ -55,8 +62,8 @@ class IncidentError(UserError):
 
 
 @dataclass
-class Verdict:
-    """Why a step is an incident."""
+class IncidentReasons:
+    """Why a step is an incident: kinds, and a line each."""
 
     kinds: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
@@ -65,6 +72,10 @@ class Verdict:
         """Add a reason."""
         self.kinds.append(kind)
         self.lines.append(line)
+
+    def text(self, folder: Path | None) -> str:
+        """Return all lines as one, with the folder that has more."""
+        return "; ".join(self.lines) + (f"; see {folder}" if folder else "")
 
 
 class Incidents(Observer):
@@ -126,97 +137,91 @@ class Incidents(Observer):
         pass's, whose numbers `parts` and `norm` then hold.
         """
         numbers, again = shared_numbers(self.trainer, parts, norm), None
-        verdict = self.judge_numbers(numbers)
+        reasons = self.judge_numbers(numbers)
         if self.repeats_now() and (line := repetition_differences(self.trainer, self.batches, parts)):
-            verdict.add("repetition_differs", line)
-        if verdict.kinds and not self.memory.streak:
+            reasons.add("repetition_differs", line)
+        if reasons.kinds and not self.memory.streak:
             again = compute_again(self.trainer, self.batches, parts, norm)
             if not again.numbers.are_finite or self.judge_numbers(again.numbers).kinds:
                 again = None
         kept = numbers if again is None else again.numbers
-        self.count_bad_steps(kept, verdict)
+        self.count_bad_steps(kept, reasons)
         self.memory.recent.add(kept.loss, kept.norm)
-        return bool(verdict.kinds) and self.act(verdict, numbers, again)
+        return bool(reasons.kinds) and self.act(reasons, numbers, again)
 
-    def count_bad_steps(self, numbers: Numbers, verdict: Verdict) -> None:
+    def count_bad_steps(self, numbers: StepNumbers, reasons: IncidentReasons) -> None:
         """Count steps in a row that are not finite; an overflow that halves the loss scale is none."""
         memory, patience = self.memory, self.settings.patience
         if numbers.are_finite:
             self.note_finite()
             return
         memory.since, self.trainer.is_sound = memory.since or self.trainer.step + 1, False
-        if verdict.kinds:
+        if reasons.kinds:
             memory.streak += 1
             if memory.streak == patience:
-                verdict.add("exhausted", f"{patience} steps in a row without finite gradients")
+                reasons.add("exhausted", f"{patience} steps in a row without finite gradients")
 
     def note_finite(self) -> None:
         """Note that the numbers of the newest step are finite."""
         self.memory.since = self.memory.streak = 0
         self.trainer.is_sound = True
 
-    def judge_numbers(self, numbers: Numbers) -> Verdict:
+    def judge_numbers(self, numbers: StepNumbers) -> IncidentReasons:
         """Return what is not finite or far from recent numbers."""
-        scaler, settings, verdict = self.trainer.scaler, self.settings, Verdict()
+        scaler, settings, reasons = self.trainer.scaler, self.settings, IncidentReasons()
         floor = self.trainer.config.precision.min_loss_scale
         if not math.isfinite(numbers.norm) and scaler.dynamic and numbers.scale > floor:
-            return verdict  # the loss scale is halved, as usual
+            return reasons  # the loss scale is halved, as usual
         if not numbers.are_finite:
             if scaler.dynamic:
-                verdict.add("loss_scale_at_floor", f"overflow at the smallest loss scale, {floor:g}")
+                reasons.add("loss_scale_at_floor", f"overflow at the smallest loss scale, {floor:g}")
             if not math.isfinite(numbers.loss):
-                verdict.add("loss_not_finite", f"loss {numbers.loss}")
+                reasons.add("loss_not_finite", f"loss {numbers.loss}")
             if not math.isfinite(numbers.norm):
-                verdict.add("gradient_not_finite", f"gradient norm {numbers.norm}")
+                reasons.add("gradient_not_finite", f"gradient norm {numbers.norm}")
         elif settings.threshold:
             limits = self.memory.recent.limits(settings.threshold)
             values = {"loss": numbers.loss, "gradient norm": numbers.norm}
             for (what, value), limit in zip(values.items(), limits, strict=True):
                 if value >= limit:
                     line = f"{what} {value:.6g} is at least {limit:.6g}, which chance reaches once in"
-                    verdict.add(f"{what.split()[0]}_outlier", f"{line} {settings.threshold:,.0f} steps")
-        return verdict
+                    reasons.add(f"{what.split()[0]}_outlier", f"{line} {settings.threshold:,.0f} steps")
+        return reasons
 
     def repeats_now(self) -> bool:
-        """Return True if the step is to be computed twice."""
-        every = self.checks.every
-        return every > 0 and (self.trainer.step + 1) % every == 0 and self.repeats()
+        """Return True if the step is to be computed twice: where due, and where steps repeat every bit."""
+        every, repeat, config = self.checks.every, self.checks.repeat, self.trainer.config
+        if repeat is None:
+            repeat = config.deterministic or self.trainer.ctx.device.type == "cpu"
+        return repeat and every > 0 and (self.trainer.step + 1) % every == 0
 
-    def repeats(self) -> bool:
-        """Return True if a step repeats bit for bit here."""
-        repeat, config = self.checks.repeat, self.trainer.config
-        return config.deterministic or self.trainer.ctx.device.type == "cpu" if repeat is None else repeat
-
-    def act(self, verdict: Verdict, numbers: Numbers, again: SecondPass | None) -> bool:
+    def act(self, reasons: IncidentReasons, numbers: StepNumbers, again: SecondPass | None) -> bool:
         """Record an incident and follow incident.action; return True to leave the update out.
 
         `again` is a second pass that is no incident: then no sample is to blame, and none is left out.
         """
-        action, lines, place = self.action(), list(verdict.lines), None
+        action, step, details, probe = self.action(), self.trainer.step + 1, dict[str, Any](), None
         if again is not None:
-            verdict.kinds.append("transient")
-            lines.append(again.line("normal" if numbers.are_finite else "finite"))
+            reasons.add("transient", again.line("normal" if numbers.are_finite else "finite"))
             action = "stop" if self.settings.action == "stop" else "computed again"
-        if self.has_place(verdict):
-            findings, probe = None, Probe(self.trainer)
-            if again is None:
-                probe.run(self.batches)
-                findings = gather(probe, self.trainer.ctx)
-                lines += findings.lines()
-            more = {"second_pass": again.encode()} if again is not None else None
-            place = self.write(verdict, numbers, lines, findings, probe, more)
-        step = self.trainer.step + 1
-        where = f"; see {place}" if place is not None else ""
-        text = f"step {step}: incident: {'; '.join(lines)}{where}"
+            details = {"second_pass": again.encode()}
+        elif self.has_place(reasons):
+            probe = StepProbe(self.trainer)
+            probe.run(self.batches)
+            findings = probe.gather()
+            reasons.lines += findings.lines()
+            details = findings.encode()
+        folder = self.write(reasons, details, numbers, probe)
+        text = f"step {step}: incident: {reasons.text(folder)}"
         self.reporter.problem(f"{text} ({DONE[action]})")
         if action == "stop":
             raise IncidentError(f"{text}; stopped as incident.action={self.settings.action} asks")
-        if action == "rewind":
-            self.rewinds = True
-        else:
-            self.note(verdict, numbers, action, place)
         if action == "skip":
             self.memory.steps.append(step)
+        self.rewinds = action == "rewind"
+        if not self.rewinds:
+            record = {"loss": numbers.loss, "grad_norm": numbers.norm, "action": action}
+            self.note(reasons, {"at": step, **record}, folder)
         return action not in ("log", "computed again")
 
     def action(self) -> str:
@@ -230,72 +235,74 @@ class Incidents(Observer):
             return "skip" if before is None else "stop"
         return "rewind" if self.memory.rewinds < self.settings.rewinds else "stop"
 
-    def has_place(self, verdict: Verdict) -> bool:
-        """Return True if a folder is left for an incident of this severity."""
-        is_mild = MILD.issuperset(verdict.kinds)
-        return self.count < (self.settings.keep // 2 if is_mild else self.settings.keep)
+    def report(self, kind: str, line: str, details: dict[str, Any] | None = None) -> str:
+        """Record an incident of the state after a step, and return its line. Collective."""
+        reasons = IncidentReasons([kind], [line])
+        folder = self.write(reasons, details or {})
+        text = f"step {self.trainer.step}: incident: {reasons.text(folder)}"
+        self.reporter.problem(text)
+        self.note(reasons, {"lines": [line]}, folder)
+        return text
 
-    def note(self, verdict: Verdict, numbers: Numbers, action: str, place: Path | None) -> None:
+    def note(self, reasons: IncidentReasons, record: dict[str, Any], folder: Path | None) -> None:
         """Add a record to metrics.jsonl."""
-        record = {"kinds": verdict.kinds, "loss": numbers.loss, "grad_norm": numbers.norm, "action": action}
-        at = {"step": self.trainer.step, "at": self.trainer.step + 1}
-        self.reporter.event("incident", {**at, **record, "folder": place and str(place)})
+        at = {"step": self.trainer.step, "kinds": reasons.kinds, "folder": folder and str(folder)}
+        self.reporter.event("incident", {**at, **record})
+
+    def has_place(self, reasons: IncidentReasons) -> bool:
+        """Return True if a folder is left for an incident of this severity."""
+        is_mild = MILD.issuperset(reasons.kinds)
+        return self.count < (self.settings.keep // 2 if is_mild else self.settings.keep)
 
     def write(
         self,
-        verdict: Verdict,
-        numbers: Numbers | None,
-        lines: Sequence[str],
-        findings: Findings | None,
-        probe: Probe | None,
-        more: dict[str, Any] | None = None,
+        reasons: IncidentReasons,
+        details: dict[str, Any],
+        numbers: StepNumbers | None = None,
+        probe: StepProbe | None = None,
     ) -> Path | None:
-        """Write the folder of an incident, each rank its part; None if it cannot be. Collective."""
-        trainer, ctx = self.trainer, self.trainer.ctx
-        step, name = trainer.step + (probe is not None), None
-        if ctx.is_main:
-            with suppress(OSError):
-                name = free_name(self.root, step)
-                (self.root / name).mkdir(parents=True, exist_ok=True)
-        name = Ranks.of(ctx).broadcast(name)
+        """Write the folder of an incident, each rank its part; None if there is no place. Collective.
+
+        `numbers` are those of a step before its update, None for an incident of the state after it.
+        """
+        ctx, step = self.trainer.ctx, self.trainer.step + (numbers is not None)
+        if not self.has_place(reasons):
+            return None
+        name = Ranks.of(ctx).broadcast(make_folder(self.root, step) if ctx.is_main else None)
         if name is None:
             return None
-        self.count, place = self.count + 1, self.root / str(name)
-        rows = self.rows() if probe is not None else []
+        self.count, folder = self.count + 1, self.root / str(name)
+        rows = self.rows() if numbers is not None else []
         try:
             if probe is not None:
-                write_rank(place, ctx, probe)
-                write_samples(place, ctx, self.batches)
+                write_rank(folder, ctx, probe)
+            if numbers is not None:
+                write_samples(folder, ctx, self.batches)
             if ctx.is_main:
-                record = {"step": step, "kinds": verdict.kinds, "action": self.settings.action}
-                record |= self.facts(numbers) | ({"rows": rows} if rows else {}) | (more or {})
-                write_record(place, {**record, **(findings.encode() if findings else {})}, lines)
+                record = {"step": step, "kinds": reasons.kinds, "action": self.settings.action}
+                record |= self.facts(numbers) | ({"rows": rows} if rows else {}) | details
+                write_record(folder, record, reasons.lines)
         except OSError as error:
-            self.reporter.problem(
-                f"{error.filename or place}: {error.strerror}; the incident is recorded in part"
-            )
-        return place
+            where = error.filename or folder
+            self.reporter.problem(f"{where}: {error.strerror}; the incident is recorded in part")
+        return folder
 
     def rows(self) -> list[int]:
         """Return the rows of the training split that the step reads, on all ranks. Collective."""
         mine = [number for batch in self.batches for number in rows_of(batch)]
         return sorted({number for rows in Ranks.of(self.trainer.ctx).all_gather(mine) for number in rows})
 
-    def facts(self, numbers: Numbers | None) -> dict[str, Any]:
+    def facts(self, numbers: StepNumbers | None) -> dict[str, Any]:
         """Return what a replay needs, and what a reader asks first."""
         trainer, config = self.trainer, self.trainer.config
-        saved = [
-            path.name
-            for step, path in checkpoints(checkpoints_folder(config)).items()
-            if step <= trainer.step
-        ]
-        first, is_finetuning = trainer.first_sample, FINETUNING in trainer.extra_state
+        saved = checkpoints(checkpoints_folder(config))
+        is_finetuning = FINETUNING in trainer.extra_state
         return {
             "numbers": {"loss": numbers.loss, "grad_norm": numbers.norm} if numbers else None,
             "exact": {"loss": numbers.loss.hex(), "grad_norm": numbers.norm.hex()} if numbers else None,
-            "samples": None if is_finetuning else [first, config.train.global_batch_size],
+            "samples": None if is_finetuning else [trainer.first_sample, config.train.global_batch_size],
             "finetuning": is_finetuning,
-            "checkpoint": saved[-1] if saved else None,
+            "checkpoint": next((p.name for step, p in reversed(saved.items()) if step <= trainer.step), None),
             "layout": {"tp": trainer.ctx.tp.size, "pp": trainer.ctx.pp.size, "dp": trainer.ctx.dp.size},
             "memory": {**self.memory.encode(), "recent": []},
             "scaler": trainer.scaler.state(),
@@ -316,17 +323,6 @@ class Incidents(Observer):
                 raise IncidentError(
                     f"{text}; resume from a checkpoint before it (mlm ckpt inspect), on another host"
                 )
-
-    def report(self, kind: str, line: str, more: dict[str, Any] | None = None) -> str:
-        """Record an incident of the state after a step, and return its line. Collective."""
-        step, place, verdict = self.trainer.step, None, Verdict([kind], [line])
-        if self.has_place(verdict):
-            place = self.write(verdict, None, [line], None, None, more)
-        text = f"step {step}: incident: {line}" + (f"; see {place}" if place else "")
-        self.reporter.problem(text)
-        record = {"kinds": [kind], "lines": [line], "folder": place and str(place)}
-        self.reporter.event("incident", {"step": step, **record})
-        return text
 
     def rewind(self) -> None:
         """Return to the last good checkpoint and leave out the samples of the incident. Collective.

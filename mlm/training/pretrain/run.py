@@ -3,7 +3,6 @@
 import logging
 import math
 import operator
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -13,7 +12,6 @@ from typing import Any
 from rich.text import Text
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import latest_name, step_directory_name
 from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.tokenizer_digest import KEY as TOKENIZER
 from mlm.config.build import config_digest
@@ -22,7 +20,6 @@ from mlm.config.imports import is_path
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import trained_on
-from mlm.data.own_dataset import CheckedDataset
 from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches
 from mlm.inference.hf_source import load_model_folder
 from mlm.inference.trained import named_checkpoint
@@ -33,7 +30,7 @@ from mlm.plan.forecast import predicted
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import Peak, peak_flops
-from mlm.tracking.reporter import Reporter, missing_extras, training_console
+from mlm.tracking.reporter import missing_extras, training_console
 from mlm.tracking.summary import write_summary
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import (
@@ -47,7 +44,6 @@ from mlm.training.identity import changes_line
 from mlm.training.incidents.divergence import DivergedError
 from mlm.training.incidents.numbers import spare_samples
 from mlm.training.incidents.watcher import IncidentError
-from mlm.training.kernels import missing_kernel_as_user_error
 from mlm.training.loop import (
     CONFIG,
     Loop,
@@ -59,7 +55,7 @@ from mlm.training.loop import (
     run_row,
     training_session,
 )
-from mlm.training.memory import out_of_memory_as_user_error, reuse_large_blocks
+from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors
 from mlm.training.observer import Observer
 from mlm.training.pretrain.samples import PromptSampler, prompt_problems
 from mlm.training.resume import claim, continue_data, model_folder, resume, run_start_problems
@@ -67,11 +63,10 @@ from mlm.training.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, t
 from mlm.training.saver import SaveFailedError
 from mlm.training.state import CHECKPOINTS
 from mlm.training.trainer import Trainer
-from mlm.util.errors import UserError, show, writing_to
+from mlm.util.errors import UserError, writing_to
 from mlm.util.files import write_atomic
 
 SUMMARY, CURVES = "README.md", "loss.png"
-MOST_EPOCHS, FEW_EPOCHS = 20, 4  # above the first a run is warned, the second is advised
 
 log = logging.getLogger(__name__)
 
@@ -88,24 +83,14 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     out = Path(config.out)
-    size, length = config.train.micro_batch_size, "data.seq_length"
-    with out_of_memory_as_user_error(size, config.parallel, length), ExitStack() as stack:
-        stack.enter_context(missing_kernel_as_user_error(config))
+    with torch_errors_as_user_errors(config, "data.seq_length"), ExitStack() as stack:
         claim(config, ctx, stack)
         check_start(config.out, ctx)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
-        return train(trainer, out, resume(trainer) or load_model_folder_weights(trainer))
-
-
-def load_model_folder_weights(trainer: Trainer) -> Path | None:
-    """Load the weights of the model folder that `ckpt` names, and return it; None if it names none.
-
-    Collective over all ranks. Raises UserError, CorruptFileError.
-    """
-    folder = model_folder(trainer.config)
-    if folder is not None:
-        load_model_folder(trainer.shards, folder, trainer.ctx, fill=False)
-    return folder
+        start = resume(trainer)
+        if start is None and (start := model_folder(config)) is not None:
+            load_model_folder(trainer.shards, start, ctx, fill=False)
+        return train(trainer, out, start)
 
 
 def train(trainer: Trainer, out: Path, start: Path | None) -> int:
@@ -119,12 +104,10 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
     samples = train_dataset(config, num_samples, trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
-    warnings = [
-        warmup_warning(config.optimizer, config.schedule, config.train.steps),
-        epochs_warning(samples, config.train.steps) if left > 0 else None,
-    ]
+    warning = warmup_warning(config.optimizer, config.schedule, config.train.steps)
     if ctx.is_main:
-        note_tokenizer(trainer)
+        if (tokenizer := tokenizer_now(config.data)) is not None:
+            trainer.extra_state[TOKENIZER] = tokenizer.encode()
         if left > 0:  # last, when all is checked and loaded: what is rejected, or has nothing to do, stays
             prepare_directory(config, out)
     with (
@@ -140,7 +123,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
                 "corpora": trained_on(trainer.history),
             },
             notes=notes(trainer, start, changed),
-            warnings=[warning for warning in warnings if warning is not None],
+            warnings=[] if warning is None else [warning],
             peak=peak,
             tokens_per_step=config.train.global_batch_size * config.data.seq_length,
             seq_length=config.data.seq_length,
@@ -148,18 +131,12 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
         ) as session,
     ):
         validation = validation_sets(config, trainer.history)
-        loop, code = PretrainLoop(*session, samples, validation, sampler_of(trainer, session.reporter)), 0
-        if not loop.run():
+        code = 0
+        if not PretrainLoop(*session, samples, validation).run():
             code = session.note_stopped(resume_with("pretrain", out, config))
     if ctx.is_main and (left > 0 or not (out / SUMMARY).exists()):
         finish_directory(trainer, out, rows)
     return code
-
-
-def sampler_of(trainer: Trainer, reporter: Reporter) -> PromptSampler | None:
-    """Return what continues the run's prompts; None without any. Raises UserError."""
-    tokenizer = tokenizer_of(trainer.config.data) if trainer.config.train.sample_prompts else None
-    return None if tokenizer is None else PromptSampler(trainer, reporter, tokenizer)
 
 
 def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str]:
@@ -175,11 +152,8 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
     if changed is not None:
         lines.append(changed)
     if left <= 0:
-        unused = "".join(f", {change['key']}={show(change['to'])} has no effect" for change in since)
-        lines.append(
-            f"step {trainer.step} of train.steps={config.train.steps} is done{unused}: raise train.steps to "
-            "continue, or set another out=… for a new run"
-        )
+        done = f"step {trainer.step} of train.steps={config.train.steps} is done"
+        lines.append(f"{done}: raise train.steps to continue, or set another out=… for a new run")
     if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):
         key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
         lines.append(f"no validation: data.{key} names no validation part; set data.validation=PREFIX")
@@ -197,37 +171,15 @@ def prepare_directory(config: PretrainConfig, out: Path) -> None:
             tokenizer.save(out / "tokenizer.json")
 
 
-def note_tokenizer(trainer: Trainer) -> None:
-    """Record the run's tokenizer in its checkpoints. For one rank; raises UserError."""
-    tokenizer = tokenizer_now(trainer.config.data)
-    if tokenizer is not None:
-        trainer.extra_state[TOKENIZER] = tokenizer.encode()
-
-
 def data_line(trainer: Trainer, samples: Dataset) -> str:
     """Name of each corpus, its share of a blend, and the passes over it in train.steps."""
     sources = trainer.history[-1].sources
-    names = [f"{source.name} {source.weight:.2%}" if sources[1:] else source.name for source in sources]
-    passes = [f" ({number:,.1f} epochs)" for number in epochs_of(samples)] or [""] * len(sources)
-    return ", ".join(map(operator.add, names, passes))
-
-
-def epochs_of(samples: Dataset) -> list[float]:
-    """Passes over each corpus in a run; empty for samples of no corpus."""
     parts = samples.datasets if isinstance(samples, BlendedDataset) else [samples]
-    own = [part.dataset if isinstance(part, CheckedDataset) else part for part in parts]
-    return [part.epochs for part in own if isinstance(part, FromCorpus)]
-
-
-def epochs_warning(samples: Dataset, steps: int) -> str | None:
-    """Return a warning if a run reads a corpus so often that the model learns it by heart, else None."""
-    most = max(epochs_of(samples), default=0.0)
-    if most <= MOST_EPOCHS:
-        return None
-    fewer = max(1, int(steps * FEW_EPOCHS / most))
-    return (
-        f"warning: train.steps={steps} reads the corpus {most:,.0f} times, so that the model learns it by "
-        f"heart; use about train.steps={fewer} for {FEW_EPOCHS} epochs, or a smaller train.global_batch_size"
+    return ", ".join(
+        source.name
+        + (f" {source.weight:.2%}" if sources[1:] else "")
+        + (f" ({part.epochs:,.1f} epochs)" if isinstance(part, FromCorpus) else "")
+        for source, part in zip(sources, parts, strict=True)
     )
 
 
@@ -258,14 +210,14 @@ class PretrainLoop(Loop):
 
     samples: Dataset
     validation: Sequence[ValidationSet]
-    sampler: PromptSampler | None = None
-    """Continues `train.sample_prompts` after each validation."""
     last_validation: float | None = field(default=None, init=False)
     """Mean validation loss of the last validation, nats per token."""
 
     def further_observers(self) -> list[Observer]:
-        """Return the sampler of `train.sample_prompts`, if there is one."""
-        return [] if self.sampler is None else [self.sampler]
+        """Return what continues `train.sample_prompts`, if there are any. Raises UserError."""
+        config = self.trainer.config
+        tokenizer = tokenizer_of(config.data) if config.train.sample_prompts else None
+        return [] if tokenizer is None else [PromptSampler(self.trainer, self.reporter, tokenizer)]
 
     @property
     def validate_every(self) -> int:
@@ -339,18 +291,6 @@ def summarising_failure(trainer: Trainer, out: Path, rows: list[tuple[str, str]]
         raise
 
 
-def newest_rows(out: Path) -> list[tuple[str, str]]:
-    """Rows of the summary on the newest good checkpoint, and on one that is newer. Raises OSError."""
-    root = out / CHECKPOINTS
-    good, newest = newest_good(root, diverged_since(out / FILE_NAME)), latest_name(root)
-    rows = [("newest good checkpoint", f"`{good}`" if good else "none")]
-    if good is not None and newest is not None and step_directory_name(good) != newest:
-        step = str(int(step_directory_name(good).removeprefix("step-")))
-        command = shlex.join(["mlm", "ckpt", "rollback", str(out), step])
-        rows.append((f"newer, and not good: {newest}", f"go back with `{command}`"))
-    return rows
-
-
 def finish_directory(
     trainer: Trainer, out: Path, rows: list[tuple[str, str]], failure: str | None = None
 ) -> None:
@@ -361,6 +301,7 @@ def finish_directory(
     try:
         from mlm.tracking.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
 
+        good = newest_good(out / CHECKPOINTS, diverged_since(out / FILE_NAME))
         plot_losses(out / "metrics.jsonl", out / CURVES, config.model.family.loss_unit)
         summary = write_summary(
             out,
@@ -373,7 +314,7 @@ def finish_directory(
             validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
             predicted=predicted(config, trainer.ctx.world_size),
             failure=failure,
-            checkpoint=newest_rows(out),
+            checkpoint=[("newest good checkpoint", f"`{good}`" if good else "none")],
         )
     except OSError as error:
         log.warning("%s: %s: the run is saved, its summary is not", error.filename or out, error.strerror)

@@ -23,7 +23,6 @@ from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import broadcast
 from mlm.tracking.reporter import Reporter
 from mlm.training.config import PretrainConfig
-from mlm.training.corpora import validation_prefixes
 from mlm.training.observer import Observer
 from mlm.training.run_tokenizer import tokenizer_of
 from mlm.training.trainer import Trainer
@@ -42,15 +41,9 @@ def prompt_problems(config: PretrainConfig) -> list[str]:
         return []
     tokenizer = tokenizer_of(config.data)
     if tokenizer is None:
-        synthetic = config.data.kind == "synthetic"
-        fix = "train on a corpus of mlm data build" if synthetic else "set data.tokenizer=…/tokenizer.json"
         why = f"data.kind={config.data.kind}: no tokenizer is known"
-        return [Problem((KEY, "data.tokenizer"), f"{KEY}: {why}", f"{fix}, or remove {KEY}")]
-    if config.data.kind == "indexed" and not validation_prefixes(config.data):
-        named = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
-        why = f"data.{named} names no validation part"
-        fix = f"set data.validation=PREFIX, or remove {KEY}"
-        return [Problem((KEY, "data.validation"), f"{KEY}: {why}", fix)]
+        fix = f"set data.tokenizer=…/tokenizer.json, or remove {KEY}"
+        return [Problem((KEY, "data.tokenizer"), f"{KEY}: {why}", fix)]
     name = str(config.data.tokenizer or "tokenizer.json of the corpus")
     problems = [vocabulary_problem(name, tokenizer, config.model, key="data.tokenizer")]
     for number, prompt in enumerate(prompts, start=1):

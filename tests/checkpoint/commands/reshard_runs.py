@@ -13,9 +13,9 @@ from mlm.checkpoint.commands.reshard import preflight, run
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.state import save
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
+from tests.training.saving import save
 from tests.training.test_trainer import config, steps_of
 
 LAYERS = 5  # uneven over two and three stages

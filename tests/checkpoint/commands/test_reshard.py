@@ -16,7 +16,7 @@ from mlm.checkpoint.native.format import Manifest, read_manifest
 from mlm.config.cli import main
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.state import load, save, training_shards
+from mlm.training.state import load, training_shards
 from mlm.training.trainer import Trainer
 from tests.checkpoint.commands.reshard_runs import (
     STEP,
@@ -29,6 +29,7 @@ from tests.checkpoint.commands.reshard_runs import (
     trained,
 )
 from tests.ranks import run_on_ranks
+from tests.training.saving import save
 from tests.training.test_trainer import steps_of
 
 slow = partial(pytest.param, marks=pytest.mark.slow)

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlm.evaluate.zero_shot.wikitext103 import detokenise
-from tests.evaluate.zero_shot.texts import WIKITEXT
 
 
 @pytest.mark.parametrize(
@@ -34,11 +33,6 @@ from tests.evaluate.zero_shot.texts import WIKITEXT
 )
 def test_an_artefact_is_undone(apart: str, together: str) -> None:
     assert detokenise(apart) == together
-
-
-def test_it_is_what_lm_eval_makes_of_a_text() -> None:
-    theirs = pytest.importorskip("lm_eval.tasks.wikitext.preprocess_wikitext").wikitext_detokenizer
-    assert detokenise(WIKITEXT) == theirs({"page": WIKITEXT})
 
 
 @given(st.lists(st.sampled_from([*" '\"()[]{}=:;.!?,@-\n°Ns1a", " 's", " @-@ ", "= = "]), max_size=40))

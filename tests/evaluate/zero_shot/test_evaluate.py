@@ -1,4 +1,4 @@
-"""The commands: layouts and batch sizes, receipts, resuming after a stop, and rejected settings."""
+"""The commands: layouts and batch sizes, receipts, and rejected settings."""
 
 import io
 import json
@@ -32,7 +32,6 @@ from tests.evaluate.zero_shot.texts import (
     PASSAGES,
     SEQ_LENGTH,
     write_lambada,
-    write_model,
     write_trained_model,
     write_wikitext,
 )
@@ -154,36 +153,6 @@ def test_samples_are_written_one_a_line(folder: Path) -> None:
     assert accuracy == metrics(result)["Megatron-LM accuracy"]
 
 
-def test_a_command_that_was_stopped_continues(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Scores are kept beside the result until that is written, and are not computed again."""
-    config = cloze(folder, out=str(folder / "stopped.json"))
-    expected = metrics(run(config))
-    Path(config.out or "").unlink()
-    assert not partial(folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "receipt", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(config)
-    (kept,) = partial(folder)
-    assert not Path(config.out or "").exists()
-    content = kept.read_bytes()
-    run(replace(config, limit=3, out=str(folder / "trial.json")))
-    run(replace(config, limit=2))
-    assert kept.read_bytes() == content  # a trial leaves what is kept of the full evaluation
-    Path(config.out or "").unlink()
-    capsys.readouterr()
-    assert metrics(run(config)) == expected
-    assert f"requests were scored before the last stop, in {kept}; 0 are left" in capsys.readouterr().err
-    assert not kept.exists()
-
-
-def partial(folder: Path) -> list[Path]:
-    """Scores kept of evaluations that were stopped, to `stopped.json`."""
-    return list(folder.glob(".stopped.*.partial.jsonl"))
-
-
 def test_a_trial_does_not_replace_a_full_result(folder: Path) -> None:
     config = cloze(folder, out=None)
     full = folder / "run" / "eval-lambada.json"
@@ -200,10 +169,6 @@ def test_the_result_of_another_evaluation_is_kept_under_a_name_with_its_digest(f
     before = (folder / "run" / "eval-lambada.json").read_bytes()
     run(replace(config, seq_length=SEQ_LENGTH))
     assert before in [path.read_bytes() for path in (folder / "run").glob("eval-lambada.*.json")]
-
-
-def interrupted(*args: Any, **kwargs: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def test_a_limit_scores_the_first_passages_and_says_so(
@@ -232,13 +197,6 @@ def test_a_tokenizer_larger_than_the_model_is_rejected(folder: Path, tmp_path: P
     train_bpe([" ".join(words)] * 9, 400).save(large)
     (problem,) = evaluate.preflight(cloze(folder, tokenizer=str(large), force=force))
     assert "model.vocab_size=331" in problem
-
-
-def test_a_run_without_a_tokenizer_asks_for_one(folder: Path, tmp_path: Path) -> None:
-    write_model(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    (problem,) = evaluate.preflight(cloze(folder, ckpt=str(tmp_path / "model")))
-    assert "tokenizer=" in problem
 
 
 @pytest.mark.parametrize("command", ["loss", "wikitext103", "lambada", "all"])

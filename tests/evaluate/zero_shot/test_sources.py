@@ -58,6 +58,7 @@ def test_articles_begin_at_their_titles() -> None:
         " = Third = ",
     ]
     assert "\n".join([" ", *found]) == WIKITEXT
+    assert sources.articles("some text\n = A = \n b") == ["some text", " = A = \n b"]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +76,6 @@ def test_articles_begin_at_their_titles() -> None:
 )
 def test_titles_are_distinguished_from_sections(line: str, is_one: bool) -> None:
     assert sources.is_article_title(line) == is_one
-
-
-def test_text_before_the_first_title_is_an_article_too() -> None:
-    assert sources.articles("some text\n = A = \n b") == ["some text", " = A = \n b"]
 
 
 @pytest.mark.parametrize("name", ["passages.jsonl", "passages.parquet", "passages.txt"])

@@ -17,9 +17,9 @@ from mlm.config.cli.compose import load_config
 from mlm.config.cli.entry import main
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.prompts import Prompt
-from mlm.inference.generate.run import Stream, show
+from mlm.inference.generate.run import TextStream, show
 from mlm.util.terminal import safe_text
-from tests.checkpoint.commands.hf_models import SHAPE, add_tokenizer, edit_tensors, make_model
+from tests.checkpoint.commands.hf_models import SHAPE, add_tokenizer, make_model
 
 COMMAND = ("generate", "dist.threads_per_rank=1")
 
@@ -108,14 +108,6 @@ class TestPrompts:
         assert said["prompt"] == ""
         assert said["tokens"] == after_eod["tokens"] != generated(model, "prompt=<|endoftext|>")[0]["tokens"]
 
-    def test_the_token_before_an_empty_prompt_is_not_printed(
-        self, model: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (said,) = generated(model)
-        capsys.readouterr()
-        assert main([*COMMAND, f"ckpt={model}", "max_new_tokens=6", "min_new_tokens=6"]) == 0
-        assert capsys.readouterr().out == said["continuation"] + "\n"
-
     def test_empty_standard_input_is_rejected(
         self, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -189,7 +181,7 @@ class TestResults:
         assert "tokens/s" in said
         assert "tokens/s" not in out
 
-    def test_a_text_is_printed_when_it_and_those_before_it_have_ended(
+    def test_texts_are_printed_in_order_the_first_as_its_tokens_come(
         self, model: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         tokenizer = Tokenizer.load(model)
@@ -197,31 +189,21 @@ class TestResults:
         texts = [(Prompt(f"prompt {n}", "b", (ids["b"],)), 0) for n in range(3)]
         heard = []
 
-        def found() -> Iterator[tuple[int, int | None]]:
+        def chosen() -> Iterator[tuple[int, int | None]]:
             for index, text in [(1, "a"), (1, None), (0, "c"), (2, None), (0, "a"), (0, None)]:
-                heard.append(capsys.readouterr().out)
                 yield index, None if text is None else ids[text]
+                heard.append(capsys.readouterr().out)
 
-        show(found(), texts, tokenizer, shown=True, alone=True, advance=lambda _: None)
-        assert "".join(heard) == ""
-        want = [f"--- prompt {n}, sample 1\n{body}\n" for n, body in enumerate(("bca", "ba", "b"))]
-        assert capsys.readouterr().out == "\n".join(want)
+        show(chosen(), texts, tokenizer, shown=True, advance=lambda _: None)
+        heads = [f"--- prompt {n}, sample 1\n" for n in range(3)]
+        assert heard[:5] == [f"{heads[0]}b", "", "c", "", "a"]
+        assert heard[5] == f"\n\n{heads[1]}ba\n\n{heads[2]}b\n"
 
     def test_a_prompt_longer_than_the_model_reads_is_cut_and_reported(
         self, model: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         generated(model, f"prompt='{'to be ' * SHAPE['n_positions']}'")
         assert f"the last {SHAPE['n_positions']} are read" in capsys.readouterr().err
-
-    def test_weights_that_are_no_numbers_are_named(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        make_model(tmp_path / "nan")
-        add_tokenizer(tmp_path / "nan")
-        edit_tensors(tmp_path / "nan", lambda tensors: tensors["transformer.ln_f.bias"].fill_(float("nan")))
-        assert main([*COMMAND, f"ckpt={tmp_path / 'nan'}", "prompt=a", "out=x.jsonl"]) == 1
-        assert "model.safetensors: ln_f.bias is not finite" in capsys.readouterr().err
-        assert not Path("x.jsonl").exists()
 
 
 class TestStops:
@@ -249,13 +231,12 @@ class TestStops:
 
     def test_nothing_is_printed_that_becomes_a_stop(self, capsys: pytest.CaptureFixture[str]) -> None:
         letters = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
-        stream = Stream(letters, ["bcd"], shown=True)  # type: ignore[arg-type]
-        stream.begin([ord("b"), ord("c")])  # a prompt is text
-        said = []
-        for letter in "dbcabcd":
-            stream.add([ord(letter)])
+        stream = TextStream(letters, [ord("b"), ord("c")], ["bcd"])  # type: ignore[arg-type]
+        said, new = [], [ord(letter) for letter in "dbcabcd"]
+        for count in range(1, 8):
+            stream.print(new[:count])
             said.append(capsys.readouterr().out)
-        stream.end()
+        stream.print(new, is_whole=True)
         assert said == ["bcd", "", "", "bca", "", "", ""]
         assert capsys.readouterr().out == "\n"
 
@@ -293,9 +274,9 @@ def test_a_character_split_over_tokens_is_printed_once_it_is_whole(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     parts = {(): "", (0,): "a", (0, 1): "a\ufffd", (0, 1, 2): "aé"}
-    stream = Stream(SimpleNamespace(decode=lambda ids: parts[tuple(ids)]), shown=True)  # type: ignore[arg-type]
+    stream = TextStream(SimpleNamespace(decode=lambda ids: parts[tuple(ids)]), ())  # type: ignore[arg-type]
     said = []
-    for token in (0, 1, 2):
-        stream.add([token])
+    for count in (1, 2, 3):
+        stream.print(range(count))
         said.append(capsys.readouterr().out)
     assert said == ["a", "", "é"]

@@ -14,10 +14,11 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.random import derive_seed
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.config import PretrainConfig
-from mlm.training.state import load, save
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import thinned
+from tests.training.saving import save
 from tests.verify.parity_layouts import Layout
 
 SHARED = Layout(tp=4, sequence_parallel=True, dp=2, zero=2, llama="llama")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.config.cli import main
+from tests.training.records import records
 
 RUN = [
     *("model=gpt2_tiny", "model.vocab_size=64", "model.num_layers=2", "data.seq_length=8"),
@@ -20,11 +21,6 @@ STEP = 11
 
 def pretrain(out: Path, *words: str) -> int:
     return main(["pretrain", *RUN, f"out={out}", *words])
-
-
-def records(out: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def losses(out: Path) -> dict[int, float]:

@@ -29,10 +29,6 @@ def test_the_slowest_rank_is_named_with_host_and_cause(slower: dict[str, float],
     assert f"most of the difference is {cause}" in times.line()
 
 
-def test_even_ranks_are_not_slow() -> None:
-    assert Times(["a", "b"], [EVEN, EVEN]).factor == pytest.approx(1.0)
-
-
 def slow_ranks(ctx: ParallelContext) -> SlowRanks:
     trainer: Any = SimpleNamespace(ctx=ctx, config=SimpleNamespace(check=CheckConfig()), step=0)
     return SlowRanks(trainer, lambda *_: None)
@@ -81,15 +77,9 @@ def test_a_slow_rank_of_a_run_is_an_incident_once(tmp_path: Path) -> None:
     assert '"slow_rank"' in record
 
 
-def test_a_slow_rank_is_reported_where_no_more_folders_are_kept(tmp_path: Path) -> None:
-    said = run_on_ranks(reports, tmp_path, 0, dp=3)[0]
-    assert sum(text.startswith("step 0: incident: slowest rank 1") for text in said) == 1
-    assert not (tmp_path / "incidents").exists()
-
-
-def reports(ctx: ParallelContext, out: Path, keep: int = 16) -> list[str]:
+def reports(ctx: ParallelContext, out: Path) -> list[str]:
     slow = {"computing": 4.0}
-    return compared(ctx, out, [[EVEN, {**EVEN, **slow}, EVEN]] * 2, keep)
+    return compared(ctx, out, [[EVEN, {**EVEN, **slow}, EVEN]] * 2, keep=16)
 
 
 def compared(ctx: ParallelContext, out: Path, shares: list[Any], keep: int = 0) -> list[str]:
@@ -179,17 +169,3 @@ def reports_of_a_rank_that_recovers(ctx: ParallelContext, out: Path) -> list[str
     nearly = {"computing": factor * 0.99}
     rows = ([even, slow, even], [even, even, slow], [even, nearly, even], [even, slow, even])
     return compared(ctx, out, list(rows))
-
-
-def test_ranks_that_compare_their_times_begin_anew() -> None:
-    for step, spent in run_on_ranks(after_a_comparison, dp=2):
-        assert step == 4
-        assert set(spent.values()) == {0.0}
-
-
-def after_a_comparison(ctx: ParallelContext) -> tuple[int, dict[str, float]]:
-    clock = slow_ranks(ctx)
-    with clock.phase("data"):
-        time.sleep(0.001)
-    clock.gather(4)
-    return clock.step, clock.spent

@@ -10,7 +10,8 @@ import torch
 from mlm.checkpoint.native.folders import EVIDENCE, latest_name, step_name
 from mlm.config.cli import main
 from mlm.training.trainer import StepOutcome, Trainer
-from tests.training.incidents.runs import losses, pretrain, records
+from tests.training.incidents.runs import losses, pretrain
+from tests.training.records import records
 
 Output = pytest.CaptureFixture[str]
 
@@ -65,10 +66,9 @@ def test_it_stops_after_the_patience_and_says_why_and_how_to_go_back(run: Path, 
         "mlm pretrain: step 8: loss or gradients are not finite in precision=fp32 since step 6"
     )
     assert "where the learning rate was 1e+30" in said
-    assert "the weights are finite, but the norm of model." in said
+    assert "the first number that is not finite is in the " in said
     assert f"Newest good checkpoint: {run}/checkpoints/{step_name(4)}" in said
     assert f"mlm ckpt rollback {run} 4`" in said
-    assert "touched no weight" not in said
     (record,) = records(run, "diverged")
     assert (record["step"], record["since"], record["good"]) == (8, 6, step_name(4))
 
@@ -79,7 +79,6 @@ def test_the_summary_of_a_failed_run_states_the_newest_good_checkpoint(run: Path
     text = (run / "README.md").read_text()
     assert "Failed: 8 of 14 steps." in text
     assert f"| newest good checkpoint | `{run}/checkpoints/{step_name(4)}` |" in text
-    assert f"| newer, and not good: {step_name(5)} | go back with `mlm ckpt rollback {run} 4` |" in text
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, step: int, value: float) -> None:
@@ -102,7 +101,9 @@ def test_a_planted_number_is_kept_aside_named_and_left(
     with monkeypatch.context() as patch:
         plant(patch, 6, value)
         assert pretrain(run, *SANE, "incident.patience=3") == 2
-    assert "weights not finite: model." in capsys.readouterr().err.splitlines()[-1]
+    said = capsys.readouterr().err
+    assert "not saved: weights not finite: model." in said
+    assert "the first number that is not finite is in the weight of " in said.splitlines()[-1]
     assert f"{EVIDENCE}{step_name(6)}" in names(run)
     assert latest(run) == step_name(5)
     main(["ckpt", "rollback", str(run)])

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlm.checkpoint.native.folders import checkpoints
-from mlm.checkpoint.native.save_load import read_manifest
 from mlm.config.cli import main
 from mlm.finetune import run, training
 from mlm.finetune.batches import TaskBatch
@@ -94,16 +92,6 @@ def test_the_row_that_spoils_a_step_is_named_and_its_tokens_are_kept(
     assert "is of finetuning, whose rows `mlm replay` does not read" in capsys.readouterr().err
 
 
-def test_a_skipped_step_is_remembered_in_checkpoints(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "Trainer", Spoiled)
-    finetune(spoiled(folder, tmp_path, "skip"))
-    (last,) = checkpoints(tmp_path / "checkpoints").values()
-    steps = [each["step"] for each in incidents(tmp_path)]
-    assert read_manifest(last).state["incidents"]["left_out_steps"] == steps
-
-
 def test_a_stop_ends_the_run_with_1(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "Trainer", Spoiled)
     with pytest.raises(IncidentError, match=r"stopped as incident\.action=stop asks") as raised:
@@ -148,11 +136,6 @@ def test_replicas_that_differ_are_found_and_slow_ranks_are_reported(folder: Path
     kinds = [kind for record in records(tmp_path, "incident") for kind in record["kinds"]]
     assert "replicas_differ" in kinds
     assert [record["step"] for record in records(tmp_path, "ranks")] == [2]
-
-
-def test_a_profile_is_written(folder: Path, tmp_path: Path) -> None:
-    finetune(finetuning(folder, out=str(tmp_path), profile=True))
-    assert "mlm: optimizer" in (tmp_path / "profile" / "rank-00000.json").read_text()
 
 
 def packed(ends: list[list[int]] | None) -> PackedBatch:

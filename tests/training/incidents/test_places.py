@@ -13,7 +13,7 @@ from mlm.data.sampler import Loader, MicroBatch
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.incidents.probe import Probe, gather
+from mlm.training.incidents.probe import StepProbe
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.test_trainer import SEQ, VOCAB, config
@@ -33,9 +33,9 @@ def batches_of(trainer: Trainer) -> list[MicroBatch]:
 def found(trainer: Trainer, plant: Callable[[Trainer], None] = lambda trainer: None) -> dict[str, Any]:
     """The findings of a step with a planted error."""
     plant(trainer)
-    probe = Probe(trainer)
+    probe = StepProbe(trainer)
     probe.run(batches_of(trainer))
-    return gather(probe, trainer.ctx).encode()
+    return probe.gather().encode()
 
 
 def layer(trainer: Trainer, number: int) -> nn.Module | None:
@@ -74,15 +74,6 @@ def test_a_nan_that_one_rank_writes_names_module_rank_and_position(layout: dict[
     assert first["position"] == 3
     assert first["sample"] == (3 if layout == {"dp": 2} else 1)
     assert all(place == first for place in places)
-
-
-def test_a_sample_with_the_largest_gradient_is_named_only_where_gradients_are_finite() -> None:
-    trainer: Trainer = Trainer(config(), shape_context())
-    assert found(trainer)["heaviest"]["norm"] > 0
-    module = layer(trainer, 1)
-    assert module is not None
-    with writing(module.mlp.up, NAN, 3, 1, 0):
-        assert found(trainer)["heaviest"] is None
 
 
 def test_with_sequence_parallelism_positions_are_those_of_the_sample() -> None:

@@ -11,10 +11,11 @@ import torch
 from mlm.config.cli import main
 from mlm.parallel.mesh import shape_context
 from mlm.training.config import PretrainConfig
-from mlm.training.state import load, save
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.training.incidents.bad_data import BAD
 from tests.training.incidents.runs import STEP, folder, incident, pretrain
+from tests.training.saving import save
 
 Said = pytest.CaptureFixture[str]
 
@@ -42,7 +43,6 @@ def test_a_replay_on_the_same_layout_has_the_same_bits_and_finds_the_sample(
     )
     assert "(equal bit for bit)" in said
     assert f"the first outlier is the input of layers.0.mlp.down, sample {BAD}" in said
-    assert f"sample {BAD} has the largest gradient" in said
     assert "precision=" not in said
 
 
@@ -148,15 +148,9 @@ def test_an_overflow_of_one_layer_in_float16_is_named_and_float32_has_none(
     assert "not finite" not in beside
 
 
-@pytest.mark.parametrize(
-    "place, text",
-    [("nowhere", "holds no incident.json"), ("", "holds no incident.json")],
-)
-def test_a_folder_that_is_no_incident_is_a_mistake(
-    place: str, text: str, tmp_path: Path, capsys: Said
-) -> None:
-    assert main(["replay", str(tmp_path / place)]) == 2
-    assert text in capsys.readouterr().err
+def test_a_folder_that_is_no_incident_is_a_mistake(tmp_path: Path, capsys: Said) -> None:
+    assert main(["replay", str(tmp_path)]) == 2
+    assert "holds no incident.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": 1, "exact": {}, "config": {}, "layout": {}}'])

@@ -8,7 +8,8 @@ import pytest
 from numpy.typing import ArrayLike, NDArray
 
 from tests.training.incidents.bad_data import BAD, Constant
-from tests.training.incidents.runs import STEP, losses, pretrain, records
+from tests.training.incidents.runs import STEP, losses, pretrain
+from tests.training.records import records
 
 
 class Bad(Constant):

@@ -21,7 +21,7 @@ from mlm.training.observer import Observers
 from mlm.training.pretrain.run import run
 from mlm.training.trainer import Trainer
 from tests.ranks import command, run_on_ranks
-from tests.training.incidents.runs import records
+from tests.training.records import records
 from tests.training.test_gradient_sums import MICRO_BATCHES, batches
 from tests.training.test_trainer import config
 
@@ -119,11 +119,3 @@ def test_a_run_is_drawn_as_measured(tmp_path: Path) -> None:
     drawn = draw_schedule(RunPlan(read_run(tmp_path / "run", "run")))
     assert "take the means of step 2 (forward " in drawn
     assert drawn.count("<svg") == 2
-
-
-def test_a_step_too_long_to_record_is_rejected() -> None:
-    spec = spec_of(ParallelConfig(pp=2))
-    spec = replace(spec, train=replace(spec.train, global_batch_size=200_000))
-    trainer = cast(Any, type("T", (), {"config": spec, "ctx": ParallelContext()}))
-    with pytest.raises(ValueError, match="a step of 600,000 computations is too long to record"):
-        Timeline(trainer, cast(Reporter, Kept()))

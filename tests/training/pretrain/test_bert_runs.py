@@ -30,6 +30,7 @@ from mlm.training.corpora import (
 from mlm.training.state import load_weights
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
+from tests.training.records import records
 
 WORDS = """
 sun moon star sea river stone tree bird wolf king queen crown sword night day wind rain snow
@@ -103,11 +104,6 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         == 0
     )
     return out
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    return [record for record in lines if record["kind"] == kind]
 
 
 def test_both_losses_and_accuracies_are_logged_and_validated(run: Path) -> None:
@@ -196,16 +192,6 @@ def test_a_blend_of_corpora_has_the_samples_of_each(corpus: Path, tmp_path: Path
         assert samples.is_swapped[k] == expected.is_swapped[0]
 
 
-@pytest.mark.slow
-def test_resuming_reads_on_where_the_run_stopped(corpus: Path, tmp_path: Path) -> None:
-    """Three steps and three more are six, bit for bit."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert main(["pretrain", *typed(corpus, "train.steps=6", "log.every=1", f"out={whole}")]) == 0
-    for steps in (3, 6):
-        assert main(["pretrain", *typed(corpus, f"train.steps={steps}", "log.every=1", f"out={parts}")]) == 0
-    assert [r["loss"] for r in records(parts, "step")] == [r["loss"] for r in records(whole, "step")]
-
-
 def test_documents_that_are_not_split_are_rejected(corpus: Path) -> None:
     receipt = corpus / "corpus.json"
     said = receipt.read_text()
@@ -224,12 +210,6 @@ def test_a_tokenizer_without_a_mask_is_rejected(corpus: Path, tmp_path: Path) ->
     config = spec(corpus)
     config = replace(config, data=replace(config.data, tokenizer=str(tmp_path / "bpe.json")))
     assert "[MASK]" in "\n".join(corpus_problems(config))
-
-
-def test_a_tokenizer_larger_than_the_model_is_rejected(corpus: Path) -> None:
-    config = spec(corpus)
-    config = replace(config, model=replace(config.model, vocab_size=50))
-    assert "set model.vocab_size=" in "\n".join(corpus_problems(config))
 
 
 def test_a_run_without_a_tokenizer_is_rejected(corpus: Path) -> None:

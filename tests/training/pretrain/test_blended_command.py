@@ -4,13 +4,13 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mlm.config.cli import main
 from mlm.util.files import digest_file
 from tests.training.blended import VOCAB, segments, write_corpora
+from tests.training.records import records
 
 TINY = [
     *("model=gpt2_tiny", "model.num_layers=1", "model.hidden_size=16", "model.num_heads=2"),
@@ -29,11 +29,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pretrain(*words: str) -> None:
     assert main(["pretrain", *TINY, *words]) == 0
-
-
-def records(out: str, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
-    return [record for record in lines if record["kind"] == kind]
 
 
 @pytest.fixture(scope="module")

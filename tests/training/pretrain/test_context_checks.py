@@ -8,7 +8,6 @@ from mlm.config.cli.compose import load_config
 from mlm.evaluate.checks import check_eval_loss
 from mlm.inference.generate.checks import check_generate
 from mlm.launch.checks import problems_of
-from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, Launch
 from mlm.plan.checks import check_plan_memory
@@ -92,11 +91,3 @@ def test_masks_that_a_gpu_draws_are_not_compared_with_masks_of_places() -> None:
     assert isinstance(resumed, VerifyResumeConfig)
     (problem,) = check_halves(resumed, local_devices=8)
     assert "draws other masks at resumed.cp=1 than at cp=2" in problem
-
-
-def test_a_custom_family_says_whether_its_sequences_can_be_split() -> None:
-    shape = {"num_layers": 1, "hidden_size": 8, "num_heads": 2}
-    split = {
-        kind: ModelConfig(kind=kind, **shape).family.splits_sequences for kind in ("gpt2", "llama", "bert")
-    }
-    assert split == {"gpt2": True, "llama": True, "bert": False}  # the default of custom ones is False

@@ -10,7 +10,6 @@ from mlm.checkpoint.commands.config import ImportMegatronConfig
 from mlm.checkpoint.commands.import_megatron import run as import_megatron
 from mlm.config.cli import main
 from tests.checkpoint.megatron.written import VOCAB, Layout, random_gpt2, write
-from tests.data.corpora import write_corpus
 
 SHORT = [
     *("train.steps=1", "train.global_batch_size=2", "train.micro_batch_size=2", "train.validate_batches=1"),
@@ -71,25 +70,3 @@ def test_checkpoint_of_megatron_is_imported_first(
         f"ckpt={folder / 'theirs'}: a Megatron-LM checkpoint; run `mlm import megatron {folder / 'theirs'} "
     )
     assert said in capsys.readouterr().err
-
-
-def test_inspection_shows_the_iteration_of_the_weights(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["ckpt", "inspect", str(folder / "ours")]) == 0
-    out = capsys.readouterr().out
-    assert "megatron theirs" in out
-    assert "1,000" in out
-
-
-def test_run_without_a_validation_part_says_so(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for part in ("wiki", "valid"):
-        write_corpus(tmp_path / part, [list(range(50))])
-    words = [f"ckpt={folder / 'ours'}", f"data.path={tmp_path / 'wiki'}", "data.seq_length=4", *SHORT]
-    note = "no validation: data.path names no validation part; set data.validation=PREFIX"
-    assert main(["pretrain", *words, f"out={tmp_path / 'run'}"]) == 0
-    assert note in capsys.readouterr().out
-    assert main(["pretrain", *words, f"out={tmp_path / 'ok'}", f"data.validation={tmp_path / 'valid'}"]) == 0
-    assert note not in capsys.readouterr().out

@@ -5,11 +5,9 @@ import math
 import os
 import shutil
 import signal
-import struct
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,6 +16,7 @@ from mlm.util.files import digest_file
 from tests.conftest import pictures
 from tests.data.corpora import write_corpus
 from tests.slow import thinned
+from tests.training.records import losses, records
 
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog",
@@ -66,15 +65,6 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pictures():
         assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}"]) == 0
     return out
-
-
-def records(out: Path, kind: str) -> list[dict[str, object]]:
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r["kind"] == kind]
-
-
-def losses(out: Path) -> list[object]:
-    return [r["loss"] for r in records(out, "step")]
 
 
 def test_a_run_leaves_config_checkpoint_metrics_curve_tokenizer_and_summary(run: Path) -> None:
@@ -130,10 +120,7 @@ def test_a_finished_run_started_again_trains_nothing_and_says_how_to_continue(
 ) -> None:
     before = digest_file(run / "checkpoints" / "step-00000006" / "manifest.json")
     assert main(["pretrain", f"resume={run}", "optimizer.lr=0.3"]) == 0
-    assert (
-        "step 6 of train.steps=6 is done, optimizer.lr=0.3 has no effect: raise train.steps to continue, or "
-        "set another out=… for a new run"
-    ) in " ".join(capsys.readouterr().out.split())
+    assert "step 6 of train.steps=6 is done" in capsys.readouterr().out
     assert digest_file(run / "checkpoints" / "step-00000006" / "manifest.json") == before
 
 
@@ -200,95 +187,6 @@ def test_a_truncated_bin_is_named(copy: Path, capsys: pytest.CaptureFixture[str]
     assert not (copy.parent / "out").exists()
 
 
-def test_an_index_of_another_dtype_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with open(copy / "train.idx", "r+b") as f:
-        f.seek(17)
-        f.write(struct.pack("<B", 6))  # float64
-    assert "train.idx" in refused(capsys, *pretrain(copy))
-
-
-def test_an_empty_corpus_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_corpus_files(copy / "train", [])
-    assert "train" in refused(capsys, *pretrain(copy))
-
-
-def test_a_corpus_shorter_than_a_window_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_corpus_files(copy / "train", [[1, 2, 3]])
-    said = refused(capsys, *pretrain(copy))
-    assert "train.bin" in said
-    assert "data.seq_length" in said
-
-
-def test_a_corpus_smaller_than_a_batch_is_named(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_corpus_files(copy / "train", [list(range(100))])
-    assert "train.global_batch_size=8" in refused(capsys, *pretrain(copy))
-
-
-def test_a_document_shorter_than_a_window_is_no_problem(copy: Path) -> None:
-    """Documents are joined: only the corpus must fill a window."""
-    write_corpus_files(copy / "train", [[1, 2, 3]] * 400)
-    assert main(pretrain(copy, "train.steps=1", "schedule.warmup_steps=0", "train.validate_every=0")) == 0
-
-
-def test_a_vocabulary_larger_than_the_models_is_named(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refused(capsys, *pretrain(corpus, "model.vocab_size=300"))
-    assert "model.vocab_size" in said
-
-
-def write_corpus_files(prefix: Path, documents: list[list[int]]) -> None:
-    """The two files by hand: the writer rejects an empty corpus."""
-    lengths = np.array([len(d) for d in documents], dtype="<i4")
-    tokens = np.concatenate([np.array(d, dtype="<u2") for d in documents] or [np.empty(0, "<u2")])
-    pointers = np.concatenate([[0], np.cumsum(lengths[:-1]) * 2]) if documents else np.empty(0)
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(documents), len(documents) + 1)
-    index = (
-        lengths.tobytes()
-        + pointers.astype("<i8").tobytes()
-        + np.arange(len(documents) + 1, dtype="<i8").tobytes()
-    )
-    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
-    prefix.with_suffix(".idx").write_bytes(header + index)
-
-
-def test_a_checkpoint_of_another_model_is_named_and_kept(
-    run: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(run, out)
-    words = ["pretrain", *TINY, f"data.path={corpus}", f"out={out}", "model.hidden_size=32", "train.steps=9"]
-    assert "hidden_size" in refused(capsys, *words)
-    assert (out / "checkpoints" / "step-00000006" / "manifest.json").exists()
-
-
-def test_a_flipped_byte_in_a_checkpoint_is_named(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(run, out)
-    shard = out / "checkpoints" / "step-00000006" / "rank-00000.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-5] ^= 1
-    shard.write_bytes(content)
-    assert str(shard.name) in refused(capsys, "eval", "loss", f"ckpt={out}")
-
-
-def test_a_result_file_in_no_folder_is_named_before_scoring(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "out=/nowhere/score.json" in refused(
-        capsys, "eval", "loss", f"ckpt={run}", "out=/nowhere/score.json"
-    )
-
-
-def test_a_run_that_may_not_resume_rejects_a_directory_that_holds_one(
-    run: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["pretrain", *TINY, f"data.path={corpus}", f"out={run}", "checkpoint.resume=false"]
-    assert "checkpoint.resume" in refused(capsys, *words)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
 def test_a_full_disk_while_saving_names_the_file_and_keeps_the_last_checkpoint(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -329,32 +227,15 @@ def test_ctrl_c_while_a_run_starts_is_obeyed_after_its_first_step(
     assert "stopped by Ctrl-C after step 1, saved" in said.out
 
 
-@pytest.mark.parametrize(
-    "size, words, remedies",
-    [
-        (
-            4,
-            [],
-            "lower it, set recompute=full, set zero=3 and raise dp, raise tp or pp, or lower data.seq_length",
-        ),
-        (1, ["recompute=full"], "set zero=3 and raise dp, raise tp or pp, or lower data.seq_length"),
-    ],
-)
 def test_too_little_memory_of_the_host_is_one_line_with_what_still_helps(
-    size: int,
-    words: list[str],
-    remedies: str,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """PyTorch's own error, of a tensor of 2^52 bytes."""
     monkeypatch.setattr("mlm.training.pretrain.run.Trainer", lambda config, ctx: torch.empty(1 << 50))
-    words = [*TINY, f"train.micro_batch_size={size}", *words]
+    words = [*TINY, "train.micro_batch_size=1", "recompute=full"]
     assert main(["pretrain", *words, f"data.path={corpus}", f"out={tmp_path / 'run'}"]) == 2
     forecast, line = capsys.readouterr().err.splitlines()
     assert forecast.startswith("mlm pretrain: needs ")
     assert line.startswith(
-        f"mlm pretrain: train.micro_batch_size={size} is too much for the memory of this host: {remedies}"
+        "mlm pretrain: train.micro_batch_size=1 is too much for the memory of this host: set zero=3"
     )

@@ -1,0 +1,30 @@
+"""A checkpoint of a trainer at once."""
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from mlm.checkpoint.native.lineage import Save
+from mlm.checkpoint.native.save_load import save_checkpoint
+from mlm.training.state import CHECKPOINTS, counters, owned_shards
+from mlm.training.trainer import Trainer
+
+
+def save(trainer: Trainer[Any], out: Path) -> Path:
+    """Write `out/checkpoints/step-…` and return it. Collective; raises CheckpointError on all ranks."""
+    ctx, save_id = trainer.ctx, uuid.uuid4().hex  # of rank 0
+    path = save_checkpoint(
+        out / CHECKPOINTS,
+        trainer.step,
+        owned_shards(trainer),
+        state=counters(trainer),
+        rank=ctx.rank,
+        world_size=ctx.world_size,
+        group=ctx.host_group,
+        watch=ctx.watch,
+        keep_last=trainer.config.checkpoint.keep_last,
+        keep_every=trainer.config.checkpoint.keep_every,
+        save_id=save_id,
+    )
+    trainer.past = trainer.past.after(Save(trainer.step, save_id))
+    return path
