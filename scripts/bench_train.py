@@ -1,11 +1,10 @@
-"""Training speed and memory of `mlm` beside `transformers`, nanoGPT and picotron, and of its layouts.
+"""Training speed and memory of `mlm` beside `transformers` and nanoGPT, and of its layouts.
 
     python scripts/bench_train.py --shape tune
     python scripts/bench_train.py --family llama --shape 4x256 6x384
-    python scripts/bench_train.py --family bert --shape base-128 --norm pre --dropout 0.1
     python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
-    python scripts/bench_train.py --tp 2 --peers nanogpt=PATH picotron=PATH
-    python scripts/bench_train.py --shape custom 4,512,8,512,8192,8 --contenders tp=2 tp=2,overlap=false
+    python scripts/bench_train.py --peers nanogpt=PATH
+    python scripts/bench_train.py --shape custom 4,512,8,512,8192,8 --contenders tp=2 pp=2,micro_batches=8
 
 The same weights, tokens and optimizer for all; losses and gradients are compared before anything is timed.
 A step is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data come before. All
@@ -14,8 +13,7 @@ whether the machine changed. Wall and processor time are compared: with --thread
 a busy machine too. scripts/results/README.md describes how to read and repeat results.
 
 A contender of key=value,… is a layout of `mlm`, in processes that share the threads; `mlm
-parity` compares its numbers. `micro_batches=N` splits the batch of a replica; `overlap=false` waits for
-the sum of a column-parallel layer's input gradient before its weight gradient.
+parity` compares its numbers. `micro_batches=N` splits the batch of a replica.
 
 Exit code: 0 a result, 1 a run with doubts, 2 a mistake.
 """
@@ -27,15 +25,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from bench.bert import BertShape
 from bench.compare import Plan, run_shape
-from bench.harness import Bench, Result, Say, add_round_options, positive
+from bench.harness import Bench, Result, Say, positive
 from bench.layouts import parse_layout
-from bench.llama import LlamaShape, check_llama
+from bench.llama import LlamaShape
 from bench.machine import describe_peers, gpu_facts
 from bench.report import tables_of
-from bench.shapes import Shape, check_shape, shapes_of
+from bench.shapes import Shape, shapes_of
 from bench.spec import Spec
+from bench.stats import MIN_PAIRS
 
 from mlm.util.errors import UserError
 
@@ -45,35 +43,29 @@ CONTENDERS = {
     "mlm-mkl": "mlm with float32 products by torch.mm's library, so that the library's gain shows apart",
     "transformers": "GPT2LMHeadModel (LlamaForCausalLM, …) as its configuration has it, sdpa attention",
     "transformers-compiled": "`transformers`, each layer compiled",
-    "transformers-gelu": "`transformers` with PyTorch's one-kernel tanh GELU",
     "nanogpt": "needs --peers nanogpt=PATH",
     "nanogpt-compiled": "the same, each layer compiled",
-    "megatron": "Megatron Core's GPTModel, its layers without Transformer Engine",
-    "megatron-compiled": "the same, each layer compiled",
 }
 OF_ALL_FAMILIES = ("mlm", "mlm-compiled", "mlm-mkl", "transformers", "transformers-compiled")
-PEERS = ("nanogpt", "picotron")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add = parser.add_argument
-    shapes = "tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768), base-128, base-512 (BERT)"
+    shapes = "tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768)"
     add("--shape", nargs="+", default=["tune"], metavar="WORD", help=f"{shapes}, or custom L,H,N,S,V,B")
-    families = f"of the model; llama and bert have the contenders {', '.join(OF_ALL_FAMILIES)}"
-    add("--family", choices=("gpt2", "llama", "bert"), default="gpt2", help=families)
-    add("--norm", choices=("post", "pre"), default="post", help="order of a BERT's layer norm")
-    add("--dropout", type=float, default=0.0, help="of a BERT (default %(default)s)")
+    families = f"of the model; llama has the contenders {', '.join(OF_ALL_FAMILIES)}"
+    add("--family", choices=("gpt2", "llama"), default="gpt2", help=families)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     dtypes = "of activations; master weights are float32"
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help=dtypes)
     add("--contenders", nargs="+", default=["mlm", "transformers"], help="the first is the reference")
-    add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="checkouts of nanogpt and picotron")
-    add("--tp", type=positive, default=1, help="also mlm (and picotron) split over this many processes")
-    add_round_options(parser)
+    add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="a checkout: nanogpt=PATH")
+    add("--pairs", type=positive, default=MIN_PAIRS, help="pairs kept per comparison (default %(default)s)")
+    add("--attempts", type=positive, help="rounds at most, dropped pairs included (default 3 * pairs)")
+    add("--seconds", type=float, default=10.0, help="rounds continue at least this long (%(default)s s)")
     threads = len(os.sched_getaffinity(0))
     add("--threads", type=positive, default=threads, help="CPU threads of each contender")
-    add("--allocator", choices=("tuned", "default"), default="tuned", help="glibc's malloc, for all")
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--seed", type=int, default=1234, help="of weights and tokens")
 
@@ -82,13 +74,12 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     """Benchmark every shape asked for. Raises UserError."""
     peers = parse_peers(args.peers)
     plan = make_plan(args, peers)
-    shapes = [of_family(shape, args) for shape in shapes_of(args.shape, args.device)]
-    spec = Spec(shapes[0], args.device, args.dtype, args.threads, args.allocator, args.seed, peers)
-    if not spec.prepare_process():
-        raise UserError(
-            "--allocator tuned: this system's malloc has no such settings; use --allocator default"
-        )
-    settings = {key: getattr(args, key) for key in ("device", "dtype", "allocator", "seed", "family")}
+    shapes: list[Shape] = list(shapes_of(args.shape, args.device))
+    if args.family == "llama":
+        shapes = [LlamaShape.of(shape) for shape in shapes]
+    spec = Spec(shapes[0], args.device, args.dtype, args.threads, args.seed, peers)
+    spec.prepare_process()
+    settings = {key: getattr(args, key) for key in ("device", "dtype", "seed", "family")}
     return {
         "peers": describe_peers(peers),
         "settings": settings | (gpu_facts() if args.device == "cuda" else {}),
@@ -96,27 +87,13 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     }
 
 
-def of_family(shape: Shape, args: argparse.Namespace) -> Shape:
-    """The shape of --family with these sizes. Raises UserError."""
-    check_shape(shape, args.tp)
-    if args.family == "bert":
-        return BertShape.of(shape, args.norm, args.dropout)
-    if args.norm != "post" or args.dropout:
-        raise UserError("--norm and --dropout are of --family bert")
-    if args.family == "gpt2":
-        return shape
-    llama = LlamaShape.of(shape)
-    check_llama(llama, args.tp)
-    return llama
-
-
 def parse_peers(words: list[str]) -> dict[str, str]:
     """NAME=PATH words as a dictionary. Raises UserError."""
     peers = {}
     for word in words:
         name, _, path = word.partition("=")
-        if name not in PEERS or not path:
-            raise UserError(f"--peers {word!r}: give NAME=PATH with NAME one of {', '.join(PEERS)}")
+        if name != "nanogpt" or not path:
+            raise UserError(f"--peers {word!r}: give nanogpt=PATH")
         if not Path(path).is_dir():
             raise UserError(f"--peers {word}: no such folder; give the path of a checkout")
         peers[name] = str(Path(path).resolve())
@@ -132,16 +109,8 @@ def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
         raise UserError(f"--family {args.family}: {next(iter(peers))} is compared as GPT-2")
     if "nanogpt" in peers and not any(name.startswith("nanogpt") for name in names):
         names.append("nanogpt")
-    if args.device == "cuda" and (count := torch.cuda.device_count()) < args.tp:
-        raise UserError(f"--tp {args.tp} --device cuda: this host has {count} GPUs")
-    if "picotron" in peers and args.tp == 1:
-        raise UserError("--peers picotron is compared in tensor parallelism: add --tp 2")
-    split = [f"mlm-tp{args.tp}"] if args.tp > 1 else []
-    split += [f"picotron-tp{args.tp}"] if "picotron" in peers else []
     return Plan(
-        whole=tuple(names),
-        split=tuple(split),
-        tp=args.tp,
+        contenders=tuple(names),
         pairs=args.pairs,
         limit=args.attempts or 3 * args.pairs,
         seconds=args.seconds,

@@ -1,4 +1,4 @@
-"""Check of an installation on one GPU: whether it computes what the CPU does, how fast, and in which kernels.
+"""Check of an installation on one GPU: whether it computes what the CPU does, and how fast.
 
     python scripts/gpu_check.py                                       # about 8 minutes; again: what is left
     python scripts/gpu_check.py --device cpu --quick --out /tmp/check # a rehearsal on any machine
@@ -6,8 +6,8 @@
 
 Steps run in order of value, each in a process of its own with a time limit. Results are in gpu_check.json,
 gpu_check.md and gpu_check.log of the folder, written after every step; a second call skips the steps that
-are recorded for the same code and torch. Needs torch and this checkout; packages that are not installed can
-come from a folder of wheels (--wheels).
+are recorded for the same code and torch. Needs torch, this checkout and the
+packages of pyproject.toml.
 
 Exit code: 0 if no step failed (some may not be reached), 1 if one did, 2 a mistake, 130 Ctrl-C.
 """
@@ -18,7 +18,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,25 +63,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=8.0, help="for all; steps that do not fit are left (%(default)s)")
     add("--again", nargs="+", default=[], metavar="STEP", choices=names, help="steps to repeat")
     add("--only", nargs="+", default=names, metavar="STEP", choices=names, help="steps to run")
-    add("--wheels", type=Path, help="folder of wheels to install for this check alone")
-    add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="checkouts to compare with: nanogpt=PATH")
     return parser.parse_args(arguments)
 
 
-def run(args: argparse.Namespace, scratch: Path) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the steps that are not recorded; the exit code. Raises UsageError."""
     begin = time.monotonic()
-    peers = dict(word.split("=", 1) for word in args.peers if "=" in word)
-    if len(peers) < len(args.peers) or set(peers) - {"nanogpt"}:
-        raise UsageError(f"--peers {' '.join(args.peers)}: give nanogpt=PATH")
     is_fake = "MLM_FAKE_GPUS" in os.environ
     if is_fake and args.out.resolve() == RESULTS.resolve():
         raise UsageError(
             f"--out {args.out}: holds a GPU's results, and this is a fake GPU; name another folder"
         )
     args.out.mkdir(parents=True, exist_ok=True)
-    site = install(args.wheels, scratch / "site") if args.wheels else None
-    environment = python_environment(ROOT, site, os.environ)
+    environment = python_environment(ROOT, os.environ)
     torch, has_gpu, python, missing = probe(environment)
     if args.device == "cuda" and not has_gpu:
         raise UsageError("--device cuda: torch sees no GPU here; rehearse with --device cpu --quick")
@@ -91,7 +84,7 @@ def run(args: argparse.Namespace, scratch: Path) -> int:
     identity |= {"quick": True} if args.quick else {}
     say(f"code {identity['code']}, commit {commit()}, torch {torch}, Python {python}, {args.device}")
     if missing:
-        say(f"not installed: {', '.join(missing)}; steps that need them fail (--wheels FOLDER installs some)")
+        say(f"not installed: {', '.join(missing)}; steps that need them fail")
     try:
         record = Record(args.out, STEPS, identity)
     except ValueError as error:
@@ -99,7 +92,7 @@ def run(args: argparse.Namespace, scratch: Path) -> int:
     return run_steps(
         [step for step in STEPS if step.name in {*args.only, *args.again}],
         record,
-        child_command(args.device, args.quick, peers, args.out, args.out / "gpu_check.json"),
+        child_command(args.device, args.quick, args.out / "gpu_check.json"),
         environment=environment,
         end=begin + 60 * args.minutes,
         again=args.again,
@@ -111,22 +104,6 @@ def run(args: argparse.Namespace, scratch: Path) -> int:
 def say(line: str) -> None:
     """Print a line of progress."""
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
-
-
-def install(wheels: Path, site: Path) -> Path:
-    """Install the wheels into a folder of their own, from the folder alone. Raises UsageError."""
-    files = sorted(wheels.glob("*.whl"))
-    if not files:
-        raise UsageError(f"--wheels {wheels}: holds no .whl; name a folder of wheels")
-    options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, "--target", site, *files],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise UsageError(f"--wheels {wheels}: pip failed: {(done.stderr.strip() or '?').splitlines()[-1]}")
-    return site
 
 
 def probe(environment: Mapping[str, str]) -> tuple[str, bool, str, list[str]]:
@@ -163,8 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the check; its exit code."""
     args = parse(arguments)
     try:
-        with tempfile.TemporaryDirectory(prefix="gpu-check-", ignore_cleanup_errors=True) as scratch:
-            return run(args, Path(scratch))
+        return run(args)
     except UsageError as mistake:
         print(f"gpu_check: {mistake}", file=sys.stderr)
         return 2

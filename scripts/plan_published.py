@@ -28,26 +28,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "scripts/results/published"
 RESULTS = ROOT / "scripts/results/plan_published.json"
 
-MEGATRON_2019 = Software(
+MEGATRON_2021 = Software(
     fused_attention=False,
-    score_passes=9,  # scale, mask, softmax and dropout, each a kernel
-    branch_passes=7.5,
-    activation_passes=4,
+    score_passes=4.5,  # scale, mask and softmax in one kernel; dropout
+    branch_passes=3.5,  # bias, dropout and addition in one
+    activation_passes=2,
     weight_bytes=6,
     gathered_weight_bytes=6,  # fp16 weights and gradients
     optimizer_bytes=40,
     gradient_bytes=2,
     tied_bytes=2,
+    splits_transfers=True,
     overlaps_tp=False,
     loss_in_forward=False,
-)
-"""Megatron-LM of arXiv:1909.08053."""
-MEGATRON_2021 = replace(
-    MEGATRON_2019,
-    score_passes=4.5,  # scale, mask and softmax in one kernel; dropout
-    branch_passes=3.5,  # bias, dropout and addition in one
-    activation_passes=2,
-    splits_transfers=True,
 )
 """Megatron-LM of arXiv:2104.04473."""
 MCORE = Software(
@@ -177,28 +170,6 @@ def january_2021() -> list[Row]:
     return rows
 
 
-def v1() -> list[Row]:
-    """arXiv:1909.08053, table 1 and figure 5: efficiency against one V100's 39 TFLOP/s."""
-    rows = []
-    for row in read("v1_table1_fig5"):
-        shape = gpt(row, int(row["seq"]), int(row["vocab"]))
-        for gpus, batch, share in (
-            ("gpus_mp", "batch_mp", "eff_mp_pct"),
-            ("gpus_mpdp", "batch_mpdp", "eff_mpdp_pct"),
-        ):
-            tp = int(row["tp"])
-            layout = PlannedLayout(
-                tp=tp,
-                dp=int(row[gpus]) // tp,
-                recompute="full",
-                micro_batch=8,
-                global_batch=int(row[batch]),
-            )
-            seconds = seconds_of(shape, layout, 39 * float(row[share]) / 100, "full")
-            rows.append(Row(f"{row['params_b']}B, {layout.gpus} GPUs", shape, layout, MEGATRON_2019, seconds))
-    return rows
-
-
 def mcore() -> list[Row]:
     """Megatron Core's weak scaling, without recomputation; assumed: one layer a chunk, micro-batches of 1."""
     rows = []
@@ -284,7 +255,6 @@ def torchtitan() -> list[Row]:
 BASE = ("matmul", "matmul_half", "memory", "network")
 TABLES = (
     Table("sc21", "arXiv:2104.04473, table 1", "dgx_a100_80g", "fp16", tuple(sc21()), BASE, 0.05),
-    Table("v1", "arXiv:1909.08053, table 1 and figure 5", "dgx2h_v100_32g", "fp16", tuple(v1()), BASE, 0.08),
     Table(
         "january_2021", "Megatron-LM, January 2021", "dgx_a100_80g", "fp16", tuple(january_2021()), BASE, 0.08
     ),

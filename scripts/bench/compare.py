@@ -29,11 +29,8 @@ from bench.timing import Say, take_rounds
 class Plan:
     """Contenders to compare, and the number of rounds."""
 
-    whole: tuple[str, ...]
+    contenders: tuple[str, ...]
     """Contenders in one process each, layouts in one per rank; the first is the reference."""
-    split: tuple[str, ...]
-    """Contenders in `tp` processes of one share of the threads each."""
-    tp: int
     pairs: int
     limit: int
     """Rounds at most, unless they are done within `seconds`."""
@@ -42,11 +39,8 @@ class Plan:
     memory: bool
 
     def opponents(self) -> list[tuple[str, str]]:
-        """(reference, other): all against the first, picotron's split against ours."""
-        ours = f"mlm-tp{self.tp}"
-        first = self.whole[0]
-        pairs = [(first, name) for name in (*self.whole[1:], *self.split) if not name.startswith("picotron")]
-        return pairs + [(ours, name) for name in self.split if name.startswith("picotron")]
+        """(reference, other): all against the first."""
+        return [(self.contenders[0], name) for name in self.contenders[1:]]
 
 
 def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
@@ -57,7 +51,7 @@ def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="bench-train-") as folder,
         Field(spec, plan, Path(folder), say) as field,
     ):
-        for name in (*plan.whole, *plan.split):
+        for name in plan.contenders:
             field.start(name)
         probe = Probe(spec)
         rounds = take_rounds(
@@ -95,9 +89,7 @@ class Field:
 
     def start(self, name: str) -> None:
         """Start a contender. Raises UserError if it does not compute the same."""
-        processes = self.plan.tp if name in self.plan.split else 1
-        if "=" in name:
-            processes = parse_layout(name).processes
+        processes = parse_layout(name).processes if "=" in name else 1
         self.say(f"starting {name}" + (f" in {processes} processes" if processes > 1 else ""))
         ranks = self.up[name] = Ranks(name, self.spec, processes)
         agreement: dict[str, Any] = {}
@@ -143,10 +135,7 @@ def summarise(
         "peaks": peaks,
         "contenders": {name: fact | speeds(spec, name, fact, rounds, peak) for name, fact in facts.items()},
     }
-    out["series"] = [
-        compare(rounds, a, b, plan.pairs, facts[a]["flops_per_token"] / facts[b]["flops_per_token"])
-        for a, b in plan.opponents()
-    ]
+    out["series"] = [compare(rounds, a, b, plan.pairs) for a, b in plan.opponents()]
     out["probe"] = {"repeats": probe.repeats, "times_s": probe.times}
     out["rounds"] = [{name: asdict(turn) for name, turn in one.items()} for one in rounds]
     out["doubts"] = doubts(plan.pairs, out["series"], spec)
@@ -156,31 +145,27 @@ def summarise(
 def speeds(
     spec: Spec, name: str, fact: dict[str, Any], rounds: Sequence[Round], peak: float
 ) -> dict[str, Any]:
-    """A contender's times over all rounds, and its rates in the fastest and the median step."""
+    """A contender's times over all rounds, and its rates in the median step."""
     turns = [one[name] for one in rounds]
     step: dict[Measure, list[float]] = {m: [seconds_of(turn, m) for turn in turns] for m in MEASURES}
     measure = measures_of(spec)[-1]
     seconds, tokens = Spread.of(step[measure]), spec.shape.tokens_per_step
-    flops_per_step, fastest = fact["flops_per_token"] * tokens, min(step[measure])
-    reject_above_peak(name, flops_per_step / fastest, peak)
+    flops_per_step = fact["flops_per_token"] * tokens
+    reject_above_peak(name, flops_per_step / min(step[measure]), peak)
     return {
-        "step_s": asdict(Spread.of(step["wall"])) | {"least": min(step["wall"])},
-        "step_cpu_s": asdict(Spread.of(step["cpu"])) | {"least": min(step["cpu"])},
+        "step_s": asdict(Spread.of(step["wall"])),
+        "step_cpu_s": asdict(Spread.of(step["cpu"])),
         "rates_by": measure,
-        "tokens_per_s": asdict(seconds.inverse_of(tokens)) | {"most": tokens / fastest},
-        "model_flops": asdict(seconds.inverse_of(flops_per_step)) | {"most": flops_per_step / fastest},
+        "tokens_per_s": tokens / seconds.median,
+        "model_flops": flops_per_step / seconds.median,
         "mfu": flops_per_step / seconds.median / peak,
-        "mfu_most": flops_per_step / fastest / peak,
     }
 
 
-def compare(
-    rounds: Sequence[Round], reference: str, other: str, pairs: int, work: float = 1.0
-) -> dict[str, Any]:
-    """Ratios of the speed of two contenders; `work` is the reference's FLOPs per token over the other's."""
+def compare(rounds: Sequence[Round], reference: str, other: str, pairs: int) -> dict[str, Any]:
+    """Ratios of the speed of two contenders."""
     both = pairs_of(rounds, reference, other)
     ratios = {measure: Ratio.of(both, measure) for measure in MEASURES}
-    in_flops = {measure: Ratio.of(both, measure, work) for measure in MEASURES}
     problems = {
         measure: ["no pair kept"] if ratio is None else ratio.problems(pairs)
         for measure, ratio in ratios.items()
@@ -191,8 +176,6 @@ def compare(
         "rounds": len(rounds),
         "tokens_ratio": None if ratios["wall"] is None else asdict(ratios["wall"]),
         "tokens_ratio_cpu": None if ratios["cpu"] is None else asdict(ratios["cpu"]),
-        "flops_ratio": None if in_flops["wall"] is None else asdict(in_flops["wall"]),
-        "flops_ratio_cpu": None if in_flops["cpu"] is None else asdict(in_flops["cpu"]),
         "problems": problems,
     }
 

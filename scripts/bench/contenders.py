@@ -10,7 +10,7 @@ import importlib.util
 import io
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ from bench.equality import Agreement, Reference, agreement
 from bench.shapes import OPTIMIZER, TRANSPOSED, Shape, gpt2_state, make_batches
 from bench.spec import Spec
 from mlm.data.config import DataConfig
-from mlm.data.sampler import Batch, MicroBatch
+from mlm.data.sampler import Batch
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.parallel import matmul
 from mlm.parallel.config import ParallelConfig
@@ -57,14 +57,10 @@ class Trainee(ABC):
     def clear(self) -> None:
         """Drop the gradients."""
 
-    def local_reference(self, reference: Reference) -> Reference:
-        """The part of the reference this process holds."""
-        return reference
-
     def check(self, reference: Reference) -> Agreement:
         """Compare with the reference. Raises UserError if it differs."""
         loss, gradients = self.loss_and_gradients()
-        return agreement(self.name, self.spec.dtype, loss, gradients, self.local_reference(reference))
+        return agreement(self.name, self.spec.dtype, loss, gradients, reference)
 
     def flops_per_token(self) -> float:
         """Model FLOPs of one trained token."""
@@ -89,14 +85,12 @@ def run_config(spec: Spec, micro_batch_size: int, parallel: ParallelConfig | Non
 class MlmTrainee(Trainee):
     """`mlm` by its own Trainer: what `mlm pretrain` runs."""
 
-    def __init__(
-        self, name: str, spec: Spec, device: torch.device, ctx: ParallelContext | None = None
-    ) -> None:
+    def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
         super().__init__(name, spec, device)
         self.by_mkl = "mkl" in name
         if self.by_mkl:
             self.notes = ("float32 products by torch.mm's library (MKL on x86), not oneDNN",)
-        self.ctx = ctx or ParallelContext(device=device)
+        self.ctx = ParallelContext(device=device)
         self.trainer = self.build("compiled" in name)
         self.load_weights()
         self.batches = self.make_batches()
@@ -115,38 +109,26 @@ class MlmTrainee(Trainee):
         whole = in_our_names(self.spec.shape.state(self.spec.seed), self.spec.shape)
         load_whole(self.trainer.model.chunks[0], whole, self.ctx.tp)
 
-    def make_batches(self) -> list[MicroBatch]:
+    def make_batches(self) -> list[Batch]:
         """Prepared batches, on the host: moving them is part of the Trainer's step."""
         batches = self.spec.shape.batches(self.spec.seed)
         if self.device.type != "cuda":
             return list(batches)
-        return [pin_memory(batch) for batch in batches]
+        return [Batch(b.tokens.pin_memory(), b.labels.pin_memory(), b.first_sample) for b in batches]
 
     def step(self, index: int) -> None:
         with self._library():
             self.trainer.train_step([self.batches[index % len(self.batches)]])
 
     def loss_and_gradients(self) -> tuple[float, dict[str, Tensor]]:
-        self.trainer.dropout = lambda batch: None  # type: ignore[method-assign]
         with self._library():
             parts = self.trainer.compute_gradients(self.batches[:1])
-        del self.trainer.dropout  # the instance's, which hid the method
         gradients = {}
         for shard in self.trainer.shards:
             assert shard.parameter.grad is not None
             gradients[shard.name] = shard.without_padding(shard.parameter.grad).float().cpu()
         self.clear()
         return float(parts[: self.trainer.objective.losses].sum()), gradients
-
-    def local_reference(self, reference: Reference) -> Reference:
-        local = {}
-        for shard in self.trainer.shards:
-            whole = reference.gradients[shard.name]
-            if shard.tp_dim is not None:
-                size = shard.without_padding(shard.parameter).shape[shard.tp_dim]
-                whole = whole.narrow(shard.tp_dim, shard.offset[shard.tp_dim], size)
-            local[shard.name] = whole
-        return Reference(reference.loss, local)
 
     def clear(self) -> None:
         for reducer in self.trainer.reducers:
@@ -229,14 +211,11 @@ class TorchTrainee(Trainee):
 class TransformersTrainee(TorchTrainee):
     """`transformers`' GPT2LMHeadModel with sdpa attention."""
 
-    tied = TIED
-    """Parameters that its state lacks."""
-
     def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
         self.name, self.spec = name, spec
         model, blocks = self.build()
         model.loss_type = "ForCausalLM"  # its default; unset, it warns
-        load_exactly(model, spec.shape.state(spec.seed), self.tied)
+        load_exactly(model, spec.shape.state(spec.seed))
         super().__init__(name, spec, device, model, blocks)
 
     def build(self) -> tuple[Any, Sequence[nn.Module]]:
@@ -257,9 +236,6 @@ class TransformersTrainee(TorchTrainee):
         )
         config._attn_implementation = "sdpa"
         self.notes = ("gelu_new as GPT-2's configuration has it: many elementwise passes",)
-        if "gelu" in self.name:
-            config.activation_function = "gelu_pytorch_tanh"
-            self.notes = ("the same GELU by PyTorch's one kernel; not what GPT-2's configuration asks for",)
         model = transformers.GPT2LMHeadModel(config)
         return model, list(model.transformer.h)
 
@@ -274,13 +250,6 @@ def in_our_names(state: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
     model = shape.model()
     assert model.family.huggingface is not None
     return model.family.huggingface.to_ours(state, model)
-
-
-def pin_memory(batch: MicroBatch) -> MicroBatch:
-    """The same micro-batch in page-locked memory; a BERT's as it is."""
-    if not isinstance(batch, Batch):
-        return batch
-    return Batch(batch.tokens.pin_memory(), batch.labels.pin_memory(), batch.first_sample)
 
 
 def imported(package: str) -> Any:
@@ -334,11 +303,11 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
 
 
-def load_exactly(model: nn.Module, state: dict[str, Tensor], tied: Set[str] = TIED) -> None:
+def load_exactly(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Load a state in which only tied parameters may be missing."""
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
-    assert set(missing) <= tied, missing
+    assert set(missing) <= TIED, missing
 
 
 def load_source(path: Path, name: str) -> ModuleType:

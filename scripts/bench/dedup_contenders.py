@@ -4,7 +4,6 @@ A contender takes texts in corpus order and returns the positions of those that 
 """
 
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from mlm.corpus.config import DedupConfig
 from mlm.corpus.duplicates import components, duplicates_in, links_of_band, star_links
 from mlm.corpus.minhash import Signer
 
-Steps = dict[str, float]
 SLOTS = 128  # of the libraries that decide by a signature's estimate: the default of both
 
 
@@ -28,8 +26,7 @@ SLOTS = 128  # of the libraries that decide by a signature's estimate: the defau
 class Contender:
     """A method, what it needs, and the kinds of shingles it can be given."""
 
-    run: Callable[[Sequence[str], Steps], set[int]]
-    """`run(texts, steps)`; it adds the processor seconds of its steps to `steps`, if it has any."""
+    run: Callable[[Sequence[str]], set[int]]
     packages: tuple[str, ...]
     units: tuple[str, ...] = ("word", "character")
 
@@ -41,9 +38,7 @@ class Contender:
         if unit not in self.units:
             return f"knows no shingles of unit {unit}"
         try:
-            self.run(
-                ["some words in a row", "and some others after them"], {}
-            )  # and what it imports is loaded
+            self.run(["some words in a row", "and some others after them"])  # and what it imports is loaded
         except Exception as error:  # whatever keeps a library from running here is no problem of the others
             return f"fails with the packages installed: {type(error).__name__}: {error}"
         return ""
@@ -51,40 +46,33 @@ class Contender:
 
 def contenders(config: DedupConfig) -> dict[str, Contender]:
     """All of them by name, mlm first."""
-    tuned = config.bands, config.rows
     spacy = ("datatrove", "spacy")
     return {
         "mlm": Contender(partial(run_mlm, config=config), ("rensa",)),
         "datatrove 14x8": Contender(partial(run_datatrove, bands=14, rows=8), spacy, ("word",)),
-        f"datatrove {tuned[0]}x{tuned[1]}": Contender(
-            partial(run_datatrove, bands=tuned[0], rows=tuned[1]), spacy, ("word",)
+        f"datatrove {config.bands}x{config.rows}": Contender(
+            partial(run_datatrove, bands=config.bands, rows=config.rows), spacy, ("word",)
         ),
         "datasketch": Contender(partial(run_datasketch, config=config), ("datasketch",)),
         "rensa": Contender(partial(run_rensa, config=config), ("rensa",)),
     }
 
 
-def run_mlm(texts: Sequence[str], steps: Steps, config: DedupConfig) -> set[int]:
+def run_mlm(texts: Sequence[str], config: DedupConfig) -> set[int]:
     """Signatures, links, components, exact similarities."""
-    begin = time.process_time()
     keys = Signer(config).keys(texts)
-    steps["sign"] = time.process_time() - begin
-    begin = time.process_time()
     links = np.empty((0, 2), np.int64)
     for band in np.ascontiguousarray(keys.T):
         links = star_links(*components(np.concatenate((links, links_of_band(band))), len(texts)))
     documents, bounds = components(links, len(texts))
-    steps["match"] = time.process_time() - begin
-    begin = time.process_time()
     removed = set[int]()
     for first, last in pairwise(bounds):
         found = duplicates_in(documents[first:last], keys.__getitem__, texts.__getitem__, config)
         removed.update(duplicate.document for duplicate in found)
-    steps["verify"] = time.process_time() - begin
     return removed
 
 
-def run_datatrove(texts: Sequence[str], _: Steps, bands: int, rows: int) -> set[int]:
+def run_datatrove(texts: Sequence[str], bands: int, rows: int) -> set[int]:
     """The four steps of datatrove's MinHash, in one process and on one rank."""
     from datatrove.data import Document
     from datatrove.pipeline.dedup.minhash import (
@@ -110,7 +98,7 @@ def run_datatrove(texts: Sequence[str], _: Steps, bands: int, rows: int) -> set[
     return set(range(len(texts))) - stays
 
 
-def run_datasketch(texts: Sequence[str], _: Steps, config: DedupConfig) -> set[int]:
+def run_datasketch(texts: Sequence[str], config: DedupConfig) -> set[int]:
     """A document goes when the index of those that stay has a match."""
     from datasketch import MinHash, MinHashLSH
 
@@ -125,7 +113,7 @@ def run_datasketch(texts: Sequence[str], _: Steps, config: DedupConfig) -> set[i
     return removed
 
 
-def run_rensa(texts: Sequence[str], _: Steps, config: DedupConfig) -> set[int]:
+def run_rensa(texts: Sequence[str], config: DedupConfig) -> set[int]:
     """rensa's own deduplicator: candidates by LSH, decided by the signatures' estimate."""
     from rensa import RMinHashDeduplicator
 

@@ -1,11 +1,10 @@
-"""A benchmark script described by its options, its measurement and its tables; contenders that take turns."""
+"""A benchmark script described by its options, its measurement and its tables."""
 
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from bench.machine import machine_facts
-from bench.stats import MIN_PAIRS, Spread
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
+from mlm.util.terminal import add_row, table
 
 Result = dict[str, Any]
 Say = Callable[[str], None]
@@ -73,8 +72,8 @@ class Bench:
         finally:
             torch.set_num_threads(threads)
         screen = Console(width=None if sys.stdout.isatty() else 150)
-        for table in self.tables(result):
-            screen.print(table, highlight=False, soft_wrap=isinstance(table, str))
+        for part in self.tables(result):
+            screen.print(part, highlight=False, soft_wrap=isinstance(part, str))
         if args.out is not None:
             write_atomic(args.out, (json.dumps(result, indent=1) + "\n").encode())
         return 0 if self.is_success(result) else 1
@@ -100,59 +99,9 @@ def positive(word: str) -> int:
     return number
 
 
-def add_round_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of rounds in which all contenders take turns."""
-    add = parser.add_argument
-    add("--pairs", type=positive, default=MIN_PAIRS, help="pairs kept per comparison (default %(default)s)")
-    add("--attempts", type=positive, help="rounds at most, dropped pairs included (default 3 * pairs)")
-    add("--seconds", type=float, default=10.0, help="rounds continue at least this long (%(default)s s)")
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds; those of the processor are of all threads: on a busy machine they say more."""
-
-    wall: float
-    cpu: float
-
-
-def timed(run: Callable[[], object]) -> Times:
-    """Times of a call."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    run()
-    return Times(time.perf_counter() - wall, time.process_time() - cpu)
-
-
-def alternate(
-    contenders: Mapping[str, Callable[[], Any]],
-    rounds: int,
-    say: Say = lambda line: None,
-    measure: Callable[[Callable[[], Any]], Any] = timed,
-) -> dict[str, list[Any]]:
-    """What `measure` finds of each contender in each round: AB, BA, AB, …"""
-    measured: dict[str, list[Any]] = {name: [] for name in contenders}
-    for number in range(rounds):
-        say(f"round {number + 1} of {rounds}")
-        for name in contenders if number % 2 == 0 else reversed(contenders):
-            measured[name].append(measure(contenders[name]))
-    return measured
-
-
-def ratio_of(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles of the ratios of the rounds."""
-    return asdict(Spread.of([a / b for a, b in zip(numerators, denominators, strict=True)]))
-
-
-def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
+def table_of(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> Table:
     """Rows of text; every column but the first is aligned at its right."""
-    table = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
+    made = table(title, headings[0], *(f"{heading}#" for heading in headings[1:]))
     for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def quartiles(ratio: Mapping[str, float]) -> str:
-    """The quartiles of a ratio in words."""
-    return f"{ratio['low']:.2f} to {ratio['high']:.2f}"
+        add_row(made, *row)
+    return made

@@ -1,7 +1,5 @@
 """Layouts of `mlm` as contenders: `tp=2,sequence_parallel=true`, each in processes of its own."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -11,8 +9,6 @@ from bench.shapes import make_batches
 from bench.spec import Spec
 from mlm.config.build import build
 from mlm.data.sampler import Batch
-from mlm.parallel import linear
-from mlm.parallel.collectives import Pending
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import Trainer
@@ -21,13 +17,11 @@ from mlm.util.errors import UserError
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout and what this benchmark can change beside it."""
+    """A layout and its micro-batches."""
 
     parallel: ParallelConfig
     micro_batches: int = 1
     """Per data-parallel replica."""
-    overlap: bool = True
-    """False waits for the sum of a column-parallel layer's input gradient before its weight gradient."""
 
     @property
     def processes(self) -> int:
@@ -40,15 +34,15 @@ def parse_layout(words: str) -> Layout:
     values: dict[str, object] = {}
     for word in words.split(","):
         key, _, value = word.partition("=")
-        known = {f.name for f in fields(ParallelConfig)} | {"micro_batches", "overlap"}
+        known = {f.name for f in fields(ParallelConfig)} | {"micro_batches"}
         if key not in known or not value:
             raise UserError(
                 f"{word!r} in {words!r}: give key=value with key one of {', '.join(sorted(known))}"
             )
         values[key] = {"true": True, "false": False}.get(value, int(value) if value.isdecimal() else value)
-    count, overlap = values.pop("micro_batches", 1), values.pop("overlap", True)
+    count = values.pop("micro_batches", 1)
     assert isinstance(count, int)
-    return Layout(build(ParallelConfig, values), count, bool(overlap))
+    return Layout(build(ParallelConfig, values), count)
 
 
 class LayoutTrainee(Trainee):
@@ -70,8 +64,7 @@ class LayoutTrainee(Trainee):
             self.steps.append(micro[ctx.dp.rank :: dp])
 
     def step(self, index: int) -> None:
-        with self._overlap():
-            self.trainer.train_step(self.steps[index % len(self.steps)])
+        self.trainer.train_step(self.steps[index % len(self.steps)])
 
     def loss_and_gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
         raise UserError("layouts are compared by `mlm parity`, not here")
@@ -79,26 +72,3 @@ class LayoutTrainee(Trainee):
     def clear(self) -> None:
         for reducer in self.trainer.reducers:
             reducer.start_step()
-
-    @contextlib.contextmanager
-    def _overlap(self) -> Iterator[None]:
-        if self.layout.overlap:
-            yield
-            return
-        saved = {name: getattr(linear, name) for name in ("start_all_reduce", "start_reduce_scatter")}
-
-        def waited(start):  # type: ignore[no-untyped-def]
-            def call(*args: object) -> Pending:
-                pending: Pending = start(*args)
-                pending.wait()
-                return pending
-
-            return call
-
-        try:
-            for name, start in saved.items():
-                setattr(linear, name, waited(start))
-            yield
-        finally:
-            for name, start in saved.items():
-                setattr(linear, name, start)

@@ -12,7 +12,6 @@ from bench.shapes import Shape
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import TokenIds
 from mlm.models.llama.huggingface import write_config
-from mlm.util.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,3 @@ class TransformersLlama(TransformersTrainee):
         config._attn_implementation = "sdpa"
         model = transformers.LlamaForCausalLM(config)
         return model, list(model.model.layers)
-
-
-def check_llama(shape: LlamaShape, tp: int) -> None:
-    """Raise UserError where tp does not split the heads of keys."""
-    if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
-        heads = shape.num_kv_heads
-        raise UserError(
-            f"--shape {shape.name}: of its {heads} heads of keys and --tp {tp} one must divide the other"
-        )

@@ -14,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from bench.spec import Spec
 from mlm.parallel.matmul import product
@@ -94,16 +93,6 @@ def timed(
     return clock() - begin
 
 
-def square_by_torch(x: Tensor) -> Tensor:
-    """x @ x by torch.mm."""
-    return torch.mm(x, x)
-
-
-def square_by_mlm(x: Tensor) -> Tensor:
-    """x @ x^T by the product of `mlm`'s layers."""
-    return product(x, x)
-
-
 @torch.no_grad()
 def measure_peak_flops(spec: Spec, seconds: float = PEAK_S) -> dict[str, float]:
     """Best FLOP/s of square products in the dtype of the benchmark, by library and size.
@@ -115,12 +104,8 @@ def measure_peak_flops(spec: Spec, seconds: float = PEAK_S) -> dict[str, float]:
     clock = time.process_time if (spec.device, spec.threads) == ("cpu", 1) else time.perf_counter
     for size in PEAK_SIZES[spec.device]:
         a = torch.randn(size, size, device=device).to(DTYPES[spec.dtype])
-        runs: dict[str, Callable[[Tensor], Tensor]] = {
-            "torch.mm": square_by_torch,
-            "mlm product": square_by_mlm,
-        }
-        for name, run in runs.items():
-            once = partial(timed, partial(run, a), device, clock=clock)
+        for name, multiply in (("torch.mm", torch.mm), ("mlm product", product)):
+            once = partial(timed, partial(multiply, a, a), device, clock=clock)
             fastest, end = once(), time.perf_counter() + seconds
             while time.perf_counter() < end:
                 fastest = min(fastest, once())
@@ -156,7 +141,7 @@ def describe_peers(peers: Mapping[str, str]) -> dict[str, str]:
     """Each peer's commit, or the digest of its model where the checkout has no history."""
     out = {}
     for name, folder in peers.items():
-        model = Path(folder) / ("picotron/model.py" if name == "picotron" else "model.py")
+        model = Path(folder) / "model.py"
         inside = (Path(folder) / ".git").exists()
         out[name] = commit_of(Path(folder)) if inside else f"{model.name} {digest_file(model)}"
     return out

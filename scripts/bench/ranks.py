@@ -1,4 +1,4 @@
-"""Contenders in processes of their own: one, or as many as tensor-parallel ranks.
+"""Contenders in processes of their own: one, or as many as ranks of a layout.
 
 A process holds one contender, so that peak memory is its own, and no other's freed memory, compiled code or
 patched module is in its way. It waits on a pipe, without computing, while others are timed.
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.bert import BertShape, TransformersBert
 from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTrainee
 from bench.equality import Agreement, Reference
 from bench.llama import LlamaShape, TransformersLlama
@@ -44,7 +43,7 @@ CLOSE_S = 10.0
 """Seconds processes have to end by themselves."""
 
 
-def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
+def build_trainee(name: str, spec: Spec, rank: int) -> Trainee:
     """The contender `name` on this process. Raises UserError if its checkout or package is missing."""
     device = spec.torch_device(rank)
     if "=" in name:
@@ -53,20 +52,9 @@ def build_trainee(name: str, spec: Spec, processes: int, rank: int) -> Trainee:
         p = parse_layout(name).parallel
         ctx = build_mesh(tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp or 1, device=device, timeout_s=600)
         return LayoutTrainee(name, spec, device, ctx)
-    if processes > 1 and name.startswith("mlm"):
-        ctx = build_mesh(tp=processes, pp=1, dp=1, device=device, timeout_s=600)
-        return MlmTrainee(name, spec, device, ctx)
-    if name.startswith("picotron"):
-        from bench.picotron_peer import PicotronTrainee  # it changes the environment: in its own process only
-
-        return PicotronTrainee(name, spec, device)
-    if name.startswith("megatron"):
-        from bench.megatron_peer import MegatronTrainee  # it starts a process group
-
-        return MegatronTrainee(name, spec, device)
     kinds = {"mlm": MlmTrainee, "transformers": TransformersTrainee, "nanogpt": NanoGptTrainee}
-    if isinstance(spec.shape, (LlamaShape, BertShape)):
-        kinds["transformers"] = TransformersLlama if isinstance(spec.shape, LlamaShape) else TransformersBert
+    if isinstance(spec.shape, LlamaShape):
+        kinds["transformers"] = TransformersLlama
     return kinds[name.split("-")[0]](name, spec, device)
 
 
@@ -128,12 +116,6 @@ class Facts:
     flops_per_token: float
     notes: tuple[str, ...]
     build_s: float
-    allocator_set: bool
-
-
-def facts_of(trainee: Trainee, build_s: float, allocator_set: bool) -> Facts:
-    """The facts of a trainee built in `build_s` seconds."""
-    return Facts(trainee.flops_per_token(), tuple(trainee.notes), build_s, allocator_set)
 
 
 @contextlib.contextmanager
@@ -170,13 +152,14 @@ class Ranks:
             raise
 
     def save_reference(self, path: Path) -> None:
-        """Write loss and gradients for others to be compared with. For one process only."""
+        """Write loss and gradients of a contender in one process, for others to be compared with."""
         self._ask("reference", str(path))
 
     def check(self, path: Path) -> Agreement:
-        """Compare with what another's `save_reference` wrote; the worst of all ranks. Raises UserError."""
-        agreements: list[Agreement] = self._ask("check", str(path))
-        return max(agreements, key=lambda a: a.gradient_error)
+        """Compare with what another's `save_reference` wrote. Raises UserError."""
+        (found,) = self._ask("check", str(path))
+        assert isinstance(found, Agreement)
+        return found
 
     def time(self, first: int, steps: int) -> Timing:
         """Time per step: wall time of the slowest rank, processor time of all."""
@@ -238,15 +221,16 @@ class Ranks:
 def _serve(pipe: Connection, name: str, spec: Spec, processes: int, rank: int, store: str) -> None:
     try:
         begin = time.perf_counter()
-        allocator_set = spec.prepare_process(processes)
-        if processes > 1 or "=" in name:
+        spec.prepare_process(processes)
+        if "=" in name:
             backend = "nccl" if spec.device == "cuda" else "gloo"
             meeting = dist.FileStore(store, processes)
             dist.init_process_group(
                 backend, store=meeting, rank=rank, world_size=processes, timeout=timedelta(hours=1)
             )
-        trainee = build_trainee(name, spec, processes, rank)
-        pipe.send(("ok", facts_of(trainee, time.perf_counter() - begin, allocator_set)))
+        trainee = build_trainee(name, spec, rank)
+        built_s = time.perf_counter() - begin
+        pipe.send(("ok", Facts(trainee.flops_per_token(), tuple(trainee.notes), built_s)))
         while True:
             verb, *args = pipe.recv()
             pipe.send(("ok", _obey(trainee, verb, *args)))

@@ -17,40 +17,27 @@ def tables_of(result: dict[str, Any]) -> Iterator[RenderableType]:
         f"rates are by {' and '.join(sorted(by))} time; MFU is against the best square matrix product, "
         f"{peak / 1e9:,.0f} GFLOP/s; memory is the peak above weights and optimizer state"
     )
-    speeds = ("tokens/s", "most", "MFU", "most", "step, s", "least", "cpu s", "least", "memory, MB")
-    contenders = result["contenders"]
-    yield table_of(
-        ("contender", *speeds),
-        ((name, *speed_cells(entry), memory_cell(entry)) for name, entry in contenders.items()),
-    )
+    contenders, rows = result["contenders"], []
+    for name, entry in contenders.items():
+        seconds = (f"{entry[step]['median']:.4f}" for step in ("step_s", "step_cpu_s"))
+        rows.append(
+            (name, f"{entry['tokens_per_s']:,.0f}", f"{entry['mfu']:.1%}", *seconds, memory_cell(entry))
+        )
+    yield table_of(("contender", "tokens/s", "MFU", "step, s", "cpu s", "memory, MB"), rows)
     rows = []
     for series in result["series"]:
         memory = memory_ratio(result["contenders"], series["reference"], series["other"])
         name = f"{series['reference']} : {series['other']}"
         for measure, suffix in (("wall", ""), ("cpu", "_cpu")):
-            flops = series[f"flops_ratio{suffix}"]
             cells = ratio_cells(series[f"tokens_ratio{suffix}"], series["rounds"])
-            in_flops = "" if flops is None else f"{flops['median']:.3f}"
-            rows.append((name, measure, *cells[:-1], in_flops, memory, cells[-1]))
+            rows.append((name, measure, *cells[:-1], memory, cells[-1]))
             name = memory = ""
     if rows:
-        ratios = ("speed", "quartiles", "range", "of minima", "model FLOP/s", "memory", "kept")
+        ratios = ("speed", "quartiles", "range", "memory", "kept")
         yield table_of(("ratios of pairs", "by", *ratios), rows)
     for name, entry in contenders.items():
         yield from (f"[dim]{name}: {note}" for note in entry["notes"])
     yield from (f"[yellow]not a result: {doubt}" for doubt in result["doubts"])
-
-
-def speed_cells(entry: dict[str, Any]) -> list[str]:
-    """tokens/s and MFU of the median and the fastest step; wall and processor seconds of both."""
-    tokens, wall, cpu = entry["tokens_per_s"], entry["step_s"], entry["step_cpu_s"]
-    return [
-        f"{tokens['median']:,.0f}",
-        f"{tokens['most']:,.0f}",
-        f"{entry['mfu']:.1%}",
-        f"{entry['mfu_most']:.1%}",
-        *(f"{seconds:.4f}" for step in (wall, cpu) for seconds in (step["median"], step["least"])),
-    ]
 
 
 def memory_cell(entry: dict[str, Any]) -> str:
@@ -59,14 +46,13 @@ def memory_cell(entry: dict[str, Any]) -> str:
 
 
 def ratio_cells(ratio: dict[str, float] | None, rounds: int) -> list[str]:
-    """A ratio, its quartiles, its range, that of the minima, and the pairs it is of."""
+    """A ratio, its quartiles, its range, and the pairs it is of."""
     if ratio is None:
-        return ["none kept", "", "", "", f"0 of {rounds}"]
+        return ["none kept", "", "", f"0 of {rounds}"]
     return [
         f"{ratio['median']:.3f}",
         f"{ratio['low']:.3f} to {ratio['high']:.3f}",
         f"{ratio['least']:.3f} to {ratio['most']:.3f}",
-        f"{ratio['of_minima']:.3f}",
         f"{ratio['kept']} of {rounds}",
     ]
 

@@ -4,21 +4,18 @@ The vocabulary is the padded one for everybody (50,304 for GPT-2's 50,257), so t
 who pads and masks, who pads and does not, would otherwise differ.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from mlm.data.sampler import Batch, MicroBatch
+from mlm.data.sampler import Batch
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig
 from mlm.util.errors import UserError
 
 GPT2_TOKENS = 50257
 PADDED_VOCAB = 50304
-WORDPIECES = 30522
-"""Tokens of the vocabulary of bert-base-uncased. `mlm` pads its table to 30,592 rows, others do not."""
 NUM_BATCHES = 4  # prepared before timing and read in turn
 
 OPTIMIZER = OptimizerConfig()
@@ -61,7 +58,7 @@ class Shape:
         """Random float32 weights of `model` in the names and layout of `transformers`."""
         return gpt2_state(self, seed)
 
-    def batches(self, seed: int) -> Sequence[MicroBatch]:
+    def batches(self, seed: int) -> list[Batch]:
         """Micro-batches for NUM_BATCHES steps, on the CPU."""
         return [Batch(tokens, labels, 0) for tokens, labels in make_batches(self, seed)]
 
@@ -91,8 +88,6 @@ NAMED: dict[str, dict[str, tuple[Shape, ...]]] = {
             Shape("6x384", 6, 384, 6, 512, PADDED_VOCAB, 4),
             Shape("12x768", 12, 768, 12, 512, PADDED_VOCAB, 1),
         ),
-        "base-128": (Shape("base-128", 12, 768, 12, 128, WORDPIECES, 8),),
-        "base-512": (Shape("base-512", 12, 768, 12, 512, WORDPIECES, 4),),
     },
     "cuda": {
         "tiny": (Shape("tiny", 2, 64, 2, 64, 512, 2),),
@@ -100,8 +95,7 @@ NAMED: dict[str, dict[str, tuple[Shape, ...]]] = {
         "report": (Shape("report-355m", 24, 1024, 16, 1024, PADDED_VOCAB, 8),),
     },
 }
-"""Shapes by device: `tune` to tune on, `report` to report (each has a name too), `tiny` to try the tool;
-base-128 and base-512 those of model=bert_base at the two lengths it is trained at (arXiv:1810.04805, A.2)."""
+"""Shapes by device: `tune` to tune on, `report` to report (each has a name too), `tiny` to try the tool."""
 
 
 def shapes_of(words: list[str], device: str) -> tuple[Shape, ...]:
@@ -119,7 +113,7 @@ def shapes_of(words: list[str], device: str) -> tuple[Shape, ...]:
             pass
         else:
             shape = Shape("custom", layers, hidden, heads, seq, vocab, batch)
-            check_shape(shape, tp=1)
+            check_shape(shape)
             return (shape,)
     raise UserError(
         f"--shape {' '.join(words)!r} is no shape: use some of {', '.join(named)}, "
@@ -127,15 +121,12 @@ def shapes_of(words: list[str], device: str) -> tuple[Shape, ...]:
     )
 
 
-def check_shape(shape: Shape, tp: int) -> None:
+def check_shape(shape: Shape) -> None:
     """Raise UserError where sizes do not divide."""
     if min(size for size in asdict(shape).values() if type(size) is int) < 1:
         raise UserError(f"--shape {shape.describe()}: every size must be at least 1")
     if shape.hidden_size % shape.num_heads:
         raise UserError(f"--shape: H={shape.hidden_size} must be a multiple of N={shape.num_heads}")
-    for letter, size in (("N", shape.num_heads), ("V", shape.vocab_size)):
-        if size % tp:
-            raise UserError(f"--shape {shape.name}: {letter}={size} must be a multiple of --tp {tp}")
 
 
 def make_batches(shape: Shape, seed: int) -> list[tuple[Tensor, Tensor]]:

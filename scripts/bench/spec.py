@@ -19,15 +19,14 @@ class Spec:
     dtype: Literal["fp32", "bf16"]
     threads: int
     """CPU threads of all processes of a contender together."""
-    allocator: Literal["tuned", "default"]
     seed: int = 1234
     peers: Mapping[str, str] = field(default_factory=dict)
     """Name of a peer -> path of its checkout."""
 
-    def prepare_process(self, processes: int = 1) -> bool:
-        """Give this process its share of the threads and the allocator; whether that one could be set."""
+    def prepare_process(self, processes: int = 1) -> None:
+        """Give this process its share of the threads, and the allocator's settings of `mlm pretrain`."""
         torch.set_num_threads(max(1, self.threads // processes))
-        return self.allocator == "default" or reuse_large_blocks()
+        reuse_large_blocks()
 
     def torch_device(self, rank: int = 0) -> torch.device:
         """The device of a rank, made current."""

@@ -89,7 +89,7 @@ def seconds_of(turn: Turn, measure: Measure) -> float:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The reference's speed over the other's: of pairs, and of the two fastest steps."""
+    """The reference's speed over the other's, of pairs."""
 
     median: float
     low: float
@@ -97,13 +97,11 @@ class Ratio:
     """Quartiles of the pairs."""
     least: float
     most: float
-    of_minima: float
-    """The other's fastest step over the reference's fastest."""
     kept: int
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair], measure: Measure, work: float = 1.0) -> "Ratio | None":
-        """The ratio over the pairs that count, `work` times that of their speeds; None if none does."""
+    def of(cls, pairs: Sequence[Pair], measure: Measure) -> "Ratio | None":
+        """The ratio over the pairs that count; None if none does."""
         kept = [
             (seconds_of(p.reference, measure), seconds_of(p.other, measure))
             for p in pairs
@@ -111,15 +109,13 @@ class Ratio:
         ]
         if not kept:
             return None
-        ratios = sorted(work * other / reference for reference, other in kept)
-        fastest = [min(seconds) for seconds in zip(*kept, strict=True)]
+        ratios = sorted(other / reference for reference, other in kept)
         return cls(
             median=median(ratios),
             low=quantile(ratios, 0.25),
             high=quantile(ratios, 0.75),
             least=ratios[0],
             most=ratios[-1],
-            of_minima=work * fastest[1] / fastest[0],
             kept=len(kept),
         )
 
@@ -145,10 +141,6 @@ class Spread:
         """Median, first and third quartile (linear interpolation) of at least one value."""
         ordered = sorted(values)
         return cls(median(ordered), quantile(ordered, 0.25), quantile(ordered, 0.75), len(ordered))
-
-    def inverse_of(self, numerator: float) -> "Spread":
-        """The spread of numerator / value."""
-        return Spread(numerator / self.median, numerator / self.high, numerator / self.low, self.count)
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:

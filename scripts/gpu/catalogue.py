@@ -18,20 +18,16 @@ class Step:
 
 
 STEPS = (
-    Step("facts", "Device, matrix products and copies", "gpu.facts:run", 90, 15),
+    Step("facts", "Device and matrix products", "gpu.facts:run", 90, 15),
     Step("agree", "One training step against the CPU's float64", "gpu.agree:run", 180, 45),
     Step("commands", "Parity, resuming, saving, and torchrun", "gpu.commands:run_one_rank", 180, 60),
     Step("layouts", "Two ranks on one device over gloo", "gpu.commands:run_two_ranks", 180, 55),
     Step("nccl", "Collectives and FSDP2 on one rank", "gpu.nccl:run", 90, 15),
-    Step("waits", "Places where a step waits for the device, and repeatable bits", "gpu.waits:run", 90, 20),
+    Step("waits", "Places where a step waits for the device", "gpu.waits:run", 90, 20),
     Step("speed-1.2b", "Training speed of GPT-2 1.2B", "gpu.speed:run_1_2b", 150, 60),
-    Step("profile", "Device time of the 1.2B step by class of kernel", "gpu.kernels:run", 90, 25),
     Step("switches", "The 1.2B step with each gain on or off, and in 8 bits", "gpu.switches:run", 300, 140),
-    Step("peers", "A step against transformers, nanoGPT and Megatron Core", "gpu.peers:run_eager", 200, 60),
     Step("speed-124m", "Training speed of GPT-2 124M", "gpu.speed:run_124m", 90, 35),
     Step("speed-2.5b", "Training speed of GPT-2 2.5B", "gpu.speed:run_2_5b", 120, 45),
-    Step("inference", "Generation and evaluation of random weights", "gpu.inference:run", 90, 25),
-    Step("peers-compiled", "The same, compiled", "gpu.peers:run_compiled", 200, 90),
     Step("speed-355m", "Training speed of GPT-2 355M", "gpu.speed:run_355m", 90, 35),
     Step("speed-774m", "Training speed of GPT-2 774M", "gpu.speed:run_774m", 90, 40),
 )

@@ -21,10 +21,6 @@ class Case:
     """cuda or cpu."""
     quick: bool
     """True for tiny sizes: a rehearsal."""
-    peers: dict[str, str]
-    """Checkouts of other projects by name."""
-    out: Path
-    """Folder for files that are kept."""
     record: Path
     """The JSON file of the steps before."""
     results: Path
@@ -90,8 +86,8 @@ def main(words: list[str]) -> int:
     """`python -m gpu.child module:function RESULTS OPTIONS`."""
     target, results, options = words
     given = json.loads(options)
-    paths = {key: Path(given.pop(key)) for key in ("out", "record")}
-    return run(target, Case(**given, **paths, results=Path(results)))
+    record = Path(given.pop("record"))
+    return run(target, Case(**given, record=record, results=Path(results)))
 
 
 def list_kernels() -> None:

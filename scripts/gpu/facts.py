@@ -12,7 +12,6 @@ from time import perf_counter
 
 import torch
 from bench.machine import cpu_model, package_version, timed
-from torch import Tensor
 
 from gpu.child import Case
 from mlm.tracking.peak import table_peak
@@ -21,15 +20,7 @@ QUERY = (
     "name,driver_version,pstate,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,"
     "memory.total,memory.used,ecc.mode.current,compute_mode,persistence_mode"
 )
-PACKAGES = (
-    "numpy",
-    "triton",
-    "transformers",
-    "megatron-core",
-    "flash-attn",
-    "transformer-engine",
-    "pydantic",
-)
+PACKAGES = ("numpy", "triton", "transformers", "pydantic")
 PRODUCTS = (
     (4096, 4096, 4096),
     (8192, 8192, 8192),
@@ -38,19 +29,16 @@ PRODUCTS = (
 )
 """(rows, outputs, inputs)."""
 BEST_S, SUSTAINED_S = 0.4, 2.0
-COPY_BYTES = 1 << 30
-PAGEABLE_BYTES = 1 << 28
 
 
 def run(case: Case) -> None:
-    """Facts, matrix products, copies."""
+    """Facts and matrix products."""
     machine(case)
     if case.is_cuda:
         smi(case, "before")
     products(case)
     if case.is_cuda:
         smi(case, "after the products")
-    copies(case)
 
 
 def machine(case: Case) -> None:
@@ -149,29 +137,6 @@ def repeated(run: Callable[[], object], device: torch.device, seconds: float) ->
     while perf_counter() < end:
         times.append(timed(run, device))
     return times
-
-
-def copies(case: Case) -> None:
-    """GB/s of copies; on the device bytes read and written both count."""
-    device, large = torch.device(case.device), 1 << 22 if case.quick else COPY_BYTES
-    on_device = torch.empty(large, dtype=torch.uint8, device=device).random_()
-    pageable = torch.empty(1 << 20 if case.quick else PAGEABLE_BYTES, dtype=torch.uint8).random_()
-    other = torch.empty_like(on_device)
-    runs: dict[str, tuple[Tensor, Tensor, int]] = {"on the device": (other, on_device, 2)}
-    if case.is_cuda:
-        pinned = pageable.pin_memory()
-        part = on_device[: len(pageable)]
-        runs |= {
-            "to the device, pinned": (part, pinned, 1),
-            "to the device, pageable": (part, pageable, 1),
-            "from the device, pinned": (pinned, part, 1),
-            "from the device, pageable": (pageable, part, 1),
-        }
-    for name, (to, source, counted) in runs.items():
-        copy = partial(to.copy_, source, non_blocking=True)
-        timed(copy, device)
-        seconds = min(repeated(copy, device, 0.01 if case.quick else 0.3))
-        case.row("copies", copy=name, **{"GB/s": counted * source.numel() / seconds / 1e9})
 
 
 def measured_peak(case: Case, unit: str = "bf16") -> float | None:

@@ -166,9 +166,9 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def python_environment(root: Path, site: Path | None, base: Mapping[str, str]) -> dict[str, str]:
+def python_environment(root: Path, base: Mapping[str, str]) -> dict[str, str]:
     """Environment of the steps: the checkout's packages, no network, one visible GPU, no buffering."""
-    path = [str(root / "scripts"), str(root), *([str(site)] if site else [])]
+    path = [str(root / "scripts"), str(root)]
     return {
         "CUDA_VISIBLE_DEVICES": "0",  # unless the caller has chosen: the check is of one GPU
         **base,
@@ -181,19 +181,11 @@ def python_environment(root: Path, site: Path | None, base: Mapping[str, str]) -
     }
 
 
-def child_command(
-    device: str, quick: bool, peers: Mapping[str, str], out: Path, record: Path
-) -> Callable[[Step, Path], list[str]]:
+def child_command(device: str, quick: bool, record: Path) -> Callable[[Step, Path], list[str]]:
     """The words that run a step (gpu/child.py)."""
 
     def command(step: Step, results: Path) -> list[str]:
-        options = {
-            "device": device,
-            "quick": quick,
-            "peers": dict(peers),
-            "out": str(out),
-            "record": str(record),
-        }
+        options = {"device": device, "quick": quick, "record": str(record)}
         return [sys.executable, "-m", "gpu.child", step.run, str(results), json.dumps(options)]
 
     return command

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from bench.bert import BertShape
 from bench.contenders import MlmTrainee
-from bench.shapes import NAMED, PADDED_VOCAB, Shape
+from bench.shapes import PADDED_VOCAB, Shape
 from bench.spec import Spec
 from torch import nn
 
@@ -40,7 +39,7 @@ def gpt2(
 
 def spec_of(shape: Shape, device: str, dtype: str = "bf16") -> Spec:
     """The benchmark of a shape on this process's threads."""
-    return Spec(shape, device, dtype, torch.get_num_threads(), "default")  # type: ignore[arg-type]
+    return Spec(shape, device, dtype, torch.get_num_threads())  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -91,13 +90,6 @@ class SpeedTrainee(MlmTrainee):
         """Read micro-batches of that many samples from here on."""
         self.spec = replace(self.spec, shape=replace(self.spec.shape, batch_size=batch_size))
         self.batches = self.make_batches()
-
-
-def bert(*, quick: bool) -> BertShape:
-    """A BERT of base size without dropout, a tenth of whose samples is padded."""
-    (base,) = NAMED["cpu"]["base-512"]
-    tiny = Shape("bert-base", 2, 64, 4, 128, 512, 8)
-    return BertShape.of(tiny if quick else replace(base, name="bert-base", batch_size=32), "post", 0.0)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Worth of each choice of kernels: the 1.2B step as shipped, and with one setting changed at a time.
 
-Sums over micro-batches need several in a step, and packed sequences a BERT: these have a row of their own to
-compare with.
+Sums over micro-batches need several in a step: they have a row of their own to compare with.
 """
 
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ import torch
 
 from gpu.child import Case
 from gpu.facts import compiler_problem
-from gpu.shapes import Change, bert, gpt2
+from gpu.shapes import Change, gpt2
 from gpu.speed import first_line, measure_changed
 
 MICRO_BATCH, SEVERAL = 8, 4
@@ -38,7 +37,6 @@ class Switch:
     change: Change = AS_SHIPPED
     compiled: bool = True
     micro_batches: int = 1
-    is_bert: bool = False
 
 
 SWITCHES = (  # the most valuable first: the step's time may end before the last
@@ -49,8 +47,6 @@ SWITCHES = (  # the most valuable first: the step's time may end before the last
     Switch("4 micro-batches fuse_accumulation=true", settings(fuse_accumulation=True), micro_batches=SEVERAL),
     Switch("attention=flash", settings(attention="flash")),
     Switch("attention=cudnn", settings(attention="cudnn")),
-    Switch("BERT", is_bert=True),
-    Switch("BERT attention=flash", settings(attention="flash"), is_bert=True),
     Switch("precision=fp8", precision(dtype="fp8")),
     Switch("precision.cast=use", precision(cast="use")),
     Switch("compile=false precision.cast=use", precision(cast="use"), compiled=False),
@@ -75,7 +71,7 @@ def run(case: Case) -> None:
         try:
             measure_changed(
                 case,
-                bert(quick=case.quick) if switch.is_bert else shape,
+                shape,
                 switch.words,
                 switch.change,
                 compiled=switch.compiled and can_compile,

@@ -1,4 +1,4 @@
-"""Places where a steady training step waits for the device, and whether the same step gives the same bits."""
+"""Places where a steady training step waits for the device."""
 
 import traceback
 import warnings
@@ -10,11 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gpu.agree import batches_of, config_of
 from gpu.child import Case
-from gpu.shapes import SpeedTrainee, gpt2, spec_of
 from mlm.data.sampler import MicroBatch
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.incidents.watcher import Incidents
@@ -26,11 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(case: Case) -> None:
-    """Waits of GPT-2 and BERT, eager and in fp16; then two equal steps."""
+    """Waits of GPT-2 and BERT, eager and in fp16."""
     for kind, precision in (("gpt2", "bf16"), ("gpt2", "fp16"), ("bert", "bf16")):
         steady(case, kind, precision)
-    for repeatable in (False, True):
-        repeat(case, repeatable)
 
 
 def steady(case: Case, kind: str, precision: str) -> None:
@@ -97,36 +93,6 @@ def caller() -> str:
         return "outside of mlm"
     frame = frames[-1]
     return f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno} `{frame.line}`"
-
-
-def repeat(case: Case, repeatable: bool) -> None:
-    """The same forward and backward pass twice: are gradients equal bit for bit?"""
-    shape = gpt2("124m", quick=case.quick, batch_size=8)
-    trainee = SpeedTrainee("mlm", spec_of(shape, case.device), device_of(case))
-    torch.use_deterministic_algorithms(repeatable, warn_only=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            first, second = gradients(trainee), gradients(trainee)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    different = [name for name, g in first.items() if not torch.equal(g, second[name])]
-    case.row(
-        "the same step twice",
-        model=shape.describe(),
-        **{
-            "deterministic algorithms": repeatable,
-            "gradients": len(first),
-            "with other bits": len(different),
-            "such as": different[0] if different else "",
-        },
-    )
-
-
-def gradients(trainee: SpeedTrainee) -> dict[str, Tensor]:
-    """Gradients of the first micro-batch, on the CPU."""
-    read: Callable[[], tuple[float, dict[str, Tensor]]] = trainee.loss_and_gradients
-    return read()[1]
 
 
 def device_of(case: Case) -> torch.device:

@@ -1,13 +1,12 @@
 """All experiments, in the order in which they are listed."""
 
-from reproduce import clusters, norm_order, pipelines, pretraining, recomputation, scaling, shakespeare
+from reproduce import norm_order, pipelines, pretraining, recomputation, scaling, shakespeare
 
 EXPERIMENTS = (
     scaling.EXPERIMENT,
-    *pretraining.EXPERIMENTS,
+    pretraining.EXPERIMENT,
     norm_order.EXPERIMENT,
     *pipelines.EXPERIMENTS,
     *recomputation.EXPERIMENTS,
-    *clusters.EXPERIMENTS,
     shakespeare.EXPERIMENT,
 )

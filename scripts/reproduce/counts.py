@@ -1,6 +1,5 @@
-"""Bytes that the trainer of one rank keeps and sends, counted without its devices (`mlm plan dry-run`)."""
+"""Bytes that the trainer of one rank keeps, counted without its devices (`mlm plan dry-run`)."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -54,11 +53,3 @@ def kept_per_layer(case: Case, *, on_cpu: bool = False) -> int:
         for layers in (3, 2)
     )
     return three - two
-
-
-def sent_bytes(case: Case, rank: int) -> Counter[tuple[str, str]]:
-    """Return the bytes that a rank sends in a step by (axis, operation); collectives go round a ring."""
-    totals = Counter[tuple[str, str]]()
-    for message, count in dry_run(case.config(), rank).counts.messages.items():
-        totals[message.axis, message.operation] += round(count * message.ring_bytes)
-    return totals

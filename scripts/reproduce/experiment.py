@@ -24,8 +24,6 @@ class Settings:
     """Seeds, or rounds of timed runs, from 1 on."""
     corpus: str = "debian"
     """debian, plays, or the folder of a corpus by `mlm data build`."""
-    wikitext: Path | None = None
-    lambada: Path | None = None
     peer: Path | None = None
     """Checkout of nanoGPT."""
 
@@ -57,7 +55,6 @@ class Verdict(Enum):
     PARTLY = "agrees with the paper in part"
     CONTRADICTS = "contradicts the paper"
     NOTHING = "shows nothing about the paper's claim"
-    PLANNED = "planned, not measured"
 
 
 Cell = str | int | float

@@ -37,8 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cores=options.cores,
         seeds=options.seeds,
         corpus=options.corpus,
-        wikitext=absolute(options.wikitext),
-        lambada=absolute(options.lambada),
         peer=absolute(options.peer),
     )
     try:
@@ -75,8 +73,6 @@ def arguments_of(names: Sequence[str]) -> argparse.ArgumentParser:
     add("--seeds", type=int, default=3, help="seeds, or rounds of timed runs (%(default)s)")
     add("--cores", type=int, default=len(os.sched_getaffinity(0)), help="cores to use (%(default)s)")
     add("--corpus", default="debian", help="debian, plays, or a folder by `mlm data build` (%(default)s)")
-    add("--wikitext", type=Path, help="WikiText-103's wiki.test.tokens, for v1-table3")
-    add("--lambada", type=Path, help="LAMBADA's passages, .jsonl, for v1-table3")
     add("--peer", type=Path, help="checkout of nanoGPT, for nanogpt-shakespeare")
     add("--dry-run", action="store_true", help="print the command lines and run none")
     add("--keep", action="store_true", help="copy the reports in --out to scripts/results/reproduce")

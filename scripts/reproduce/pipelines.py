@@ -1,11 +1,9 @@
-"""Pipelines (PTD-P, arXiv:2104.04473): schedules, bubbles, interleaving, micro-batch sizes."""
+"""Pipelines (PTD-P, arXiv:2104.04473): bubbles, interleaving, micro-batch sizes."""
 
 from collections.abc import Mapping, Sequence
 from statistics import linear_regression, median
 
-from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.schedule import closed_bubble, simulate, title
-from reproduce.experiment import Cell, Conclusion, Curves, Experiment, Settings, Step, Table, Verdict
+from reproduce.experiment import Conclusion, Curves, Experiment, Settings, Step, Table, Verdict
 from reproduce.results import (
     MIN_ROUNDS,
     Results,
@@ -21,65 +19,6 @@ from reproduce.results import (
 SMALL = small_gpt2(num_layers=4, hidden_size=256, num_heads=8, max_positions=256, vocab_size=128)
 """A vocabulary of few tokens: the last stage's projection makes it slower than the others."""
 ROUNDS = "Median of rounds (least to largest)."
-
-# Schedules, simulated.
-
-SCHEDULES: Mapping[str, tuple[str, int]] = {
-    "gpipe": ("gpipe", 1),
-    "1f1b": ("1f1b", 1),
-    "interleaved": ("1f1b", 2),
-    "zb-h1": ("zb_h1", 1),
-}
-"""Name → (pipeline, chunks of a rank)."""
-SIZES = ((2, 2), (2, 8), (4, 4), (4, 8), (4, 32), (8, 8), (8, 64))
-"""(stages p, micro-batches m)."""
-EXACT = 1e-9
-
-
-def schedule_of(name: str, stages: int, micro_batches: int) -> PlanScheduleConfig:
-    """Return the settings of a schedule; a chunk takes 1/v of the time of a rank's layers."""
-    pipeline, v = SCHEDULES[name]
-    return PlanScheduleConfig(
-        pipeline=pipeline,  # type: ignore[arg-type]
-        vp=v,
-        pp=stages,
-        micro_batches=micro_batches,
-        forward_cost=1 / v,
-        backward_cost=2 / v,
-    )
-
-
-def schedules_conclusion(results: Results) -> Conclusion:
-    """Simulate each schedule at all sizes and compare its bubble with the formula."""
-    rows, wrong = list[list[Cell]](), 0
-    for stages, micro_batches in SIZES:
-        for name in SCHEDULES:
-            config = schedule_of(name, stages, micro_batches)
-            plan, formula = simulate(config), closed_bubble(config)
-            wrong += abs(plan.bubble - formula.value) > EXACT
-            rows.append([title(config), plan.bubble, formula.value, formula.words, max(plan.peak_in_flight)])
-    drawn = ", ".join(f"{name} {simulate(schedule_of(name, 4, 8)).bubble:.3g}" for name in SCHEDULES)
-    return Conclusion(
-        verdict=Verdict.AGREES if not wrong else Verdict.CONTRADICTS,
-        seen=f"Of {len(rows)} simulated schedules {len(rows) - wrong} have the bubble of the formula "
-        f"exactly; at p=4, m=8: {drawn}.",
-        limits=[
-            "The simulation takes equal stages, transfers that take no time, and a backward pass of twice "
-            "the time of forward; ptdp-bubble measures a pipeline that has none of these exactly.",
-            "ZB-H1 is of arXiv:2401.10241; PTD-P says nothing about it.",
-        ],
-        tables=[
-            Table(
-                title="Bubble: idle time over ideal time",
-                headings=("schedule", "simulated", "formula", "formula in words", "most in flight"),
-                rows=rows,
-                note="In flight: pairs of chunk and micro-batch whose activations the fullest rank holds; "
-                "a chunk of an interleaved schedule is half of a rank's layers. `mlm plan schedule pp=4 "
-                "micro_batches=8 pipeline=1f1b out=1f1b.svg` draws one.",
-            )
-        ],
-    )
-
 
 # The bubble, measured.
 
@@ -306,16 +245,6 @@ def micro_batch_verdict(gain: Sequence[float], loss: Sequence[float], best: int)
 
 
 EXPERIMENTS = (
-    Experiment(
-        name="ptdp-schedules",
-        title="Pipeline schedules and their bubbles",
-        source="PTD-P, arXiv:2104.04473, figures 3 and 4",
-        claim="GPipe and 1F1B idle (p-1)/m of the ideal time; with v chunks on each rank the interleaved "
-        "schedule idles (p-1)/(v*m), at v times the communication.",
-        minutes=0.1,
-        stages=lambda settings: [],
-        conclude=schedules_conclusion,
-    ),
     Experiment(
         name=BUBBLE,
         title="Pipeline bubble against micro-batches",

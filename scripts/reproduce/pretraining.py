@@ -1,4 +1,4 @@
-"""Model size against what is learned (arXiv:1909.08053): figure 6, and table 3's evaluations of its runs."""
+"""Model size against what is learned (arXiv:1909.08053, figure 6)."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,6 @@ from statistics import median
 
 import numpy as np
 
-from mlm.util.errors import UserError
 from reproduce.corpus import CORPUS, VOCAB_SIZE, corpus_stages
 from reproduce.experiment import Cell, Conclusion, Curves, Experiment, Settings, Step, Table, Verdict
 from reproduce.results import Results, is_lower, spread
@@ -182,114 +181,12 @@ def equal_tokens(curves: Sequence[Curve]) -> Table:
     )
 
 
-# Table 3: scores of the same runs without training on the tasks.
-
-ARTICLES = 20
-"""Articles of WikiText that are scored."""
-SCORES = {
-    "wikitext103": ("WikiText, adjusted perplexity", "adjusted perplexity"),
-    "lambada": ("LAMBADA, accuracy", "accuracy"),
-}
-"""Evaluation → (name in tables, metric of its result)."""
-
-
-def score_step(task: str, size: Size, seed: int, *words: str) -> Step:
-    """Return the evaluation of a run."""
-    name = f"table3-{size.name}-seed{seed}-{task}"
-    machine = ("dist.device=cpu", "dist.threads_per_rank=1", "batch_size=32")
-    ends = (f"ckpt=runs/{size.run(seed)}", f"out=results/{name}.json")
-    return Step(
-        name, ("mlm", "eval", task, *words, *machine, *ends), f"results/{name}.json", size.minutes / 6
-    )
-
-
-def table3_stages(settings: Settings) -> list[list[Step]]:
-    """Return the runs of figure 6 and their evaluations."""
-    if settings.wikitext is None or settings.lambada is None:
-        raise UserError("v1-table3 needs --wikitext and --lambada")
-    windows = ("overlapping_eval=64", f"limit={ARTICLES}")
-    words = {
-        "wikitext103": (f"data.path={settings.wikitext}", *windows),
-        "lambada": (f"data.path={settings.lambada}",),
-    }
-    runs = [(size, seed) for seed in range(1, settings.seeds + 1) for size in MODELS]
-    return [
-        *training_stages(settings),
-        [score_step(task, size, seed, *words[task]) for size, seed in runs for task in SCORES],
-    ]
-
-
-def table3_conclusion(results: Results) -> Conclusion:
-    """Compare the sizes' scores."""
-
-    def score(task: str, metric: str, size: Size, seed: int) -> float:
-        protocols = results.json(score_step(task, size, seed).name)["results"]
-        return float(next(each for each in protocols if each["task"] == task)["metrics"][metric]["value"])
-
-    scores = {
-        task: [[score(task, metric, size, seed) for seed in results.seeds] for size in MODELS]
-        for task, (_, metric) in SCORES.items()
-    }
-    rows: list[list[Cell]] = [[SCORES[task][0], *map(spread, values)] for task, values in scores.items()]
-    labels = [size.label for size in MODELS]
-    return Conclusion(
-        verdict=table3_verdict(scores["lambada"], scores["wikitext103"]),
-        seen=f"scores of the models of {', '.join(labels)} parameters, median (least to largest seed): "
-        + "; ".join(f"{name}: {', '.join(map(str, cells))}" for name, *cells in rows),
-        limits=[
-            "Models of this size and corpus say nothing about the paper's scores themselves, and an "
-            "accuracy of zero at every size says nothing about their order.",
-            f"WikiText: the first {ARTICLES} articles of the file, in windows of {SEQ} tokens that overlap "
-            "by half; the paper scores the whole test split. The corpus's tokenizer splits such words into "
-            "many tokens, which makes the perplexity per word high.",
-            f"LAMBADA asks for a word that needs a paragraph's context; a context of {SEQ} tokens truncates "
-            "some passages.",
-        ],
-        tables=(
-            Table(
-                title="Scores of figure 6's models, trained on equal tokens",
-                headings=["score", *labels],
-                rows=rows,
-                note=f"Columns by parameters without embeddings. {SEEDS}",
-            ),
-        ),
-    )
-
-
-def table3_verdict(accuracy: Sequence[Sequence[float]], perplexity: Sequence[Sequence[float]]) -> Verdict:
-    """Return if larger models score better on both data sets, sizes ascending.
-
-    Models that find no word of LAMBADA show nothing, whatever their order on WikiText.
-    """
-    if not all(accuracy[-1]):
-        return Verdict.NOTHING
-    better = [is_lower(smaller, larger) for smaller, larger in pairwise(accuracy)]
-    better += [is_lower(larger, smaller) for smaller, larger in pairwise(perplexity)]
-    if all(better):
-        return Verdict.AGREES
-    if True in better:
-        return Verdict.PARTLY
-    return Verdict.CONTRADICTS if False in better else Verdict.NOTHING
-
-
-EXPERIMENTS = (
-    Experiment(
-        name="v1-figure6",
-        title="Validation perplexity against model size at equal tokens",
-        source="Megatron-LM, arXiv:1909.08053, figure 6",
-        claim="At equal steps larger models converge faster and to lower validation perplexities.",
-        minutes=75,
-        stages=training_stages,
-        conclude=figure6_conclusion,
-    ),
-    Experiment(
-        name="v1-table3",
-        title="WikiText103 and LAMBADA without training on them, by model size",
-        source="Megatron-LM, arXiv:1909.08053, abstract and table 3",
-        claim="Larger models score better; the 8.3B model has a perplexity of 10.8 on WikiText103 and an "
-        "accuracy of 66.5 % on LAMBADA.",
-        minutes=95,
-        stages=table3_stages,
-        conclude=table3_conclusion,
-    ),
+EXPERIMENT = Experiment(
+    name="v1-figure6",
+    title="Validation perplexity against model size at equal tokens",
+    source="Megatron-LM, arXiv:1909.08053, figure 6",
+    claim="At equal steps larger models converge faster and to lower validation perplexities.",
+    minutes=75,
+    stages=training_stages,
+    conclude=figure6_conclusion,
 )

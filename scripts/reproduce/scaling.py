@@ -1,18 +1,8 @@
 """Weak scaling of tensor parallelism (arXiv:1909.08053): the model grows with the ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from reproduce.experiment import Cell, Conclusion, Experiment, Settings, Step, Table, Verdict
-from reproduce.plans import (
-    DGX2H,
-    NOT_FITTED,
-    gpt_shape,
-    layout_step,
-    planned,
-    scaling_layout,
-    tflops_2019,
-)
 from reproduce.results import Results, above, batch, ratios, share, small_gpt2, spread, timed_stages
 
 ONE_HOST = (
@@ -30,45 +20,14 @@ LAYOUTS = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2))
 """(tp, dp); the first is the base."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model of table 1."""
-
-    name: str
-    preset: str
-    layers: int
-    hidden: int
-    heads: int
-    tp: int
-
-    def tflops(self, dp: int) -> float:
-        """Return the planned TFLOP/s per GPU of the program of 2019."""
-        return tflops_2019(gpt_shape(layers=self.layers, hidden=self.hidden, heads=self.heads), self.tp, dp)
-
-    def step(self, dp: int) -> Step:
-        """Return the step that plans it for this toolkit."""
-        name = f"{NAME}-plan-{self.name.lower()}-dp{dp}"
-        return layout_step(name, (f"model={self.preset}",), scaling_layout(self.tp, dp), DGX2H)
-
-
-MODELS = (
-    Model("1.2B", "gpt2_1_2b", 40, 1536, 16, 1),
-    Model("2.5B", "gpt2_2_5b", 54, 1920, 20, 2),
-    Model("4.2B", "gpt2_4_2b", 64, 2304, 24, 4),
-    Model("8.3B", "gpt2_8b", 72, 3072, 32, 8),
-)
-REPLICAS = 64
-
-
 def stages_of(settings: Settings) -> list[list[Step]]:
-    """Return the timed runs, and the plans of the paper's layouts."""
+    """Return the timed runs."""
     contenders = {}
     for tp, dp in LAYOUTS:
         layers, hidden = SMALL[tp]
         sizes = small_gpt2(num_layers=layers, hidden_size=hidden, num_heads=4, max_positions=256)
         contenders[f"tp{tp}-dp{dp}"] = (*sizes, *batch(4, dp), f"tp={tp}", f"dp={dp}")
-    plans = [model.step(dp) for model in MODELS for dp in (1, REPLICAS)]
-    return [*timed_stages(NAME, contenders, settings, 0.3), plans]
+    return timed_stages(NAME, contenders, settings, 0.3)
 
 
 def conclude(results: Results) -> Conclusion:
@@ -85,10 +44,9 @@ def conclude(results: Results) -> Conclusion:
         limits=[
             ONE_HOST,
             f"With more than {cores} ranks processes take turns on {cores} cores: their efficiency says what "
-            "communication costs, not how the layout scales. The paper's 512 GPUs are planned alone.",
-            NOT_FITTED,
+            "communication costs, not how the layout scales.",
         ],
-        tables=(measured_table(results, efficiency), planned_table(results)),
+        tables=(measured_table(results, efficiency),),
     )
 
 
@@ -146,33 +104,6 @@ def sent_megabytes(*, layers: int, hidden: int, tokens: int, tp: int) -> float:
     input's gradient (arXiv:1909.08053, section 3), each of float32 [tokens, hidden], in a ring.
     """
     return (4 * layers + 2) * 2 * (tp - 1) / tp * 4 * tokens * hidden / 1e6
-
-
-def planned_table(results: Results) -> Table:
-    """Return the planned efficiencies of the paper's layouts."""
-    base, own = MODELS[0].tflops(1), planned(results, f"{NAME}-plan-1.2b-dp1")["model_tflops"]
-    rows = list[list[Cell]]()
-    for model in MODELS:
-        for dp in (1, REPLICAS):
-            ours = planned(results, f"{NAME}-plan-{model.name.lower()}-dp{dp}")["model_tflops"]
-            gpus = model.tp * dp
-            published = f"{PUBLISHED} %" if gpus == 512 else ""
-            efficiencies = (f"{100 * model.tflops(dp) / base:.1f} %", f"{100 * ours / own:.1f} %")
-            rows.append(
-                [
-                    f"{model.name}, {gpus} GPU{'s' * (gpus > 1)}",
-                    f"tp={model.tp} dp={dp}",
-                    published,
-                    *efficiencies,
-                ]
-            )
-    return Table(
-        title="Weak scaling on DGX-2H: published, and planned",
-        headings=["model", "layout", "published", "planned, Megatron-LM of 2019", "planned, this toolkit"],
-        rows=rows,
-        note="Published: the paper's abstract. This toolkit's base is faster on one GPU (fused attention), "
-        "so the same communication costs it more.",
-    )
 
 
 EXPERIMENT = Experiment(

@@ -78,9 +78,10 @@ def rehearse(args: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="mlm-rehearsal-"))
     cluster = Cluster(Network(folder), folder)
     try:
-        if not Network.is_possible():
-            raise Failed("no network namespaces can be made here")
-        cluster.network.up()
+        try:
+            cluster.network.up()
+        except (OSError, RuntimeError) as error:
+            raise Failed(f"no network namespaces can be made here: {error}") from None
         rows = run(cluster, args.only or list(CASES), args.out)
     except Failed as error:
         print(f"rehearse.sh: {error}", file=sys.stderr)

@@ -16,21 +16,35 @@ from torture.runs import HALF, STEPS, start_reshard
 
 TMPFS_BYTES = 4 << 20
 NEWEST, OLDER = step_name(HALF), step_name(HALF - 1)
+SHARDS = "*.safetensors"
+Harm = Callable[[Trial, Path], None]
 
 
-def shard_of_half(trial: Trial) -> str:
-    """The name of a shard of the newest checkpoint, of the run that is copied."""
-    folder = trial.reference.half / CHECKPOINTS / NEWEST
-    return trial.rng.choice(sorted(path.name for path in folder.glob("*.safetensors")))
+def damaged(pattern: str, harm: Harm, *, names_file: bool = True) -> Callable[[Trial], None]:
+    """Harm to a file of a stopped run's newest checkpoint: it goes on from the one before, and says why."""
+
+    def fault(trial: Trial) -> None:
+        trial.begin_halfway()
+        path = trial.rng.choice(sorted((trial.root / NEWEST).glob(pattern)))
+        harm(trial, path)
+        trial.note = f"{trial.reference.layout}, {path.name}"
+        trial.must_hold([HALF - 1])
+        trial.goes_on(naming=f"{NEWEST}/{path.name}" if names_file else NEWEST)
+
+    return fault
 
 
-def damaged(trial: Trial, name: str, harm: Callable[[Path], None]) -> None:
-    """Harm a file of a run that stopped halfway: it goes on from the checkpoint before, and says why."""
-    trial.begin_halfway()
-    harm(trial.root / NEWEST / name)
-    trial.note = f"{trial.reference.layout}, {name}"
-    trial.must_hold([HALF - 1])
-    trial.goes_on(naming=f"{NEWEST}/{name}")
+def beside(name: str, harm: Harm) -> Callable[[Trial], None]:
+    """Harm to a file that is no part of a checkpoint: nothing is lost, and the run goes on."""
+
+    def fault(trial: Trial) -> None:
+        trial.begin_halfway()
+        harm(trial, trial.out / name)
+        trial.note = f"{trial.reference.layout}, {name}"
+        trial.must_hold([HALF - 1, HALF])
+        trial.goes_on()
+
+    return fault
 
 
 def flip(trial: Trial, path: Path, part: slice = slice(None)) -> None:
@@ -38,6 +52,16 @@ def flip(trial: Trial, path: Path, part: slice = slice(None)) -> None:
     content = bytearray(path.read_bytes())
     content[trial.rng.choice(range(len(content))[part])] ^= 1 << trial.rng.randrange(8)
     path.write_bytes(content)
+
+
+def flip_header(trial: Trial, path: Path) -> None:
+    """Change one bit before the tensors of a safetensors file."""
+    flip(trial, path, slice(header_size(path)))
+
+
+def flip_tensor(trial: Trial, path: Path) -> None:
+    """Change one bit of a tensor."""
+    flip(trial, path, slice(header_size(path), None))
 
 
 def header_size(path: Path) -> int:
@@ -51,61 +75,14 @@ def truncate(trial: Trial, path: Path) -> None:
     os.truncate(path, trial.rng.choice((0, trial.rng.randrange(path.stat().st_size))))
 
 
-def flipped_tensor(trial: Trial) -> None:
-    damaged(trial, shard_of_half(trial), lambda path: flip(trial, path, slice(header_size(path), None)))
+def delete(_: Trial, path: Path) -> None:
+    """Delete a file."""
+    path.unlink()
 
 
-def flipped_header(trial: Trial) -> None:
-    damaged(trial, shard_of_half(trial), lambda path: flip(trial, path, slice(header_size(path))))
-
-
-def flipped_manifest(trial: Trial) -> None:
-    damaged(trial, MANIFEST, lambda path: flip(trial, path))
-
-
-def truncated_shard(trial: Trial) -> None:
-    damaged(trial, shard_of_half(trial), lambda path: truncate(trial, path))
-
-
-def truncated_manifest(trial: Trial) -> None:
-    damaged(trial, MANIFEST, lambda path: truncate(trial, path))
-
-
-def deleted_shard(trial: Trial) -> None:
-    damaged(trial, shard_of_half(trial), lambda path: path.unlink())
-
-
-def deleted_manifest(trial: Trial) -> None:
-    damaged(trial, MANIFEST, lambda path: path.unlink())
-
-
-def stale_shard(trial: Trial) -> None:
-    """The same rank's file of the checkpoint before, which has the same size."""
-    damaged(
-        trial, shard_of_half(trial), lambda path: shutil.copy(path.parent.with_name(OLDER) / path.name, path)
-    )
-
-
-def stale_manifest(trial: Trial) -> None:
-    """The manifest of the checkpoint before: the shards do not belong to it."""
-    trial.begin_halfway()
-    shutil.copy(trial.root / OLDER / MANIFEST, trial.root / NEWEST / MANIFEST)
-    trial.note = trial.reference.layout
-    trial.must_hold([HALF - 1])
-    trial.goes_on(naming=NEWEST)
-
-
-def beside(name: str, harm: Callable[[Trial, Path], None]) -> Callable[[Trial], None]:
-    """Harm to a file that is no part of a checkpoint: nothing is lost, and the run goes on."""
-
-    def fault(trial: Trial) -> None:
-        trial.begin_halfway()
-        harm(trial, trial.out / name)
-        trial.note = f"{trial.reference.layout}, {name}"
-        trial.must_hold([HALF - 1, HALF])
-        trial.goes_on()
-
-    return fault
+def replace_by_older(_: Trial, path: Path) -> None:
+    """Put the file of the checkpoint before in its place: a rank's has the same size."""
+    shutil.copy(path.parent.with_name(OLDER) / path.name, path)
 
 
 def disk_full(trial: Trial) -> None:
@@ -178,7 +155,8 @@ def unreadable(trial: Trial) -> None:
     """A file of the newest checkpoint, or its folder, may not be read."""
     trial.begin_halfway()
     run_folder_writable_by_all(trial.out)
-    name = trial.rng.choice([MANIFEST, shard_of_half(trial), "."])
+    shards = sorted(path.name for path in (trial.root / NEWEST).glob(SHARDS))
+    name = trial.rng.choice([MANIFEST, trial.rng.choice(shards), "."])
     (trial.root / NEWEST / name).chmod(0)
     trial.note = f"{trial.reference.layout}, {name}"
     trial.must_hold([HALF - 1])
@@ -269,21 +247,21 @@ FAULTS: dict[str, Callable[[Trial], None]] = {
     "checkpoints moved away": lambda trial: moved_away(trial, trial.root),
     "run directory moved away": lambda trial: moved_away(trial, trial.out),
     "checkpoints deleted": deleted_folder,
-    "bit flipped in a tensor": flipped_tensor,
-    "bit flipped in a shard's header": flipped_header,
-    "bit flipped in the manifest": flipped_manifest,
+    "bit flipped in a tensor": damaged(SHARDS, flip_tensor),
+    "bit flipped in a shard's header": damaged(SHARDS, flip_header),
+    "bit flipped in the manifest": damaged(MANIFEST, flip),
     "bit flipped in latest": beside(f"{CHECKPOINTS}/{LATEST}", flip),
     "bit flipped in metrics.jsonl": beside("metrics.jsonl", flip),
     "bit flipped in config.yaml": beside("config.yaml", flip),
-    "shard cut short": truncated_shard,
-    "manifest cut short": truncated_manifest,
+    "shard cut short": damaged(SHARDS, truncate),
+    "manifest cut short": damaged(MANIFEST, truncate),
     "latest cut short": beside(f"{CHECKPOINTS}/{LATEST}", truncate),
     "metrics.jsonl cut short": beside("metrics.jsonl", truncate),
-    "shard deleted": deleted_shard,
-    "manifest deleted": deleted_manifest,
-    "latest deleted": beside(f"{CHECKPOINTS}/{LATEST}", lambda trial, path: path.unlink()),
-    "shard of an older step": stale_shard,
-    "manifest of an older step": stale_manifest,
+    "shard deleted": damaged(SHARDS, delete),
+    "manifest deleted": damaged(MANIFEST, delete),
+    "latest deleted": beside(f"{CHECKPOINTS}/{LATEST}", delete),
+    "shard of an older step": damaged(SHARDS, replace_by_older),
+    "manifest of an older step": damaged(MANIFEST, replace_by_older, names_file=False),
     "no permission to read": unreadable,
     "two runs in one folder": two_runs,
     "reshard into the folder of a run": reshard_into_run,

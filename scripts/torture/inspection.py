@@ -17,6 +17,10 @@ from torture.runs import HALF, KEEP, STEPS, Reference, content
 LEFTOVER = (".saving-", ".replaced-", ".latest-")
 
 
+FINDINGS = {"checkpoints_lost": "lost", "silent_corruptions": "silent", "other_findings": "other"}
+"""Name in the record → field of Findings."""
+
+
 @dataclass
 class Findings:
     """Problems found, a line each; all empty if none."""
@@ -30,11 +34,7 @@ class Findings:
 
     def all(self) -> list[str]:
         """Every line."""
-        return [
-            f"{kind}: {line}"
-            for kind, lines in (("lost", self.lost), ("silent", self.silent), ("other", self.other))
-            for line in lines
-        ]
+        return [f"{name}: {line}" for name in FINDINGS.values() for line in getattr(self, name)]
 
 
 @dataclass

@@ -185,7 +185,7 @@ def test_planted_duplicates_are_found_and_nothing_else_goes(unit: str) -> None:
     config = DedupConfig(unit="word" if unit == "word" else "character")
     corpus = plant(made_up_paragraphs(), seed=7, limit=130)
     pairs = similar_pairs(corpus.texts, unit, least=0.3)
-    found = score(corpus, pairs, run_mlm(corpus.texts, {}, config), config.threshold)
+    found = score(corpus, pairs, run_mlm(corpus.texts, config), config.threshold)
     assert sum(pairs.get(pair, 0) > config.threshold for pair in corpus.planted) > 60
     assert found["recall"] >= 0.98
     assert found["precision"] == 1

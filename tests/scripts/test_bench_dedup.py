@@ -62,9 +62,3 @@ def test_it_ends_with_1_where_pairs_are_missed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("bench.dedup_contenders.find_spec", lambda name: name if name == "rensa" else None)
     words = ["--text", str(text), "--rounds", "1", "--bands", "1", "--rows", "20"]
     assert bench_dedup.BENCH.main(words) == 1
-
-
-def test_too_little_text_is_a_mistake(tmp_path: Path) -> None:
-    text = tmp_path / "text.jsonl"
-    text.write_text('{"text": "a few words"}\n')
-    assert bench_dedup.BENCH.main(["--text", str(text)]) == 2

@@ -12,9 +12,9 @@ from mlm.util.errors import UserError
 
 
 def test_words_make_a_layout() -> None:
-    words = "tp=2,pp=2,sequence_parallel=true,pipeline=zb_h1,micro_batches=8,overlap=false"
+    words = "tp=2,pp=2,sequence_parallel=true,pipeline=zb_h1,micro_batches=8"
     parallel = ParallelConfig(tp=2, pp=2, sequence_parallel=True, pipeline="zb_h1")
-    assert parse_layout(words) == Layout(parallel, micro_batches=8, overlap=False)
+    assert parse_layout(words) == Layout(parallel, micro_batches=8)
     assert parse_layout(words).processes == 4
     assert parse_layout("cp=2,dp=2").processes == 4
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,20 @@ from typing import Any
 import bench_train
 import pytest
 import torch
-from bench.compare import Plan, doubts
+from bench.compare import doubts
 from bench.contenders import MlmTrainee
 from bench.equality import Reference
 from bench.llama import LlamaShape, TransformersLlama
-from bench.ranks import Ranks, busy_s, for_others_s
-from bench.shapes import NAMED, Shape, shapes_of
+from bench.ranks import for_others_s
+from bench.shapes import NAMED, shapes_of
 from bench.spec import Spec
-from bench.stats import Pair, Ratio, Spread, Timing, Turn, quantile, reject_above_peak
+from bench.stats import Pair, Ratio, Spread, Timing, Turn, reject_above_peak
 from bench.timing import take_rounds
 
 from mlm.util.errors import UserError
-from tests.megatron_core import megatron_core
 
 TINY = NAMED["cpu"]["tiny"][0]
-SPEC = Spec(TINY, "cpu", "fp32", threads=1, allocator="default")
+SPEC = Spec(TINY, "cpu", "fp32", threads=1)
 
 
 def turn(seconds: float = 1.0, *, cpu_s: float = 1.0, waited_s: float = 0.0, before: float = 1.0) -> Turn:
@@ -43,25 +41,13 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_quantile_interpolates_between_neighbours() -> None:
-    assert [quantile([1.0, 2.0, 4.0, 8.0], q) for q in (0.0, 0.25, 0.5, 1.0)] == [1.0, 1.75, 3.0, 8.0]
-
-
 def test_spread_is_median_and_quartiles_of_unsorted_values() -> None:
     assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(3.0, 2.0, 4.0, 5)
 
 
-def test_spread_of_one_value_is_that_value() -> None:
-    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0, 1)
-
-
-def test_rate_of_a_spread_of_seconds_turns_its_quartiles_round() -> None:
-    assert Spread(2.0, 1.0, 4.0, 3).inverse_of(8.0) == Spread(4.0, 2.0, 8.0, 3)
-
-
-def test_ratio_is_the_median_over_pairs_and_the_ratio_of_the_fastest_steps() -> None:
+def test_ratio_is_the_median_over_pairs() -> None:
     pairs = [Pair(turn(a), turn(b)) for a, b in ((1.0, 1.5), (2.0, 2.0), (1.0, 3.0))]
-    assert Ratio.of(pairs, "wall") == Ratio(1.5, 1.25, 2.25, least=1.0, most=3.0, of_minima=1.5, kept=3)
+    assert Ratio.of(pairs, "wall") == Ratio(1.5, 1.25, 2.25, least=1.0, most=3.0, kept=3)
 
 
 def test_ratio_of_processor_time_keeps_pairs_that_waited_for_other_jobs() -> None:
@@ -79,22 +65,11 @@ def test_ranks_that_wait_for_each_other_are_not_disturbed() -> None:
     assert for_others_s(0.4, math.nan) == 0.4
 
 
-def test_the_machine_tells_what_ran() -> None:
-    before, begin = busy_s(), time.process_time()
-    while time.process_time() < begin + 0.2:
-        pass
-    assert math.isnan(before) or busy_s() - before > 0.1
-
-
 @pytest.mark.parametrize(("before", "steady"), [(1.0, True), (1.09, True), (1.11, False), (0.89, False)])
 def test_pair_is_dropped_when_a_product_around_either_step_differs(before: float, steady: bool) -> None:
     assert Pair(turn(before=before), turn()).steady("wall") is steady
     assert Pair(turn(), turn(before=before)).steady("wall") is steady
-
-
-@pytest.mark.parametrize(("before", "steady"), [(1.29, True), (1.31, False)])
-def test_processor_time_allows_the_product_to_differ_more(before: float, steady: bool) -> None:
-    assert Pair(turn(before=before), turn()).steady("cpu") is steady
+    assert Pair(turn(before=before), turn()).steady("cpu")  # which may differ by 30 %
 
 
 def test_contenders_take_turns_forwards_and_backwards() -> None:
@@ -173,29 +148,6 @@ def test_transformers_llama_agrees_with_mlm(heads: int) -> None:
     assert theirs.check(Reference(*ours.loss_and_gradients())).gradient_error < 1e-5
 
 
-@pytest.mark.slow
-def test_megatron_core_agrees_with_mlm(tmp_path: Path) -> None:
-    megatron_core("safe_globals")
-    path = tmp_path / "reference.safetensors"
-    Reference(*MlmTrainee("mlm", SPEC, torch.device("cpu")).loss_and_gradients()).save(path)
-    with Ranks("megatron", SPEC, 1) as ranks:  # in a process of its own: it starts a process group
-        assert ranks.check(path).gradient_error < 1e-5
-
-
-@pytest.mark.slow
-def test_split_contender_agrees_and_reports_its_memory(tmp_path: Path) -> None:
-    ours, path = MlmTrainee("mlm", SPEC, torch.device("cpu")), tmp_path / "reference.safetensors"
-    Reference(*ours.loss_and_gradients()).save(path)
-    with Ranks("mlm-tp2", SPEC, 2) as ranks:
-        assert ranks.check(path).gradient_error < 1e-5
-        assert [m["baseline_bytes"] > 0 for m in ranks.memory()] == [True, True]
-
-
-def test_every_other_contender_meets_the_first_and_picotron_meets_our_split() -> None:
-    plan = Plan(("mlm", "nanogpt"), ("mlm-tp2", "picotron-tp2"), 2, 8, 24, 0.5, True)
-    assert plan.opponents() == [("mlm", "nanogpt"), ("mlm", "mlm-tp2"), ("mlm-tp2", "picotron-tp2")]
-
-
 @pytest.mark.parametrize(
     ("kept", "quartiles", "problem"),
     [
@@ -207,7 +159,7 @@ def test_every_other_contender_meets_the_first_and_picotron_meets_our_split() ->
 def test_ratio_of_few_pairs_or_wide_quartiles_is_not_to_be_quoted(
     kept: int, quartiles: tuple[float, float], problem: str | None
 ) -> None:
-    ratio = Ratio(1.0, *quartiles, least=0.9, most=1.1, of_minima=1.0, kept=kept)
+    ratio = Ratio(1.0, *quartiles, least=0.9, most=1.1, kept=kept)
     assert ratio.problems(8) == ([] if problem is None else [problem])
 
 
@@ -231,19 +183,12 @@ def test_few_pairs_are_a_trial() -> None:
     assert "a trial" in doubts(7, [], SPEC)[0]
 
 
-def test_tp_keeps_the_vocabulary_of_every_shape() -> None:
-    shapes: list[Shape] = [s for group in NAMED["cpu"].values() for s in group]
-    assert [s.model().padded_vocab_size(2) for s in shapes] == [s.vocab_size for s in shapes]
-
-
 @pytest.mark.slow
 def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     out = tmp_path / "tiny.json"
     options = "--shape tiny --device cpu --threads 1 --pairs 1 --attempts 2 --seconds 0"
     arguments = [
         *options.split(),
-        "--allocator",
-        "default",
         "--contenders",
         "mlm",
         "mlm-mkl",
@@ -258,7 +203,7 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     assert len(result["series"]) == 1
     assert sorted(result["rounds"][0]) == ["mlm", "mlm-mkl"]
     mlm = result["contenders"]["mlm"]
-    assert mlm["step_cpu_s"]["least"] > 0
+    assert mlm["step_cpu_s"]["median"] > 0
     assert "a trial" in result["doubts"][0]
 
 
@@ -271,18 +216,11 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
         (["--contenders", "mlm", "nanogpt"], "needs --peers nanogpt=PATH"),
         (["--peers", "nanogpt=/nowhere"], "no such folder"),
         (
-            ["--family", "llama", "--contenders", "mlm", "megatron"],
-            "--family llama: megatron is compared as GPT",
-        ),
-        (
-            ["--family", "llama", "--shape", "custom", "2,36,18,8,90,2", "--contenders", "mlm", "--tp", "9"],
-            "of its 6 heads of keys and --tp 9 one must divide the other",
+            ["--family", "llama", "--contenders", "mlm", "nanogpt", "--peers", "nanogpt=."],
+            "--family llama: nanogpt is compared as GPT",
         ),
         (["--pairs", "0"], "0 must be at least 1"),
-        (["--family", "bert", "--shape", "custom", "2,32,4,4,99,2"], "S=4 must be at least 8"),
-        (["--family", "bert", "--shape", "tiny", "--dropout", "1"], "--dropout 1 must be from 0"),
         (["--contenders", "tq=2"], "give key=value"),
-        (["--shape", "custom", "2,30,3,8,64,2", "--tp", "2"], "N=3 must be a multiple of --tp 2"),
         (["--out", "/nowhere/x.json"], "its folder does not exist"),
     ],
 )

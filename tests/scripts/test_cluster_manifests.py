@@ -170,25 +170,6 @@ def test_the_skypilot_task_has_the_fields_of_its_schema(task: dict[str, Any]) ->
     assert all(re.fullmatch(r"/\S+", path) for path in task["volumes"])
 
 
-@pytest.mark.parametrize(
-    "path, value",
-    [
-        (("spec", "elasticPolicy", "minReplica"), 1),
-        (("spec", "nprocPerNode"), 8),
-        (("spec", "pytorchReplicaSpecs", "Workers"), {}),
-        (("spec", "pytorchReplicaSpecs", "Worker", "template", "spec", "containers"), [{"image": "a"}]),
-    ],
-)
-def test_a_misspelt_or_mistyped_field_shows(
-    job: dict[str, Any], path: tuple[str, ...], value: object
-) -> None:
-    place = job
-    for name in path[:-1]:
-        place = place[name]
-    place[path[-1]] = value
-    assert len(problems(job, PYTORCH_JOB)) == 1
-
-
 def commands(job: dict[str, Any], task: dict[str, Any]) -> list[list[str]]:
     """The command that both files run, without torchrun's name."""
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]

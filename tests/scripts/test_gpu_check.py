@@ -18,7 +18,6 @@ from gpu.catalogue import STEPS, Step
 from gpu.child import Case
 from gpu.child import run as run_child
 from gpu.commands import reason_in
-from gpu.kernels import Kernel, busy_time, class_of
 from gpu.record import Record
 from gpu.runner import python_environment, run_limited, run_steps
 from gpu.shapes import freed, gpt2, spec_of
@@ -83,20 +82,12 @@ def check(tmp_path: Path) -> Check:
     return Check(tmp_path)
 
 
-def test_second_call_runs_only_what_is_not_recorded(check: Check) -> None:
+def test_second_call_runs_what_is_not_recorded_for_this_code_or_named(check: Check) -> None:
     check.run(step("a"))
     assert check.run(step("a"), step("b"))[0] == 0
     assert check.begun() == ["b"]
-
-
-def test_named_step_is_repeated(check: Check) -> None:
-    check.run(step("a"), step("b"))
     check.run(step("a"), step("b"), again=["b"])
     assert check.begun() == ["b"]
-
-
-def test_results_of_other_code_do_not_count(check: Check) -> None:
-    check.run(step("a"), code="a")
     check.run(step("a"), code="b")
     assert check.begun() == ["a"]
 
@@ -152,12 +143,6 @@ def test_files_are_written_after_every_step(check: Check) -> None:
     assert "| a | ok |" in (check.out / "gpu_check.md").read_text()
 
 
-def test_output_is_logged_and_progress_is_said(check: Check) -> None:
-    check.run(step("a", "print('· half way'); print('noise')"))
-    assert [line.strip() for line in check.said if "half" in line] == ["· half way"]
-    assert (check.out / "log").read_text() == "· half way\nnoise\n"
-
-
 def test_command_that_leaves_its_output_open_does_not_hang_the_check(tmp_path: Path) -> None:
     begin = time.monotonic()
     words = [
@@ -193,7 +178,7 @@ def breaks(case: Case) -> None:
 
 
 def case_in(folder: Path) -> Case:
-    return Case("cpu", True, {}, folder, folder / "gpu_check.json", folder / "results")
+    return Case("cpu", True, folder / "gpu_check.json", folder / "results")
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_results(tmp_path: Path) -> None:
@@ -208,29 +193,17 @@ def test_every_step_names_a_function_that_exists() -> None:
 
 
 def test_steps_run_from_a_bare_checkout() -> None:
-    path = python_environment(ROOT, Path("/site"), {"PYTHONPATH": "/own"})["PYTHONPATH"].split(":")
-    assert path == [str(ROOT / "scripts"), str(ROOT), "/site", "/own"]
+    path = python_environment(ROOT, {"PYTHONPATH": "/own"})["PYTHONPATH"].split(":")
+    assert path == [str(ROOT / "scripts"), str(ROOT), "/own"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--wheels", "/nowhere"], "holds no .whl"),
-        (["--peers", "picotron=/x"], "give nanogpt=PATH"),
-        (["--device", "cuda"], "torch sees no GPU here"),
-    ],
-)
-def test_mistake_is_one_line_and_exit_2(
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_host_without_a_gpu_is_one_line_and_exit_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_check, "probe", lambda _: ("2.11", False, "3.12", []))
-    assert gpu_check.main([*options, "--out", str(tmp_path)]) == 2
+    assert gpu_check.main(["--device", "cuda", "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert "torch sees no GPU here" in line
 
 
 def test_foreign_file_in_the_place_of_the_results_is_kept(
@@ -263,34 +236,8 @@ def test_rehearsal_of_the_cheapest_step_writes_its_tables(tmp_path: Path) -> Non
     options = ["--device", "cpu", "--quick", "--only", "facts", "--minutes", "5", "--out", str(tmp_path)]
     assert gpu_check.main(options) == 0
     rows = json.loads((tmp_path / "gpu_check.json").read_text())["steps"]["facts"]["entries"]
-    assert {"facts", "products", "copies"} <= {row.get("table") for row in rows}
+    assert {"facts", "products"} <= {row.get("table") for row in rows}
     assert "TFLOP/s" in (tmp_path / "gpu_check.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT", "matmul"),
-        ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32", "matmul"),
-        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<96, 128, 64>>", "attention"),
-        (
-            "void fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
-            "attention",
-        ),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3", "attention"),
-        ("multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<5>, FusedAdamMathFunctor>", "optimizer"),
-        ("multi_tensor_apply_kernel<TensorListMetadata<1>, LpNormFunctor<float, NormType::L2>>", "reduction"),
-        ("Memcpy HtoD (Pinned -> Device)", "copy or cast"),
-        ("vectorized_elementwise_kernel<8, bfloat16_copy_kernel_cuda>", "copy or cast"),
-        ("vectorized_elementwise_kernel<4, GeluCUDAKernelImpl>", "elementwise"),
-        ("void vectorized_layer_norm_kernel<BFloat16, float>", "reduction"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
-        ("triton_poi_fused_gelu_0", "elementwise"),
-        ("triton_red_fused_native_layer_norm_1", "reduction"),
-    ],
-)
-def test_kernels_are_classed_by_name(kernel: str, kind: str) -> None:
-    assert class_of(kernel) == kind
 
 
 class Fake:
@@ -401,11 +348,6 @@ class Waiting:
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.wait = function
-
-
-def test_device_is_busy_while_any_stream_is() -> None:
-    kernels = [Kernel("a", 0, 10), Kernel("b", 5, 12), Kernel("c", 6, 7), Kernel("d", 20, 21)]
-    assert busy_time(kernels) == 13
 
 
 def test_reason_of_a_failed_command_is_that_of_its_rank() -> None:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reproduce import clusters, norm_order, pipelines, pretraining, recomputation, report, runner, scaling
+from reproduce import norm_order, pipelines, pretraining, recomputation, report, runner, scaling
 from reproduce.catalogue import EXPERIMENTS
 from reproduce.experiment import Conclusion, Curves, Experiment, Settings, Step, Table, Verdict
 from reproduce.main import main
 from reproduce.main import reproduce as run_experiment
 from reproduce.nanogpt import INPUT
-from reproduce.plans import published_rows
 from reproduce.results import (
     Record,
     Results,
@@ -48,7 +47,7 @@ def all_settings(folder: Path) -> Settings:
     """Settings with which every experiment has steps."""
     (folder / INPUT).parent.mkdir(parents=True)
     (folder / INPUT).touch()
-    return settings_in(folder, peer=folder, wikitext=Path("wiki"), lambada=Path("lambada"))
+    return settings_in(folder, peer=folder)
 
 
 def steps_of(experiment: Experiment, settings: Settings) -> list[Step]:
@@ -91,20 +90,18 @@ def test_without_a_name_the_experiments_are_listed(capsys: pytest.CaptureFixture
 
 
 def test_a_dry_run_prints_commands_and_runs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ptdp-table1", "--dry-run", f"--out={tmp_path}"]) == 0
+    assert main(["ptdp-bubble", "--dry-run", f"--out={tmp_path}"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + len(published_rows("sc21_table1"))
-    assert lines[1].startswith("mlm plan layouts model=gpt2_sc21_1_7b tp=1 ")
+    assert len(lines) == 1 + 3 * (len(pipelines.COUNTS) + len(pipelines.ALONE))
+    assert lines[1].startswith("mlm pretrain model=gpt2_tiny ")
     assert not list(tmp_path.iterdir())
 
 
 def test_all_skips_what_needs_files_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["all", "--dry-run", f"--out={tmp_path}"]) == 0
     printed = capsys.readouterr().out
-    assert [name for name in ("v1-table3", "nanogpt-shakespeare") if f"{name} is skipped" in printed] == [
-        *("v1-table3", "nanogpt-shakespeare")
-    ]
-    assert main(["v1-table3", f"--out={tmp_path}"]) == 2
+    assert "nanogpt-shakespeare is skipped" in printed
+    assert main(["nanogpt-shakespeare", f"--out={tmp_path}"]) == 2
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_known() -> None:
@@ -342,9 +339,6 @@ LOW, MID, HIGH = [1.0, 1.1, 1.2], [2.0, 2.1, 2.2], [3.0, 3.1, 3.2]
         (pretraining.figure6_verdict([HIGH, LOW, LOW]), P),
         (pretraining.figure6_verdict([LOW, HIGH]), C),
         (pretraining.figure6_verdict([HIGH[:2], LOW[:2]]), N),
-        (pretraining.table3_verdict([[0.0] * 3] * 3, [HIGH, MID, LOW]), N),
-        (pretraining.table3_verdict([LOW, MID, HIGH], [HIGH, MID, LOW]), A),
-        (pretraining.table3_verdict([LOW, MID, HIGH], [LOW, MID, HIGH]), P),
         (pipelines.bubble_verdict({1: [1.0] * 3, 16: [0.06] * 3}, [1.0] * 3), A),
         (pipelines.bubble_verdict({1: [1.0] * 3, 16: [0.06] * 3}, [1.5] * 3), P),
         (pipelines.bubble_verdict({1: [0.1] * 3, 16: [0.2] * 3}, [1.0] * 3), C),
@@ -360,8 +354,6 @@ LOW, MID, HIGH = [1.0, 1.1, 1.2], [2.0, 2.1, 2.2], [3.0, 3.1, 3.2]
         (recomputation.time_verdict([1.36] * 3, [1.4] * 3, [1.02] * 3), C),
         (recomputation.memory_verdict({"a": 0.001, "b": -0.006}, 6.2), A),
         (recomputation.memory_verdict({"a": 0.001, "b": 0.2}, 6.2), P),
-        (clusters.table1_verdict([0.04, -0.03], [137, 158]), Verdict.PLANNED),
-        (clusters.table1_verdict([0.4, -0.03], [137, 100]), C),
     ],
 )
 def test_the_verdict_follows_from_the_numbers(verdict: Verdict, expected: Verdict) -> None:
@@ -430,30 +422,6 @@ def test_figure6_compares_perplexities_at_equal_tokens(tmp_path: Path) -> None:
     assert conclusion.verdict is Verdict.AGREES
     assert conclusion.seen.endswith("with 20 % of its tokens.")
     assert conclusion.tables[0].rows[2][1] == "149 (149 to 149)"
-
-
-def test_table3_shows_nothing_where_no_word_is_found(tmp_path: Path) -> None:
-    settings = settings_in(tmp_path, wikitext=Path("wiki"), lambada=Path("lambada"))
-    (settings.out / "results").mkdir(parents=True)
-    scores = {"wikitext103": ("adjusted perplexity", 5e4), "lambada": ("accuracy", 0.0)}
-    for n, size in enumerate(pretraining.MODELS):
-        for seed in (1, 2, 3):
-            for task, (metric, value) in scores.items():
-                result = {"results": [{"task": task, "metrics": {metric: {"value": value / (n + 1)}}}]}
-                name = f"table3-{size.name}-seed{seed}-{task}.json"
-                (settings.out / "results" / name).write_text(json.dumps(result))
-    conclusion = pretraining.table3_conclusion(results_of(EXPERIMENTS[2], settings))
-    assert conclusion.verdict is Verdict.NOTHING
-    assert conclusion.tables[0].rows[1] == ["LAMBADA, accuracy", *["0 (0 to 0)"] * 3]
-
-
-def test_simulated_bubbles_are_those_of_the_kept_report(tmp_path: Path) -> None:
-    """Nothing is measured in them: the same numbers come out on every machine."""
-    experiment = next(each for each in EXPERIMENTS if each.name == "ptdp-schedules")
-    conclusion = experiment.conclude(results_of(experiment, settings_in(tmp_path)))
-    kept = json.loads((report.KEPT / experiment.name / "result.json").read_text())
-    assert [list(row) for row in conclusion.tables[0].rows] == kept["tables"][0]["rows"]
-    assert conclusion.seen == kept["seen"]
 
 
 def test_an_experiment_runs_from_end_to_end(tmp_path: Path) -> None:

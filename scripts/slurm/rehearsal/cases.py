@@ -15,7 +15,6 @@ from rehearsal.record import Finding
 from rehearsal.training import RUN, SAVE_EVERY, History, checkpoints, compare, wait_for_step
 
 PHASES = ("starting", "importing", "rendezvous", "loading", "training", "saving", "validating")
-PORT = "13131"
 SLOW_RATE, SLOW_S = "2mbit", 0.1
 """Of a node's network in the case of a slow one, and by how much a step's waits become longer."""
 GONE = re.compile(r"mlm: rank \d+: .*(gone|did not finish|did not rendezvous)")
@@ -99,14 +98,22 @@ def out_of_time(phase: str, stage: Stage) -> Finding:
     said, _ = job.wait_to_say("SIGUSR1: (noted|finishing)")
     found = time.monotonic() - begin
     stage.release()
+    lost = continue_once(stage, job, steps=steps)
+    return Finding(f"the signal before the time limit, while {phase}", found, said, lost)
+
+
+def continue_once(
+    stage: Stage, job: Job, *, steps: int, limit: int | None = None, has_begun: bool = True
+) -> str:
+    """Let a job that was queued again run to its end; what it lost. Raises Failed."""
     job.wait_for_requeue()
-    job.start_again()
-    before = History.of(stage.out)
+    job.start_again(limit)
+    before = History.of(stage.out).last
     job.wait_for("COMPLETED")
     history = compare(stage.out, stage.alone, steps=steps)
-    check_continued(history, before.last)
-    lost = f"nothing: saved after step {before.last}, continued there"
-    return Finding(f"the signal before the time limit, while {phase}", found, said, lost)
+    if has_begun:
+        check_continued(history, before)
+    return f"nothing: saved after step {before}, continued there"
 
 
 def time_limit(stage: Stage) -> Finding:
@@ -116,13 +123,9 @@ def time_limit(stage: Stage) -> Finding:
     begin = time.monotonic()
     said, _ = job.wait_to_say("SIGUSR1: (noted|finishing)", 120)
     found = time.monotonic() - begin
-    job.wait_for_requeue()
-    job.start_again(limit=10)  # the second attempt runs through
-    before = History.of(stage.out).last
-    job.wait_for("COMPLETED")
-    check_continued(compare(stage.out, stage.alone, steps=120), before)
+    lost = continue_once(stage, job, steps=120, limit=10)  # minutes: the second attempt runs through
     planted = f"--time=2 --signal=B:USR1@60; the signal came {found:.0f} s after the first step"
-    return Finding(planted, None, said, f"nothing: saved after step {before}, continued there")
+    return Finding(planted, None, said, lost)
 
 
 def at_once(stage: Stage) -> Finding:
@@ -133,17 +136,8 @@ def at_once(stage: Stage) -> Finding:
     job.signal("--batch", "--signal=USR1")
     said, _ = job.wait_to_say("SIGUSR1: (noted|finishing)", 60)
     found = time.monotonic() - begin
-    job.wait_for_requeue()
-    job.start_again()
-    before = History.of(stage.out).last
-    job.wait_for("COMPLETED")
-    compare(stage.out, stage.alone, steps=8)
-    return Finding(
-        "the same signal in the job's first second",
-        found,
-        said,
-        f"nothing: saved after step {before}",
-    )
+    lost = continue_once(stage, job, steps=8, has_begun=False)
+    return Finding("the same signal in the job's first second", found, said, lost)
 
 
 def cancelled(stage: Stage) -> Finding:
@@ -328,53 +322,6 @@ def array_in_turn(stage: Stage) -> Finding:
     )
 
 
-def unresolved(stage: Stage) -> Finding:
-    """A rendezvous address that no host knows."""
-    return _says(
-        stage, {"MASTER_ADDR": "node9"}, "MASTER_ADDR=node9", "MASTER_ADDR=node9, which no host knows"
-    )
-
-
-def unresolved_peer(stage: Stage) -> Finding:
-    """A host whose own name no host knows."""
-    hosts = stage.cluster.network.hosts("n2")
-    text = hosts.read_text()
-    try:  # the file itself is mounted, so it must not be replaced
-        hosts.write_text(
-            "".join(line for line in text.splitlines(keepends=True) if not line.endswith(" n2\n"))
-        )
-        return _says(stage, {}, "n2", "n2 does not know its own name")
-    finally:
-        hosts.write_text(text)
-
-
-def _says(stage: Stage, variables: dict[str, str], pattern: str, planted: str) -> Finding:
-    """A job that ends with exit code 2 and a line."""
-    job = stage.cluster.submit(stage.words(steps=4), variables=variables)
-    wait("the job to run", lambda: job.facts["JobState"] != "PENDING", 60)
-    said, found = job.wait_to_say(re.escape(pattern))
-    job.wait_for("FAILED")
-    return Finding(planted, found, said, "nothing: before compute")
-
-
-def port_taken(stage: Stage) -> Finding:
-    """Two jobs rendezvous on one port of one host."""
-    first = stage.submit(steps=400, step_s=0.2, MASTER_PORT=PORT)
-    wait_for_step(stage.out, 1)
-    try:
-        second = replace(stage, folder=stage.folder / "second")
-        second.folder.mkdir()
-        return _says(
-            second,
-            {"MASTER_PORT": PORT},
-            f"MASTER_PORT={PORT}",
-            f"two jobs with MASTER_PORT={PORT} on one host",
-        )
-    finally:
-        first.signal()
-        first.wait_for("CANCELLED")
-
-
 def corpus_built(stage: Stage) -> Finding:
     """`mlm data build` as job arrays, on the same cluster."""
     texts = stage.folder / "texts"
@@ -433,12 +380,6 @@ def ranks_on(cluster: Cluster, node: str) -> list[int]:
     return found
 
 
-LOST = {
-    "a job's only node lost": moved,
-    "a node of ranks killed": partial(node_lost, "n2", False),
-    "a node of ranks lost": partial(node_lost, "n2", True),
-    "the script's node lost": partial(node_lost, "n1", True),
-}
 CASES: dict[str, Case] = {
     "submit": submitted,
     "tp across nodes": split_over_nodes,
@@ -449,11 +390,11 @@ CASES: dict[str, Case] = {
     "scancel --signal": cancelled_by_signal,
     "a rank killed": rank_killed,
     "slow network": slow_network,
-    **LOST,
+    "a job's only node lost": moved,
+    "a node of ranks killed": partial(node_lost, "n2", False),
+    "a node of ranks lost": partial(node_lost, "n2", True),
+    "the script's node lost": partial(node_lost, "n1", True),
     "array at once": array_at_once,
     "array in turn": array_in_turn,
-    "host name unknown": unresolved,
-    "own name unknown": unresolved_peer,
-    "two jobs on one port": port_taken,
     "data build": corpus_built,
 }
