@@ -14,7 +14,7 @@ import os
 import pwd
 import shutil
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -92,12 +92,13 @@ def claim_folder(
     key: str = "out",
     inputs: Iterable[str | Path | None] = (),
     writes: Sequence[str] | None = None,
+    same: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Make a folder, or adopt an existing one, and mark it as ours; see `claim_problems`.
 
     Raises UserError if something of the user's is in the way, OSError.
     """
-    if problems := claim_problems(path, kind, key=key, inputs=inputs, writes=writes):
+    if problems := claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same):
         raise UserError(problems[0])
     folder = Path(path)
     if not is_folder_of_kind(folder, kind):
@@ -114,6 +115,7 @@ def claim_problems(
     key: str = "out",
     inputs: Iterable[str | Path | None] = (),
     writes: Sequence[str] | None = None,
+    same: Mapping[str, bytes] | None = None,
 ) -> list[str]:
     """Return problems that keep a command from claiming a folder, for its preflight.
 
@@ -123,6 +125,7 @@ def claim_problems(
         key: the key that named the folder, for messages.
         inputs: inputs of the command, as typed.
         writes: patterns of the names to write; None means those of the type.
+        same: contents to write under some names: a file of just that content is not in the way.
     """
     what, folder = f"{key}={path}", Path(path)
     if str(path) == STDOUT:
@@ -137,7 +140,7 @@ def claim_problems(
             return [] if other == kind else [f"{what}: holds {nouns}; name a new folder"]
         if problems := rejected_place(what, folder, inputs):
             return problems
-        name = _first_in_the_way(folder, KINDS[kind].writes if writes is None else writes)
+        name = _first_in_the_way(folder, KINDS[kind].writes if writes is None else writes, same or {})
     except OSError as error:
         return [f"{what}: {error.filename or folder}: {error.strerror}; name a folder that can be read"]
     return [] if name is None else [f"{what}: holds {name}, which mlm did not write; name a new folder"]
@@ -151,20 +154,25 @@ def _parent_problems(what: str, path: Path) -> list[str]:
     return [f"{what}: {parent} is {file_type_name(parent)}, not a folder; name another folder"]
 
 
-def _first_in_the_way(folder: Path, patterns: Sequence[str]) -> str | None:
+def _first_in_the_way(folder: Path, patterns: Sequence[str], same: Mapping[str, bytes]) -> str | None:
     """Return the first non-empty entry whose name is to be written, or a marker that is not ours."""
     for name in sorted(os.listdir(folder)):
-        if name == MARKER or (matches_any(name, patterns) and not _is_empty(folder / name)):
+        if name == MARKER or (
+            matches_any(name, patterns) and not _is_replaceable(folder / name, same.get(name))
+        ):
             return name
     return None
 
 
-def _is_empty(path: Path) -> bool:
-    """True for an empty file or folder, and a folder with only a lock."""
+def _is_replaceable(path: Path, content: bytes | None) -> bool:
+    """True for an empty file or folder, a folder with only a lock, or a file of just that content."""
     mode = path.lstat().st_mode
     if stat.S_ISDIR(mode):
         return all(name == LOCK for name in os.listdir(path))
-    return stat.S_ISREG(mode) and path.stat().st_size == 0
+    if not stat.S_ISREG(mode):
+        return False
+    size = path.stat().st_size
+    return size == 0 or (content is not None and size == len(content) and path.read_bytes() == content)
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:

@@ -111,5 +111,5 @@ def test_a_checkpoint_without_a_run_s_counters_is_rejected(
     whole = read_manifest(path)
     state = {**whole.state, **broken} if "scaler" in broken else {"config": whole.state["config"], **broken}
     monkeypatch.setattr("mlm.training.state.load_checkpoint", lambda *a, **k: replace(whole, state=state))
-    with pytest.raises(CorruptFileError, match=r"step-0+: its (state says|scaler is)"):
+    with pytest.raises(CorruptFileError, match=r"step-0+: its \w+"):
         load(trainer, path)

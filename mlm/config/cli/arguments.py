@@ -6,8 +6,9 @@ a path without its key: `mlm ckpt inspect runs/shakespeare`.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mlm.config.cli.commands import COMMANDS, Command
 from mlm.config.cli.groups import OWN_TASK, takes_task, task_names
@@ -86,7 +87,10 @@ def _is_meant(command: Command, argv: Sequence[str]) -> bool:
     if len(command.words) > 1 or not second_words(command.words[0]):
         return True
     names = task_names(config_dir_of(argv))
-    return len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv))
+    if len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv)):
+        return True
+    is_word = len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
+    return is_word and not did_you_mean(argv[1], tasks_of(argv[0])) and run_config(argv) is not None
 
 
 def second_words(word: str) -> list[str]:
@@ -102,9 +106,27 @@ def tasks_of(word: str, config_dir: str | None = None) -> list[str]:
 
 def config_dir_of(words: Sequence[str]) -> str | None:
     """The folder of the user's own YAML, in a line that is not taken apart yet."""
+    return _typed_value(words, CONFIG_DIR_FLAGS)
+
+
+def run_config(words: Sequence[str]) -> Path | None:
+    """The saved settings of the run that `ckpt=` of a command line names; None without any.
+
+    Its value is the run folder or a checkpoint in it: RUN/best/checkpoints/step-….
+    """
+    ckpt = _typed_value(words, ("ckpt", "--ckpt"))
+    if ckpt is None:
+        return None
+    path = Path(expand_home(ckpt))
+    files = (folder / "config.yaml" for folder in (path, *list(path.absolute().parents)[:3]))
+    return next((file for file in files if os.path.isfile(file)), None)
+
+
+def _typed_value(words: Sequence[str], names: Collection[str]) -> str | None:
+    """The value of a flag or key in either spelling."""
     for n, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name in CONFIG_DIR_FLAGS:
+        if name in names:
             return value if equals else next(iter(words[n + 1 :]), None)
     return None
 

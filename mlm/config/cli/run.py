@@ -28,7 +28,7 @@ from mlm.config.cli.compose import (
 from mlm.config.cli.entry import FAILED, KILLED, OK, report, say, speaks_for_host, version_line
 from mlm.config.cli.groups import command_groups
 from mlm.config.cli.overrides import Overrides, prepare
-from mlm.config.cli.saved import SavedValues, take_saved
+from mlm.config.cli.saved import SavedValues, take_saved, take_saved_task
 from mlm.config.imports import trusting
 from mlm.config.path_errors import path_problems, streams_for
 from mlm.config.suggest import divisors
@@ -79,7 +79,7 @@ def act(command: Command, words: list[str]) -> int:
         raise UserError(
             Problem.at("--config-dir", folder, "no such folder", "name one laid out like configs/")
         )
-    saved = take_saved(command, arguments)
+    saved = take_saved(command, arguments) or take_saved_task(command, arguments)
     if saved is None:
         check_task(command, arguments)
     overrides = prepare(

@@ -34,6 +34,7 @@ def communicate(ctx: ParallelContext, fault: str = "") -> Any:
     try:
         control = Control.of(ctx, "127.0.0.1", 30.0)
         rows = rows_of(judge(check_traffic(ctx, control, 30.0)), control.hosts)
+        control.close()
         return [(row.check, row.status) for row in rows]
     finally:
         vars(traffic).update(whole)
