@@ -12,8 +12,10 @@ from typing import Any
 
 from mlm.config.suggest import divisors
 from mlm.util.errors import show
+from mlm.util.system import host_memory
 
 MAX_CPU_RANKS = 64  # ranks one plain launch starts on a host without GPUs
+TRAINED_BYTES = 16  # a parameter with its gradient and two moments, in float32
 RANKS_PER_NODE = 8  # of scripts/slurm/pretrain.sbatch
 
 
@@ -62,9 +64,13 @@ class Breach:
     """Another way to fix it, or help to choose."""
     start: str = ""
     """The launch that these settings are meant for, where no setting needs to change."""
+    can_start_here: bool = True
+    """False if no change of the layout helps on this host."""
 
     def fix(self, settings: str, *, alone: bool) -> str:
         """The fix by `settings`; `alone` if these suffice however other problems are fixed."""
+        if self.start and not self.can_start_here:
+            return self.start
         return f"{f'{self.start}, or here ' if self.start else ''}use {settings}{self.note if alone else ''}"
 
 
@@ -262,7 +268,17 @@ def _host_has_ranks(values: LayoutValues, launch: Launch) -> Breach | None:
     here = f"this host has {most} GPUs" if launch.local_devices else f"a CPU host runs at most {most}"
     ranks, typed = replica * dp, values.changed({"dp": dp}).typed(*_replica_keys(values), "dp")
     start = f"start {ranks} ranks with torchrun or SLURM (scripts/slurm/pretrain.sbatch)"
-    return Breach(f"{typed} = {ranks} ranks, but {here}", start=start if launch.elsewhere else "")
+    fits = launch.local_devices is not None or _weights_fit(values)
+    why = f"{typed} = {ranks} ranks, but {here}"
+    return Breach(why, start=start if launch.elsewhere else "", can_start_here=fits)
+
+
+def _weights_fit(values: LayoutValues) -> bool:
+    """Return False if weights, gradients and moments exceed the host's memory, in any layout."""
+    layers, hidden = (values.get(f"model.{key}") for key in ("num_layers", "hidden_size"))
+    if not isinstance(layers, int) or not isinstance(hidden, int):
+        return True
+    return TRAINED_BYTES * 12 * layers * hidden**2 <= host_memory()
 
 
 def _batches_divide(values: LayoutValues, launch: Launch) -> Breach | None:

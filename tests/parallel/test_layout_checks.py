@@ -3,6 +3,7 @@
 import pytest
 
 from mlm.config.cli.compose import load_config
+from mlm.parallel import layout_checks
 from mlm.training.checks import check_pretrain
 
 SOUND = ["model=gpt2_tiny", "model.num_layers=12", "data=synthetic"]  # 4 heads, 128 positions
@@ -167,3 +168,13 @@ def test_too_few_ranks_here_do_not_shrink_the_other_remedies() -> None:
         "use zero=2",
         "use pp=1 dp=2",
     ]
+
+
+def test_a_host_without_the_memory_for_the_weights_is_no_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_checks, "host_memory", lambda: 24 << 30)
+    large = ["model.num_layers=72", "model.hidden_size=3072", "model.num_heads=24", "tp=8", "dp=64"]
+    batch = ["train.global_batch_size=512", "train.micro_batch_size=1"]
+    (problem,) = problems_of(*large, *batch)
+    assert problem.endswith("(scripts/slurm/pretrain.sbatch)")
+    (problem,) = problems_of(*large, "model.num_layers=2", *batch)
+    assert problem.endswith(", or here use dp=8 or tp=1")
