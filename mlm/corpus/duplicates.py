@@ -97,7 +97,7 @@ def duplicates_in(
     keys = keys_of(component)
     # A key that no other document of the component has proposes no candidates.
     shared = _repeated(keys.reshape(-1)).reshape(keys.shape) & (keys != NO_KEY)
-    kept = _Kept(config, text_of, estimates=len(component) > SMALL)
+    kept = _KeptDocuments(config, text_of, estimates=len(component) > SMALL)
     decided: dict[bytes, tuple[int, float]] = {}  # by digest of a text: the kept document and the similarity
     duplicates = []
     for document, its_keys, its_shared in zip(component.tolist(), keys, shared, strict=True):
@@ -130,7 +130,7 @@ def shingles_of(text: str, config: DedupConfig) -> Hashes:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptDocuments:
     """The documents of a component that are kept so far. A position is a number among them."""
 
     config: DedupConfig

@@ -98,7 +98,7 @@ def tokenizer(key: str, path: str | None) -> Problem | None:
 def checkpoint(path: str | None) -> Problem | None:
     """A checkpoint folder or a run folder."""
     if path is None or Path(path).is_dir():
-        return None if path is None else _of_megatron(path)
+        return None if path is None else _megatron_problem(path)
     fix = "give a run folder (runs/…) or one of its checkpoints (…/step-00001000)"
     return Absent.at("ckpt", path, "no such folder", fix)
 
@@ -106,7 +106,7 @@ def checkpoint(path: str | None) -> Problem | None:
 def model(path: str | None) -> Problem | None:
     """A checkpoint or run folder, a model folder of `transformers`, or an id of the Hub."""
     if path is not None and Path(path).is_dir():
-        return _of_megatron(path)
+        return _megatron_problem(path)
     if path is None or hub_id(path):
         return None
     return Absent.at(
@@ -118,7 +118,7 @@ def model(path: str | None) -> Problem | None:
     )
 
 
-def _of_megatron(folder: str) -> Problem | None:
+def _megatron_problem(folder: str) -> Problem | None:
     """The problem of a checkpoint folder of Megatron-LM, which is imported first."""
     if not any(next(Path(folder).glob(name), None) for name in MEGATRON_NAMES):
         return None

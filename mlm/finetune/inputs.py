@@ -27,7 +27,7 @@ from mlm.inference.trained import (
     continuation_problem,
     is_model_folder,
     load_tokenizer,
-    named_checkpoint,
+    resolve_checkpoint,
 )
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import Note
@@ -66,7 +66,7 @@ class Start:
 
 def read_start(config: FinetuneConfig | EvalTaskConfig) -> Start:
     """Read the checkpoint of `ckpt`, but no tensor; of a finetuning run, the best one. Raises UserError."""
-    task, named = config.task, named_checkpoint(config.ckpt)
+    task, named = config.task, resolve_checkpoint(config.ckpt)
     kind, model = task_type(task.kind), named.config.model
     if kind.is_chat and (problem := continuation_problem(config.ckpt, model)):
         raise UserError(problem)

@@ -90,7 +90,7 @@ class CheckpointSource:
     """Of a model folder: what is not there and takes initial values, what is left out; one line each."""
 
 
-def named_checkpoint(ckpt: str) -> CheckpointSource:
+def resolve_checkpoint(ckpt: str) -> CheckpointSource:
     """Find what `ckpt=` names and read its settings; an id of the Hub is fetched.
 
     Raises UserError (ConfigError for several problems), CorruptFileError.
@@ -164,7 +164,7 @@ def load_trained(
     """
     if ctx.device.type == "cpu":
         reuse_large_blocks()
-    named = named_checkpoint(ckpt)
+    named = resolve_checkpoint(ckpt)
     choose_products(precision, ctx.device)
     layout = ParallelConfig(tp=parallel.tp, pp=parallel.pp, vp=parallel.vp)
     model = PipelinedModel(named.config.model, layout, precision, ctx)
@@ -179,7 +179,7 @@ def load_trained(
 def checkpoint_problems(ckpt: str, parallel: ParallelConfig) -> list[str]:
     """Problems of a checkpoint, or of splitting its model this way; read before any rank starts."""
     try:
-        named = named_checkpoint(ckpt)
+        named = resolve_checkpoint(ckpt)
         if is_model_folder(named.path):
             open_tensors(named.path)
     except UserError as error:
@@ -195,7 +195,7 @@ def check_source(ckpt: str, parallel: ParallelConfig, *, causal: bool = True) ->
     """
     if problems := checkpoint_problems(ckpt, parallel):
         raise ConfigError(problems)
-    named = named_checkpoint(ckpt)
+    named = resolve_checkpoint(ckpt)
     predicts = continuation_problem if causal else prediction_problem
     if problem := predicts(ckpt, named.config.model):
         raise UserError(problem)

@@ -268,7 +268,7 @@ def one_head(heads: Mapping[Head, str], found: Mapping[str, object], path: str) 
     return present[0][0] if present else None
 
 
-def kept_ids(config: Mapping[str, JSON], model: ModelConfig) -> tuple[TokenIds, tuple[Note, ...]]:
+def token_ids_to_keep(config: Mapping[str, JSON], model: ModelConfig) -> tuple[TokenIds, tuple[Note, ...]]:
     """Return padding and label names of a config.json for a later export, and notes on those not kept.
 
     Default names of `transformers` do not count.

@@ -46,10 +46,10 @@ class PlainScreen(Screen):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's, the control characters of texts written out but for new lines."""
-        super().print(*(_shown(each) if isinstance(each, str) else each for each in objects), **options)
+        super().print(*(_printable(each) if isinstance(each, str) else each for each in objects), **options)
 
 
-def _shown(text: str) -> str:
+def _printable(text: str) -> str:
     return "\n".join(map(escape_controls, text.split("\n")))
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 import mlm
 from mlm.config.cli.entry import main
-from mlm.inference.trained import named_checkpoint
+from mlm.inference.trained import resolve_checkpoint
 from mlm.parallel.mesh import ParallelContext
 from tests.checkpoint.commands.hf_berts import make_bert
 from tests.finetune.material import bert
@@ -155,7 +155,7 @@ def test_a_model_folder_is_finetuned_without_notes_on_heads_that_are_not_built(
 ) -> None:
     make_bert(tmp_path / "hf", "bert", "ForMaskedLM", vocab_size=128, id2label={0: "a", 1: "b"})
     bert().save(tmp_path / "hf/tokenizer.json")
-    notes = [str(note) for note in named_checkpoint(str(tmp_path / "hf")).notes]
+    notes = [str(note) for note in resolve_checkpoint(str(tmp_path / "hf")).notes]
     assert [note for note in notes if "sop_head" in note or "id2label" in note][1:]
     train = {"epochs": 1}
     finetune(finetuning(folder, out=str(tmp_path / "out"), ckpt=str(tmp_path / "hf"), train=train))

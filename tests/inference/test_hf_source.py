@@ -18,7 +18,7 @@ from mlm.inference.trained import (
     checkpoint_problems,
     load_tokenizer,
     load_trained,
-    named_checkpoint,
+    resolve_checkpoint,
     result_file,
 )
 from mlm.optim.config import PrecisionConfig
@@ -93,7 +93,7 @@ def test_a_run_directory_with_a_config_json_is_still_ours(tmp_path: Path) -> Non
     run = write_run(tmp_path / "run")
     (run / "config.json").write_text("{}")
     with pytest.raises(CorruptFileError, match=r"step-00000003: .* the 24 stored"):  # ours, of two tensors
-        named_checkpoint(str(run))
+        resolve_checkpoint(str(run))
 
 
 def test_the_tokenizer_is_the_models(folder: Path) -> None:

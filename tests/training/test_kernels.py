@@ -303,7 +303,7 @@ def test_products_of_a_loaded_model_are_of_the_precision_asked_for(
     set_to: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", set_to.append)
     monkeypatch.setattr(
-        trained, "named_checkpoint", lambda _: SimpleNamespace(config=SimpleNamespace(model=0))
+        trained, "resolve_checkpoint", lambda _: SimpleNamespace(config=SimpleNamespace(model=0))
     )
     monkeypatch.setattr(trained, "PipelinedModel", lambda *_: set_to.append("model"))
     with pytest.raises(AttributeError):  # there is no model

@@ -17,7 +17,7 @@ from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
-from mlm.models.huggingface import FolderContent, HuggingFaceMapping, Note, TokenIds, kept_ids, show
+from mlm.models.huggingface import FolderContent, HuggingFaceMapping, Note, TokenIds, show, token_ids_to_keep
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import parse_json, read_bounded
 
@@ -170,7 +170,7 @@ def read_model(folder: Path) -> HFModel:
             f"{folder}: holds no lm_head.weight, which {show(named[0])} has. Save the model again, or set "
             f"tie_word_embeddings=true in {CONFIG} if the token table is its output layer"
         )
-    kept, lost = kept_ids(raw, content.config)
+    kept, lost = token_ids_to_keep(raw, content.config)
     return HFModel(folder, mapping, raw, content, files, stored, (*notes, *content.notes, *lost), kept)
 
 

@@ -135,14 +135,14 @@ def _step_folder(source: Path) -> Path:
         return source
     steps = sorted(path for path in source.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
     if (source / LATEST).is_file():
-        return _named_latest(source)
+        return _latest_directory(source)
     if len(steps) > 1:
         names = ", ".join(path.name for path in steps[:8])
         raise UserError(f"{source}: no {LATEST} selects one of {names}: name one, {steps[-1]}")
     return steps[0] if steps else source
 
 
-def _named_latest(source: Path) -> Path:
+def _latest_directory(source: Path) -> Path:
     file = source / LATEST
     with open(file, "rb") as f:
         iteration = f.read(64).strip().decode("ascii", "replace")

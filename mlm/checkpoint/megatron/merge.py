@@ -149,10 +149,10 @@ def open_checkpoint(
 def _chunks(path: Path, content: Mapping[str, Any]) -> list[Named]:
     """Return the parts of the model in a file: one, or its virtual stages."""
     if "model" in content:
-        return [named_values(path, content["model"])]
+        return [flatten_named(path, content["model"])]
     chunks: list[Named] = []
     while (key := f"model{len(chunks)}") in content:
-        chunks.append(named_values(path, content[key]))
+        chunks.append(flatten_named(path, content[key]))
     if not chunks:
         keys = printable(", ".join(sorted(content)[:6]))
         raise CorruptFileError(f"{path}: holds no model (it has {keys or 'nothing'}): name another iteration")
@@ -268,7 +268,7 @@ def _check_shapes(
     return tp_dims
 
 
-def named_values(path: Path, chunk: Any) -> dict[str, Any]:
+def flatten_named(path: Path, chunk: Any) -> dict[str, Any]:
     """Flatten a dictionary of dictionaries: dotted name -> value, in order. Raises CorruptFileError."""
     named: dict[str, Any] = {}
     open_nodes: list[tuple[str, int, Any]] = [("", 0, chunk)]

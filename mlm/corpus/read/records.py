@@ -99,7 +99,7 @@ class Document:
     """Value under `id_key`; None if no key is set."""
 
 
-def kept_id(value: Any) -> str | None:
+def parse_document_id(value: Any) -> str | None:
     """Return an id that nothing depends on, None if there is none."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
@@ -178,7 +178,7 @@ class Intake:
     def identity(self, record: Mapping[str, Any]) -> str | None:
         """Return the id of a record, a string or integer; None if no key is set. Raises BadRecordError."""
         if self.id_key is None:
-            return kept_id(record.get(ID)) if self.keep_ids else None
+            return parse_document_id(record.get(ID)) if self.keep_ids else None
         value = record.get(self.id_key)
         if value is None:
             raise self.without_id()

@@ -32,7 +32,7 @@ from mlm.inference.scoring import Request, Score, rolling_windows
 from mlm.inference.trained import (
     check_source,
     load_tokenizer,
-    named_checkpoint,
+    resolve_checkpoint,
 )
 from mlm.launch.environment import read_rank_place
 from mlm.launch.start import choose_world_size, launch_facts
@@ -56,7 +56,7 @@ class MlmLM(TemplateLM):
     def __init__(self, **arguments: Any) -> None:
         super().__init__()
         config = self.settings = settings(arguments)
-        named = named_checkpoint(config.ckpt)
+        named = resolve_checkpoint(config.ckpt)
         self.named = named
         self.tokenizer = load_tokenizer(config.tokenizer, named.path, named.config.model)
         longest = named.config.model.max_positions

@@ -103,7 +103,7 @@ def run(config: ZeroShotConfig, ctx: ParallelContext) -> None:
     out = result_path(config, trained.path)
     beside = default_path(config, trained.path) if is_stream(out) else out
     identity = f"{trained.manifest.digest} {trained.model.dtype} mlm {mlm.__version__}"
-    kept = kept_path(beside, identity, requests)
+    kept = partial_scores_path(beside, identity, requests)
     begin = time.monotonic()
     with progress_bar("scoring", len(requests), shown=ctx.is_main) as advance:
         scores = score(
@@ -242,7 +242,7 @@ def default_path(config: ZeroShotConfig, checkpoint: Path) -> Path:
     return result_file(checkpoint, f"eval-{TASKS[type(config)]}{trial}.json")
 
 
-def kept_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:
+def partial_scores_path(out: Path, identity: str, requests: Sequence[Request]) -> Path:
     """The file of scores so far: of this evaluation alone, so that a trial leaves another's as they are."""
     about = digest_bytes(f"{identity} {digest_requests(requests)}".encode())
     return out.with_name(f".{out.stem}.{short_digest(about)}.partial.jsonl")

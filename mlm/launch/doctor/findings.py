@@ -69,7 +69,7 @@ def _row(name: str, each: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> 
     first = mine[ranks[0]]
     if list(mine) == [0] and len(hosts) > 1:  # rank 0 has compared all
         return Finding(name, worst, first.result, first.remedy)
-    where = f"{named_ranks(ranks, hosts)}: " if len(hosts) > 1 else ""
+    where = f"{ranks_with_hosts(ranks, hosts)}: " if len(hosts) > 1 else ""
     return Finding(name, worst, f"{where}{first.result}", first.remedy, ranks)
 
 
@@ -88,11 +88,12 @@ def different_versions(hosts: Sequence[str], each: Sequence[Mapping[str, str]]) 
         if others:
             theirs = each[others[0]].get(name)
             same = [rank for rank in others if each[rank].get(name) == theirs]
-            return f"{name} {theirs} on {named_ranks(same, hosts)}, {ours} on {named_ranks([0], hosts)}"
+            there, here = ranks_with_hosts(same, hosts), ranks_with_hosts([0], hosts)
+            return f"{name} {theirs} on {there}, {ours} on {here}"
     return ""
 
 
-def named_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def ranks_with_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Return ranks with their hosts: `ranks 2, 3 (host b)`."""
     where = list(dict.fromkeys(hosts[rank] for rank in ranks))
     shown = ", ".join(where[:3]) + (", …" if len(where) > 3 else "")
@@ -150,8 +151,9 @@ class Control:
             if not silent:
                 return [json.loads(each) for each in self.store.multi_get(keys)]
         raise CheckFailedError(
-            f"{named_ranks(silent, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at {check}: "
-            "hung or dead; look there (dmesg, nvidia-smi, the disk of out), or start without that host"
+            f"{ranks_with_hosts(silent, self.hosts)}: no answer for {self.timeout_s:g} s (timeout_s) at "
+            f"{check}: hung or dead; look there (dmesg, nvidia-smi, the disk of out), or start without "
+            "that host"
         )
 
     def _wait_for(self, keys: Sequence[str], timeout_s: float) -> list[int]:

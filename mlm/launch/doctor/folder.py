@@ -74,7 +74,7 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
     token = control.all_gather(SHARED, uuid.uuid4().hex)[0]
     work = folder / f"{MARK}-{token}"
     with ExitStack() as stack:
-        made = _made(work, stack) if control.rank == 0 else ""
+        made = _make_trial_folder(work, stack) if control.rank == 0 else ""
         if problem := control.all_gather(SHARED, made)[0]:
             remedy = "make it writable or free some space there, or name another out"
             return [Finding(SHARED, "fail", f"rank 0 cannot write to {folder}: {problem}", remedy)]
@@ -87,7 +87,7 @@ def check_folder(folder: Path, control: Control) -> list[Finding]:
         return [sharing, *(others if sharing.status == "ok" else ())]
 
 
-def _made(work: Path, stack: ExitStack) -> str:
+def _make_trial_folder(work: Path, stack: ExitStack) -> str:
     """Make the folder of the trial with a file; return the problem, empty if there is none."""
     try:
         remove_abandoned(work.parent, f"{MARK}-{'[0-9a-f]' * 32}/")

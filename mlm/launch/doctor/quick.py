@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.launch.doctor.findings import SAME_VERSIONS, different_versions, named_ranks, versions
+from mlm.launch.doctor.findings import SAME_VERSIONS, different_versions, ranks_with_hosts, versions
 from mlm.launch.doctor.folder import SEEN_S, SHARE, trial_file, trial_path, wait_for_content
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
@@ -36,4 +36,4 @@ def check_start(out: str, ctx: ParallelContext) -> None:
     bad = [rank for rank, (_, _, problem) in enumerate(each) if problem]
     if bad:
         same = [rank for rank in bad if each[rank][2] == each[bad[0]][2]]
-        raise UserError(f"out={out}: {named_ranks(same, hosts)}: {each[bad[0]][2]}; {SHARE}")
+        raise UserError(f"out={out}: {ranks_with_hosts(same, hosts)}: {each[bad[0]][2]}; {SHARE}")

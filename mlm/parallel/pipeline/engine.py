@@ -92,7 +92,7 @@ class Stages(Generic[T]):
 
 
 @dataclass
-class _Kept:
+class _SavedForBackward:
     """State that a forward pass keeps for its backward: of its output only the node in the graph."""
 
     x: Tensor | None
@@ -111,7 +111,7 @@ class _Run(Generic[T]):
         self.local: dict[Action, Tensor] = {}
         self.leaving: dict[Action, Tensor] = {}
         self.sends: deque[Pending] = deque()
-        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.kept: dict[tuple[int, int], _SavedForBackward] = {}
         self.weight_jobs: dict[tuple[int, int], list[Callable[[], None]]] = {}
         actions = [i for i in instructions if isinstance(i, Action)]
         self.trains = any(action.op is not Op.FORWARD for action in actions)
@@ -180,7 +180,7 @@ class _Run(Generic[T]):
         is_result = stage == self.stages.num_stages - 1
         if self.trains:
             seed = torch.ones_like(y) if is_result else None
-            self.kept[place] = _Kept(x, get_gradient_edge(y), seed)
+            self.kept[place] = _SavedForBackward(x, get_gradient_edge(y), seed)
         if is_result:
             self.results.append(y.detach())
         else:

@@ -22,7 +22,7 @@ from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import trained_on
 from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches
 from mlm.inference.hf_source import load_model_folder
-from mlm.inference.trained import named_checkpoint
+from mlm.inference.trained import resolve_checkpoint
 from mlm.launch.doctor.quick import check_start
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
@@ -352,6 +352,6 @@ def model_of_ckpt(ckpt: Any) -> dict[str, Any] | None:
     if not isinstance(ckpt, str) or not Path(expand_home(ckpt)).is_dir():
         return None
     try:
-        return asdict(named_checkpoint(expand_home(ckpt)).config.model)
+        return asdict(resolve_checkpoint(expand_home(ckpt)).config.model)
     except (UserError, OSError):
         return None

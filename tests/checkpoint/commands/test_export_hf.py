@@ -20,7 +20,7 @@ from mlm.checkpoint.native.compare import Reader
 from mlm.checkpoint.native.format import read_manifest
 from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.trained import named_checkpoint
+from mlm.inference.trained import resolve_checkpoint
 from mlm.models.huggingface import Location
 from mlm.util.errors import CheckFailedError, UserError
 from tests.checkpoint.commands.hf_models import (
@@ -198,7 +198,7 @@ class TestHeads:
             **({"num_labels": 3} if head == "classification" else {}),
         )
         run = import_model(tmp_path / "model", tmp_path / "run")
-        assert named_checkpoint(str(run)).config.model.head == head
+        assert resolve_checkpoint(str(run)).config.model.head == head
         back = type(model).from_pretrained(export_model(run, tmp_path / "out")).state_dict()
         assert all(torch.equal(value, back[key]) for key, value in model.state_dict().items())
 

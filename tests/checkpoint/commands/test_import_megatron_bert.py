@@ -12,7 +12,7 @@ from mlm.checkpoint.commands.config import ImportMegatronConfig
 from mlm.checkpoint.commands.hf_verify import our_outputs, relative_difference
 from mlm.checkpoint.commands.import_megatron import run
 from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.inference.trained import named_checkpoint
+from mlm.inference.trained import resolve_checkpoint
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import Outputs, ProbeSamples
 from mlm.util.errors import CorruptFileError, UserError
@@ -41,7 +41,7 @@ def imported(
 
 
 def model_of(run: Path) -> ModelConfig:
-    return named_checkpoint(str(run)).config.model
+    return resolve_checkpoint(str(run)).config.model
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from mlm.evaluate.config import (
     WikitextDataConfig,
 )
 from mlm.evaluate.zero_shot import run as evaluate
-from mlm.inference.trained import named_checkpoint
+from mlm.inference.trained import resolve_checkpoint
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.files import digest_file
@@ -78,7 +78,7 @@ def run(config: Any, ctx: ParallelContext | None = None) -> dict[str, Any]:
     """Files that a command writes."""
     assert evaluate.preflight(config) == []
     evaluate.run(config, ctx or ParallelContext())
-    out = evaluate.result_path(config, named_checkpoint(config.ckpt).path)
+    out = evaluate.result_path(config, resolve_checkpoint(config.ckpt).path)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
 

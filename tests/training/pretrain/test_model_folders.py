@@ -10,7 +10,7 @@ import transformers
 
 from mlm.config.cli import main
 from mlm.data.config import DataConfig
-from mlm.inference.trained import named_checkpoint
+from mlm.inference.trained import resolve_checkpoint
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, out: str, **changes: object) -> PretrainConfig:
-    model = named_checkpoint(str(folder / "llama")).config.model
+    model = resolve_checkpoint(str(folder / "llama")).config.model
     config = PretrainConfig(
         name="more",
         out=str(folder / out),
