@@ -53,6 +53,8 @@ class Bound:
 
 
 POSITIVE = Bound(lambda x: x > 0, "greater than 0")
+EXTENT = Bound(lambda x: x > 0, "greater than 0", most=2**20)
+"""Layers, heads and widths of a model: no product of two with a vocabulary overflows a tensor's size."""
 NOT_NEGATIVE = Bound(lambda x: x >= 0, "0 or more")
 SECONDS = Bound(lambda x: 0 < x <= 1e9, "greater than 0 and at most 1e9")
 """Within what clocks and sockets can count: 1e9 seconds are 31 years."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
+from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
 from mlm.models.family import SHIPPED, Architecture, ModelFamily, count_parameters, family_of
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ class ModelConfig:
     kind: Annotated[str, ImportPath(*SHIPPED)] = "gpt2"
     """Model family: gpt2 and llama (with Qwen and Mistral) read from left to right, bert both ways; or one of
     your own by its import path, my_package.my_family:FAMILY."""
-    num_layers: Annotated[int, POSITIVE, Also("n_layer", "n_layers", "num_hidden_layers", "layers", "depth")]
+    num_layers: Annotated[int, EXTENT, Also("n_layer", "n_layers", "num_hidden_layers", "layers", "depth")]
     """Transformer layers, L."""
-    hidden_size: Annotated[int, POSITIVE, Also("n_embd", "d_model", "dim", "embed_dim", "width")]
+    hidden_size: Annotated[int, EXTENT, Also("n_embd", "d_model", "dim", "embed_dim", "width")]
     """Width of the residual stream, H. Must be a multiple of num_heads."""
-    num_heads: Annotated[int, POSITIVE, Also("n_head", "n_heads", "num_attention_heads", "heads")]
+    num_heads: Annotated[int, EXTENT, Also("n_head", "n_heads", "num_attention_heads", "heads")]
     """Attention heads, N. Must be a multiple of tp."""
     ffn_hidden_size: Annotated[
         int | None, POSITIVE, Also("n_inner", "d_ff", "intermediate_size", "mlp_dim")

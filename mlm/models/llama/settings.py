@@ -144,6 +144,8 @@ def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | Non
         )
     if not 0 < settings.rotary_fraction <= 1:
         return problem("rotary_fraction", "must be above 0 and at most 1", "use 1.0 for all of a head")
+    if settings.head_dim > 2**16:
+        return problem("head_dim", "must be at most 65536", "use the width of one head")
     if settings.rotary_dim < 2 or settings.rotary_dim % 2:
         why = f"is turned in pairs, and rotary_fraction={settings.rotary_fraction:g} of it are "
         why += f"{settings.rotary_dim} dimensions"
