@@ -1,12 +1,14 @@
-"""Training speed and memory of `mlm` beside `transformers` and nanoGPT, and of its layouts.
+"""Training speed and memory of `mlm` beside `transformers`, nanoGPT and others, and of its layouts.
 
     python scripts/bench_train.py --shape tune
     python scripts/bench_train.py --family llama --shape 4x256 6x384
     python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
-    python scripts/bench_train.py --peers nanogpt=PATH
+    python scripts/bench_train.py --peers nanogpt=PATH --shape report --dtype fp32 bf16 --contenders all
+    python scripts/bench_train.py --contenders mlm llmc transformers-stock --peers llmc=PATH
     python scripts/bench_train.py --shape custom 4,512,8,512,8192,8 --contenders tp=2 pp=2,micro_batches=8
 
-The same weights, tokens and optimizer for all; losses and gradients are compared before anything is timed.
+The same weights and tokens for all; losses and gradients are compared before anything is timed. Allocator
+settings and optimizer are the same too, but for -stock, where each program has those it starts with.
 A step is zero_grad, forward, backward, clip, optimizer step; compiling and preparing data come before. All
 contenders take turns, a step at a time: ABC, CBA, ABC, … A fixed matrix product between any two steps shows
 whether the machine changed. Wall and processor time are compared: with --threads 1 the latter is a result on
@@ -20,6 +22,7 @@ Exit code: 0 a result, 1 a run with doubts, 2 a mistake.
 
 import argparse
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +32,7 @@ from bench.compare import Plan, run_shape
 from bench.harness import Bench, Result, Say, positive
 from bench.layouts import parse_layout
 from bench.llama import LlamaShape
-from bench.machine import describe_peers, gpu_facts
+from bench.machine import PEERS, describe_peers, gpu_facts
 from bench.report import tables_of
 from bench.shapes import Shape, shapes_of
 from bench.spec import Spec
@@ -39,14 +42,26 @@ from mlm.util.errors import UserError
 
 CONTENDERS = {
     "mlm": "as `mlm pretrain` runs it",
-    "mlm-compiled": "the same with compile=true: each layer",
-    "mlm-mkl": "mlm with float32 products by torch.mm's library, so that the library's gain shows apart",
     "transformers": "GPT2LMHeadModel (LlamaForCausalLM, …) as its configuration has it, sdpa attention",
-    "transformers-compiled": "`transformers`, each layer compiled",
-    "nanogpt": "needs --peers nanogpt=PATH",
-    "nanogpt-compiled": "the same, each layer compiled",
+    "nanogpt": "needs --peers nanogpt=PATH, as do the others of its kind",
+    "nanochat": "another model of the same sizes and its optimizer, always compiled",
+    "llmc": "llm.c's train_gpt2.c, always float32 on a CPU, built here",
 }
-OF_ALL_FAMILIES = ("mlm", "mlm-compiled", "mlm-mkl", "transformers", "transformers-compiled")
+VARIANTS = {
+    "compiled": "mlm: each layer (compile=true); transformers, nanogpt: the model",
+    "stock": "as its README starts it: its own optimizer, the allocator as the system sets it",
+    "mkl": "float32 products by torch.mm's library, so that the library's gain shows apart",
+    "fp32": "in place of the first --dtype",
+    "bf16": "the same; peers under torch.autocast, as nanogpt's users must add on a CPU",
+}
+DTYPES = {"fp32", "bf16"}
+VARIANTS_OF = {
+    "mlm": {"compiled", "mkl", *DTYPES},
+    "transformers": {"compiled", "stock", *DTYPES},
+    "nanogpt": {"compiled", "stock", *DTYPES},
+    "nanochat": {"stock", *DTYPES},
+    "llmc": {"stock"},
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,13 +69,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shapes = "tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768)"
     add("--shape", nargs="+", default=["tune"], metavar="WORD", help=f"{shapes}, or custom L,H,N,S,V,B")
-    families = f"of the model; llama has the contenders {', '.join(OF_ALL_FAMILIES)}"
+    families = "of the model; llama has the contenders mlm and transformers"
     add("--family", choices=("gpt2", "llama"), default="gpt2", help=families)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    dtypes = "of activations; master weights are float32"
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help=dtypes)
-    add("--contenders", nargs="+", default=["mlm", "transformers"], help="the first is the reference")
-    add("--peers", nargs="+", default=[], metavar="NAME=PATH", help="a checkout: nanogpt=PATH")
+    dtypes = "of activations; master weights are float32. Two: every contender in both"
+    add("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help=dtypes)
+    names = "NAME[-VARIANT…], layouts, or all: whatever can run here. The first of a dtype is its reference"
+    add("--contenders", nargs="+", default=["mlm", "transformers"], help=names)
+    add("--peers", nargs="+", default=[], metavar="NAME=PATH", help=f"checkouts: {', '.join(PEERS)}")
     add("--pairs", type=positive, default=MIN_PAIRS, help="pairs kept per comparison (default %(default)s)")
     add("--attempts", type=positive, help="rounds at most, dropped pairs included (default 3 * pairs)")
     add("--seconds", type=float, default=10.0, help="rounds continue at least this long (%(default)s s)")
@@ -77,7 +93,7 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     shapes: list[Shape] = list(shapes_of(args.shape, args.device))
     if args.family == "llama":
         shapes = [LlamaShape.of(shape) for shape in shapes]
-    spec = Spec(shapes[0], args.device, args.dtype, args.threads, args.seed, peers)
+    spec = Spec(shapes[0], args.device, args.dtype[0], args.threads, args.seed, peers)
     spec.prepare_process()
     settings = {key: getattr(args, key) for key in ("device", "dtype", "seed", "family")}
     return {
@@ -92,23 +108,25 @@ def parse_peers(words: list[str]) -> dict[str, str]:
     peers = {}
     for word in words:
         name, _, path = word.partition("=")
-        if name != "nanogpt" or not path:
-            raise UserError(f"--peers {word!r}: give nanogpt=PATH")
+        if name not in PEERS or not path:
+            raise UserError(f"--peers {word!r}: give NAME=PATH with NAME one of {', '.join(PEERS)}")
         if not Path(path).is_dir():
             raise UserError(f"--peers {word}: no such folder; give the path of a checkout")
+        if not Path(path, PEERS[name]).is_file():
+            raise UserError(f"--peers {word}: it has no {PEERS[name]}; give the path of a checkout")
         peers[name] = str(Path(path).resolve())
     return peers
 
 
 def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
     """Who competes, from the options. Raises UserError."""
-    names = list(dict.fromkeys(args.contenders))
+    names = all_contenders(args, peers) if args.contenders == ["all"] else list(args.contenders)
+    names += [peer for peer in peers if not any(name.startswith(peer) for name in names)]
+    for dtype in args.dtype[1:]:
+        names += [f"{name}-{dtype}" for name in names if has_dtype(name, dtype)]
+    names = list(dict.fromkeys(names))
     for name in names:
         check_contender(name, args, peers)
-    if args.family != "gpt2" and peers:
-        raise UserError(f"--family {args.family}: {next(iter(peers))} is compared as GPT-2")
-    if "nanogpt" in peers and not any(name.startswith("nanogpt") for name in names):
-        names.append("nanogpt")
     return Plan(
         contenders=tuple(names),
         pairs=args.pairs,
@@ -118,25 +136,58 @@ def make_plan(args: argparse.Namespace, peers: dict[str, str]) -> Plan:
     )
 
 
+def all_contenders(args: argparse.Namespace, peers: dict[str, str]) -> list[str]:
+    """All names in all variants, but for a second dtype: those whose checkouts and compiler are there."""
+    compiled = ("", "-compiled") if has_compiler(args.device) else ("",)
+    programs = ["transformers", *(name for name in ("nanogpt",) if name in peers)]
+    names = [f"{name}{c}{stock}" for name in programs for c in compiled for stock in ("", "-stock")]
+    names = ["mlm", *(f"mlm{c}" for c in compiled[1:]), "mlm-mkl", *names]
+    return names + [name for name in peers if name != "nanogpt" and (name == "llmc" or compiled[1:])]
+
+
+def has_dtype(name: str, dtype: str) -> bool:
+    """True if a contender computes in another dtype too: its name holds none, and is no layout's."""
+    base, *variants = name.split("-")
+    return "=" not in name and not {"mkl", *DTYPES} & {*variants} and dtype in VARIANTS_OF.get(base, ())
+
+
+def has_compiler(device: str) -> bool:
+    """True if torch.compile has what it needs."""
+    if device == "cuda":
+        from torch.utils._triton import has_triton  # loads the compiler
+
+        return has_triton()
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
 def check_contender(name: str, args: argparse.Namespace, peers: dict[str, str]) -> None:
     """Raise UserError for a contender that is not there."""
     if "=" in name:
         parse_layout(name)
         return
-    if name not in CONTENDERS:
+    base, *variants = name.split("-")
+    if base not in CONTENDERS:
         raise UserError(f"--contenders {name!r} is unknown: use a layout, or some of {', '.join(CONTENDERS)}")
-    if name.startswith("nanogpt") and "nanogpt" not in peers:
-        raise UserError(f"--contenders {name} needs --peers nanogpt=PATH, the path of a checkout")
-    if args.family != "gpt2" and name not in OF_ALL_FAMILIES:
-        raise UserError(
-            f"--family {args.family}: {name} is compared as GPT-2; use {', '.join(OF_ALL_FAMILIES)}"
-        )
+    if unknown := [word for word in variants if word not in VARIANTS_OF[base]]:
+        known = ", ".join(sorted(VARIANTS_OF[base]))
+        raise UserError(f"--contenders {name}: {base} has no variant {unknown[0]!r}: use some of {known}")
+    if args.family != "gpt2" and base in PEERS:
+        raise UserError(f"--family {args.family}: {base} is compared as GPT-2; use mlm or transformers")
+    if base in PEERS and base not in peers:
+        raise UserError(f"--contenders {name} needs --peers {base}=PATH, the path of a checkout")
+    if base == "llmc" and args.device != "cpu":
+        raise UserError(f"--contenders {name}: train_gpt2.c computes on a CPU; use --device cpu")
+    if ("compiled" in variants or base == "nanochat") and not has_compiler(args.device):
+        raise UserError(f"--contenders {name} needs a compiler for torch.compile: install g++, or set CXX")
 
 
 BENCH = Bench(
     name="bench_train",
     doc=__doc__,
-    epilog="contenders:\n" + "\n".join(f"  {name:22} {words}" for name, words in CONTENDERS.items()),
+    epilog="\n".join(
+        f"{title}:\n" + "\n".join(f"  {name:14} {words}" for name, words in known.items())
+        for title, known in (("contenders", CONTENDERS), ("variants", VARIANTS))
+    ),
     add_options=add_options,
     measure=measure,
     tables=lambda result: (part for shape in result["shapes"] for part in tables_of(shape)),

@@ -3,14 +3,14 @@
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.layouts import parse_layout
 from bench.machine import Probe, measure_peak_flops
 from bench.ranks import WARM_UP_STEPS, Ranks
-from bench.spec import Spec
+from bench.spec import Dtype, Spec
 from bench.stats import (
     MEASURES,
     MIN_PAIRS,
@@ -30,7 +30,7 @@ class Plan:
     """Contenders to compare, and the number of rounds."""
 
     contenders: tuple[str, ...]
-    """Contenders in one process each, layouts in one per rank; the first is the reference."""
+    """Contenders in one process each, layouts in one per rank."""
     pairs: int
     limit: int
     """Rounds at most, unless they are done within `seconds`."""
@@ -38,15 +38,21 @@ class Plan:
     """Rounds continue at least this long."""
     memory: bool
 
-    def opponents(self) -> list[tuple[str, str]]:
-        """(reference, other): all against the first."""
-        return [(self.contenders[0], name) for name in self.contenders[1:]]
+    def opponents(self, spec: Spec) -> list[tuple[str, str]]:
+        """(reference, other): each against the first of its dtype, and that against the first of all."""
+        first: dict[str, str] = {}
+        references = [first.setdefault(spec.of(name).dtype, name) for name in self.contenders]
+        return [
+            (self.contenders[0] if reference == name else reference, name)
+            for reference, name in zip(references[1:], self.contenders[1:], strict=True)
+        ]
 
 
 def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
     """Everything about one shape as JSON. Raises UserError when contenders differ or a result is rejected."""
     say("measuring the peak of matrix products")
-    peaks = measure_peak_flops(spec)
+    dtypes = dict.fromkeys(spec.of(name).dtype for name in plan.contenders)
+    peaks = {dtype: measure_peak_flops(replace(spec, dtype=dtype)) for dtype in dtypes}
     with (
         tempfile.TemporaryDirectory(prefix="bench-train-") as folder,
         Field(spec, plan, Path(folder), say) as field,
@@ -56,7 +62,7 @@ def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
         probe = Probe(spec)
         rounds = take_rounds(
             field.up,
-            plan.opponents(),
+            plan.opponents(spec),
             probe,
             measures=measures_of(spec),
             pairs=plan.pairs,
@@ -64,8 +70,9 @@ def run_shape(spec: Spec, plan: Plan, say: Say) -> dict[str, Any]:
             seconds=plan.seconds,
             say=say,
         )
-    again = measure_peak_flops(spec)
-    peaks = {key: max(peaks[key], again[key]) for key in peaks}
+    for dtype, before in peaks.items():
+        again = measure_peak_flops(replace(spec, dtype=dtype))
+        before.update({key: max(before[key], again[key]) for key in before})
     return summarise(spec, plan, rounds, probe, peaks, field.facts)
 
 
@@ -96,7 +103,8 @@ class Field:
         if "=" not in name:  # layouts are compared by `mlm parity`
             if not self.reference.exists():
                 ranks.save_reference(self.reference)
-            agreement = asdict(ranks.check(self.reference))  # before any step: weights are the initial ones
+            found = ranks.check(self.reference)  # before any step: weights are the initial ones
+            agreement = asdict(found) if found else {}
         begin = time.perf_counter()
         ranks.time(0, WARM_UP_STEPS)
         warm_up_s = time.perf_counter() - begin
@@ -122,20 +130,20 @@ def summarise(
     plan: Plan,
     rounds: Sequence[Round],
     probe: Probe,
-    peaks: dict[str, float],
+    peaks: dict[Dtype, dict[str, float]],
     facts: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """Medians, minima, ratios and all steps. Raises UserError if a step is above the peak."""
-    peak = max(peaks.values())
+    peak: dict[str, float] = {dtype: max(found.values()) for dtype, found in peaks.items()}
     out: dict[str, Any] = {
         "shape": spec.shape.to_json(),
-        "description": f"{spec.shape.describe()}, {spec.dtype} on {spec.device}, {spec.threads} threads",
+        "description": f"{spec.shape.describe()}, on {spec.device}, {spec.threads} threads",
         "threads": spec.threads,
         "peak_flops": peak,
         "peaks": peaks,
         "contenders": {name: fact | speeds(spec, name, fact, rounds, peak) for name, fact in facts.items()},
     }
-    out["series"] = [compare(rounds, a, b, plan.pairs) for a, b in plan.opponents()]
+    out["series"] = [compare(rounds, a, b, plan.pairs) for a, b in plan.opponents(spec)]
     out["probe"] = {"repeats": probe.repeats, "times_s": probe.times}
     out["rounds"] = [{name: asdict(turn) for name, turn in one.items()} for one in rounds]
     out["doubts"] = doubts(plan.pairs, out["series"], spec)
@@ -143,7 +151,7 @@ def summarise(
 
 
 def speeds(
-    spec: Spec, name: str, fact: dict[str, Any], rounds: Sequence[Round], peak: float
+    spec: Spec, name: str, fact: dict[str, Any], rounds: Sequence[Round], peak: dict[str, float]
 ) -> dict[str, Any]:
     """A contender's times over all rounds, and its rates in the median step."""
     turns = [one[name] for one in rounds]
@@ -151,14 +159,16 @@ def speeds(
     measure = measures_of(spec)[-1]
     seconds, tokens = Spread.of(step[measure]), spec.shape.tokens_per_step
     flops_per_step = fact["flops_per_token"] * tokens
-    reject_above_peak(name, flops_per_step / min(step[measure]), peak)
+    reject_above_peak(name, flops_per_step / seconds.least, max(peak.values()))
+    dtype = spec.of(name).dtype
     return {
         "step_s": asdict(Spread.of(step["wall"])),
         "step_cpu_s": asdict(Spread.of(step["cpu"])),
         "rates_by": measure,
+        "dtype": dtype,
         "tokens_per_s": tokens / seconds.median,
         "model_flops": flops_per_step / seconds.median,
-        "mfu": flops_per_step / seconds.median / peak,
+        "mfu": flops_per_step / seconds.median / peak[dtype],
     }
 
 
@@ -176,6 +186,10 @@ def compare(rounds: Sequence[Round], reference: str, other: str, pairs: int) -> 
         "rounds": len(rounds),
         "tokens_ratio": None if ratios["wall"] is None else asdict(ratios["wall"]),
         "tokens_ratio_cpu": None if ratios["cpu"] is None else asdict(ratios["cpu"]),
+        "ratio_of_minima": {
+            m: min(seconds_of(p.other, m) for p in both) / min(seconds_of(p.reference, m) for p in both)
+            for m in MEASURES
+        },
         "problems": problems,
     }
 

@@ -1,13 +1,15 @@
-"""The contenders: `mlm`, `transformers` and nanoGPT, from the same weights, tokens and optimizer.
+"""The contenders: `mlm`, `transformers` and nanoGPT, from the same weights and tokens.
 
 Every step is zero_grad, forward, backward, clip, optimizer step. Master weights are float32; with bf16 `mlm`
-casts in its layers and the others run under torch.autocast.
+casts in its layers and the others run under torch.autocast. The optimizer is the same fused AdamW but for
+`stock` contenders, which have their own.
 """
 
 import contextlib
 import importlib
 import importlib.util
 import io
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -57,10 +59,13 @@ class Trainee(ABC):
     def clear(self) -> None:
         """Drop the gradients."""
 
-    def check(self, reference: Reference) -> Agreement:
-        """Compare with the reference. Raises UserError if it differs."""
-        loss, gradients = self.loss_and_gradients()
-        return agreement(self.name, self.spec.dtype, loss, gradients, reference)
+    def reference(self) -> Reference:
+        """Loss and gradients to compare others with."""
+        return Reference(*self.loss_and_gradients(), self.spec.dtype)
+
+    def check(self, reference: Reference) -> Agreement | None:
+        """Compare with the reference; None for another model. Raises UserError if it differs."""
+        return agreement(self.name, self.reference(), reference)
 
     def flops_per_token(self) -> float:
         """Model FLOPs of one trained token."""
@@ -151,17 +156,18 @@ class MlmTrainee(Trainee):
 class TorchTrainee(Trainee):
     """A plain module in a plain PyTorch loop: what `transformers` and nanoGPT are."""
 
-    def __init__(
-        self, name: str, spec: Spec, device: torch.device, model: nn.Module, blocks: Sequence[nn.Module]
-    ):
+    def __init__(self, name: str, spec: Spec, device: torch.device, model: Any) -> None:
         super().__init__(name, spec, device)
         self.model = model.to(device).train()
-        if name.endswith("-compiled"):  # per layer, like ours
-            for block in blocks:
-                block.compile()
-        self.parameters = list(model.parameters())
-        self.optimizer = adamw(self.parameters)
+        if "compiled" in name:  # as a whole, as their own scripts do
+            self.model.compile()
+        self.parameters: list[nn.Parameter] = list(model.parameters())
+        self.optimizer = self.stock_optimizer() if spec.stock else adamw(self.parameters)
         self.batches = self.prepare_batches()
+
+    def stock_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the program itself; that of transformers.Trainer is the benchmark's."""
+        return adamw(self.parameters)
 
     def prepare_batches(self) -> list[tuple[Any, ...]]:
         """Arguments of `loss` on the device."""
@@ -213,13 +219,13 @@ class TransformersTrainee(TorchTrainee):
 
     def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
         self.name, self.spec = name, spec
-        model, blocks = self.build()
+        model = self.build()
         model.loss_type = "ForCausalLM"  # its default; unset, it warns
         load_exactly(model, spec.shape.state(spec.seed))
-        super().__init__(name, spec, device, model, blocks)
+        super().__init__(name, spec, device, model)
 
-    def build(self) -> tuple[Any, Sequence[nn.Module]]:
-        """The model, its weights to be loaded, and its layers."""
+    def build(self) -> Any:
+        """The model, its weights to be loaded."""
         transformers, shape = imported("transformers"), self.spec.shape
         config = transformers.GPT2Config(
             n_layer=shape.num_layers,
@@ -236,8 +242,7 @@ class TransformersTrainee(TorchTrainee):
         )
         config._attn_implementation = "sdpa"
         self.notes = ("gelu_new as GPT-2's configuration has it: many elementwise passes",)
-        model = transformers.GPT2LMHeadModel(config)
-        return model, list(model.transformer.h)
+        return transformers.GPT2LMHeadModel(config)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         # labels already stand under their inputs: shift_labels says so, and all S positions are scored
@@ -261,7 +266,7 @@ def imported(package: str) -> Any:
 
 
 class NanoGptTrainee(TorchTrainee):
-    """nanoGPT's GPT from a checkout, with the fused AdamW all contenders have."""
+    """nanoGPT's GPT from a checkout."""
 
     notes = ("its exact GELU replaced by GPT-2's tanh form, so that losses agree",)
 
@@ -283,7 +288,15 @@ class NanoGptTrainee(TorchTrainee):
             block.mlp.gelu = nn.GELU(approximate="tanh")
         state = gpt2_state(shape, spec.seed)
         load_exactly(model, {k: v.t() if k.endswith(TRANSPOSED) else v for k, v in state.items()})
-        super().__init__(name, spec, device, model, list(model.transformer.h))
+        super().__init__(name, spec, device, model)
+
+    def stock_optimizer(self) -> torch.optim.Optimizer:
+        """Its AdamW: on a CPU not fused, a parameter at a time."""
+        o = OPTIMIZER
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its groups
+            made = self.model.configure_optimizers(o.weight_decay, o.lr, o.betas, self.device.type)
+        assert isinstance(made, torch.optim.Optimizer)
+        return made
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, labels)[1]
@@ -292,6 +305,46 @@ class NanoGptTrainee(TorchTrainee):
     def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         named = {k.replace("lm_head.weight", "transformer.wte.weight"): g for k, g in gradients.items()}
         return {k: g.t() if k.endswith(TRANSPOSED) else g for k, g in named.items()}
+
+
+class NanochatTrainee(TorchTrainee):
+    """nanochat's GPT and optimizer at the sizes of the shape, as its runs/runcpu.sh trains them."""
+
+    notes = ("another model: rotary, untied, value embeddings, relu²; with Muon, without clipping; compiled",)
+
+    def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
+        os.environ["NANOCHAT_DTYPE"] = {"fp32": "float32", "bf16": "bfloat16"}[spec.dtype]
+        sys.path.insert(0, spec.peers["nanochat"])
+        source, shape = importlib.import_module("nanochat.gpt"), spec.shape
+        sizes = (shape.seq_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.num_heads)
+        config = source.GPTConfig(*sizes, shape.hidden_size, window_pattern="L")
+        with torch.device("meta"):
+            model = source.GPT(config)
+        model.to_empty(device=device)
+        model.init_weights()
+        super().__init__(name, spec, device, model)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its learning rates
+            self.optimizer = model.setup_optimizer()
+        model.compile(dynamic=False)
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens, labels)
+        return loss
+
+    def step(self, index: int) -> None:
+        loss = self.loss(*self.batches[index % len(self.batches)])  # its layers cast, without autocast
+        loss.backward()
+        self.optimizer.step()
+        self.clear()
+
+    def reference(self) -> Reference:
+        raise UserError("nanochat is another model, which none is compared with: put another contender first")
+
+    def check(self, reference: Reference) -> Agreement | None:
+        return None
+
+    def flops_per_token(self) -> float:
+        return float(self.model.estimate_flops())
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:

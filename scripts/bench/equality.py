@@ -22,13 +22,16 @@ class Reference:
 
     loss: float
     gradients: Mapping[str, Tensor]
+    dtype: str = "fp32"
+    """Of activations."""
 
     def save(self, path: Path) -> None:
         """Write it for other processes."""
         from safetensors.torch import save_file  # not needed where all is compared in one process
 
-        gradients = {name: g.contiguous() for name, g in self.gradients.items()}
-        save_file({**gradients, "loss": torch.tensor(self.loss, dtype=torch.float64)}, path)
+        tensors = {name: g.contiguous() for name, g in self.gradients.items()}
+        tensors["loss"] = torch.tensor(self.loss, dtype=torch.float64)
+        save_file(tensors, path, {"dtype": self.dtype})
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
@@ -37,7 +40,8 @@ class Reference:
 
         with safe_open(path, "pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  (not a mapping)
-        return cls(float(tensors.pop("loss")), tensors)
+            dtype = f.metadata()["dtype"]
+        return cls(float(tensors.pop("loss")), tensors, dtype)
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,13 @@ class Agreement:
 
 
 @torch.no_grad()
-def agreement(
-    name: str, dtype: str, loss: float, gradients: Mapping[str, Tensor], reference: Reference
-) -> Agreement:
-    """Compare with the reference. Raises UserError if loss or a gradient differs more than the tolerance."""
+def agreement(name: str, found: Reference, reference: Reference) -> Agreement:
+    """Compare with the reference, to the tolerance of the wider rounding of the two.
+
+    Raises UserError if loss or a gradient differs more.
+    """
+    loss, gradients = found.loss, found.gradients
+    dtype = "bf16" if "bf16" in (found.dtype, reference.dtype) else "fp32"
     if missing := set(reference.gradients) ^ set(gradients):
         raise UserError(f"{name} and the reference differ in parameters: {', '.join(sorted(missing)[:5])}")
     loss_error = abs(loss - reference.loss) / abs(reference.loss)

@@ -1,11 +1,10 @@
 """Llamas to train: their shapes and random weights, and `transformers`' LlamaForCausalLM as a contender."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.contenders import TransformersTrainee, imported
 from bench.shapes import Shape
@@ -81,12 +80,11 @@ class LlamaShape(Shape):
 class TransformersLlama(TransformersTrainee):
     """`transformers`' LlamaForCausalLM with sdpa attention."""
 
-    def build(self) -> tuple[Any, Sequence[nn.Module]]:
+    def build(self) -> Any:
         shape = self.spec.shape
         transformers = imported("transformers")
         known = write_config(shape.model(), TokenIds(eod=0, bos=0))
         settings = {key: value for key, value in known.items() if key not in ("architectures", "dtype")}
         config = transformers.LlamaConfig(**settings, use_cache=False)
         config._attn_implementation = "sdpa"
-        model = transformers.LlamaForCausalLM(config)
-        return model, list(model.model.layers)
+        return transformers.LlamaForCausalLM(config)

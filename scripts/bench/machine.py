@@ -137,11 +137,15 @@ def gpu_facts() -> dict[str, object]:
     }
 
 
+PEERS = {"nanogpt": "model.py", "nanochat": "nanochat/gpt.py", "llmc": "train_gpt2.c"}
+"""The file of each checkout that holds its model."""
+
+
 def describe_peers(peers: Mapping[str, str]) -> dict[str, str]:
     """Each peer's commit, or the digest of its model where the checkout has no history."""
     out = {}
     for name, folder in peers.items():
-        model = Path(folder) / "model.py"
+        model = Path(folder) / PEERS[name]
         inside = (Path(folder) / ".git").exists()
         out[name] = commit_of(Path(folder)) if inside else f"{model.name} {digest_file(model)}"
     return out

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.contenders import MlmTrainee, NanoGptTrainee, Trainee, TransformersTrainee
+from bench.contenders import MlmTrainee, NanochatTrainee, NanoGptTrainee, Trainee, TransformersTrainee
 from bench.equality import Agreement, Reference
 from bench.llama import LlamaShape, TransformersLlama
+from bench.llmc import LlmcTrainee
 from bench.memory import measure_peak
 from bench.spec import Spec
 from bench.stats import Timing
@@ -52,7 +53,13 @@ def build_trainee(name: str, spec: Spec, rank: int) -> Trainee:
         p = parse_layout(name).parallel
         ctx = build_mesh(tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp or 1, device=device, timeout_s=600)
         return LayoutTrainee(name, spec, device, ctx)
-    kinds = {"mlm": MlmTrainee, "transformers": TransformersTrainee, "nanogpt": NanoGptTrainee}
+    kinds: dict[str, type[Trainee]] = {
+        "mlm": MlmTrainee,
+        "transformers": TransformersTrainee,
+        "nanogpt": NanoGptTrainee,
+        "nanochat": NanochatTrainee,
+        "llmc": LlmcTrainee,
+    }
     if isinstance(spec.shape, LlamaShape):
         kinds["transformers"] = TransformersLlama
     return kinds[name.split("-")[0]](name, spec, device)
@@ -133,7 +140,7 @@ class Ranks:
     """`processes` processes that hold one contender. Close it, or use it as a context manager."""
 
     def __init__(self, name: str, spec: Spec, processes: int) -> None:
-        self.name = name
+        self.name, spec = name, spec.of(name)
         self.folder = tempfile.TemporaryDirectory(prefix="bench-train-")
         store = os.path.join(self.folder.name, "store")
         self.members: list[tuple[BaseProcess, Connection]] = []
@@ -155,10 +162,10 @@ class Ranks:
         """Write loss and gradients of a contender in one process, for others to be compared with."""
         self._ask("reference", str(path))
 
-    def check(self, path: Path) -> Agreement:
-        """Compare with what another's `save_reference` wrote. Raises UserError."""
+    def check(self, path: Path) -> Agreement | None:
+        """Compare with what another's `save_reference` wrote; None for another model. Raises UserError."""
         (found,) = self._ask("check", str(path))
-        assert isinstance(found, Agreement)
+        assert found is None or isinstance(found, Agreement)
         return found
 
     def time(self, first: int, steps: int) -> Timing:
@@ -247,7 +254,7 @@ def _obey(trainee: Trainee, verb: str, *args: Any) -> Any:
     if verb == "check":
         return trainee.check(Reference.load(Path(args[0])))
     if verb == "reference":
-        return Reference(*trainee.loss_and_gradients()).save(Path(args[0]))
+        return trainee.reference().save(Path(args[0]))
     if verb == "memory":
         return measure_peak(trainee)
     assert verb == "time", verb

@@ -10,30 +10,32 @@ from bench.harness import table_of
 
 def tables_of(result: dict[str, Any]) -> Iterator[RenderableType]:
     """Contenders of one shape, and how the reference compares with each."""
-    peak = result["peak_flops"]
+    peaks = ", ".join(f"{dtype} {peak / 1e9:,.0f}" for dtype, peak in result["peak_flops"].items())
     by = {entry["rates_by"] for entry in result["contenders"].values()}
     yield f"\n[bold]{result['shape']['name']}: {result['description']}"
     yield (
         f"rates are by {' and '.join(sorted(by))} time; MFU is against the best square matrix product, "
-        f"{peak / 1e9:,.0f} GFLOP/s; memory is the peak above weights and optimizer state"
+        f"GFLOP/s: {peaks}; memory is the peak above weights and optimizer state"
     )
     contenders, rows = result["contenders"], []
     for name, entry in contenders.items():
-        seconds = (f"{entry[step]['median']:.4f}" for step in ("step_s", "step_cpu_s"))
+        wall, cpu = entry["step_s"], entry["step_cpu_s"]
+        seconds = (f"{value:.4f}" for value in (wall["median"], wall["least"], cpu["median"]))
         rows.append(
             (name, f"{entry['tokens_per_s']:,.0f}", f"{entry['mfu']:.1%}", *seconds, memory_cell(entry))
         )
-    yield table_of(("contender", "tokens/s", "MFU", "step, s", "cpu s", "memory, MB"), rows)
+    yield table_of(("contender", "tokens/s", "MFU", "step, s", "least", "cpu s", "memory, MB"), rows)
     rows = []
     for series in result["series"]:
         memory = memory_ratio(result["contenders"], series["reference"], series["other"])
         name = f"{series['reference']} : {series['other']}"
         for measure, suffix in (("wall", ""), ("cpu", "_cpu")):
             cells = ratio_cells(series[f"tokens_ratio{suffix}"], series["rounds"])
-            rows.append((name, measure, *cells[:-1], memory, cells[-1]))
+            minima = f"{series['ratio_of_minima'][measure]:.3f}"
+            rows.append((name, measure, *cells[:-1], minima, memory, cells[-1]))
             name = memory = ""
     if rows:
-        ratios = ("speed", "quartiles", "range", "memory", "kept")
+        ratios = ("speed", "quartiles", "range", "of minima", "memory", "kept")
         yield table_of(("ratios of pairs", "by", *ratios), rows)
     for name, entry in contenders.items():
         yield from (f"[dim]{name}: {note}" for note in entry["notes"])

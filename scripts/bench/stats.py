@@ -129,18 +129,21 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and quartiles."""
+    """Median, quartiles and minimum."""
 
     median: float
     low: float
     high: float
+    least: float
     count: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Median, first and third quartile (linear interpolation) of at least one value."""
+        """Those of at least one value, with linear interpolation."""
         ordered = sorted(values)
-        return cls(median(ordered), quantile(ordered, 0.25), quantile(ordered, 0.75), len(ordered))
+        return cls(
+            median(ordered), quantile(ordered, 0.25), quantile(ordered, 0.75), ordered[0], len(ordered)
+        )
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:

@@ -10,9 +10,8 @@ from typing import Any
 import bench_train
 import pytest
 import torch
-from bench.compare import doubts
-from bench.contenders import MlmTrainee
-from bench.equality import Reference
+from bench.compare import Plan, doubts
+from bench.contenders import MlmTrainee, Trainee
 from bench.llama import LlamaShape, TransformersLlama
 from bench.ranks import for_others_s
 from bench.shapes import NAMED, shapes_of
@@ -24,6 +23,12 @@ from mlm.util.errors import UserError
 
 TINY = NAMED["cpu"]["tiny"][0]
 SPEC = Spec(TINY, "cpu", "fp32", threads=1)
+
+
+def gradient_error(one: Trainee, other: Trainee) -> float:
+    agreement = one.check(other.reference())
+    assert agreement is not None
+    return agreement.gradient_error
 
 
 def turn(seconds: float = 1.0, *, cpu_s: float = 1.0, waited_s: float = 0.0, before: float = 1.0) -> Turn:
@@ -42,7 +47,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_spread_is_median_and_quartiles_of_unsorted_values() -> None:
-    assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(3.0, 2.0, 4.0, 5)
+    assert Spread.of([5.0, 1.0, 4.0, 2.0, 3.0]) == Spread(3.0, 2.0, 4.0, 1.0, 5)
 
 
 def test_ratio_is_the_median_over_pairs() -> None:
@@ -124,7 +129,7 @@ def test_contender_with_other_weights_is_not_timed() -> None:
     ours = MlmTrainee("mlm", SPEC, torch.device("cpu"))
     other = MlmTrainee("mlm", dataclasses.replace(SPEC, seed=5), torch.device("cpu"))
     with pytest.raises(UserError, match="does not compute the same"):
-        other.check(Reference(*ours.loss_and_gradients()))
+        other.check(ours.reference())
 
 
 def test_transformers_agrees_with_mlm() -> None:
@@ -133,7 +138,14 @@ def test_transformers_agrees_with_mlm() -> None:
 
     ours = MlmTrainee("mlm", SPEC, torch.device("cpu"))
     theirs = TransformersTrainee("transformers", SPEC, torch.device("cpu"))
-    assert theirs.check(Reference(*ours.loss_and_gradients())).gradient_error < 1e-5
+    assert gradient_error(theirs, ours) < 1e-5
+
+
+def test_bf16_is_compared_with_fp32_to_its_own_rounding() -> None:
+    ours = MlmTrainee("mlm", SPEC, torch.device("cpu"))
+    half = MlmTrainee("mlm-bf16", SPEC.of("mlm-bf16"), torch.device("cpu"))
+    for one, other in ((half, ours), (ours, half)):
+        assert 1e-4 < gradient_error(one, other) < 5e-2
 
 
 @pytest.mark.parametrize("heads", [2, 3])
@@ -145,7 +157,7 @@ def test_transformers_llama_agrees_with_mlm(heads: int) -> None:
     spec = dataclasses.replace(SPEC, shape=shape)
     ours = MlmTrainee("mlm", spec, torch.device("cpu"))
     theirs = TransformersLlama("transformers", spec, torch.device("cpu"))
-    assert theirs.check(Reference(*ours.loss_and_gradients())).gradient_error < 1e-5
+    assert gradient_error(theirs, ours) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -183,6 +195,47 @@ def test_few_pairs_are_a_trial() -> None:
     assert "a trial" in doubts(7, [], SPEC)[0]
 
 
+def test_name_of_a_contender_sets_dtype_and_settings() -> None:
+    assert SPEC.of("nanogpt-compiled") == SPEC
+    assert SPEC.of("nanogpt-stock-bf16") == dataclasses.replace(SPEC, dtype="bf16", stock=True)
+    assert SPEC.of("tp=2,pipeline=zb_h1") == SPEC
+    assert SPEC.of("mlm-bf16").of("llmc") == SPEC
+
+
+def test_contenders_are_compared_with_the_first_of_their_dtype() -> None:
+    names = ("mlm", "nanogpt", "nanogpt-bf16", "mlm-bf16", "tp=2")
+    plan = Plan(names, pairs=1, limit=1, seconds=0, memory=False)
+    references = ["mlm", "mlm", "nanogpt-bf16", "mlm"]
+    assert plan.opponents(SPEC) == list(zip(references, names[1:], strict=True))
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_all_means_every_program_in_every_variant_that_can_run(
+    compiler: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").touch()
+    (tmp_path / "train_gpt2.c").touch()
+    monkeypatch.setattr(bench_train, "has_compiler", lambda device: compiler)
+    words = f"--device cpu --dtype fp32 bf16 --contenders all --peers nanogpt={tmp_path} llmc={tmp_path}"
+    args = bench_train.BENCH.parse(words.split())
+    peers = bench_train.parse_peers(args.peers)
+    names = set(bench_train.make_plan(args, peers).contenders)
+    eager = {f"{name}{stock}" for name in ("transformers", "nanogpt") for stock in ("", "-stock")}
+    both = {"mlm", *eager}
+    if compiler:
+        both |= {name.replace(base, f"{base}-compiled") for name in both for base in [name.split("-")[0]]}
+    assert names == {*both, *(f"{name}-bf16" for name in both), "mlm-mkl", "llmc"}
+
+
+def test_stock_contender_leaves_the_allocator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("bench.spec.reuse_large_blocks", lambda: calls.append(1))
+    SPEC.of("nanogpt-stock").prepare_process()
+    assert not calls
+    SPEC.of("nanogpt").prepare_process()
+    assert calls
+
+
 @pytest.mark.slow
 def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     out = tmp_path / "tiny.json"
@@ -214,9 +267,12 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
         (["--shape", "custom", "2,30,4,8,64,2"], "H=30 must be a multiple of N=4"),
         (["--contenders", "deepspeed"], "--contenders 'deepspeed' is unknown"),
         (["--contenders", "mlm", "nanogpt"], "needs --peers nanogpt=PATH"),
+        (["--contenders", "mlm-compiled"], "needs a compiler for torch.compile"),
+        (["--contenders", "nanogpt-mkl"], "nanogpt has no variant 'mkl'"),
         (["--peers", "nanogpt=/nowhere"], "no such folder"),
+        (["--peers", "llmc=."], "it has no train_gpt2.c"),
         (
-            ["--family", "llama", "--contenders", "mlm", "nanogpt", "--peers", "nanogpt=."],
+            ["--family", "llama", "--contenders", "mlm", "nanogpt"],
             "--family llama: nanogpt is compared as GPT",
         ),
         (["--pairs", "0"], "0 must be at least 1"),
@@ -225,7 +281,11 @@ def test_tiny_run_writes_ratios_samples_and_machine(tmp_path: Path) -> None:
     ],
 )
 def test_mistake_is_named_and_exits_with_2(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
     assert bench_train.BENCH.main(["--device", "cpu", *options]) == 2
     assert message in capsys.readouterr().err
