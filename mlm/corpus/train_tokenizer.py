@@ -113,7 +113,7 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
     shards = split_inputs(inputs, SHARD_BYTES)
 
     def reject(error: BadRecordError) -> None:
-        raise UserError(f"{error.place}: {error.detail}: fix or delete it")
+        raise error.to_user_error("fix or delete it")
 
     def texts() -> Iterator[str]:
         seen = False

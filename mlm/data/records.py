@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -47,11 +48,22 @@ def _jsonl_records(file: Path) -> Iterator[Located]:
                 continue
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # ValueError covers bad UTF-8 too
-                raise UserError(f"{file}:{number}: not a line of JSON: fix or delete it") from error
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{file}:{number}: {json_problem(error)}: fix or delete it") from error
             if not isinstance(record, dict):
                 raise UserError(f"{file}:{number}: not a JSON object: fix or delete it")
             yield f"{file}:{number}", record
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Describe the error that parsing a line of JSON raised."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 ({error.reason} at byte {error.start + 1})"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not a line of JSON ({error.msg} at letter {error.colno})"
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return f"holds a number of more than {sys.get_int_max_str_digits():,} digits"
 
 
 def _table_records(file: Path) -> Iterator[Located]:

@@ -58,6 +58,7 @@ def read_split(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
     kind, source = task_type(task.kind), path or f"{task.hub} {task.hub_config or ''}".rstrip()
     rows, places, earlier = list[TaskRow](), list[str](), Counter[str]()
     problems, others = list[tuple[str, RowError]](), 0
+    unlabelled = RowError(f"no label ('{task.label}'): add it, or delete the row")
     for place, record in read_split_records(task, split, path):
         # a record without the column is reported by parsing
         if task.subsets and not str(record.get(task.id or "", task.subsets[0])).startswith(task.subsets):
@@ -67,15 +68,23 @@ def read_split(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
             name = row_name(record, task.id, len(places))
             earlier[name] += 1
             rows.append(kind.parse(task, record, kind.row_id(task, name, earlier[name] - 1)))
+            if rows[-1].label is None:
+                problems.append((place, unlabelled))
         except RowError as error:
             problems.append((place, error))
         places.append(place)
+    has_labels = any(row.label is not None for row in rows)
+    if rows and not has_labels:
+        problems = [each for each in problems if each[1] is not unlabelled]
+        if split in (task.train, *task.validations):
+            fix = "set task.label, or give a file with labels"
+            missing = RowError(f"no row of split {split} has a label ('{task.label}'): {fix}")
+            problems.insert(0, (source, missing))
     check_problems(problems)
     if not rows:
         prefixes = " or ".join(task.subsets)
         hint = f" ({others} have an {task.id} that does not begin with {prefixes}: see task.subsets)"
         raise UserError(f"{source}: split {split} holds no row{hint * bool(others)}: give another file")
-    has_labels = check_labels(task, split, source, rows, places)
     digest = digest_rows(rows)
     return TaskSplit(
         name=split, source=source, rows=rows, places=places, digest=digest, has_labels=has_labels
@@ -121,22 +130,6 @@ def check_problems(problems: Sequence[tuple[str, RowError]]) -> None:
         lines[MAX_PROBLEMS:] = [f"and {more:,} more rows like these"]
     if lines:
         raise ConfigError(lines)
-
-
-def check_labels(
-    task: TaskConfig, split: str, source: str, rows: Sequence[TaskRow], places: Sequence[str]
-) -> bool:
-    """Return True if all rows have labels, False if none has. Raises UserError otherwise."""
-    missing = [place for row, place in zip(rows, places, strict=True) if row.label is None]
-    if len(missing) < len(rows):
-        problem = RowError(f"no label ('{task.label}'): add it, or delete the row")
-        check_problems([(place, problem) for place in missing])
-    elif split in (task.train, *task.validations):
-        raise UserError(
-            f"{source}: no row of split {split} has a label ('{task.label}'): set task.label, or give a "
-            "file with labels"
-        )
-    return not missing
 
 
 def digest_rows(rows: Sequence[TaskRow]) -> str:

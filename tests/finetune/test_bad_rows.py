@@ -117,6 +117,24 @@ def test_missing_column_does_not_hide_other_bad_rows(tmp_path: Path) -> None:
     assert "'second' holds null, not a text" in lines[2]
 
 
+def test_rows_without_a_label_are_listed_with_the_other_bad_rows(tmp_path: Path) -> None:
+    rows = [PAIR | {"label": None}, PAIR | {"label": 7}, PAIR, PAIR | {"label": -1}]
+    with pytest.raises(UserError) as caught:
+        split_of(tmp_path, pairs(), rows)
+    lines = [line.partition("train.jsonl:")[2] for line in str(caught.value).splitlines()]
+    assert [line[:11] for line in lines] == ["1: no label", "2: label=7 ", "4: no label"]
+
+
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_split_without_labels_is_not_a_bad_row_each(tmp_path: Path, name: str) -> None:
+    rows = [PAIR | {"label": -1}, PAIR | {"label": -1, "second": ""}]
+    with pytest.raises(UserError) as caught:
+        split_of(tmp_path, pairs(), rows, name=name)
+    *others, last = str(caught.value).splitlines()
+    assert f"{name}.jsonl:2: 'second' is empty" in last
+    assert ["no row of split train has a label" in line for line in others] == [True] * (name == "train")
+
+
 @pytest.mark.parametrize("withheld", [-1, None])
 def test_test_split_without_labels_can_only_be_predicted(tmp_path: Path, withheld: Any) -> None:
     split = split_of(tmp_path, pairs(), [PAIR | {"label": withheld}] * 3, name="test")
@@ -145,9 +163,10 @@ def test_no_payload_is_run(tmp_path: Path, name: str) -> None:
 
 
 FILES: dict[str, tuple[str, bytes, str]] = {
-    "deep": ("train.jsonl", b"[" * 200_000, "train.jsonl:1: not a line of JSON"),
+    "deep": ("train.jsonl", b"[" * 200_000, "train.jsonl:1: nested too deeply"),
     "deep as a whole": ("train.json", b"[" * 200_000, "is not JSON"),
-    "not UTF-8": ("train.jsonl", b'{"first": "\xff"}', "train.jsonl:1: not a line of JSON"),
+    "many digits": ("train.jsonl", b'{"n": %s}' % (b"1" * 5000), "train.jsonl:1: holds a number of more"),
+    "not UTF-8": ("train.jsonl", b'{"first": "\xff"}', r"train.jsonl:1: not UTF-8 \(.* at byte 12\)"),
     "not UTF-8 in a table": ("train.tsv", b"first\tsecond\n\xff\tb\n", "is not UTF-8"),
     "no object": ("train.jsonl", b"[1]\n", "train.jsonl:1: not a JSON object"),
     "no rows": ("train.jsonl", b"\n\n", "split train holds no row"),

@@ -1,5 +1,6 @@
-"""`mlm eval TASK` on a run of a task of one's own, without the folder that its YAML is in."""
+"""`mlm eval TASK` takes the settings of the run: of a shipped task, and of one's own without its YAML."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,15 +9,19 @@ from mlm.config.build import to_dict
 from mlm.config.cli.entry import main
 from tests.finetune.runs import finetune, finetuning, read, task_of, write_data, write_model
 
+STARS = replace(task_of("classification"), name="stars")
+"""A task that no YAML holds, with a name like that of a shipped one (stsb)."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run `out` on the task `mine`, which no YAML holds."""
+    """A run `out` on the task `stars`, and `squad` on a shipped one with settings of its own."""
     made = tmp_path_factory.mktemp("saved_task")
     write_model(made / "bert")
-    write_data(made / "classification", "classification")
-    finetune(finetuning(made, train={"epochs": 1}))
-    assert task_of("classification").name == "mine"
+    for kind in ("classification", "span"):
+        write_data(made / kind, kind)
+    finetune(finetuning(made, train={"epochs": 1}, task=STARS))
+    finetune(finetuning(made, "span", train={"epochs": 1}, out=str(made / "squad")))
     return made
 
 
@@ -26,14 +31,39 @@ OPTIONS = ("precision=fp64", "dist.device=cpu", "dist.threads_per_rank=1")
 @pytest.mark.parametrize("place", ["", "best", "best/checkpoints/step-*"])
 def test_the_task_is_read_from_the_run(folder: Path, tmp_path: Path, place: str) -> None:
     (ckpt,) = (folder / "out").glob(place) if place else (folder / "out",)
-    assert main(["eval", "mine", f"ckpt={ckpt}", f"out={tmp_path}/eval.json", *OPTIONS]) == 0
+    assert main(["eval", "stars", f"ckpt={ckpt}", f"out={tmp_path}/eval.json", *OPTIONS]) == 0
     found, trained = read(tmp_path / "eval.json"), read(folder / "out/result.json")
     assert {each["split"]: each["metrics"] for each in found["results"]} == trained["scores"]
-    assert found["task_settings"] == to_dict(task_of("classification"))
+    assert found["task_settings"] == to_dict(STARS)
+
+
+def test_a_shipped_task_has_the_settings_of_the_run(folder: Path, tmp_path: Path) -> None:
+    """task.max_length=40 and task.doc_stride=4 of the run, not 384 and 128 of the YAML."""
+    assert main(["eval", "squad", f"ckpt={folder}/squad", f"out={tmp_path}/eval.json", *OPTIONS]) == 0
+    found, trained = read(tmp_path / "eval.json"), read(folder / "squad/result.json")
+    assert {each["split"]: each["metrics"] for each in found["results"]} == trained["scores"]
+    assert found["task_settings"] == to_dict(task_of("span"))
+
+
+def test_ones_own_yaml_stands_above_the_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it does not set is the run's."""
+    yaml = tmp_path / "tasks/task/stars.yaml"
+    yaml.parent.mkdir(parents=True)
+    yaml.write_text("name: stars\ncolumns: [first, second]\nmetrics: [macro_f1]\n")
+    words = ["eval", "stars", f"--config-dir={tmp_path}/tasks", f"ckpt={folder}/out"]
+    assert main([*words, f"out={tmp_path}/eval.json", *OPTIONS]) == 0
+    found = read(tmp_path / "eval.json")
+    assert found["task_settings"] == to_dict(replace(STARS, metrics=("macro_f1",)))
+    assert list(found["results"][0]["metrics"]) == ["macro_f1"]
+    yaml.write_text("name: stars\ncolumns: [first, second]\nmax_length: 30\n")
+    assert main([*words, f"out={tmp_path}/eval.json", *OPTIONS]) == 2
+    assert "task.max_length=30" in capsys.readouterr().err
 
 
 def test_its_keys_can_be_typed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["eval", "mine", f"ckpt={folder}/out", "task.max_length=30", *OPTIONS]
+    command = ["eval", "stars", f"ckpt={folder}/out", "task.max_length=30", *OPTIONS]
     assert main(command) == 2
     assert "task.max_length=30" in capsys.readouterr().err
 
@@ -41,8 +71,10 @@ def test_its_keys_can_be_typed(folder: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("task", "problem"),
     [
-        ("other", "mlm eval: unknown task 'other'; the run was finetuned on mine"),
+        ("other", "mlm eval: unknown task 'other'; the run was finetuned on stars"),
         ("rac", "mlm eval: unknown task 'rac'; did you mean 'race'?"),
+        ("los", "mlm eval: unknown task 'los'; did you mean 'loss'?"),
+        ("star", "mlm eval: unknown task 'star'; did you mean 'stars'?"),
     ],
 )
 def test_another_task_is_rejected(
@@ -73,6 +105,6 @@ def test_code_that_a_run_names_is_not_trusted(
     (run / "config.yaml").write_text(saved.replace("kind: classification", "kind: evil_task:TASK"))
     assert "evil_task" in (run / "config.yaml").read_text()
     (run / "best").symlink_to(folder / "out/best")
-    assert main(["eval", "mine", f"ckpt={run}", *OPTIONS]) == 2
+    assert main(["eval", "stars", f"ckpt={run}", *OPTIONS]) == 2
     assert "named in a saved file, whose code is not run unasked" in capsys.readouterr().err
     assert not (tmp_path / "was_run").exists()

@@ -90,7 +90,7 @@ def _is_meant(command: Command, argv: Sequence[str]) -> bool:
     if len(argv) > 1 and (argv[1] in names or any(word.startswith(TASK_KEYS) for word in argv)):
         return True
     is_word = len(argv) > 1 and not argv[1].startswith("-") and "=" not in argv[1]
-    return is_word and not did_you_mean(argv[1], tasks_of(argv[0])) and run_config(argv) is not None
+    return is_word and run_config(argv) is not None
 
 
 def second_words(word: str) -> list[str]:

@@ -8,10 +8,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlm.config.cli.arguments import Arguments, run_config
+from mlm.config.cli.arguments import Arguments, run_config, tasks_of
 from mlm.config.cli.commands import SPECS, Command
 from mlm.config.cli.groups import OWN_TASK, TASK, task_names
 from mlm.config.fields import expand_home, length_problem, permission_problem
+from mlm.config.paths import groups
 from mlm.config.plain_yaml import parse, problem_of, read_text
 from mlm.config.suggest import did_you_mean, unknown_key
 from mlm.config.tree import flatten, leaves
@@ -45,28 +46,31 @@ def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
 
 
 def take_saved_task(command: Command, arguments: Arguments) -> SavedValues | None:
-    """The task that the run of `ckpt=` was trained on, where no YAML has the one that is typed; else None.
+    """The settings of the typed task in the run of `ckpt=`; None if the run was not finetuned on it.
 
-    `task=` is removed from the overrides then. Raises UserError for a task that is not the run's either.
+    They replace a shipped YAML: `task=` is removed from the overrides. The user's own in `--config-dir` is
+    typed, and stands above them. Raises UserError for a task that is neither the run's nor of a YAML.
     """
     typed = [text for text in arguments.overrides if text.startswith(f"{TASK}=")]
     file = run_config(arguments.overrides)
     if command.config != "eval_task" or len(typed) != 1 or file is None or arguments.multirun:
         return None
-    name, known = typed[0].partition("=")[2], task_names(arguments.config_dir)
-    if name in known:
-        return None
+    name = typed[0].partition("=")[2]
     try:
         values = read_values(file, "finetune")
     except UserError:
         values = {}  # of a run of another command
     task = {key: value for key, value in values.items() if key.startswith(f"{TASK}.")}
     trained_on = task.get(f"{TASK}.name")
-    if trained_on != name:
-        own = OWN_TASK if trained_on is None else f"the run was finetuned on {trained_on}"
-        raise UserError(f"unknown task '{name}'{did_you_mean(name, known)}; {own}")
-    arguments.overrides = [text for text in arguments.overrides if text not in typed]
-    return task
+    if trained_on == name:
+        if arguments.config_dir is None or name not in groups(Path(arguments.config_dir)).get(TASK, []):
+            arguments.overrides = [text for text in arguments.overrides if text not in typed]
+        return task
+    if name in task_names(arguments.config_dir):
+        return None
+    own = OWN_TASK if trained_on is None else f"the run was finetuned on {trained_on}"
+    known = [*tasks_of(command.words[0], arguments.config_dir), *filter(None, [trained_on])]
+    raise UserError(f"unknown task '{name}'{did_you_mean(name, known) or f'; {own}'}")
 
 
 def read_run(resume: str, config: str) -> SavedValues:

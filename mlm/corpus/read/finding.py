@@ -220,12 +220,31 @@ def in_folder(root: Path, files: list[Path], unread: list[Unread]) -> Listing:
 def in_glob(pattern: str) -> Listing:
     """Return the files that a glob matches, sorted by path. Raises UserError."""
     first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
-    files = [path for path in sorted(map(Path, glob.glob(pattern, recursive=True))) if not path.is_dir()]
-    if not files:
+    files = [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]
+    unread = denied_folders(pattern)
+    if not files and not unread:
         raise UserError(f"input={pattern} matches no file: quote it from the shell; ** descends into folders")
     own = [path for path in files if is_own(path)]
     kept = sorted(set(files).difference(own))
-    return readable_files(kept, Path(pattern[:first] + "x").parent, [Unread(path, OWN) for path in own])
+    unread += [Unread(path, OWN) for path in own]
+    return readable_files(kept, Path(pattern[:first] + "x").parent, unread)
+
+
+def denied_folders(pattern: str) -> list[Unread]:
+    """Return the folders that may hold matches of a glob and deny a look: `glob` passes over them."""
+    levels = [Path(pattern), *Path(pattern).parents]
+    needs = {folder: glob.has_magic(below.name) for below, folder in pairwise(levels)}
+    needs |= {level: True for level in levels if level.name == "**"}
+    denied = dict[Path, Unread]()
+    for level, is_listed in needs.items():
+        for folder in glob.glob(os.path.join(level, ""), recursive=True):
+            try:
+                os.stat(os.path.join(folder, "."))
+                if is_listed:
+                    os.scandir(folder).close()
+            except OSError as error:
+                denied[Path(folder)] = Unread(Path(folder), reason_of(error), is_error=True)
+    return list(denied.values())
 
 
 def readable_files(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:

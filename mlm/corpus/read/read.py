@@ -22,6 +22,7 @@ from mlm.corpus.read.records import (
 from mlm.corpus.read.shards import TEXT_END
 from mlm.corpus.read.streams import DamagedError, blocks, first_line, lines
 from mlm.corpus.read.tables import read_hub, read_parquet
+from mlm.data.records import json_problem
 from mlm.util.errors import type_of
 
 BOM = b"\xef\xbb\xbf"
@@ -88,14 +89,9 @@ def json_document(line: bytes | bytearray | None, intake: Intake, place: Place) 
         raise intake.too_long("line")
     try:
         record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadRecordError("not_utf8", f"not UTF-8 ({error.reason} at byte {error.start + 1})") from error
-    except json.JSONDecodeError as error:
-        raise BadRecordError(
-            "not_json", f"not a line of JSON ({error.msg} at letter {error.colno})"
-        ) from error
-    except (ValueError, RecursionError) as error:  # a number of too many digits, lists in lists without end
-        raise BadRecordError("not_json", f"not a line of JSON ({type(error).__name__})") from error
+    except (ValueError, RecursionError) as error:
+        rule = "not_utf8" if isinstance(error, UnicodeDecodeError) else "not_json"
+        raise BadRecordError(rule, json_problem(error)) from error
     if not isinstance(record, dict):
         raise BadRecordError("not_object", f"{type_of(record)}, not a JSON object")
     return intake.document(record, place)

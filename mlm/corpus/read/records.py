@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any
 
 from mlm.data.records import readable
-from mlm.util.errors import type_of
+from mlm.util.errors import CorruptFileError, UserError, type_of
 
 ID = "id"
 LONGEST_ID = 1000  # letters of an id that is kept
@@ -113,6 +113,11 @@ class BadRecordError(Exception):
         super().__init__(rule, detail)
         self.rule, self.detail, self.place = rule, detail, place
         """Its location, which its reader sets where `reject` would not know it exactly."""
+
+    def to_user_error(self, fix: str) -> UserError:
+        """Return the error of a command that stops here."""
+        kind = CorruptFileError if self.rule == "damaged" else UserError
+        return kind(f"{self.place}: {self.detail}: {fix}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from mlm.corpus.stages.plan import BuildPlan
 from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedWriter, bin_path, idx_path
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 
 TEXT = np.dtype("u1")
@@ -140,7 +139,7 @@ class Cleaning:
 
 
 def run(plan: BuildPlan, task: int) -> None:
-    """Clean the shards of a task. With bad_input=refuse, bad input raises UserError."""
+    """Clean the shards of a task. With bad_input=refuse, bad input raises UserError, CorruptFileError."""
     config, stage = plan.config, plan.stages["clean"]
     rejects = list[bytes]()
     with ExitStack() as stack:
@@ -148,7 +147,7 @@ def run(plan: BuildPlan, task: int) -> None:
 
         def reject(error: BadRecordError) -> None:
             if config.bad_input == "refuse":
-                raise UserError(f"{error.place}: {error.detail}: fix or delete it, or set bad_input=skip")
+                raise error.to_user_error("fix or delete it, or set bad_input=skip")
             cleaning.counts[f"rejected/{error.rule}"] += 1
             line = {"place": str(error.place), "rule": error.rule, "detail": error.detail}
             rejects.append((json.dumps(line) + "\n").encode())

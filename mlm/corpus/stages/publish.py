@@ -1,5 +1,6 @@
 """Stage `merge`, which joins the shards of each part, and the end of a build: publication and account."""
 
+import json
 import os
 import shutil
 from collections import Counter
@@ -104,15 +105,27 @@ def add_up(counts: Iterable[Mapping[str, int]], key: str) -> int:
 
 def reject_empty_parts(plan: BuildPlan, facts: Facts) -> None:
     """Raise UserError if a part of the corpus received no document."""
+    empty = next((part for part, counts in facts["splits"].items() if not counts["documents"]), None)
+    if empty is None:
+        return
     removed = {rule: words for rule, gone in facts["removed"].items() if (words := describe_removed(gone))}
-    rules = ", ".join(f"{rule} {words}" for rule, words in removed.items()) or "none"
-    for part, counts in facts["splits"].items():
-        if counts["documents"]:
-            continue
-        fix = "loosen the rules, or name a file with documents"
-        if plan.is_divided and add_up(facts["splits"].values(), "documents"):
-            fix = f"give it a larger share than split={plan.config.split}, or 0 to leave it out"
-        raise UserError(f"input={plan.config.input}: no document for {part} (removed: {rules}); {fix}")
+    gone = f"removed: {', '.join(f'{rule} {words}' for rule, words in removed.items()) or 'none'}"
+    fixes = ["loosen the rules"] * bool(removed) + ["name a file with documents"]
+    if rejected := sum(facts["rejected"].values()):
+        first = first_rejected(plan)
+        gone += f"; rejected: {rejected:,}, first {first['place']}: {first['detail']}"
+        fixes.insert(0, "repair the input")
+    if plan.is_divided and add_up(facts["splits"].values(), "documents"):
+        fixes = [f"give it a larger share than split={plan.config.split}, or 0 to leave it out"]
+    raise UserError(f"input={plan.config.input}: no document for {empty} ({gone}); {', or '.join(fixes)}")
+
+
+def first_rejected(plan: BuildPlan) -> Facts:
+    """Return place, rule and detail of the first record that was rejected."""
+    shard = next(shard for shard in rejected_shards(plan) if shard.stat().st_size)
+    with open(shard, "rb") as lines:
+        first: Facts = json.loads(lines.readline())
+    return first
 
 
 def describe_removed(gone: dict[str, int]) -> str:
@@ -121,10 +134,15 @@ def describe_removed(gone: dict[str, int]) -> str:
     return " and ".join([f"{documents:,}"] * (documents > 0) + [f"{pieces:,} pieces"] * (pieces > 0))
 
 
+def rejected_shards(plan: BuildPlan) -> list[Path]:
+    """Return the files in which the tasks listed what they rejected, in corpus order."""
+    stage = plan.stages["clean"]
+    return [stage.folder / f"{task:05d}.{REJECTED}" for task in range(stage.tasks)]
+
+
 def write_rejected(plan: BuildPlan, out: Path) -> list[str]:
     """Write rejected.jsonl, if anything was rejected; return its name. Raises OSError."""
-    stage = plan.stages["clean"]
-    shards = [stage.folder / f"{task:05d}.{REJECTED}" for task in range(stage.tasks)]
+    shards = rejected_shards(plan)
     if not any(shard.stat().st_size for shard in shards):
         return []
 

@@ -46,7 +46,7 @@ def check_stops_and_can_be_skipped(root: Path, name: str, reason: str, path: str
         search(path or str(root))
     assert "\n" not in str(problem.value)
     found = search(path or str(root), unreadable="skip")
-    assert [item.name for item in found.inputs] == ["a.jsonl"]
+    assert [Path(item.name).name for item in found.inputs] == ["a.jsonl"]
     assert reasons(found)[name] == reason
 
 
@@ -54,6 +54,28 @@ def test_folder_that_cannot_be_listed_stops_the_build(unprivileged: Path) -> Non
     put(unprivileged, "a.jsonl", "shut/b.jsonl")
     (unprivileged / "shut").chmod(0)
     check_stops_and_can_be_skipped(unprivileged, "shut", "permission denied")
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "**", "*/*.jsonl", "*/a.jsonl", "[d-s]*/*/*.jsonl"])
+@pytest.mark.parametrize("mode", [0, 0o600])
+def test_folder_that_a_glob_cannot_search_stops_the_build(
+    unprivileged: Path, pattern: str, mode: int
+) -> None:
+    deep = pattern.count("/") - pattern.count("**")
+    put(unprivileged, f"good{'/deep' * (deep > 1)}/a.jsonl", f"shut{'/deep' * (deep > 1)}/a.jsonl")
+    (unprivileged / "shut").chmod(mode)
+    check_stops_and_can_be_skipped(unprivileged, "shut", "permission denied", f"{unprivileged}/{pattern}")
+
+
+def test_folder_that_a_glob_does_not_list_may_be_shut(unprivileged: Path) -> None:
+    put(unprivileged, "good/a.jsonl", "good/shut/b.jsonl", "home/corpus/b.jsonl")
+    (unprivileged / "good/shut").chmod(0)
+    (unprivileged / "home").chmod(0o100)
+    for pattern in ("good/*", "g*/*.jsonl"):
+        assert reasons(search(f"{unprivileged}/{pattern}")) == {}
+    assert [item.name for item in search(f"{unprivileged}/*/corpus/b.jsonl").inputs] == [
+        "home/corpus/b.jsonl"
+    ]
 
 
 def test_file_that_cannot_be_opened_stops_the_build(unprivileged: Path) -> None:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from mlm.corpus.build import run_build
 from mlm.corpus.config import ExecutorConfig, FilterConfig
 from mlm.corpus.stages import match as match_stage
 from mlm.data.indexed import IndexedDataset
-from mlm.util.errors import UserError
+from mlm.util.errors import CorruptFileError, UserError
 from tests.corpus.texts import (
     documents,
     output,
@@ -198,6 +199,29 @@ def test_bad_input_is_counted_and_listed_where_it_is_skipped(source: Path) -> No
     rejected = [json.loads(line) for line in (source.parent / "out/rejected.jsonl").read_text().splitlines()]
     assert [line["place"].rpartition("/")[2] for line in rejected] == ["c.jsonl:1", "c.jsonl:2"]
     assert "rejected.jsonl" in receipt["files"]
+
+
+def test_all_rejected_is_said_with_the_first_place_and_reason(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.jsonl").write_bytes('{"text": "x"}\n{"text": "y"}\n'.encode("utf-16"))
+    first = re.escape(f"{tmp_path}/text/a.jsonl:1: not UTF-8 (invalid start byte at byte 1)")
+    problem = (
+        rf"no document for train \(removed: none; rejected: 3, first {first}\); repair the input, or name"
+    )
+    with pytest.raises(UserError, match=problem):
+        run_build(plain(tmp_path / "text", bad_input="skip"), quiet())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_damaged_input_ends_with_1(source: Path, workers: int) -> None:
+    """As every damaged file does; a record that is wrong is the user's mistake."""
+    path = source / "b.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(
+        CorruptFileError, match=r"b\.jsonl\.gz:\d+: the file is damaged.*bad_input=skip"
+    ) as caught:
+        run_build(thorough(source, executor=ExecutorConfig(workers=workers)), quiet())
+    assert caught.value.exit_code == 1
 
 
 def test_sentences_become_sequences(tmp_path: Path) -> None:

@@ -101,8 +101,8 @@ def test_passages_come_from_every_form(tmp_path: Path, name: str) -> None:
         (b'{"txt": "a b"}\n', ":1: no text under 'text'"),
         (b'{"text": 7}\n', ":1: no text under 'text'"),
         (b'{"text": "\\ud800 b"}\n', ":1: holds half a surrogate pair"),
-        (b'{"text": "\xff"}\n', ":1: not a line of JSON"),
-        (b"[" * 100_000, ":1: not a line of JSON"),
+        (b'{"text": "\xff"}\n', ":1: not UTF-8"),
+        (b"[" * 100_000, ":1: nested too deeply"),
         (b"\n", "holds no passage"),
     ],
 )
