@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import checkpoints, step_of
+from mlm.checkpoint.native.folders import step_name, step_of
 from mlm.checkpoint.native.retention import newest_good
+from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.launch.doctor.findings import versions
@@ -309,14 +310,15 @@ class Incidents(Observer):
     def facts(self, numbers: StepNumbers | None) -> dict[str, Any]:
         """Return what a replay needs, and what a reader asks first."""
         trainer, config = self.trainer, self.trainer.config
-        saved = checkpoints(checkpoints_folder(config))
+        past = self.saver.past
         is_finetuning = FINETUNING in trainer.extra_state
         return {
             "numbers": {"loss": numbers.loss, "grad_norm": numbers.norm} if numbers else None,
             "exact": {"loss": numbers.loss.hex(), "grad_norm": numbers.norm.hex()} if numbers else None,
             "samples": None if is_finetuning else [trainer.first_sample, config.train.global_batch_size],
             "finetuning": is_finetuning,
-            "checkpoint": next((p.name for step, p in reversed(saved.items()) if step <= trainer.step), None),
+            "checkpoint": next((step_name(save.step) for save in past.lineage.ancestors[-1:]), None),
+            LINEAGE: past.encode(),
             "layout": {"tp": trainer.ctx.tp.size, "pp": trainer.ctx.pp.size, "dp": trainer.ctx.dp.size},
             "memory": {**self.memory.encode(), "recent": []},
             "scaler": trainer.scaler.state(),
