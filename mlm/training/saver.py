@@ -26,6 +26,7 @@ from mlm.checkpoint.native.staging import StagedFile
 from mlm.parallel.mesh import ParallelContext, host_group
 from mlm.parallel.watch import LostPeer, Watch
 from mlm.tracking.reporter import Reporter
+from mlm.training.identity import Past
 from mlm.training.observer import Observer
 from mlm.training.state import CHECKPOINTS, counters, owned_shards
 from mlm.training.trainer import Trainer
@@ -141,6 +142,12 @@ class Saver(Observer):
             self._write(pending, trainer.ctx.host_group, trainer.ctx.watch, None)
             pending.waited = pending.seconds
             self._failed = self._collect()
+
+    @property
+    def past(self) -> Past:
+        """The past of the trainer's state, the save in flight included; of rank 0."""
+        past, pending = self.trainer.past, self._pending
+        return past.after(Save(pending.step, pending.save_id)) if pending else past
 
     def before_weights_change(self) -> None:
         """Wait until the state of the save in flight has been copied: it may change then."""

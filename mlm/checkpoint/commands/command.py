@@ -76,8 +76,9 @@ MAINTENANCE = (
         summary="delete old checkpoints of a run",
         about=(
             "Keeps the newest whole checkpoints, multiples of keep_every, and the one `latest` names, and "
-            "clears up after killed saves. A damaged checkpoint never counts as kept: it is deleted when "
-            "keep_last whole ones are newer. Rejected while a run uses the folder."
+            "clears up after killed saves. A damaged checkpoint never counts as kept (those that count are "
+            "read to the last byte): it is deleted when keep_last whole ones are newer. Rejected while a run "
+            "uses the folder."
         ),
         examples=(
             (

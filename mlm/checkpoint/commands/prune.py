@@ -1,10 +1,10 @@
 """`mlm ckpt prune`: delete old checkpoints of a run, and what killed saves left.
 
 Kept: the newest keep_last whole checkpoints, multiples of keep_every, the one `latest` names and newer ones,
-and what a roll-back set aside: that is its owner's to delete by hand. Whole is meant as names and sizes tell;
-`mlm ckpt verify` reads every byte. A damaged checkpoint never counts as kept. It is deleted when keep_last
-whole ones are newer, as a whole one would be; a newer one stays until its owner has looked at it: it may be
-the only trace of those steps.
+and what a roll-back set aside: that is its owner's to delete by hand. Of those that count as kept every byte
+is read; others are whole as names and sizes tell, and `mlm ckpt verify` reads them. A damaged checkpoint
+never counts as kept. It is deleted when keep_last whole ones are newer, as a whole one would be; a newer one
+stays until its owner has looked at it: it may be the only trace of those steps.
 """
 
 from contextlib import nullcontext
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.checkpoint.commands.config import CkptPruneConfig
+from mlm.checkpoint.commands.verify import content_problem
 from mlm.checkpoint.native.folders import (
     candidates,
     checkpoint_problem,
@@ -64,11 +65,16 @@ def run(config: CkptPruneConfig) -> None:
 
 def list_items(root: Path, config: CkptPruneConfig) -> list[Item]:
     """All items of the folder, checkpoints first, to keep or delete. Raises OSError and CheckpointError."""
-    since, counted = diverged_since(root.parent / FILE_NAME), candidates(root)
-    old = outdated(root, keep_last=config.keep_last, keep_every=config.keep_every, since=since)
+    since, counted, read = diverged_since(root.parent / FILE_NAME), candidates(root), dict[Path, str | None]()
+
+    def problem_of(path: Path) -> str | None:
+        return read.setdefault(path, content_problem(path))
+
+    last, every = config.keep_last, config.keep_every
+    old = outdated(root, keep_last=last, keep_every=every, since=since, problem_of=problem_of)
     items = []
     for path in checkpoints(root).values():
-        if problem := checkpoint_problem(path):
+        if problem := read[path] if path in read else checkpoint_problem(path):
             what = f"damaged: {problem.removeprefix(f'{path}/').removesuffix(f'. {RESTORE}')}"
         else:
             doubt = checkpoint_doubt(path, since)

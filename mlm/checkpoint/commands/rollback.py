@@ -1,13 +1,15 @@
 """`mlm ckpt rollback`: continue a run from an earlier checkpoint; newer ones are set aside."""
 
+import logging
 import os
 import shlex
+from functools import cache
 from pathlib import Path
 
 from mlm.checkpoint.commands.config import CkptRollbackConfig
+from mlm.checkpoint.commands.verify import content_problem
 from mlm.checkpoint.native.folders import (
     ancestors_of,
-    checkpoint_problem,
     checkpoints,
     clear_up,
     descendants_set_aside,
@@ -27,6 +29,8 @@ from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import fsync_directory
 from mlm.util.lock import single_writer
 from mlm.util.terminal import console, one_line
+
+log = logging.getLogger(__name__)
 
 Moves = list[tuple[Path, Path]]
 """Paths of checkpoints before and after they were renamed."""
@@ -54,10 +58,13 @@ def run(config: CkptRollbackConfig) -> None:
 
 
 def find_step(root: Path, config: CkptRollbackConfig) -> int:
-    """Return the step to move to: the one asked for, or the newest good one. Raises UserError."""
+    """Return the step to move to: the one asked for, or the newest good one, every byte of it read.
+
+    Raises UserError, CorruptFileError.
+    """
     paths = reachable(root)
     if config.step is None:
-        good = newest_good(root, diverged_since(root.parent / FILE_NAME))
+        good = newest_good(root, diverged_since(root.parent / FILE_NAME), cache(warned_problem))
         if good is None:
             raise CorruptFileError(
                 f"{root}: no checkpoint is good; name one with step=… (of {step_list(paths)})"
@@ -67,9 +74,16 @@ def find_step(root: Path, config: CkptRollbackConfig) -> int:
         raise UserError(
             f"step={config.step}: no checkpoint to move to; set step=… to one of {step_list(paths)}"
         )
-    if problem := checkpoint_problem(paths[config.step]):
+    if problem := content_problem(paths[config.step]):
         raise CorruptFileError(f"step={config.step}: {problem}; set step=… to another of {step_list(paths)}")
     return config.step
+
+
+def warned_problem(path: Path) -> str | None:
+    """`content_problem`, with a warning that the checkpoint is passed over."""
+    if problem := content_problem(path):
+        log.warning("%s; looking for an older one", problem)
+    return problem
 
 
 def reachable(root: Path) -> dict[int, Path]:
@@ -127,4 +141,4 @@ def show(ckpt: str, path: Path, before: str | None, moves: Moves) -> None:
     out.print(f"a run continues from it: type its command with what is to change, or resume={one_line(ckpt)}")
     if before and before != path.name:
         undo = ["mlm", "ckpt", "rollback", ckpt, str(int(before.rpartition("-")[2]))]
-        out.print(f"until it does, this undoes it: {one_line(shlex.join(undo))}")
+        out.print(f"until it does, this undoes it if that one is whole: {one_line(shlex.join(undo))}")

@@ -11,11 +11,19 @@ from mlm.checkpoint.native.folders import (
     CHECKPOINTS,
     LATEST,
     candidates,
+    checkpoint_problem,
     checkpoints,
     locate,
     read_pointer,
 )
-from mlm.checkpoint.native.verify import FileProblem, NotFinite, Verified, shard_bytes, verify_checkpoint
+from mlm.checkpoint.native.verify import (
+    FileProblem,
+    NotFinite,
+    Verified,
+    check_whole,
+    shard_bytes,
+    verify_checkpoint,
+)
 from mlm.util.errors import CorruptFileError
 from mlm.util.terminal import add_row, console, format_bytes, one_line, progress_bar, table
 
@@ -48,6 +56,18 @@ def run(config: CkptVerifyConfig) -> None:
 def word_of(problem: FileProblem) -> str:
     """Return what a checkpoint with a problem is."""
     return "not usable" if isinstance(problem, NotFinite) else "damaged"
+
+
+def content_problem(path: Path) -> str | None:
+    """Why a checkpoint is not whole, every byte read; None if it is."""
+    if problem := checkpoint_problem(path):
+        return problem
+    try:
+        with progress_bar(f"verifying {path.name}", shard_bytes(path), in_bytes=True) as advance:
+            check_whole(path, advance)
+    except CorruptFileError as error:
+        return str(error)
+    return None
 
 
 def best_of(place: Path) -> list[Path]:

@@ -9,6 +9,8 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -155,6 +157,17 @@ def descendants_set_aside(root: Path, head: Path) -> dict[int, Path]:
     save = Save(manifest.step, manifest.save_id)
     aside = {int(match[1]): path for path in sorted(root.iterdir()) if (match := ASIDE.fullmatch(path.name))}
     return {step: path for step, path in sorted(aside.items()) if save in ancestors_of(path)}
+
+
+def find_saves(root: Path, saves: Sequence[Save]) -> list[Path]:
+    """The checkpoints left of these saves, in their order, set aside or not. Raises CheckpointError."""
+    paths, found = list(checkpoints(root).values()), dict[Save, Path]()
+    paths += [path for path in root.iterdir() if ASIDE.fullmatch(path.name)] if root.is_dir() else []
+    for path in paths:
+        with suppress(UserError, OSError):
+            manifest = read_manifest_head(path)
+            found.setdefault(Save(manifest.step, manifest.save_id), path)
+    return [found[save] for save in saves if save in found]
 
 
 def ancestors_of(path: Path) -> tuple[Save, ...]:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from mlm.checkpoint.native.folders import (
@@ -32,13 +33,21 @@ def prune(root: Path, *, keep_last: int, keep_every: int) -> None:
         discard(path)
 
 
-def outdated(root: Path, *, keep_last: int, keep_every: int, since: int | None = None) -> list[Path]:
+def outdated(
+    root: Path,
+    *,
+    keep_last: int,
+    keep_every: int,
+    since: int | None = None,
+    problem_of: Callable[[Path], str | None] = checkpoint_problem,
+) -> list[Path]:
     """The checkpoints that retention deletes, oldest first.
 
     Kept: the `keep_last` newest good ones, at least one, and whatever is newer; multiples of `keep_every`
     (0: none); the one `latest` names, and what is newer than that. Good are whole ones that are not doubtful.
     A damaged one never counts as kept: it is deleted when `keep_last` good ones are newer, so where none is
-    good nothing is. Of doubtful ones `keep_last` are kept besides. `since` is that of `checkpoint_doubt`.
+    good nothing is. Of doubtful ones `keep_last` are kept besides. `since` is that of `checkpoint_doubt`;
+    `problem_of` is asked of those that would be kept and counted, the newest first, until enough are whole.
     Raises CheckpointError when `root` cannot be read.
     """
     named, old = latest_name(root), list[Path]()
@@ -46,7 +55,7 @@ def outdated(root: Path, *, keep_last: int, keep_every: int, since: int | None =
     for path in candidates(root):
         if good < most:
             if checkpoint_doubt(path, since) is None:
-                good += checkpoint_problem(path) is None
+                good += problem_of(path) is None
                 continue
             doubtful += 1
             if doubtful <= most:
@@ -75,18 +84,21 @@ def checkpoint_doubt(directory: Path, since: int | None = None) -> str | None:
     return jump and f"the norm of {jump[0]} is {jump[1]:.3g} times what it was"
 
 
-def newest_good(root: Path, since: int | None = None) -> Path | None:
+def newest_good(
+    root: Path, since: int | None = None, problem_of: Callable[[Path], str | None] = checkpoint_problem
+) -> Path | None:
     """The newest checkpoint to continue from that is whole and not doubtful; None if there is none.
 
     Where all are doubtful, the newest one before step `since` - 1 whose weights have not jumped: steps that
     are not finite change no weight. Raises CheckpointError when `root` cannot be read.
     """
-    whole = [path for path in candidates(root) if checkpoint_problem(path) is None]
-    for path in whole:
-        if checkpoint_doubt(path, since) is None:
+    paths = candidates(root)
+    for path in paths:
+        if checkpoint_doubt(path, since) is None and problem_of(path) is None:
             return path
-    before = [path for path in whole if since is None or step_of(path) < since - 1]
-    return next((path for path in before if largest_jump(read_manifest_head(path).tensors) is None), None)
+    before = (path for path in paths if since is None or step_of(path) < since - 1)
+    whole = (path for path in before if problem_of(path) is None)
+    return next((path for path in whole if largest_jump(read_manifest_head(path).tensors) is None), None)
 
 
 def _is_deletable(path: Path) -> bool:

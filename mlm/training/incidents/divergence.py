@@ -1,13 +1,11 @@
 """The end of a run that has diverged: where numbers are not finite, since when, and the way back."""
 
-import shlex
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import step_directory_name
 from mlm.checkpoint.native.format import TensorEntry, read_manifest_head
 from mlm.checkpoint.native.norms import (
     largest_jump,
@@ -15,13 +13,12 @@ from mlm.checkpoint.native.norms import (
     not_finite_problem,
     with_norms,
 )
-from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.save_load import stored_tensors
 from mlm.optim.schedule import learning_rate
 from mlm.training.incidents.probe import StepProbe, describe_place
-from mlm.training.incidents.watcher import Incidents
+from mlm.training.incidents.watcher import Incidents, describe_way_back, find_newest_good
 from mlm.training.observer import Observer
-from mlm.training.state import CHECKPOINTS, owned_shards
+from mlm.training.state import owned_shards
 from mlm.training.trainer import StepOutcome
 from mlm.util.errors import UserError
 
@@ -47,19 +44,10 @@ class DivergenceStop(Observer):
         memory = self.incidents.memory
         if not memory.since or not 0 < self.incidents.settings.patience <= memory.streak:
             return
-        good = self.newest_good(memory.since)
+        good = find_newest_good(self.trainer, memory.since)
         record = {"step": self.trainer.step, "since": memory.since, "good": good and good.name}
         self.reporter.event("diverged", record)
         raise DivergedError(self.diagnosis(memory.since, good))
-
-    def newest_good(self, since: int) -> Path | None:
-        """Return the newest good checkpoint before step `since`. Collective."""
-        ranks, good = Ranks.of(self.trainer.ctx), None
-        with suppress(UserError, OSError):
-            if ranks.is_main:
-                good = str(newest_good(Path(self.trainer.config.out, CHECKPOINTS), since) or "")
-        name = ranks.broadcast(good)
-        return Path(name) if name else None
 
     def diagnosis(self, since: int, good: Path | None) -> str:
         """Why the steps from `since` on are not finite and the way back, in a line. Collective."""
@@ -82,29 +70,26 @@ class DivergenceStop(Observer):
 
     def describe_state(self, good: Path | None) -> str:
         """State of weights and moments in words: not finite, or grown since `good`. Collective."""
-        owned = stored_tensors(owned_shards(self.trainer))
-        parts = Ranks.of(self.trainer.ctx).gather({name: norm(x) for name, x in owned.items()})
-        try:
-            then = {} if good is None else read_manifest_head(good).tensors
-        except (UserError, OSError):
-            then = {}
-        names = sorted({name for part in parts for name in part})
-        blank = TensorEntry((), torch.float32, ())
-        before = {name: entry.norm for name, entry in then.items()}
-        now = with_norms({name: then.get(name, blank) for name in names}, parts, before)
-        if problem := not_finite_problem(now):
-            return problem
-        jump = largest_jump(now)
-        if jump is None:
-            return "the weights are finite"
-        name, times = jump
-        growth = f"{times:.3g} times that in {good and good.name}"
-        return f"the weights are finite, but the norm of {name} is {growth}"
+        ranks, owned = Ranks.of(self.trainer.ctx), stored_tensors(owned_shards(self.trainer))
+        parts = ranks.gather({name: norm(x) for name, x in owned.items()})  # only the main rank has all
+        return str(ranks.broadcast(describe_weights(parts, good) if ranks.is_main else None))
 
 
-def describe_way_back(out: str, good: Path | None, advice: str) -> str:
-    """The newest good checkpoint and the command that goes back to it, in words."""
-    if good is None:
-        return f"No good checkpoint is left: start again with another out=… and {advice}"
-    command = ["mlm", "ckpt", "rollback", out, str(int(step_directory_name(good).removeprefix("step-")))]
-    return f"Newest good checkpoint: {good}. Go back with `{shlex.join(command)}`, then resume with {advice}"
+def describe_weights(parts: Sequence[Mapping[str, float]], good: Path | None) -> str:
+    """State of weights and moments in words, from the norms of their parts on all ranks."""
+    try:
+        then = {} if good is None else read_manifest_head(good).tensors
+    except (UserError, OSError):
+        then = {}
+    names = sorted({name for part in parts for name in part})
+    blank = TensorEntry((), torch.float32, ())
+    before = {name: entry.norm for name, entry in then.items()}
+    now = with_norms({name: then.get(name, blank) for name in names}, parts, before)
+    if problem := not_finite_problem(now):
+        return problem
+    jump = largest_jump(now)
+    if jump is None:
+        return "the weights are finite"
+    name, times = jump
+    growth = f"{times:.3g} times that in {good and good.name}"
+    return f"the weights are finite, but the norm of {name} is {growth}"

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import CHECKPOINTS, checkpoints
+from mlm.checkpoint.native.folders import CHECKPOINTS, find_saves
+from mlm.checkpoint.native.run_state import LINEAGE, Lineage, Save
 from mlm.config.build import from_dict
 from mlm.data.sampler import Loader, MicroBatch
 from mlm.launch.checks import problems_of
@@ -22,13 +23,14 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.training.checks import OWN_CODE_RULES, saved_problems
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import train_dataset
+from mlm.training.identity import recorded_changes
 from mlm.training.incidents.command import ReplayConfig, ReplayRun
 from mlm.training.incidents.numbers import Memory, StepNumbers, decode, shared_numbers
 from mlm.training.incidents.probe import Findings, StepProbe
 from mlm.training.incidents.record import read_incident
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.observer import Observer, Observers
-from mlm.training.state import load
+from mlm.training.resume import load_first_whole
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
@@ -64,7 +66,8 @@ def replay_settings(config: ReplayConfig, folder: Path, record: dict[str, Any]) 
         layout: dict[str, Any] = {key: int(record["layout"][key]) for key in ("tp", "pp", "dp")}
         if problems := saved_problems(saved):
             raise ValueError(problems[0])
-        int(record["step"]), decode(record["memory"], saved.incident.window), recorded_numbers(record)
+        int(record["step"]), recorded_numbers(record), find_starts(record)
+        decode(record["memory"], saved.incident.window)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{folder}: its record is damaged ({error}); take another incident") from error
     parallel = replace(saved.parallel, **{**layout, **config.layout()})
@@ -102,7 +105,7 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     step = int(record["step"])
     trainer: Trainer[MicroBatch] = Trainer(config, ctx)
     memory = decode(record["memory"], config.incident.window)
-    start = load_checkpoint_before(trainer, step)
+    start = load_ancestor(trainer, record)
     say = print if ctx.is_main else lambda *words: None
     say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout_text(ctx)}")
     with steps_of(trainer, memory, step) as batches_of_steps:
@@ -119,21 +122,32 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
             say(f"  {line}")
 
 
-def load_checkpoint_before(trainer: Trainer, step: int) -> Path | None:
-    """Load the newest checkpoint before the step; return None where there is none to load. Collective."""
-    ranks, root = Ranks.of(trainer.ctx), Path(trainer.config.out, CHECKPOINTS)
-    before = [str(path) for saved, path in checkpoints(root).items() if saved < step] if ranks.is_main else []
-    before = ranks.broadcast(before)
-    if before:
-        path = Path(before[-1])
-        load(trainer, path)
-        return path
-    if trainer.config.ckpt is not None or (trainer.config.data.kind == "indexed" and step > 1):
+def load_ancestor(trainer: Trainer, record: dict[str, Any]) -> Path | None:
+    """Load the newest whole save that an incident descends from; None for initial weights. Collective."""
+    ranks, config, root = Ranks.of(trainer.ctx), trainer.config, Path(trainer.config.out, CHECKPOINTS)
+    saves, may_begin = find_starts(record)
+    paths = ranks.broadcast([str(path) for path in find_saves(root, saves)] if ranks.is_main else None)
+    path, step = load_first_whole(trainer, paths), int(record["step"])
+    reads_corpus = config.data.kind == "indexed" and step > 1
+    if path is None and (config.ckpt is not None or not may_begin or reads_corpus):
         raise UserError(
-            f"incident at step {step}: no checkpoint before it is left in {root}; keep some with "
-            "checkpoint.keep_every"
+            f"incident at step {step}: no checkpoint is left in {root} that it descends from and that had "
+            "its settings; keep more with checkpoint.keep_every"
         )
-    return None
+    return path
+
+
+def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
+    """Return the saves that a replay may start from, the newest first, and if it may from initial weights.
+
+    They are the incident's ancestors since a resumed run last changed a setting: steps before had others.
+    Raises KeyError, TypeError, ValueError.
+    """
+    ancestors = Lineage.of(record).ancestors
+    if len(ancestors) != len(record[LINEAGE]["ancestors"]):
+        raise ValueError("no ancestors")
+    changed = [int(each["step"]) for each in recorded_changes(record) if each["key"] != "rollback"]
+    return [save for save in ancestors[::-1] if save.step >= max(changed, default=0)], not changed
 
 
 @contextmanager
@@ -172,8 +186,9 @@ def compare_with_record(record: dict[str, Any], now: StepNumbers, findings: Find
     """
     then = recorded_numbers(record)
     pairs = [(then.loss, now.loss), (then.norm, now.norm)]
-    is_equal = all(a.hex() == b.hex() for a, b in pairs)
-    lines = [f"then: {then}", f"now:  {now} ({'equal' if is_equal else 'not equal'} bit for bit)"]
+    is_equal, is_number = all(a.hex() == b.hex() for a, b in pairs), not any(math.isnan(a) for a, _ in pairs)
+    same = "equal bit for bit" if is_number else "not a number again"
+    lines = [f"then: {then}", f"now:  {now} ({same if is_equal else 'not equal bit for bit'})"]
     if all(math.isclose(a, b, rel_tol=SAME) if math.isfinite(a) else not math.isfinite(b) for a, b in pairs):
         return [*lines, *findings.lines()]
     second = record.get("second_pass")

@@ -1,6 +1,7 @@
 """Judges every step of a run, records incidents and acts upon them."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.checkpoint.native.folders import checkpoints
+from mlm.checkpoint.native.folders import step_name, step_of
+from mlm.checkpoint.native.retention import newest_good
+from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.launch.doctor.findings import versions
@@ -213,9 +216,11 @@ class Incidents(Observer):
             details = findings.encode()
         folder = self.write(reasons, details, numbers, probe)
         text = f"step {step}: incident: {reasons.text(folder)}"
-        self.reporter.problem(f"{text} ({DONE[action]})")
+        ends = "exhausted" in reasons.kinds and action != "rewind"  # DivergenceStop ends the run
+        self.reporter.problem(f"{text} ({DONE['stop' if ends else action]})")
         if action == "stop":
-            raise IncidentError(f"{text}; stopped as incident.action={self.settings.action} asks")
+            text += f"; stopped as incident.action={self.settings.action} asks"
+            raise IncidentError(text + (self.explain_no_rewind() if self.settings.action == "rewind" else ""))
         if action == "skip":
             self.memory.steps.append(step)
         self.rewinds = action == "rewind"
@@ -234,6 +239,16 @@ class Incidents(Observer):
         if not Ranks.of(trainer.ctx).any_of([is_left])[0]:
             return "skip" if before is None else "stop"
         return "rewind" if self.memory.rewinds < self.settings.rewinds else "stop"
+
+    def explain_no_rewind(self) -> str:
+        """Why training returns to no checkpoint any more, and the way back, in words. Collective."""
+        memory, most, config = self.memory, self.settings.rewinds, self.trainer.config
+        why = f"no checkpoint before step {memory.limit(self.trainer.step + 1)} is left to return to"
+        if memory.rewinds >= most:
+            why = f"training has returned incident.rewinds={most} times"
+        good = find_newest_good(self.trainer, memory.since or None)
+        advice = "a lower optimizer.lr or incident.action=skip"
+        return f": {why}. {describe_way_back(config.out, good, advice)}"
 
     def report(self, kind: str, line: str, details: dict[str, Any] | None = None) -> str:
         """Record an incident of the state after a step, and return its line. Collective."""
@@ -295,14 +310,15 @@ class Incidents(Observer):
     def facts(self, numbers: StepNumbers | None) -> dict[str, Any]:
         """Return what a replay needs, and what a reader asks first."""
         trainer, config = self.trainer, self.trainer.config
-        saved = checkpoints(checkpoints_folder(config))
+        past = self.saver.past
         is_finetuning = FINETUNING in trainer.extra_state
         return {
             "numbers": {"loss": numbers.loss, "grad_norm": numbers.norm} if numbers else None,
             "exact": {"loss": numbers.loss.hex(), "grad_norm": numbers.norm.hex()} if numbers else None,
             "samples": None if is_finetuning else [trainer.first_sample, config.train.global_batch_size],
             "finetuning": is_finetuning,
-            "checkpoint": next((p.name for step, p in reversed(saved.items()) if step <= trainer.step), None),
+            "checkpoint": next((step_name(save.step) for save in past.lineage.ancestors[-1:]), None),
+            LINEAGE: past.encode(),
             "layout": {"tp": trainer.ctx.tp.size, "pp": trainer.ctx.pp.size, "dp": trainer.ctx.dp.size},
             "memory": {**self.memory.encode(), "recent": []},
             "scaler": trainer.scaler.state(),
@@ -346,3 +362,21 @@ class Incidents(Observer):
         line = f"returned from step {failed} to {path}; samples {first} to {first + size - 1} are left out"
         self.reporter.problem(line)
         self.reporter.event("rewound", {"step": trainer.step, "from": failed, "left_out": [first, size]})
+
+
+def find_newest_good(trainer: Trainer, since: int | None) -> Path | None:
+    """Return the newest good checkpoint before step `since` (None: of all). Collective."""
+    ranks, good = Ranks.of(trainer.ctx), None
+    with suppress(UserError, OSError):
+        if ranks.is_main:
+            good = str(newest_good(checkpoints_folder(trainer.config), since) or "")
+    name = ranks.broadcast(good)
+    return Path(name) if name else None
+
+
+def describe_way_back(out: str, good: Path | None, advice: str) -> str:
+    """The newest good checkpoint and the command that goes back to it, in words."""
+    if good is None:
+        return f"No good checkpoint is left: start again with another out=… and {advice}"
+    command = ["mlm", "ckpt", "rollback", out, str(step_of(good))]
+    return f"Newest good checkpoint: {good}. Go back with `{shlex.join(command)}`, then resume with {advice}"

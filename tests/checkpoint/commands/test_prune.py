@@ -8,7 +8,7 @@ from mlm.checkpoint.commands import prune as ckpt_prune
 from mlm.checkpoint.native.folders import LATEST
 from mlm.training.state import CHECKPOINTS
 from mlm.util.lock import single_writer
-from tests.checkpoints_on_disk import checkpoint, mlm, shorten, write_run
+from tests.checkpoints_on_disk import checkpoint, damage, mlm, shorten, write_run
 
 Output = pytest.CaptureFixture[str]
 
@@ -51,6 +51,21 @@ def test_damaged_one_is_not_counted_and_stays_while_it_is_newer(run: Path, capsy
     assert mlm("ckpt", "prune", run, "keep_last=2") == 0
     assert steps(run) == [4, 5, 6]
     assert "damaged, kept and not counted: 1" in capsys.readouterr().out
+
+
+def test_a_flipped_bit_is_found_in_those_that_count_and_no_other_is_read(
+    run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, problem_of = list[Path](), ckpt_prune.content_problem
+    monkeypatch.setattr(ckpt_prune, "content_problem", lambda path: (read.append(path), problem_of(path))[1])
+    for step in (2, 4, 6):
+        damage(checkpoint(run, step))
+    assert mlm("ckpt", "prune", run, "keep_last=2") == 0
+    assert steps(run) == [3, 4, 5, 6]
+    assert read == [checkpoint(run, step) for step in (6, 5, 4, 3)]
+    out = capsys.readouterr().out
+    assert out.count("damaged: rank-00000.safetensors: damaged, digest") == 2
+    assert "damaged, kept and not counted: 2" in out
 
 
 def test_damaged_one_goes_when_enough_whole_ones_are_newer(run: Path, capsys: Output) -> None:

@@ -10,7 +10,7 @@ from mlm.checkpoint.native.folders import latest_checkpoint, latest_name, step_n
 from mlm.training.state import CHECKPOINTS
 from mlm.util.lock import single_writer
 from tests.checkpoint.native.helpers import save
-from tests.checkpoints_on_disk import checkpoint, mlm, shorten, tensors, training_state
+from tests.checkpoints_on_disk import checkpoint, damage, mlm, shorten, tensors, training_state
 
 Output = pytest.CaptureFixture[str]
 
@@ -68,6 +68,18 @@ def test_the_newest_good_one_is_taken_without_a_step(run: Path) -> None:
     add(run, 4, [1, 2, 3], value=1e30)
     assert mlm("ckpt", "rollback", run) == 0
     assert latest_name(run / CHECKPOINTS) == step_name(3)
+
+
+def test_a_latest_one_with_a_flipped_bit_gives_way_to_an_older_one(
+    run: Path, capsys: Output, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(checkpoint(run, 5))
+    assert mlm("ckpt", "rollback", run, "step=5") == 1
+    assert f"step=5: {checkpoint(run, 5)}/rank-00000.safetensors: damaged, digest" in capsys.readouterr().err
+    assert latest_name(run / CHECKPOINTS) == step_name(5)
+    assert mlm("ckpt", "rollback", run) == 0
+    assert latest_name(run / CHECKPOINTS) == step_name(4)
+    assert f"{checkpoint(run, 5)}/rank-00000.safetensors: damaged" in caplog.text
 
 
 def test_a_run_that_diverged_goes_back_beyond_the_weights_that_gave_no_finite_number(run: Path) -> None:

@@ -1,7 +1,9 @@
 """Runs that ruin their weights: what stops them, what is left of their checkpoints, and the way back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,14 @@ import torch
 
 from mlm.checkpoint.native.folders import EVIDENCE, latest_name, step_name
 from mlm.config.cli import main
+from mlm.parallel.mesh import ParallelContext
+from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.trainer import StepOutcome, Trainer
+from tests.ranks import run_on_ranks
 from tests.training.incidents.runs import losses, pretrain
 from tests.training.records import records
+from tests.training.saving import save
+from tests.training.test_trainer import config
 
 Output = pytest.CaptureFixture[str]
 
@@ -61,7 +68,10 @@ def test_a_run_that_ruins_its_weights_keeps_a_good_checkpoint(run: Path, words: 
 
 def test_it_stops_after_the_patience_and_says_why_and_how_to_go_back(run: Path, capsys: Output) -> None:
     assert pretrain(run, *RUINED) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
+    *steps, said = capsys.readouterr().err.splitlines()
+    lines = [line for line in steps if ": incident: " in line]
+    ends = ["(training continues)", "(training continues)", "(training stops)"]
+    assert [line[line.rindex("(") :] for line in lines] == ends
     assert said.startswith(
         "mlm pretrain: step 8: loss or gradients are not finite in precision=fp32 since step 6"
     )
@@ -71,6 +81,28 @@ def test_it_stops_after_the_patience_and_says_why_and_how_to_go_back(run: Path, 
     assert f"mlm ckpt rollback {run} 4`" in said
     (record,) = records(run, "diverged")
     assert (record["step"], record["since"], record["good"]) == (8, 6, step_name(4))
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_all_ranks_state_the_same_of_weights_that_are_ruined(zero: int, tmp_path: Path) -> None:
+    first, second = run_on_ranks(states, str(tmp_path), zero, dp=2)
+    assert first == second
+    assert "but the norm of model.layers.0.mlp.up.weight is 1e+06 times" in first[0]
+    assert first[1] == "weights not finite: model.layers.0.mlp.up.weight"
+
+
+def states(ctx: ParallelContext, out: str, zero: int) -> list[str]:
+    """What a rank states of weights that have grown since a checkpoint, and of those that are not finite."""
+    spec = config()
+    trainer: Trainer = Trainer(replace(spec, parallel=replace(spec.parallel, zero=zero)), ctx)
+    good, stop = save(trainer, Path(out)), DivergenceStop(SimpleNamespace(trainer=trainer, reporter=None), "")
+    weights = [s.parameter.data for s in trainer.shards if s.name == "layers.0.mlp.up.weight"]
+    found = []
+    for factor in (1e6, float("nan")):
+        for weight in weights:
+            weight.mul_(factor)
+        found.append(stop.describe_state(good))
+    return found
 
 
 def test_the_summary_of_a_failed_run_states_the_newest_good_checkpoint(run: Path) -> None:
@@ -131,7 +163,17 @@ def test_a_rewind_goes_one_checkpoint_further_back_each_time(tmp_path: Path, cap
     assert pretrain(out, *SANE, "checkpoint.keep_last=4", "train.steps=6") == 0
     assert pretrain(out, *RUINED, "checkpoint.keep_last=4", "incident.action=rewind") == 1
     assert [record["step"] for record in records(out, "rewound")] == [6, 5, 4, 3]
-    assert "stopped as incident.action=rewind asks" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "stopped as incident.action=rewind asks: no checkpoint before step 3 is left to return to. " in said
+    )
+    assert f"Go back with `mlm ckpt rollback {out} 3`, then resume with a lower optimizer.lr" in said
+
+
+def test_a_run_that_has_used_up_its_rewinds_says_so(run: Path, capsys: Output) -> None:
+    assert pretrain(run, *RUINED, "incident.action=rewind", "incident.rewinds=0") == 1
+    said = capsys.readouterr().err
+    assert "asks: training has returned incident.rewinds=0 times. Newest good checkpoint: " in said
 
 
 def test_another_incident_returns_to_the_newest_checkpoint() -> None:

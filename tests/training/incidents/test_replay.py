@@ -1,6 +1,8 @@
 """`mlm replay` of planted errors, on the run's layout and on others."""
 
 import json
+import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from mlm.checkpoint.native.folders import step_name
 from mlm.config.cli import main
 from mlm.parallel.mesh import shape_context
 from mlm.training.config import PretrainConfig
+from mlm.training.incidents.numbers import StepNumbers
+from mlm.training.incidents.probe import Findings
+from mlm.training.incidents.replay import compare_with_record
 from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from tests.training.incidents.bad_data import BAD
@@ -104,6 +110,56 @@ def test_a_replay_of_a_rewound_run_leaves_out_the_same_samples(tmp_path: Path, c
     assert "(equal bit for bit)" in capsys.readouterr().out
 
 
+def replayed(out: Path, capsys: Said) -> str:
+    """The first line of a replay with equal bits, or its error."""
+    capsys.readouterr()
+    code = main(["replay", str(folder(out)), "dist.threads_per_rank=1"])
+    said = capsys.readouterr()
+    assert code == 2 or "(equal bit for bit)" in said.out
+    return said.out.splitlines()[0] if code == 0 else said.err
+
+
+def test_a_replay_starts_from_an_ancestor_wherever_it_is(tmp_path: Path, capsys: Said) -> None:
+    """Step 8 is trained again with other settings; the incident descends from the one that is set aside."""
+    out, words = tmp_path / "run", ("checkpoint.save_every=4", "schedule.decay_steps=14")
+    assert pretrain(out, *words) == 0
+    assert main(["ckpt", "rollback", str(out), "4"]) == 0
+    assert pretrain(out, *words, "train.steps=8", "optimizer.lr=1e-3") == 0
+    checkpoints = out / "checkpoints"
+    assert (checkpoints / step_name(8)).is_dir()
+    aside = checkpoints / f"aside-{step_name(8)}"
+    assert f"replayed from {aside} on" in replayed(out, capsys)
+    shutil.rmtree(aside)
+    assert f"replayed from {checkpoints / step_name(4)} on" in replayed(out, capsys)
+    shutil.rmtree(checkpoints / step_name(4))
+    assert "replayed from initial weights on" in replayed(out, capsys)
+
+
+def test_a_replay_starts_from_no_state_before_a_change_of_settings(tmp_path: Path, capsys: Said) -> None:
+    out, words = tmp_path / "run", ("checkpoint.save_every=2", "schedule.decay_steps=14")
+    assert pretrain(out, *words, "train.steps=6") == 0
+    assert pretrain(out, *words, "optimizer.lr=5e-3", "train.steps=14") == 0
+    checkpoints = out / "checkpoints"
+    for step in (8, 10, 12, 14):
+        shutil.rmtree(checkpoints / step_name(step))
+    assert f"replayed from {checkpoints / step_name(6)} on" in replayed(out, capsys)
+    shutil.rmtree(checkpoints / step_name(6))
+    assert f"no checkpoint is left in {checkpoints} that it descends from" in replayed(out, capsys)
+
+
+def test_two_numbers_that_are_none_are_not_equal_bit_for_bit() -> None:
+    exact = {"loss": math.nan.hex(), "grad_norm": math.inf.hex()}
+    lines = compare_with_record({"exact": exact}, StepNumbers(math.nan, math.inf), Findings(None, None))
+    assert lines[1:] == ["now:  loss nan, gradient norm inf (not a number again)"]
+
+
+def test_an_incident_beside_a_save_in_flight_descends_from_it(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert pretrain(out, "checkpoint.asynchronous=true", "checkpoint.save_every=5") == 0
+    manifest = json.loads((out / "checkpoints" / step_name(10) / "manifest.json").read_text())
+    assert incident(out)["lineage"]["ancestors"][-1] == [10, manifest["save_id"]]
+
+
 def edited(out: Path, edit: Callable[[Trainer], None]) -> None:
     """Change the state in the checkpoint of a run."""
     from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
@@ -142,7 +198,7 @@ def test_an_overflow_of_one_layer_in_float16_is_named_and_float32_has_none(
     assert "gradients still overflow at precision.min_loss_scale=1" in said
     assert main(["replay", str(folder(out, 3)), "dist.threads_per_rank=1"]) == 0
     said = capsys.readouterr().out
-    assert "(equal bit for bit)" in said
+    assert "(not a number again)" in said
     mine, _, beside = said.partition("precision=fp32: ")
     assert "the first number that is not finite is in the output of layers.1.mlp.up" in mine
     assert "not finite" not in beside
@@ -160,7 +216,10 @@ def test_a_damaged_record_ends_with_1(content: str, tmp_path: Path, capsys: Said
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("key", "value"), [("memory", {}), ("step", None), ("exact", {"loss": 1})])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("memory", {}), ("step", None), ("exact", {"loss": 1}), ("lineage", {"ancestors": [[4, "?"]]})],
+)
 def test_a_damaged_value_of_a_whole_record_ends_with_1(
     key: str, value: object, logged: Path, tmp_path: Path, capsys: Said
 ) -> None:
