@@ -2,7 +2,7 @@
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def blank(metrics_jsonl: Path, png: Path, unit: str = "") -> None:
     write_atomic(png, b"")
 
 
-def one_thread(wanted: int | None, *, cores: int, local_ranks: int) -> int:
+def one_thread(wanted: int | None, environ: Mapping[str, str], *, cores: int, local_ranks: int) -> int:
     """Threads of a run in this process: other workers of pytest use the other cores."""
     return wanted or 1
 

@@ -108,7 +108,7 @@ InputPath = Annotated[str, Role.INPUT]
 CheckpointPath = Annotated[
     str,
     Role.INPUT,
-    Also("checkpoint", "load", "load_dir", "init_from", "model_name_or_path", "pretrained"),
+    Also("checkpoint", "load", "load_dir", "model_name_or_path", "pretrained"),
 ]
 BlendEntry = Annotated[str, Role.BLEND]
 ResultFile = Annotated[str, Role.RESULT, OUT_NAMES]

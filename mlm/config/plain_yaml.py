@@ -61,6 +61,10 @@ def parse(text: str, path: Path) -> dict[str, Any]:
         node = yaml.compose(text, Loader=PlainLoader)
         check_keys(node)
         values = PlainLoader("").construct_document(node) if node is not None else None
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+        fix = "correct it, or restore it from a copy"
+        raise UserError(f"{path}: {line}{escape_controls(str(error.problem))[:200]}; {fix}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())[:200]}; restore it from a copy") from error
     if not isinstance(values, dict):

@@ -153,7 +153,7 @@ class FinetuneTrainConfig:
 
     epochs: Annotated[int, POSITIVE, Also("num_epochs", "num_train_epochs")] = 3
     """Passes over the training rows."""
-    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size", "gradient_accumulation_steps")] = 32
+    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 32
     """Rows per step over all data-parallel ranks; the last step of an epoch takes what is left."""
     micro_batch_size: MicroBatchSize = 8
     """Texts of task.max_length tokens one rank runs through the model at once; more of shorter ones. The rest

@@ -24,7 +24,8 @@ class DistConfig:
     checkpoint_timeout_s: Annotated[float, SECONDS] = 1800.0
     """Seconds after which a checkpoint that not all ranks have written counts as failed."""
     threads_per_rank: Annotated[int | None, POSITIVE] = None
-    """CPU threads of each rank; null shares the cores of this host among its ranks."""
+    """CPU threads of each rank; null takes OMP_NUM_THREADS of a plain launch, else shares the cores of this
+    host among its ranks."""
     master_port: Annotated[int, PORT] = 0
     """TCP port for the rendezvous of a plain launch; 0 picks a free one."""
     peak_tflops: Annotated[float | None, POSITIVE] = None

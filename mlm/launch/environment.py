@@ -13,6 +13,7 @@ from pathlib import Path
 from mlm.launch.stop import LAUNCHED
 from mlm.util.errors import UserError
 
+THREADS = "OMP_NUM_THREADS"
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, `salloc` shells and the like from here
 FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux assigns ports to any process
 
@@ -120,22 +121,29 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([^-,\]]+)[^\]]*\]", r"\1", first.group())
 
 
-def num_threads(wanted: int | None, *, cores: int, local_ranks: int) -> int:
-    """Return the CPU threads of a rank: dist.threads_per_rank, or an equal share of the host's cores."""
-    return wanted or max(1, cores // local_ranks)
+def num_threads(wanted: int | None, environ: Mapping[str, str], *, cores: int, local_ranks: int) -> int:
+    """Return the CPU threads of a rank: those set, OMP_NUM_THREADS, or an equal share of the host's cores."""
+    return wanted or typed_threads(environ) or max(1, cores // local_ranks)
+
+
+def typed_threads(environ: Mapping[str, str]) -> int | None:
+    """Return OMP_NUM_THREADS as the user set it; None without. torchrun sets it to 1 in its ranks."""
+    typed, is_torchruns = environ.get(THREADS, ""), by_torchrun(environ) and LAUNCHED not in environ
+    is_number = typed.isdecimal() and len(typed) < 5  # more are a mistake, which libraries ignore
+    return int(typed) or None if is_number and not is_torchruns else None
 
 
 def worker_environment(base: Mapping[str, str], *, threads: int) -> dict[str, str]:
     """Return the variables that a launched rank gets in addition to `base`, the command's environment.
 
-    OMP_NUM_THREADS follows dist.threads_per_rank; other variables that the user has set are kept.
+    OMP_NUM_THREADS is `threads` (`num_threads`); other variables that the user has set are kept.
     """
     ours = {}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         ours["GLOO_SOCKET_IFNAME"] = "lo"  # one host: works whatever its name resolves to
     ours["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun: a failed collective ends its rank
-    ours |= {"PYTHONPATH": import_path(), LAUNCHED: "1", "OMP_NUM_THREADS": str(threads)}
-    forced = {"PYTHONPATH", LAUNCHED, "OMP_NUM_THREADS"}
+    ours |= {"PYTHONPATH": import_path(), LAUNCHED: "1", THREADS: str(threads)}
+    forced = {"PYTHONPATH", LAUNCHED, THREADS}
     return {key: value for key, value in ours.items() if key in forced or key not in base}
 
 

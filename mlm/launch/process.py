@@ -101,8 +101,8 @@ def run_rank(
     """
     dist = config.dist
     threads = dist.threads_per_rank or place.cores
-    available = available_cores()
-    torch.set_num_threads(num_threads(threads, cores=available, local_ranks=place.local_world_size))
+    cores, local_ranks = available_cores(), place.local_world_size
+    torch.set_num_threads(num_threads(threads, os.environ, cores=cores, local_ranks=local_ranks))
     device = rank_device(dist, place)
     watch, everyone = Watch(place.rank, dist.timeout_s), tuple(range(place.world_size))
     with (

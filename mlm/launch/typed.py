@@ -13,7 +13,7 @@ from typing import Any
 from mlm.launch.stop import LAUNCHED
 
 COMMAND = "MLM_COMMAND"
-"""Environment variable with the words after `mlm` and the job of a sweep, as JSON."""
+"""Environment variable with the words after `mlm` and the settings of the job, as JSON."""
 LONGEST = 100_000  # characters; Linux takes 128 KiB in a variable
 
 
@@ -30,10 +30,16 @@ def record_command_line(words: Sequence[str]) -> Iterator[None]:
             os.environ[COMMAND] = before
 
 
-def record_sweep_job(overrides: str) -> None:
-    """Note which job of a sweep runs, by what it varies."""
+def record_job(settings: Sequence[str], varied: Sequence[str] | None = None) -> None:
+    """Note the settings of the job that runs, as words; one of a sweep is named by what it varies."""
     if noted := _noted(os.environ):
-        _note({**noted, "job": overrides})
+        job = {} if varied is None else {"job": ",".join(varied)}
+        _note({"words": noted["words"], "settings": list(settings), **job})
+
+
+def typed_settings() -> list[str]:
+    """Return the settings of the job that runs as words: `model.num_layers=6`, `--config-dir=own`."""
+    return list(_noted(os.environ).get("settings", []))
 
 
 def run_origin(environ: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, Im
 
 OPTIMIZERS = ImportPath("adamw")
 DECAYS = ImportPath("cosine", "linear", "constant")
-DECAY_NAMES = Also("lr_decay_style", "lr_scheduler_type", "scheduler", "decay_lr")
+DECAY_NAMES = Also("lr_decay_style", "lr_scheduler_type", "scheduler")
 MinLearningRate = Annotated[float, NOT_NEGATIVE, Also("min_learning_rate", "lr_min")]
 WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters")
 
@@ -24,10 +24,7 @@ class OptimizerConfig:
     declares elementwise = True if the update of an element reads no other; else tp=1 pp=1 zero=0."""
     lr: Annotated[float, POSITIVE, Also("learning_rate", "max_lr", "base_lr", "peak_lr")] = 1.5e-4
     """Peak learning rate."""
-    betas: Annotated[tuple[float, float], FRACTION, Also("beta1", "beta2")] = (
-        0.9,
-        0.999,
-    )
+    betas: Annotated[tuple[float, float], FRACTION] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
     eps: Annotated[float, POSITIVE, Also("adam_eps", "adam_epsilon", "epsilon")] = 1e-8
     """Added to the root of the second moment."""

@@ -36,19 +36,16 @@ class ParallelConfig:
     """Data-parallel size, d: replicas. null takes world size / (tp * cp * pp)."""
     sequence_parallel: bool = False
     """Cut activations outside the tensor-parallel regions along the sequence too (arXiv:2205.05198)."""
-    tp_overlap: Annotated[int, POSITIVE, Also("tp_comm_overlap", "async_tensor_parallel", "async_tp")] = 1
+    tp_overlap: Annotated[int, POSITIVE] = 1
     """Parts of a sequence, communicated over tp while others are multiplied; 1 leaves it whole."""
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
-    zero: Annotated[Literal[0, 2, 3], Also("zero_stage", "fsdp")] = 0
+    zero: Annotated[Literal[0, 2, 3], Also("zero_stage")] = 0
     """Sharded over dp * cp replicas: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too."""
     zero_reduce: Literal["last", "every"] = "last"
     """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is
     kept, or in every micro-batch, which keeps 1/dp of it."""
-    recompute: Annotated[
-        Literal["none", "selective", "full"],
-        Also("activation_checkpointing", "gradient_checkpointing", "recompute_granularity"),
-    ] = "none"
+    recompute: Annotated[Literal["none", "selective", "full"], Also("recompute_granularity")] = "none"
     """Activations that backward recomputes: selective the attention matrices, full each layer."""
 
     @property

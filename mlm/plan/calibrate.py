@@ -10,8 +10,7 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.launch.config import DistConfig
-from mlm.launch.environment import read_rank_place
+from mlm.launch.environment import THREADS, read_rank_place, typed_threads
 from mlm.launch.process import device_kind
 from mlm.launch.start import run_job
 from mlm.parallel.config import ParallelConfig
@@ -39,7 +38,6 @@ from mlm.util.terminal import add_row, console, progress_bar, table
 
 MOST_RANKS = 8
 """Ranks that are started on a CPU host without `ranks`."""
-THREADS = "OMP_NUM_THREADS"
 RESERVED = 1.5
 """GiB that driver and libraries take on a GPU without a preset."""
 FIRST_STEP = 0.06
@@ -69,18 +67,13 @@ def run(config: PlanCalibrateConfig) -> int:
         dtype=config.dtype,
         max_waiting=config.max_waiting,
         parallel=ParallelConfig(tp=local, dp=hosts),
-        dist=config.dist if place else with_threads(config.dist, os.environ.get(THREADS, "")),
+        dist=config.dist,
     )
+    threads = None if place else typed_threads(os.environ)
+    if threads is not None and config.dist.threads_per_rank is None:
+        note = f"{THREADS}={threads}: ranks have so many threads; dist.threads_per_rank sets another number"
+        console().print(note)
     return run_job("mlm.plan.calibrate:on_rank", job, out=None)
-
-
-def with_threads(dist: DistConfig, typed: str) -> DistConfig:
-    """The settings with the threads of OMP_NUM_THREADS, as `typed`, unless dist.threads_per_rank is given."""
-    if dist.threads_per_rank is not None or not typed.isdecimal() or int(typed) == 0:
-        return dist
-    note = f"{THREADS}={typed}: ranks have so many threads; dist.threads_per_rank sets another number"
-    console().print(note)
-    return replace(dist, threads_per_rank=int(typed))
 
 
 def default_ranks(config: PlanCalibrateConfig) -> int:

@@ -75,7 +75,7 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     query = query_of(config)
     values = settings(query, {"sequence_parallel": False, "tp": 1})
     problems = [_family_is_planned(config), _dtype_has_units(config)]
-    problems.append(_out_ends_in(config.out, LAYOUT_ENDINGS, "plan"))
+    problems += [_out_ends_in(config.out, LAYOUT_ENDINGS, "plan"), _price_has_tokens(config)]
     problems += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
     if not outside and not any(problems):
         problems.append(_some_layout_is_valid(query))
@@ -148,6 +148,13 @@ def _dtype_has_units(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | 
     problem = f"precision={dtype}: {config.hardware.name} has no peak_tflops.{dtype}"
     keys = ("precision", "hardware", f"hardware.peak_tflops.{dtype}")
     return Problem(keys, problem, f"use {either('precision', known)}")
+
+
+def _price_has_tokens(config: PlanLayoutsConfig) -> Problem | None:
+    if config.price_per_gpu_hour is None or config.tokens is not None:
+        return None
+    problem = f"price_per_gpu_hour={config.price_per_gpu_hour:g}: no number of tokens to train on"
+    return Problem(("price_per_gpu_hour", "tokens"), problem, "add tokens=…, such as tokens=300e9")
 
 
 def _some_layout_is_valid(query: Query) -> Problem | None:

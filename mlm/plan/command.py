@@ -28,10 +28,10 @@ COMMANDS = (
         local_check=check_plan_layouts,
         summary="find the fastest layouts of a model on some GPUs, with their time, memory and cost",
         about=(
-            "Searches every layout that `mlm pretrain` takes (tp, sequence parallelism, pp, vp, schedule, "
-            "dp, zero, recomputation, micro-batch) on a number of GPUs, and prints the fastest that fit: "
-            "step time, tokens per second, model and hardware TFLOP/s, MFU, memory by part, bubble and "
-            "exposed communication. Nothing is run: time is a formula, checked against published runs "
+            "Searches every layout that `mlm pretrain` takes with cp=1 (tp, sequence parallelism, pp, vp, "
+            "schedule, dp, zero, recomputation, micro-batch) on a number of GPUs, and prints the fastest "
+            "that fit: step time, tokens per second, model and hardware TFLOP/s, MFU, memory by part, bubble "
+            "and exposed communication. Nothing is run: time is a formula, checked against published runs "
             "(the guide Planning). A key that is set (tp=8) is kept, the others are searched."
         ),
         examples=(

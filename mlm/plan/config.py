@@ -105,11 +105,11 @@ class SearchedLayoutConfig:
     """Split activations outside the tensor-parallel regions along the sequence; null searches."""
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] | None = None
     """Pipeline schedule; null searches."""
-    zero: Annotated[Literal[0, 2, 3] | None, Also("zero_stage", "fsdp")] = None
+    zero: Annotated[Literal[0, 2, 3] | None, Also("zero_stage")] = None
     """Sharded over dp: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too; null searches."""
     zero_reduce: Literal["last", "every"] | None = None
     """zero=2|3: micro-batches that reduce gradients; null searches."""
-    recompute: Annotated[Literal["none", "selective", "full"] | None, Also("activation_checkpointing")] = None
+    recompute: Annotated[Literal["none", "selective", "full"] | None, Also("recompute_granularity")] = None
     """Activations that backward recomputes; null searches."""
 
 
@@ -138,7 +138,7 @@ class PlanLayoutsConfig(PlannedModelConfig):
     tokens: Annotated[float | None, POSITIVE, Also("train_tokens", "max_tokens")] = None
     """Tokens to train on, such as 300e9: adds days, energy and, with a price, cost."""
     price_per_gpu_hour: Annotated[float | None, POSITIVE] = None
-    """Price of one GPU for an hour, in any currency."""
+    """Price of one GPU for an hour, in any currency; needs tokens."""
     show: Annotated[int, POSITIVE] = 10
     """Layouts to show."""
     why: bool = False

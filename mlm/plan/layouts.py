@@ -1,8 +1,11 @@
 """`mlm plan layouts`: the fastest layouts of a model on a number of GPUs that fit."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mlm.config.tree import HOISTED, leaves, sections
+from mlm.launch.typed import typed_settings
 from mlm.plan.config import PlanLayoutsConfig
 from mlm.plan.memory import MemoryModel, gib
 from mlm.plan.report import (
@@ -20,11 +23,15 @@ from mlm.plan.report import (
 )
 from mlm.plan.search import LayoutForecast, Query, SearchResult, least_gpus, query_of, search
 from mlm.plan.shape import PlannedLayout, Shape
+from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError, format_settings
 from mlm.util.results import target_name, write_result
 
 FORMAT = "mlm-plan-layouts-1"
 MOST_REASONS = 8
+PLAN_KEYS = {HOISTED, *(key.partition(".")[0] for key in leaves(PlanLayoutsConfig))}
+PLAN_KEYS -= sections(PretrainConfig).keys() - {HOISTED}
+"""Keys and sections of a search that its `mlm pretrain` does not have, or that the layout found sets."""
 VARIATIONS: tuple[tuple[str, Callable[[int, PlannedLayout], bool]], ...] = (
     ("tp crosses the node", lambda node, layout: layout.tp > node),
     ("tp within the node", lambda node, layout: 1 < layout.tp <= node),
@@ -75,12 +82,22 @@ def title(config: PlanLayoutsConfig, query: Query) -> str:
 
 
 def command_line(config: PlanLayoutsConfig, layout: PlannedLayout) -> str:
-    """The `mlm pretrain` that runs a layout."""
-    settings: dict[str, object] = {"model": config.name}
+    """The `mlm pretrain` that runs a layout of what was typed."""
+    typed = {key_of(word): word for word in typed_settings()}
+    settings = {"model": config.name} if "name" not in typed else {}
     if config.data.seq_length != config.model.max_positions:
-        settings["data.seq_length"] = config.data.seq_length
-    settings |= {"precision": config.precision.dtype, **layout.settings()}
-    return f"mlm pretrain {format_settings(settings)}"
+        settings["data.seq_length"] = str(config.data.seq_length)
+    settings["precision"] = config.precision.dtype
+    words = {key: f"{key}={value}" for key, value in settings.items()}
+    words |= {key: word for key, word in typed.items() if key.partition(".")[0] not in PLAN_KEYS}
+    words |= {key: format_settings({key: value}) for key, value in layout.settings().items()}
+    return shlex.join(["mlm", "pretrain", *words.values()])
+
+
+def key_of(word: str) -> str:
+    """The key of a typed setting; of a section that is set together, the word."""
+    key, _, value = word.lstrip("+~").partition("=")
+    return word if value.startswith("{") else key
 
 
 def footnote(result: SearchResult) -> str:

@@ -15,7 +15,7 @@ class LogConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    every: Annotated[int, POSITIVE, Also("log_interval", "logging_steps", "verbose")] = 10
+    every: Annotated[int, POSITIVE, Also("log_interval", "logging_steps")] = 10
     """Steps between logged lines; numbers leave the device only then."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live panel: auto shows it on a terminal, plain lines elsewhere."""
@@ -24,7 +24,7 @@ class LogConfig:
     planned schedule; 0 for none. A step that is measured waits for all ranks first."""
     tensorboard: bool = False
     """Write TensorBoard events below out/tensorboard (needs the extra `mlm[tensorboard]`)."""
-    wandb_project: Annotated[str | None, Also("wandb", "wandb_log")] = None
+    wandb_project: str | None = None
     """Weights & Biases project to log to (needs the extra `mlm[wandb]`)."""
 
 

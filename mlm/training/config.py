@@ -44,7 +44,7 @@ class TrainConfig:
         Also("max_iters", "max_steps", "train_iters", "num_steps", "iterations", "num_train_steps"),
     ] = 300_000
     """Optimizer steps."""
-    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size", "gradient_accumulation_steps")] = 512
+    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 512
     """Samples per step over all data-parallel ranks. A multiple of dp * micro_batch_size."""
     micro_batch_size: MicroBatchSize = 8
     """Samples one rank runs through the model at once, B; the rest are accumulated."""
@@ -144,7 +144,7 @@ class PretrainConfig:
     transformers, for its weights."""
     compile: Annotated[bool | None, Also("torch_compile")] = None
     """torch.compile each transformer layer; null does on a GPU that has a compiler."""
-    attention: Annotated[AttentionKernel, Also("attn_implementation", "use_flash_attn", "flash")] = "auto"
+    attention: Annotated[AttentionKernel, Also("attn_implementation")] = "auto"
     """Kernel of attention on a GPU; auto takes the first that can: cudnn (first on H100 and later; only where
     all micro-batches have one shape), flash, efficient, math. With flash, padding and data.reset_attention
     cost no bias: sequences are packed."""

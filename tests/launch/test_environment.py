@@ -5,7 +5,14 @@ import sys
 
 import pytest
 
-from mlm.launch.environment import RankPlace, first_host, num_threads, read_rank_place, worker_environment
+from mlm.launch.environment import (
+    RankPlace,
+    first_host,
+    num_threads,
+    place_variables,
+    read_rank_place,
+    worker_environment,
+)
 from mlm.util.errors import UserError
 
 ALLOCATION = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[01-64]", "SLURM_NTASKS": "512"}
@@ -116,12 +123,20 @@ def test_rank_that_is_no_number_is_a_user_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted, cores, local_ranks, expected", [(None, 8, 2, 4), (None, 2, 4, 1), (3, 2, 4, 3)]
+    "wanted, typed, expected",
+    [(None, "", 4), (None, "16", 4), (3, "2", 3), (None, "2", 2), (None, "2,1", 4), (None, "9" * 5000, 4)],
 )
-def test_threads_are_shared_unless_set(
-    wanted: int | None, cores: int, local_ranks: int, expected: int
-) -> None:
-    assert num_threads(wanted, cores=cores, local_ranks=local_ranks) == expected
+def test_threads_are_shared_unless_set(wanted: int | None, typed: str, expected: int) -> None:
+    by_torchrun = {"RANK": "0", "WORLD_SIZE": "2"} if typed == "16" else {}  # which sets the variable itself
+    environ = {"OMP_NUM_THREADS": typed, **by_torchrun}
+    assert num_threads(wanted, environ, cores=8, local_ranks=2) == expected
+    assert num_threads(None, {}, cores=2, local_ranks=4) == 1
+
+
+def test_threads_of_the_user_reach_a_launched_rank() -> None:
+    ours = worker_environment({}, threads=3)
+    place = place_variables(RankPlace(0, 2, 0, 2, "localhost", 1))
+    assert num_threads(None, {**place, **ours}, cores=8, local_ranks=2) == 3
 
 
 def test_settings_of_the_user_reach_a_launched_rank() -> None:

@@ -15,7 +15,10 @@ from tests.launch import jobs as launch_jobs
 from tests.launch.ranks_of_jobs import told, wait_gone
 
 
-def test_ranks_of_a_plain_launch_get_place_layout_config_and_a_share_of_the_cores(tmp_path: Path) -> None:
+def test_ranks_of_a_plain_launch_get_place_layout_config_and_a_share_of_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch_jobs.start("facts", tmp_path, threads=None) == 0
     ranks, share = told(tmp_path), str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert [rank["total"] for rank in ranks] == [3.0, 3.0]

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from mlm.launch.stop import LAUNCHED
-from mlm.launch.typed import COMMAND, LONGEST, record_command_line, record_sweep_job, run_origin
+from mlm.launch.typed import COMMAND, LONGEST, record_command_line, record_job, run_origin, typed_settings
 
 WORDS = ["pretrain", "model=gpt2_tiny", "name=it's"]
 
@@ -19,11 +19,13 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_words_are_known_as_long_as_the_command_runs() -> None:
     with record_command_line(WORDS):
-        record_sweep_job("seed=1")
+        record_job(["model=gpt2_tiny", "seed=1"], ["seed=1"])
         run = run_origin()
         assert (run["command"], run["job"]) == (["mlm", *WORDS], "seed=1")
+        assert typed_settings() == ["model=gpt2_tiny", "seed=1"]
         assert run["folder"] == os.getcwd()
     assert "command" not in run_origin()
+    assert typed_settings() == []
 
 
 def test_a_batch_job_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from mlm.config.cli import main
-from mlm.launch.config import DistConfig
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.calibrate import measure, on_rank, with_threads
+from mlm.plan.calibrate import measure, on_rank
 from mlm.plan.calibrate_fit import Timing, fit, fit_link, implausible, of_kind
 from mlm.plan.calibrate_measure import Measurements, Workload
 from mlm.plan.checks import check_plan_calibrate
@@ -224,13 +223,6 @@ def test_numbers_that_no_machine_has_are_named() -> None:
     assert implausible(TRUE) == []
     slow = replace(TRUE, memory_gbps=0.4, efficiency=replace(TRUE.efficiency, attention=0.02))
     assert implausible(slow) == ["memory_gbps=0.4", "efficiency.attention=0.02"]
-
-
-def test_threads_of_the_environment_hold_unless_others_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert with_threads(DistConfig(), "3").threads_per_rank == 3
-    assert "OMP_NUM_THREADS=3" in capsys.readouterr().out
-    assert with_threads(DistConfig(threads_per_rank=2), "3").threads_per_rank == 2
-    assert with_threads(DistConfig(), "2,1").threads_per_rank is None
 
 
 def interrupted(*_: object) -> None:

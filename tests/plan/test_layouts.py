@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shlex
 from html import unescape
 from pathlib import Path
 
@@ -28,6 +29,50 @@ def test_tables_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> Non
     for heading in ("MFU", "days", "price", "bubble", "activat.", "does not fit by", "what limits the best"):
         assert heading in printed
     assert "mlm pretrain model=gpt2_8b precision=bf16 tp=" in printed
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model=gpt2_tiny model.num_layers=6 model.hidden_dropout=0 optimizer.eps=1e-6 train.steps=7",
+        "model=llama_tiny model.options.window=16 'model={num_layers: 4}' data.seq_length=64",
+        "model=gpt2_tiny model.num_layers=8 pp=8 name=deep precision=fp16 hardware=dgx_a100_80g",
+        "--config-dir=own model=mine out=plan.html why=true tokens=1e9 price_per_gpu_hour=2 tp=2",
+    ],
+)
+def test_the_last_line_runs_the_model_that_was_planned(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own/model").mkdir(parents=True)
+    (tmp_path / "own/model/mine.yaml").write_text("num_layers: 3\nhidden_size: 64\nnum_heads: 4\n")
+    typed = shlex.split(line)
+    ranks = ["gpus=8", "show=1"]
+    assert main(["plan", "layouts", *typed, *ranks]) == 0
+    (printed,) = re.findall(r"^mlm (pretrain .*)", capsys.readouterr().out, re.MULTILINE)
+    words = shlex.split(printed)
+    assert main([*words, "data=synthetic", "--check=8"]) == 0
+    capsys.readouterr()
+    assert main(["plan", "layouts", *typed, *ranks, "--cfg", "job", "--resolve"]) == 0
+    planned = yaml.safe_load(capsys.readouterr().out)
+    assert main([*words, "--cfg", "job", "--resolve"]) == 0
+    trained = yaml.safe_load(capsys.readouterr().out)
+    assert planned["data"].items() <= trained["data"].items()
+    for section in ("model", "optimizer", "schedule", "precision"):
+        assert trained[section] == planned[section]
+    if "train.steps=7" in typed:
+        assert trained["train"]["steps"] == 7
+
+
+def test_the_last_line_of_a_job_of_a_sweep_is_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for layers in ("4", "6"):
+        (tmp_path / f"model.num_layers={layers}").mkdir()
+    swept = ["-m", "model.num_layers=4,6", f"out={tmp_path}/plan.json"]
+    assert main(["plan", "layouts", "model=gpt2_tiny", *swept]) == 0
+    found = re.findall(r"^mlm pretrain .*model.num_layers=(\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert found == ["4", "6"]
 
 
 def test_files_hold_what_is_printed(tmp_path: Path) -> None:
@@ -78,6 +123,23 @@ def test_hardware_may_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "my, cluster: 'x'" in printed
     assert "GiB of 40.0" in printed
+
+
+def test_a_file_of_hardware_with_a_mistake_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (CONFIG_DIR / "hardware/dgx_h100.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(f"a: 1\nb: [1, 2\n{text}")
+    assert main([*LAYOUTS, f"hardware={tmp_path / 'mine.yaml'}"]) == 2
+    line = capsys.readouterr().err
+    assert f"{tmp_path / 'mine.yaml'}: line " in line
+    assert "correct it" in line
+    assert "unicode string" not in line
+
+
+def test_a_price_without_tokens_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LAYOUTS, "price_per_gpu_hour=2"]) == 2
+    assert "price_per_gpu_hour=2: no number of tokens to train on; add tokens=" in capsys.readouterr().err
 
 
 def test_presets_are_complete() -> None:

@@ -1,13 +1,15 @@
 """A command line whose command is known: its help, its composed config, a check, or its jobs.
 
-One job, or with --multirun one for each combination of values: compose, build, check, preflight, launch.
+One job, or with --multirun one for each combination of values: compose, build, check, preflight, launch. All
+jobs are checked before the first is launched.
 """
 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from mlm.config.cli.compose import (
     compose,
     problem_of_composing,
 )
-from mlm.config.cli.entry import FAILED, KILLED, OK, report, say, speaks_for_host, version_line
+from mlm.config.cli.entry import INTERRUPTED, KILLED, OK, report, say, speaks_for_host, version_line
 from mlm.config.cli.groups import command_groups
 from mlm.config.cli.overrides import Overrides, prepare
 from mlm.config.cli.saved import SavedValues, take_saved, take_saved_task
@@ -34,7 +36,7 @@ from mlm.config.path_errors import path_problems, streams_for
 from mlm.config.suggest import divisors
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
 from mlm.launch.environment import read_rank_place
-from mlm.launch.typed import record_sweep_job, run_origin
+from mlm.launch.typed import record_job, run_origin
 from mlm.parallel.layout_checks import RANKS_PER_NODE
 from mlm.util.errors import ConfigError, Problem, UserError
 from mlm.util.ownership import STDOUT
@@ -63,6 +65,8 @@ class Execution:
     """The overrides that the sweep varies; None outside a sweep."""
     placed_out: str | None = field(default=None, init=False)
     """The output of a job of a sweep, once it is placed."""
+    start: Callable[[], int] = field(init=False)
+    """Runs a checked job of a sweep."""
 
 
 def act(command: Command, words: list[str]) -> int:
@@ -89,7 +93,7 @@ def act(command: Command, words: list[str]) -> int:
     if overrides.problems and (shows or arguments.multirun):
         raise ConfigError(overrides.problems)
     if not arguments.multirun:
-        return run(Execution(command, arguments, overrides, saved, overrides.texts))
+        return prepare_job(Execution(command, arguments, overrides, saved, overrides.texts))()
     options = command_groups(command, arguments.config_dir)
     return sweep(
         [
@@ -100,24 +104,30 @@ def act(command: Command, words: list[str]) -> int:
 
 
 def sweep(jobs: Sequence[Execution]) -> int:
-    """Run jobs one after another until one is stopped; return the first exit code that is not 0.
+    """Check all jobs, then run those without problems one after another until one is stopped.
 
-    Those of training runs are reported as a table; jobs of other commands have their own results.
+    Return the first exit code that is not 0. Training runs are reported as a table; jobs of other commands
+    have their own results.
     """
     command, has_table = jobs[0].command, _has_table(jobs[0])
     is_rank = read_rank_place(os.environ) is not None
     rows, codes = list[dict[str, Any]](), list[int]()
+    for job in jobs:
+        codes.append(report(command, partial(_check, job)))
+        if codes[-1] == INTERRUPTED:
+            return INTERRUPTED
     is_stopped = False
     try:
-        for job in jobs:
-            code: int | None = None
-            if not is_stopped:
-                codes.append(FAILED)  # unless it returns
-                code = codes[-1] = report(command, lambda job=job: run(job))  # type: ignore[misc]
+        for n, job in enumerate(jobs):
+            code = codes[n] or None  # None: not started
+            if code is None and not is_stopped:
+                code = codes[n] = report(command, job.start)
                 is_stopped = code >= KILLED
             if has_table:
                 settings = resolve(f"{SWEEP_TABLE}:settings_of")(job.varied)
-                rows.append(resolve(f"{SWEEP_TABLE}:run_of")(settings, job.placed_out, code))
+                rows.append(
+                    resolve(f"{SWEEP_TABLE}:run_of")(settings, None if code is None else job.placed_out, code)
+                )
                 # the ranks of a launcher might disagree on what files say
                 is_stopped |= not is_rank and rows[-1]["state"] in ("stopped", "interrupted")
     finally:
@@ -131,8 +141,18 @@ def _has_table(job: Execution) -> bool:
     return job.command.out_is_run_folder and not (arguments.check or arguments.cfg or arguments.resolve)
 
 
-def run(job: Execution) -> int:
-    """Compose and build the run spec, report every problem, and run the command. Returns its exit code.
+def _check(job: Execution) -> int:
+    """Prepare a job of a sweep; a problem is reported below the job's name."""
+    try:
+        job.start = prepare_job(job)
+    except UserError:
+        _announce(job)
+        raise
+    return OK
+
+
+def prepare_job(job: Execution) -> Callable[[], int]:
+    """Compose and build the run spec and report every problem; return what runs it, to its exit code.
 
     Raises ConfigError with the problems of the typed overrides and those of the composed values.
     """
@@ -141,8 +161,7 @@ def run(job: Execution) -> int:
         composition = compose(job.command.config, job.texts, config_dir=arguments.config_dir, saved=job.saved)
         _take_model(job, composition)
         if arguments.cfg or arguments.resolve:
-            print(composition.to_yaml(resolve=arguments.resolve), end="")
-            return OK
+            return partial(say, composition.to_yaml(resolve=arguments.resolve).rstrip("\n"))
         values = composition.resolved()
     except COMPOSE_ERRORS as error:
         if isinstance(error, UserError):
@@ -151,12 +170,19 @@ def run(job: Execution) -> int:
     _place(job, values)
     typed = flatten(composition.typed_values())
     imports = [typed.get(key) for key, leaf in leaves(job.command.spec).items() if leaf.shipped is not None]
-    with trusting(imports, job.overrides.import_paths):
+    trusted = partial(trusting, imports, job.overrides.import_paths)
+    with trusted():
         config = _build(job, values)
+        _check_files(job, config)
+
+    def start() -> int:
+        _announce(job)
         if arguments.check:
-            return _report_check(job, config)
-        with streams_for(config):
+            return say(_verdict(config, arguments.gpus, on_ranks=job.command.check is not None))
+        with trusted(), streams_for(config):
             return _execute(job.command, config)
+
+    return start
 
 
 def _take_model(job: Execution, composition: Composition) -> None:
@@ -186,9 +212,16 @@ def _place(job: Execution, values: dict[str, Any]) -> None:
     varied = ",".join(job.varied)
     path, folder = Path(out), folder_name(varied)
     values["out"] = str(path.parent / folder / path.name if path.suffix in FILES else path / folder)
-    print(f"mlm {job.command.name}: job {job.number}: out={values['out']}", file=sys.stderr)
-    record_sweep_job(varied)
     job.placed_out = values["out"]
+
+
+def _announce(job: Execution) -> None:
+    """Note a job's settings as they were typed, and print the output of one of a sweep."""
+    folder = job.arguments.config_dir
+    typed = job.arguments.overrides if job.varied is None else job.texts
+    record_job([*([f"--config-dir={folder}"] if folder else []), *typed], job.varied)
+    if job.placed_out is not None:
+        print(f"mlm {job.command.name}: job {job.number}: out={job.placed_out}", file=sys.stderr)
 
 
 def folder_name(overrides: str) -> str:
@@ -197,11 +230,17 @@ def folder_name(overrides: str) -> str:
     return name if name == overrides else f"{name}-{xxhash.xxh3_64(overrides.encode()).hexdigest()[:8]}"
 
 
+def _check_files(job: Execution, config: Any) -> None:
+    """Raises ConfigError for paths, and for what the command's preflight finds; --check reads no file."""
+    problems, preflight = path_problems(config), job.command.preflight
+    if preflight and not problems and not job.arguments.check:
+        with streams_for(config):
+            problems = resolve(preflight)(config)
+    if problems:
+        raise ConfigError(problems)
+
+
 def _execute(command: Command, config: Any) -> int:
-    if problems := path_problems(config):
-        raise ConfigError(problems)
-    if command.preflight and (problems := resolve(command.preflight)(config)):
-        raise ConfigError(problems)
     if command.check is None:
         code = resolve(command.target)(config)
         return code if isinstance(code, int) else OK  # an int: of ranks that the command started
@@ -214,14 +253,6 @@ def _execute(command: Command, config: Any) -> int:
     finally:
         if command.tidy:
             resolve(command.tidy)(config)
-
-
-def _report_check(job: Execution, config: Any) -> int:
-    """Print what would start, with no process started and no file written. Raises ConfigError."""
-    if problems := path_problems(config):
-        raise ConfigError(problems)
-    print(_verdict(config, job.arguments.gpus, on_ranks=job.command.check is not None))
-    return OK
 
 
 def _ranks(config: Any) -> int:
@@ -244,10 +275,13 @@ def _verdict(config: Any, gpus: int | None, *, on_ranks: bool) -> str:
 
 
 def _devices_needed(config: Any, size: int) -> str:
-    """Nodes and GPUs for a number of ranks; nothing where the CPU of one host will do."""
-    each = max(number for number in divisors(size) if number <= RANKS_PER_NODE)
+    """Nodes of whole tp groups, and GPUs, for a number of ranks; nothing where one host's CPU will do."""
+    whole = (number for number in divisors(size) if number <= RANKS_PER_NODE)
+    each = max((number for number in whole if number % config.parallel.tp == 0), default=0)
     if config.dist.device == "cpu" or (config.dist.device == "auto" and size == each):
         return ""
+    if not each:
+        return f"; needs {size} GPUs"
     nodes, gpus = size // each, f"{each} GPU{'s' * (each > 1)}"
     return f"; needs {nodes} nodes of {gpus}" if nodes > 1 else f"; needs {gpus} on one node"
 

@@ -46,7 +46,7 @@ class GenerateConfig:
     """JSONL file for the results: prompt, continuation, tokens, why it stopped; null writes none."""
     batch_size: MicroBatchSize = 8
     """Texts continued at a time. What is drawn does not depend on it."""
-    max_new_tokens: Annotated[int, POSITIVE, Also("max_length", "max_tokens")] = 128
+    max_new_tokens: Annotated[int, POSITIVE, Also("max_tokens")] = 128
     """Most tokens to generate; a sequence may end earlier."""
     min_new_tokens: Annotated[int, NOT_NEGATIVE] = 0
     """Fewest tokens to generate before the end-of-document token is allowed."""

@@ -25,6 +25,11 @@ LINES = sorted({re.sub(r" --check$", "", line) for line in re.findall(STARTS, TE
     [
         ("tp=8 dp=64 --check", "would start 512 ranks: tp=8 × pp=1 × dp=64; needs 64 nodes of 8 GPUs"),
         ("tp=8 pp=2 --check=512", "would start 512 ranks: tp=8 × pp=2 × dp=32; needs 64 nodes of 8 GPUs"),
+        (
+            "tp=4 train.global_batch_size=1000 --check=500",
+            "would start 500 ranks: tp=4 × pp=1 × dp=125; needs 125 nodes of 4 GPUs",
+        ),
+        ("tp=16 --check=64", "would start 64 ranks: tp=16 × pp=1 × dp=4; needs 64 GPUs"),
         ("tp=8 dp=1 --check", "would start 8 ranks: tp=8 × pp=1 × dp=1; needs 8 GPUs on one node"),
         (
             "tp=2 dist.device=cpu dist.backend=gloo --check",

@@ -1,5 +1,6 @@
 """From a sound command line to its target: spellings, the user's own YAML, sweeps, exit codes."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -159,6 +160,24 @@ class TestSweeps:
         assert "tp=3 does not divide" in cli.err
         rows = [line.split() for line in cli.out.splitlines() if "o/tp=" in line]
         assert rows == [["3", "failed", "(exit", "code", "2)", "o/tp=3"], ["2", "finished", "o/tp=2"]]
+
+    @pytest.mark.parametrize("wrong", ["tp=2,3", "optimizer.lr=1e-3,abc", "model=gpt2_tiny,broken"])
+    def test_mistakes_of_all_jobs_are_reported_before_the_first_starts(
+        self, cli: Cli, tmp_path: Path, wrong: str
+    ) -> None:
+        write(tmp_path / "own/model/broken.yaml", "defaults: [no_such]\n")
+        reported = list[str]()
+        cli.launched.run = lambda: reported.append(cli.capsys.readouterr().err) or 0
+        assert cli(f"{SOUND} -m --config-dir own {wrong} out=o") == 2
+        (before_the_only_run,) = reported
+        assert re.search("tp=3 does not|lr=abc must be|no_such", before_the_only_run)
+
+    def test_an_interrupt_while_jobs_are_checked_starts_none(
+        self, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("mlm.config.cli.run.path_problems", lambda _: raising(KeyboardInterrupt())())
+        assert cli(f"{SOUND} -m seed=1,2 out=o") == 130
+        assert cli.launched.configs == []
 
     def test_job_that_cannot_be_composed_stops_no_other(self, cli: Cli, tmp_path: Path) -> None:
         write(tmp_path / "own/model/broken.yaml", "defaults: [no_such]\n")
