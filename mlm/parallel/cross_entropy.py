@@ -28,6 +28,10 @@ CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 larger falls out of the cache."""
 
 
+HALF_BLOCKS = 4
+"""Blocks of wide logits in a chunk of half-precision ones on a CPU, where adding the weight's gradient of a
+chunk takes passes over the weight."""
+
 ORDERED = ("cpu",)
 """Devices on which gradients are added in autograd's order, whatever that costs."""
 
@@ -38,10 +42,14 @@ VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
 
 
 def chunk_rows(rows: int, columns: int, device: torch.device, chunk_bytes: int | None = None) -> int:
-    """Rows of logits processed at a time; on a GPU in chunks of one size but the last."""
+    """Rows of logits that are wide at a time; chunks are of one size but the last."""
     limit = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) if chunk_bytes is None else chunk_bytes
-    most = max(1, min(rows, limit // (4 * columns)))
-    return most if device.type == "cpu" or rows == 0 else math.ceil(rows / math.ceil(rows / most))
+    return even_part(rows, max(1, limit // (4 * columns)))
+
+
+def even_part(rows: int, most: int) -> int:
+    """Return the least size of which as few parts hold `rows` as of size `most`."""
+    return math.ceil(rows / max(1, math.ceil(rows / most)))
 
 
 def columns_of(labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
@@ -164,6 +172,14 @@ def add_to_grad(weight: nn.Parameter, part: Tensor, factor: Tensor | None) -> No
         weight.grad.add_(part)
 
 
+def round_gradient(p: Tensor, factor: Tensor, out: Tensor) -> None:
+    """Write `factor` (0-d) times p into `out`, of a half dtype; p may be overwritten."""
+    if p.is_cpu:  # its product that also casts is four times slower than the two passes
+        out.copy_(p if factor.item() == 1.0 else p.mul_(factor))
+    else:
+        torch.mul(p, factor, out=out)
+
+
 def sum_of_chunks(
     total: Tensor | None, left: Tensor, right: Tensor, *, turned: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -193,7 +209,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         added = None if bias is None else bias.to(hidden.dtype)
         half = hidden.dtype in HALF
         before, then = split_scale(scale.to(loss_dtype(hidden.dtype)), hidden.dtype)
-        rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, chunk_bytes)
+        wide_rows = rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, chunk_bytes)
+        if half and hidden.is_cpu:
+            rows = even_part(hidden.shape[0], HALF_BLOCKS * wide_rows)
+            wide_rows = even_part(rows, wide_rows)
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (see matmul.weight_gradient); turned once
         turned = uses_onednn(hidden, compute)
@@ -203,21 +222,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hits = torch.zeros_like(loss)
         can_fuse = table.compiled and half and bias is None and not counts_hits
         fused = compiled(hidden.device) if can_fuse else None
+        buffer: Tensor | None = None
         for first in range(0, hidden.shape[0], rows):
             part = slice(first, first + rows)
             logits = product(hidden[part], compute, added)
             scored = (labels[part] != IGNORE_INDEX).unsqueeze(1)  # [rows, 1]: ignored rows get weight 0
             if fused is not None:
                 losses, left = fused_losses(logits, labels[part], table, before, fused)
+                loss += losses.sum()
             else:
-                logits = logits.to(loss_dtype(hidden.dtype))
-                if counts_hits:
-                    hits += is_argmax(logits, labels[part], table).sum()
-                losses, p = losses_and_gradient(logits, labels[part], table)
-                if d_bias is not None:
-                    d_bias += ((scale * scored).to(p.dtype).t() @ p).squeeze(0)
-                left = torch.mul(p, before, out=torch.empty_like(p, dtype=hidden.dtype)) if half else p
-            loss += losses.sum()
+                left = logits  # overwritten by its gradient
+                for block, y, is_scored in zip(
+                    *(x.split(wide_rows) for x in (logits, labels[part], scored)), strict=True
+                ):
+                    if half and buffer is None:
+                        buffer = block.new_empty(wide_rows, block.shape[1], dtype=loss.dtype)
+                    p = block if buffer is None else buffer[: len(block)].copy_(block)
+                    if counts_hits:
+                        hits += is_argmax(p, y, table).sum()
+                    losses, p = losses_and_gradient(p, y, table)
+                    loss += losses.sum()
+                    if d_bias is not None:
+                        d_bias += ((scale * is_scored).to(p.dtype).t() @ p).squeeze(0)
+                    if half:
+                        round_gradient(p, before, out=block)
             # the row scale multiplies H-wide operands rather than V-wide ones
             right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
             torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
