@@ -53,9 +53,9 @@ class ModelConfig:
     norm: Literal["pre", "post"] = "pre"
     """Position of layer norm: before attention and MLP (arXiv:1909.08053, figure 7b), or after the residual
     sums as in the first BERT (figure 7a). gpt2 and llama know pre only."""
-    activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu_tanh"
-    """Nonlinearity of the MLP: GELU, its approximation by tanh as in GPT-2, or SiLU (of llama's gates
-    alone)."""
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu2"] = "gelu_tanh"
+    """Nonlinearity of the MLP: GELU, its approximation by tanh as in GPT-2, SiLU (of llama's gates alone), or
+    ReLU squared (arXiv:2109.08668, of gpt2 alone)."""
     token_types: Annotated[int, NOT_NEGATIVE] = 0
     """Segment types of a sequence, each with its own embedding; 0 for gpt2 and llama, 2 for bert."""
     head: Literal["language_model", "none", "classification", "span"] = "language_model"

@@ -28,7 +28,8 @@ EXACT_GELU = ("gelu",)
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 """Names of one function: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
 SILU = ("silu", "swish")
-ACTIVATIONS = {"gelu": EXACT_GELU, "gelu_tanh": TANH_GELU, "silu": SILU}
+RELU_SQUARED = ("relu2",)
+ACTIVATIONS = {"gelu": EXACT_GELU, "gelu_tanh": TANH_GELU, "silu": SILU, "relu2": RELU_SQUARED}
 """model.activation -> names in `transformers`, of which the first is written."""
 
 UNSUPPORTED: dict[str, tuple[JSON, ...]] = {

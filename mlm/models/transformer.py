@@ -6,8 +6,9 @@ the residual stream is [S/t, B, H] (arXiv:2205.05198, section 4.2.2).
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,13 +23,33 @@ from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.mesh import Axis
 
 
+class _ReLUSquared(torch.autograd.Function):
+    """relu(x)^2, of which relu(x) is kept: its derivative is 2 relu(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        root = F.relu(x)
+        ctx.save_for_backward(root)
+        return root.square()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        root: Tensor = ctx.saved_tensors[0]
+        return (dy * root).mul_(2)
+
+
 def activate(x: Tensor, activation: str) -> Tensor:
-    """GELU of model.activation (arXiv:1606.08415)."""
+    """GELU of model.activation (arXiv:1606.08415), or ReLU squared (arXiv:2109.08668)."""
+    if activation == "relu2":
+        if torch.compiler.is_compiling():  # it decides what to keep
+            return F.relu(x).square()
+        squared: Tensor = _ReLUSquared.apply(x)  # type: ignore[no-untyped-call]
+        return squared
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 class MLP(nn.Module):
-    """y = W2 gelu(W1 x): W1 split by column, W2 by row (arXiv:1909.08053, figure 3a)."""
+    """y = W2 act(W1 x): W1 split by column, W2 by row (arXiv:1909.08053, figure 3a)."""
 
     def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
         super().__init__()

@@ -16,14 +16,17 @@ SMALL = 1 << 16
 
 
 @torch.no_grad()
-def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext) -> Tensor:
-    """L2 norm of the whole model's gradient, equal on all ranks; 0-d, not read back from the device.
+def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext, prefix: str = "") -> Tensor:
+    """L2 norm of the model's gradient, equal on all ranks; 0-d, not read back from the device.
+
+    `shards` are all of the rank; those whose names begin with `prefix` count, which some ranks may not have.
 
     Split parameters count on every tp rank, replicated ones on the first alone, tied copies nowhere.
     Gradients are already summed over dp and cp, whose ranks each hold all of them or, if sharded, some rows.
     Non-finite gradients make it non-finite.
     """
-    owned = [s.parameter.grad for s in shards if s.is_owner and s.parameter.grad is not None]
+    named = [s for s in shards if s.is_owner and s.name.startswith(prefix)]
+    owned = [s.parameter.grad for s in named if s.parameter.grad is not None]
     grads = [grad for grad in owned if grad.numel()]  # of few rows a dp rank may hold none
     first = shards[0].parameter
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32

@@ -25,6 +25,7 @@ GPT = ModelConfig(
 )
 FAMILIES: dict[str, tuple[type[Transformer], ModelConfig]] = {
     "gpt2": (GPT2, GPT),
+    "gpt2 with relu2": (GPT2, replace(GPT, activation="relu2")),
     "bert": (BERT, replace(GPT, kind="bert", norm="post", token_types=2)),
     "llama": (Llama, replace(LLAMA, num_layers=1)),
     "llama with norms of heads": (Llama, replace(LLAMA, num_layers=1, options={"qk_norm": True})),

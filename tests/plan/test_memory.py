@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -106,8 +107,9 @@ def test_pairs_in_flight_are_those_of_the_schedule(name: str, p: int, v: int, m:
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float32, "fp32")])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2"])
 def test_a_layer_keeps_the_activations_that_are_predicted(
-    tp: int, sequence_parallel: bool, dtype: torch.dtype, name: str
+    tp: int, sequence_parallel: bool, dtype: torch.dtype, name: str, activation: Any
 ) -> None:
     """Bytes of all that autograd saves in a real layer, parameters and their casts left out."""
     model = ModelConfig(
@@ -117,6 +119,7 @@ def test_a_layer_keeps_the_activations_that_are_predicted(
         max_positions=128,
         attention_dropout=0.0,
         hidden_dropout=0.1,
+        activation=activation,
     )
     layout = PlannedLayout(
         tp=tp, sequence_parallel=sequence_parallel and tp > 1, micro_batch=2, global_batch=2

@@ -5,17 +5,23 @@ import runpy
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import mlm
 from mlm.config.cli import main
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
+from mlm.training.observer import Observers
+from mlm.training.trainer import Trainer
 from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, import_model, make_model
 from tests.ranks import run_on_ranks
+from tests.training.test_gradient_sums import SPEC, batches
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "scripts/examples"
@@ -94,6 +100,28 @@ def test_own_optimizer_and_decay_train_alike_at_tp_1_and_tp_2(
     assert [step["lr"] for step in steps[0]] == pytest.approx([5e-5, 5e-5, *2 * [0.25 / 0.3 * 5e-5]])
     # sums over tp are of two parts in another order, and Lion's step is a sign
     assert [s["loss"] for s in steps[1]] == pytest.approx([s["loss"] for s in steps[0]], rel=1e-4)
+
+
+def notes_of_the_guide(ctx: ParallelContext, layout: ParallelConfig) -> list[str]:
+    """What the observer in guides/observers.md shows on this rank in a tenth step."""
+    guide = (ROOT / "scripts/docs/pages/guides/observers.md").read_text()
+    names: dict[str, Any] = {}
+    exec(guide.partition("```python\n")[2].partition("```")[0], names)
+    trainer = Trainer[Any](replace(SPEC, parallel=layout), ctx)
+    trainer.step, observer, notes = 9, names["GradNorm"](), []
+    observer.on_run_start(trainer, SimpleNamespace(note=notes.append))
+    trainer.observers = Observers([observer])
+    trainer.train_step(batches(ctx.dp.rank, ctx.dp.size))
+    return notes
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_the_guides_observer_shows_one_norm_at_every_layout(layout: dict[str, int]) -> None:
+    """On every rank, that of one process."""
+    ((note,),) = run_on_ranks(notes_of_the_guide, ParallelConfig())
+    assert note.startswith("step 10: gradient norm ")
+    sizes = {key: size for key, size in layout.items() if key != "zero"}
+    assert run_on_ranks(notes_of_the_guide, ParallelConfig(**layout), **sizes) == [[note]] * 2  # type: ignore[arg-type]
 
 
 def test_load_and_score_prints_texts_and_scores(run: Path) -> None:

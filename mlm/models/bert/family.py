@@ -98,8 +98,9 @@ def corpus_problems(model: ModelConfig, prefixes: Sequence[Path], tokenizer: Pat
 
 def model_problem(model: ModelConfig) -> Problem | None:
     """Return the problem of a model's settings."""
-    if model.activation == "silu":
-        problem = f"model.activation=silu is llama's, and model.kind={model.kind} has a GELU"
+    if model.activation in ("silu", "relu2"):
+        owner = "llama" if model.activation == "silu" else "gpt2"
+        problem = f"model.activation={model.activation} is {owner}'s, and model.kind={model.kind} has a GELU"
         return Problem(("model.activation", "model.kind"), problem, "use model.activation=gelu")
     if model.token_types >= 2:
         return None

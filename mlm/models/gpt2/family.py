@@ -51,7 +51,7 @@ class Windows:
 def model_problem(model: ModelConfig) -> Problem | None:
     """Return the problem of a model's settings."""
     if model.activation == "silu":
-        problem = f"model.activation=silu is llama's, and model.kind={model.kind} has a GELU"
+        problem = f"model.activation=silu is llama's, and model.kind={model.kind} has a GELU or relu2"
         return Problem(("model.activation", "model.kind"), problem, "use model.activation=gelu")
     if model.norm == "post":
         problem = f"model.norm=post is BERT's, and model.kind={model.kind} has its norms first"

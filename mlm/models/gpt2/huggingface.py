@@ -19,6 +19,7 @@ from mlm.models.gpt2.model import GPT2
 from mlm.models.huggingface import (
     EXACT_GELU,
     JSON,
+    RELU_SQUARED,
     TANH_GELU,
     UNSUPPORTED,
     ConfigKeys,
@@ -56,7 +57,7 @@ _KEYS = ConfigKeys(
     activation="activation_function",
     fixed=UNSUPPORTED
     | {
-        "activation_function": (*TANH_GELU, *EXACT_GELU),
+        "activation_function": (*TANH_GELU, *EXACT_GELU, *RELU_SQUARED),
         "scale_attn_weights": (True,),
         "is_causal": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),

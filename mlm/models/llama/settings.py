@@ -105,6 +105,9 @@ def num_blocks(model: ModelConfig) -> int:
 
 def model_problem(model: ModelConfig) -> Problem | None:
     """Return the problem of a model's settings."""
+    if model.activation == "relu2":
+        problem = f"model.activation=relu2 is gpt2's, and model.kind={model.kind} has gates of SiLU or GELU"
+        return Problem(("model.activation", "model.kind"), problem, "use model.activation=silu")
     if model.norm == "post":
         problem = f"model.norm=post is BERT's, and model.kind={model.kind} has its norms first"
         return Problem(("model.norm", "model.kind"), problem, "use model.norm=pre")

@@ -63,7 +63,7 @@ def test_config_is_read(folder: Path) -> None:
     assert (model.config, model.notes) == (MODEL, ())
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2"])
 def test_config_survives_both_ways(activation: Any) -> None:
     model = replace(MODEL, activation=activation)
     assert read_config(write_config(model, TokenIds(0)), "") == (model, [])

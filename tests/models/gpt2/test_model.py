@@ -36,7 +36,7 @@ ONE = Axis("tp")
 
 
 @cache
-def reference() -> dict[str, Any]:
+def reference(activation: str = "gelu_new") -> dict[str, Any]:
     """transformers' model of random weights (biases and norms too), its logits, loss and gradients."""
     torch.manual_seed(0)
     config = GPT2Config(
@@ -48,6 +48,7 @@ def reference() -> dict[str, Any]:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        activation_function=activation,
         bos_token_id=0,
         eos_token_id=0,
     )
@@ -78,8 +79,24 @@ def test_gpt2_matches_transformers(tp: int, recompute: str) -> None:
     run_on_ranks(check_against_transformers, reference(), recompute, tp=tp)
 
 
-def check_against_transformers(ctx: ParallelContext, want: dict[str, Any], recompute: str) -> None:
-    model = GPT2(MODEL, tp=ctx.tp, recompute=recompute)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_relu_squared_matches_transformers(tp: int) -> None:
+    run_on_ranks(check_against_transformers, reference("relu2"), "none", "relu2", tp=tp)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_relu_squared_of_another_family_is_an_error(kind: str) -> None:
+    model = replace(MODEL, kind=kind, activation="relu2", token_types=2 if kind == "bert" else 0)
+    problem = model.family.model_problem(model)
+    assert problem is not None
+    assert problem.startswith(f"model.activation=relu2 is gpt2's, and model.kind={kind} has ")
+
+
+def check_against_transformers(
+    ctx: ParallelContext, want: dict[str, Any], recompute: str, activation: Any = "gelu_tanh"
+) -> None:
+    config = replace(MODEL, activation=activation)
+    model = GPT2(config, tp=ctx.tp, recompute=recompute)
     load_whole(model, want["weights"], ctx.tp)
     for length in (1, SEQ):
         last = full_logits(model.hidden_states(want["tokens"][:, :length])[-1], model.token)
