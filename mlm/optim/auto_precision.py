@@ -1,7 +1,7 @@
 """`precision=auto`: the number format in which this machine trains a model fastest."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 AUTO = "auto"
 MIN_HIDDEN = 256
@@ -33,9 +33,7 @@ def _gpu_choice() -> tuple[str, str] | None:
     return "fp16", f"{name} multiplies no bfloat16"
 
 
-def choose_precision(
-    hidden_size: int | None, device: Literal["auto", "cpu", "cuda"], cpuinfo: str
-) -> tuple[str, str]:
+def choose_precision(hidden_size: int | None, device: str, cpuinfo: str) -> tuple[str, str]:
     """Return a name of precision.dtype, and the reason.
 
     Args:
