@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlm.parallel.chunks import chunk_rows
 from mlm.parallel.collectives import all_gather, copy_to_tp, gather_sequence
 from mlm.parallel.fused_loss import Gradient, LogSum, compiled
 from mlm.parallel.labels import IGNORE_INDEX
@@ -23,11 +24,6 @@ from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.matmul import add_weight_gradient, product, uses_onednn, weight_gradient
 
 HALF = (torch.bfloat16, torch.float16)
-CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Largest chunk of logits. CPU: 256 rows at V=50,304 float32, measured best; smaller starves the products,
-larger falls out of the cache."""
-
-
 ORDERED = ("cpu",)
 """Devices on which gradients are added in autograd's order, whatever that costs."""
 
@@ -35,13 +31,6 @@ ORDERED = ("cpu",)
 ENTERED = {"_CopyToTPBackward": "copy_to_tp", "_GatherSequenceBackward": "gather_sequence"}
 """Operators that sum the gradients of hidden states over tp, by their nodes of autograd's graph."""
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
-
-
-def chunk_rows(rows: int, columns: int, device: torch.device, chunk_bytes: int | None = None) -> int:
-    """Rows of logits processed at a time; on a GPU in chunks of one size but the last."""
-    limit = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) if chunk_bytes is None else chunk_bytes
-    most = max(1, min(rows, limit // (4 * columns)))
-    return most if device.type == "cpu" or rows == 0 else math.ceil(rows / math.ceil(rows / most))
 
 
 def columns_of(labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
@@ -164,6 +153,14 @@ def add_to_grad(weight: nn.Parameter, part: Tensor, factor: Tensor | None) -> No
         weight.grad.add_(part)
 
 
+def round_gradient(p: Tensor, factor: Tensor, out: Tensor) -> None:
+    """Write `factor` (0-d) times p into `out`, of a half dtype; p may be overwritten."""
+    if p.is_cpu:  # its product that also casts is four times slower than the two passes
+        out.copy_(p if factor.item() == 1.0 else p.mul_(factor))
+    else:
+        torch.mul(p, factor, out=out)
+
+
 def sum_of_chunks(
     total: Tensor | None, left: Tensor, right: Tensor, *, turned: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -193,7 +190,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         added = None if bias is None else bias.to(hidden.dtype)
         half = hidden.dtype in HALF
         before, then = split_scale(scale.to(loss_dtype(hidden.dtype)), hidden.dtype)
-        rows = chunk_rows(hidden.shape[0], weight.shape[0], hidden.device, chunk_bytes)
+        rows, wide_rows = chunk_rows(
+            *(hidden.shape[0], weight.shape[0], hidden.device.type), half=half, chunk_bytes=chunk_bytes
+        )
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (see matmul.weight_gradient); turned once
         turned = uses_onednn(hidden, compute)
@@ -202,22 +201,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
         hits = torch.zeros_like(loss)
         can_fuse = table.compiled and half and bias is None and not counts_hits
-        fused = compiled(hidden.device) if can_fuse else None
+        fused = compiled() if can_fuse else None
+        wide: Tensor | None = None
+        if half and fused is None:
+            wide = torch.empty(wide_rows, weight.shape[0], dtype=loss.dtype, device=loss.device)
         for first in range(0, hidden.shape[0], rows):
             part = slice(first, first + rows)
             logits = product(hidden[part], compute, added)
             scored = (labels[part] != IGNORE_INDEX).unsqueeze(1)  # [rows, 1]: ignored rows get weight 0
             if fused is not None:
                 losses, left = fused_losses(logits, labels[part], table, before, fused)
+                loss += losses.sum()
             else:
-                logits = logits.to(loss_dtype(hidden.dtype))
-                if counts_hits:
-                    hits += is_argmax(logits, labels[part], table).sum()
-                losses, p = losses_and_gradient(logits, labels[part], table)
-                if d_bias is not None:
-                    d_bias += ((scale * scored).to(p.dtype).t() @ p).squeeze(0)
-                left = torch.mul(p, before, out=torch.empty_like(p, dtype=hidden.dtype)) if half else p
-            loss += losses.sum()
+                left = logits  # overwritten by its gradient
+                for block, y in zip(logits.split(wide_rows), labels[part].split(wide_rows), strict=True):
+                    p = block if wide is None else wide[: len(block)].copy_(block)
+                    if counts_hits:
+                        hits += is_argmax(p, y, table).sum()
+                    losses, p = losses_and_gradient(p, y, table)
+                    loss += losses.sum()
+                    if d_bias is not None:
+                        d_bias += ((scale * (y != IGNORE_INDEX)).to(p.dtype).unsqueeze(0) @ p).squeeze(0)
+                    if half:
+                        round_gradient(p, before, out=block)
             # the row scale multiplies H-wide operands rather than V-wide ones
             right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
             torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
@@ -322,7 +328,7 @@ def _enter(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Ten
 def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
     """Each row's loss without gradients: [R, H], [R] -> [R]; 0 where the label is IGNORE_INDEX."""
     compute = table.weight_in(hidden.dtype)
-    rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device)
+    rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device.type, half=False).chunk
     losses = [
         softmax_and_loss(product(h, compute).to(loss_dtype(h.dtype)), y, table)[1]
         for h, y in zip(hidden.split(rows), labels.split(rows), strict=True)
@@ -342,7 +348,7 @@ def token_scores(
     """
     added = None if bias is None else bias.to(hidden.dtype)
     compute = table.weight_in(hidden.dtype)
-    rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device)
+    rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device.type, half=False).chunk
     scores = []
     for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
         logits = product(h, compute, added).to(loss_dtype(h.dtype))

@@ -46,11 +46,11 @@ _compiled: list[tuple[LogSum, Gradient]] = []
 
 
 def use_compiler() -> None:
-    """Compile the passes; half-precision losses of compiled models on a GPU take them."""
+    """Compile the passes; half-precision losses of compiled models take them."""
     if not _compiled:
         _compiled.append((torch.compile(log_sum_and_target), torch.compile(gradient)))
 
 
-def compiled(device: torch.device) -> tuple[LogSum, Gradient] | None:
-    """The compiled passes, if there are any for this device."""
-    return _compiled[0] if _compiled and device.type == "cuda" else None
+def compiled() -> tuple[LogSum, Gradient] | None:
+    """The compiled passes, if `use_compiler` was called."""
+    return _compiled[0] if _compiled else None

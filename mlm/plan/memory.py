@@ -17,6 +17,7 @@ from itertools import chain
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED
 from mlm.models.stage import PipelineStage, parameter_home, split_layers
+from mlm.parallel.chunks import chunk_rows
 from mlm.plan.cost import ELEMENT_BYTES
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.shape import PlannedLayout
@@ -33,8 +34,6 @@ PARTS = (
     "allocator",
 )
 """Parts of a device's memory, in the order they are shown."""
-CHUNK_BYTES = {"gpu": 512 << 20, "cpu": 64 << 20}
-"""Largest chunk of float32 logits (parallel/cross_entropy.py)."""
 SENDS_KEPT = 8
 """Sends of the pipeline that may be under way (parallel/pipeline/engine.py)."""
 TABLE = "token.weight"
@@ -339,11 +338,10 @@ class StepMemory:
         rows = max(1, round(model.family.scored * self.rows))
         gradient = self.memory.master * self._table
         kept = last_in_flight(layout) * (e * rows * self.h + (0 if self._fuses_embedding_grad else gradient))
-        chunk = max(1, min(rows, CHUNK_BYTES[self.memory.device] // (4 * columns)))
-        if self.memory.device == "gpu":  # of one size
-            chunk = math.ceil(rows / math.ceil(rows / chunk))
-        logits = chunk * columns * (max(4, e) + (e if self.memory.casts else 0))
-        logits *= 2 if self.memory.device == "cpu" else 1  # probabilities beside them, unfused
+        device = "cuda" if self.memory.device == "gpu" else "cpu"
+        chunk, block = chunk_rows(rows, columns, device, half=self.memory.casts)
+        logits = columns * (block * max(4, e) + (chunk * e if self.memory.casts else 0))
+        logits += columns * block * max(4, e) if device == "cpu" else 0  # probabilities beside them, unfused
         # the sum over chunks, unless it is kept or becomes the gradient; of several, a product beside it
         is_added = self._fuses_embedding_grad and (layout.dp > 1 or layout.micro_batches > 1)
         # until the first backward pass copies the gradient to its bucket, it lies beside that

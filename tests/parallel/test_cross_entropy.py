@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.parallel import fused_loss, matmul
+from mlm.parallel.chunks import CHUNK_BYTES, HALF_BLOCKS, chunk_rows
 from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.cross_entropy import (
-    CHUNK_BYTES,
     IGNORE_INDEX,
-    chunk_rows,
     cross_entropy_and_hits,
     full_logits,
     linear_cross_entropy,
@@ -185,7 +184,7 @@ def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool 
         for fused in (None, passes):
             table, x = table_of(weight.float(), ctx.tp), hidden.detach().to(dtype).requires_grad_()
             table.compiled = True
-            with patch("mlm.parallel.cross_entropy.compiled", lambda device, fused=fused: fused):
+            with patch("mlm.parallel.cross_entropy.compiled", lambda fused=fused: fused):
                 loss = linear_cross_entropy(x, labels, table, torch.tensor(0.23), chunk_bytes)
             loss.backward()
             assert x.grad is not None
@@ -196,15 +195,19 @@ def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool 
             torch.testing.assert_close(ours, plain, rtol=0, atol=max(tolerance, 1e-6))
 
 
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("rows", [8192, 5000, 188, 1, 0])
-def test_chunks_of_a_gpu_are_of_one_size(rows: int) -> None:
-    """But for rows that do not divide; of no more than a chunk may have, and no more of them."""
-    most = CHUNK_BYTES["cuda"] // (4 * 50_304)
-    size = chunk_rows(rows, 50_304, torch.device("cuda"))
-    found = [min(size, rows - first) for first in range(0, rows, max(1, size))]
-    assert sum(found) == rows
-    assert len(found) == math.ceil(rows / most)
-    assert all(size - len(found) < chunk <= size <= max(1, most) for chunk in found)
+def test_chunks_and_their_blocks_are_of_one_size(rows: int, device: str, half: bool) -> None:
+    """But for rows that do not divide; of no more than a piece may have, and no more of them."""
+    most = CHUNK_BYTES[device] // (4 * 50_304)
+    chunk, block = chunk_rows(rows, 50_304, device, half=half)
+    wide = most * (HALF_BLOCKS if half and device == "cpu" else 1)
+    for whole, size, limit in ((rows, chunk, wide), (chunk, block, most)):
+        sizes = [min(size, whole - first) for first in range(0, whole, max(1, size))]
+        assert sum(sizes) == whole
+        assert len(sizes) == math.ceil(whole / limit)
+        assert all(size - len(sizes) < part <= size <= limit for part in sizes)
 
 
 def test_chunks_of_half_precision_add_to_the_gradient_in_their_products(
@@ -224,10 +227,10 @@ def test_chunks_of_half_precision_add_to_the_gradient_in_their_products(
         monkeypatch.setattr(matmul, "_WIDE_ADDS", {"cpu": can})
         table = table_of(weight.float(), Axis("tp"))
         x = hidden.detach().bfloat16().requires_grad_()
-        linear_cross_entropy(x, labels, table, torch.tensor(0.23), 3 * 4 * PADDED).backward()
+        linear_cross_entropy(x, labels, table, torch.tensor(0.23), 4 * PADDED).backward()
         assert table.weight.grad is not None
         found.append(table.weight.grad)
-    assert len(joined) == math.ceil(len(labels) / 3) - 1
+    assert len(joined) == math.ceil(len(labels) / HALF_BLOCKS) - 1
     assert len({total.data_ptr() for total in joined}) == 1
     torch.testing.assert_close(*found, rtol=0, atol=2**-7 * float(found[0].abs().max()))
 

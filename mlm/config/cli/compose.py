@@ -28,6 +28,7 @@ from mlm.config.cli.groups import chosen_groups
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import defaults, nested
+from mlm.optim.auto_precision import settle_precision
 from mlm.util.errors import Problem
 
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError)
@@ -135,7 +136,9 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Any:
 
     Types are checked, cross-checks are not. Raises ConfigError.
     """
-    return build(SPECS[name], compose_values(name, overrides))
+    values = compose_values(name, overrides)
+    settle_precision(values)
+    return build(SPECS[name], values)
 
 
 def problem_of_composing(error: Exception) -> Problem:

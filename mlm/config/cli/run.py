@@ -37,6 +37,7 @@ from mlm.config.suggest import divisors
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
 from mlm.launch.environment import read_rank_place
 from mlm.launch.typed import record_job, run_origin
+from mlm.optim.auto_precision import settle_precision
 from mlm.parallel.layout_checks import RANKS_PER_NODE
 from mlm.util.errors import ConfigError, Problem, UserError
 from mlm.util.ownership import STDOUT
@@ -167,6 +168,8 @@ def prepare_job(job: Execution) -> Callable[[], int]:
         if isinstance(error, UserError):
             raise
         raise ConfigError(job.overrides.all_problems([problem_of_composing(error)])) from None
+    if (line := settle_precision(values)) and speaks_for_host(os.environ):
+        print(f"mlm {job.command.name}: {line}", file=sys.stderr)
     _place(job, values)
     typed = flatten(composition.typed_values())
     imports = [typed.get(key) for key, leaf in leaves(job.command.spec).items() if leaf.shipped is not None]

@@ -1,0 +1,54 @@
+"""`precision=auto` by processor, GPU and width; what the commands make of it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mlm.optim.auto_precision import MIN_HIDDEN, choose_precision, settle_precision
+
+INTEL, AMD = "vendor_id : GenuineIntel\nflags : fpu {}\n", "vendor_id : AuthenticAMD\nflags : fpu {}\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "hidden_size", "dtype"),
+    [
+        (AMD.format("avx512_bf16"), 384, "bf16"),
+        (AMD.format("avx512_bf16"), None, "bf16"),
+        (AMD.format("avx512_bf16"), MIN_HIDDEN - 1, "fp32"),
+        (AMD.format("avx2"), 384, "fp32"),
+        (INTEL.format("avx512_bf16"), 384, "fp32"),
+        (INTEL.format("avx512_bf16 amx_tile amx_bf16"), 384, "bf16"),
+        ("", 384, "fp32"),
+    ],
+)
+def test_a_processor_gets_the_faster_format(cpuinfo: str, hidden_size: int | None, dtype: str) -> None:
+    assert choose_precision(hidden_size, "cpu", cpuinfo)[0] == dtype
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 0), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")])
+def test_a_gpu_gets_the_half_format_it_multiplies(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    assert choose_precision(64, "auto", "")[0] == dtype
+    assert choose_precision(64, "cpu", "")[0] == "fp32"
+
+
+def test_a_plan_takes_the_format_of_its_hardware() -> None:
+    for peaks, dtype in (({"bf16": 1, "fp16": 1}, "bf16"), ({"fp16": 1}, "fp16")):
+        values: dict[str, Any] = {
+            "precision": {"dtype": "auto"},
+            "hardware": {"device": "gpu", "name": "x", "peak_tflops": peaks},
+        }
+        assert settle_precision(values) == f"precision=auto: {dtype}, as x multiplies it"
+        assert values["precision"]["dtype"] == dtype
+
+
+@pytest.mark.parametrize("values", [{}, {"precision": None}, {"precision": {"dtype": "fp64"}}])
+def test_what_is_chosen_stays(values: dict[str, Any]) -> None:
+    before = repr(values)
+    assert settle_precision(values) is None
+    assert repr(values) == before
