@@ -84,7 +84,7 @@ class TestHelp:
 
     def test_groups_and_their_options_are_listed(self, cli: Cli) -> None:
         assert cli("pretrain --help") == 0
-        for shown in ("cluster     local, slurm", "precision   bf16, fp16, fp32, fp64", "gpt2_8b", "sc21_1t"):
+        for shown in ("cluster     local, slurm", "precision   auto, bf16, fp16, fp32, fp64", "gpt2_8b", "sc21_1t"):
             assert shown in cli.out
 
     @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
