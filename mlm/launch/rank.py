@@ -56,7 +56,7 @@ def main() -> None:
 
 def start(job: dict[str, Any], reporter: FailureReporter) -> int:
     """Import torch, rebuild the configuration and run the job's function; return the command's exit code."""
-    return int(import_module("mlm.launch.start").run_launched(job, reporter))
+    return int(import_module("mlm.launch.process").run_launched(job, reporter))
 
 
 def publish(folder: Path, failure: Failure) -> None:

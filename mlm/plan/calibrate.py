@@ -11,8 +11,8 @@ import yaml  # type: ignore[import-untyped]
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.launch.config import DistConfig
+from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
-from mlm.launch.process import device_kind
 from mlm.launch.start import run_job
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
-from mlm.launch.process import device_kind
-from mlm.launch.start import choose_world_size
 from mlm.models.family import SHIPPED
-from mlm.parallel.layout_checks import Launch
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
 from mlm.plan.memory import GIB, gib
 from mlm.plan.report import format_seconds, step_range
@@ -69,10 +67,10 @@ class Forecast:
         return self.memory <= self.machine.capacity
 
 
-def lines(config: PretrainConfig, facts: Launch) -> list[str]:
-    """Lines to print before a run starts; empty where nothing can be said. Never raises."""
+def lines(config: PretrainConfig, ranks: int) -> list[str]:
+    """Lines to print before a run builds its model; empty where nothing can be said. Never raises."""
     try:
-        run = forecast_run(config, choose_world_size(config.parallel, facts), quick=True)
+        run = forecast_run(config, ranks, quick=True)
         if run is None:
             return []
         return [summary(run), *(() if run.fits else [warning(run)])]
