@@ -15,7 +15,7 @@ from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
 from mlm.models.family import SHIPPED
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
-from mlm.plan.memory import GIB, gib
+from mlm.plan.memory import GIB, DeviceMemory, gib
 from mlm.plan.report import format_seconds, step_range
 from mlm.plan.search import Models, Query, layouts
 from mlm.plan.shape import PlannedLayout
@@ -28,6 +28,8 @@ GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3
 """GiB that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""
 MOST_SIMULATED = 1 << 12
 """Pairs of stage and micro-batch up to which the line before a run simulates its pipeline."""
+MOST_STAGES = 16
+"""Pipeline stages whose memory a run's page shows."""
 GPU_QUERY = ("nvidia-smi", "--id=0", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 """Name and MiB of the host's first GPU; torch would open a context."""
 
@@ -90,6 +92,19 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
         return None
     name = "" if run.step_s is None else f"{run.machine.hardware.name} ({run.machine.source})"
     return Predicted(run.step_s, run.first_memory, run.mfu, name)
+
+
+def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
+    """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
+    try:
+        run = forecast_run(config, ranks, quick=True)
+    except Exception as error:
+        log.debug("no forecast: %r", error)
+        return []
+    if run is None:
+        return []
+    memory = Models(run.query).memory
+    return [memory.peak(run.layout, stage) for stage in range(min(run.layout.pp, MOST_STAGES))]
 
 
 def forecast_run(config: PretrainConfig, ranks: int, *, quick: bool = False) -> Forecast | None:

@@ -33,6 +33,8 @@ PARTS = (
     "allocator",
 )
 """Parts of a device's memory, in the order they are shown."""
+MOMENTS = ("backward", "optimizer")
+"""Moments at which a device may be at its fullest: as backward begins, or as the optimizer steps."""
 CHUNK_BYTES = {"gpu": 512 << 20, "cpu": 64 << 20}
 """Largest chunk of float32 logits (parallel/cross_entropy.py)."""
 SENDS_KEPT = 8
@@ -89,7 +91,7 @@ class DeviceMemory:
     parts: dict[str, float]
     """Bytes by PARTS."""
     moment: str
-    """`backward` as it begins, or `optimizer` as it steps."""
+    """One of MOMENTS."""
     parameters: int
     """Elements that the device holds."""
 

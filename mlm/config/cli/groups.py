@@ -102,7 +102,7 @@ def effect_of(group: str, path: Path) -> str:
 
 
 def parameters_of(path: Path) -> str:
-    """The number of parameters in the comment of a shipped model: counting them would take torch, a second."""
+    """Parameters of a shipped model, by the comment of its YAML: counting takes torch, a second to import."""
     lines = comment_of(path)
     return next(line.removeprefix(PARAMETERS) for line in lines if line.startswith(PARAMETERS))
 

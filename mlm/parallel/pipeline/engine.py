@@ -179,7 +179,7 @@ class _Run(Generic[T]):
         y = self.stages.forward(action.chunk, self.batches[action.micro_batch], x)
         is_result = stage == self.stages.num_stages - 1
         if self.trains:
-            # a scalar needs no gradient from here: torch checks one by sympy, which takes half a second to import
+            # a scalar needs no gradient from here, which torch would check by sympy: half a second of imports
             edge = get_gradient_edge(y.sum() if is_result else y)
             self.kept[place] = _SavedForBackward(x, edge, is_result)
         if is_result:
