@@ -14,7 +14,7 @@ from mlm.training.config import PretrainConfig
 from mlm.training.corpora import corpus_problems
 from mlm.training.run_tokenizer import corpus_tokenizer_errors, tokenizer_of, vocabulary_problem
 from mlm.util.errors import Problem, UserError
-from mlm.util.lock import single_writer
+from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import CHECKPOINTS, claim_problems
 
 PROMPTS = "train.sample_prompts"
@@ -37,7 +37,7 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
         return problems
     folder = Path(config.out, CHECKPOINTS)
     try:
-        if config.ckpt is not None or os.path.lexists(folder):
+        if config.ckpt is not None or _holds_saves(folder):
             problems += resolve("mlm.training.resume:start_problems")(config, compares=compares)
         if not problems and read_rank_place(os.environ) is None:
             with single_writer(folder):
@@ -45,6 +45,16 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
     except UserError as error:
         return list(error.problems)
     return problems
+
+
+def _holds_saves(folder: Path) -> bool:
+    """True unless a folder is missing, or holds nothing but the lock that a run takes before it saves."""
+    try:
+        return any(name != LOCK for name in os.listdir(folder))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # whoever reads it says why it cannot
 
 
 def prompt_problems(config: PretrainConfig) -> list[str]:
