@@ -131,7 +131,7 @@ class TestHelp:
             assert "  reviews      Is a book liked?\n" in cli.out
 
     def test_list_of_commands_needs_no_library_of_settings(self) -> None:
-        heavy = {"torch", "pydantic", "hydra", "omegaconf", "rich"}
+        heavy = {"torch", "numpy", "tokenizers", "pydantic", "hydra", "omegaconf", "rich"}
         code = (
             "import sys; from mlm.config.cli import main; "
             f"main(['--help']); sys.exit(bool({heavy} & sys.modules.keys()))"
