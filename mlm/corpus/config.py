@@ -17,8 +17,7 @@ from mlm.config.fields import (
     OutPlace,
     ResultFile,
 )
-from mlm.data.config import DataPath
-from mlm.data.corpus_files import SPLITS
+from mlm.data.config import SPLITS, DataPath
 from mlm.util.errors import Problem
 
 

@@ -17,6 +17,8 @@ from mlm.config.fields import (
 )
 
 SOURCES = ImportPath("indexed", "synthetic")
+SPLITS = ("train", "validation", "test")
+"""Parts of a corpus."""
 MASKED = 0.15
 """Share of the tokens that a BERT predicts (arXiv:1810.04805, section 3.1)."""
 

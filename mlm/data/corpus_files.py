@@ -8,12 +8,11 @@ from pathlib import Path
 
 import xxhash
 
+from mlm.data.config import SPLITS
 from mlm.data.indexed import bin_path, idx_path
 from mlm.data.receipt import Receipt, read_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
-
-SPLITS = ("train", "validation", "test")
 
 
 def parse_split(text: str) -> tuple[float, ...]:

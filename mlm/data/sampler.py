@@ -9,14 +9,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from mlm.parallel.labels import IGNORE_INDEX
+
+if TYPE_CHECKING:  # corpora are checked without torch
+    from torch import Tensor
 
 Ids = NDArray[np.int64]
 
@@ -25,7 +26,7 @@ class MicroBatch(Protocol):
     """Part of every micro-batch, whatever else its model reads."""
 
     @property
-    def tokens(self) -> Tensor:
+    def tokens(self) -> "Tensor":
         """[B, S] int64."""
         ...
 
@@ -52,7 +53,7 @@ class SampleBlock(Protocol):
         """The same samples, of which those from `first` on are not scored."""
         ...
 
-    def batch(self, first_sample: int, tensor: Callable[[Ids], Tensor], /) -> MicroBatch:
+    def batch(self, first_sample: int, tensor: "Callable[[Ids], Tensor]", /) -> MicroBatch:
         """All of them as a micro-batch, of tensors made by `tensor`."""
         ...
 
@@ -85,9 +86,9 @@ class FromCorpus(Protocol):
 class Batch:
     """One micro-batch."""
 
-    tokens: Tensor
+    tokens: "Tensor"
     """[B, S] int64: the model's input."""
-    labels: Tensor
+    labels: "Tensor"
     """[B, S] int64: the token that follows each input; -100 is not scored."""
     first_sample: int
     """Number of the first sample in the whole run: dropout streams are a function of it."""
@@ -98,8 +99,9 @@ def collate(samples: Samples, first_sample: int, *, pin_memory: bool = False) ->
 
     Of windows [B, S + 1] inputs and labels; a position without a token is fed 0 and not scored.
     """
+    import torch  # late: checks of a corpus read this module and need none
 
-    def tensor(x: NDArray[np.int64]) -> Tensor:
+    def tensor(x: NDArray[np.int64]) -> "Tensor":
         made = torch.from_numpy(np.ascontiguousarray(x))
         # page-locked memory copies to a CUDA device without making the host wait
         return made.pin_memory() if pin_memory else made

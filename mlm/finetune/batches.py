@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mlm.config.command import resolve
 from mlm.data.epochs import stable_argsort
 from mlm.finetune.examples import Example
 from mlm.parallel.labels import IGNORE_INDEX
@@ -203,11 +204,12 @@ def mask_labels(labels: Tensor) -> Tensor:
 
 
 def make_batcher(
-    model: PipelinedModel, micro_batch_size: int, max_length: int, kind: type[Batcher] = Batcher
+    model: PipelinedModel, micro_batch_size: int, max_length: int, kind: type[Batcher] | str = Batcher
 ) -> Batcher:
     """Return the batcher of this rank: micro-batches of `micro_batch_size` texts of `max_length` tokens."""
     ctx = model.ctx
-    return kind(
+    batcher: type[Batcher] = resolve(kind) if isinstance(kind, str) else kind
+    return batcher(
         budget=micro_batch_size * max_length,
         rank=ctx.dp.rank,
         size=ctx.dp.size,

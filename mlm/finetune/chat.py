@@ -3,21 +3,22 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from mlm.data.chat_template import ChatError
 from mlm.data.conversation import ASSISTANT, check_messages, encode, messages_in
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, InputText
-from mlm.finetune.packing import Packer
 from mlm.finetune.rows import ExampleError, RowError, TaskRow, check_text, present
 from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOOLS = "tools"
 """Column of the functions that a conversation may call, for the template."""
@@ -27,7 +28,7 @@ class Chat(TaskType):
     """Conversations: a row is a list of messages with a role and a content, at least one the assistant's."""
 
     head = "language_model"
-    batcher = Packer
+    batcher = "mlm.finetune.packing:Packer"
     loss_unit = "nats per token of the answers"
     metrics: Mapping[str, Any] = MappingProxyType({})
     errors = frozenset({"loss", "perplexity"})
@@ -94,7 +95,7 @@ class Chat(TaskType):
             problems.append(Problem.at("task.tests", list(task.tests), problem, fix))
         return problems
 
-    def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    def loss(self, outputs: "Tensor", labels: "Tensor", lengths: "Tensor") -> "Tensor":
         """Not called: the objective is `AnswerLoss`."""
         raise AssertionError("conversations are scored by AnswerLoss")
 

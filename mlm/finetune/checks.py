@@ -89,7 +89,7 @@ def _incidents_are_followed(config: FinetuneConfig, _: Launch) -> Problem | None
 
 def check_task(task: TaskConfig) -> list[Problem]:
     """Return every problem of a task, each with its keys below `task`."""
-    from mlm.finetune.task_type import task_type  # imports torch, which `mlm --help` does without
+    from mlm.finetune.task_type import task_type  # late: loads tables and metrics
 
     try:
         kind = task_type(task.kind)

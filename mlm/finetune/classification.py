@@ -3,11 +3,9 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.nn.functional as F
-from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune import metrics
@@ -27,6 +25,9 @@ from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType, fo
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 OF_TWO_LABELS = ("f1", "accuracy_f1")
 
 
@@ -37,8 +38,10 @@ class Labelling(TaskType):
     names_labels = True
     gives_probabilities = True
 
-    def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    def loss(self, outputs: "Tensor", labels: "Tensor", lengths: "Tensor") -> "Tensor":
         """Cross-entropy, summed: outputs [E, C] or [E * C, 1] of C labels or options, labels [E]."""
+        import torch.nn.functional as F  # late: checks of a task need no torch
+
         return F.cross_entropy(
             outputs.view(len(labels), -1), labels, ignore_index=IGNORE_INDEX, reduction="sum"
         )
@@ -183,7 +186,7 @@ class Regression(OneOrTwoTexts):
             id, read_texts(task, record, task.columns), parse_number_label(task, record.get(task.label))
         )
 
-    def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    def loss(self, outputs: "Tensor", labels: "Tensor", lengths: "Tensor") -> "Tensor":
         """Squared error, summed: outputs [E, 1], labels [E]; NaN is not scored."""
         is_scored = ~labels.isnan()
         return ((outputs[:, 0] - labels.nan_to_num().to(outputs.dtype)) * is_scored).square().sum()

@@ -24,9 +24,9 @@ from mlm.finetune.task_type import check_installed
 from mlm.finetune.training import Material, finetune, pretrain_config
 from mlm.inference.trained import checkpoint_problems
 from mlm.parallel.mesh import ParallelContext
-from mlm.tracking.reporter import missing_extras
+from mlm.tracking.config import missing_extras
 from mlm.training.memory import reuse_large_blocks
-from mlm.training.resume import run_start_problems
+from mlm.training.preflight import run_start_problems
 from mlm.util.errors import UserError, attempt
 from mlm.util.ownership import claim_problems
 

@@ -4,13 +4,10 @@ import re
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
@@ -21,6 +18,9 @@ from mlm.finetune.task_type import Candidate, Output, Prediction, RowExamples, T
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import Problem, type_of
 from mlm.util.extras import load_extra
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MODULE = "torchmetrics.functional.text"
 METRICS = ("f1", "exact_match", "has_answer_f1", "has_answer_exact_match", "no_answer_f1")
@@ -136,11 +136,14 @@ class SpanTask(TaskType):
                     windows.append(Window(number, (text,), label, first, offsets[part], null))
                 yield windows, len(asked) < len(question)
 
-    def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    def loss(self, outputs: "Tensor", labels: "Tensor", lengths: "Tensor") -> "Tensor":
         """Mean of the losses of an answer's first and last token (arXiv:1810.04805, section 4.2), summed.
 
         outputs [E, S, 2], labels [E, 2].
         """
+        import torch  # late: checks of a task need none
+        import torch.nn.functional as F
+
         is_padding = torch.arange(outputs.shape[1], device=outputs.device) >= lengths[:, None]
         outputs = outputs.masked_fill(is_padding.unsqueeze(-1), torch.finfo(outputs.dtype).min)
         first, last = (

@@ -10,21 +10,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from mlm.config.imports import imported
 from mlm.data.tokenizer import Tokenizer
-from mlm.finetune.batches import Batcher
 from mlm.finetune.config import SHIPPED, TaskConfig
 from mlm.finetune.examples import Example, Frame
 from mlm.finetune.metrics import EXTRA, Metric, ignore_warnings
 from mlm.finetune.rows import TaskRow
 from mlm.util.errors import Problem, show
 from mlm.util.extras import load_extra
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mlm.finetune.batches import Batcher
 
 RowExamples = tuple[list[Example], bool]
 """The examples of a row, and True if it lost tokens because it was too long."""
@@ -63,8 +66,8 @@ class TaskType(ABC):
     head: Literal["classification", "span", "language_model"] = "classification"
     """Head of the model: num_labels outputs per text, two scores per token, or the one it was pretrained
     with."""
-    batcher: type[Batcher] = Batcher
-    """Class that makes micro-batches of examples."""
+    batcher: "type[Batcher] | str" = "mlm.finetune.batches:Batcher"
+    """Class that makes micro-batches of examples, or its import path: checks of a task need no torch."""
     loss_unit: str = "per example"
     """Unit of the loss in curves."""
     is_chat: bool = False
@@ -98,7 +101,7 @@ class TaskType(ABC):
         """Yield the examples of each row, at least one."""
 
     @abstractmethod
-    def loss(self, outputs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    def loss(self, outputs: "Tensor", labels: "Tensor", lengths: "Tensor") -> "Tensor":
         """Return the loss of a micro-batch, summed over its E examples: 0-d.
 
         Args:

@@ -40,7 +40,7 @@ from mlm.training.config import PretrainConfig
 from mlm.training.kernels import choose_products
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.pipelined import PipelinedModel
-from mlm.training.run_tokenizer import digests_of_tokenizer, receipt_tokenizer
+from mlm.training.run_tokenizer import digests_of_tokenizer, receipt_tokenizer, vocabulary_problem
 from mlm.training.state import load_weights
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 from mlm.util.files import digest_bytes
@@ -336,16 +336,4 @@ def corpus_problem(prefix: Path, path: Path, key: str = "path") -> str | None:
     return (
         f"{key}={prefix}: was written with the tokenizer {written.digest}, {path} was trained with "
         f"{known.digest}; name a corpus that `mlm data build` wrote with the run's tokenizer.json"
-    )
-
-
-def vocabulary_problem(
-    named: str | None, tokenizer: Tokenizer, model: ModelConfig, key: str = "tokenizer"
-) -> str | None:
-    """Problem of a tokenizer (`key`=`named`) with more tokens than the vocabulary; None if it fits."""
-    if tokenizer.vocab_size <= model.vocab_size:
-        return None
-    return (
-        f"{key}={named or 'null'} has {tokenizer.vocab_size} tokens, the model model.vocab_size="
-        f"{model.vocab_size}: give the {key}= the model was trained with"
     )

@@ -14,6 +14,8 @@ from mlm.launch.stop import LAUNCHED
 from mlm.util.errors import UserError
 
 THREADS = "OMP_NUM_THREADS"
+LISTENER = "MLM_LISTENER"
+"""Environment variable of a launched rank 0: the open socket on which it serves the rendezvous."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers the batch script, `salloc` shells and the like from here
 FIRST_PORT, PORTS = 12_000, 20_000  # below the range from which Linux assigns ports to any process
 

@@ -7,18 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as distributed
 from torch.distributed import PrefixStore, Store
 
+from mlm.config.build import from_dict
 from mlm.config.command import resolve
 from mlm.config.path_errors import streams_for
-from mlm.launch.config import NO_GPU, NO_GPU_FIX, DistConfig
-from mlm.launch.environment import RankPlace, num_threads, place_variables
+from mlm.launch.config import DistConfig
+from mlm.launch.devices import device_kind
+from mlm.launch.environment import RankPlace, num_threads, place_variables, read_rank_place
 from mlm.launch.failure import (
     INTERRUPTED,
     MAX_LINES,
@@ -38,15 +41,6 @@ from mlm.util.system import available_cores
 ALONE = RankPlace(
     rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="localhost", master_port=0
 )
-
-
-def device_kind(dist: DistConfig) -> Literal["cpu", "cuda"]:
-    """Return dist.device with auto resolved. Raises UserError if CUDA is requested and absent."""
-    if dist.device == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"dist.device=cuda, but {NO_GPU}", keys=("dist.device",), fix=NO_GPU_FIX)
-    if dist.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return dist.device
 
 
 def run_joined(target: str, config: Any, *, place: RankPlace, out: Path | None) -> int:
@@ -80,6 +74,20 @@ def run_joined(target: str, config: Any, *, place: RankPlace, out: Path | None) 
     except Exception as error:
         exit_now(reporter.report(error).exit_code)
     return 0
+
+
+def run_launched(job: dict[str, Any], reporter: FailureReporter) -> int:
+    """Rebuild the configuration in a rank that `launch_ranks` started, and run it; return the exit code.
+
+    The watchdog reports a hang through `reporter`.
+    """
+    place = read_rank_place(os.environ)
+    assert place is not None, "launch_ranks sets RANK and WORLD_SIZE"
+    module, _, name = job["config_class"].partition(":")
+    assert module.startswith("mlm."), f"{module} is not part of mlm"
+    config = from_dict(getattr(import_module(module), name), job["config"])
+    store = rendezvous_store(place, config.dist.timeout_s)
+    return run_rank(job["target"], config, place=place, store=store, reporter=reporter)
 
 
 def run_rank(

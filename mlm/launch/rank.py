@@ -25,7 +25,7 @@ from mlm.launch.failure import (
     note_exit_code,
     save_failure,
 )
-from mlm.util.system import die_with_parent, writable_streams
+from mlm.util.system import die_with_parent, imports_uncollected, writable_streams
 
 
 def main() -> None:
@@ -56,7 +56,9 @@ def main() -> None:
 
 def start(job: dict[str, Any], reporter: FailureReporter) -> int:
     """Import torch, rebuild the configuration and run the job's function; return the command's exit code."""
-    return int(import_module("mlm.launch.start").run_launched(job, reporter))
+    with imports_uncollected():
+        process = import_module("mlm.launch.process")
+    return int(process.run_launched(job, reporter))
 
 
 def publish(folder: Path, failure: Failure) -> None:

@@ -3,13 +3,11 @@
 Addresses are checked first, before torch and gloo retry for minutes or hang.
 """
 
-import ipaddress
 import os
 import socket
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from datetime import timedelta
@@ -18,24 +16,18 @@ from threading import Thread
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from mlm.launch.environment import RankPlace
+from mlm.launch.environment import LISTENER, RankPlace
+from mlm.launch.network import LONGEST_POLL_S, POLL_S, check_addresses, no_connection
 from mlm.launch.stop import LAUNCHED
 from mlm.parallel.watch import LostPeer, is_transport_error, name_ranks
 from mlm.util.errors import UserError
 
 START_S = 120.0  # ranks import torch and read the disk at different speeds, whatever dist.timeout_s is
-STORE_POLL_S, LONGEST_POLL_S = 0.02, 0.25
 GRACE_S = 10.0
 """Seconds that other ranks wait longer than rank 0, so that they learn whom it missed."""
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun: ranks may be restarted, and the store is not new then
 HOSTS_SHOWN = 4
 NO_STORE = "what accepts connections there is no rank 0, or hangs"
-LOOPBACK = "127.0.0.1"
-INTERFACE = "GLOO_SOCKET_IFNAME"
-CONNECT_S = 5.0
-RESOLVE_S = 15.0
-"""Seconds that the name of another host gets: a cluster may register it after the job has started."""
-RESOLVE_POLL_S = 0.5
 
 
 class MissingRanksError(UserError):
@@ -97,19 +89,21 @@ def _open_in_thread(place: RankPlace, timeout_s: float) -> Store:
 
 
 def _open(place: RankPlace, timeout_s: float) -> Store:
-    """Connect to the store, which rank 0 serves unless torchrun or a plain command does; wait for nobody."""
+    """Connect to the store, which rank 0 serves unless torchrun does; wait for nobody."""
     timeout = timedelta(seconds=timeout_s)
-    if ELASTIC in os.environ:
+    if ELASTIC in os.environ and LAUNCHED not in os.environ:
         store: Store = next(rendezvous("env://", timeout=timeout))[0]
         return store
+    listener = os.environ.pop(LISTENER, None)
     store = TCPStore(
         place.master_addr,
         place.master_port,
         place.world_size,
-        is_master=place.rank == 0 and LAUNCHED not in os.environ,
+        is_master=place.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
-        multi_tenant=True,
+        multi_tenant=listener is None,
+        master_listen_fd=None if listener is None else int(listener),
     )
     return PrefixStore(f"mlm-job-{place.job}", store)
 
@@ -165,12 +159,12 @@ def _admit_ranks(store: Store, place: RankPlace, end: float) -> tuple[str, list[
         absent = [rank for rank in absent if not store.check([f"{attempt}/{rank}"])]
         if not absent or time.monotonic() > end:
             return attempt, absent
-        time.sleep(STORE_POLL_S)
+        time.sleep(POLL_S)
 
 
 def _wait_for_key(store: Store, key: str, timeout_s: float) -> str | None:
     """Return what rank 0 wrote under a key; None if it has not after `timeout_s` and some seconds."""
-    end, pause = time.monotonic() + timeout_s + GRACE_S, STORE_POLL_S
+    end, pause = time.monotonic() + timeout_s + GRACE_S, POLL_S
     while not store.check([key]):  # a wait inside the store would keep Python from noting signals
         if time.monotonic() > end:
             return None
@@ -194,89 +188,3 @@ def _absence_line(absent: list[int], place: RankPlace, timeout_s: float) -> str:
         f"{place.master_port} within {timeout_s:g} s (dist.timeout_s, at least {START_S:g}); look whether "
         "each was started, and at what its host says"
     )
-
-
-# ---- addresses
-
-
-def check_interface(environ: Mapping[str, str]) -> None:
-    """Raise UserError if GLOO_SOCKET_IFNAME names no network interface of this host."""
-    here = interfaces()
-    for name in filter(None, environ.get(INTERFACE, "").split(",")):
-        if name not in here:
-            raise UserError(
-                f"{INTERFACE}={environ[INTERFACE]}: host {socket.gethostname()} has no network interface "
-                f"{name}; use one of {', '.join(here)}"
-            )
-
-
-def interfaces() -> list[str]:
-    """Return the network interfaces of this host."""
-    return [name for _, name in socket.if_nameindex()]
-
-
-def check_addresses(place: RankPlace, environ: Mapping[str, str], *, wait_s: float = RESOLVE_S) -> None:
-    """Raise UserError if MASTER_ADDR does not resolve, or other hosts cannot find this one over gloo.
-
-    Without GLOO_SOCKET_IFNAME, gloo offers the address that this host's own name resolves to, and falls back
-    to loopback, where ranks of other hosts wait for it until they time out.
-    """
-    check_interface(environ)
-    own = socket.gethostname()
-    master = place.master_addr
-    setting = f"SLURM_JOB_NODELIST={place.nodes}" if place.nodes else f"MASTER_ADDR={master}"
-
-    addresses = _addresses(master, 0.0 if master in (own, socket.getfqdn()) else wait_s)
-    if not addresses:
-        name = f"its first host, {master}" if place.nodes else "this name"
-        raise UserError(
-            f"{setting}: host {own} cannot resolve {name}; add it to /etc/hosts or DNS, or set "
-            "MASTER_ADDR to an IP address (torchrun: --local-addr, 127.0.0.1 if there is one host)"
-        )
-    one_host = place.local_world_size == place.world_size or all(map(_is_loopback, addresses))
-    if one_host or environ.get(INTERFACE):
-        return
-    ours = _addresses(own, 0.0)
-    if all(map(_is_loopback, ours)):
-        what = f"resolves to {ours[0]} only" if ours else "does not resolve"
-        names = [name for name in interfaces() if name != "lo"]
-        raise UserError(
-            f"the name of this host, {own}, {what}: ranks of other hosts cannot connect to it over gloo; set "
-            f"{INTERFACE} to its network interface ({', '.join(names) or 'none is up'}), or add the name "
-            "with its address to /etc/hosts or DNS"
-        )
-
-
-def _addresses(name: str, wait_s: float) -> list[str]:
-    """Return the IP addresses of a name, trying for `wait_s`; empty if it has none."""
-    end = time.monotonic() + wait_s
-    while True:
-        try:
-            return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-        except (socket.gaierror, UnicodeError):
-            if time.monotonic() >= end:
-                return []
-        time.sleep(RESOLVE_POLL_S)
-
-
-def no_connection(address: str, port: int, timeout_s: float) -> str:
-    """Return why nothing accepts a connection at a port within `timeout_s`; empty once something does.
-
-    Torch's client, which must not be the first to try, outlives its timeout and prints C++ stacks.
-    """
-    end, pause = time.monotonic() + timeout_s, STORE_POLL_S
-    while True:
-        left = end - time.monotonic()
-        try:
-            socket.create_connection((address, port), timeout=max(0.1, min(CONNECT_S, left))).close()
-            return ""
-        except OSError as error:
-            reason = error.strerror or "no answer"
-        if time.monotonic() + pause >= end:
-            return reason
-        time.sleep(pause)
-        pause = min(1.5 * pause, LONGEST_POLL_S)
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

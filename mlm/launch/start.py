@@ -1,38 +1,31 @@
 """Starting a job on all its ranks: in this process, on this host, or as a rank of torchrun or SLURM.
 
-Ranks on this host are started and ended by torch's elastic multiprocessing, each in its own session: Ctrl-C
-reaches this process only, and `Relay` passes the request on. They start with these signals blocked (the mask
-is inherited) and unblock them inside `StopRequest`: no request is lost, and none kills a rank before that.
+Ranks on this host start each in its own session: Ctrl-C reaches this process only, and `Relay` passes the
+request on. They start with these signals blocked (the mask is inherited) and unblock them inside
+`StopRequest`: no request is lost, and none kills a rank before that. This process imports no torch, which
+takes as long as all else before the ranks start: they do, mlm/launch/process.py with them.
 """
 
 import errno
 import json
-import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
-from importlib import import_module
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
-    PContext,
-    SignalException,
-    start_processes,
-)
-
-from mlm.config.build import from_dict, to_dict
+from mlm.config.build import to_dict
+from mlm.config.command import resolve
 from mlm.launch.config import DistConfig
+from mlm.launch.devices import count_gpus, device_kind
 from mlm.launch.environment import (
+    LISTENER,
     RankPlace,
     num_threads,
     place_variables,
@@ -44,7 +37,6 @@ from mlm.launch.failure import (
     INTERRUPTED,
     REPORT_S,
     Failure,
-    FailureReporter,
     ProcessEnd,
     flight_recorder,
     kill_suspended,
@@ -52,8 +44,7 @@ from mlm.launch.failure import (
     noted_exit_code,
     report,
 )
-from mlm.launch.process import device_kind, run_joined, run_rank
-from mlm.launch.rendezvous import LOOPBACK, check_interface, rendezvous_store
+from mlm.launch.network import LOOPBACK, check_interface
 from mlm.launch.stop import CARRIED_SIGNALS, SIGNAL_NAMES, Relay, is_noting
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import Launch, num_replicas
@@ -62,6 +53,9 @@ from mlm.util.lock import held_folder, remove_abandoned
 from mlm.util.system import available_cores
 
 POLL_S = 0.1
+CLOSE_S = 30.0
+"""Seconds that ranks get to end after SIGTERM, and again after SIGKILL."""
+RANK = "mlm.launch.process"
 PREFIX = "mlm-job-"
 """Name of a launch's folder in the temporary directory."""
 
@@ -71,7 +65,7 @@ def launch_facts(dist: DistConfig) -> Launch:
     place = read_rank_place(os.environ)
     return Launch(
         world_size=None if place is None else place.world_size,
-        local_devices=torch.cuda.device_count() if device_kind(dist) == "cuda" else None,
+        local_devices=count_gpus() if device_kind(dist) == "cuda" else None,
     )
 
 
@@ -89,12 +83,12 @@ def run_job(target: str, config: Any, *, out: Path | None) -> int:
     """
     place = read_rank_place(os.environ)
     if place is not None:
-        return run_joined(target, config, place=place, out=out)
+        return int(resolve(f"{RANK}:run_joined")(target, config, place=place, out=out))
     world_size = choose_world_size(config.parallel, launch_facts(config.dist))
     try:
         if world_size > 1:
             return launch_ranks(target, config, out=out, world_size=world_size)
-        return run_rank(target, config)
+        return int(resolve(f"{RANK}:run_rank")(target, config))
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -121,14 +115,10 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
         cores = available_cores()
         threads = num_threads(dist.threads_per_rank, os.environ, cores=cores, local_ranks=world_size)
         variables = worker_environment(os.environ, threads=threads) | flight_recorder(os.environ, logs)
-        store = _serve_store(listener, dist.timeout_s)
         relay = Relay(saves=is_noting())
-        with quiet_logging(), relay.receiving():
-            try:
-                ranks = _start_ranks(job, world_size, store.port, variables)
-                deaths, stopped = _watch_ranks(ranks, relay, folder)
-            except SignalException as stop:
-                return 128 + stop.sigval
+        with relay.receiving():
+            ranks = _start_ranks(job, world_size, listener, variables)
+            deaths, stopped = _watch_ranks(ranks, relay, folder)
         if relay.killed:
             word = SIGNAL_NAMES.get(relay.killed, relay.killed.name)
             print(f"mlm: {word}: stopped at once{INTACT if out else ''}", file=sys.stderr)
@@ -141,27 +131,54 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
         return code
 
 
-def _start_ranks(job: Path, world_size: int, port: int, variables: Mapping[str, str]) -> PContext:
-    places = [RankPlace(rank, world_size, rank, world_size, LOOPBACK, port) for rank in range(world_size)]
+Ranks = dict[int, "subprocess.Popen[bytes]"]
+
+
+def _start_ranks(job: Path, world_size: int, listener: socket.socket, variables: Mapping[str, str]) -> Ranks:
+    """Start the ranks. Rank 0 serves the rendezvous on `listener`; connections wait there until it does."""
+    port, ranks = listener.getsockname()[1], Ranks()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, CARRIED_SIGNALS)
     try:
-        return start_processes(
-            name="mlm",
-            entrypoint=sys.executable,
-            args=dict.fromkeys(range(world_size), ("-P", "-m", "mlm.launch.rank", str(job))),
-            envs={place.rank: {**variables, **place_variables(place)} for place in places},
-            logs_specs=DefaultLogsSpecs(os.devnull),  # rank 0 keeps the terminal, others redirect themselves
-        )
+        for rank in range(world_size):
+            place = RankPlace(rank, world_size, rank, world_size, LOOPBACK, port)
+            served = {} if rank else {LISTENER: str(listener.fileno())}
+            ranks[rank] = subprocess.Popen(  # rank 0 keeps the terminal, others redirect themselves
+                [sys.executable, "-P", "-m", "mlm.launch.rank", str(job)],
+                env={**os.environ, **variables, **place_variables(place), **served},
+                pass_fds=() if rank else (listener.fileno(),),
+                start_new_session=True,
+            )
+    except BaseException:
+        _close_ranks(ranks.values())
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    listener.close()  # else peers of a dead rank 0 could connect to nobody
+    return ranks
 
 
-def _watch_ranks(ranks: PContext, relay: Relay, folder: Path) -> tuple[list[ProcessEnd], dict[int, int]]:
+def _close_ranks(ranks: "Iterable[subprocess.Popen[bytes]]") -> None:
+    """End the ranks that run, with what they started, and collect them.
+
+    One that SIGKILL does not end waits inside the kernel for a device: it is left.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left = [process for process in ranks if process.poll() is None]
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        end = time.monotonic() + CLOSE_S
+        for process in left:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+
+
+def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> tuple[list[ProcessEnd], dict[int, int]]:
     """Relay requests to stop until all ranks have ended; once one has failed, end the others.
 
     Return how ranks died that were not ended here, and the suspended ones with their pids.
     """
-    pids, stopped = ranks.pids(), dict[int, int]()
+    pids, stopped = {rank: process.pid for rank, process in ranks.items()}, dict[int, int]()
     try:
         while len(ends := _process_ends(pids)) < len(pids) and not any(end.exit_code for end in ends):
             relay.act(pids)
@@ -171,10 +188,10 @@ def _watch_ranks(ranks: PContext, relay: Relay, folder: Path) -> tuple[list[Proc
             while time.monotonic() < limit and not _is_explained(load_failures(folder), ends, pids):
                 time.sleep(POLL_S / 2)
                 ends = _process_ends(pids)
-            stopped = kill_suspended(pids)  # which do not receive the SIGTERM by which torch ends ranks
+            stopped = kill_suspended(pids)  # which do not receive SIGTERM
         return [end for end in ends if end.exit_code], stopped
     finally:
-        ranks.close()
+        _close_ranks(ranks.values())
 
 
 def _is_explained(failures: list[Failure], ends: list[ProcessEnd], pids: Mapping[int, int]) -> bool:
@@ -191,20 +208,6 @@ def _process_ends(pids: Mapping[int, int]) -> list[ProcessEnd]:
             code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
             ends.append(ProcessEnd(rank, pid, code))
     return ends
-
-
-def run_launched(job: dict[str, Any], reporter: FailureReporter) -> int:
-    """Rebuild the configuration in a rank that `launch_ranks` started, and run it; return the exit code.
-
-    The watchdog reports a hang through `reporter`.
-    """
-    place = read_rank_place(os.environ)
-    assert place is not None, "launch_ranks sets RANK and WORLD_SIZE"
-    module, _, name = job["config_class"].partition(":")
-    assert module.startswith("mlm."), f"{module} is not part of mlm"
-    config = from_dict(getattr(import_module(module), name), job["config"])
-    store = rendezvous_store(place, config.dist.timeout_s)
-    return run_rank(job["target"], config, place=place, store=store, reporter=reporter)
 
 
 def _job(target: str, config: Any, logs: Path) -> dict[str, Any]:
@@ -254,26 +257,3 @@ def listen(port: int) -> socket.socket:
             f"dist.master_port={port} {why}: set another port, or dist.master_port=0 to pick a free one"
         ) from None
     return listener
-
-
-def _serve_store(listener: socket.socket, timeout_s: float) -> TCPStore:
-    """Serve a key-value store for the rendezvous on a socket that listens on this host only."""
-    return TCPStore(
-        LOOPBACK,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-@contextmanager
-def quiet_logging() -> Iterator[None]:
-    """Silence torch's own report of a failure, which `report` replaces."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)

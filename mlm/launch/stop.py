@@ -16,8 +16,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-"""Environment variable with the signals that torch's elastic agent handles."""
 LAUNCHED = "MLM_LAUNCHED"
 """Environment variable of a rank that a plain `mlm` command started (mlm/launch/start.py)."""
 
@@ -42,7 +40,7 @@ CARRIED_SIGNALS = {
     signal.SIGHUP: signal.SIGHUP,
 }
 """Signals that a launched rank receives, each with the one that its parent received. SIGTERM itself kills a
-rank: with it the elastic agent ends the others when one has died, which may be stuck in a collective."""
+rank: with it the command ends the others when one has died, which may be stuck in a collective."""
 
 
 @dataclass
@@ -253,13 +251,9 @@ class Relay:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """Note the signals that request a stop, for `act`, and keep torch from handling them."""
-        os.environ[TORCH_SIGNALS] = "SIGQUIT"  # torch's own handlers end the job without a save
-        try:
-            with handling([signal.SIGQUIT], signal.SIG_DFL), handling(SIGNAL_NAMES, self._note):
-                yield
-        finally:
-            del os.environ[TORCH_SIGNALS]
+        """Note the signals that request a stop, for `act`, and SIGQUIT, which stops at once."""
+        with handling([signal.SIGQUIT, *SIGNAL_NAMES], self._note):
+            yield
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.append(signal.Signals(number))
@@ -273,7 +267,8 @@ class Relay:
         self._handled += len(fresh)
         ours = {pid: status for pid in pids.values() if (status := process_status(pid))}
         saves = self._saves or any(map(_listens, ours.values()))
-        if self._received.count(signal.SIGINT) > 1 or (first_time and not saves):
+        is_urgent = signal.SIGQUIT in fresh or self._received.count(signal.SIGINT) > 1
+        if is_urgent or (first_time and not saves):
             self.killed = fresh[-1]
             for pid in ours:
                 with suppress(ProcessLookupError):

@@ -8,10 +8,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 from mlm.config.imports import OwnCodeError, imported
 from mlm.util.errors import Problem
@@ -36,6 +36,7 @@ SHIPPED = {
     "llama": "mlm.models.llama.family",
 }
 """Module of the FAMILY of each shipped kind."""
+T = TypeVar("T")
 C = TypeVar("C", bound="Transformer")
 B = TypeVar("B", bound="MicroBatch")
 C_in = TypeVar("C_in", bound="Transformer", contravariant=True)
@@ -163,17 +164,55 @@ def no_problems(*_: object) -> list[Problem]:
     return []
 
 
+class LazyImport(Generic[T]):
+    """Field of a dataclass, given as a value or as its import path, which is followed when the field is read.
+
+    Settings are checked by what a family knows of them; its modules, and torch with them, take a second.
+    """
+
+    def __init__(self, *default: T) -> None:
+        self.default = default
+        """Empty for a field without default."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __set__(self, instance: object, value: "T | str") -> None:
+        instance.__dict__[self.name] = value
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> T: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> T:
+        if instance is None:  # a dataclass asks for the default so
+            if not self.default:
+                raise AttributeError(self.name)
+            return self.default[0]
+        value: Any = instance.__dict__[self.name]
+        if isinstance(value, str):
+            module, _, name = value.partition(":")
+            value = instance.__dict__[self.name] = reduce(getattr, name.split("."), import_module(module))
+        found: T = value
+        return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily(Generic[C, B]):
-    """A model family. C is the class of its models, B its micro-batches."""
+    """A model family. C is the class of its models, B its micro-batches.
 
-    model: type[C]
+    A `LazyImport` takes a value or its import path, "my_package.my_model:MyModel".
+    """
+
+    model: LazyImport[type[C]] = LazyImport()
     """Module of one pipeline stage, or of the whole model."""
     causal: bool
     """True if a token attends only to itself and to the tokens before it: such a model generates text, looks
     at no padding on the right, and is finetuned on texts that end with the end-of-document token. Others read
     both ways, and sequences framed by [CLS] and [SEP]."""
-    objective: "Callable[[DataConfig, ParallelContext, torch.dtype], Objective[C, B]]"
+    objective: "LazyImport[Callable[[DataConfig, ParallelContext, torch.dtype], Objective[C, B]]]" = (
+        LazyImport()
+    )
     """Objective of pretraining; the dtype is that of activations."""
     samples: SampleSource
     """Samples of pretraining."""
@@ -203,7 +242,7 @@ class ModelFamily(Generic[C, B]):
     """Return the problem of data settings that samples cannot be made with."""
     corpus_problems: "Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]]" = no_problems
     """Return the problems of making samples of corpora (their prefixes) with a tokenizer.json."""
-    huggingface: "HuggingFaceMapping | None" = None
+    huggingface: "LazyImport[HuggingFaceMapping | None]" = LazyImport(None)
     """None if `transformers` has no such model."""
     megatron: "MegatronMapping | None" = None
     """None if Megatron-LM has no such model."""

@@ -1,13 +1,23 @@
 """`precision=auto`: the number format in which this machine trains a model fastest."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 AUTO = "auto"
 MIN_HIDDEN = 256
 """Narrower models spend their steps on casts and calls. On a Zen 5, layers x hidden: 2 x 64 takes 17.5 ms in
 bfloat16 and 10.0 in float32; 4 x 256 takes 94.5 and 115."""
 CPUINFO = Path("/proc/cpuinfo")
+AMPERE = (8, 0)
+"""Compute capability of the first GPUs that multiply bfloat16."""
+
+
+class Gpu(NamedTuple):
+    """A GPU by its name and compute capability."""
+
+    name: str
+    capability: tuple[int, int]
 
 
 def has_fast_bfloat16(cpuinfo: str) -> bool:
@@ -20,29 +30,18 @@ def has_fast_bfloat16(cpuinfo: str) -> bool:
     return "amx_bf16" in flags or ("avx512_bf16" in flags and "AuthenticAMD" in cpuinfo)
 
 
-def _gpu_choice() -> tuple[str, str] | None:
-    """Return the format for this host's GPUs, and why; None without one."""
-    import torch  # seconds, which a command line that chooses a format itself does not wait for
-
-    if not torch.cuda.is_available():
-        return None
-    major, minor = torch.cuda.get_device_capability()
-    name = torch.cuda.get_device_name()
-    if (major, minor) >= (8, 0):
-        return "bf16", f"{name} multiplies it"
-    return "fp16", f"{name} multiplies no bfloat16"
-
-
-def choose_precision(hidden_size: int | None, device: str, cpuinfo: str) -> tuple[str, str]:
+def choose_precision(hidden_size: int | None, gpu: Gpu | None, cpuinfo: str) -> tuple[str, str]:
     """Return a name of precision.dtype, and the reason.
 
     Args:
         hidden_size: width of the model; None if only its checkpoint tells.
-        device: as dist.device.
+        gpu: that the model trains on; None for the processor.
         cpuinfo: text of /proc/cpuinfo.
     """
-    if device != "cpu" and (choice := _gpu_choice()):
-        return choice
+    if gpu is not None:
+        if gpu.capability >= AMPERE:
+            return "bf16", f"{gpu.name} multiplies it"
+        return "fp16", f"{gpu.name} multiplies no bfloat16"
     if not has_fast_bfloat16(cpuinfo):
         return "fp32", "this processor multiplies bfloat16 no faster"
     if hidden_size is not None and hidden_size < MIN_HIDDEN:
@@ -50,10 +49,11 @@ def choose_precision(hidden_size: int | None, device: str, cpuinfo: str) -> tupl
     return "bf16", "this processor multiplies it faster than float32"
 
 
-def settle_precision(values: dict[str, Any]) -> str | None:
+def settle_precision(values: dict[str, Any], first_gpu: Callable[[str], Gpu | None]) -> str | None:
     """Replace precision.dtype=auto in composed settings by a format; return what to print.
 
-    A plan for GPUs is made in the half format that its hardware has.
+    A plan for GPUs is made in the half format that its hardware has. `first_gpu` returns the GPU of this host
+    that dist.device means.
     """
     precision = values.get("precision")
     if not isinstance(precision, dict) or precision.get("dtype") != AUTO:
@@ -64,9 +64,9 @@ def settle_precision(values: dict[str, Any]) -> str | None:
         reason = f"{hardware.get('name')} multiplies it"
     else:
         hidden_size = model.get("hidden_size")
-        device = "cpu" if hardware else dist.get("device", "auto")
+        gpu = first_gpu("cpu" if hardware else dist.get("device", "auto"))
         text = CPUINFO.read_text(errors="replace") if CPUINFO.exists() else ""
-        dtype, reason = choose_precision(hidden_size if isinstance(hidden_size, int) else None, device, text)
+        dtype, reason = choose_precision(hidden_size if isinstance(hidden_size, int) else None, gpu, text)
     precision["dtype"] = dtype
     return f"precision=auto: {dtype}, as {reason}"
 

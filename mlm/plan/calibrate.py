@@ -10,8 +10,8 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 from mlm.checkpoint.native.exchange import Ranks
+from mlm.launch.devices import device_kind
 from mlm.launch.environment import THREADS, read_rank_place, typed_threads
-from mlm.launch.process import device_kind
 from mlm.launch.start import run_job
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
-from mlm.launch.process import device_kind
-from mlm.launch.start import choose_world_size
 from mlm.models.family import SHIPPED
-from mlm.parallel.layout_checks import Launch
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
-from mlm.plan.memory import GIB, gib
+from mlm.plan.memory import GIB, DeviceMemory, gib
 from mlm.plan.report import format_seconds, step_range
 from mlm.plan.search import Models, Query, layouts
 from mlm.plan.shape import PlannedLayout
@@ -30,6 +28,8 @@ GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3
 """GiB that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""
 MOST_SIMULATED = 1 << 12
 """Pairs of stage and micro-batch up to which the line before a run simulates its pipeline."""
+MOST_STAGES = 16
+"""Pipeline stages whose memory a run's page shows."""
 GPU_QUERY = ("nvidia-smi", "--id=0", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 """Name and MiB of the host's first GPU; torch would open a context."""
 
@@ -69,10 +69,10 @@ class Forecast:
         return self.memory <= self.machine.capacity
 
 
-def lines(config: PretrainConfig, facts: Launch) -> list[str]:
-    """Lines to print before a run starts; empty where nothing can be said. Never raises."""
+def lines(config: PretrainConfig, ranks: int) -> list[str]:
+    """Lines to print before a run builds its model; empty where nothing can be said. Never raises."""
     try:
-        run = forecast_run(config, choose_world_size(config.parallel, facts), quick=True)
+        run = forecast_run(config, ranks, quick=True)
         if run is None:
             return []
         return [summary(run), *(() if run.fits else [warning(run)])]
@@ -92,6 +92,19 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
         return None
     name = "" if run.step_s is None else f"{run.machine.hardware.name} ({run.machine.source})"
     return Predicted(run.step_s, run.first_memory, run.mfu, name)
+
+
+def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
+    """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
+    try:
+        run = forecast_run(config, ranks, quick=True)
+    except Exception as error:
+        log.debug("no forecast: %r", error)
+        return []
+    if run is None:
+        return []
+    memory = Models(run.query).memory
+    return [memory.peak(run.layout, stage) for stage in range(min(run.layout.pp, MOST_STAGES))]
 
 
 def forecast_run(config: PretrainConfig, ranks: int, *, quick: bool = False) -> Forecast | None:

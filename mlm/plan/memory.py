@@ -34,6 +34,8 @@ PARTS = (
     "allocator",
 )
 """Parts of a device's memory, in the order they are shown."""
+MOMENTS = ("backward", "optimizer")
+"""Moments at which a device may be at its fullest: as backward begins, or as the optimizer steps."""
 SENDS_KEPT = 8
 """Sends of the pipeline that may be under way (parallel/pipeline/engine.py)."""
 TABLE = "token.weight"
@@ -88,7 +90,7 @@ class DeviceMemory:
     parts: dict[str, float]
     """Bytes by PARTS."""
     moment: str
-    """`backward` as it begins, or `optimizer` as it steps."""
+    """One of MOMENTS."""
     parameters: int
     """Elements that the device holds."""
 

@@ -1,6 +1,7 @@
 """Settings of what a run reports, and of `mlm report`."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, Bound, Forbid, InputPath, ResultFile
@@ -42,3 +43,17 @@ class ReportConfig:
     """Write the page again while the runs go on, and show them here, until they are finished or stopped."""
     every_s: Annotated[float, WAIT] = 5.0
     """Seconds between updates with watch=true, at most a day (86400)."""
+
+
+def missing_extras(config: LogConfig) -> list[str]:
+    """Return a line per requested tracker that is not installed. Imports none of them."""
+    project = config.wandb_project
+    wanted = (
+        ("tensorboard", config.tensorboard, "log.tensorboard=true", "log.tensorboard=false"),
+        ("wandb", bool(project), f"log.wandb_project={project}", "log.wandb_project=null"),
+    )
+    return [
+        f"{setting} needs {package}, which is not installed: pip install 'mlm[{package}]', or set {off}"
+        for package, is_on, setting, off in wanted
+        if is_on and find_spec(package) is None
+    ]

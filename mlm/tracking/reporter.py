@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
@@ -17,7 +16,7 @@ import torch
 from rich.console import Console
 
 import mlm
-from mlm.tracking.config import LogConfig
+from mlm.tracking.config import LogConfig, missing_extras
 from mlm.tracking.history import FILE_NAME, History
 from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flatten_metrics, name_parts
 from mlm.tracking.panel import Display, LivePanel, PlainLines
@@ -171,20 +170,6 @@ def make_display(
     return kind(
         console, title=title, header=header, start_step=start_step, total_steps=total_steps, clock=clock
     )
-
-
-def missing_extras(config: LogConfig) -> list[str]:
-    """Return a line per requested tracker that is not installed. Imports none of them."""
-    project = config.wandb_project
-    wanted = (
-        ("tensorboard", config.tensorboard, "log.tensorboard=true", "log.tensorboard=false"),
-        ("wandb", bool(project), f"log.wandb_project={project}", "log.wandb_project=null"),
-    )
-    return [
-        f"{setting} needs {package}, which is not installed: pip install 'mlm[{package}]', or set {off}"
-        for package, is_on, setting, off in wanted
-        if is_on and find_spec(package) is None
-    ]
 
 
 def build_trackers(out: Path, config: LogConfig, start_step: int) -> list[Sink]:

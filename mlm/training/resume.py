@@ -15,7 +15,6 @@ from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, 
 from mlm.config.build import to_dict
 from mlm.config.path_errors import protected_from
 from mlm.data.blend_history import changed_corpus_problem, continue_history, decode, describe_change, encode
-from mlm.launch.environment import read_rank_place
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import sources
@@ -26,7 +25,7 @@ from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, loa
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError, UserError, attempt, show
 from mlm.util.lock import WAIT_S, single_writer
-from mlm.util.ownership import MARKER, claim_folder, claim_problems, owner_of, user_name
+from mlm.util.ownership import MARKER, claim_folder, owner_of, user_name
 
 log = logging.getLogger(__name__)
 
@@ -80,32 +79,20 @@ def _with_ancestors(best: Path) -> list[Path]:
     return branch[branch.index(best) :] if best in branch else [best]
 
 
-def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:
-    """Return the problems that keep the run from its start, or from being alone in its folder.
+def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:
+    """Return the problems of what the run would continue or take its weights from. Raises UserError.
 
-    Without `compares` the caller compares the run with its checkpoint. Called before any rank starts. The
-    lock is tried only without a launcher, whose ranks would block each other.
+    Without `compares` the caller compares the run with its checkpoint.
     """
-    if problems := claim_problems(config.out, "run", inputs=protected_from(config)):
-        return problems
-    try:
-        checkpoints, source = start_candidates(config), model_folder(config)
-        if not checkpoints and source is not None and (errors := model_folder_errors(config, source)):
-            return errors
-        if checkpoints:
-            start, manifest = checkpoints[0], read_manifest(checkpoints[0])
-            if compares:
-                attempt(problems, lambda: check_identity(config, start, manifest))
-            if compares and not is_weights_only(manifest):
-                problems += tokenizer_errors(config.data, start, manifest)
-            if problems:
-                return problems
-        if read_rank_place(os.environ) is None:
-            with single_writer(checkpoints_folder(config)):
-                pass
-    except UserError as error:
-        return list(error.problems)
-    return []
+    checkpoints, source, problems = start_candidates(config), model_folder(config), list[str]()
+    if not checkpoints:
+        return [] if source is None else model_folder_errors(config, source)
+    start, manifest = checkpoints[0], read_manifest(checkpoints[0])
+    if compares:
+        attempt(problems, lambda: check_identity(config, start, manifest))
+    if compares and not is_weights_only(manifest):
+        problems += tokenizer_errors(config.data, start, manifest)
+    return problems
 
 
 def claim(config: PretrainConfig, ctx: ParallelContext, stack: ExitStack) -> None:

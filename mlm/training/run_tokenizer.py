@@ -1,16 +1,20 @@
 """The tokenizer of a run, which may not change between its steps."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mlm.checkpoint.native.format import Manifest
 from mlm.checkpoint.native.run_state import TokenizerDigest
 from mlm.data.blend_history import known_digest
 from mlm.data.config import DataConfig
 from mlm.data.corpus_files import tokenizer_beside
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
+from mlm.models.config import ModelConfig
 from mlm.training.corpora import corpora, recorded_eod, source_facts, tokenizer_path
 from mlm.util.errors import UserError
+
+if TYPE_CHECKING:  # which needs torch
+    from mlm.checkpoint.native.format import Manifest
 
 
 def digests_of_tokenizer(tokenizer: Tokenizer) -> TokenizerDigest:
@@ -39,7 +43,7 @@ def tokenizer_now(data: DataConfig) -> TokenizerDigest | None:
     return next((TokenizerDigest(digest) for digest in written if digest), None)
 
 
-def tokenizer_errors(data: DataConfig, path: Path, manifest: Manifest) -> list[str]:
+def tokenizer_errors(data: DataConfig, path: Path, manifest: "Manifest") -> list[str]:
     """Return an error if a run would resume from a checkpoint with corpora of another tokenizer."""
     now, then = tokenizer_now(data), TokenizerDigest.of(manifest.state)
     if now is None or then is None or now.is_same(then):
@@ -83,3 +87,15 @@ def receipt_tokenizer(folder: Path) -> TokenizerDigest | None:
     except (UserError, OSError):
         beside = None
     return digests_of_tokenizer(beside) if beside and beside.digest == digest else TokenizerDigest(digest)
+
+
+def vocabulary_problem(
+    named: str | None, tokenizer: Tokenizer, model: ModelConfig, key: str = "tokenizer"
+) -> str | None:
+    """Problem of a tokenizer (`key`=`named`) with more tokens than the vocabulary; None if it fits."""
+    if tokenizer.vocab_size <= model.vocab_size:
+        return None
+    return (
+        f"{key}={named or 'null'} has {tokenizer.vocab_size} tokens, the model model.vocab_size="
+        f"{model.vocab_size}: give the {key}= the model was trained with"
+    )

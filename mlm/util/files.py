@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -176,6 +177,10 @@ def sampled_digest(path: Path) -> str:
 def digest_bytes(content: bytes) -> str:
     """Return the content digest of bytes, `xxh3:<hex>`."""
     return digest_name(xxhash.xxh3_128(content))
+
+
+DIGEST = re.compile(r"xxh3:[0-9a-f]{32}")
+"""What `digest_name` returns."""
 
 
 def digest_name(h: "xxhash.xxh3_128") -> str:

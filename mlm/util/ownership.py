@@ -26,6 +26,8 @@ from mlm.util.files import read_regular, write_atomic
 MARKER = ".mlm.json"
 FORMAT = "mlm-folder-1"
 MARKER_BYTES = 1 << 16
+CHECKPOINTS = "checkpoints"
+"""Folder of a run directory that holds its checkpoints."""
 LOCK = ".lock"  # of a folder of checkpoints: made before anything else
 STDOUT = "-"
 HUB = "hub:"
@@ -47,7 +49,7 @@ KINDS: dict[str, FolderType] = {
     "run": FolderType(
         "a run",
         (
-            *("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "README.md", "checkpoints"),
+            *("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "README.md", CHECKPOINTS),
             *("best", "result.json", "predictions", "incidents", "profile"),
         ),
     ),

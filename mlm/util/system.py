@@ -5,6 +5,7 @@ Standard library only: a launched rank needs it before it imports torch.
 
 import ctypes
 import errno
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,23 @@ from typing import Any, TextIO
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 UTF_8 = ("utf-8", "utf8")
+
+
+@contextmanager
+def imports_uncollected() -> Iterator[None]:
+    """Import torch and the like without garbage collection, inside and later.
+
+    Python would look through their hundred thousands of objects ten times while they are defined, and again
+    whenever a quarter more has come: a tenth of what the imports take.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_on:
+            gc.enable()
 
 
 def host_memory() -> int:

@@ -11,8 +11,8 @@ import torch
 from rich.table import Table
 
 from mlm.checkpoint.native.save_load import read_manifest, resolve
+from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
-from mlm.launch.process import device_kind
 from mlm.models.family import SHIPPED
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.memory import MemoryModel

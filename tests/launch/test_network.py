@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mlm.launch import rendezvous
+from mlm.launch import network
 from mlm.launch.environment import RankPlace
-from mlm.launch.rendezvous import check_addresses, check_interface
+from mlm.launch.network import check_addresses, check_interface
 from mlm.util.errors import UserError
 from tests.launch.conftest import ROOT
 
@@ -30,16 +30,16 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise socket.gaierror(-2, "Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (HOSTS[name], port or 0))]
 
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(rendezvous.socket, "getfqdn", socket.gethostname)
-    monkeypatch.setattr(rendezvous, "RESOLVE_POLL_S", 0.0)
+    monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(network.socket, "getfqdn", socket.gethostname)
+    monkeypatch.setattr(network, "RESOLVE_POLL_S", 0.0)
     return asked
 
 
 def named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Give this host a name."""
-    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: name)
-    monkeypatch.setattr(rendezvous.socket, "getfqdn", lambda: name)
+    monkeypatch.setattr(network.socket, "gethostname", lambda: name)
+    monkeypatch.setattr(network.socket, "getfqdn", lambda: name)
 
 
 def place(master: str, *, hosts: int = 2) -> RankPlace:
@@ -48,7 +48,7 @@ def place(master: str, *, hosts: int = 2) -> RankPlace:
 
 
 def test_unknown_gloo_interface_is_named_with_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.setattr(network.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
     check_interface({})
     check_interface({"GLOO_SOCKET_IFNAME": "eth0,lo"})
     with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME=eth0,eth9.*interface eth9; use one of lo, eth0"):
@@ -76,9 +76,7 @@ def test_name_that_the_cluster_registers_late_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, resolver: list[str]
 ) -> None:
     named(monkeypatch, "node1")
-    monkeypatch.setattr(
-        rendezvous.time, "sleep", lambda seconds: monkeypatch.setitem(HOSTS, "late", "10.0.0.9")
-    )
+    monkeypatch.setattr(network.time, "sleep", lambda seconds: monkeypatch.setitem(HOSTS, "late", "10.0.0.9"))
     check_addresses(place("late"), {}, wait_s=60.0)
     assert resolver[:2] == ["late", "late"]
 

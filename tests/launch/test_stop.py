@@ -180,3 +180,15 @@ def test_outside_the_main_thread_only_explicit_requests_count() -> None:
     thread.start()
     thread.join()
     assert seen == ["enough"]
+
+
+def test_ctrl_backslash_kills_ranks_at_once_however_a_run_saves() -> None:
+    rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    relay = Relay(saves=True)
+    with relay.receiving():
+        relay.act({0: rank.pid})
+        assert rank.poll() is None
+        signal.raise_signal(signal.SIGQUIT)
+        relay.act({0: rank.pid})
+    assert rank.wait(10) == -signal.SIGKILL
+    assert relay.killed == signal.SIGQUIT

@@ -3,11 +3,14 @@
 from typing import Any
 
 import pytest
-import torch
 
-from mlm.optim.auto_precision import MIN_HIDDEN, choose_precision, settle_precision
+from mlm.optim.auto_precision import AMPERE, MIN_HIDDEN, Gpu, choose_precision, settle_precision
 
 INTEL, AMD = "vendor_id : GenuineIntel\nflags : fpu {}\n", "vendor_id : AuthenticAMD\nflags : fpu {}\n"
+
+
+def no_gpu(device: str) -> None:
+    pytest.fail(f"asked for the GPU of {device}")
 
 
 @pytest.mark.parametrize(
@@ -23,18 +26,19 @@ INTEL, AMD = "vendor_id : GenuineIntel\nflags : fpu {}\n", "vendor_id : Authenti
     ],
 )
 def test_a_processor_gets_the_faster_format(cpuinfo: str, hidden_size: int | None, dtype: str) -> None:
-    assert choose_precision(hidden_size, "cpu", cpuinfo)[0] == dtype
+    assert choose_precision(hidden_size, None, cpuinfo)[0] == dtype
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 0), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")])
-def test_a_gpu_gets_the_half_format_it_multiplies(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
-    assert choose_precision(64, "auto", "")[0] == dtype
-    assert choose_precision(64, "cpu", "")[0] == "fp32"
+def test_a_gpu_gets_the_half_format_it_multiplies(capability: tuple[int, int], dtype: str) -> None:
+    assert choose_precision(64, Gpu("GPU", capability), "")[0] == dtype
+
+
+def test_the_device_of_the_command_is_asked() -> None:
+    values: dict[str, Any] = {"precision": {"dtype": "auto"}, "dist": {"device": "cuda"}, "model": {}}
+    assert settle_precision(values, lambda device: Gpu(device, AMPERE)) == (
+        "precision=auto: bf16, as cuda multiplies it"
+    )
 
 
 def test_a_plan_takes_the_format_of_its_hardware() -> None:
@@ -43,12 +47,12 @@ def test_a_plan_takes_the_format_of_its_hardware() -> None:
             "precision": {"dtype": "auto"},
             "hardware": {"device": "gpu", "name": "x", "peak_tflops": peaks},
         }
-        assert settle_precision(values) == f"precision=auto: {dtype}, as x multiplies it"
+        assert settle_precision(values, no_gpu) == f"precision=auto: {dtype}, as x multiplies it"
         assert values["precision"]["dtype"] == dtype
 
 
 @pytest.mark.parametrize("values", [{}, {"precision": None}, {"precision": {"dtype": "fp64"}}])
 def test_what_is_chosen_stays(values: dict[str, Any]) -> None:
     before = repr(values)
-    assert settle_precision(values) is None
+    assert settle_precision(values, no_gpu) is None
     assert repr(values) == before

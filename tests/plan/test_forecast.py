@@ -1,4 +1,4 @@
-"""Lines that `mlm pretrain` prints before it starts, and its summary beside what was measured."""
+"""Lines that `mlm pretrain` prints before it takes memory, and its summary beside what was measured."""
 
 import time
 from dataclasses import replace
@@ -8,6 +8,7 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
+from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast as module
 from mlm.plan.forecast import Forecast, Machine, forecast, lines, nearest_fit, summary, warning
 from mlm.plan.hardware import preset
@@ -16,10 +17,10 @@ from mlm.plan.report import step_range, time_caution
 from mlm.plan.search import Models, settings
 from mlm.tracking.summary import Predicted, compare_prediction
 from mlm.training.config import PretrainConfig
+from mlm.util.errors import UserError
 from tests.config.cli.test_presets import load_config
 
 A100 = preset("dgx_a100_80g")
-FACTS = Launch(world_size=None, local_devices=None)
 TINY = ["model=gpt2_tiny", "data=synthetic", "train.global_batch_size=8", "train.micro_batch_size=4"]
 
 
@@ -102,7 +103,7 @@ def test_a_forecast_of_a_trillion_parameters_takes_no_tenth_of_a_second(
     monkeypatch.setattr(module, "machine_of", lambda *_: machine)
     assert config.model.family.causal  # the run imports its family anyway
     begin = time.process_time()
-    found = lines(config, Launch(world_size=3072, local_devices=None))
+    found = lines(config, 3072)
     assert time.process_time() - begin < 0.1
     assert len(found) == 2
 
@@ -110,20 +111,25 @@ def test_a_forecast_of_a_trillion_parameters_takes_no_tenth_of_a_second(
 def test_unknown_families_and_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("pretrain", TINY)
     assert isinstance(config, PretrainConfig)
-    assert len(lines(config, FACTS)) == 1
+    assert len(lines(config, 1)) == 1
     own = replace(config, model=replace(config.model, kind="my_package.my_family:FAMILY"))
-    assert lines(own, FACTS) == []
+    assert lines(own, 1) == []
     monkeypatch.setattr(module, "forecast", lambda *_, **__: 1 / 0)
-    assert lines(config, FACTS) == []
+    assert lines(config, 1) == []
 
 
-def test_pretrain_says_what_it_needs_before_it_starts(
+def test_pretrain_says_what_it_needs_before_it_takes_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    def fail(config: PretrainConfig, ctx: ParallelContext) -> None:
+        raise UserError("the model is built")
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("mlm.launch.start.run_job", lambda *_, **__: 0)
-    assert main(["pretrain", *TINY, "tp=2", f"out={tmp_path}"]) == 0
-    assert "mlm pretrain: 2 ranks need 0." in capsys.readouterr().err
+    monkeypatch.setattr("mlm.training.pretrain.run.Trainer", fail)
+    assert main(["pretrain", *TINY, f"out={tmp_path / 'run'}"]) == 2
+    needs, built = capsys.readouterr().err.splitlines()
+    assert needs.startswith("mlm pretrain: needs 0.")
+    assert built == "mlm pretrain: the model is built"
 
 
 def test_the_summary_shows_predicted_beside_measured() -> None:

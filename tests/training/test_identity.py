@@ -24,7 +24,8 @@ from mlm.training.identity import (
     changes_since,
     identity_errors,
 )
-from mlm.training.resume import resume, run_start_problems
+from mlm.training.preflight import run_start_problems
+from mlm.training.resume import resume
 from mlm.training.state import model_shards
 from mlm.training.trainer import Trainer
 from mlm.util.ownership import claim_folder

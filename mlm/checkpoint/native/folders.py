@@ -26,12 +26,11 @@ from mlm.checkpoint.native.norms import not_finite_problem
 from mlm.checkpoint.native.run_state import Lineage, Save
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_bytes, fsync_directory
+from mlm.util.ownership import CHECKPOINTS as CHECKPOINTS
 from mlm.util.ownership import owner_of
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
-"""Folder of a run directory that holds its checkpoints."""
 LATEST = "latest"
 BEST = "best"
 """Folder of a finetuned run with the weights that scored best; it holds its own checkpoints and tokenizer."""

@@ -28,9 +28,10 @@ from mlm.checkpoint.native.columns import (
     encode_columns,
     tiling_problem,
 )
+from mlm.checkpoint.native.run_state import RESTORE as RESTORE
 from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import digest_bytes, parse_json, read_bounded, write_atomic
+from mlm.util.files import DIGEST, digest_bytes, parse_json, read_bounded, write_atomic
 
 JSON: TypeAlias = Any
 """A JSON value: null, boolean, finite number, string, list, or object with string keys."""
@@ -46,9 +47,7 @@ MAX_DIMS = 32
 MAX_NAME = 500  # characters of a tensor's name
 MAX_STEP = 10**18 - 1  # what a directory's name holds
 MAX_SAVE_ID = 100  # characters
-RESTORE = "Restore it from a copy, or load another checkpoint with ckpt=…"
 
-DIGEST = re.compile(r"xxh3:[0-9a-f]{32}")
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # no separator, no "..", not hidden
 
 DTYPES = {

@@ -6,12 +6,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlm.checkpoint.native.format import DIGEST, JSON, RESTORE, Manifest
 from mlm.util.errors import CorruptFileError
-from mlm.util.files import digest_file
+from mlm.util.files import DIGEST, digest_file
 from mlm.util.ownership import file_type_name
+
+if TYPE_CHECKING:  # which needs torch
+    from mlm.checkpoint.native.format import Manifest
+
+RESTORE = "Restore it from a copy, or load another checkpoint with ckpt=…"
 
 FINETUNING = "finetuning"
 """Key of the state of a finetuning run."""
@@ -32,7 +36,7 @@ MAX_ANCESTORS = 1000
 """Saves of the past that a checkpoint names, the newest ones."""
 
 
-def check_run_state(manifest: Manifest, path: Path) -> None:
+def check_run_state(manifest: "Manifest", path: Path) -> None:
     """Raise CorruptFileError unless the counters and the loss scale are those of a run at this step."""
     state, scaler = manifest.state, manifest.state.get("scaler")
     counts = {
@@ -44,27 +48,27 @@ def check_run_state(manifest: Manifest, path: Path) -> None:
         "skipped": (scaler, 0, MAX_SCALER_COUNT),
     }
     for key, (values, least, most) in counts.items():
-        value: JSON = values.get(key) if isinstance(values, Mapping) else None
+        value: Any = values.get(key) if isinstance(values, Mapping) else None
         kinds = (int,) if isinstance(most, int) else (int, float)
         if type(value) not in kinds or not least <= value <= most:
             raise CorruptFileError(f"{path}: its {key}={str(value)[:40]} is out of range. {RESTORE}")
 
 
-def not_finite_since(state: Mapping[str, JSON]) -> int:
+def not_finite_since(state: Mapping[str, Any]) -> int:
     """Return the first of the newest steps whose numbers are not finite; 0 if the newest is finite."""
     incidents = state.get(INCIDENTS)
     since = incidents.get(NOT_FINITE_SINCE) if isinstance(incidents, dict) else 0
     return since if type(since) is int else 0
 
 
-def label_names(state: Mapping[str, JSON]) -> tuple[str, ...]:
+def label_names(state: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the labels of the task that a checkpoint was finetuned on; empty if it names none."""
     finetuning = state.get(FINETUNING)
     settings = finetuning.get("depends_on") if isinstance(finetuning, dict) else None
     return as_strings(settings.get("task.labels")) if isinstance(settings, dict) else ()
 
 
-def as_strings(value: JSON) -> tuple[str, ...]:
+def as_strings(value: Any) -> tuple[str, ...]:
     """Return a list of strings; empty for anything else."""
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         return ()

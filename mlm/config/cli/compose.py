@@ -28,6 +28,7 @@ from mlm.config.cli.groups import chosen_groups
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.suggest import did_you_mean
 from mlm.config.tree import defaults, nested
+from mlm.launch.devices import first_gpu
 from mlm.optim.auto_precision import settle_precision
 from mlm.util.errors import Problem
 
@@ -137,7 +138,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Any:
     Types are checked, cross-checks are not. Raises ConfigError.
     """
     values = compose_values(name, overrides)
-    settle_precision(values)
+    settle_precision(values, first_gpu)
     return build(SPECS[name], values)
 
 

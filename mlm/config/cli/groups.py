@@ -12,7 +12,6 @@ import yaml  # type: ignore[import-untyped]
 from mlm.config.command import Command
 from mlm.config.paths import CONFIG_DIR, groups
 from mlm.config.tree import flatten
-from mlm.models.config import ModelConfig
 from mlm.util.errors import show
 
 TASK = "task"
@@ -21,7 +20,7 @@ GLOBAL = "@package _global_"
 """First line of a YAML whose keys are those of the whole config, as those of experiments are."""
 LONGEST_LINE = 200  # characters of a YAML's comment that help shows
 MOST_LINES = 10  # of a comment that are read
-ALSO = "Also: "
+ALSO, PARAMETERS = "Also: ", "Parameters: "
 
 
 @cache
@@ -90,11 +89,8 @@ def effect_of(group: str, path: Path) -> str:
     values = _values(path)
     if group == "model":
         shape = {key: value for key, value in values.get("model", values).items() if key != "defaults"}
-        model = ModelConfig(**shape)
-        millions = model.num_parameters() / 1e6
-        size = f"{millions:.1f}M" if millions < 1000 else f"{millions / 1000:.1f}B"
-        layers = f"{model.num_layers} layers, hidden size {model.hidden_size}"
-        return f"[{layers}, {model.num_heads} heads, {size} parameters]"
+        layers = f"{shape['num_layers']} layers, hidden size {shape['hidden_size']}"
+        return f"[{layers}, {shape['num_heads']} heads, {parameters_of(path)} parameters]"
     chosen = [
         f"{name.removeprefix('override /')}={choice}"
         for entry in values.pop("defaults", [])
@@ -103,6 +99,12 @@ def effect_of(group: str, path: Path) -> str:
     ]
     each = [*chosen, *(f"{key}={show(value)}" for key, value in flatten(values).items())]
     return f"[{' '.join(each)}]" if each else ""
+
+
+def parameters_of(path: Path) -> str:
+    """Parameters of a shipped model, by the comment of its YAML: counting takes torch, a second to import."""
+    lines = comment_of(path)
+    return next(line.removeprefix(PARAMETERS) for line in lines if line.startswith(PARAMETERS))
 
 
 def _values(path: Path) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from mlm.config.imports import trusting
 from mlm.config.path_errors import path_problems, streams_for
 from mlm.config.suggest import divisors
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
+from mlm.launch.devices import first_gpu
 from mlm.launch.environment import read_rank_place
 from mlm.launch.typed import record_job, run_origin
 from mlm.optim.auto_precision import settle_precision
@@ -168,7 +169,7 @@ def prepare_job(job: Execution) -> Callable[[], int]:
         if isinstance(error, UserError):
             raise
         raise ConfigError(job.overrides.all_problems([problem_of_composing(error)])) from None
-    if (line := settle_precision(values)) and speaks_for_host(os.environ):
+    if (line := settle_precision(values, first_gpu)) and speaks_for_host(os.environ):
         print(f"mlm {job.command.name}: {line}", file=sys.stderr)
     _place(job, values)
     typed = flatten(composition.typed_values())

@@ -14,7 +14,7 @@ from typing import Any
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.records import Input
 from mlm.corpus.read.tables import HUB, HubSource, find_hub
-from mlm.data.corpus_files import SPLITS
+from mlm.data.config import SPLITS
 from mlm.data.receipt import INPUTS, RECEIPT, REJECTED
 from mlm.util.errors import UserError
 from mlm.util.ownership import KINDS, kind_of_folder, matches_any

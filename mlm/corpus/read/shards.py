@@ -25,7 +25,7 @@ from mlm.corpus.read.finding import kind_of
 from mlm.corpus.read.records import Input, InputShard
 from mlm.corpus.read.streams import DamagedError, blocks
 from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
-from mlm.data.corpus_files import SPLITS
+from mlm.data.config import SPLITS
 from mlm.data.records import readable
 from mlm.util.errors import UserError
 from mlm.util.files import digest_file, write_atomic

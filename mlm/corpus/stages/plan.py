@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 from mlm.config.build import from_dict, to_dict
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.records import Input, InputShard
-from mlm.data.corpus_files import SPLITS, parse_split
+from mlm.data.config import SPLITS
+from mlm.data.corpus_files import parse_split
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import CorruptFileError
 from mlm.util.files import digest_bytes, write_atomic

@@ -14,7 +14,7 @@ from torch.distributed import Store, TCPStore
 
 import mlm
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.launch.rendezvous import LOOPBACK, no_connection
+from mlm.launch.network import LOOPBACK, no_connection
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.watch import Watch, name_ranks
 from mlm.util.errors import CheckFailedError

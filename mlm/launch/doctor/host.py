@@ -11,7 +11,7 @@ import torch
 
 from mlm.launch.doctor.findings import Finding
 from mlm.launch.environment import RankPlace
-from mlm.launch.rendezvous import check_addresses
+from mlm.launch.network import check_addresses
 from mlm.util.errors import UserError
 from mlm.util.system import available_cores
 from mlm.util.terminal import format_bytes

@@ -31,7 +31,7 @@ from mlm.launch.doctor.host import (
 )
 from mlm.launch.doctor.traffic import check_traffic, judge
 from mlm.launch.environment import RankPlace, read_rank_place
-from mlm.launch.rendezvous import LOOPBACK
+from mlm.launch.network import LOOPBACK
 from mlm.launch.start import choose_world_size
 from mlm.parallel.layout_checks import Launch
 from mlm.parallel.mesh import ParallelContext

@@ -2,20 +2,22 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlm.data.config import MASKED, DataConfig
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.sampler import Dataset
 from mlm.data.tokenizer import Tokenizer
-from mlm.models.bert import huggingface, megatron
+from mlm.models.bert import megatron
 from mlm.models.bert.masking import BERTVocab
-from mlm.models.bert.model import BERT
-from mlm.models.bert.objective import MaskedTokens
 from mlm.models.bert.samples import BERTBatch, BERTDataset, SyntheticBERT
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
 from mlm.util.errors import Problem, UserError
+
+if TYPE_CHECKING:  # checks of settings need no torch
+    from mlm.models.bert.model import BERT
 
 SHORTEST = 8
 """Tokens of a BERT sample at the least: [CLS], two [SEP] and some text."""
@@ -129,10 +131,10 @@ def head_products(model: ModelConfig, tp: int) -> float:
     return MASKED * (h * model.padded_vocab_size(tp) + h * h)
 
 
-FAMILY: ModelFamily[BERT, BERTBatch] = ModelFamily(
-    model=BERT,
+FAMILY: "ModelFamily[BERT, BERTBatch]" = ModelFamily(
+    model="mlm.models.bert.model:BERT",
     causal=False,
-    objective=MaskedTokens.of,
+    objective="mlm.models.bert.objective:MaskedTokens.of",
     samples=SentencePairs(),
     check_tokenizer=BERTVocab.of,
     scored=MASKED,
@@ -143,6 +145,6 @@ FAMILY: ModelFamily[BERT, BERTBatch] = ModelFamily(
     model_problem=model_problem,
     data_problem=data_problem,
     corpus_problems=corpus_problems,
-    huggingface=huggingface.MAPPING,
+    huggingface="mlm.models.bert.huggingface:MAPPING",
     megatron=megatron.MAPPING,
 )

@@ -11,10 +11,10 @@ is a function of (corpus, settings, seed, i) alone, whatever num_samples is and 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from mlm.data.epochs import CACHE_FROM, EpochCache, permutation
 from mlm.data.indexed import IndexedDataset
@@ -24,6 +24,9 @@ from mlm.models.bert.pairs import Pairs, TargetLengths, find_spans, make_pairs
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 from mlm.util.splitmix import draw, root
+
+if TYPE_CHECKING:  # corpora are checked without torch
+    from torch import Tensor
 
 SPECIAL = 3
 """Tokens of a sample that are no text: [CLS] and two [SEP]."""
@@ -72,7 +75,7 @@ class BERTSamples:
         """These samples and others after them."""
         return self.joined([self, *others])
 
-    def batch(self, first_sample: int, tensor: Callable[[Ids], Tensor]) -> "BERTBatch":
+    def batch(self, first_sample: int, tensor: "Callable[[Ids], Tensor]") -> "BERTBatch":
         """All of them as a micro-batch."""
         named = {f.name: tensor(getattr(self, f.name)) for f in fields(self)}
         return BERTBatch(**named, first_sample=first_sample)
@@ -93,15 +96,15 @@ class BERTSamples:
 class BERTBatch:
     """One micro-batch of BERT samples; see BERTSamples."""
 
-    tokens: Tensor
+    tokens: "Tensor"
     """[B, S] int64: masked, padded on the right."""
-    token_types: Tensor
+    token_types: "Tensor"
     """[B, S] int64."""
-    lengths: Tensor
+    lengths: "Tensor"
     """[B] int64: tokens before the padding."""
-    labels: Tensor
+    labels: "Tensor"
     """[B, S] int64: the true token where one is to be predicted, else -100."""
-    is_swapped: Tensor
+    is_swapped: "Tensor"
     """[B] int64: 1 where the second segment comes first in its document; -100 is not scored."""
     first_sample: int
     """Number of the first sample in the whole run."""

@@ -1,6 +1,7 @@
 """GPT-2 as a model family."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlm.data.config import DataConfig
 from mlm.data.gpt import EvalWindows, GPTDataset
@@ -10,11 +11,11 @@ from mlm.data.synthetic import SyntheticDataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
-from mlm.models.gpt2 import huggingface
-from mlm.models.gpt2.model import GPT2
-from mlm.models.gpt2.objective import NextToken
 from mlm.models.megatron import MegatronMapping, activation
 from mlm.util.errors import Problem
+
+if TYPE_CHECKING:  # checks of settings need no torch
+    from mlm.models.gpt2.model import GPT2
 
 
 class Windows:
@@ -67,16 +68,16 @@ def head_products(model: ModelConfig, tp: int) -> float:
     return model.hidden_size * model.padded_vocab_size(tp) if model.head == "language_model" else 0.0
 
 
-FAMILY: ModelFamily[GPT2, Batch] = ModelFamily(
-    model=GPT2,
+FAMILY: "ModelFamily[GPT2, Batch]" = ModelFamily(
+    model="mlm.models.gpt2.model:GPT2",
     causal=True,
-    objective=NextToken.of,
+    objective="mlm.models.gpt2.objective:NextToken.of",
     samples=Windows(),
     splits_sequences=True,
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
     model_problem=model_problem,
-    huggingface=huggingface.MAPPING,
+    huggingface="mlm.models.gpt2.huggingface:MAPPING",
     megatron=MegatronMapping(
         name="GPT-2",
         vocabularies=(50257,),

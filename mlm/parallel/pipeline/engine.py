@@ -97,8 +97,8 @@ class _SavedForBackward:
 
     x: Tensor | None
     edge: GradientEdge
-    seed: Tensor | None
-    """Gradient of a result, which no stage sends."""
+    """Of a result, which no stage sends a gradient of: of the sum of its parts."""
+    is_result: bool
 
 
 class _Run(Generic[T]):
@@ -179,8 +179,9 @@ class _Run(Generic[T]):
         y = self.stages.forward(action.chunk, self.batches[action.micro_batch], x)
         is_result = stage == self.stages.num_stages - 1
         if self.trains:
-            seed = torch.ones_like(y) if is_result else None
-            self.kept[place] = _SavedForBackward(x, get_gradient_edge(y), seed)
+            # a scalar needs no gradient from here, which torch would check by sympy: half a second of imports
+            edge = get_gradient_edge(y.sum() if is_result else y)
+            self.kept[place] = _SavedForBackward(x, edge, is_result)
         if is_result:
             self.results.append(y.detach())
         else:
@@ -188,7 +189,7 @@ class _Run(Generic[T]):
 
     def backward(self, action: Action) -> None:
         kept = self.kept.pop((action.chunk, action.micro_batch))
-        dy = self.take(action) if kept.seed is None else kept.seed
+        dy = None if kept.is_result else self.take(action)
         if action.chunk == 0:
             self.begun += 1
             self.stages.observer.on_micro_batch(self.begun, len(self.batches))

@@ -15,7 +15,7 @@ from mlm.models.stage import PipelineStage, split_layers
 from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, TimedAction
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.drawing import NAMES, svg, svg_legend, svg_timeline
-from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel
+from mlm.plan.memory import GIB, MOMENTS, PARTS, DeviceMemory
 from mlm.plan.schedule import BubbleFormula, closed_bubble, rank_numbers, simulate, title
 from mlm.plan.shape import PlannedLayout
 from mlm.tracking.page.html import macro
@@ -33,7 +33,6 @@ MAX_SPANS = 1200
 MAX_SIMULATED = 20_000  # computations: half a second
 MAX_STEP_MS = 1e9
 """A longer step is damage."""
-CPU_RESERVED = 0.3 * GIB
 WAITING = "waiting over pp"
 NOT_RECORDED = ("not recorded", "not recorded")
 
@@ -121,17 +120,23 @@ class RunPlan:
         return " ".join(words) + (f" vp={self.size('vp')} {self.schedule}" if self.sizes["pp"] > 1 else "")
 
     def peaks(self) -> list[DeviceMemory]:
-        """Memory of the first pipeline stages; empty where no formula holds."""
-        if self.config is None or self.layout is None or not self.stages:
-            return []
-        model = MemoryModel(
-            self.config.model,
-            self.config.data.seq_length,
-            self.config.precision.dtype,
-            device=self.device,
-            reserved=CPU_RESERVED if self.device == "cpu" else 0.0,
-        )
-        return [model.peak(self.layout, stage) for stage in range(min(self.layout.pp, MAX_STAGES))]
+        """Planned memory of the first pipeline stages, as the run recorded it; empty where it is damaged."""
+        recorded = self.run.latest.get("memory")
+        peaks = [recorded_peak(entry) for entry in recorded] if isinstance(recorded, list) else []
+        return [peak for peak in peaks if peak is not None] if all(peaks) else []
+
+
+def recorded_peak(entry: object) -> DeviceMemory | None:
+    """A stage's planned memory from a run's records; None if it is damaged."""
+    parts = entry.get("parts") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(parts, dict):
+        return None
+    sizes = {part: number(parts.get(part)) for part in PARTS}
+    moment, parameters = entry.get("moment"), entry.get("parameters")
+    is_whole = all(size >= 0 for size in sizes.values()) and sum(sizes.values()) > 0
+    if not is_whole or moment not in MOMENTS or type(parameters) is not int or parameters < 0:
+        return None
+    return DeviceMemory(sizes, moment, parameters)
 
 
 def draw_layout(plan: RunPlan) -> Markup:

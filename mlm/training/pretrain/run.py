@@ -3,6 +3,7 @@
 import logging
 import math
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -26,16 +27,15 @@ from mlm.inference.trained import resolve_checkpoint
 from mlm.launch.doctor.quick import check_start
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.forecast import predicted
+from mlm.plan import forecast
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.tracking.metrics import Parts, Rates
 from mlm.tracking.peak import DevicePeak, peak_flops
-from mlm.tracking.reporter import missing_extras, training_console
+from mlm.tracking.reporter import training_console
 from mlm.tracking.summary import write_summary
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import (
     ValidationSet,
-    corpus_problems,
     train_dataset,
     validation_prefixes,
     validation_sets,
@@ -57,9 +57,9 @@ from mlm.training.loop import (
 )
 from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors
 from mlm.training.observer import Observer
-from mlm.training.pretrain.samples import PromptSampler, prompt_problems
-from mlm.training.resume import claim, continue_data, model_folder, resume, run_start_problems
-from mlm.training.run_tokenizer import corpus_tokenizer_errors, tokenizer_now, tokenizer_of
+from mlm.training.pretrain.samples import PromptSampler
+from mlm.training.resume import claim, continue_data, model_folder, resume
+from mlm.training.run_tokenizer import tokenizer_now, tokenizer_of
 from mlm.training.saver import SaveFailedError
 from mlm.training.state import CHECKPOINTS
 from mlm.training.trainer import Trainer
@@ -72,13 +72,6 @@ MOST_EPOCHS, FEW_EPOCHS = 20, 4  # above the first a run is warned, the second i
 log = logging.getLogger(__name__)
 
 
-def preflight(config: PretrainConfig) -> list[str]:
-    """Return the problems that reading the named files shows; called before any rank starts."""
-    problems = [*missing_extras(config.log), *corpus_problems(config)]
-    problems = problems or corpus_tokenizer_errors(config.data) or prompt_problems(config)
-    return problems or run_start_problems(config)
-
-
 def run(config: PretrainConfig, ctx: ParallelContext) -> int:
     """Train; every rank calls this. Return the command's exit code. Raises UserError."""
     if ctx.device.type == "cpu":
@@ -87,6 +80,9 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
     with torch_errors_as_user_errors(config, "data.seq_length"), ExitStack() as stack:
         claim(config, ctx, stack)
         check_start(config.out, ctx)
+        if ctx.is_main:  # before memory is taken
+            for line in forecast.lines(config, ctx.world_size):
+                print(f"mlm pretrain: {line}", file=sys.stderr)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
         start = resume(trainer)
         if start is None and (start := model_folder(config)) is not None:
@@ -125,6 +121,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
                 "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
                 "resumed_from": start and str(start),
                 "corpora": trained_on(trainer.history),
+                "memory": [asdict(peak) for peak in forecast.planned_memory(config, ctx.world_size)],
             },
             notes=notes(trainer, start, changed),
             warnings=[warning for warning in warnings if warning is not None],
@@ -333,7 +330,7 @@ def finish_directory(
             prompt="The" if generates else None,
             trusted=kind.partition(":")[0] if is_path(kind) else None,
             validation=[str(prefix) for prefix in validation_prefixes(config.data).values()],
-            predicted=predicted(config, trainer.ctx.world_size),
+            predicted=forecast.predicted(config, trainer.ctx.world_size),
             failure=failure,
             checkpoint=[("newest good checkpoint", f"`{good}`" if good else "none")],
         )

@@ -17,41 +17,18 @@ from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.sampling import NOT_FINITE, Sampling, next_tokens
-from mlm.inference.trained import vocabulary_problem
 from mlm.models.backbone import Transformer
 from mlm.models.gpt2.model import GPT2
 from mlm.parallel.collectives import broadcast
 from mlm.tracking.reporter import Reporter
-from mlm.training.config import PretrainConfig
 from mlm.training.observer import Observer
-from mlm.training.run_tokenizer import tokenizer_of
+from mlm.training.preflight import PROMPTS
 from mlm.training.trainer import Trainer
-from mlm.util.errors import Problem, UserError
+from mlm.util.errors import UserError
 from mlm.util.terminal import one_line
 
-KEY = "train.sample_prompts"
 METHOD = "next_logits"
 """Method of a model that samples are drawn with."""
-
-
-def prompt_problems(config: PretrainConfig) -> list[str]:
-    """Problems of the prompts that the run's tokenizer shows. Raises UserError."""
-    prompts, length = config.train.sample_prompts, config.data.seq_length
-    if not prompts:
-        return []
-    tokenizer = tokenizer_of(config.data)
-    if tokenizer is None:
-        why = f"data.kind={config.data.kind}: no tokenizer is known"
-        fix = f"set data.tokenizer=…/tokenizer.json, or remove {KEY}"
-        return [Problem((KEY, "data.tokenizer"), f"{KEY}: {why}", fix)]
-    name = str(config.data.tokenizer or "tokenizer.json of the corpus")
-    problems = [vocabulary_problem(name, tokenizer, config.model, key="data.tokenizer")]
-    for number, prompt in enumerate(prompts, start=1):
-        count = len(tokenizer.encode(prompt))
-        if count > length:
-            why = f"prompt {number} has {count} tokens, more than data.seq_length={length}"
-            problems.append(Problem((KEY, "data.seq_length"), f"{KEY}: {why}", "shorten it"))
-    return [problem for problem in problems if problem is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +52,9 @@ class PromptSampler(Observer):
         config = trainer.config
         if METHOD not in trainer.objective.methods:
             raise UserError(
-                f"{KEY}: the objective of model.kind={config.model.kind} does not list {METHOD} among its "
-                f"methods; remove {KEY}",
-                keys=(KEY,),
+                f"{PROMPTS}: the objective of model.kind={config.model.kind} has no {METHOD} among its "
+                f"methods; remove {PROMPTS}",
+                keys=(PROMPTS,),
             )
         self.texts = config.train.sample_prompts
         self.prompts = [tokenizer.encode(text) for text in self.texts]

@@ -1,5 +1,6 @@
 """The surface of the command line: commands, help, what is shown of the config."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,9 +9,15 @@ from pathlib import Path
 import pytest
 
 import mlm
+from mlm.config.build import build
 from mlm.config.cli.commands import COMMANDS, Command, resolve
-from mlm.config.cli.groups import takes_task, task_names, task_summaries
+from mlm.config.cli.compose import compose_values
+from mlm.config.cli.groups import parameters_of, takes_task, task_names, task_summaries
+from mlm.config.paths import CONFIG_DIR
+from mlm.models.config import ModelConfig
 from tests.config.cli.doubles import Cli, make_cli, write
+from tests.data.corpora import write_corpus
+from tests.tracking.page.made import started, stepped, write_run
 
 cli = pytest.fixture(make_cli)
 EXAMPLES = [line for command in COMMANDS for _, line in command.examples if line.startswith("mlm ")]
@@ -84,7 +91,12 @@ class TestHelp:
 
     def test_groups_and_their_options_are_listed(self, cli: Cli) -> None:
         assert cli("pretrain --help") == 0
-        for shown in ("cluster     local, slurm", "precision   auto, bf16, fp16, fp32, fp64", "gpt2_8b", "sc21_1t"):
+        for shown in (
+            "cluster     local, slurm",
+            "precision   auto, bf16, fp16, fp32, fp64",
+            "gpt2_8b",
+            "sc21_1t",
+        ):
             assert shown in cli.out
 
     @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -123,17 +135,11 @@ class TestHelp:
             assert cli(f"{command} --help --config-dir mine") == 0
             assert "  reviews      Is a book liked?\n" in cli.out
 
-    @pytest.mark.parametrize(
-        ("words", "heavy"),
-        [
-            (["--help"], {"torch", "pydantic", "hydra", "omegaconf", "rich"}),
-            (["pretrain", "--help"], {"torch"}),
-        ],
-    )
-    def test_help_needs_no_heavy_library(self, words: list[str], heavy: set[str]) -> None:
+    def test_list_of_commands_needs_no_library_of_settings(self) -> None:
+        heavy = {"torch", "numpy", "tokenizers", "pydantic", "hydra", "omegaconf", "rich"}
         code = (
             "import sys; from mlm.config.cli import main; "
-            f"main({words}); sys.exit(bool({heavy} & sys.modules.keys()))"
+            f"main(['--help']); sys.exit(bool({heavy} & sys.modules.keys()))"
         )
         assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
@@ -191,6 +197,48 @@ def test_help_of_an_unknown_command_is_a_mistake(cli: Cli) -> None:
 def test_help_of_a_group_or_key_shows_sizes_types_and_values(cli: Cli, line: str, shown: str) -> None:
     assert cli(line) == 0
     assert shown in " ".join(cli.out.split())
+
+
+WITHOUT_TORCH = """
+import contextlib, io, json, os, sys
+import mlm.launch.start
+from mlm.config.cli import main
+mlm.launch.start.launch_ranks = lambda *_, **__: 0  # after all that the parent of ranks does
+for line in json.load(sys.stdin):
+    words, said = line.split(), io.StringIO()
+    os.environ["COMP_LINE"] = "mlm pretrain model=gpt2_"
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(words)
+    if code or "torch" in sys.modules:
+        sys.exit(f"{line}: exit code {code}, torch {'torch' in sys.modules}: {said.getvalue()}")
+"""
+
+
+def test_these_commands_start_without_torch(tmp_path: Path) -> None:
+    """Importing torch takes longer than all else that they do. Ranks start in `launch_ranks`."""
+    write_corpus(tmp_path / "train", [range(300)] * 40)
+    run = write_run(tmp_path / "run", started(), stepped(1))
+    tiny = f"model=gpt2_tiny data.train={tmp_path / 'train'} train.global_batch_size=8 out={tmp_path / 'new'}"
+    lines = [f"{command.name} --help" for command in COMMANDS]
+    lines += ["pretrain --help model", "pretrain --help experiment", "-sc query=bash", "--version"]
+    lines += [f"pretrain model={name}_tiny data=synthetic --check" for name in ("gpt2", "bert", "llama")]
+    lines += [f"pretrain {tiny} --check", f"parity {tiny} --check", f"verify-resume {tiny} --check"]
+    lines += ["plan layouts model=gpt2_8b gpus=64 --check", "plan memory model=gpt2_8b --check"]
+    lines += ["plan dry-run model=gpt2_8b --check", "plan schedule pp=4 micro_batches=8", "doctor --check"]
+    lines += [f"finetune mnli ckpt={run} --check", f"eval race ckpt={run} --check"]
+    lines += [f"generate ckpt={run} prompt=a --check", f"report {run} out={tmp_path / 'report.html'}"]
+    lines += [f"pretrain {tiny} tp=2 dist.device={device}" for device in ("cpu", "auto")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input=json.dumps(lines), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("path", sorted((CONFIG_DIR / "model").glob("*.yaml")), ids=lambda path: path.stem)
+def test_size_of_a_preset_is_that_of_its_modules(path: Path) -> None:
+    composed = compose_values("pretrain", [f"model={path.stem}"])
+    millions = build(ModelConfig, composed["model"]).num_parameters() / 1e6
+    assert parameters_of(path) == (f"{millions:.1f}M" if millions < 1000 else f"{millions / 1000:.1f}B")
 
 
 class TestShowing:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlm.launch import rendezvous
+from mlm.launch import network
 from mlm.launch.doctor import host
 from mlm.launch.doctor.findings import Finding, Status, rows_of
 from mlm.launch.doctor.host import GIB, MIB, environment, judge_gpu
@@ -97,14 +97,14 @@ def test_host_names_that_do_not_resolve_are_found(monkeypatch: pytest.MonkeyPatc
             raise socket.gaierror(-2, "Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.0.0.1", 0))]
 
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "node1")
     place = RankPlace(0, 4, 0, 2, master_addr="nosuch", master_port=1)
     found = host.names(place, {})
     assert (found.status, "MASTER_ADDR=nosuch" in found.result) == ("fail", True)
     assert "set MASTER_ADDR" in found.remedy
     assert host.names(None, {}).status == "ok"
-    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "node2")
     assert host.names(None, {}).status == "warn"
 
 

@@ -1,6 +1,7 @@
 """Drawings agree with the plan that they show."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from mlm.plan.shape import PlannedLayout
 from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_memory, draw_schedule
 from mlm.tracking.page.runs import read_run
 from tests.tracking.page.made import LAYOUT, MODEL, some_run, started, stepped, write_run
+
+LARGE = ModelConfig(**{**MODEL, "num_layers": 64, "hidden_size": 1024})
+LARGE_LAYOUT = PlannedLayout(tp=2, pp=2, dp=2, micro_batch=2, global_batch=16)
+PEAKS = [MemoryModel(LARGE, 32, "fp32", device="cpu").peak(LARGE_LAYOUT, stage) for stage in (0, 1)]
 
 
 def plans(
@@ -148,14 +153,31 @@ def test_a_measured_step_of_another_layout_is_left_out(tmp_path: Path) -> None:
 
 
 def test_memory_is_that_of_the_plan(tmp_path: Path) -> None:
-    drawn = draw_memory(plans(tmp_path / "a", model={**MODEL, "num_layers": 64, "hidden_size": 1024}))
-    model = ModelConfig(**{**MODEL, "num_layers": 64, "hidden_size": 1024})
-    layout = PlannedLayout(tp=2, pp=2, dp=2, micro_batch=2, global_batch=16)
-    for stage in (0, 1):
-        peak = MemoryModel(model, 32, "fp32", device="cpu", reserved=0.3 * GIB).peak(layout, stage)
+    run = write_run(tmp_path / "a", started(memory=[asdict(peak) for peak in PEAKS]), stepped(1))
+    drawn = draw_memory(RunPlan(read_run(run, "a")))
+    for peak in PEAKS:
         assert f"<td>{peak.total / GIB:.3g}</td>" in drawn
     assert "Planned for a CPU" in drawn
     assert "Rank 0 logged 1.00 GiB" in drawn
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"parts": {}},
+        {"parts": {**PEAKS[0].parts, "weights": -1.0}},
+        {"parts": {**PEAKS[0].parts, "weights": float("nan")}},
+        {"parts": dict.fromkeys(PEAKS[0].parts, 0)},
+        {"moment": "<b>"},
+        {"parameters": "many"},
+    ],
+    ids=str,
+)
+def test_damaged_memory_is_not_drawn(tmp_path: Path, damaged: dict[str, Any]) -> None:
+    records = [asdict(PEAKS[0]), {**asdict(PEAKS[1]), **damaged}]
+    for number, memory in enumerate((records, [3], 3)):
+        run = write_run(tmp_path / str(number), started(memory=memory), stepped(1))
+        assert draw_memory(RunPlan(read_run(run, "a"))) == ""
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.tracking.config import LogConfig
 from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.corpora import train_dataset
-from mlm.training.pretrain.run import model_of_ckpt, preflight, run
+from mlm.training.preflight import preflight
+from mlm.training.pretrain.run import model_of_ckpt, run
 from tests.data.corpora import write_corpus
 from tests.finetune.chats import write_llama
 from tests.finetune.runs import losses

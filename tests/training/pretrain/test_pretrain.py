@@ -216,9 +216,7 @@ def test_ctrl_c_while_a_run_starts_is_obeyed_after_its_first_step(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tp: int
 ) -> None:
     """It comes before torch's processes, or any handler of training, are there."""
-    monkeypatch.setattr(
-        "mlm.training.pretrain.run.preflight", lambda config: signal.raise_signal(signal.SIGINT)
-    )
+    monkeypatch.setattr("mlm.training.preflight.preflight", lambda config: signal.raise_signal(signal.SIGINT))
     out = tmp_path / "run"
     assert main(["pretrain", *TINY, f"data.path={corpus}", f"out={out}", f"tp={tp}"]) == 130
     assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000001"]

@@ -1,0 +1,77 @@
+"""Checks of a run's files before its ranks start.
+
+Torch is imported only where there is a checkpoint, or a model folder, to read.
+"""
+
+import os
+from pathlib import Path
+
+from mlm.config.command import resolve
+from mlm.config.path_errors import protected_from
+from mlm.launch.environment import read_rank_place
+from mlm.tracking.config import missing_extras
+from mlm.training.config import PretrainConfig
+from mlm.training.corpora import corpus_problems
+from mlm.training.run_tokenizer import corpus_tokenizer_errors, tokenizer_of, vocabulary_problem
+from mlm.util.errors import Problem, UserError
+from mlm.util.lock import LOCK, single_writer
+from mlm.util.ownership import CHECKPOINTS, claim_problems
+
+PROMPTS = "train.sample_prompts"
+
+
+def preflight(config: PretrainConfig) -> list[str]:
+    """Return the problems that reading the named files shows; called before any rank starts."""
+    problems = [*missing_extras(config.log), *corpus_problems(config)]
+    problems = problems or corpus_tokenizer_errors(config.data) or prompt_problems(config)
+    return problems or run_start_problems(config)
+
+
+def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str]:
+    """Return the problems that keep the run from its start, or from being alone in its folder.
+
+    Without `compares` the caller compares the run with its checkpoint. Called before any rank starts. The
+    lock is tried only without a launcher, whose ranks would block each other.
+    """
+    if problems := claim_problems(config.out, "run", inputs=protected_from(config)):
+        return problems
+    folder = Path(config.out, CHECKPOINTS)
+    try:
+        if config.ckpt is not None or _holds_saves(folder):
+            problems += resolve("mlm.training.resume:start_problems")(config, compares=compares)
+        if not problems and read_rank_place(os.environ) is None:
+            with single_writer(folder):
+                pass
+    except UserError as error:
+        return list(error.problems)
+    return problems
+
+
+def _holds_saves(folder: Path) -> bool:
+    """True unless a folder is missing, or holds nothing but the lock that a run takes before it saves."""
+    try:
+        return any(name != LOCK for name in os.listdir(folder))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # whoever reads it says why it cannot
+
+
+def prompt_problems(config: PretrainConfig) -> list[str]:
+    """Problems of the prompts that the run's tokenizer shows. Raises UserError."""
+    prompts, length = config.train.sample_prompts, config.data.seq_length
+    if not prompts:
+        return []
+    tokenizer = tokenizer_of(config.data)
+    if tokenizer is None:
+        why = f"data.kind={config.data.kind}: no tokenizer is known"
+        fix = f"set data.tokenizer=…/tokenizer.json, or remove {PROMPTS}"
+        return [Problem((PROMPTS, "data.tokenizer"), f"{PROMPTS}: {why}", fix)]
+    name = str(config.data.tokenizer or "tokenizer.json of the corpus")
+    problems = [vocabulary_problem(name, tokenizer, config.model, key="data.tokenizer")]
+    for number, prompt in enumerate(prompts, start=1):
+        count = len(tokenizer.encode(prompt))
+        if count > length:
+            why = f"prompt {number} has {count} tokens, more than data.seq_length={length}"
+            problems.append(Problem((PROMPTS, "data.seq_length"), f"{PROMPTS}: {why}", "shorten it"))
+    return [problem for problem in problems if problem is not None]
