@@ -8,8 +8,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -208,15 +209,22 @@ def _place(job: Execution, values: dict[str, Any]) -> None:
     """Give a job of a sweep its own output, below `out` or the folder of sweeps."""
     if job.varied is None or "out" not in values:
         return
-    out = values["out"]
-    if out is None:
-        out = f"{SWEEPS}/{time.strftime('%Y-%m-%d_%H-%M-%S')}/{job.command.config}.json"
+    out, is_check = values["out"], job.arguments.check
+    if out is None and not is_check:
+        out = f"{_folder_of_sweep()}/{job.command.config}.json"
     if not isinstance(out, str) or out in ("", STDOUT, MISSING_VALUE):
         return
     varied = ",".join(job.varied)
     path, folder = Path(out), folder_name(varied)
-    values["out"] = str(path.parent / folder / path.name if path.suffix in FILES else path / folder)
-    job.placed_out = values["out"]
+    if path.suffix not in FILES:
+        placed = path / folder
+    elif is_check:  # its own folder is not made
+        placed = path
+    else:
+        placed = path.parent / folder / path.name
+        with suppress(OSError):  # which the check of the path names
+            placed.parent.mkdir(parents=True, exist_ok=True)
+    values["out"] = job.placed_out = str(placed)
 
 
 def _announce(job: Execution) -> None:
@@ -226,6 +234,12 @@ def _announce(job: Execution) -> None:
     record_job([*([f"--config-dir={folder}"] if folder else []), *typed], job.varied)
     if job.placed_out is not None:
         print(f"mlm {job.command.name}: job {job.number}: out={job.placed_out}", file=sys.stderr)
+
+
+@cache
+def _folder_of_sweep() -> str:
+    """Of all jobs, by the time of the first."""
+    return f"{SWEEPS}/{time.strftime('%Y-%m-%d_%H-%M-%S')}"
 
 
 def folder_name(overrides: str) -> str:

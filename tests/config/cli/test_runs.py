@@ -193,6 +193,13 @@ class TestSweeps:
             assert [line.split()[1] for line in cli.out.splitlines() if "o/tp=" in line] == ["interrupted"]
             assert "not started" in cli.out
 
+    @pytest.mark.parametrize("check", [False, True])
+    def test_a_job_that_writes_a_file_finds_its_folder(self, cli: Cli, check: bool) -> None:
+        """The sweep makes it; `--check` makes none and finds nothing wrong."""
+        assert cli("plan layouts -m model=gpt2_tiny gpus=2,4" + " --check" * check) == 0
+        assert len(list(Path("runs").glob("sweeps/*/gpus=[24]"))) == (0 if check else 2)
+        assert len(list(Path("runs").glob("sweeps/*"))) == (0 if check else 1)
+
     def test_misspelled_sweep_starts_nothing(self, cli: Cli) -> None:
         assert cli(f"{SOUND} -m tp=1,2 sed=3") == 2
         assert cli.launched.configs == []
