@@ -67,7 +67,7 @@ SURFACE = {
     "copy_to_tp": "(x, axis)",
     "export_hf": "(ckpt, out, *, max_file_gb=5.0, verify=True)",
     "gather_sequence": "(x, axis)",
-    "gradient_norm": "(shards, ctx)",
+    "gradient_norm": "(shards, ctx, prefix='')",
     "init_parameters": "(model, seed, tp=None)",
     "learning_rate": "(step, optimizer, schedule, steps)",
     "parameter_shards": "(model, tp)",

@@ -1,7 +1,7 @@
 """The GPUs of this host. Torch is asked, and imported, only where there may be one."""
 
 import ctypes
-import runpy
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,11 +49,16 @@ def _may_have_gpus() -> bool:
     spec = find_spec("torch")
     if "torch" in sys.modules or spec is None or spec.origin is None:
         return True
-    built_for = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    if built_for.get("cuda") is None:
-        return built_for.get("hip") is not None
+    version = Path(spec.origin).with_name("version.py").read_text()
+    if not _names_version(version, "cuda"):
+        return _names_version(version, "hip")
     try:
         ctypes.CDLL(DRIVER)
     except OSError:
         return False
     return True
+
+
+def _names_version(source: str, library: str) -> bool:
+    """True if torch/version.py says that torch was built for a version of cuda or hip: `cuda = '12.8'`."""
+    return re.search(rf"^{library}\b[^=]*= *['\"]", source, re.MULTILINE) is not None

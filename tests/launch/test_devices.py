@@ -1,6 +1,6 @@
 """GPUs are looked for with torch, and without it where there can be none."""
 
-import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,31 +13,32 @@ from mlm.launch.devices import count_gpus, device_kind
 from mlm.util.errors import UserError
 
 FOUND = """
-import json, sys
-from pathlib import Path
+import sys
 from mlm.launch import devices
-built_for, devices.DRIVER = json.load(sys.stdin)
-devices.runpy.run_path = lambda path: built_for
+devices.DRIVER = sys.argv[1]
 print(devices._may_have_gpus(), "torch" in sys.modules)
 """
 
 
 @pytest.mark.parametrize(
-    ("built_for", "driver", "expected"),
+    ("version", "driver", "expected"),
     [
-        ({"cuda": None, "hip": None}, "libc.so.6", False),
-        ({"cuda": None}, "libc.so.6", False),
-        ({"cuda": None, "hip": "6.4"}, "none.so", True),  # ROCm: torch is asked
-        ({"cuda": "13.0", "hip": None}, "none.so", False),  # a host without the driver
-        ({"cuda": "13.0", "hip": None}, "libc.so.6", True),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None", "libc.so.6", False),
+        ("cuda = None\nrocm = '6.4'", "libc.so.6", False),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4'", "none.so", True),  # ROCm: torch is asked
+        ("cuda = '13.0'\nhip = None", "none.so", False),  # a host without the driver
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None", "libc.so.6", True),
     ],
 )
 def test_torch_is_asked_where_its_build_and_the_host_may_have_gpus(
-    built_for: dict[str, str | None], driver: str, expected: bool
+    tmp_path: Path, version: str, driver: str, expected: bool
 ) -> None:
-    said = json.dumps([built_for, driver])
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    (tmp_path / "torch/version.py").write_text(f"from typing import Optional\n\n{version}\n")
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", FOUND], input=said, capture_output=True, text=True, check=True
+        [sys.executable, "-c", FOUND, driver], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [str(expected), "False"]
 
@@ -45,8 +46,9 @@ def test_torch_is_asked_where_its_build_and_the_host_may_have_gpus(
 def test_the_build_is_read_from_torchs_own_file() -> None:
     import torch
 
-    read = devices.runpy.run_path(str(Path(torch.__file__).with_name("version.py")))
-    assert (read["cuda"], read["hip"]) == (torch.version.cuda, torch.version.hip)
+    version = Path(torch.__file__).with_name("version.py").read_text()
+    for library in ("cuda", "hip"):
+        assert devices._names_version(version, library) == (getattr(torch.version, library) is not None)
 
 
 @pytest.mark.parametrize("gpus", [0, 4])

@@ -208,8 +208,8 @@ def test_layers_compile_by_default_on_gpus_with_a_compiler(monkeypatch: pytest.M
 
 def test_a_run_without_a_compiler_takes_no_compiled_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even after a compiled run in its process."""
-    asked: list[torch.device] = []
-    monkeypatch.setattr("mlm.parallel.cross_entropy.compiled", lambda device: asked.append(device))
+    asked: list[bool] = []
+    monkeypatch.setattr("mlm.parallel.cross_entropy.compiled", lambda: asked.append(True))
     monkeypatch.setattr("mlm.training.trainer.compile_layers", lambda *_, **__: None)
     spec = replace(SPEC, precision=PrecisionConfig(dtype="bf16"))
     for choice in (True, False):
