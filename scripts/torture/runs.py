@@ -24,7 +24,7 @@ from mlm.config.cli.compose import load_config
 from mlm.config.cli.entry import report
 from mlm.launch.start import run_job
 from mlm.training.config import PretrainConfig
-from mlm.training.pretrain import run as pretrain
+from mlm.training.preflight import preflight
 from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import ConfigError
 from torture.children import LOAD, PLAIN, RESHARD, SAVE, Job, Manner, announced, start
@@ -110,7 +110,7 @@ def as_command(name: str, work: Callable[[], int]) -> int:
 
 
 def _pretrain(config: PretrainConfig) -> int:
-    if problems := pretrain.preflight(config):
+    if problems := preflight(config):
         raise ConfigError(problems)
     return run_job("mlm.training.pretrain.run:run", config, out=Path(config.out))
 
