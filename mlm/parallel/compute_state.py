@@ -51,6 +51,11 @@ class ComputeState:
     overlap_chunks: int = 1
     """Parts of the rows; the communication of one over tp overlaps the products of the next."""
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the parameter is read as it is kept, and its gradient goes through autograd at once."""
+        return self.weight_copy is None and self.deferred is None and self.fused_grad is None and not self.fp8
+
 
 class ComputesInHalf(nn.Module):
     """A module with a ComputeState, which reads copies of its parameters where there are any."""

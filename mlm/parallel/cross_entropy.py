@@ -35,6 +35,8 @@ VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
 
 def columns_of(labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
     """This shard's column of each label, -1 where the label lives elsewhere or is IGNORE_INDEX."""
+    if table.tp.size == 1:
+        return labels.clamp(min=-1)  # IGNORE_INDEX is negative, padding is no label
     column = labels - table.first
     return column.masked_fill((column < 0) | (column >= table.true_local_rows), -1)
 
@@ -54,7 +56,8 @@ def softmax_and_loss(
         label [R], -1 where the label lives elsewhere.
     """
     tp, true = table.tp, table.true_local_rows
-    logits[:, true:] = -math.inf  # padding takes no probability, at every tp
+    if true < logits.shape[1]:
+        logits[:, true:] = -math.inf  # padding takes no probability, at every tp
     column = columns_of(labels, table)
     target = logits.gather(1, column.clamp(min=0).unsqueeze(1)).squeeze(1)
     if true == 0:  # a shard of nothing but padding

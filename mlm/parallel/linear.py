@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.parallel import fp8 as in_fp8
@@ -32,7 +33,7 @@ from mlm.parallel.collectives import (
     start_reduce_scatter,
 )
 from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, copy_of_dtype
-from mlm.parallel.matmul import add_weight_gradient, product, weight_gradient
+from mlm.parallel.matmul import add_weight_gradient, product, uses_onednn, weight_gradient
 from mlm.parallel.mesh import Axis
 from mlm.parallel.uncompiled import skip_compile
 
@@ -297,6 +298,8 @@ def linear(
     With `compute.fused_grad` backward adds the weight's gradient to it, past autograd: no hook of the weight
     hears of it.
     """
+    if compute.is_plain and not uses_onednn(x, weight) and x.dtype == weight.dtype:
+        return F.linear(x, weight, bias)  # the same products; a node of ours takes as long as a small one
     apply: Callable[..., Tensor] = _Linear.apply if compute.deferred is None else _eager_linear
     return apply(x, weight, bias, *_copies(compute, bias), SINGLE_RANK, False, *_ways(compute), 1)
 

@@ -13,7 +13,7 @@ from mlm.data.blend_history import History
 from mlm.data.sampler import MicroBatch, Ranges, first_of_step
 from mlm.models.backbone import Transformer
 from mlm.models.family import SHIPPED, Objective
-from mlm.optim.adamw import apply, build_optimizer, ensure_state, set_lr
+from mlm.optim.adamw import apply, build_optimizer, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm
 from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
@@ -144,7 +144,6 @@ class Trainer(Generic[B]):
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
         )
         self.optimizer = build_optimizer(self.shards, config.optimizer)
-        ensure_state(self.optimizer, self.shards)
         self.scaler = LossScaler(config.precision, ctx.device)
         self.split_parts: tuple[int, ...] = (ctx.tp.rank,)
         self.step = 0

@@ -68,6 +68,7 @@ def same_user_error(config: GenerateConfig, ctx: ParallelContext) -> None:
 def crash(config: GenerateConfig, ctx: ParallelContext) -> None:
     """Rank 1 has a bug while rank 0 is where no error reaches it."""
     tell(config, ctx)
+    all_reduce(torch.ones(1), ctx.world)  # so that rank 0 has told before it is ended
     if ctx.rank == 1:
         raise ZeroDivisionError("a bug")
     time.sleep(600)
