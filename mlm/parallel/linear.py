@@ -298,7 +298,8 @@ def linear(
     With `compute.fused_grad` backward adds the weight's gradient to it, past autograd: no hook of the weight
     hears of it.
     """
-    if compute.is_plain and not uses_onednn(x, weight) and x.dtype == weight.dtype:
+    is_plain = compute.is_plain and x.dtype == weight.dtype and not uses_onednn(x, weight)
+    if is_plain and x.is_contiguous():  # of another PyTorch would keep a copy
         return F.linear(x, weight, bias)  # the same products; a node of ours takes as long as a small one
     apply: Callable[..., Tensor] = _Linear.apply if compute.deferred is None else _eager_linear
     return apply(x, weight, bias, *_copies(compute, bias), SINGLE_RANK, False, *_ways(compute), 1)

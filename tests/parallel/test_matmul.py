@@ -31,3 +31,18 @@ def test_linear_matches_torch(  # type: ignore[no-untyped-def]
     theirs = torch.autograd.grad(expected := F.linear(x, w, b), inputs, dy)
     for got, want in zip((y, *ours), (expected, *theirs), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("lies_whole", [True, False])
+def test_linear_keeps_its_input_and_no_copy_of_it(lies_whole: bool) -> None:
+    x, weight = torch.randn(4, 3, 8), torch.randn(5, 8, requires_grad=True)
+    x = x if lies_whole else x.transpose(0, 1)
+    kept: list[int] = []
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        kept.append(saved.untyped_storage().data_ptr())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        linear(x, weight)
+    assert set(kept) <= {each.untyped_storage().data_ptr() for each in (x, weight)}
