@@ -168,7 +168,7 @@ def sum_of_chunks(
     total: Tensor | None, left: Tensor, right: Tensor, *, turned: bool, dtype: torch.dtype
 ) -> Tensor:
     """Add a chunk's part left^T @ right of the weight's gradient: [V/t, H] in `dtype`, [H, V/t] if turned."""
-    if total is not None and left.dtype in HALF:  # where it is, if the device can
+    if total is not None and not turned:  # where it is, if the library can
         add_weight_gradient(total, left, right)
         return total
     part = product(right.t(), left.t()) if turned else weight_gradient(left, right, dtype)
