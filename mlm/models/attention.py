@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mlm.models.blocked_attention import FUSED, causal_attention_in_blocks, pays_in_blocks
 from mlm.models.cache import Reading, merge_heads, split_heads
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
@@ -91,6 +92,8 @@ class SelfAttention(nn.Module):
 
     def fused(self, qkv: Tensor, p: float, bias: Tensor | None, causal: bool) -> Tensor:
         """Attention by PyTorch's best kernel, dropping probabilities with probability p."""
+        if causal and p == 0 and bias is None and pays_in_blocks(qkv):
+            return causal_attention_in_blocks(qkv.unflatten(-1, (-1, self.head_dim)), FUSED)
         return fused_attention(qkv, self.head_dim, p, bias, causal)
 
     def unfused(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.models.attention import SelfAttention
+from mlm.models.blocked_attention import HeadLayout, causal_attention_in_blocks, pays_in_blocks
 from mlm.models.cache import causal_attention, merge_heads, window_mask
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings
@@ -113,6 +114,12 @@ class GroupedQueryAttention(SelfAttention):
 
     def fused(self, qkv: Tensor, p: float, bias: Tensor | None, causal: bool) -> Tensor:
         """Attention by PyTorch's best kernel: [S, B, (n + 2k) D] -> [S, B, n D]."""
+        if bias is None and p == 0 and not 0 < self.window < len(qkv) and pays_in_blocks(qkv):
+            x = qkv.unflatten(-1, (-1, self.head_dim))
+            kv = self._kv_heads(x.shape[2])
+            first = x.shape[2] - 2 * kv
+            layout = HeadLayout(slice(first), slice(first, first + kv), slice(first + kv, None))
+            return causal_attention_in_blocks(x, layout)
         q, k, v = self.heads(qkv)
         if bias is None:
             return merge_heads(causal_attention(q, k, v, window=self.window, p=p))

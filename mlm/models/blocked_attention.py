@@ -1,0 +1,183 @@
+"""Causal attention of a CPU in blocks of queries, by batched products of several heads.
+
+PyTorch's fused kernel multiplies tiles of 32 queries of one head, with 50 to 75 GFLOP/s on a Zen 4 core whose
+products of bfloat16 reach 220. Here a block of queries of several heads meets all keys up to its end in one
+product; of what the mask hides only the block's own triangle is computed.
+
+Scores are float32, also those of bfloat16 queries, as in the fused kernel: rounded to bfloat16 they would be
+off by 2^-9 of themselves, and probabilities by exp(2^-9 s). Nothing of size S * S outlives a block: backward
+recomputes the probabilities, as flash attention does (arXiv:2205.14135, section 3.1).
+
+Shapes: S sequence, B micro-batch, D head_dim, K heads of keys and values, g queries to each; c = b h heads of
+keys of b samples at a time, r rows of queries in a block, e keys up to its end.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlm.parallel.uncompiled import skip_compile
+
+BLOCK_ROWS = 64
+"""Queries in a block: more compute more of the masked triangle, fewer starve the products."""
+BUFFER_BYTES = 2 << 20
+"""Scores at a time, which the passes over them should find in the cache."""
+LENGTHS = {torch.float32: range(257, 513), torch.bfloat16: range(32, 513)}
+"""Sequences for which blocks are faster than the fused kernel. Its time over that of blocks, forward and
+backward on two Zen 4 cores: 4 x 6 heads of 64 at S = 512 1.30 in bfloat16 and 1.23 in float32; 8 x 4 of 64 at
+S = 256 1.37 and 1.0; 8 x 4 of 16 at S = 128 1.6 and 1.0; 2 x 16 of 64 at S = 1024 0.8 and 1.05."""
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """Location of queries, keys and values among the heads of [..., S, heads, D]."""
+
+    query: slice
+    key: slice
+    value: slice
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, K, g, S, D], keys and values [B, K, S, D]: views of x [B, S, heads, D]."""
+        q, k, v = (x[:, :, heads].transpose(1, 2) for heads in (self.query, self.key, self.value))
+        return q.unflatten(1, (k.shape[1], -1)), k, v
+
+
+FUSED = HeadLayout(slice(0, None, 3), slice(1, None, 3), slice(2, None, 3))
+"""Rows of a fused qkv weight: [head][q, k, v][head_dim]."""
+
+
+def pays_in_blocks(x: Tensor) -> bool:
+    """True if causal attention to heads [S, B, ...] is faster in blocks."""
+    return x.is_cpu and len(x) in LENGTHS.get(x.dtype, ())
+
+
+@skip_compile  # its loops would be unrolled
+def causal_attention_in_blocks(x: Tensor, layout: HeadLayout) -> Tensor:
+    """Causal softmax(q k^T / sqrt(D)) v of heads [S, B, heads, D] -> [S, B, K g D]. Differentiable once."""
+    y: Tensor = _BlockedAttention.apply(x, layout)  # type: ignore[no-untyped-call]
+    return y.flatten(2)
+
+
+class _Blocks:
+    """Walk over samples, heads and blocks of queries, with the buffers that all of them use."""
+
+    def __init__(self, x: Tensor, layout: HeadLayout) -> None:
+        queries = layout.split(x.transpose(0, 1))[0]
+        self.batch, self.heads, self.queries, self.length, self.width = queries.shape
+        self.rows = min(BLOCK_ROWS, self.length)
+        self.factor = 1 / math.sqrt(self.width)
+        per_head = self.queries * self.rows * self.length
+        most = max(1, BUFFER_BYTES // (4 * per_head))
+        self.some_heads, self.some_samples = min(most, self.heads), max(1, most // self.heads)
+        size = min(self.some_heads * self.some_samples, self.batch * self.heads) * per_head
+        self.wide, self.narrow = torch.empty(size), torch.empty(size, dtype=x.dtype)
+        self.future = torch.full((self.rows, self.rows), -math.inf).triu_(1)
+
+    def samples(self) -> Iterator[slice]:
+        """Ranges of samples whose heads lie side by side while they are computed with."""
+        for first in range(0, self.batch, self.some_samples):
+            yield slice(first, first + self.some_samples)
+
+    def groups(self) -> Iterator[slice]:
+        """Ranges of heads of keys."""
+        for first in range(0, self.heads, self.some_heads):
+            yield slice(first, first + self.some_heads)
+
+    def blocks(self) -> Iterator[slice]:
+        """Ranges of queries, the last first: it meets all keys, so that it begins their sums."""
+        for first in reversed(range(0, self.length, self.rows)):
+            yield slice(first, min(first + self.rows, self.length))
+
+    def probabilities(self, q: Tensor, k: Tensor, rows: slice) -> Tensor:
+        """Softmax of a block's scores: q [c, g, S, D] scaled, k [c, S, D], float32 -> [c, g r, e]."""
+        c, g, end = k.shape[0], q.shape[1], rows.stop
+        r = end - rows.start
+        p = self.wide[: c * g * r * end].view(c, g * r, end)
+        torch.bmm(q[:, :, rows].flatten(1, 2), k[:, :end].transpose(1, 2), out=p)
+        p.view(c, g, r, end)[..., rows].add_(self.future[:r, :r])
+        return torch.softmax(p, -1, out=p)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """`x` in the dtype of the inputs, in a buffer of its own where that is another."""
+        return x if x.dtype == self.narrow.dtype else self.narrow[: x.numel()].view(x.shape).copy_(x)
+
+
+class _BlockedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: HeadLayout) -> Tensor:
+        ctx.layout = layout
+        ctx.save_for_backward(x)
+        blocks = _Blocks(x, layout)
+        y = x.new_empty(*x.shape[:2], blocks.heads * blocks.queries, blocks.width)
+        for samples in blocks.samples():
+            near = x[:, samples].transpose(0, 1).contiguous()  # [b, S, heads, D]
+            near_y = near.new_empty(*near.shape[:2], *y.shape[2:])
+            out = near_y.transpose(1, 2).unflatten(1, (blocks.heads, -1))  # [b, K, g, S, D]
+            queries, keys, values = layout.split(near)
+            for heads in blocks.groups():
+                q = (queries[:, heads].float() * blocks.factor).flatten(0, 1)  # [c, g, S, D]
+                k, v = keys[:, heads].float().flatten(0, 1), values[:, heads].flatten(0, 1)
+                target = out[:, heads]
+                for rows in blocks.blocks():
+                    p = blocks.rounded(blocks.probabilities(q, k, rows))
+                    part = torch.bmm(p, v[:, : rows.stop])
+                    target[..., rows, :] = part.view(*target.shape[:3], -1, blocks.width)
+            y[:, samples] = near_y.transpose(0, 1)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        layout: HeadLayout = ctx.layout
+        blocks, dx = _Blocks(x, layout), torch.empty_like(x)
+        for samples in blocks.samples():
+            near, near_dy = (t[:, samples].transpose(0, 1).contiguous() for t in (x, dy))
+            near_dx = torch.empty_like(near)
+            out = near_dy.transpose(1, 2).unflatten(1, (blocks.heads, -1))
+            inputs, outputs = layout.split(near), layout.split(near_dx)
+            for heads in blocks.groups():
+                queries, keys, values = (t[:, heads] for t in inputs)
+                gradients = _gradients(blocks, queries, keys, values, out[:, heads])
+                for t, gradient in zip(outputs, gradients, strict=True):
+                    t[:, heads] = gradient.view(t[:, heads].shape)
+            dx[:, samples] = near_dx.transpose(0, 1)
+        return dx, None
+
+
+def _gradients(
+    blocks: _Blocks, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries [c, g, S, D], keys and values [c, S, D] of some heads; the last two are float32.
+
+    `out` [b, h, g, S, D] is the gradient of their output; the others are as `HeadLayout.split` gives them.
+    """
+    narrow_q, k, v, dy = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1), out.flatten(0, 1)
+    q, wide_k = narrow_q.float() * blocks.factor, k.float()
+    dq, dk, dv = torch.empty_like(narrow_q), wide_k, wide_k  # the first block begins the sums
+    for rows in blocks.blocks():
+        end, is_first = rows.stop, rows.stop == blocks.length
+        p = blocks.probabilities(q, wide_k, rows)  # [c, g r, e] float32
+        g = dy[:, :, rows].flatten(1, 2)  # [c, g r, D]
+        dv = _add_product(None if is_first else dv, blocks.rounded(p), g)
+        ds = torch.bmm(g, v[:, :end].transpose(1, 2)).float()
+        torch._softmax_backward_data(ds, p, -1, torch.float32, grad_input=ds)
+        narrow_ds = blocks.rounded(ds.mul_(blocks.factor))
+        dq[:, :, rows] = torch.bmm(narrow_ds, k[:, :end]).view(dq[:, :, rows].shape)
+        dk = _add_product(None if is_first else dk, narrow_ds, narrow_q[:, :, rows].flatten(1, 2))
+    return dq, dk, dv
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Add left^T right to the first e rows of `total` [c, S, D] in float32: [c, g r, e], [c, g r, D]."""
+    if total is None:
+        return torch.bmm(left.transpose(1, 2), right).float()
+    some = total[:, : left.shape[2]]
+    if left.dtype == total.dtype:
+        some.baddbmm_(left.transpose(1, 2), right)
+    else:
+        some += torch.bmm(left.transpose(1, 2), right)
+    return total

@@ -1,0 +1,67 @@
+"""Causal attention in blocks against PyTorch's in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlm.models import blocked_attention
+from mlm.models.blocked_attention import FUSED, HeadLayout, causal_attention_in_blocks, pays_in_blocks
+
+GROUPED = HeadLayout(slice(4), slice(4, 6), slice(6, None))
+"""Four heads of queries that share two of keys and values."""
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+"""Of the largest number: a few roundings, of scores up to 20."""
+
+
+def exact(x: Tensor, layout: HeadLayout) -> Tensor:
+    """Attention to heads [S, B, heads, D] by PyTorch's kernel: [S, B, n D]."""
+    q, k, v = (x[:, :, heads].permute(1, 2, 0, 3) for heads in (layout.query, layout.key, layout.value))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return y.permute(2, 0, 1, 3).flatten(2)
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 40_000, 1 << 20], ids=["a head", "some heads", "all samples"])
+@pytest.mark.parametrize("layout", [FUSED, GROUPED], ids=["fused", "grouped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_give_the_output_and_gradient_of_float64(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: HeadLayout, buffer_bytes: int
+) -> None:
+    """However heads are grouped, and where the last block is shorter than the others."""
+    monkeypatch.setattr(blocked_attention, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(blocked_attention, "BLOCK_ROWS", 16)
+    heads = 12 if layout is FUSED else 8
+    x = (2 * torch.randn(40, 3, heads, 8)).to(dtype).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    y, reference = causal_attention_in_blocks(x, layout), exact(wide, layout)
+    dy = torch.randn_like(reference).to(dtype)
+    gradients = torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(reference, wide, dy.double())[0]
+    for found, expected in ((y, reference), gradients):
+        off = (found.double() - expected).abs().max() / expected.abs().max()
+        assert off < TOLERANCE[dtype]
+
+
+def test_blocks_are_no_further_from_float64_than_the_kernel_in_half_precision() -> None:
+    x = (2 * torch.randn(256, 2, 12, 32)).bfloat16()
+    wide = x.double().requires_grad_()
+    dy = torch.randn(256, 2, 128).bfloat16()
+    expected = torch.autograd.grad(exact(wide, FUSED), wide, dy.double())[0]
+    errors = []
+    for attention in (causal_attention_in_blocks, exact):
+        held = x.clone().requires_grad_()
+        gradient = torch.autograd.grad(attention(held, FUSED), held, dy)[0]
+        errors.append(float((gradient.double() - expected).norm() / expected.norm()))
+    assert errors[0] < 1.2 * errors[1]
+
+
+def test_long_wide_and_tiny_attention_keeps_the_kernel() -> None:
+    assert pays_in_blocks(torch.empty(512, 1, 1, dtype=torch.bfloat16))
+    assert pays_in_blocks(torch.empty(512, 1, 1))
+    for length, dtype in (
+        (513, torch.bfloat16),
+        (31, torch.bfloat16),
+        (256, torch.float32),
+        (512, torch.float64),
+    ):
+        assert not pays_in_blocks(torch.empty(length, 1, 1, dtype=dtype))
+    assert not pays_in_blocks(torch.empty(512, 1, 1, device="meta"))
