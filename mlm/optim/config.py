@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
 
-OPTIMIZERS = ImportPath("adamw")
+OPTIMIZERS = ImportPath("adamw", "muon")
 DECAYS = ImportPath("cosine", "linear", "constant")
 DECAY_NAMES = Also("lr_decay_style", "lr_scheduler_type", "scheduler")
 MinLearningRate = Annotated[float, NOT_NEGATIVE, Also("min_learning_rate", "lr_min")]
@@ -13,15 +13,45 @@ WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MuonConfig:
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum of matrices made orthogonal."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    matrices: str = "layers.*"
+    """Names of the weights that Muon updates, those of two and more dimensions; AdamW updates the rest."""
+    momentum: Annotated[float, FRACTION] = 0.95
+    """Decay rate of the average of gradients."""
+    nesterov: bool = True
+    """Look a step ahead: average the gradient with its average once more."""
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of an update by its matrix's shape, as torch.optim.Muon names it: match_rms_adamw is
+    0.2 sqrt(max(rows, columns)), so that learning rate and decay are AdamW's (arXiv:2502.16982, section 2.2);
+    original is sqrt(max(1, rows / columns)), whose rates are about a hundred times AdamW's."""
+    ns_steps: Annotated[int, POSITIVE] = 5
+    """Newton-Schulz iterations."""
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """a, b, c of an iteration X <- a X + (b A + c A A) X with A = X X^T; Jordan's, as in torch.optim.Muon."""
+    per_head: bool = False
+    """Make the queries, keys and values of each head orthogonal by themselves, not those of all heads."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Format of the iterations; auto is bf16 on GPUs and on processors that multiply it faster, else fp32.
+    With precision=fp64 they are in float64."""
+    adamw_lr: Annotated[float | None, POSITIVE] = None
+    """Peak learning rate of what AdamW updates; null means optimizer.lr."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """Adam with decoupled weight decay (arXiv:1909.08053, section 4.2), or an optimizer of your own."""
+    """Adam with decoupled weight decay (arXiv:1909.08053, section 4.2), Muon, or an optimizer of your own."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     kind: Annotated[str, OPTIMIZERS] = "adamw"
-    """adamw; or your own by its import path: a class derived from torch.optim.Optimizer, called as
-    Lion(groups, lr=lr, **options), or a function, called as build(groups, config), that returns one. Either
-    declares elementwise = True if the update of an element reads no other; else tp=1 pp=1 zero=0."""
+    """adamw; muon, for the matrices of layers, with adamw for the rest; or your own by its import path: a
+    class derived from torch.optim.Optimizer, called as Lion(groups, lr=lr, **options), or a function, called
+    as build(groups, config), that returns one. Either declares elementwise = True if the update of an element
+    reads no other; else tp=1 pp=1 zero=0."""
     lr: Annotated[float, POSITIVE, Also("learning_rate", "max_lr", "base_lr", "peak_lr")] = 1.5e-4
     """Peak learning rate."""
     betas: Annotated[tuple[float, float], FRACTION] = (0.9, 0.999)
@@ -34,8 +64,15 @@ class OptimizerConfig:
         float, NOT_NEGATIVE, Also("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val")
     ] = 1.0
     """Largest global L2 norm of the gradient; 0 turns clipping off."""
+    embedding_lr: Annotated[float | None, POSITIVE] = None
+    """Peak learning rate of the tables of tokens, positions and segments; null means that of the rest."""
+    groups: tuple[str, ...] = ()
+    """Other rates or decay of some parameters, by patterns of their names of which the first that fits
+    counts: groups=["*.mlp.* lr_scale=0.5","*.bias lr=1e-3 weight_decay=0.1"]. lr_scale is a factor of the
+    rate that it would have, lr its peak."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
     options: Options = field(default_factory=dict)
-    """Settings of an optimizer of your own, by name; adamw has none."""
+    """Settings of an optimizer of your own, by name; adamw and muon have none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """Checks of the settings of a training run."""
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from mlm.config.imports import OwnCodeError, imported, is_path
@@ -10,7 +11,15 @@ from mlm.data.blend_checks import blend_problems
 from mlm.data.config import SOURCES, DataConfig
 from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
 from mlm.models.config import ModelConfig
-from mlm.models.family import data_problem, model_problem, pretraining_problem
+from mlm.models.family import (
+    SHIPPED,
+    data_problem,
+    model_problem,
+    parameters_by_name,
+    pretraining_problem,
+)
+from mlm.optim.config import MuonConfig, OptimizerConfig
+from mlm.optim.groups import patterns
 from mlm.optim.own import check_decay, check_optimizer, layout_problem
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.training.config import PretrainConfig
@@ -73,6 +82,29 @@ def _is_no_value(text: str) -> bool:
 def optimizer_works(config: Any, _: Launch) -> Problem | None:
     """The problem of an optimizer that cannot be built."""
     return _own_code_problem(check_optimizer, config.optimizer)
+
+
+def _patterns_fit(config: PretrainConfig, _: Launch) -> Problem | None:
+    return _own_code_problem(_check_patterns, config.optimizer, config.model)
+
+
+def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
+    """Raise OwnCodeError for patterns that fit no parameter of the model, built on the meta device."""
+    named = {f"optimizer.groups: {each.names}": each.names for each in patterns(optimizer.groups)}
+    default = MuonConfig().matrices
+    if optimizer.kind == "muon" and (model.kind not in SHIPPED or optimizer.muon.matrices != default):
+        named[f"optimizer.muon.matrices={optimizer.muon.matrices}"] = optimizer.muon.matrices
+    if not named or model_problem(model) is not None:
+        return
+    dims = {name: p.dim() for name, p in parameters_by_name(model).items()}
+    for text, pattern in named.items():
+        least = 2 if text.startswith("optimizer.muon") else 1
+        known = [name for name in dims if dims[name] >= least]
+        if not any(fnmatchcase(name, pattern) for name in known):
+            what = "matrix" if least > 1 else "parameter"
+            some = ", ".join(known[1:4])
+            problem = f"no {what} of model.kind={model.kind} has such a name"
+            raise OwnCodeError(f"{text}: {problem}; write a pattern of its names, such as {some}")
 
 
 def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
@@ -225,7 +257,7 @@ def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | No
     return None
 
 
-OWN_CODE_RULES = (optimizer_works, optimizer_fits_layout, _decay_works, _dataset_exists)
+OWN_CODE_RULES = (optimizer_works, _patterns_fit, optimizer_fits_layout, _decay_works, _dataset_exists)
 """Conditions of the user's own code beside the model's family."""
 SETTINGS_RULES = (
     _warmup_ends,
