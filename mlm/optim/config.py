@@ -6,7 +6,9 @@ from typing import Annotated, ClassVar, Literal
 from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
 
 OPTIMIZERS = ImportPath("adamw", "muon")
-DECAYS = ImportPath("cosine", "linear", "constant")
+DECAYS = ImportPath("cosine", "linear", "constant", "inverse_sqrt")
+STABLE_DECAYS = ("constant", "inverse_sqrt")
+"""Decays that do not depend on the length of the run: a cooldown may begin at any step."""
 DECAY_NAMES = Also("lr_decay_style", "lr_scheduler_type", "scheduler")
 MinLearningRate = Annotated[float, NOT_NEGATIVE, Also("min_learning_rate", "lr_min")]
 WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters")
@@ -82,9 +84,10 @@ class ScheduleConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     decay: Annotated[str, DECAYS, DECAY_NAMES] = "cosine"
-    """Shape of the decay: cosine, linear or constant; or a function of your own by its import path,
-    my_package.my_module:decay. decay(progress, **options), with progress from 0 after the warm-up to 1 at
-    decay_steps, is the share of the way from min_lr up to optimizer.lr: 0 to 1."""
+    """Shape of the decay: cosine, linear, constant or inverse_sqrt (lr sqrt(warmup_steps / step), as in
+    arXiv:1706.03762); or a function of your own by its import path, my_package.my_module:decay.
+    decay(progress, **options), with progress from 0 after the warm-up to 1 at decay_steps, is the share of
+    the way from min_lr up to optimizer.lr: 0 to 1."""
     warmup_steps: Annotated[int | None, NOT_NEGATIVE, WARMUP_NAMES] = None
     """Steps of linear warm-up from 0; null means the share schedule.warmup of train.steps."""
     warmup: Annotated[float, FRACTION, Also("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")] = 0.01
@@ -93,7 +96,16 @@ class ScheduleConfig:
     """Step at which min_lr is reached; null means train.steps, whose last step repeats the rate of the step
     before where min_lr=0."""
     min_lr: MinLearningRate = 1e-5
-    """Learning rate at decay_steps and after."""
+    """Learning rate at decay_steps and after; at the end of a cooldown; the least of inverse_sqrt."""
+    cooldown: Annotated[int | None, NOT_NEGATIVE, Also("lr_wsd_decay_iters", "num_decay_steps")] = None
+    """Last steps of the run, in which the rate falls to min_lr, of decay=constant or inverse_sqrt; null means
+    the share schedule.cooldown_share of train.steps. For a run that is resumed, or begins with ckpt=…, and
+    without train.steps: the next so many steps, the last of the run."""
+    cooldown_share: Annotated[float, FRACTION] = 0.0
+    """Share of train.steps that cools down where cooldown is null."""
+    cooldown_shape: Annotated[Literal["linear", "1-sqrt"], Also("lr_wsd_decay_style")] = "1-sqrt"
+    """The share of the rate that is left after a share x of the cooldown: 1 - x, or 1 - sqrt(x)
+    (arXiv:2405.18392, section 3)."""
     options: Options = field(default_factory=dict)
     """Settings of a decay of your own, by name; the shipped ones have none."""
 
@@ -106,6 +118,11 @@ class ScheduleConfig:
     def decay_end(self, steps: int) -> int:
         """Step at which a run of `steps` reaches min_lr."""
         return self.decay_steps or steps
+
+    def cooldown_start(self, steps: int) -> int:
+        """Step of a run of `steps` after which the rate cools down; `steps` if it does not."""
+        cooldown = int(steps * self.cooldown_share + 1e-6) if self.cooldown is None else self.cooldown
+        return max(0, steps - cooldown)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
