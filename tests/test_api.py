@@ -62,7 +62,7 @@ SURFACE = {
     ),
     "all_reduce": f"(x, axis, op={ReduceOp.SUM!r})",
     "build_mesh": "(*, tp=1, pp=1, cp=1, device='auto', timeout_s=600.0)",
-    "build_optimizer": "(shards, config)",
+    "build_optimizer": "(shards, config, replicas=None, width=1.0)",
     "clip_factor": "(norm, max_norm)",
     "copy_to_tp": "(x, axis)",
     "export_hf": "(ckpt, out, *, max_file_gb=5.0, verify=True)",

@@ -40,6 +40,9 @@ class Command:
     """module:function(config) -> problems in files, called when there is no other problem."""
     model_of_ckpt: str | None = None
     """module:function(ckpt) -> settings `model.*` of a checkpoint, or None: taken where none is chosen."""
+    settles: Mapping[str, str] = field(default_factory=dict)
+    """Typed key -> module:function(values, typed keys), which sets composed values that follow from it and
+    returns a line to print, or None."""
     out_is_run_folder: bool = False
     """True if `out` is a run folder, where failing ranks may leave their logs."""
     tidy: str | None = None

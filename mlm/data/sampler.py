@@ -115,20 +115,40 @@ Ranges = Sequence[tuple[int, int]]
 """Sample numbers that a run leaves out: (first, count) in order, disjoint."""
 
 
-def first_of_step(consumed: int, number: int, size: int, left_out: Ranges) -> int:
-    """Return the first sample of step `number` from here, of `size` samples with consecutive numbers.
+Ramp = tuple[int, int, int]
+"""Growth of the global batch: its first size, what it grows by, and the samples after which it is whole."""
+
+
+def batch_at(position: int, whole: int, ramp: Ramp | None) -> tuple[int, int | None]:
+    """Return the samples of a step that begins with sample `position`, and where steps become larger.
+
+    The latter is None once a step has all `whole` samples. Growth is even over the samples of the ramp, as in
+    arXiv:2005.14165, section 2.3, and in Megatron-LM: a function of the position alone.
+    """
+    if ramp is None or position >= ramp[2]:
+        return whole, None
+    start, increment, samples = ramp
+    stages = (whole - start) // increment
+    stage = position * stages // samples
+    return start + stage * increment, -(-(stage + 1) * samples // stages) if stages else samples
+
+
+def first_of_step(consumed: int, number: int, whole: int, left_out: Ranges, ramp: Ramp | None = None) -> int:
+    """Return the first sample of step `number` from here, of `whole` samples with consecutive numbers.
 
     A batch that would touch a range that is left out begins after it.
     """
     position, left = consumed, number
-    for first, count in left_out:
-        if first + count <= position:
-            continue
-        fit = max(0, (first - position) // size)
-        if left < fit:
-            break
-        position, left = first + count, left - fit
-    return position + left * size
+    while True:
+        size, end = batch_at(position, whole, ramp)
+        gap = next(((first, first + count) for first, count in left_out if first + count > position), None)
+        steps = left if gap is None else min(left, max(0, (gap[0] - position) // size))
+        steps = steps if end is None else min(steps, -(-(end - position) // size))
+        position, left = position + steps * size, left - steps
+        if gap is not None and position + batch_at(position, whole, ramp)[0] > gap[0]:
+            position = gap[1]
+        elif left == 0:
+            return position
 
 
 @dataclass(frozen=True)
@@ -143,14 +163,17 @@ class RankSampler:
     size: int
     pin_memory: bool
     left_out: Ranges = ()
+    ramp: Ramp | None = None
 
     def step(self, number: int) -> list[MicroBatch] | None:
         """This rank's micro-batches of the given step from here, or None when samples run out."""
-        begin = first_of_step(self.consumed_samples, number, self.global_batch_size, self.left_out)
-        if begin + self.global_batch_size > len(self.dataset):
+        whole = self.global_batch_size
+        begin = first_of_step(self.consumed_samples, number, whole, self.left_out, self.ramp)
+        end = begin + batch_at(begin, whole, self.ramp)[0]
+        if end > len(self.dataset):
             return None
         stride = self.size * self.micro_batch_size
-        first = np.arange(begin, begin + self.global_batch_size, stride) + self.rank * self.micro_batch_size
+        first = np.arange(begin, end, stride) + self.rank * self.micro_batch_size
         ids = (first[:, None] + np.arange(self.micro_batch_size)).reshape(-1)
         samples, b = self.dataset.gather(ids), self.micro_batch_size
         return [
@@ -178,6 +201,7 @@ class Loader:
         prefetch: int = 2,
         pin_memory: bool = False,
         left_out: Ranges = (),
+        ramp: Ramp | None = None,
     ) -> None:
         assert 0 <= rank < size
         assert global_batch_size % (micro_batch_size * size) == 0, "checked with the configuration"
@@ -190,6 +214,7 @@ class Loader:
             size,
             pin_memory,
             tuple(left_out),
+            ramp,
         )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlm-loader")
         self._ahead = deque[Future[list[MicroBatch] | None]]()

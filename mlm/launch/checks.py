@@ -99,8 +99,15 @@ def loss_scale_can_fall(config: Any, _: Launch) -> Problem | None:
 
 def lr_falls(config: Any, _: Launch) -> Problem | None:
     """The problem of a learning rate that would end above its peak."""
+    if config.schedule.decay == "constant":
+        return None
+    return lowest_problem(config)
+
+
+def lowest_problem(config: Any) -> Problem | None:
+    """The problem of a lowest learning rate above the peak."""
     low, peak = config.schedule.min_lr, config.optimizer.lr
-    if config.schedule.decay == "constant" or low <= peak:
+    if low <= peak:
         return None
     return Problem(
         ("schedule.min_lr", "optimizer.lr"),

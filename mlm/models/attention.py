@@ -20,7 +20,7 @@ from mlm.models.packed import packed_attention
 from mlm.models.rotary import Rotary
 from mlm.parallel.context.attention import context_attention
 from mlm.parallel.dropout import DropoutStream, site_keys
-from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.layers import ColumnParallelLinear, FusedRows, RowParallelLinear
 from mlm.parallel.mesh import Axis
 from mlm.parallel.uncompiled import skip_compile
 
@@ -76,6 +76,7 @@ class SelfAttention(nn.Module):
             init_std=config.init_std,
             init_seed=None,
         )
+        self.qkv.fused_rows = FusedRows(3, self.head_dim, are_heads=True)
 
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Return queries, keys and values in one tensor, of all S also with sequence parallelism."""

@@ -263,18 +263,23 @@ def shipped(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
     return family
 
 
+def parameters_by_name(model: "ModelConfig") -> "dict[str, Tensor]":
+    """Parameters of a model on the meta device, without padding. Raises OwnCodeError as `family_of`."""
+    with import_module("torch").device("meta"):
+        whole: Any = family_of(model.kind).model(replace(model, vocab_multiple=1))
+    return dict(whole.named_parameters())
+
+
 def count_parameters(model: "ModelConfig") -> int:
     """Parameters of a model, counted in its modules on the meta device; padding rows and copies not.
 
     Layers of a shipped family are alike: two are built, however many a file claims. Raises OwnCodeError (a
     UserError) if there is no such family.
     """
-    family, layers = family_of(model.kind), model.num_layers
+    layers = model.num_layers
 
     def count(num_layers: int) -> int:
-        with import_module("torch").device("meta"):
-            whole: Any = family.model(replace(model, num_layers=num_layers, vocab_multiple=1))
-        return sum(parameter.numel() for parameter in whole.parameters())
+        return sum(p.numel() for p in parameters_by_name(replace(model, num_layers=num_layers)).values())
 
     if model.kind not in SHIPPED or layers <= 2:
         return count(layers)

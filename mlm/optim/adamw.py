@@ -1,4 +1,4 @@
-"""The optimizer: Adam with decoupled weight decay by PyTorch's fused kernel, or the user's own.
+"""The optimizer: Adam with decoupled weight decay by PyTorch's fused kernel, Muon, or the user's own.
 
 Its state, as named shards: per parameter tensors of its shape (moments) and a count of steps, all zero
 before the first step.
@@ -12,16 +12,14 @@ from torch import Tensor
 
 from mlm.optim.clip import scale_gradients
 from mlm.optim.config import OptimizerConfig
-from mlm.optim.own import Groups, check_state, check_step, own_optimizer, parameter_groups
+from mlm.optim.groups import Rates, rates
+from mlm.optim.muon import MOMENTUM, MatrixUpdates
+from mlm.optim.own import Groups, check_state, check_step, own_optimizer
+from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's two moments, in PyTorch's names."""
-
-
-def is_decayed(shard: ParameterShard) -> bool:
-    """Weight decay is for matrices: biases and norm parameters have none (arXiv:1909.08053, section 4.2)."""
-    return shard.parameter.dim() > 1
 
 
 class AdamW(torch.optim.AdamW):
@@ -38,12 +36,18 @@ class AdamW(torch.optim.AdamW):
     found_inf: Tensor | None = None
     """0-d float32: with 1.0 a step changes nothing."""
 
+    def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
+        """Names of a parameter's state of its shape."""
+        return MOMENTS
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the parameters that have a gradient."""
         count: Tensor = next(iter(self.state.values()))["step"]
         count += 1
         for group in self.param_groups:
+            if group.get("is_matrix"):
+                continue
             parameters = [p for p in group["params"] if p.grad is not None]
             first, second = ([self.state[p][moment] for p in parameters] for moment in MOMENTS)
             if not parameters:
@@ -64,17 +68,64 @@ class AdamW(torch.optim.AdamW):
             count -= self.found_inf
 
 
-def adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+def adamw(groups: Groups, config: OptimizerConfig) -> AdamW:
     """AdamW, its fused kernel on any device."""
     return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def build_optimizer(shards: Sequence[ParameterShard], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer of a model's parameters, with its state. Raises OwnCodeError (a UserError)."""
-    decayed = [s.parameter for s in shards if is_decayed(s)]
-    plain = [s.parameter for s in shards if not is_decayed(s)]
-    groups, own = parameter_groups(decayed, plain, config), own_optimizer(config)
-    optimizer = adamw(groups, config) if own is None else own(groups)
+class Muon(AdamW):
+    """Muon for the groups with a true `is_matrix`, AdamW for the others; see muon.py."""
+
+    elementwise = False
+
+    def __init__(self, groups: Groups, updates: MatrixUpdates, config: OptimizerConfig) -> None:
+        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        self.updates = updates
+        self._step_supports_amp_scaling = False  # the iterations take gradients that are scaled already
+
+    def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
+        """Names of a parameter's state of its shape."""
+        return (MOMENTUM,) if parameter in self.updates.parameters else MOMENTS
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters. Collective over the ranks that share matrices."""
+        super().step()
+        groups = [group for group in self.param_groups if group["is_matrix"]]
+        of = {p: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+        self.updates.apply({p: self.state[p][MOMENTUM] for p in of}, of)
+
+
+def build_optimizer(
+    shards: Sequence[ParameterShard],
+    config: OptimizerConfig,
+    replicas: Axis | None = None,
+    width: float = 1.0,
+) -> torch.optim.Optimizer:
+    """Build the optimizer of a model's parameters, with its state. Raises OwnCodeError (a UserError).
+
+    Args:
+        shards: the parameters.
+        config: its settings.
+        replicas: ranks that hold the same part of the model, or rows of it: they share Muon's work.
+        width: factor of muP's learning rates: the model's width over that of its base.
+    """
+    by_rates: dict[Rates, list[ParameterShard]] = {}
+    for shard in shards:
+        found = rates(shard.name, shard.parameter.dim(), config, width)
+        by_rates.setdefault(found, []).append(shard)
+    groups: Groups = [
+        {"params": [shard.parameter for shard in some], **each._asdict()} for each, some in by_rates.items()
+    ]
+    optimizer: torch.optim.Optimizer
+    if (own := own_optimizer(config)) is not None:
+        optimizer = own([{key: x for key, x in group.items() if key != "is_matrix"} for group in groups])
+    elif config.kind == "muon":
+        matrices = [shard for each, some in by_rates.items() if each.is_matrix for shard in some]
+        updates = MatrixUpdates(matrices, replicas or Axis("dp"), config.muon)
+        optimizer = Muon(groups, updates, config)
+    else:
+        optimizer = adamw(groups, config)
     ensure_state(optimizer, shards)
     return optimizer
 
@@ -96,7 +147,7 @@ def ensure_state(
         state = optimizer.state[p]
         if isinstance(optimizer, AdamW):
             state["step"] = count
-            for moment in MOMENTS:
+            for moment in optimizer.moments_of(p):
                 state.setdefault(moment, torch.zeros_like(p))
         elif isinstance(state.get("step"), Tensor):
             state["step"].fill_(step)
@@ -123,17 +174,12 @@ def _first_state(optimizer: torch.optim.Optimizer, shards: Sequence[ParameterSha
                 value.zero_()
 
 
-def moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Names of the state that is shaped like the parameters."""
+def moments(optimizer: torch.optim.Optimizer, shard: ParameterShard) -> tuple[str, ...]:
+    """Names of the state that is shaped like a parameter."""
     if isinstance(optimizer, AdamW):
-        return MOMENTS
-    names = {
-        name: None
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if isinstance(value, Tensor) and name != "step"
-    }
-    return tuple(names)
+        return optimizer.moments_of(shard.parameter)
+    state = optimizer.state.get(shard.parameter, {})
+    return tuple(name for name, value in state.items() if isinstance(value, Tensor) and name != "step")
 
 
 def apply(
@@ -177,6 +223,6 @@ def applied_steps(optimizer: torch.optim.Optimizer) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Learning rate of the next step."""
+    """Learning rate of the next step; groups have factors of it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)

@@ -25,7 +25,7 @@ TORCH_REJECTED = {
     "ASGD": "checkpoints cannot hold its averaging counts",
     "Adafactor": "checkpoints cannot hold its sums over rows and columns",
     "LBFGS": "it computes the loss several times a step",
-    "Muon": "it takes matrices alone, and models have biases and norms",
+    "Muon": "it takes whole matrices alone, and optimizer=muon has AdamW for the rest",
     "NAdam": "checkpoints cannot hold its product of momenta",
     "Rprop": "its step sizes do not begin at 0, as state does here",
     "SparseAdam": "it takes sparse gradients alone, and those here are dense",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from mlm.optim.config import OptimizerConfig, ScheduleConfig
+from mlm.optim.config import STABLE_DECAYS, OptimizerConfig, ScheduleConfig
 from mlm.optim.own import own_decay, share_of
 
 Decay = Callable[[float], float]
@@ -31,22 +31,36 @@ def learning_rate(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfi
 
     Linear from 0 to optimizer.lr over warmup_steps (default: the share schedule.warmup of `steps`), then to
     min_lr at decay_steps (default: `steps`) along schedule.decay, then min_lr (arXiv:1909.08053, section 4.2:
-    cosine for GPT-2, linear for BERT). Where decay_steps is not given and that would be 0, the last step
-    takes the rate of the step before: it trains too.
+    cosine for GPT-2, linear for BERT). In a cooldown it falls from there to min_lr at the last step. Where
+    decay_steps is not given and that would be 0, the last step takes the rate of the step before: it trains
+    too.
     """
+    start = schedule.cooldown_start(steps)
+    cools = schedule.decay in STABLE_DECAYS and start < steps
+
+    def rate_of(step: int) -> float:
+        if not cools or step <= start:
+            return _before_cooldown(step, optimizer, schedule, steps)
+        top = _before_cooldown(max(start, 1), optimizer, schedule, steps)
+        progress = min(1.0, (step - start) / (steps - start))
+        left = 1 - (progress if schedule.cooldown_shape == "linear" else math.sqrt(progress))
+        return schedule.min_lr + (top - schedule.min_lr) * left
+
+    rate = rate_of(step)
+    trains_nothing = rate == 0 and step == steps and schedule.decay_steps is None
+    return rate_of(step - 1) if trains_nothing else rate
+
+
+def _before_cooldown(step: int, optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> float:
     peak, warmup, end = optimizer.lr, schedule.warmup_end(steps), schedule.decay_end(steps)
-    if step <= warmup:
+    if warmup and step <= warmup:
         return peak * step / warmup
     if schedule.decay == "constant":
         return peak
-
-    def decayed(step: int) -> float:
-        progress = min(1.0, (step - warmup) / max(1, end - warmup))
-        return schedule.min_lr + (peak - schedule.min_lr) * decay_fraction(schedule, progress)
-
-    rate = decayed(step)
-    trains_nothing = rate == 0 and step == steps and schedule.decay_steps is None
-    return decayed(step - 1) if trains_nothing else rate
+    if schedule.decay == "inverse_sqrt":
+        return max(schedule.min_lr, peak * math.sqrt(max(warmup, 1) / step))
+    progress = min(1.0, (step - warmup) / max(1, end - warmup))
+    return schedule.min_lr + (peak - schedule.min_lr) * decay_fraction(schedule, progress)
 
 
 def warmup_warning(optimizer: OptimizerConfig, schedule: ScheduleConfig, steps: int) -> str | None:

@@ -7,6 +7,7 @@ all-gather along the sequence in f's place and a reduce-scatter in g's: `gather_
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,23 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     with _watched("reduce_scatter", axis):
         work = scatter_flat(held.view(-1), given.view(-1), group=axis.group, async_op=True)
     return Pending("reduce_scatter", axis, out, work, held=held)
+
+
+def all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send parts of a vector: the first `sent[0]` elements to rank 0 of the axis, the next to rank 1, ….
+
+    Returns what arrives in rank order, `received[k]` elements from rank k.
+    """
+    out = x.new_empty(sum(received))
+    if axis.group is None:
+        return out.copy_(x)
+    record(x, axis, is_sent=True)
+    held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
+    with _watched("all_to_all", axis):
+        work = dist.all_to_all_single(
+            held, given, list(received), list(sent), group=axis.group, async_op=True
+        )
+    return Pending("all_to_all", axis, out, work, held=held).wait()
 
 
 def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:

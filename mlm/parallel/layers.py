@@ -10,7 +10,7 @@ tp loads is saved by `save_checkpoint` of mlm/checkpoint/native/save_load.py, fr
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,15 @@ def split(size: int, name: str, tp: Axis) -> int:
     return size // tp.size
 
 
+class FusedRows(NamedTuple):
+    """Several matrices in the rows of one weight, ordered `[block][part][width]`."""
+
+    parts: int
+    width: int
+    are_heads: bool = False
+    """True if each block of `width` rows is of one attention head."""
+
+
 class TensorParallelLayer(ComputesInHalf):
     """A layer split over tp.
 
@@ -44,6 +53,8 @@ class TensorParallelLayer(ComputesInHalf):
     weight: nn.Parameter
     replicas: int = 1
     """Neighbouring tp ranks that hold the same part; its gradient is the sum over them."""
+    fused_rows: FusedRows | None = None
+    """Matrices that the rows of the weight interleave; None for one matrix."""
 
     def __init__(self, *, tp: Axis, sequence_parallel: bool, init_std: float) -> None:
         super().__init__()

@@ -178,7 +178,7 @@ def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:
     state = [
         trainer.optimizer.state[shard.parameter].get(name)
         for shard in trainer.shards
-        for name in (*moments(trainer.optimizer), "step")
+        for name in (*moments(trainer.optimizer, shard), "step")
     ]
     meter.tag([x for x in state if isinstance(x, Tensor)], STATE)
     for chunk in trainer.model.chunks:

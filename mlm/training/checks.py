@@ -1,6 +1,7 @@
 """Checks of the settings of a training run."""
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from mlm.config.imports import OwnCodeError, imported, is_path
@@ -8,11 +9,26 @@ from mlm.config.tree import MISSING_VALUE, leaves, out_of_range, values_of
 from mlm.data import files_present as present
 from mlm.data.blend_checks import blend_problems
 from mlm.data.config import SOURCES, DataConfig
-from mlm.launch.checks import devices_exist, loss_scale_can_fall, lr_falls, problems_of, stages_exist
+from mlm.launch.checks import (
+    devices_exist,
+    loss_scale_can_fall,
+    lowest_problem,
+    lr_falls,
+    problems_of,
+    stages_exist,
+)
 from mlm.models.config import ModelConfig
-from mlm.models.family import data_problem, model_problem, pretraining_problem
+from mlm.models.family import (
+    SHIPPED,
+    data_problem,
+    model_problem,
+    parameters_by_name,
+    pretraining_problem,
+)
+from mlm.optim.config import STABLE_DECAYS, MuonConfig, OptimizerConfig
+from mlm.optim.groups import patterns
 from mlm.optim.own import check_decay, check_optimizer, layout_problem
-from mlm.parallel.layout_checks import TRAIN_RULES, Launch
+from mlm.parallel.layout_checks import TRAIN_RULES, Launch, LayoutValues, batch_quantum
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import Problem, escape_controls, has_controls, show
 
@@ -75,6 +91,29 @@ def optimizer_works(config: Any, _: Launch) -> Problem | None:
     return _own_code_problem(check_optimizer, config.optimizer)
 
 
+def _patterns_fit(config: PretrainConfig, _: Launch) -> Problem | None:
+    return _own_code_problem(_check_patterns, config.optimizer, config.model)
+
+
+def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
+    """Raise OwnCodeError for patterns that fit no parameter of the model, built on the meta device."""
+    named = {f"optimizer.groups: {each.names}": each.names for each in patterns(optimizer.groups)}
+    default = MuonConfig().matrices
+    if optimizer.kind == "muon" and (model.kind not in SHIPPED or optimizer.muon.matrices != default):
+        named[f"optimizer.muon.matrices={optimizer.muon.matrices}"] = optimizer.muon.matrices
+    if not named or model_problem(model) is not None:
+        return
+    dims = {name: p.dim() for name, p in parameters_by_name(model).items()}
+    for text, pattern in named.items():
+        least = 2 if text.startswith("optimizer.muon") else 1
+        known = [name for name in dims if dims[name] >= least]
+        if not any(fnmatchcase(name, pattern) for name in known):
+            what = "matrix" if least > 1 else "parameter"
+            some = ", ".join(known[1:4])
+            problem = f"no {what} of model.kind={model.kind} has such a name"
+            raise OwnCodeError(f"{text}: {problem}; write a pattern of its names, such as {some}")
+
+
 def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
     """The problem of a layout at which the user's own optimizer would train otherwise."""
     try:
@@ -113,13 +152,59 @@ def _warmup_ends(config: PretrainConfig, _: Launch) -> Problem | None:
     if end is None:
         end, key = config.train.steps, "train.steps"
     warmup = schedule.warmup_end(config.train.steps)
-    if schedule.decay == "constant" or warmup < end:
+    if schedule.decay in STABLE_DECAYS:
+        return _cooldown_problem(config)
+    if warmup < end:
         return None
     return Problem(
         ("schedule.warmup_steps", "schedule.decay_steps", "train.steps"),
         f"schedule.warmup_steps={warmup} must be below {key}={end}, where the decay ends",
         f"use schedule.warmup_steps={end - 1} or fewer",
     )
+
+
+def _cooldown_problem(config: PretrainConfig) -> Problem | None:
+    """The problem of a cooldown that would begin in the warm-up."""
+    schedule, steps = config.schedule, config.train.steps
+    start, warmup = schedule.cooldown_start(steps), schedule.warmup_end(steps)
+    if start >= min(warmup, steps):
+        return lowest_problem(config) if start < steps else None
+    return Problem(
+        ("schedule.cooldown", "schedule.warmup_steps", "train.steps"),
+        f"the last {steps - start} of train.steps={steps} cool down, and warm-up takes {warmup} steps",
+        f"use schedule.cooldown={max(0, steps - warmup)} or fewer",
+    )
+
+
+def _decay_cools(config: PretrainConfig, _: Launch) -> Problem | None:
+    schedule = config.schedule
+    if schedule.decay in STABLE_DECAYS or schedule.cooldown_start(config.train.steps) >= config.train.steps:
+        return None
+    key = "schedule.cooldown" if schedule.cooldown else "schedule.cooldown_share"
+    value = schedule.cooldown or schedule.cooldown_share
+    return Problem(
+        (key, "schedule.decay"),
+        f"{key}={value:g}: schedule.decay={schedule.decay} falls to the end of the run by itself",
+        f"use {key}=0, or schedule.decay={' or '.join(STABLE_DECAYS)} from the start",
+    )
+
+
+def _ramp_divides(config: PretrainConfig, launch: Launch) -> Problem | None:
+    train = config.train
+    if train.ramp_batch is None:
+        return None
+    start, increment, _ = train.ramp_batch
+    whole, key = train.global_batch_size, "train.ramp_batch"
+    quantum = batch_quantum(LayoutValues(values_of(config)), launch)
+    if start % quantum or increment % quantum:
+        problem = f"its sizes must be multiples of {quantum} samples, a micro-batch of each rank"
+    elif start > whole or (whole - start) % increment:
+        problem = f"{start} does not grow to train.global_batch_size={whole} by steps of {increment}"
+    else:
+        return None
+    typed = f"{key}={show(train.ramp_batch)}"
+    fix = f"use {key}={show((quantum, quantum, train.ramp_batch[2]))}"
+    return Problem((key, "train.global_batch_size", "dp"), f"{typed}: {problem}", fix)
 
 
 def _attention_serves(config: PretrainConfig, _: Launch) -> Problem | None:
@@ -225,10 +310,12 @@ def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | No
     return None
 
 
-OWN_CODE_RULES = (optimizer_works, optimizer_fits_layout, _decay_works, _dataset_exists)
+OWN_CODE_RULES = (optimizer_works, _patterns_fit, optimizer_fits_layout, _decay_works, _dataset_exists)
 """Conditions of the user's own code beside the model's family."""
 SETTINGS_RULES = (
     _warmup_ends,
+    _decay_cools,
+    _ramp_divides,
     lr_falls,
     loss_scale_can_fall,
     lambda config, _: model_problem(config.model),

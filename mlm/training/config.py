@@ -46,6 +46,9 @@ class TrainConfig:
     """Optimizer steps."""
     global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 512
     """Samples per step over all data-parallel ranks. A multiple of dp * micro_batch_size."""
+    ramp_batch: Annotated[tuple[int, int, int] | None, POSITIVE, Also("rampup_batch_size")] = None
+    """Smaller steps first: [32,32,12000000] begins with 32 samples and grows by 32, evenly, until
+    global_batch_size is reached after 12 million samples. Steps and the schedule count as ever."""
     micro_batch_size: MicroBatchSize = 8
     """Samples one rank runs through the model at once, B; the rest are accumulated."""
     validate_every: Annotated[

@@ -64,7 +64,7 @@ def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[
     multiple = trainer.config.model.vocab_multiple
     out = model_shards(shards, multiple)
     for s in shards:
-        for name in moments(trainer.optimizer):
+        for name in moments(trainer.optimizer, s):
             out[f"optimizer.{name}.{s.name}"] = as_shard(s, moment(trainer.optimizer, s, name), multiple)
     return out
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlm.data.blend_history import History
-from mlm.data.sampler import MicroBatch, Ranges, first_of_step
+from mlm.data.sampler import MicroBatch, Ranges, batch_at, first_of_step
 from mlm.models.backbone import Transformer
 from mlm.models.family import SHIPPED, Objective
 from mlm.optim.adamw import apply, build_optimizer, set_lr
@@ -89,6 +89,7 @@ class Trainer(Generic[B]):
     Attributes:
         step: optimizer steps done.
         consumed_samples: samples read so far by the whole job.
+        newest_samples: those of the newest step.
         history: of which corpora; empty for synthetic data.
         left_out: sample numbers that the run leaves out, as incidents asked.
         is_sound: False if the newest step was not finite: its state is not worth a checkpoint.
@@ -143,11 +144,12 @@ class Trainer(Generic[B]):
         self.shards: Sequence[ParameterShard] = tuple(
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
         )
-        self.optimizer = build_optimizer(self.shards, config.optimizer)
+        self.optimizer = build_optimizer(self.shards, config.optimizer, ctx.replicas)
         self.scaler = LossScaler(config.precision, ctx.device)
         self.split_parts: tuple[int, ...] = (ctx.tp.rank,)
         self.step = 0
         self.consumed_samples = 0
+        self.newest_samples = range(0)
         self.history: History = ()
         self.left_out: Ranges = ()
         self.is_sound = True
@@ -204,7 +206,8 @@ class Trainer(Generic[B]):
             overflow = self.apply(norm)
         self.scaler.update(overflow)
         self.step += 1
-        self.consumed_samples = self.first_sample + self.config.train.global_batch_size
+        self.newest_samples = self.next_samples
+        self.consumed_samples = self.newest_samples.stop
         return StepOutcome(parts, norm, lr)
 
     def apply(self, norm: Tensor, hold: Tensor | None = None) -> Tensor:
@@ -234,10 +237,11 @@ class Trainer(Generic[B]):
             self.observers = observers
 
     @property
-    def first_sample(self) -> int:
-        """Number of the first sample of the next step."""
-        size = self.config.train.global_batch_size
-        return first_of_step(self.consumed_samples, 0, size, self.left_out)
+    def next_samples(self) -> range:
+        """Numbers of the samples of the next step."""
+        whole, ramp = self.config.train.global_batch_size, self.config.train.ramp_batch
+        first = first_of_step(self.consumed_samples, 0, whole, self.left_out, ramp)
+        return range(first, first + batch_at(first, whole, ramp)[0])
 
     def dropout(self, batch: B) -> DropoutStream | None:
         """The dropout masks of a micro-batch; None where the model has no dropout."""

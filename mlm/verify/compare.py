@@ -150,6 +150,7 @@ def _batches(trainer: Trainer | None, samples: Dataset) -> AbstractContextManage
         micro_batch_size=config.train.micro_batch_size,
         rank=ctx.dp.rank,
         size=ctx.dp.size,
+        ramp=config.train.ramp_batch,
     )
 
 

@@ -109,6 +109,7 @@ class VerifyResumeConfig(PretrainConfig):
         ends = {
             "warmup_steps": self.schedule.warmup_end(steps),
             "decay_steps": self.schedule.decay_end(steps),
+            "cooldown": 0,  # at the end of the whole run
         }
         saves = {"save_every": self.steps, "keep_last": 2, "keep_every": 0, "resume": True}
         changed = {

@@ -14,6 +14,7 @@ from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
 from mlm.models.family import SHIPPED
+from mlm.optim.config import OPTIMIZERS
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.memory import MemoryModel
 from mlm.plan.shape import PlannedLayout
@@ -184,7 +185,7 @@ def _differences(report: Report, tolerance: Tolerance, optimizer: str) -> Iterat
                 f"{in_units_of(sum_lr, worst.difference):.2g} times what the learning rate moved them; "
                 "gradients are equal",
                 "suspect the optimizer: its state, weight decay, or which parameters it holds"
-                if optimizer == "adamw"
+                if optimizer in OPTIMIZERS.shipped
                 else f"suspect optimizer.kind={optimizer}: an update of an element that reads other elements",
             )
     if report.torn:

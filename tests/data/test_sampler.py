@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from mlm.data.gpt import EvalWindows
-from mlm.data.sampler import Batch, Loader, eval_batches
+from mlm.data.sampler import Batch, Loader, RankSampler, batch_at, eval_batches, first_of_step
 from tests.data.corpora import counting_corpus
 
 SEQ = 3
@@ -153,3 +153,33 @@ def test_padding_is_fed_as_a_valid_token(tmp_path: Path) -> None:
     (batch,) = eval_batches(windows, micro_batch_size=3, rank=0, size=1)
     assert batch.tokens.min() == 0
     assert batch.labels[1].tolist() == [5, -100, -100, -100]
+
+
+@pytest.mark.parametrize("samples", [100, 96, 7])
+def test_batch_grows_evenly_over_the_samples_of_a_ramp(samples: int) -> None:
+    """Megatron-LM's rule: start + increment int(consumed / (samples / increments)), then the whole batch."""
+    whole, ramp = 16, (4, 4, samples)
+    position, sizes = 0, []
+    for number in range(40):
+        assert first_of_step(0, number, whole, (), ramp) == position
+        theirs = 16 if position >= samples else 4 + 4 * int(position / (samples / 3))
+        assert batch_at(position, whole, ramp)[0] == theirs
+        sizes.append(theirs)
+        position += theirs
+    assert sizes[0] == 4
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == 16
+
+
+def test_samples_of_a_ramp_are_read_once_whatever_dp_and_after_what_is_left_out() -> None:
+    left_out, ramp = ((30, 5), (60, 1)), (4, 4, 50)
+    seen = {}
+    for size in (1, 2):
+        place = {"size": size, "pin_memory": False, "left_out": left_out, "ramp": ramp}
+        ranks = [RankSampler(Numbers(300), 0, 12, 2, rank, **place) for rank in range(size)]  # type: ignore[arg-type]
+        seen[size] = [sorted(i for rank in ranks for i in ids(rank.step(n) or [])) for n in range(12)]  # type: ignore[arg-type]
+    assert seen[1] == seen[2]
+    read = [sample for step in seen[1] for sample in step]
+    assert read == sorted(set(read))
+    assert not {*range(30, 35), 60} & {*read}
+    assert {len(step) for step in seen[1]} == {4, 8, 12}

@@ -81,3 +81,24 @@ def test_a_warm_up_of_more_than_a_third_of_the_run_is_warned_of(
 ) -> None:
     warning = warmup_warning(ADAM, ScheduleConfig(warmup_steps=warmup, decay_steps=300_000), steps)
     assert (warning is None) if words is None else (warning is not None and words in warning)
+
+
+def test_stable_phase_cools_down_along_either_shape() -> None:
+    """arXiv:2405.18392, section 3: 1 - sqrt(x), or 1 - x, of the last steps; the last one trains too."""
+    wsd = ScheduleConfig(decay="constant", warmup_steps=10, min_lr=0.0, cooldown=100, cooldown_shape="linear")
+    rates = [learning_rate(step, ADAM, wsd, 400) / ADAM.lr for step in (5, 10, 300, 301, 350, 399, 400)]
+    assert rates == pytest.approx([0.5, 1, 1, 0.99, 0.5, 0.01, 0.01])
+    root = replace(wsd, cooldown_shape="1-sqrt", min_lr=1e-5)
+    found = [learning_rate(step, ADAM, root, 400) for step in (300, 325, 400)]
+    assert found == pytest.approx([1.5e-4, 1e-5 + 1.4e-4 * 0.5, 1e-5])
+    by_share = replace(root, cooldown=None, cooldown_share=0.25)
+    assert [learning_rate(step, ADAM, by_share, 400) for step in (300, 325, 400)] == found
+
+
+def test_inverse_square_root_of_the_transformer() -> None:
+    """arXiv:1706.03762, section 5.3: d^-0.5 min(step^-0.5, step warmup^-1.5), of d = 512."""
+    schedule = ScheduleConfig(decay="inverse_sqrt", warmup_steps=4000, min_lr=0.0)
+    peak = OptimizerConfig(lr=512**-0.5 * 4000**-0.5)
+    for step in (1, 2000, 4000, 10_000, 100_000):
+        theirs = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
+        assert learning_rate(step, peak, schedule, 100_000) == pytest.approx(theirs)

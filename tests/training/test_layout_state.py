@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
-from mlm.data.sampler import eval_batches
+from mlm.data.sampler import Loader, eval_batches
 from mlm.data.synthetic import SyntheticDataset
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
@@ -113,3 +113,32 @@ def test_a_checkpoint_without_a_run_s_counters_is_rejected(
     monkeypatch.setattr("mlm.training.state.load_checkpoint", lambda *a, **k: replace(whole, state=state))
     with pytest.raises(CorruptFileError, match=r"step-0+: its \w+"):
         load(trainer, path)
+
+
+def test_a_ramp_of_the_batch_goes_on_at_another_dp(tmp_path: Path) -> None:
+    """Steps of 4, 8 and 12 samples: the losses of one process, two ranks and a restart in between."""
+    spec = config(global_batch_size=12, micro_batch_size=2)
+    spec = replace(spec, train=replace(spec.train, ramp_batch=(4, 4, 24)))
+    alone = run_on_ranks(ramped, tmp_path / "alone", spec, 6)[0]
+    first = run_on_ranks(ramped, tmp_path / "moved", spec, 3, dp=2)[0]
+    then = run_on_ranks(ramped, tmp_path / "moved", spec, 3)[0]
+    assert [*first, *then] == pytest.approx(alone, abs=1e-10)
+    assert alone[1::2] == [4, 4, 4, 8, 8, 12]
+
+
+def ramped(ctx: ParallelContext, out: Path, spec: PretrainConfig, steps: int) -> list[float]:
+    """Losses and sizes of some steps more, and a checkpoint."""
+    trainer = Trainer(spec, ctx)
+    start = latest_checkpoint(out / "checkpoints")
+    if start is not None:
+        load(trainer, start)
+    samples, train, found = SyntheticDataset(VOCAB, SEQ, 300, spec.seed), spec.train, []
+    place = {"rank": ctx.dp.rank, "size": ctx.dp.size, "ramp": train.ramp_batch}
+    with Loader(
+        samples, consumed_samples=trainer.consumed_samples, global_batch_size=12, micro_batch_size=2, **place
+    ) as loader:
+        for _ in range(steps):
+            found.append(trainer.mean_loss(trainer.train_step(next(loader))))
+            found.append(float(len(trainer.newest_samples)))
+    save(trainer, out)
+    return found

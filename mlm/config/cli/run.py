@@ -173,6 +173,10 @@ def prepare_job(job: Execution) -> Callable[[], int]:
     if (line := settle_precision(values, first_gpu)) and speaks_for_host(os.environ):
         print(f"mlm {job.command.name}: {line}", file=sys.stderr)
     _place(job, values)
+    keys = {text.partition("=")[0] for text in job.texts}
+    for key, settle in job.command.settles.items():
+        if key in keys and (line := resolve(settle)(values, keys)) and speaks_for_host(os.environ):
+            print(f"mlm {job.command.name}: {line}", file=sys.stderr)
     typed = flatten(composition.typed_values())
     imports = [typed.get(key) for key, leaf in leaves(job.command.spec).items() if leaf.shipped is not None]
     trusted = partial(trusting, imports, job.overrides.import_paths)

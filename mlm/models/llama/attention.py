@@ -18,7 +18,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings
 from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
-from mlm.parallel.layers import ColumnParallelLinear
+from mlm.parallel.layers import ColumnParallelLinear, FusedRows
 from mlm.parallel.linear import column_parallel_pair
 
 
@@ -61,6 +61,8 @@ class GroupedQueryAttention(SelfAttention):
             bias=settings.qkv_bias,
             replicas=max(1, tp.size // kv_heads),
         )
+        self.query.fused_rows = FusedRows(1, self.head_dim, are_heads=True)
+        self.kv.fused_rows = FusedRows(2, self.head_dim, are_heads=True)
         self.query_norm: HeadNorm | None = None
         self.key_norm: HeadNorm | None = None
         if settings.qk_norm:

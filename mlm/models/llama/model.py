@@ -17,7 +17,7 @@ from mlm.models.llama.settings import LlamaSettings, num_blocks
 from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
 from mlm.models.transformer import MLP, TransformerLayer, activate
-from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.layers import FusedRows, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 
 
@@ -32,6 +32,7 @@ class GatedMLP(MLP):
     def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
         super().__init__(config, tp=tp, sequence_parallel=sequence_parallel)
         self.block = config.ffn_size // num_blocks(config)
+        self.up.fused_rows = FusedRows(2, self.block)
 
     def inner(self, y: Tensor) -> Tensor:
         """[S, B, 2F/t] -> [S, B, F/t]."""

@@ -70,10 +70,11 @@ def tensors_to_compare(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]
 
 def parameters_and_moments(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, Tensor]:
     """Return parameters and moments by name."""
-    names = moments(trainer.optimizer)
     parameters = {s.name: s.parameter.detach() for s in shards}
     return parameters | {
-        f"{name} of {s.name}": moment(trainer.optimizer, s, name) for s in shards for name in names
+        f"{name} of {s.name}": moment(trainer.optimizer, s, name)
+        for s in shards
+        for name in moments(trainer.optimizer, s)
     }
 
 

@@ -166,6 +166,7 @@ def steps_of(trainer: Trainer, memory: Memory, step: int) -> Iterator[Iterator[l
         rank=ctx.dp.rank,
         size=ctx.dp.size,
         left_out=memory.ranges,
+        ramp=config.train.ramp_batch,
     )
     with loader as steps:
         yield steps

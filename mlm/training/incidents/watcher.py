@@ -310,12 +310,12 @@ class Incidents(Observer):
     def facts(self, numbers: StepNumbers | None) -> dict[str, Any]:
         """Return what a replay needs, and what a reader asks first."""
         trainer, config = self.trainer, self.trainer.config
-        past = self.saver.past
+        past, samples = self.saver.past, trainer.next_samples
         is_finetuning = FINETUNING in trainer.extra_state
         return {
             "numbers": {"loss": numbers.loss, "grad_norm": numbers.norm} if numbers else None,
             "exact": {"loss": numbers.loss.hex(), "grad_norm": numbers.norm.hex()} if numbers else None,
-            "samples": None if is_finetuning else [trainer.first_sample, config.train.global_batch_size],
+            "samples": None if is_finetuning else [samples.start, len(samples)],
             "finetuning": is_finetuning,
             "checkpoint": next((step_name(save.step) for save in past.lineage.ancestors[-1:]), None),
             LINEAGE: past.encode(),
@@ -345,8 +345,8 @@ class Incidents(Observer):
 
         From the same incident it goes one checkpoint further back.
         """
-        trainer, memory, size = self.trainer, self.memory, self.trainer.config.train.global_batch_size
-        first = trainer.consumed_samples - size  # the step was counted
+        trainer, memory, samples = self.trainer, self.memory, self.trainer.newest_samples
+        first, size = samples.start, len(samples)
         failed, self.rewinds = trainer.step, False
         with suppress(CheckpointError):  # a failed save was reported
             self.saver.finish()

@@ -14,6 +14,7 @@ COMMANDS = (
         check=check_pretrain,
         preflight="mlm.training.preflight:preflight",
         model_of_ckpt="mlm.training.pretrain.run:model_of_ckpt",
+        settles={"schedule.cooldown": "mlm.training.pretrain.cooldown:settle_cooldown"},
         out_is_run_folder=True,
         has_runs=True,
         summary="train a language model from scratch, or continue from a checkpoint",
@@ -41,6 +42,10 @@ COMMANDS = (
             (
                 "More steps of a run, in its own folder",
                 "mlm pretrain resume=runs/shakespeare train.steps=1800",
+            ),
+            (
+                "The end of a run at a stable learning rate, in its own folder",
+                "mlm pretrain resume=runs/shakespeare schedule.cooldown=200",
             ),
             (
                 "Weights that were imported, the start of a new run",

@@ -21,7 +21,7 @@ from mlm.config.imports import is_path
 from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import trained_on
-from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches
+from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches, first_of_step
 from mlm.inference.hf_source import load_model_folder
 from mlm.inference.trained import resolve_checkpoint
 from mlm.launch.doctor.quick import check_start
@@ -95,9 +95,9 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
     config, ctx = trainer.config, trainer.ctx
     changed = continue_data(trainer)
     left = config.train.steps - trainer.step
-    num_samples = (
-        trainer.consumed_samples + max(0, left) * config.train.global_batch_size + spare_samples(trainer)
-    )
+    whole, ramp = config.train.global_batch_size, config.train.ramp_batch
+    num_samples = first_of_step(trainer.consumed_samples, max(0, left), whole, (), ramp)
+    num_samples += spare_samples(trainer)
     samples = train_dataset(config, num_samples, trainer.history)
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
@@ -204,6 +204,10 @@ def epochs_warning(samples: Dataset, steps: int) -> str | None:
 def header(trainer: Trainer, out: Path, peak: DevicePeak | None, samples: Dataset) -> list[tuple[str, str]]:
     """Rows shown above the numbers."""
     config, batch = trainer.config, trainer.config.train
+    ramp = ""
+    if batch.ramp_batch is not None:
+        start, _, until = batch.ramp_batch
+        ramp = f", from {start} samples on until {until:,} are read"
     return [
         run_row(config.name, out),
         model_row(trainer),
@@ -211,7 +215,7 @@ def header(trainer: Trainer, out: Path, peak: DevicePeak | None, samples: Datase
         (
             "batch",
             f"{batch.global_batch_size} × {config.data.seq_length} tokens in micro-batches of "
-            f"{batch.micro_batch_size}",
+            f"{batch.micro_batch_size}{ramp}",
         ),
         *([("data", data_line(trainer, samples))] if trainer.history else []),
         ("precision", config.precision.dtype),
@@ -254,7 +258,12 @@ class PretrainLoop(Loop):
             size=ctx.dp.size,
             pin_memory=ctx.device.type == "cuda",
             left_out=self.trainer.left_out,
+            ramp=config.train.ramp_batch,
         )
+
+    def count(self) -> None:
+        """Count the step that was just taken, of fewer tokens in a ramp of the batch."""
+        self.throughput.count(len(self.trainer.newest_samples) * self.trainer.config.data.seq_length)
 
     def tokens(self) -> int:
         """Tokens trained on so far."""

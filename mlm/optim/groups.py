@@ -1,0 +1,99 @@
+"""Learning rate and decay of each parameter: who updates it, and the factor of the schedule's rate."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from mlm.config.imports import OwnCodeError
+from mlm.optim.config import OptimizerConfig
+
+TABLES = ("token.*", "position.*", "token_type.*")
+"""Names of the embeddings."""
+HIDDEN = "layers.*"
+"""Names of what the layers hold."""
+SETTINGS: dict[str, Callable[[float], bool]] = {
+    "lr": lambda x: x > 0,
+    "lr_scale": lambda x: x >= 0,
+    "weight_decay": lambda x: x >= 0,
+}
+"""Settings in an entry of optimizer.groups, and their bounds."""
+
+
+class Rates(NamedTuple):
+    """Settings of a parameter."""
+
+    is_matrix: bool
+    """True if Muon updates it."""
+    lr_scale: float
+    """Factor of the schedule's learning rate."""
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """An entry of optimizer.groups."""
+
+    names: str
+    settings: dict[str, float]
+
+
+def patterns(entries: Iterable[str]) -> Iterator[Pattern]:
+    """Yield the entries of optimizer.groups. Raises OwnCodeError (a UserError) for one that is none."""
+    for entry in entries:
+        names, *words = entry.split() or [""]
+        pairs = [word.partition("=") for word in words]
+        settings = {key: _number(value) for key, _, value in pairs}
+        if not settings or any(not SETTINGS.get(key, _never)(value) for key, value in settings.items()):
+            raise OwnCodeError(
+                f"optimizer.groups: {entry!r} is no pattern with settings; write "
+                "'layers.*.bias lr=1e-3 weight_decay=0', of lr, lr_scale and weight_decay"
+            )
+        yield Pattern(names, settings)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def _never(_: float) -> bool:
+    return False
+
+
+def is_matrix(name: str, dims: int, config: OptimizerConfig) -> bool:
+    """True if Muon updates a parameter of this name."""
+    return config.kind == "muon" and dims > 1 and fnmatchcase(name, config.muon.matrices)
+
+
+def rates(name: str, dims: int, config: OptimizerConfig, width: float = 1.0) -> Rates:
+    """Return the settings of a parameter. Raises OwnCodeError as `patterns`.
+
+    Weight decay is for matrices: biases and norm parameters have none (arXiv:1909.08053, section 4.2).
+    `width` is the model's width over that of its base in muP, 1 without it: Adam moves an element of a
+    layer's matrix by the learning rate whatever the gradient, and of W times as many an output sums W times
+    as much, so that its rate falls as 1 / W (arXiv:2203.03466, table 8). Muon's update has a spectral norm of
+    its scale: the original one moves outputs alike at each width, the other grows as sqrt(W). Decay is of
+    rate times weight_decay, and stays.
+    """
+    by_muon = is_matrix(name, dims, config)
+    lr, decay = config.lr, config.weight_decay if dims > 1 else 0.0
+    if config.kind == "muon" and not by_muon:
+        lr = config.muon.adamw_lr or lr
+    if config.embedding_lr and any(fnmatchcase(name, table) for table in TABLES):
+        lr = config.embedding_lr
+    scale = lr / config.lr
+    for pattern in patterns(config.groups):
+        if fnmatchcase(name, pattern.names):
+            given = pattern.settings
+            scale = given["lr"] / config.lr if "lr" in given else scale
+            scale *= given.get("lr_scale", 1.0)
+            decay = given.get("weight_decay", decay)
+            break
+    if dims > 1 and fnmatchcase(name, HIDDEN):
+        power = 1.0 if not by_muon else 0.5 if config.muon.scale == "match_rms_adamw" else 0.0
+        factor = width**-power
+        return Rates(by_muon, scale * factor, decay / factor)
+    return Rates(by_muon, scale, decay)

@@ -1,0 +1,99 @@
+"""Muon: momentum of a matrix made orthogonal by Newton-Schulz iterations.
+
+Source: Jordan et al. 2024 (kellerjordan.github.io/posts/muon); decay and scale as in arXiv:2502.16982,
+section 2.2. The order of operations is that of torch.optim.Muon, its format our own (MuonConfig.dtype).
+
+Each matrix is orthogonalised whole, and by one rank (matrices.py): of its parts, what comes out is something
+else, also where gradients agree.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mlm.optim.auto_precision import CPUINFO, has_fast_bfloat16
+from mlm.optim.config import MuonConfig
+from mlm.optim.matrices import buckets
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import ParameterShard
+
+MOMENTUM = "momentum_buffer"
+"""Name of the average of gradients, PyTorch's."""
+EPS = 1e-7
+"""Least norm that a matrix is divided by, as in torch.optim.Muon."""
+
+
+def orthogonalise(x: Tensor, config: MuonConfig) -> Tensor:
+    """Newton-Schulz: of x = U S V^T about U V^T, singular values 0.7 to 1.2. [rows, columns], x's dtype.
+
+    With the first published coefficients it does not converge: their slope at 0 lifts small values fast.
+    """
+    a, b, c = config.ns_coefficients
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.t() if is_tall else x
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(config.ns_steps):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.t() if is_tall else x
+
+
+def shape_scale(shape: tuple[int, int], config: MuonConfig) -> float:
+    """Factor of the update of a matrix of this many rows and columns."""
+    rows, columns = shape
+    if config.scale == "original":
+        return math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def iteration_dtype(config: MuonConfig, parameter: Tensor) -> torch.dtype:
+    """Format of the iterations for weights like this one."""
+    if parameter.dtype == torch.float64:
+        return torch.float64
+    if config.dtype != "auto":
+        return torch.bfloat16 if config.dtype == "bf16" else torch.float32
+    on_cpu = parameter.device.type == "cpu"
+    is_slow = on_cpu and not (CPUINFO.exists() and has_fast_bfloat16(CPUINFO.read_text(errors="replace")))
+    return torch.float32 if is_slow else torch.bfloat16
+
+
+class MatrixUpdates:
+    """The updates of all matrices of a rank, and what is exchanged for them.
+
+    Args:
+        shards: weights of two or three dimensions.
+        replicas: ranks that hold the same part of the model, or rows of it.
+    """
+
+    def __init__(self, shards: Sequence[ParameterShard], replicas: Axis, config: MuonConfig) -> None:
+        self.config, self.shards = config, shards
+        self.parameters = frozenset(shard.parameter for shard in shards)
+        self.dtype = iteration_dtype(config, shards[0].parameter) if shards else torch.float32
+        self.buckets = buckets(shards, replicas, self.dtype, per_head=config.per_head)
+
+    def apply(
+        self, momenta: Mapping[nn.Parameter, Tensor], rates: Mapping[nn.Parameter, tuple[float, float]]
+    ) -> None:
+        """Take the gradients into `momenta` and move the weights, by (rate, decay) each. Collective."""
+        config = self.config
+        for bucket in self.buckets:
+            averages = {s.parameter: self._average(s.parameter, momenta[s.parameter]) for s in bucket.shards}
+            for shard in bucket.shards:
+                rate, decay = rates[shard.parameter]
+                shard.parameter.mul_(1 - rate * decay)
+            for matrix, where, rows, update in bucket.transform(averages, lambda x: orthogonalise(x, config)):
+                p = matrix.shard.parameter
+                alpha = -rates[p][0] * shape_scale(matrix.shape, config)
+                if rows is None:
+                    p[where].add_(update, alpha=alpha)
+                else:
+                    p[where].index_add_(0, rows, update.to(p.dtype), alpha=alpha)
+
+    def _average(self, parameter: nn.Parameter, momentum: Tensor) -> Tensor:
+        """The averaged gradient, in the format of the iterations."""
+        grad, beta = parameter.grad, self.config.momentum
+        grad = torch.zeros_like(parameter) if grad is None else grad
+        momentum.lerp_(grad, 1 - beta)
+        return (grad.lerp(momentum, beta) if self.config.nesterov else momentum).to(self.dtype)

@@ -1,0 +1,40 @@
+"""The length of a run whose cooldown begins at a checkpoint: `resume=RUN schedule.cooldown=STEPS`."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlm.checkpoint.native.folders import CHECKPOINTS, latest_checkpoint, resolve, step_of
+from mlm.config.plain_yaml import parse, read_text
+from mlm.training.loop import CONFIG
+
+
+def settle_cooldown(values: dict[str, Any], typed: Collection[str]) -> str | None:
+    """Set train.steps of composed settings to the end of the cooldown; return what to print.
+
+    Only where neither the user nor the run's own settings, of a cooldown that is under way, say it; None
+    then. Raises UserError for a `ckpt` that is no checkpoint, CorruptFileError where none is whole.
+    """
+    cooldown, ckpt = values["schedule"].get("cooldown"), values.get("ckpt")
+    if not isinstance(cooldown, int) or cooldown <= 0 or "train.steps" in typed:
+        return None
+    out = Path(str(values["out"]))
+    own = latest_checkpoint(out / CHECKPOINTS)
+    if own is None and not isinstance(ckpt, str):
+        return None
+    start = step_of(own or resolve(str(ckpt)))
+    steps = _steps_of_cooldown(out / CONFIG, cooldown) if own else None
+    if steps is None or not steps - cooldown <= start <= steps:
+        steps = start + cooldown
+    values["train"]["steps"] = steps
+    return f"schedule.cooldown={cooldown}: steps {steps - cooldown + 1:,} to {steps:,} of train.steps={steps}"
+
+
+def _steps_of_cooldown(path: Path, cooldown: int) -> int | None:
+    """The length of a saved run with this cooldown; None of one without."""
+    saved: Mapping[str, Any] = parse(read_text(path), path) if path.is_file() else {}
+    schedule, train = saved.get("schedule"), saved.get("train")
+    if not isinstance(schedule, dict) or not isinstance(train, dict) or schedule.get("cooldown") != cooldown:
+        return None
+    steps = train.get("steps")
+    return steps if type(steps) is int else None

@@ -1,0 +1,176 @@
+"""Recipes on the plays of Shakespeare: Muon against AdamW, cooldowns against cosine, muP against none.
+
+    python scripts/recipe.py optimizers --corpus demo/corpus/ --work runs/recipe --out optimizers.json
+    python scripts/recipe.py cooldown   --corpus demo/corpus/ --work runs/recipe --out cooldown.json
+    python scripts/recipe.py width      --corpus demo/corpus/ --work runs/recipe --out width.json
+
+Each run is an `mlm pretrain` of a GPT-2 in a process of its own, one after the other; one that is complete in
+`--work` is not repeated. `make demo` writes the corpus. A plot goes beside the result (.png).
+"""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+SEQ, SAMPLES = 128, 8
+SIZES = {"4x128": (4, 128, 4), "4x256": (4, 256, 8)}
+"""Layers, width and heads."""
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+"""Learning rates of a sweep, the same for all."""
+SEEDS = (1, 2, 3)
+OPTIMIZERS = {"adamw": ("optimizer=adamw_demo",), "muon": ("optimizer=muon",)}
+"""Both decay by 0.1, with betas of 0.9 and 0.95."""
+Curve = list[tuple[int, float]]
+"""Step and validation loss."""
+
+
+class Runs:
+    """Runs of `mlm pretrain` below a folder; `before` are words before each command, such as `nice`."""
+
+    def __init__(self, corpus: str, work: Path, before: str) -> None:
+        self.corpus, self.work, self.before = corpus, work, shlex.split(before)
+
+    def train(
+        self, name: str, shape: tuple[int, int, int], steps: int, settings: Iterable[str]
+    ) -> dict[str, Any]:
+        """Train, unless that is done, and return the validation losses and the median seconds of a step."""
+        layers, width, heads = shape
+        out = self.work / name
+        words = [
+            *("model=gpt2_tiny", f"model.num_layers={layers}", f"model.hidden_size={width}"),
+            *(f"model.num_heads={heads}", "model.vocab_size=4096", f"model.max_positions={SEQ}"),
+            *(f"data.path={self.corpus}", f"data.seq_length={SEQ}", f"train.global_batch_size={SAMPLES}"),
+            *(f"train.micro_batch_size={SAMPLES}", f"train.steps={steps}", "train.validate_every=25"),
+            *("train.validate_batches=10", "checkpoint.save_every=0", "log.every=10", "log.live=off"),
+        ]
+        return self.run(out, [*words, *settings], steps)
+
+    def run(self, out: Path, words: Sequence[str], steps: int) -> dict[str, Any]:
+        """Run a command whose folder is `out` until it is at `steps`."""
+        if not reached(out, steps):
+            command = [*self.before, "mlm", "pretrain", *words, f"out={out}"]
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            subprocess.run(command, check=True, env={**os.environ, "PATH": path}, capture_output=True)
+        times = [r["step_time_s"] for r in records(out) if r.get("kind") == "step" and r["step"] > 1]
+        return {"curve": curve_of(out), "seconds": sorted(times)[len(times) // 2]}
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """The records of a run."""
+    path = out / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def curve_of(out: Path) -> Curve:
+    """The validation losses of a run."""
+    found = {r["step"]: r["loss"] for r in records(out) if r.get("kind") == "validation"}
+    return sorted((step, math.inf if loss is None else loss) for step, loss in found.items())
+
+
+def reached(out: Path, steps: int) -> bool:
+    """True if a run is at its last step."""
+    curve = curve_of(out)
+    return bool(curve) and curve[-1][0] >= steps
+
+
+def first_at(curve: Curve, loss: float) -> float:
+    """The step, between validations, at which a curve is at a loss first; infinity if it never is."""
+    for (step, high), (later, low) in pairwise(curve):
+        if low <= loss:
+            return step + (later - step) * max(0.0, (high - loss) / (high - low))
+    return math.inf
+
+
+def optimizers(runs: Runs, steps: int, sizes: Sequence[str]) -> dict[str, Any]:
+    """Muon against AdamW: a sweep of learning rates by one seed, then the best of each by all seeds."""
+    result: dict[str, Any] = {"steps": steps, "tokens_a_step": SEQ * SAMPLES, "sizes": {}}
+    for size in sizes:
+        found: dict[str, Any] = {}
+        for name, settings in OPTIMIZERS.items():
+            schedule = ("schedule.min_lr=0", "schedule.warmup=0.05", *settings)
+            sweep = {
+                rate: runs.train(
+                    f"{size}-{name}-{rate:g}-1",
+                    SIZES[size],
+                    steps,
+                    (*schedule, f"optimizer.lr={rate:g}", "seed=1"),
+                )
+                for rate in RATES
+            }
+            best = min(sweep, key=lambda rate: sweep[rate]["curve"][-1][1])
+            seeds = [
+                runs.train(
+                    f"{size}-{name}-{best:g}-{seed}",
+                    SIZES[size],
+                    steps,
+                    (*schedule, f"optimizer.lr={best:g}", f"seed={seed}"),
+                )
+                for seed in SEEDS
+            ]
+            found[name] = {
+                "sweep": {f"{rate:g}": run["curve"][-1][1] for rate, run in sweep.items()},
+                "best_lr": best,
+                "at_the_end": [run["curve"][-1][1] for run in seeds],
+                "curves": [run["curve"] for run in seeds],
+                "step_s": mean(run["seconds"] for run in seeds),
+            }
+        target = max(found["adamw"]["at_the_end"])
+        for each in found.values():
+            each["steps_to_worst_adamw"] = [first_at(curve, target) for curve in each["curves"]]
+        result["sizes"][size] = found
+    return result
+
+
+def plot_optimizers(result: Mapping[str, Any], path: Path) -> None:
+    """Validation losses of all seeds, and the sweep."""
+    figure, axes = plt.subplots(2, len(result["sizes"]), figsize=(10, 7), squeeze=False)
+    for column, (size, found) in enumerate(result["sizes"].items()):
+        for name, color in (("adamw", "tab:blue"), ("muon", "tab:orange")):
+            each = found[name]
+            for number, curve in enumerate(each["curves"]):
+                label = f"{name}, lr {each['best_lr']:g}" if number == 0 else None
+                axes[0][column].plot(*zip(*curve, strict=True), color=color, label=label)
+            axes[1][column].plot([float(r) for r in each["sweep"]], each["sweep"].values(), "o-", color=color)
+        axes[0][column].set(title=f"GPT-2 {size}", xlabel="step", ylim=(None, 7), yscale="log")
+        axes[0][column].legend()
+        axes[1][column].set(xlabel="learning rate, seed 1", xscale="log")
+    axes[0][0].set_ylabel("validation loss, nats a token")
+    axes[1][0].set_ylabel("after the last step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run what is named and write its result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=["optimizers", "cooldown", "width"])
+    parser.add_argument("--corpus", required=True, help="prefix folder of a corpus with 4,096 tokens")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of the result")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--before", default="", help="words before each command, such as nice")
+    args = parser.parse_args()
+    runs = Runs(args.corpus, args.work, args.before)
+    if args.what == "optimizers":
+        result = optimizers(runs, args.steps, args.sizes)
+        plot_optimizers(result, args.out.with_suffix(".png"))
+    args.out.write_text(json.dumps({"command": shlex.join(sys.argv[1:]), **result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

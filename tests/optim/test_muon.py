@@ -1,0 +1,219 @@
+"""Muon against torch.optim.Muon on whole matrices, and at each layout against one process."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mlm.models.config import ModelConfig
+from mlm.optim.adamw import build_optimizer
+from mlm.optim.config import MuonConfig, OptimizerConfig
+from mlm.optim.matrices import assign, matrices_of
+from mlm.optim.muon import orthogonalise
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import Axis, ParallelContext, shape_context
+from mlm.parallel.sharding import parameter_shards
+from mlm.plan.dry_run_rank import dry_run
+from mlm.training.checks import check_pretrain
+from mlm.training.config import PretrainConfig
+from mlm.training.trainer import Trainer, build_model
+from tests.ranks import run_on_ranks
+from tests.slow import slow_but
+from tests.training.test_layout_state import resume, sizes, two_steps_more
+from tests.training.test_trainer import SEQ, VOCAB, config, steps_of
+
+LLAMA = {"num_kv_heads": 2, "qk_norm": True}
+
+
+def spec_of(parallel: ParallelConfig | None = None, *, family: str = "gpt2", **muon: Any) -> PretrainConfig:
+    """A tiny run in float64 with Muon; the gate and the up projection of a llama in four blocks."""
+    spec = config()
+    model = replace(spec.model, num_layers=2)
+    if family == "llama":
+        model = ModelConfig(
+            **{name: getattr(model, name) for name in ("num_layers", "hidden_size", "num_heads")},
+            **{"kind": "llama", "ffn_hidden_size": 24, "activation": "silu", "options": LLAMA},
+            **{"max_positions": SEQ, "vocab_size": VOCAB, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        )
+    optimizer = replace(spec.optimizer, kind="muon", weight_decay=0.1, muon=MuonConfig(**muon))
+    return replace(spec, model=model, optimizer=optimizer, parallel=parallel or ParallelConfig())
+
+
+def weights_after(
+    ctx: ParallelContext, spec: PretrainConfig, count: int = 5
+) -> dict[str, tuple[Any, Tensor]]:
+    """This rank's weights after some steps, with their regions of the whole."""
+    trainer = Trainer(spec, ctx)
+    steps_of(trainer, count)
+    found = {}
+    for s in trainer.shards:
+        x = s.without_padding(s.parameter.detach())
+        found[s.name] = (tuple(slice(o, o + n) for o, n in zip(s.offset, x.shape, strict=True)), x.clone())
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, tuple[Any, Tensor]]]:
+    return {family: weights_after(shape_context(), spec_of(family=family)) for family in ("gpt2", "llama")}
+
+
+LAYOUTS = [
+    ("gpt2", ParallelConfig(tp=2)),
+    ("gpt2", ParallelConfig(tp=2, pp=2, sequence_parallel=True)),
+    ("gpt2", ParallelConfig(dp=3, zero=3)),
+    ("gpt2", ParallelConfig(cp=2, dp=2, zero=2)),
+    ("gpt2", ParallelConfig(tp=2, dp=2)),
+    ("gpt2", ParallelConfig(tp=2, dp=2, zero=3)),
+    ("llama", ParallelConfig(tp=2, dp=2, zero=2, sequence_parallel=True)),
+    ("llama", ParallelConfig(tp=4, cp=2)),
+    ("llama", ParallelConfig(dp=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "parallel"), slow_but({1, 2, 7}, LAYOUTS), ids=str)
+def test_five_steps_give_the_weights_of_one_process(
+    alone: Any, family: str, parallel: ParallelConfig
+) -> None:
+    """float64, to 1e-10: with tp=4 two ranks hold each head of keys, with dp=3 rows of blocks of heads."""
+    spec = spec_of(parallel, family=family)
+    if parallel.dp == 3:
+        spec = replace(spec, train=replace(spec.train, global_batch_size=6))
+        whole = weights_after(shape_context(), replace(spec, parallel=ParallelConfig()))
+    else:
+        whole = alone[family]
+    seen = set()
+    for rank in run_on_ranks(weights_after, spec, **sizes(parallel)):
+        for name, (region, x) in rank.items():
+            torch.testing.assert_close(x, whole[name][1][region], rtol=0, atol=1e-10)
+            seen.add(name)
+    assert seen == whole.keys()
+
+
+def rows_apart(name: str, count: int, *, per_head: bool = False) -> list[Tensor]:
+    """Rows of each matrix in a weight: heads of width 4; four blocks of six gates and as many of `up`."""
+    rows = torch.arange(count)
+    fused = {"qkv": (3, 4), "kv": (2, 4), "query": (1, 4), "up": (2, 6)}
+    if "llama" not in name:
+        fused.pop("up")
+    parts, width = next((x for key, x in fused.items() if f".{key}." in name), (1, count))
+    if per_head and width == 4:
+        return list(rows.view(-1, width))
+    return [block.flatten() for block in rows.view(-1, parts, width).unbind(1)]
+
+
+CASES = [("gpt2", "match_rms_adamw", False), ("llama", "original", False), ("llama", "original", True)]
+
+
+@pytest.mark.parametrize(("family", "scale", "per_head"), CASES)
+def test_steps_are_those_of_torch_on_separate_matrices(family: str, scale: Any, per_head: bool) -> None:
+    """PyTorch's iterations are in bfloat16: queries, keys, values, gates and the rest as weights apart."""
+    spec = spec_of(family=family, scale=scale, dtype="bf16", per_head=per_head)
+    model = build_model(replace(spec, precision=replace(spec.precision, dtype="fp32")), shape_context())
+    shards = list(parameter_shards(model.chunks[0], Axis("tp")))
+    optimizer = build_optimizer(shards, spec.optimizer)
+    matrices = [s for s in shards if s.name.startswith("layers.") and s.parameter.dim() == 2]
+    parts = [
+        (s.parameter, rows, nn.Parameter(s.parameter.detach()[rows].clone()))
+        for s in matrices
+        for rows in rows_apart(f"{family} {s.name}", len(s.parameter), per_head=per_head)
+    ]
+    options = {"lr": spec.optimizer.lr, "weight_decay": 0.1, "adjust_lr_fn": scale}
+    theirs = torch.optim.Muon([x for _, _, x in parts], **options)
+    torch.manual_seed(0)
+    for _ in range(3):
+        for s in shards:
+            s.parameter.grad = torch.randn_like(s.parameter)
+        for p, rows, x in parts:
+            x.grad = p.grad[rows] if p.grad is not None else None
+        optimizer.step()
+        theirs.step()
+    for p, rows, x in parts:
+        torch.testing.assert_close(p[rows], x, rtol=0, atol=1e-6)
+    assert len(parts) > len(matrices)
+
+
+def test_iterations_make_a_matrix_nearly_orthogonal_and_keep_its_bases() -> None:
+    """Singular values 0.68 to 1.14 (Jordan et al. 2024), singular vectors those of the matrix."""
+    torch.manual_seed(0)
+    x = torch.randn(24, 16, dtype=torch.float64)
+    u, s, vt = torch.linalg.svd(x, full_matrices=False)
+    found = u.t() @ orthogonalise(x, MuonConfig()) @ vt.t()
+    assert found.diagonal().min() > 0.65
+    assert found.diagonal().max() < 1.2
+    assert (found - found.diagonal().diag()).abs().max() < 1e-12
+    assert s.max() / s.min() > 3
+
+
+def test_owners_share_the_work_and_each_matrix_has_one() -> None:
+    model = build_model(spec_of(family="llama"), shape_context())
+    shards = [s for s in parameter_shards(model.chunks[0], Axis("tp")) if s.parameter.dim() == 2]
+    matrices = [m for s in shards if s.name.startswith("layers.") for m in matrices_of(s, per_head=False)]
+    owners = assign(matrices, 2, 2)
+    loads: dict[tuple[int, int], int] = {}
+    for m, owner in zip(matrices, owners, strict=True):
+        loads[owner] = loads.get(owner, 0) + m.cost
+    assert len(owners) == 2 * 7
+    assert sorted(loads) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert max(loads.values()) - min(loads.values()) <= max(m.cost for m in matrices)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 6), (3, 6, 8)])
+def test_a_stack_is_as_many_matrices(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    settings = OptimizerConfig(kind="muon", lr=0.1, weight_decay=0.0)
+    model, single = nn.Module(), [nn.Module() for _ in range(shape[0])]
+    values, grads = torch.randn(2, *shape, dtype=torch.float64)
+    for module, w, g in [(model, values, grads), *zip(single, values, grads, strict=True)]:
+        module.layers = nn.ModuleDict({"0": nn.Module()})
+        weight = module.layers["0"].weight = nn.Parameter(w.clone())
+        weight.grad = g
+        build_optimizer(list(parameter_shards(module, Axis("tp"))), settings).step()
+    moved = torch.stack([x.layers["0"].weight for x in single])
+    torch.testing.assert_close(model.layers["0"].weight, moved, rtol=0, atol=1e-12)
+    assert (moved - values).abs().min() > 0
+
+
+def test_momentum_moves_through_layouts(tmp_path: Path) -> None:
+    """Two steps at each layout in turn, a checkpoint between: the losses of one process."""
+    layouts = [ParallelConfig(tp=2, dp=2, zero=3), ParallelConfig(pp=2), ParallelConfig(dp=2, zero=2)]
+    losses = []
+    for parallel in [*layouts, ParallelConfig()]:
+        losses += run_on_ranks(two_steps_more, tmp_path, spec_of(parallel), **sizes(parallel))[0]
+    assert losses == pytest.approx(steps_of(Trainer(spec_of(), shape_context()), len(losses)), abs=1e-10)
+
+
+def test_resumed_losses_are_bit_equal(tmp_path: Path) -> None:
+    spec = spec_of(ParallelConfig(tp=2, dp=2, zero=2), dtype="bf16")
+    spec = replace(spec, precision=replace(spec.precision, dtype="fp32"))
+    for straight, resumed in run_on_ranks(resume, tmp_path, spec, tp=2, dp=2):
+        assert resumed == straight
+
+
+def test_dry_run_counts_the_parts_and_results_that_travel() -> None:
+    """Of bytes that a rank receives: over dp results alone where replicas hold all, over tp both ways."""
+    sent = {}
+    for parallel in (ParallelConfig(tp=2), ParallelConfig(dp=2), ParallelConfig(dp=2, zero=2)):
+        spec = spec_of(parallel)
+        counts = dry_run(replace(spec, precision=replace(spec.precision, dtype="fp32")), 0).counts
+        found = {m: n for m, n in counts.messages.items() if m.operation == "all-to-all"}
+        (axis,) = {m.axis for m in found}
+        sent[axis, parallel.zero] = sum(found.values())
+    assert sent == {("tp", 0): 2, ("dp", 0): 1, ("dp", 2): 2}
+
+
+@pytest.mark.parametrize(
+    ("typed", "problem"),
+    [
+        ({"muon": MuonConfig(matrices="blocks.*")}, "optimizer.muon.matrices=blocks.*: no matrix of"),
+        ({"groups": ("*.bia lr=1",)}, "optimizer.groups: *.bia: no parameter of model.kind=gpt2"),
+        ({"groups": ("*.bias lr=-1",)}, "optimizer.groups: '*.bias lr=-1' is no pattern with settings"),
+    ],
+)
+def test_patterns_that_name_nothing_are_errors(typed: dict[str, Any], problem: str) -> None:
+    spec = spec_of()
+    spec = replace(spec, optimizer=replace(spec.optimizer, **typed))
+    (found,) = [str(p) for p in check_pretrain(spec, world_size=1, local_devices=None)]
+    assert problem in found
