@@ -109,8 +109,9 @@ class ModelConfig:
     def layer_weights(self) -> int:
         """Elements of a layer's matrices."""
         parts = self.architecture
-        attention = 2 * parts.head_dim * (self.num_heads + parts.kv_heads)
-        return self.hidden_size * (attention + (3 if parts.gated else 2) * self.ffn_size)
+        attention = 2 * self.hidden_size * parts.head_dim * (self.num_heads + parts.kv_heads)
+        mlp = (3 if parts.gated else 2) * self.hidden_size * self.ffn_size
+        return (parts.attention_weights or attention) + mlp
 
     def flops_per_token(self, seq_length: int, tp: int = 1) -> float:
         """Model floating-point operations of one training token, forward and backward, no recomputation.
@@ -119,7 +120,7 @@ class ModelConfig:
         (arXiv:2104.04473, section 5.1, without its recomputed forward pass; N * D is H there). Weights after
         the layers count as the family defines it: vocabulary projections of scored tokens.
         """
-        width = self.num_heads * self.head_dim
-        attention = 12 * self.num_layers * width * self.architecture.attended(seq_length)
+        width = self.num_heads * (self.head_dim + self.architecture.values_dim)
+        attention = 6 * self.num_layers * width * self.architecture.attended(seq_length)
         layers = self.num_layers * self.layer_weights
         return 6 * (layers + self.family.head_products(self, tp)) + attention

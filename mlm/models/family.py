@@ -51,6 +51,10 @@ class Architecture:
     """Width of one attention head, D."""
     kv_heads: int
     """Heads of keys and of values, K; num_heads where each query head has its own."""
+    value_dim: int = 0
+    """Width of the values of one head; 0 for head_dim."""
+    attention_weights: int = 0
+    """Elements of attention's matrices; 0 for those of queries, keys, values and output of these sizes."""
     gated: bool = False
     """True for an MLP of three matrices: its input is multiplied by a gate (arXiv:2002.05202)."""
     fused_qkv: bool = True
@@ -69,6 +73,11 @@ class Architecture:
     """True if a language model's output layer is the token table."""
     window: int = 0
     """Tokens that a token attends to, itself included; 0 for all before it."""
+
+    @property
+    def values_dim(self) -> int:
+        """Width of the values of one head."""
+        return self.value_dim or self.head_dim
 
     def attended(self, seq_length: int) -> float:
         """Tokens that attention is computed for, of each token: S, as formulas count no causal mask.

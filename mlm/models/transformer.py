@@ -92,7 +92,7 @@ class TransformerLayer(nn.Module):
     """
 
     norm_type: ClassVar[Callable[..., nn.Module]] = LayerNorm
-    attention_type: ClassVar[type[SelfAttention]] = SelfAttention
+    attention_type: ClassVar[Callable[..., SelfAttention]] = SelfAttention
     mlp_type: ClassVar[type[MLP]] = MLP
     places: Tensor
     """Keys of the dropout masks of its two branches, int32 [2, 2]."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.models.llama.attention import GroupedQueryAttention
+from mlm.models.llama.latent_attention import LatentAttention
 from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings, num_blocks
 from mlm.models.norms import RMSNorm
@@ -64,11 +65,17 @@ class _SwiGLU(torch.autograd.Function):
         return d
 
 
+def build_attention(config: ModelConfig, **arguments: Any) -> GroupedQueryAttention:
+    """Return the attention of a model's settings; `arguments` are those of SelfAttention."""
+    kind = LatentAttention if LlamaSettings.of(config).kv_lora_rank else GroupedQueryAttention
+    return kind(config, **arguments)
+
+
 class LlamaLayer(TransformerLayer):
     """RMSNorm, grouped-query attention with rotary positions, RMSNorm, gated MLP."""
 
     norm_type = RMSNorm
-    attention_type = GroupedQueryAttention
+    attention_type = staticmethod(build_attention)
     mlp_type = GatedMLP
 
 
