@@ -85,8 +85,8 @@ class HFTensors:
     def read(self, name: str, region: Region) -> Tensor:
         """Return those elements of our parameter `name`, float32.
 
-        A tensor stored like ours is read in part; of others the whole is held, twice at most. Of experts those
-        of the region are read, one after the other.
+        A tensor stored like ours is read in part; of others the whole is held, twice at most. Experts are
+        read one after the other.
         """
         return self._read(self._locations[name], region)
 

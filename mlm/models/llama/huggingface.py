@@ -1,7 +1,8 @@
-"""Llama, Mistral, Qwen 2, Qwen 3 and their mixtures of experts as `transformers` stores them.
+"""Llama, Mistral, Qwen 2, Qwen 3 and mixtures of experts as `transformers` stores them.
 
-What mixtures have beyond the dense models is in huggingface_moe.py. Keys of config.json and their defaults: the documentation of LlamaConfig, MistralConfig, Qwen2Config and
-Qwen3Config (https://huggingface.co/docs/transformers/model_doc/llama, …/mistral, …/qwen2, …/qwen3).
+Keys of config.json and their defaults: the documentation of LlamaConfig, MistralConfig, Qwen2Config and
+Qwen3Config (https://huggingface.co/docs/transformers/model_doc/llama, …/mistral, …/qwen2, …/qwen3). What
+mixtures of experts have beyond them: huggingface_moe.py.
 """
 
 import re
@@ -50,8 +51,8 @@ NAMES = {
 MOST_LAYERS = 10_000
 NO_LOSS = "output_router_logits=true: a loss of balance is not kept; to train, choose model.options.balance"
 QUANTISED = (
-    "quantization_config: weights in fp8 with block scales, and other quantised ones, are not supported; save "
-    "them in bfloat16, without quantization_config"
+    "quantization_config: quantised weights, such as fp8 with block scales, are not supported; save them in "
+    "bfloat16, without quantization_config"
 )
 
 _NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
@@ -92,7 +93,7 @@ def _keys(
     more = EXPERT_KEYS[experts] if experts else None
     return ConfigKeys(
         activation="hidden_act",
-        fixed=_FIXED | _NO_BIASES | (more.fixed if more else _NO_EXPERTS),
+        fixed={**_FIXED, **_NO_BIASES, **(more.fixed if more else _NO_EXPERTS)},
         sizes={
             "vocab_size": SizeKey("vocab_size", vocabulary, 1 << 24),
             "hidden_size": SizeKey("hidden_size", 4096, 1 << 20),
@@ -104,7 +105,7 @@ def _keys(
             "head_dim": SizeKey("", head_dim, 1 << 16),
             **({key: size._replace(ours="") for key, size in more.sizes.items()} if more else {}),
         },
-        numbers=_NUMBERS | (more.numbers if more else {}),
+        numbers={**_NUMBERS, **(more.numbers if more else {})},
         types=_TYPES | dict.fromkeys(more.switches if more else (), (bool,)),
     )
 

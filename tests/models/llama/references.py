@@ -1,4 +1,4 @@
-"""Tiny Llamas, Mistrals, Qwens and mixtures of experts of `transformers` with random weights, and our settings."""
+"""Tiny Llamas, Mistrals, Qwens and mixtures of experts of `transformers`, and our settings of them."""
 
 from functools import cache
 from typing import Any
@@ -150,7 +150,9 @@ def reference(name: str) -> dict[str, Any]:
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    grads |= {name: torch.zeros_like(buffer) for name, buffer in model.named_buffers()}
+    grads |= {
+        name: torch.zeros_like(state) for name, state in model.state_dict().items() if name not in grads
+    }
     prompt = tokens[:, :7]
     mask = torch.ones_like(prompt)  # it takes a 0 for padding otherwise
     written = model.generate(prompt, attention_mask=mask, max_new_tokens=14, do_sample=False, pad_token_id=0)
