@@ -105,12 +105,26 @@ class ModelConfig:
         """Parameters of the unpadded model; an output layer tied to the token embedding counts once."""
         return count_parameters(self)
 
-    @property
-    def layer_weights(self) -> int:
-        """Elements of a layer's matrices."""
+    def num_active_parameters(self) -> int:
+        """Parameters that a token goes through: of each layer's experts those that it chooses."""
         parts = self.architecture
-        attention = 2 * self.hidden_size * parts.head_dim * (self.num_heads + parts.kv_heads)
-        mlp = (3 if parts.gated else 2) * self.hidden_size * self.ffn_size
+        idle = (parts.experts - parts.experts_per_token) * self.mlp_weights(parts.expert_size)
+        return self.num_parameters() - (self.num_layers - parts.dense_layers) * idle
+
+    def mlp_weights(self, width: int) -> int:
+        """Elements of the matrices of an MLP of this width."""
+        return (3 if self.architecture.gated else 2) * self.hidden_size * width
+
+    @property
+    def layer_weights(self) -> float:
+        """Elements of the matrices of a layer that a token goes through, the mean over the layers."""
+        parts, h = self.architecture, self.hidden_size
+        attention = 2 * h * parts.head_dim * (self.num_heads + parts.kv_heads)
+        mlp = float(self.mlp_weights(self.ffn_size))
+        if parts.experts:
+            width = parts.experts_per_token * parts.expert_size + parts.shared_size
+            mixture = self.mlp_weights(width) + h * parts.experts
+            mlp = mixture + (mlp - mixture) * parts.dense_layers / self.num_layers
         return (parts.attention_weights or attention) + mlp
 
     def flops_per_token(self, seq_length: int, tp: int = 1) -> float:

@@ -251,6 +251,9 @@ class ModelFamily(Generic[C, B]):
     """Weights that a token of pretraining is multiplied with after the layers, at a tp: an average."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     """Names of its own settings, model.options.NAME, with their defaults."""
+    dense_twin: "Callable[[ModelConfig], ModelConfig | None]" = no_problem
+    """Return the dense model that a mixture of experts can start from; None for other models. Raises
+    ConfigError for experts that are no copies of an MLP."""
     loss_unit: str = "nats per token"
     """Unit of the loss in curves."""
     protocol: str
@@ -282,9 +285,10 @@ def shipped(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
     return family
 
 
-def count_parameters(model: "ModelConfig") -> int:
+def count_parameters(model: "ModelConfig", *, with_state: bool = False) -> int:
     """Parameters of a model, counted in its modules on the meta device; padding rows and copies not.
 
+    `with_state` counts those that no gradient moves too: what routers know of the loads of experts.
     Layers of a shipped family are alike but the first without experts: two are built besides those, however
     many a file claims. Raises OwnCodeError (a UserError) if there is no such family.
     """
@@ -293,7 +297,7 @@ def count_parameters(model: "ModelConfig") -> int:
     def count(num_layers: int) -> int:
         with import_module("torch").device("meta"):
             whole: Any = family.model(replace(model, num_layers=num_layers, vocab_multiple=1))
-        return sum(parameter.numel() for parameter in whole.parameters())
+        return sum(p.numel() for p in whole.parameters() if with_state or p.requires_grad)
 
     if model.kind not in SHIPPED or layers <= first + 2:
         return count(layers)

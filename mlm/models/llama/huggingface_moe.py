@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import JSON, Location, Note, NumberKey, SizeKey, show
+from mlm.models.llama.mixture_checks import is_of_experts
 from mlm.models.llama.settings import LlamaSettings, num_blocks
 
 Options = dict[str, bool | int | float | str]
@@ -56,7 +57,7 @@ class ExpertKeys:
             options["router_scale"] = float(values["routed_scaling_factor"])
         options["dense_layers"] = dense
         if dense >= values["num_hidden_layers"]:
-            options = {name: value for name, value in options.items() if not _is_of_experts(name)}
+            options = {name: value for name, value in options.items() if not is_of_experts(name)}
         return options, problems
 
     def write(self, model: ModelConfig, settings: LlamaSettings) -> dict[str, JSON]:
@@ -158,10 +159,6 @@ def with_usual_names(config: Mapping[str, JSON], kind: str) -> Mapping[str, JSON
 def _has_bias(settings: LlamaSettings) -> bool:
     """Return True if its routers have a bias."""
     return settings.num_experts > 0 and (settings.router_bias or settings.balance == "bias")
-
-
-def _is_of_experts(option: str) -> bool:
-    return "expert" in option or option.startswith("router_") or option == "dense_layers"
 
 
 def _dense_layers(config: Mapping[str, JSON], layers: int, path: str) -> tuple[int, list[str]]:

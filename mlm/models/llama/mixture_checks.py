@@ -1,9 +1,10 @@
 """Conditions of the settings of a mixture of experts: model.options.NAME."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mlm.models.config import ModelConfig
-from mlm.util.errors import Problem, show
+from mlm.util.errors import ConfigError, Problem, show
 
 if TYPE_CHECKING:
     from mlm.models.llama.settings import LlamaSettings
@@ -48,3 +49,32 @@ def mixture_problem(model: ModelConfig, settings: "LlamaSettings") -> Problem | 
     if not settings.router_scale > 0:
         return problem("router_scale", "must be above 0", "use 1.0 for none")
     return None
+
+
+def without_experts(model: ModelConfig, settings: "LlamaSettings") -> ModelConfig | None:
+    """Return the dense model of which experts can be copies; None for a dense model.
+
+    Raises ConfigError if they cannot.
+    """
+    if not settings.num_experts:
+        return None
+    width, shared = settings.expert_ffn_size, settings.shared_experts
+    if width != model.ffn_size:
+        key = "model.options.expert_ffn_size"
+        problem = f"{key}={width}: experts that start from a dense model are copies of its MLP"
+        raise ConfigError([Problem((key,), problem, f"set {key}={model.ffn_size}, or 0")])
+    if shared:
+        key = "model.options.shared_experts"
+        problem = f"{key}={shared}: a dense model has no MLP that they could start from"
+        raise ConfigError([Problem((key,), problem, f"set {key}=0")])
+    options = {name: value for name, value in model.options.items() if not is_of_experts(name)}
+    return replace(model, options=options)
+
+
+def is_of_experts(option: str) -> bool:
+    """Return True for an option that means nothing without experts."""
+    return "expert" in option or option.startswith(("router_", "balance", "capacity")) or option in OTHERS
+
+
+OTHERS = ("dense_layers", "z_loss")
+"""Options of experts whose names do not say so."""

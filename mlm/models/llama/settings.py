@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture
-from mlm.models.llama.mixture_checks import mixture_problem
+from mlm.models.llama.mixture_checks import mixture_problem, without_experts
 from mlm.util.errors import Problem, show
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -177,6 +177,11 @@ def architecture(model: ModelConfig) -> Architecture:
     )
 
 
+def dense_twin(model: ModelConfig) -> ModelConfig | None:
+    """Return the dense model that a mixture of experts can start from; None for a dense model."""
+    return without_experts(model, LlamaSettings.of(model))
+
+
 def num_blocks(model: ModelConfig) -> int:
     """Return the pieces of the MLP that a tp may be split between: every valid tp divides them."""
     return math.gcd(model.num_heads, model.ffn_size)
@@ -247,7 +252,7 @@ def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | Non
     if settings.rope_scaling == "yarn" and not 0 < settings.rope_beta_slow <= settings.rope_beta_fast:
         why = f"must be at least rope_beta_slow={settings.rope_beta_slow:g}, and that greater than 0"
         return problem("rope_beta_fast", why, "use 32.0 and 1.0")
-    return None
+    return mixture_problem(model, settings)
 
 
 def _latent_problem(model: ModelConfig, settings: LlamaSettings) -> tuple[str, str, str] | None:
@@ -269,4 +274,3 @@ def _latent_problem(model: ModelConfig, settings: LlamaSettings) -> tuple[str, s
         if getattr(settings, name) != value:
             return name, "does not go with latent attention (kv_lora_rank)", "remove it"
     return None
-    return mixture_problem(model, settings)

@@ -85,6 +85,10 @@ ROPE: dict[str, tuple[str, dict[str, Any]]] = {
         "yarn",
         {"rope_parameters": {**YARN, "original_max_position_embeddings": 2}},
     ),
+    "latent attention of two weights": (
+        "deepseek_v3",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 2}},
+    ),
     "yarn of two weights": ("yarn", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 2}}),
 }
 

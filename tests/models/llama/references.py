@@ -82,7 +82,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"moe_intermediate_size": 12, "n_shared_experts": 2, "first_k_dense_replace": 1},
             **{"q_lora_rank": 14, "kv_lora_rank": 9, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8},
             **{"v_head_dim": 5, "num_key_value_heads": 4, "head_dim": None, "rms_norm_eps": 1e-6},
-            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
     "deepseek_v3 without experts": (
