@@ -27,7 +27,7 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.inference.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries
-from mlm.models.family import SHIPPED, family_of
+from mlm.models.family import SHIPPED, count_parameters, family_of
 from mlm.models.huggingface import Note
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
@@ -147,8 +147,9 @@ def check_stored_parameters(manifest: Manifest, model: ModelConfig, path: Path) 
     stored = [entry for name, entry in manifest.tensors.items() if name.startswith("model.")]
     held, last = sum(prod(entry.shape) for entry in stored), f"model.layers.{model.num_layers - 1}."
     is_deep = len(stored) >= model.num_layers and any(name.startswith(last) for name in manifest.tensors)
-    if not is_deep or held != model.num_parameters():
-        made = f"{model.num_parameters():,} parameters in " if is_deep or model.kind in SHIPPED else ""
+    made_of = count_parameters(model, with_state=True)
+    if not is_deep or held != made_of:
+        made = f"{made_of:,} parameters in " if is_deep or model.kind in SHIPPED else ""
         raise CorruptFileError(
             f"{path}: its configuration makes {made}{model.num_layers:,} layers, "
             f"other than the {held:,} stored: restore it from a copy, or load another"

@@ -56,7 +56,7 @@ class SelfAttention(nn.Module):
         self.register_buffer("places", site_keys([(layer, "attention")]), persistent=False)
         self._add_projections(config, sequence_parallel)
         self.out = RowParallelLinear(
-            config.num_heads * self.head_dim,
+            config.num_heads * config.architecture.values_dim,
             config.hidden_size,
             tp=tp,
             sequence_parallel=sequence_parallel,
@@ -117,10 +117,11 @@ class SelfAttention(nn.Module):
         no token to padding; with `reading` tokens attend to the cached ones of their sequences. `rotary`
         turns queries and keys by their positions.
         """
-        qkv = self.project(x, rotary)  # [S, B, 3H/t]: all of S, also with sequence parallelism
         if reading is not None:
-            attended = reading.attend(self.layer, *self.heads(qkv), self.window)
-        elif self.cp.size > 1:
+            y: Tensor = self.out(self.attend_cached(x, rotary, reading))
+            return y
+        qkv = self.project(x, rotary)  # [S, B, 3H/t]: all of S, also with sequence parallelism
+        if self.cp.size > 1:
             assert self.causal
             assert spans is None, "checked with the configuration"
             attended = self._across_ranks(qkv, stream)
@@ -130,8 +131,16 @@ class SelfAttention(nn.Module):
             attended = self._unfused(qkv, stream, spans)
         else:
             attended = self._with_drawn_masks(qkv, stream, spans)
-        y: Tensor = self.out(attended)
+        y = self.out(self.values(attended))
         return y
+
+    def attend_cached(self, x: Tensor, rotary: Rotary | None, reading: Reading) -> Tensor:
+        """Attention of the tokens of a pass to those before them: [S, B, H] -> the input of `out`."""
+        return reading.attend(self.layer, *self.heads(self.project(x, rotary)), self.window)
+
+    def values(self, attended: Tensor) -> Tensor:
+        """Return the input of `out` for what the kernels return, [S, B, N/t D]."""
+        return attended
 
     @skip_compile  # communication that is waited for later is not traced
     def _across_ranks(self, qkv: Tensor, stream: DropoutStream | None) -> Tensor:

@@ -33,10 +33,12 @@ class KeyValueCache:
         self.max_rows, self.max_columns = max_rows, max_columns
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def layer(self, number: int, like: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    def layer(
+        self, number: int, like: Tensor, columns: int, *, shared: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, [max_rows, K/t, L, D] with L >= `columns`; `like` is [B, K/t, S, D].
 
-        What was never written is 0: it is masked, and no mask hides a NaN.
+        With `shared` both are one tensor. What was never written is 0: it is masked, and no mask hides a NaN.
         """
         assert columns <= self.max_columns
         held = self._layers.get(number)
@@ -44,7 +46,8 @@ class KeyValueCache:
             return held
         room = max(columns, FIRST_COLUMNS if held is None else 2 * held[0].shape[2])
         shape = (self.max_rows, like.shape[1], min(self.max_columns, room), like.shape[3])
-        made = like.new_zeros(shape), like.new_zeros(shape)
+        keys = like.new_zeros(shape)
+        made = keys, keys if shared else like.new_zeros(shape)
         for new, old in zip(made, held or (), strict=False):
             new[:, :, : old.shape[2]] = old
         self._layers[number] = made
@@ -76,11 +79,15 @@ class PrefillPass:
 
         With a `window` a token attends to that many, itself included.
         """
+        self.keep(layer, k, v)
+        return merge_heads(causal_attention(q, k, v, window=window))
+
+    def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Cache keys and values [B, K/t, S, D]; once, where they are one tensor."""
         length = k.shape[2]
-        keys, values = self.cache.layer(layer, k, length)
+        keys, values = self.cache.layer(layer, k, length, shared=v is k)
         for number, row in enumerate(self.rows):
             keys[row, :, :length], values[row, :, :length] = k[number], v[number]
-        return merge_heads(causal_attention(q, k, v, window=window))
 
 
 class DecodePass:
@@ -122,7 +129,7 @@ class DecodePass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         """Queries [B, N/t, 1, D], keys and values [B, K/t, 1, D] -> [1, B, H/t]."""
-        keys, values = self.cache.layer(layer, k, self.columns)
+        keys, values = self.cache.layer(layer, k, self.columns, shared=v is k)
         keys[self._places], values[self._places] = k.squeeze(2), v.squeeze(2)
         keys, values = keys[: self.count, :, : self.columns], values[: self.count, :, : self.columns]
         grouped = q.shape[1] != k.shape[1]

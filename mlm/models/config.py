@@ -105,12 +105,27 @@ class ModelConfig:
         """Parameters of the unpadded model; an output layer tied to the token embedding counts once."""
         return count_parameters(self)
 
-    @property
-    def layer_weights(self) -> int:
-        """Elements of a layer's matrices."""
+    def num_active_parameters(self) -> int:
+        """Parameters that a token goes through: of each layer's experts those that it chooses."""
         parts = self.architecture
-        attention = 2 * parts.head_dim * (self.num_heads + parts.kv_heads)
-        return self.hidden_size * (attention + (3 if parts.gated else 2) * self.ffn_size)
+        idle = (parts.experts - parts.experts_per_token) * self.mlp_weights(parts.expert_size)
+        return self.num_parameters() - (self.num_layers - parts.dense_layers) * idle
+
+    def mlp_weights(self, width: int) -> int:
+        """Elements of the matrices of an MLP of this width."""
+        return (3 if self.architecture.gated else 2) * self.hidden_size * width
+
+    @property
+    def layer_weights(self) -> float:
+        """Elements of the matrices of a layer that a token goes through, the mean over the layers."""
+        parts, h = self.architecture, self.hidden_size
+        attention = 2 * h * parts.head_dim * (self.num_heads + parts.kv_heads)
+        mlp = float(self.mlp_weights(self.ffn_size))
+        if parts.experts:
+            width = parts.experts_per_token * parts.expert_size + parts.shared_size
+            mixture = self.mlp_weights(width) + h * parts.experts
+            mlp = mixture + (mlp - mixture) * parts.dense_layers / self.num_layers
+        return (parts.attention_weights or attention) + mlp
 
     def flops_per_token(self, seq_length: int, tp: int = 1) -> float:
         """Model floating-point operations of one training token, forward and backward, no recomputation.
@@ -119,7 +134,7 @@ class ModelConfig:
         (arXiv:2104.04473, section 5.1, without its recomputed forward pass; N * D is H there). Weights after
         the layers count as the family defines it: vocabulary projections of scored tokens.
         """
-        width = self.num_heads * self.head_dim
-        attention = 12 * self.num_layers * width * self.architecture.attended(seq_length)
+        width = self.num_heads * (self.head_dim + self.architecture.values_dim)
+        attention = 6 * self.num_layers * width * self.architecture.attended(seq_length)
         layers = self.num_layers * self.layer_weights
         return 6 * (layers + self.family.head_products(self, tp)) + attention

@@ -51,6 +51,10 @@ class Architecture:
     """Width of one attention head, D."""
     kv_heads: int
     """Heads of keys and of values, K; num_heads where each query head has its own."""
+    value_dim: int = 0
+    """Width of the values of one head; 0 for head_dim."""
+    attention_weights: int = 0
+    """Elements of attention's matrices; 0 for those of queries, keys, values and output of these sizes."""
     gated: bool = False
     """True for an MLP of three matrices: its input is multiplied by a gate (arXiv:2002.05202)."""
     fused_qkv: bool = True
@@ -69,6 +73,21 @@ class Architecture:
     """True if a language model's output layer is the token table."""
     window: int = 0
     """Tokens that a token attends to, itself included; 0 for all before it."""
+    experts: int = 0
+    """Experts of each layer in place of its MLP; 0 for a dense model."""
+    experts_per_token: int = 0
+    """Experts that a token goes through."""
+    expert_size: int = 0
+    """Width of an expert."""
+    shared_size: int = 0
+    """Width of the MLP beside the experts, of all tokens."""
+    dense_layers: int = 0
+    """First layers without experts."""
+
+    @property
+    def values_dim(self) -> int:
+        """Width of the values of one head."""
+        return self.value_dim or self.head_dim
 
     def attended(self, seq_length: int) -> float:
         """Tokens that attention is computed for, of each token: S, as formulas count no causal mask.
@@ -232,6 +251,9 @@ class ModelFamily(Generic[C, B]):
     """Weights that a token of pretraining is multiplied with after the layers, at a tp: an average."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     """Names of its own settings, model.options.NAME, with their defaults."""
+    dense_twin: "Callable[[ModelConfig], ModelConfig | None]" = no_problem
+    """Return the dense model that a mixture of experts can start from; None for other models. Raises
+    ConfigError for experts that are no copies of an MLP."""
     loss_unit: str = "nats per token"
     """Unit of the loss in curves."""
     protocol: str
@@ -270,21 +292,23 @@ def parameters_by_name(model: "ModelConfig") -> "dict[str, Tensor]":
     return dict(whole.named_parameters())
 
 
-def count_parameters(model: "ModelConfig") -> int:
+def count_parameters(model: "ModelConfig", *, with_state: bool = False) -> int:
     """Parameters of a model, counted in its modules on the meta device; padding rows and copies not.
 
-    Layers of a shipped family are alike: two are built, however many a file claims. Raises OwnCodeError (a
-    UserError) if there is no such family.
+    `with_state` counts those that no gradient moves too: what routers know of the loads of experts.
+    Layers of a shipped family are alike but the first without experts: two are built besides those, however
+    many a file claims. Raises OwnCodeError (a UserError) if there is no such family.
     """
-    layers = model.num_layers
+    layers, first = model.num_layers, model.architecture.dense_layers
 
     def count(num_layers: int) -> int:
-        return sum(p.numel() for p in parameters_by_name(replace(model, num_layers=num_layers)).values())
+        some = parameters_by_name(replace(model, num_layers=num_layers)).values()
+        return sum(p.numel() for p in some if with_state or p.requires_grad)
 
-    if model.kind not in SHIPPED or layers <= 2:
+    if model.kind not in SHIPPED or layers <= first + 2:
         return count(layers)
-    one, two = count(1), count(2)
-    return one + (layers - 1) * (two - one)
+    one, two = count(first + 1), count(first + 2)
+    return one + (layers - first - 1) * (two - one)
 
 
 def model_problem(model: "ModelConfig") -> Problem | None:

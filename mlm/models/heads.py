@@ -24,11 +24,11 @@ from mlm.parallel.mesh import Axis
 class PlainLinear(ComputesInHalf):
     """y = x W^T + b, replicated over tp: [..., I] -> [..., O]."""
 
-    def __init__(self, in_features: int, out_features: int, *, init_std: float) -> None:
+    def __init__(self, in_features: int, out_features: int, *, init_std: float, bias: bool = True) -> None:
         super().__init__()
         self.init_std = init_std
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.zeros(out_features))
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
         """Weight and bias: the product gives their gradients itself."""

@@ -7,7 +7,7 @@ parameter is stored, keys of config.json and what they may be, and the names of 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -69,26 +69,49 @@ class Location:
     other fused weights their blocks."""
     parts: int = 3
     """Weights that are fused, if `num_heads` is given: q, k and v."""
+    rows: tuple[int, ...] = ()
+    """Rows of each block of so many as they are stored, in our order; empty for the same order."""
+    stacked: int = 0
+    """Experts, each with tensors of its own: `names` has those of one after the other, and ours is the stack
+    of what they make; 0 for others."""
 
     @property
     def is_plain(self) -> bool:
         """True if it is stored as it is here."""
-        return len(self.names) == 1 and not self.transposed and self.num_heads is None
+        return self == Location(self.names) and len(self.names) == 1
+
+    def of_expert(self, number: int) -> "Location":
+        """Location of one of the stacked parts."""
+        each = len(self.names) // self.stacked
+        return replace(self, names=self.names[number * each : (number + 1) * each], stacked=0)
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of each stored tensor of a parameter whose shape here is `ours`."""
+        if self.stacked:
+            return self.of_expert(0).shape(ours[1:])
         stored = ours[::-1] if self.transposed else ours
         return (stored[0] // len(self.names), *stored[1:])
 
     def to_ours(self, values: Sequence[Tensor]) -> Tensor:
         """Convert stored tensors to our parameter, as a view where possible."""
+        if self.stacked:
+            each = len(self.names) // self.stacked
+            parts = [values[first : first + each] for first in range(0, len(values), each)]
+            return torch.stack([self.of_expert(n).to_ours(part) for n, part in enumerate(parts)])
         value = values[0] if len(values) == 1 else torch.cat(list(values))
         value = value.t() if self.transposed else value
+        if self.rows:
+            value = value.unflatten(0, (-1, len(self.rows)))[:, list(self.rows)].flatten(0, 1)
         return value if self.num_heads is None else _swap(value, self.parts, self.num_heads)
 
     def to_theirs(self, value: Tensor) -> tuple[Tensor, ...]:
         """Convert our parameter to stored tensors: the inverse of `to_ours`."""
+        if self.stacked:
+            return tuple(x for n, part in enumerate(value) for x in self.of_expert(n).to_theirs(part))
         value = value if self.num_heads is None else _swap(value, self.num_heads, self.parts)
+        if self.rows:
+            order = sorted(range(len(self.rows)), key=self.rows.__getitem__)
+            value = value.unflatten(0, (-1, len(self.rows)))[:, order].flatten(0, 1)
         value = value.t() if self.transposed else value
         return value.chunk(len(self.names))
 
@@ -326,7 +349,7 @@ class NumberKey(NamedTuple):
     """A number in a config.json."""
 
     ours: str
-    """Field of ModelConfig."""
+    """Field of ModelConfig; "" for none."""
     default: float
     least: float = 0.0
     below: float = 1.0
@@ -349,7 +372,7 @@ class ConfigKeys:
     def settings(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return fields of ModelConfig for the values that `read` returned."""
         sizes = {key.ours: values[theirs] for theirs, key in self.sizes.items() if key.ours}
-        numbers = {key.ours: float(values[theirs]) for theirs, key in self.numbers.items()}
+        numbers = {key.ours: float(values[theirs]) for theirs, key in self.numbers.items() if key.ours}
         name = values[self.activation]
         activation = next(ours for ours, names in ACTIVATIONS.items() if name in names)
         return {**sizes, **numbers, "activation": activation}
@@ -357,7 +380,7 @@ class ConfigKeys:
     def write(self, model: ModelConfig, architecture: str) -> dict[str, JSON]:
         """Return the entries of config.json that any of its classes has."""
         keys = {theirs: key.ours for theirs, key in self.sizes.items() if key.ours}
-        keys |= {theirs: key.ours for theirs, key in self.numbers.items()}
+        keys |= {theirs: key.ours for theirs, key in self.numbers.items() if key.ours}
         return {
             "architectures": [architecture],
             **{theirs: getattr(model, ours) for theirs, ours in keys.items()},

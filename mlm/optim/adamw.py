@@ -110,6 +110,7 @@ def build_optimizer(
         replicas: ranks that hold the same part of the model, or rows of it: they share Muon's work.
         width: factor of muP's learning rates: the model's width over that of its base.
     """
+    shards = [shard for shard in shards if shard.is_trained]
     by_rates: dict[Rates, list[ParameterShard]] = {}
     for shard in shards:
         found = rates(shard.name, shard.parameter.dim(), config, width)
@@ -137,6 +138,7 @@ def ensure_state(
 
     PyTorch makes it in the first `step()`, which would change the weights.
     """
+    shards = [s for s in shards if s.is_trained]
     if not isinstance(optimizer, AdamW):
         check_state(optimizer)
         if not optimizer.state:

@@ -120,7 +120,10 @@ class Matrix:
 def matrices_of(shard: ParameterShard, *, per_head: bool) -> list[Matrix]:
     """The matrices in a weight of two or three dimensions; with `per_head` each head's by themselves."""
     *stack, rows, _ = shard.global_shape
-    fused: FusedRows = getattr(shard.module, "fused_rows", None) or FusedRows(1, rows)
+    rows_of = getattr(shard.module, "fused_rows", None)
+    if isinstance(rows_of, Mapping):
+        rows_of = rows_of.get(shard.name.rpartition(".")[2])
+    fused: FusedRows = rows_of or FusedRows(1, rows)
     if per_head and fused.are_heads:
         fused = FusedRows(rows // fused.width, fused.width)
     numbers = range(stack[0] if stack else 1)

@@ -38,8 +38,8 @@ class Shape:
         return self.model.padded_vocab_size(self.tp)
 
     @cached_property
-    def layer_weights(self) -> int:
-        """Elements of a layer's matrices."""
+    def layer_weights(self) -> float:
+        """Elements of a layer's matrices that a token goes through."""
         return self.model.layer_weights
 
     @cached_property

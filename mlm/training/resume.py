@@ -23,6 +23,7 @@ from mlm.training.run_folder import run_config
 from mlm.training.run_tokenizer import tokenizer_errors
 from mlm.training.state import CHECKPOINTS, check_identity, is_weights_only, load
 from mlm.training.trainer import Trainer
+from mlm.training.upcycle import dense_config
 from mlm.util.errors import CorruptFileError, UserError, attempt, show
 from mlm.util.lock import WAIT_S, single_writer
 from mlm.util.ownership import MARKER, claim_folder, owner_of, user_name
@@ -71,7 +72,8 @@ def model_folder_errors(config: PretrainConfig, source: Path) -> list[str]:
     """Return the settings in which the run's model differs from that of a model folder. Raises UserError."""
     model = read_model(source)
     HFTensors(model).check()
-    return function_errors(config, to_dict(run_config(config.name, model.config)), str(source))
+    saved = to_dict(run_config(config.name, model.config))
+    return function_errors(dense_config(config, saved) or config, saved, str(source))
 
 
 def _with_ancestors(best: Path) -> list[Path]:

@@ -36,6 +36,7 @@ from mlm.training.identity import (
     recorded_changes,
 )
 from mlm.training.trainer import Trainer
+from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
 CHECKPOINTS = folders.CHECKPOINTS
@@ -63,7 +64,7 @@ def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[
     """These parameters and their moments under their checkpoint names: views of the live tensors."""
     multiple = trainer.config.model.vocab_multiple
     out = model_shards(shards, multiple)
-    for s in shards:
+    for s in (s for s in shards if s.is_trained):
         for name in moments(trainer.optimizer, s):
             out[f"optimizer.{name}.{s.name}"] = as_shard(s, moment(trainer.optimizer, s, name), multiple)
     return out
@@ -110,14 +111,19 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     """
     ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
-    def check() -> bool:
+    def check() -> tuple[bool, bool]:
         if not ranks.is_main:
-            return False
+            return False, False
         manifest = read_manifest(path)
         check_identity(trainer.config, path, manifest)
-        return is_weights_only(manifest)
+        dense = upcycled_from(trainer.config, path, manifest)
+        return is_weights_only(manifest), dense is not None
 
-    if ranks.broadcast(ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))):
+    checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
+    is_start, is_dense = ranks.broadcast(checked)
+    if is_dense:
+        return _upcycle(trainer, path)
+    if is_start:
         return load_weights(trainer.shards, path, ctx, config=config)
     manifest = load_checkpoint(
         path,
@@ -165,12 +171,39 @@ def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> No
     saved = manifest.state.get("config")
     if not isinstance(saved, Mapping):
         return  # loading reports the problem
-    if is_weights_only(manifest):
+    dense = upcycled_from(config, path, manifest)
+    if dense is not None:
+        errors = function_errors(dense, saved, str(path))
+    elif is_weights_only(manifest):
         errors = function_errors(config, saved, str(path))
     else:
         errors = identity_errors(config, saved, f"the run in {path.parent.parent}")
     if errors:
         raise ConfigError(errors)
+
+
+def upcycled_from(config: PretrainConfig, path: Path, manifest: Manifest) -> PretrainConfig | None:
+    """Return the run's settings with the dense model that a checkpoint holds, whose MLPs become experts.
+
+    None where it does not start so: without experts, or from ones that have some, or from the run's own.
+    Raises ConfigError if its MLPs cannot become these experts.
+    """
+    saved = manifest.state.get("config")
+    is_own = path.parent.resolve() == Path(config.out, CHECKPOINTS).resolve()
+    return None if is_own or not isinstance(saved, Mapping) else dense_config(config, saved)
+
+
+def _upcycle(trainer: Trainer, path: Path) -> Manifest:
+    """Begin with a dense model of a checkpoint."""
+    found: list[Manifest] = []
+    dense = dense_config(trainer.config, {})
+    assert dense is not None
+
+    def fill(shards: Sequence[ParameterShard]) -> None:
+        found.append(load_weights(shards, path, trainer.ctx, config=to_dict(dense)))
+
+    start_from_dense(trainer.shards, dense, trainer.ctx, fill)
+    return found[0]
 
 
 def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:

@@ -73,7 +73,13 @@ RELEASED = {  # parameters of the released models, as their model cards and safe
     "smollm2_360m": 361_821_120,
     "smollm2_1_7b": 1_711_376_384,
     "tinyllama_1b": 1_100_048_384,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "olmoe_1b_7b": 6_919_161_856,
+    "deepseek_v3": 671_026_404_352,
 }
+ACTIVE = {"mixtral_8x7b": 12.9, "qwen3_30b_a3b": 3.35, "olmoe_1b_7b": 1.28, "deepseek_v3": 37.55}
+"""Billions that a token goes through; the papers print 13B (12.9B), 3B (3.3B), 1B (1.3B) and 37B."""
 SETTINGS: dict[str, tuple[float, float, int, float]] = {  # rope_theta, factor of llama3, context, norm's eps
     "llama2": (10_000.0, 1.0, 4096, 1e-5),
     "llama3": (500_000.0, 8.0, 131_072, 1e-5),
@@ -86,6 +92,9 @@ SETTINGS: dict[str, tuple[float, float, int, float]] = {  # rope_theta, factor o
     "smollm2": (100_000.0, 1.0, 8192, 1e-5),
     "smollm2_1_7b": (130_000.0, 1.0, 8192, 1e-5),
     "tinyllama": (10_000.0, 1.0, 2048, 1e-5),
+    "mixtral": (1_000_000.0, 1.0, 32_768, 1e-5),
+    "olmoe": (10_000.0, 1.0, 4096, 1e-5),
+    "deepseek": (10_000.0, 40.0, 163_840, 1e-6),
 }
 """Of a preset or of all whose names begin so; from config.json."""
 TIED = {
@@ -104,7 +113,7 @@ def built(config: ModelConfig, tp: int, rank: int) -> tuple[int, int]:
     """(true parameters of one tp rank, those of them that are replicated or another rank counts)."""
     with torch.device("meta"):
         model = family_of(config.kind).model(config, tp=shape_context(rank, tp=tp).tp)
-    shards = list(parameter_shards(model, shape_context(rank, tp=tp).tp))
+    shards = [s for s in parameter_shards(model, shape_context(rank, tp=tp).tp) if s.is_trained]
     sizes = [(s.without_padding(s.parameter).numel(), s) for s in shards]
     copies = sum(n for n, s in sizes if s.tp_dim is None or (s.replicas > 1 and not s.is_owner))
     return sum(n for n, _ in sizes), copies
@@ -148,16 +157,26 @@ def test_llamas_have_the_settings_of_their_config_json(name: str) -> None:
     settings = LlamaSettings.of(config)
     family = name.split("_")[0]
     theta, factor, context, eps = SETTINGS.get(name) or SETTINGS[family]
-    scaling = "llama3" if factor > 1 else "default"
+    scaling = ("yarn" if family == "deepseek" else "llama3") if factor > 1 else "default"
     assert (settings.rope_theta, settings.rope_scaling, settings.rope_factor) == (theta, scaling, factor)
     assert (config.max_positions, config.layer_norm_eps) == (context, eps)
     if scaling == "llama3":
         assert settings.rope_original_positions == 8192
         assert (settings.rope_low_freq_factor, settings.rope_high_freq_factor) == (1.0, 4.0)
     assert settings.window == (4096 if family == "mistral" else 0)
-    assert (settings.qkv_bias, settings.qk_norm) == (family == "qwen2", family == "qwen3")
+    assert (settings.qkv_bias, settings.qk_norm) == (family == "qwen2", family in ("qwen3", "olmoe"))
     assert settings.tied == (name in TIED)
     assert (config.activation, config.hidden_dropout, config.attention_dropout) == ("silu", 0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVE))
+def test_a_token_goes_through_the_published_parameters(name: str) -> None:
+    """Without the token table, which multiplies nothing, they are the weights that FLOPs are counted of."""
+    config = preset(name)
+    active = config.num_active_parameters()
+    assert round(active / 1e9, 2) == pytest.approx(ACTIVE[name], abs=0.05)
+    layers, table = config.num_layers * config.layer_weights, config.vocab_size * config.hidden_size
+    assert layers + 2 * table == pytest.approx(active, rel=1e-3)  # norms apart
 
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
@@ -171,7 +190,17 @@ def test_paper_presets_have_the_published_size(name: str) -> None:
 
 
 def test_every_preset_of_a_paper_is_checked() -> None:
-    small = {"gpt2_tiny", "gpt2_demo", "bert_tiny", "bert", "llama", "llama_tiny", "llama_demo"}
+    small = {
+        "gpt2_tiny",
+        "gpt2_demo",
+        "bert_tiny",
+        "bert",
+        "llama",
+        "llama_tiny",
+        "llama_demo",
+        "moe_tiny",
+        "moe_demo",
+    }
     assert set(PRESETS) == set(OPENAI) | set(PUBLISHED) | set(BERTS) | set(RELEASED) | small
 
 

@@ -28,6 +28,11 @@ LLAMAS: dict[str, dict[str, bool | int | float | str]] = {
         **{"num_kv_heads": 1, "head_dim": 6, "qk_norm": True, "qkv_bias": True, "tied": True, "window": 5},
         **{"rope_scaling": "yarn", "rope_factor": 3.0, "rope_original_positions": 6, "rope_theta": 50.0},
     },
+    "whole norms": {"num_kv_heads": 2, "qk_norm": True, "qk_norm_whole": True},
+    "latent": {
+        **{"kv_lora_rank": 5, "q_lora_rank": 7, "head_dim": 6, "rope_head_dim": 4, "v_head_dim": 3},
+        **{"rope_scaling": "yarn", "rope_factor": 3.0, "rope_original_positions": 6, "rope_mscale": 1.0},
+    },
 }
 """Options of the Llamas, of 4 heads: all that the family has."""
 
@@ -267,6 +272,11 @@ LLAMA_LAYOUTS = (
     Layout(tp=4, precision="bf16", micro_batches=1, llama="llama"),
     Layout(tp=4, sequence_parallel=True, tp_overlap=2, micro_batches=1, llama="llama"),
     Layout(tp=2, sequence_parallel=True, precision="fp32", dropout=0.1, llama="qwen"),
+    Layout(tp=4, micro_batches=1, llama="whole norms"),
+    Layout(tp=4, sequence_parallel=True, dp=2, zero=3, dropout=0.1, llama="whole norms"),
+    Layout(tp=2, dp=2, dropout=0.1, documents=True, micro_batches=1, llama="latent"),
+    Layout(tp=2, sequence_parallel=True, pp=2, layers=5, pipeline="zb_h1", recompute="full", llama="latent"),
+    Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=3, micro_batches=1, llama="latent"),
 )
 """Fewer heads of keys and values than tp ranks, each split and schedule; GPT-2 has every pair."""
 

@@ -188,7 +188,7 @@ def write_weights(
         shift = folded_bias(source, reader)
 
         def read(tensor: Exported) -> Tensor:
-            value = tensor.location.to_theirs(read_whole(reader, tensor.ours))[tensor.part]
+            value = read_stored(reader, tensor)
             return value if shift is None or tensor.ours != "model.final_norm.bias" else value + shift
 
         for name, tensors in files.items():
@@ -207,11 +207,23 @@ def write_weights(
     return shift is not None
 
 
-def read_whole(reader: Reader, name: str) -> Tensor:
-    """Return a parameter of ours, float32. Raises CorruptFileError."""
+def read_stored(reader: Reader, tensor: Exported) -> Tensor:
+    """Return a tensor to write, float32; of experts one is read. Raises CorruptFileError."""
+    location, part = tensor.location, tensor.part
+    if not location.stacked:
+        return location.to_theirs(read_whole(reader, tensor.ours))[part]
+    number, part = divmod(part, len(location.names) // location.stacked)
+    expert = read_whole(reader, tensor.ours, slice(number, number + 1))[0]
+    return location.of_expert(number).to_theirs(expert)[part]
+
+
+def read_whole(reader: Reader, name: str, rows: slice | None = None) -> Tensor:
+    """Return a parameter of ours, or some of its rows, float32. Raises CorruptFileError."""
     shape = reader.manifest.tensors[name].shape
+    first, last = (0, shape[0]) if rows is None else (rows.start, rows.stop)
+    region = Region((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
     try:
-        return reader.read(name, Region((0,) * len(shape), shape)).float()
+        return reader.read(name, region).float()
     except OSError as error:
         raise CorruptFileError(f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}") from error
 

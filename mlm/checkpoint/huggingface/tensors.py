@@ -85,9 +85,18 @@ class HFTensors:
     def read(self, name: str, region: Region) -> Tensor:
         """Return those elements of our parameter `name`, float32.
 
-        A tensor stored like ours is read in part; of others the whole is held, twice at most.
+        A tensor stored like ours is read in part; of others the whole is held, twice at most. Experts are
+        read one after the other.
         """
-        location = self._locations[name]
+        return self._read(self._locations[name], region)
+
+    def _read(self, location: Location, region: Region) -> Tensor:
+        if location.stacked:
+            target = torch.empty(region.size, dtype=torch.float32)
+            inner = Region(region.offset[1:], region.size[1:])
+            for number, part in enumerate(target, region.offset[0]):
+                part.copy_(self._read(location.of_expert(number), inner))
+            return target
         if location.is_plain:
             return self._load(location.names[0], region)
         whole = location.to_ours([self._load(theirs) for theirs in location.names])

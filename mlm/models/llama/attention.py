@@ -6,6 +6,7 @@ tensor-parallel size. n = N/t and k = K/t heads are of this rank; of K < t heads
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +19,46 @@ from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings
 from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
+from mlm.parallel.collectives import copy_to_tp, reduce_from_tp
 from mlm.parallel.layers import ColumnParallelLinear, FusedRows
 from mlm.parallel.linear import column_parallel_pair
+from mlm.parallel.mesh import Axis
 
 
 class HeadNorm(RMSNorm):
     """RMSNorm of each head of this rank, the same weight for all; its gradient is summed over tp."""
 
     is_partial = True
+
+
+class WholeNorm(RMSNorm):
+    """RMSNorm of all heads together, of which this rank holds n or k."""
+
+    tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
+
+    def __init__(self, size: int, *, eps: float, replicas: int = 1) -> None:
+        super().__init__(size, eps=eps)
+        self.replicas = replicas
+
+    def scale(self, x: Tensor, squares: Tensor, width: int) -> Tensor:
+        """Norm x [..., size], whose sum of squares over the whole width is `squares` [..., 1]."""
+        assert self.eps is not None
+        y = x.to(squares.dtype) * torch.rsqrt(squares / width + self.eps)
+        return (y * self.weight).to(x.dtype)
+
+
+def norm_whole(q: Tensor, k: Tensor, norms: tuple[WholeNorm, WholeNorm], tp: Axis) -> tuple[Tensor, Tensor]:
+    """Norm the queries and keys of all tp ranks: [..., n D] and [..., k D]."""
+    if tp.size == 1:
+        return norms[0](q), norms[1](k)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    copies = [norm.replicas for norm in norms]
+    squares = [x.to(wide).square().sum(-1, keepdim=True) / n for x, n in zip((q, k), copies, strict=True)]
+    # g, then f: each rank's output depends on the sum, so the sum's gradient is the sum of theirs
+    total = copy_to_tp(reduce_from_tp(torch.cat(squares, -1), tp), tp)
+    widths = [x.shape[-1] * tp.size // n for x, n in zip((q, k), copies, strict=True)]
+    first, second = total.split(1, -1)
+    return norms[0].scale(q, first, widths[0]), norms[1].scale(k, second, widths[1])
 
 
 class GroupedQueryAttention(SelfAttention):
@@ -63,11 +96,15 @@ class GroupedQueryAttention(SelfAttention):
         )
         self.query.fused_rows = FusedRows(1, self.head_dim, are_heads=True)
         self.kv.fused_rows = FusedRows(2, self.head_dim, are_heads=True)
-        self.query_norm: HeadNorm | None = None
-        self.key_norm: HeadNorm | None = None
-        if settings.qk_norm:
-            self.query_norm = HeadNorm(self.head_dim, eps=config.layer_norm_eps)
-            self.key_norm = HeadNorm(self.head_dim, eps=config.layer_norm_eps)
+        self.query_norm: HeadNorm | WholeNorm | None = None
+        self.key_norm: HeadNorm | WholeNorm | None = None
+        eps, copies = config.layer_norm_eps, self.kv.replicas
+        if settings.qk_norm_whole:
+            self.query_norm = WholeNorm(heads // tp.size * self.head_dim, eps=eps)
+            self.key_norm = WholeNorm(self.kv_heads * self.head_dim, eps=eps, replicas=copies)
+        elif settings.qk_norm:
+            self.query_norm = HeadNorm(self.head_dim, eps=eps)
+            self.key_norm = HeadNorm(self.head_dim, eps=eps)
 
     def project(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Queries and keys, turned, and values: [S, B, (n + 2k) D], ordered [q | k | v]."""
@@ -82,8 +119,12 @@ class GroupedQueryAttention(SelfAttention):
         )
         q = q.unflatten(-1, (-1, self.head_dim))  # [S, B, n, D]
         k, v = kv.unflatten(-1, (self.kv_heads, 2, self.head_dim)).unbind(3)  # each [S, B, k, D]
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+        match self.query_norm, self.key_norm:
+            case WholeNorm() as query_norm, WholeNorm() as key_norm:
+                whole = norm_whole(q.flatten(2), k.flatten(2), (query_norm, key_norm), self.tp)
+                q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in whole)
+            case HeadNorm() as query_norm, HeadNorm() as key_norm:
+                q, k = query_norm(q), key_norm(k)
         return torch.cat([rotary.turn(q), rotary.turn(k), v], dim=2).flatten(2)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,11 +1,11 @@
-"""Llama, Mistral, Qwen 2 and Qwen 3 as one model family."""
+"""Llama, Mistral, Qwen, OLMoE and DeepSeek-V3 as one model family."""
 
 from typing import TYPE_CHECKING
 
 from mlm.data.sampler import Batch
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.family import Windows, head_products
-from mlm.models.llama.settings import DEFAULTS, architecture, model_problem
+from mlm.models.llama.settings import DEFAULTS, architecture, dense_twin, model_problem
 
 if TYPE_CHECKING:  # checks of settings need no torch
     from mlm.models.llama.model import Llama
@@ -22,5 +22,6 @@ FAMILY: "ModelFamily[Llama, Batch]" = ModelFamily(
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
     model_problem=model_problem,
+    dense_twin=dense_twin,
     huggingface="mlm.models.llama.huggingface:MAPPING",
 )

@@ -1,7 +1,8 @@
-"""Llama, Mistral, Qwen 2 and Qwen 3 as `transformers` stores them.
+"""Llama, Mistral, Qwen 2, Qwen 3 and mixtures of experts as `transformers` stores them.
 
 Keys of config.json and their defaults: the documentation of LlamaConfig, MistralConfig, Qwen2Config and
-Qwen3Config (https://huggingface.co/docs/transformers/model_doc/llama, …/mistral, …/qwen2, …/qwen3).
+Qwen3Config (https://huggingface.co/docs/transformers/model_doc/llama, …/mistral, …/qwen2, …/qwen3). What
+mixtures of experts have beyond them: huggingface_moe.py.
 """
 
 import re
@@ -29,22 +30,39 @@ from mlm.models.huggingface import (
     TokenIds,
     show,
 )
+from mlm.models.llama.huggingface_moe import (
+    EXPERT_KEYS,
+    expert_problem,
+    latent_locations,
+    mlp_locations,
+    predictors,
+    with_usual_names,
+)
 from mlm.models.llama.huggingface_rope import read_rope, write_rope
-from mlm.models.llama.settings import DEFAULTS, LlamaSettings, model_problem, num_blocks
+from mlm.models.llama.settings import DEFAULTS, LlamaSettings, model_problem
 from mlm.util.errors import ConfigError, UserError
 
 PREFIX = "model."
-NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+NAMES = {
+    **{"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"},
+    **{"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe", "deepseek_v3": "DeepseekV3"},
+}
 """model_type -> prefix of its classes."""
 MOST_LAYERS = 10_000
+NO_LOSS = "output_router_logits=true: a loss of balance is not kept; to train, choose model.options.balance"
+QUANTISED = (
+    "quantization_config: quantised weights, such as fp8 with block scales, are not supported; save them in "
+    "bfloat16, without quantization_config"
+)
 
 _NO_BIASES = {"attention_bias": (False,), "mlp_bias": (False,)}
+_NO_EXPERTS = {
+    **{"num_experts": (None, 0, 1), "num_local_experts": (None, 0, 1)},
+    "n_routed_experts": (None, 0),
+}
 _FIXED = UNSUPPORTED | {
     "is_causal": (True,),
     "hidden_act": (*SILU, *EXACT_GELU, *TANH_GELU),
-    "num_experts": (None, 0, 1),
-    "num_local_experts": (None, 0, 1),
-    "n_routed_experts": (None, 0),
     "logit_scale": (None, 1.0),
     "attention_multiplier": (None,),
 }
@@ -53,6 +71,7 @@ _TYPES = TYPES | {
     "sliding_window": (int, NULL),
     "use_sliding_window": (bool,),
     "max_window_layers": (int,),
+    "mlp_only_layers": (list, NULL),
 }
 _NUMBERS = {
     "rms_norm_eps": NumberKey("layer_norm_eps", 1e-6),
@@ -62,12 +81,19 @@ _NUMBERS = {
 
 
 def _keys(
-    ffn: int, kv_heads: int | None, positions: int, vocabulary: int, head_dim: int | None
+    ffn: int,
+    kv_heads: int | None,
+    positions: int,
+    vocabulary: int,
+    head_dim: int | None,
+    *,
+    experts: str | None = None,
 ) -> ConfigKeys:
-    """Keys of config.json with the defaults of one of the model types."""
+    """Keys of config.json with the defaults of one of the model types; `experts` names that of a mixture."""
+    more = EXPERT_KEYS[experts] if experts else None
     return ConfigKeys(
         activation="hidden_act",
-        fixed=_FIXED | _NO_BIASES,
+        fixed={**_FIXED, **_NO_BIASES, **(more.fixed if more else _NO_EXPERTS)},
         sizes={
             "vocab_size": SizeKey("vocab_size", vocabulary, 1 << 24),
             "hidden_size": SizeKey("hidden_size", 4096, 1 << 20),
@@ -77,9 +103,10 @@ def _keys(
             "intermediate_size": SizeKey("ffn_hidden_size", ffn, 1 << 24),
             "max_position_embeddings": SizeKey("max_positions", positions, 1 << 30),
             "head_dim": SizeKey("", head_dim, 1 << 16),
+            **({key: size._replace(ours="") for key, size in more.sizes.items()} if more else {}),
         },
-        numbers=_NUMBERS,
-        types=_TYPES,
+        numbers={**_NUMBERS, **(more.numbers if more else {})},
+        types=_TYPES | dict.fromkeys(more.switches if more else (), (bool,)),
     )
 
 
@@ -88,12 +115,20 @@ _KEYS = {
     "mistral": _keys(14336, 8, 4096 * 32, 32000, None),
     "qwen2": _keys(22016, 32, 32768, 151936, None),
     "qwen3": _keys(22016, 32, 32768, 151936, 128),
+    "mixtral": _keys(14336, 8, 4096 * 32, 32000, None, experts="mixtral"),
+    "qwen3_moe": _keys(6144, 4, 32768, 151936, None, experts="qwen3_moe"),
+    "olmoe": _keys(2048, None, 4096, 50304, None, experts="olmoe"),
+    "deepseek_v3": _keys(18432, None, 4096, 129280, None, experts="deepseek_v3"),
 }
 
 
 def model_type(model: ModelConfig) -> str:
     """Return the model_type that computes a model. One without biases, norms of heads and window is llama."""
     settings = LlamaSettings.of(model)
+    if settings.kv_lora_rank:
+        return "deepseek_v3"
+    if settings.num_experts:
+        return "olmoe" if settings.qk_norm_whole else "qwen3_moe" if settings.qk_norm else "mixtral"
     if settings.qk_norm:
         return "qwen3"
     if settings.qkv_bias:
@@ -116,39 +151,59 @@ def problem(model: ModelConfig) -> str | None:
         return f"{fraction}, and theirs turn whole heads; {known}"
     if model.head not in ("language_model", "none"):
         return f"its head={model.head} has a bias, which theirs lack: only a language model is exported"
+    kind = model_type(model)
+    if kind in EXPERT_KEYS:
+        again, _ = read_config(write_config(model, TokenIds()), "config.json")
+        return expert_problem(model, again, kind)
+    if settings.qk_norm_whole:
+        return "has model.options.qk_norm_whole without experts, as no model of transformers"
     return None
 
 
 def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
     """Yield (our name, location) of every parameter, in the order of the model."""
-    settings, blocks = LlamaSettings.of(model), num_blocks(model)
+    settings, kind = LlamaSettings.of(model), model_type(model)
     yield "token.weight", Location(("embed_tokens.weight",))
     for layer in range(model.num_layers):
         ours, stored = f"layers.{layer}", f"layers.{layer}"
         yield f"{ours}.attention_norm.weight", Location((f"{stored}.input_layernorm.weight",))
-        for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
-            q, k, v = (f"{stored}.self_attn.{name}_proj.{part}" for name in "qkv")
-            yield f"{ours}.attention.query.{part}", Location((q,))
-            pair = Location((k, v), num_heads=settings.num_kv_heads, parts=2)
-            yield f"{ours}.attention.kv.{part}", pair
-        if settings.qk_norm:
-            yield f"{ours}.attention.query_norm.weight", Location((f"{stored}.self_attn.q_norm.weight",))
-            yield f"{ours}.attention.key_norm.weight", Location((f"{stored}.self_attn.k_norm.weight",))
+        if settings.kv_lora_rank:
+            yield from latent_locations(f"{ours}.attention", f"{stored}.self_attn", settings)
+        else:
+            yield from _query_locations(f"{ours}.attention", f"{stored}.self_attn", settings)
         yield f"{ours}.attention.out.weight", Location((f"{stored}.self_attn.o_proj.weight",))
         yield f"{ours}.mlp_norm.weight", Location((f"{stored}.post_attention_layernorm.weight",))
-        gate, up = (f"{stored}.mlp.{name}_proj.weight" for name in ("gate", "up"))
-        yield f"{ours}.mlp.up.weight", Location((gate, up), num_heads=blocks, parts=2)
-        yield f"{ours}.mlp.down.weight", Location((f"{stored}.mlp.down_proj.weight",))
+        yield from mlp_locations(ours, stored, layer, model, settings, kind)
     yield "final_norm.weight", Location(("norm.weight",))
     if model.head == "language_model" and not settings.tied:
         yield "output.weight", Location(("lm_head.weight",))
 
 
+def _query_locations(ours: str, stored: str, settings: LlamaSettings) -> Iterator[tuple[str, Location]]:
+    """Yield (our name, location) of queries, keys and values, and of their norms."""
+    for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
+        q, k, v = (f"{stored}.{name}_proj.{part}" for name in "qkv")
+        yield f"{ours}.query.{part}", Location((q,))
+        yield f"{ours}.kv.{part}", Location((k, v), num_heads=settings.num_kv_heads, parts=2)
+    if settings.qk_norm:
+        yield f"{ours}.query_norm.weight", Location((f"{stored}.q_norm.weight",))
+        yield f"{ours}.key_norm.weight", Location((f"{stored}.k_norm.weight",))
+
+
 def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
-    """Return our settings for one of the four configurations, and no notes. Raises ConfigError."""
+    """Return our settings for one of the configurations, and notes. Raises ConfigError."""
     kind = str(config["model_type"])
+    experts = EXPERT_KEYS.get(kind)
+    if experts:
+        config = with_usual_names(config, kind)
+    if isinstance(config.get("quantization_config"), dict):
+        raise ConfigError([f"{path}: {QUANTISED}"])
     values = _KEYS[kind].read(config, path, NAMES[kind])
-    options, problems = read_rope(config, path, values["max_position_embeddings"])
+    theta = 1e6 if kind == "mixtral" else 1e4
+    latent = kind == "deepseek_v3"
+    options, problems = read_rope(
+        config, path, values["max_position_embeddings"], theta, scales_scores=latent
+    )
     window, more = _window(config, values["num_hidden_layers"], kind, path)
     if problems or more:
         raise ConfigError([*problems, *more])
@@ -156,11 +211,19 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
     options |= {
         "num_kv_heads": values["num_key_value_heads"] or heads,
         "head_dim": values["head_dim"] or width,
-        "qk_norm": kind == "qwen3",
+        "qk_norm": kind in ("qwen3", "qwen3_moe", "olmoe"),
         "qkv_bias": kind == "qwen2",
         "tied": config.get("tie_word_embeddings", False) is True,
         "window": window,
     }
+    notes = []
+    if experts:
+        found, more = experts.read(config, values, path)
+        if more:
+            raise ConfigError(more)
+        options |= found
+        if config.get("output_router_logits", False):
+            notes.append(NO_LOSS)
     usual = DEFAULTS | {"num_kv_heads": heads, "head_dim": width}
     model = ModelConfig(
         **_KEYS[kind].settings(values),
@@ -170,19 +233,20 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
     )
     if wrong_model := model_problem(model):
         raise ConfigError([f"{path}: {wrong_model}"])
-    return model, []
+    return model, notes
 
 
 def _window(config: Mapping[str, JSON], layers: int, kind: str, path: str) -> tuple[int, list[str]]:
     """Return the sliding window of all layers, 0 for none, and what is wrong with it."""
-    is_qwen = kind.startswith("qwen")
-    size = config.get("sliding_window", None if kind == "llama" else 4096)
+    is_qwen, has_none = kind.startswith("qwen"), kind in ("llama", "olmoe", "deepseek_v3")
+    size = config.get("sliding_window", None if has_none or kind == "mixtral" else 4096)
     if is_qwen and not config.get("use_sliding_window", False):
         size = None
-    if size is not None and (not 0 < size < 1 << 31 or kind == "llama"):
+    if size is not None and (not 0 < size < 1 << 31 or has_none):
         name = NAMES[kind]
         return 0, [f"{path}: sliding_window={show(size)} is not what our {name} computes; supported: null"]
-    full = max(config.get("max_window_layers", 28), 0) if is_qwen else 0  # the first ones
+    first = config.get("max_window_layers", 28) if is_qwen and kind != "qwen3_moe" else 0
+    full = max(first, 0)
     sliding = 0 if size is None else max(layers - full, 0)
     usual = ["full_attention"] * (layers - sliding) + ["sliding_attention"] * sliding
     types = usual if config.get("layer_types") is None else config["layer_types"]
@@ -198,21 +262,25 @@ def _window(config: Mapping[str, JSON], layers: int, kind: str, path: str) -> tu
 def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     """Return the config.json that the class of the model's head loads."""
     settings, kind = LlamaSettings.of(model), model_type(model)
+    experts = EXPERT_KEYS.get(kind)
     windowed: dict[str, JSON] = {}
-    if kind == "mistral":
-        windowed = {"sliding_window": settings.window}
-    elif kind != "llama":
+    if kind in ("mistral", "mixtral"):
+        windowed = {"sliding_window": settings.window or None}
+    elif kind.startswith("qwen"):
         windowed = {"use_sliding_window": settings.window > 0, "sliding_window": settings.window or None}
         windowed["max_window_layers"] = 0 if settings.window else model.num_layers
-    biases = {"attention_bias": False} if kind in ("llama", "qwen3") else {}
+    biases = {} if kind in ("mistral", "qwen2", "mixtral") else {"attention_bias": False}
     biases |= {"mlp_bias": False} if kind == "llama" else {}
-    usual = model.hidden_size // model.num_heads
+    has_usual = settings.head_dim == model.hidden_size // model.num_heads
+    leaves_head_dim = kind in ("olmoe", "deepseek_v3") or (kind == "qwen2" and has_usual)
+    is_all_experts = kind in ("mixtral", "olmoe")
     return {
         **_KEYS[kind].write(model, architecture(model)),
         "model_type": kind,
         "num_key_value_heads": settings.num_kv_heads,
-        **({} if kind == "qwen2" and settings.head_dim == usual else {"head_dim": settings.head_dim}),
-        "intermediate_size": model.ffn_size,
+        **({} if leaves_head_dim else {"head_dim": settings.head_dim}),
+        "intermediate_size": settings.expert_ffn_size if is_all_experts else model.ffn_size,
+        **(experts.write(model, settings) if experts else {}),
         **write_rope(model, settings),
         **windowed,
         **biases,
@@ -231,10 +299,11 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
     other = next((name for name in shapes if name.startswith(("score.", "qa_outputs."))), None)
     if other is not None:
         raise UserError(f"{path}: holds {other}, a head that is not supported. Save the model with lm_head")
+    left_out, notes = predictors(model, shapes)
     if "lm_head.weight" in shapes or LlamaSettings.of(model).tied:
-        return FolderContent(model)
+        return FolderContent(model, left_out=left_out, notes=notes)
     note = Note("no lm_head.weight is there, nor tie_word_embeddings=true: the layers alone, without output")
-    return FolderContent(replace(model, head="none"), notes=(note,))
+    return FolderContent(replace(model, head="none"), left_out=left_out, notes=(*notes, note))
 
 
 def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:

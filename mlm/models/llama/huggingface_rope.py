@@ -40,8 +40,19 @@ _MSCALES = ("mscale", "mscale_all_dim")
 """Of yarn: weights of the temperature's logarithm, whose ratio is an attention_factor (DeepSeek-V2)."""
 
 
-def read_rope(config: Mapping[str, JSON], path: str, positions: int) -> tuple[Options, list[str]]:
-    """Return our settings, and a line for each that is not supported. `positions`: of the whole context."""
+def read_rope(
+    config: Mapping[str, JSON],
+    path: str,
+    positions: int,
+    usual_theta: float = 10000.0,
+    *,
+    scales_scores: bool = False,
+) -> tuple[Options, list[str]]:
+    """Return our settings, and a line for each that is not supported.
+
+    `positions` are those of the whole context. With `scales_scores` mscale_all_dim is a factor of the scores
+    too, as in DeepSeek-V3.
+    """
     names = ("rope_scaling", "rope_parameters")  # of both the first counts in `transformers` too
     name = next((key for key in names if config.get(key)), names[0])
     given = config.get(name) or {}
@@ -54,7 +65,7 @@ def read_rope(config: Mapping[str, JSON], path: str, positions: int) -> tuple[Op
         return {}, [
             f"{path}: {name}.rope_type={show(scaling)} is not supported; supported: {', '.join(ROPE_TYPES)}"
         ]
-    theta: Any = given.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta: Any = given.get("rope_theta", config.get("rope_theta", usual_theta))
     fraction = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     problems = []
     if type(theta) not in (int, float) or not 1 < theta < 1 << 31:
@@ -67,6 +78,8 @@ def read_rope(config: Mapping[str, JSON], path: str, positions: int) -> tuple[Op
     if scaling != "default":
         more, wrong = _read_scaling(scaling, _resolved(scaling, given, config, positions), f"{path}: {name}")
         out, problems = out | more, problems + wrong
+        if scales_scores and _is_number(given.get("mscale_all_dim")):
+            out["rope_mscale"] = float(given["mscale_all_dim"])
     if problems:
         return {}, problems
     out["rope_theta"] = float(theta)
@@ -137,4 +150,8 @@ def write_rope(model: ModelConfig, settings: LlamaSettings) -> dict[str, JSON]:
         value = getattr(settings, ours)
         if ours != "rope_attention_factor" or value:
             values[key] = value
+    if settings.rope_mscale:
+        values["mscale_all_dim"] = settings.rope_mscale
+        if settings.rope_attention_factor == 1:  # of equal ones
+            values["mscale"] = values.pop("attention_factor") * settings.rope_mscale
     return {"rope_theta": settings.rope_theta, "rope_scaling": values}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture
+from mlm.models.llama.mixture_checks import mixture_problem, without_experts
 from mlm.util.errors import Problem, show
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -43,14 +44,60 @@ class LlamaSettings:
     """Of yarn: factor of cosines and sines; 0 means 0.1 ln(rope_factor) + 1."""
     rope_truncate: bool = True
     """Of yarn: round the dimensions where its ramp begins and ends to whole ones."""
+    rope_mscale: float = 0.0
+    """Of yarn and latent attention: scores are multiplied by (0.1 rope_mscale ln(rope_factor) + 1)^2, as
+    DeepSeek-V3's mscale_all_dim."""
     window: int = 0
     """Tokens that each attends to, itself included (arXiv:2310.06825, section 2); 0 for all before it."""
     qk_norm: bool = False
     """Norm the queries and keys of each head before they are turned, as Qwen 3 (arXiv:2302.05442)."""
+    qk_norm_whole: bool = False
+    """Of qk_norm: norm those of all heads together, as OLMoE (arXiv:2409.02060, section 4.2.5)."""
     qkv_bias: bool = False
     """Biases of queries, keys and values, as Qwen 2."""
     tied: bool = False
     """Take the token table for the output layer."""
+    kv_lora_rank: int = 0
+    """Width of the latent vector that keys and values come from (arXiv:2405.04434, section 2.1); 0 for the
+    usual attention. Then head_dim is the width of queries and keys, rope_head_dim included."""
+    q_lora_rank: int = 0
+    """Of latent attention: width of the latent vector that queries come from; 0 for none."""
+    rope_head_dim: int = 0
+    """Of latent attention: dimensions of a head that are turned; those of keys are shared by all heads."""
+    v_head_dim: int = 0
+    """Of latent attention: width of a head's values; 0 means head_dim."""
+    num_experts: int = 0
+    """Experts of each layer, E, in place of its MLP; 0 for a dense model. A multiple of ep."""
+    experts_per_token: int = 2
+    """Experts that each token goes through, k."""
+    expert_ffn_size: int = 0
+    """Width of an expert; 0 means model.ffn_hidden_size. With expert_tp=tp a multiple of tp."""
+    shared_experts: int = 0
+    """Experts beside these that every token goes through (arXiv:2401.06066), as one MLP of their width."""
+    dense_layers: int = 0
+    """First layers that have an MLP of model.ffn_hidden_size and no experts."""
+    router_scores: str = "softmax"
+    """Scores of experts from their logits: softmax, or sigmoid (arXiv:2412.19437, section 2.1.2)."""
+    router_normalise: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    router_scale: float = 1.0
+    """Factor of those weights."""
+    router_groups: int = 1
+    """Groups of consecutive experts, of which each token chooses some first (arXiv:2412.19437)."""
+    router_top_groups: int = 1
+    """Groups that a token's experts are of."""
+    router_bias: bool = False
+    """Add a bias to the scores for the choice alone; balance=bias has one too."""
+    balance: str = "none"
+    """What keeps the loads of experts even: none, bias (arXiv:2408.15664), or a loss of the loads of each
+    sequence (arXiv:2412.19437), of the global_batch before (arXiv:2501.11873), or of the micro_batch, which
+    makes training depend on the layout."""
+    balance_rate: float = 0.001
+    """Of bias: its step after each global batch."""
+    balance_coefficient: float = 0.01
+    """Of the losses: their coefficient."""
+    z_loss: float = 0.0
+    """Coefficient of the squared logarithm of the router's partition function (arXiv:2202.08906)."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "LlamaSettings":
@@ -59,13 +106,38 @@ class LlamaSettings:
         given = {name: kind_of(name)(v) for name, v in options.items() if _type_problem(name, v) is None}
         given["num_kv_heads"] = given.get("num_kv_heads") or model.num_heads
         given["head_dim"] = given.get("head_dim") or model.hidden_size // model.num_heads
+        if given.get("kv_lora_rank"):
+            given["v_head_dim"] = given.get("v_head_dim") or given["head_dim"]
         given["rope_original_positions"] = given.get("rope_original_positions") or model.max_positions
+        if given.get("num_experts"):
+            given["expert_ffn_size"] = given.get("expert_ffn_size") or model.ffn_size
         return cls(**given)  # type: ignore[arg-type]
 
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are turned, R."""
-        return int(self.head_dim * self.rotary_fraction)
+        return self.rope_head_dim if self.kv_lora_rank else int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of attention's scores before the softmax, beside 1 / sqrt(head_dim)."""
+        is_scaled = self.rope_scaling == "yarn" and self.rope_mscale > 0
+        return (0.1 * self.rope_mscale * math.log(self.rope_factor) + 1.0) ** 2 if is_scaled else 1.0
+
+    def attention_weights(self, model: ModelConfig) -> int:
+        """Elements of latent attention's matrices in a layer; 0 for the usual attention."""
+        if not self.kv_lora_rank:
+            return 0
+        h, n = model.hidden_size, model.num_heads
+        rank = self.q_lora_rank
+        queries = h * rank + rank * n * self.head_dim if rank else h * n * self.head_dim
+        up = n * (self.head_dim - self.rope_head_dim + self.v_head_dim)
+        down = h * (self.kv_lora_rank + self.rope_head_dim)
+        return queries + down + self.kv_lora_rank * up + n * self.v_head_dim * h
+
+    def has_experts(self, layer: int) -> bool:
+        """True if a layer, by its global number, has experts in place of its MLP."""
+        return self.num_experts > 0 and layer >= self.dense_layers
 
 
 DEFAULTS: dict[str, bool | int | float | str] = {
@@ -86,6 +158,8 @@ def architecture(model: ModelConfig) -> Architecture:
     return Architecture(
         head_dim=settings.head_dim,
         kv_heads=settings.num_kv_heads,
+        value_dim=settings.v_head_dim,
+        attention_weights=settings.attention_weights(model),
         gated=True,
         fused_qkv=False,
         qkv_bias=settings.qkv_bias,
@@ -95,7 +169,17 @@ def architecture(model: ModelConfig) -> Architecture:
         learned_positions=False,
         tied=settings.tied,
         window=settings.window,
+        experts=settings.num_experts,
+        experts_per_token=settings.experts_per_token if settings.num_experts else 0,
+        expert_size=settings.expert_ffn_size,
+        shared_size=settings.shared_experts * settings.expert_ffn_size,
+        dense_layers=settings.dense_layers if settings.num_experts else 0,
     )
+
+
+def dense_twin(model: ModelConfig) -> ModelConfig | None:
+    """Return the dense model that a mixture of experts can start from; None for a dense model."""
+    return without_experts(model, LlamaSettings.of(model))
 
 
 def num_blocks(model: ModelConfig) -> int:
@@ -141,6 +225,10 @@ def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | Non
         nearest = min(valid, key=lambda n: abs(n - kv))
         why = f"does not divide model.num_heads={heads}"
         return problem("num_kv_heads", why, f"use model.options.num_kv_heads={nearest}")
+    if wrong := _latent_problem(model, settings):
+        return problem(*wrong)
+    if settings.qk_norm_whole and not settings.qk_norm:
+        return problem("qk_norm_whole", "is a form of qk_norm", "set model.options.qk_norm=true too")
     if settings.rope_scaling not in ROPE_TYPES:
         return problem(
             "rope_scaling", "is no scaling of ours", f"use {', '.join(ROPE_TYPES[:-1])} or {ROPE_TYPES[-1]}"
@@ -164,4 +252,25 @@ def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | Non
     if settings.rope_scaling == "yarn" and not 0 < settings.rope_beta_slow <= settings.rope_beta_fast:
         why = f"must be at least rope_beta_slow={settings.rope_beta_slow:g}, and that greater than 0"
         return problem("rope_beta_fast", why, "use 32.0 and 1.0")
+    return mixture_problem(model, settings)
+
+
+def _latent_problem(model: ModelConfig, settings: LlamaSettings) -> tuple[str, str, str] | None:
+    """Return setting, problem and fix of latent attention."""
+    if not settings.kv_lora_rank:
+        names = ("q_lora_rank", "rope_head_dim", "v_head_dim", "rope_mscale")
+        for name in names:
+            if getattr(settings, name):
+                return name, "is of latent attention alone", "set model.options.kv_lora_rank too"
+        return None
+    most = settings.head_dim - 1
+    if not 0 < settings.rope_head_dim <= most or settings.rope_head_dim % 2:
+        fix = f"of head_dim={settings.head_dim} it takes an even number of dimensions, from 2 to {most}"
+        return "rope_head_dim", "does not go with latent attention", fix
+    if settings.v_head_dim > settings.head_dim:
+        return "v_head_dim", f"must be at most head_dim={settings.head_dim}", "use a larger head_dim"
+    usual = {"qk_norm": False, "qkv_bias": False, "window": 0, "rotary_fraction": 1.0}
+    for name, value in {**usual, "num_kv_heads": model.num_heads}.items():
+        if getattr(settings, name) != value:
+            return name, "does not go with latent attention (kv_lora_rank)", "remove it"
     return None

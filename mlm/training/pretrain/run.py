@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
+from mlm.checkpoint.huggingface.folder import read_settings
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.retention import newest_good
 from mlm.checkpoint.native.run_state import TOKENIZER
@@ -27,6 +28,7 @@ from mlm.inference.trained import resolve_checkpoint
 from mlm.launch.doctor.quick import check_start
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.sharding import ParameterShard
 from mlm.plan import forecast
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.tracking.metrics import Parts, Rates
@@ -63,6 +65,7 @@ from mlm.training.run_tokenizer import tokenizer_now, tokenizer_of
 from mlm.training.saver import SaveFailedError
 from mlm.training.state import CHECKPOINTS
 from mlm.training.trainer import Trainer
+from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import write_atomic
 
@@ -86,8 +89,22 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
         start = resume(trainer)
         if start is None and (start := model_folder(config)) is not None:
-            load_model_folder(trainer.shards, start, ctx, fill=False)
+            start_from_folder(trainer, start)
         return train(trainer, out, start)
+
+
+def start_from_folder(trainer: Trainer, source: Path) -> None:
+    """Fill a trainer's parameters from a model folder of `transformers`, maybe as experts. Collective."""
+    config, ctx = trainer.config, trainer.ctx
+    dense = dense_config(config, {"model": asdict(read_settings(source)[2])})
+
+    def fill(shards: Sequence[ParameterShard]) -> None:
+        load_model_folder(shards, source, ctx, fill=False)
+
+    if dense is None:
+        fill(trainer.shards)
+    else:
+        start_from_dense(trainer.shards, dense, ctx, fill)
 
 
 def train(trainer: Trainer, out: Path, start: Path | None) -> int:

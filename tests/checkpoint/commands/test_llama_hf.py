@@ -30,7 +30,10 @@ from tests.models.llama.on_ranks import greedy
 from tests.models.llama.references import YARN, our_config, their_model
 from tests.ranks import run_on_ranks
 
-KINDS = ("llama3", "mistral", "qwen2", "qwen3 with a window", "yarn with an attention factor")
+KINDS = (
+    *("llama3", "mistral", "qwen2", "qwen3 with a window", "yarn with an attention factor"),
+    *("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "deepseek_v3 without experts"),
+)
 
 
 def folder_of(name: str, folder: Path) -> Any:
@@ -82,6 +85,10 @@ ROPE: dict[str, tuple[str, dict[str, Any]]] = {
         "yarn",
         {"rope_parameters": {**YARN, "original_max_position_embeddings": 2}},
     ),
+    "latent attention of two weights": (
+        "deepseek_v3",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 2}},
+    ),
     "yarn of two weights": ("yarn", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 2}}),
 }
 
@@ -102,7 +109,15 @@ def test_rotary_settings_mean_what_they_mean_to_transformers(tmp_path: Path, cas
 
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
-    [("mistral", 2, 2), ("qwen3 with a window", 2, 2), ("yarn", 2, 2), ("llama3", 4, 1), ("linear", 4, 1)],
+    [
+        ("mistral", 2, 2),
+        ("deepseek_v3", 2, 2),
+        ("mixtral", 4, 1),
+        ("qwen3 with a window", 2, 2),
+        ("yarn", 2, 2),
+        ("llama3", 4, 1),
+        ("linear", 4, 1),
+    ],
 )
 def test_a_folder_is_read_and_continued_at_any_layout(tmp_path: Path, name: str, tp: int, pp: int) -> None:
     """Greedy texts of prompts of several lengths, equal to transformers' token by token.
@@ -137,7 +152,28 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown yarn key": ("yarn", {"rope_parameters": {**YARN, "finetuned": True}}, "finetuned=true"),
     "biases everywhere": ("llama", {"attention_bias": True}, "attention_bias=true"),
     "MLP biases": ("llama", {"mlp_bias": True}, "mlp_bias=true"),
-    "experts": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),
+    "experts of a dense type": ("mistral", {"num_local_experts": 8}, "num_local_experts=8"),
+    "every other layer with experts": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    "a dense layer between": (
+        "qwen3_moe",
+        {"mlp_only_layers": [1]},
+        "mlp_only_layers=[1]: supported: the first",
+    ),
+    "noise of the router": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    "turned halves": ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
+    "another choice of experts": ("deepseek_v3", {"topk_method": "greedy"}, "topk_method=greedy"),
+    "groups that do not divide": ("deepseek_v3", {"n_group": 3}, "router_groups=3 does not divide"),
+    "weights in 8 bits": (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8"}},
+        "fp8 with block scales",
+    ),
+    "too many experts a token": (
+        "mixtral",
+        {"num_experts_per_tok": 5},
+        "experts_per_token=5 must be from 1 to",
+    ),
     "other activation": ("llama", {"hidden_act": "relu"}, "hidden_act=relu"),
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     "mixed attention": ("qwen3", WINDOWS, "layer_types=["),
@@ -166,7 +202,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "half a layer": ("qwen3", {"max_window_layers": 0.5}, "max_window_layers=0.5 must be a whole number"),
     "settings of one layer": ("llama", {"per_layer_config": {"1": {"head_dim": 4}}}, "per_layer_config="),
     "chunks": ("llama", {"attention_chunk_size": 4}, "attention_chunk_size=4"),
-    "another family": ("llama", {"model_type": "mixtral"}, "model_type=mixtral"),
+    "another family": ("llama", {"model_type": "phimoe"}, "model_type=phimoe"),
 }
 """Model, changes of its config.json, what the error names."""
 
@@ -213,6 +249,51 @@ def test_a_model_that_no_class_computes_is_not_exported() -> None:
     assert (
         problem == "its head=classification has a bias, which theirs lack: only a language model is exported"
     )
+
+
+def test_a_mixture_that_no_class_computes_is_not_exported() -> None:
+    """Each setting that a type has not is named with what it has; balance is of training alone."""
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (
+            "mixtral",
+            {"router_normalise": False},
+            "router_normalise=false is not what mixtral of transformers",
+        ),
+        ("mixtral", {"shared_experts": 1}, "shared_experts=1"),
+        ("mixtral", {"balance": "bias"}, "router_bias=true"),
+        ("qwen3_moe", {"router_scale": 2.0}, "router_scale=2.0"),
+        ("olmoe", {"dense_layers": 1}, "dense_layers=1"),
+        ("deepseek_v3", {"router_scores": "softmax"}, "router_scores=softmax"),
+        ("deepseek_v3", {"shared_experts": 0}, "shared_experts=0"),
+    ]
+    for name, options, named in cases:
+        config = our_config(their_model(name))
+        assert MAPPING.problem(config) is None
+        problem = MAPPING.problem(replace(config, options=config.options | options))
+        assert problem is not None
+        assert named in problem
+    config = our_config(their_model("deepseek_v3"))
+    assert (
+        MAPPING.problem(replace(config, options=config.options | {"balance": "bias", "z_loss": 0.1})) is None
+    )
+
+
+def test_multi_token_prediction_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """The model's logits are those without it."""
+    model = folder_of("deepseek_v3", tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="1GB")
+    (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
+    more = {
+        "model.layers.2.eh_proj.weight": torch.ones(36, 72),
+        "model.layers.2.enorm.weight": torch.ones(36),
+    }
+    edit_tensors(tmp_path, lambda tensors: tensors.update(more))
+    assert read_model(tmp_path).notes == ("multi-token prediction is left out: the 2 tensors of layer 2",)
+    tokens = torch.arange(30)[None]
+    assert (mlm.load(tmp_path, device="cpu").logits(tokens) - model(tokens).logits).abs().max() <= 1e-5
+    edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"))
+    with pytest.raises(UserError, match=r"layers.2.enorm.weight is no parameter of DeepseekV3ForCausalLM"):
+        mlm.load(tmp_path, device="cpu")
 
 
 def test_old_and_new_spellings_of_rotary_settings_are_one_model(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mlm.models.cache import DecodePass, KeyValueCache, PrefillPass
 from mlm.models.llama.model import Llama
+from mlm.parallel.expert.router import routers
 from mlm.parallel.gradients import sum_replicated_gradients
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import load_whole, parameter_shards
@@ -37,7 +39,12 @@ def check_against_transformers(ctx: ParallelContext, want: dict[str, Any]) -> No
     config = want["config"]
     model = Llama(config, tp=ctx.tp)
     load_whole(model, want["weights"], ctx.tp)
+    chosen: list[Tensor] = []
+    for router in routers(model):
+        router.register_forward_hook(lambda _, __, routing: chosen.append(routing.experts))
     assert (model.logits(want["tokens"]) - want["logits"]).abs().max() <= 1e-5
+    for experts, theirs in zip(chosen, want["choices"], strict=True):  # [S, B, k] and [B S, k]
+        assert torch.equal(experts.transpose(0, 1).flatten(0, 1).sort(-1).values, theirs)
 
     loss = model(want["tokens"], want["labels"], torch.tensor(1.0 / (BATCH * SEQ)))
     loss.backward()
@@ -47,6 +54,8 @@ def check_against_transformers(ctx: ParallelContext, want: dict[str, Any]) -> No
     expected = Llama(config, tp=ctx.tp)
     load_whole(expected, want["grads"], ctx.tp)  # the gradients as this rank would hold them
     for mine, theirs in zip(shards, parameter_shards(expected, ctx.tp), strict=True):
+        if not mine.is_trained:
+            continue
         grad = mine.parameter.grad
         assert grad is not None, mine.name
         largest = want["grads"][mine.name].abs().max()
@@ -68,5 +77,5 @@ def check_greedy(ctx: ParallelContext, want: dict[str, Any]) -> None:
         column += 1
         assert torch.equal(token, written[:, column : column + 1]), f"token {column}"
     kv_heads = max(1, config.architecture.kv_heads // ctx.tp.size)
-    keys = next(iter(cache._layers.values()))[0]
-    assert keys.shape[1] == kv_heads
+    keys, values = next(iter(cache._layers.values()))
+    assert keys.shape[1] == (1 if keys is values else kv_heads)  # latents are of all heads

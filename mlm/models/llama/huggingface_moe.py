@@ -1,0 +1,268 @@
+"""Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3 as `transformers` stores them: what they have beyond Llama.
+
+Keys of config.json and their defaults: the documentation of MixtralConfig, Qwen3MoeConfig, OlmoeConfig and
+DeepseekV3Config (https://huggingface.co/docs/transformers/model_doc/mixtral, …/qwen3_moe, …/olmoe,
+…/deepseek_v3). Each expert has tensors of its own there, one of all experts here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+
+from mlm.models.config import ModelConfig
+from mlm.models.huggingface import JSON, Location, Note, NumberKey, SizeKey, show
+from mlm.models.llama.mixture_checks import is_of_experts
+from mlm.models.llama.settings import LlamaSettings, num_blocks
+
+Options = dict[str, bool | int | float | str]
+
+TRAINING_ONLY = ("balance", "balance_rate", "balance_coefficient", "z_loss")
+"""Settings that do not change what a model computes."""
+_NAMES_OF_COUNT = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Of one number: `transformers` takes each for the others."""
+_MOST = 1 << 16
+
+
+@dataclass(frozen=True)
+class ExpertKeys:
+    """Keys of one model type's config.json, and the names of its tensors."""
+
+    count: str
+    """Key of num_experts."""
+    sizes: Mapping[str, SizeKey]
+    """Keys of whole numbers above 0; `ours` is an option, or "" for none."""
+    fixed: Mapping[str, tuple[JSON, ...]] = field(default_factory=dict)
+    """As in ConfigKeys."""
+    numbers: Mapping[str, NumberKey] = field(default_factory=dict)
+    """Keys of other numbers, for which `ours` is ""."""
+    switches: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+    """Key of a boolean -> our option, and its default."""
+    always: Mapping[str, bool | str] = field(default_factory=dict)
+    """Options that are so in every model of this type."""
+    block: str = "mlp"
+    """Module of router and experts."""
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def read(
+        self, config: Mapping[str, JSON], values: Mapping[str, JSON], path: str
+    ) -> tuple[Options, list[str]]:
+        """Return our options, and a line for each setting that is not supported."""
+        options: Options = {key.ours: values[theirs] or 0 for theirs, key in self._options}
+        options |= {
+            ours: config.get(theirs, default) is True for theirs, (ours, default) in self.switches.items()
+        }
+        options |= self.always
+        dense, problems = _dense_layers(config, values["num_hidden_layers"], path)
+        if "kv_lora_rank" in self.sizes:
+            options["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+            options["router_scale"] = float(values["routed_scaling_factor"])
+        options["dense_layers"] = dense
+        if dense >= values["num_hidden_layers"]:
+            options = {name: value for name, value in options.items() if not is_of_experts(name)}
+        return options, problems
+
+    def write(self, model: ModelConfig, settings: LlamaSettings) -> dict[str, JSON]:
+        """Return the keys of config.json."""
+        keys: dict[str, JSON] = {
+            theirs: getattr(settings, key.ours) or key.default for theirs, key in self._options
+        }
+        keys |= {theirs: getattr(settings, ours) for theirs, (ours, _) in self.switches.items()}
+        keys |= {theirs: allowed[0] for theirs, allowed in self.fixed.items()}
+        dense = settings.dense_layers if settings.num_experts else model.num_layers
+        if "kv_lora_rank" in self.sizes:
+            keys |= {
+                "qk_nope_head_dim": settings.head_dim - settings.rope_head_dim,
+                "routed_scaling_factor": settings.router_scale,
+                "first_k_dense_replace": dense,
+                "num_nextn_predict_layers": 0,
+            }
+        elif "moe_intermediate_size" in self.sizes:
+            keys["mlp_only_layers"] = list(range(dense))
+        return keys
+
+    @property
+    def _options(self) -> list[tuple[str, SizeKey]]:
+        return [(theirs, key) for theirs, key in self.sizes.items() if key.ours]
+
+
+_SOFTMAX: dict[str, bool | str] = {"router_scores": "softmax"}
+_PER_TOKEN = "num_experts_per_tok"
+EXPERT_KEYS = {
+    "mixtral": ExpertKeys(
+        count="num_local_experts",
+        sizes={
+            "num_local_experts": SizeKey("num_experts", 8, _MOST),
+            _PER_TOKEN: SizeKey("experts_per_token", 2, _MOST),
+        },
+        fixed={"router_jitter_noise": (0.0, 0)},
+        always=_SOFTMAX | {"router_normalise": True},
+        block="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+    ),
+    "qwen3_moe": ExpertKeys(
+        count="num_experts",
+        sizes={
+            "num_experts": SizeKey("num_experts", 128, _MOST),
+            _PER_TOKEN: SizeKey("experts_per_token", 8, _MOST),
+            "moe_intermediate_size": SizeKey("expert_ffn_size", 768, 1 << 24),
+        },
+        fixed={"decoder_sparse_step": (1,)},
+        switches={"norm_topk_prob": ("router_normalise", False)},
+        always=_SOFTMAX,
+    ),
+    "olmoe": ExpertKeys(
+        count="num_experts",
+        sizes={
+            "num_experts": SizeKey("num_experts", 64, _MOST),
+            _PER_TOKEN: SizeKey("experts_per_token", 8, _MOST),
+        },
+        fixed={"clip_qkv": (None,)},
+        switches={"norm_topk_prob": ("router_normalise", False)},
+        always=_SOFTMAX | {"qk_norm_whole": True},
+    ),
+    "deepseek_v3": ExpertKeys(
+        count="n_routed_experts",
+        sizes={
+            "n_routed_experts": SizeKey("num_experts", 256, _MOST),
+            _PER_TOKEN: SizeKey("experts_per_token", 8, _MOST),
+            "moe_intermediate_size": SizeKey("expert_ffn_size", 2048, 1 << 24),
+            "n_shared_experts": SizeKey("shared_experts", 1, _MOST),
+            "n_group": SizeKey("router_groups", 8, _MOST),
+            "topk_group": SizeKey("router_top_groups", 4, _MOST),
+            "kv_lora_rank": SizeKey("kv_lora_rank", 512, 1 << 20),
+            "q_lora_rank": SizeKey("q_lora_rank", None, 1 << 20),
+            "qk_rope_head_dim": SizeKey("rope_head_dim", 64, _MOST),
+            "v_head_dim": SizeKey("v_head_dim", 128, _MOST),
+            "qk_nope_head_dim": SizeKey("", 128, _MOST),
+        },
+        numbers={"routed_scaling_factor": NumberKey("", 2.5, below=1e6)},
+        fixed={
+            "rope_interleave": (True,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "moe_layer_freq": (1,),
+        },
+        switches={"norm_topk_prob": ("router_normalise", True)},
+        always={"router_scores": "sigmoid", "router_bias": True},
+    ),
+}
+"""model_type -> its keys."""
+
+
+def with_usual_names(config: Mapping[str, JSON], kind: str) -> Mapping[str, JSON]:
+    """Return config.json with the number of experts under the model type's own key, and a null filled in."""
+    count = EXPERT_KEYS[kind].count
+    other = next((name for name in _NAMES_OF_COUNT if name in config), count)
+    named = {count: config[other]} if other in config and count not in config else {}
+    return {"q_lora_rank": 1536, **config, **named} if kind == "deepseek_v3" else {**config, **named}
+
+
+def _has_bias(settings: LlamaSettings) -> bool:
+    """Return True if its routers have a bias."""
+    return settings.num_experts > 0 and (settings.router_bias or settings.balance == "bias")
+
+
+def _dense_layers(config: Mapping[str, JSON], layers: int, path: str) -> tuple[int, list[str]]:
+    """Return the first layers without experts, and what is wrong with them."""
+    only, first = config.get("mlp_only_layers"), config.get("first_k_dense_replace")
+    if config["model_type"] == "qwen3_moe" and only:
+        if only != list(range(len(only))):
+            return 0, [f"{path}: mlp_only_layers={show(only)}: supported: the first layers, [0, 1, …], or []"]
+        return min(len(only), layers), []
+    if config["model_type"] != "deepseek_v3":
+        return 0, []
+    first = 3 if "first_k_dense_replace" not in config else first
+    if type(first) is not int or first < 0:
+        return 0, [f"{path}: first_k_dense_replace={show(first)} must be a whole number from 0"]
+    return min(first, layers), []
+
+
+def expert_problem(model: ModelConfig, again: ModelConfig, name: str) -> str | None:
+    """Return which setting of a model no `transformers` model of this name has.
+
+    `again` are the settings that its config.json would be read as.
+    """
+    mine, theirs = LlamaSettings.of(model), LlamaSettings.of(again)
+    for each in fields(LlamaSettings):
+        value, other = (getattr(settings, each.name) for settings in (mine, theirs))
+        if each.name in TRAINING_ONLY or (each.name == "dense_layers" and not mine.num_experts):
+            continue
+        if each.name == "router_bias":
+            value, other = _has_bias(mine), _has_bias(theirs)
+        if value != other:
+            return (
+                f"its model.options.{each.name}={show(value)} is not what {name} of transformers computes, "
+                f"which has {show(other)}"
+            )
+    return None
+
+
+def mlp_locations(
+    ours: str, stored: str, layer: int, model: ModelConfig, settings: LlamaSettings, kind: str
+) -> Iterator[tuple[str, Location]]:
+    """Yield (our name, location) of a layer's MLP, or of its router and experts."""
+    if not settings.has_experts(layer):
+        yield from _gated(f"{ours}.mlp", f"{stored}.mlp", num_blocks(model))
+        return
+    keys, width = EXPERT_KEYS[kind], settings.expert_ffn_size
+    block, count = f"{stored}.{keys.block}", settings.num_experts
+    yield f"{ours}.mlp.router.weight", Location((f"{block}.gate.weight",))
+    if _has_bias(settings):
+        yield f"{ours}.mlp.router.bias", Location((f"{block}.gate.e_score_correction_bias",))
+    gate, up, down = keys.projections
+    each = [f"{block}.experts.{expert}" for expert in range(count)]
+    pairs = tuple(f"{expert}.{part}.weight" for expert in each for part in (gate, up))
+    blocks = num_blocks(replace(model, ffn_hidden_size=width))
+    yield f"{ours}.mlp.experts.up", Location(pairs, num_heads=blocks, parts=2, stacked=count)
+    down_names = tuple(f"{expert}.{down}.weight" for expert in each)
+    yield f"{ours}.mlp.experts.down", Location(down_names, stacked=count)
+    if settings.shared_experts:
+        blocks = num_blocks(replace(model, ffn_hidden_size=settings.shared_experts * width))
+        yield from _gated(f"{ours}.mlp.shared", f"{block}.shared_experts", blocks)
+
+
+def _gated(ours: str, stored: str, blocks: int) -> Iterator[tuple[str, Location]]:
+    gate, up, down = (f"{stored}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    yield f"{ours}.up.weight", Location((gate, up), num_heads=blocks, parts=2)
+    yield f"{ours}.down.weight", Location((down,))
+
+
+def latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Iterator[tuple[str, Location]]:
+    """Yield (our name, location) of latent attention.
+
+    Turned dimensions are stored in pairs, and after the others of a head; here in halves, and first.
+    """
+    turned, latent = settings.rope_head_dim, settings.kv_lora_rank
+    halves = [*range(0, turned, 2), *range(1, turned, 2)]
+    plain = settings.head_dim - turned
+    order = (*(plain + place for place in halves), *range(plain))
+    query = f"{stored}.q_proj.weight"
+    if settings.q_lora_rank:
+        yield f"{ours}.query_down.weight", Location((f"{stored}.q_a_proj.weight",))
+        yield f"{ours}.query_down_norm.weight", Location((f"{stored}.q_a_layernorm.weight",))
+        query = f"{stored}.q_b_proj.weight"
+    yield f"{ours}.query.weight", Location((query,), rows=order)
+    order = (*range(latent), *(latent + place for place in halves))
+    yield f"{ours}.kv_down.weight", Location((f"{stored}.kv_a_proj_with_mqa.weight",), rows=order)
+    yield f"{ours}.kv_down_norm.weight", Location((f"{stored}.kv_a_layernorm.weight",))
+    yield f"{ours}.kv.weight", Location((f"{stored}.kv_b_proj.weight",))
+
+
+def predictors(
+    model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[frozenset[str], tuple[Note, ...]]:
+    """Return the tensors of multi-token prediction, which is not supported, and a note on them.
+
+    They are layers after the model's, each with a projection eh_proj (arXiv:2412.19437, section 2.2).
+    """
+    layers, number = [], model.num_layers
+    while f"layers.{number}.eh_proj.weight" in shapes:
+        layers.append(number)
+        number += 1
+    if not layers:
+        return frozenset(), ()
+    prefixes = tuple(f"layers.{layer}." for layer in layers)
+    left_out = frozenset(name for name in shapes if name.startswith(prefixes))
+    listed = ", ".join(map(str, layers))
+    return left_out, (
+        Note(f"multi-token prediction is left out: the {len(left_out)} tensors of layer {listed}"),
+    )
