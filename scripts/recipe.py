@@ -45,7 +45,13 @@ class Runs:
         self.corpus, self.work, self.before = corpus, work, shlex.split(before)
 
     def train(
-        self, name: str, shape: tuple[int, int, int], steps: int, settings: Iterable[str]
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        steps: int,
+        settings: Iterable[str],
+        *,
+        given: bool = True,
     ) -> dict[str, Any]:
         """Train, unless that is done, and return the validation losses and the median seconds of a step."""
         layers, width, heads = shape
@@ -54,10 +60,11 @@ class Runs:
             *("model=gpt2_tiny", f"model.num_layers={layers}", f"model.hidden_size={width}"),
             *(f"model.num_heads={heads}", "model.vocab_size=4096", f"model.max_positions={SEQ}"),
             *(f"data.path={self.corpus}", f"data.seq_length={SEQ}", f"train.global_batch_size={SAMPLES}"),
-            *(f"train.micro_batch_size={SAMPLES}", f"train.steps={steps}", "train.validate_every=25"),
+            *(f"train.micro_batch_size={SAMPLES}", "train.validate_every=25"),
             *("train.validate_batches=10", "checkpoint.save_every=0", "log.every=10", "log.live=off"),
         ]
-        return self.run(out, [*words, *settings], steps)
+        length = [f"train.steps={steps}"] if given else []  # else that of its cooldown
+        return self.run(out, [*words, *length, *settings], steps)
 
     def run(self, out: Path, words: Sequence[str], steps: int) -> dict[str, Any]:
         """Run a command whose folder is `out` until it is at `steps`."""
@@ -135,6 +142,66 @@ def optimizers(runs: Runs, steps: int, sizes: Sequence[str]) -> dict[str, Any]:
     return result
 
 
+def cooldown(runs: Runs, steps: int, sizes: Sequence[str]) -> dict[str, Any]:
+    """Warm-up, stable, cooldown against cosine: three lengths from one stable run, a cosine run for each."""
+    size, result = sizes[0], dict[str, Any]()
+    common = ("optimizer=muon", "optimizer.lr=8e-3", "schedule.min_lr=0", "schedule.warmup_steps=15")
+    for seed in SEEDS:
+        shared = (*common, f"seed={seed}")
+        stable, lengths = steps * 4 // 5, [steps // 4, steps // 2, steps]
+        saves = f"checkpoint.save_every={steps // 20}"
+        name = f"{size}-stable-{seed}"
+        runs.train(
+            name,
+            SIZES[size],
+            stable,
+            (*shared, "schedule=stable", "schedule.warmup_steps=15", saves, "checkpoint.keep_last=99"),
+        )
+        for length in lengths:
+            start, out = length * 4 // 5, f"{size}-wsd-{length}-{seed}"
+            ckpt = runs.work / name / "checkpoints" / f"step-{start:08d}"
+            settings = (*shared, "schedule=wsd", "schedule.warmup_steps=15", f"ckpt={ckpt}")
+            cosine = (*shared, "schedule=cosine", "schedule.min_lr=0", "schedule.warmup_steps=15")
+            wsd = runs.train(
+                out, SIZES[size], length, (*settings, f"schedule.cooldown={length - start}"), given=False
+            )
+            other = runs.train(f"{size}-cosine-{length}-{seed}", SIZES[size], length, cosine)
+            for kind, run in (("wsd", wsd), ("cosine", other)):
+                result.setdefault(kind, {}).setdefault(str(length), []).append(run["curve"][-1][1])
+    return {"size": size, "at_the_end": result}
+
+
+def width(runs: Runs, steps: int, widths: Sequence[int] = (128, 512)) -> dict[str, Any]:
+    """The best learning rate by width, with muP of base 128 and without, one seed."""
+    found: dict[str, Any] = {}
+    for kind, settings in (("muP", ("model.mup_base_width=128",)), ("standard", ())):
+        for each in widths:
+            losses = {
+                f"{rate:g}": runs.train(
+                    f"width-{kind}-{each}-{rate:g}",
+                    (2, each, each // 32),
+                    steps,
+                    ("optimizer=adamw_demo", f"optimizer.lr={rate:g}", "schedule.min_lr=0", *settings),
+                )["curve"][-1][1]
+                for rate in RATES[1:-1]
+            }
+            found[f"{kind} {each}"] = {"losses": losses, "best": min(losses, key=lambda r: losses[r])}
+    return {"steps": steps, "widths": found}
+
+
+def plot_width(result: Mapping[str, Any], path: Path) -> None:
+    """Loss over learning rate by width."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    for name, each in result["widths"].items():
+        axis = axes[0 if name.startswith("standard") else 1]
+        axis.semilogx([float(r) for r in each["losses"]], each["losses"].values(), "o-", label=name)
+        axis.set_xlabel("learning rate")
+        axis.legend()
+    axes[0].set_ylabel("validation loss after the last step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def plot_optimizers(result: Mapping[str, Any], path: Path) -> None:
     """Validation losses of all seeds, and the sweep."""
     figure, axes = plt.subplots(2, len(result["sizes"]), figsize=(10, 7), squeeze=False)
@@ -169,6 +236,11 @@ def main() -> None:
     if args.what == "optimizers":
         result = optimizers(runs, args.steps, args.sizes)
         plot_optimizers(result, args.out.with_suffix(".png"))
+    elif args.what == "cooldown":
+        result = cooldown(runs, args.steps, args.sizes)
+    else:
+        result = width(runs, args.steps)
+        plot_width(result, args.out.with_suffix(".png"))
     args.out.write_text(json.dumps({"command": shlex.join(sys.argv[1:]), **result}, indent=1) + "\n")
 
 

@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
             config.hidden_size,
             tp=tp,
             sequence_parallel=sequence_parallel,
-            init_std=config.init_std / math.sqrt(2 * config.num_layers),
+            init_std=config.hidden_std / math.sqrt(2 * config.num_layers),
             init_seed=None,
             bias=config.architecture.bias,
         )
@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
             3 * h,
             tp=self.tp,
             sequence_parallel=sequence_parallel,
-            init_std=config.init_std,
+            init_std=config.hidden_std,
             init_seed=None,
         )
         self.qkv.fused_rows = FusedRows(3, self.head_dim, are_heads=True)

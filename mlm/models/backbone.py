@@ -206,7 +206,17 @@ class Transformer(nn.Module):
                 )
             else:
                 x = layer(x, stream, spans, None, *turns)
-        return self.final_norm(x) if self.stage.is_last and self.config.norm == "pre" else x
+        return self.normed(x) if self.stage.is_last and self.config.norm == "pre" else x
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Hidden states for the output layer: the last norm, in muP divided by the width's factor.
+
+        Table 8 of arXiv:2203.03466 is the form for an output layer that is the token table: initial values
+        and rate are those of an input layer at each width, and a multiplier of 1 / width is before it. Here
+        one that is not tied has them too.
+        """
+        y: Tensor = self.final_norm(x)
+        return y if self.config.mup_base_width is None else y / self.config.width_factor
 
     def encode(self, inputs: Inputs, stream: DropoutStream | None = None, x: Tensor | None = None) -> Tensor:
         """Hidden states after this stage, computed from token ids in the first and from `x` in the others."""

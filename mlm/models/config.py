@@ -1,5 +1,6 @@
 """Settings of a model: shape, regularisation and head of a transformer."""
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -46,6 +47,10 @@ class ModelConfig:
     """Dropout on attention probabilities."""
     init_std: Annotated[float, NOT_NEGATIVE, Also("init_method_std", "initializer_range")] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 * num_layers)."""
+    mup_base_width: Annotated[int | None, EXTENT] = None
+    """muP (arXiv:2203.03466): settings are those of a model of this hidden_size with heads of the same width,
+    and learning rates, initial weights and the output layer follow this model's width. Of gpt2 and llama;
+    null for none. One that is trained so stays so."""
     layer_norm_eps: Annotated[
         float, POSITIVE, Also("layer_norm_epsilon", "layernorm_epsilon", "norm_eps")
     ] = 1e-5
@@ -90,6 +95,16 @@ class ModelConfig:
     def ffn_size(self) -> int:
         """Width of the MLP with its default filled in."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def width_factor(self) -> float:
+        """Width over that of muP's base; 1 without muP."""
+        return self.hidden_size / (self.mup_base_width or self.hidden_size)
+
+    @property
+    def hidden_std(self) -> float:
+        """Standard deviation of the initial matrices of layers: variance falls as 1 / width in muP."""
+        return self.init_std / math.sqrt(self.width_factor)
 
     @property
     def is_tied(self) -> bool:

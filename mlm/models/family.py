@@ -321,6 +321,9 @@ def model_problem(model: "ModelConfig") -> Problem | None:
         known = ", ".join(family.options) or "none"
         problem = f"model.options.{name}: model.kind={model.kind} has the settings: {known}"
         return Problem((f"model.options.{name}", "model.kind"), problem, "remove it")
+    if model.mup_base_width is not None and not family.causal:
+        problem = f"model.mup_base_width={model.mup_base_width}: muP is for gpt2 and llama, not {model.kind}"
+        return Problem(("model.mup_base_width", "model.kind"), problem, "use model.mup_base_width=null")
     return family.model_problem(model)
 
 

@@ -53,7 +53,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
         super().__init__()
-        h, f, std, sizes = config.hidden_size, config.ffn_size, config.init_std, config.architecture
+        h, f, std, sizes = config.hidden_size, config.ffn_size, config.hidden_std, config.architecture
         self.activation = config.activation
         self.up = ColumnParallelLinear(
             h,

@@ -150,7 +150,9 @@ class Trainer(Generic[B]):
         self.shards: Sequence[ParameterShard] = tuple(
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
         )
-        self.optimizer = build_optimizer(self.shards, config.optimizer, ctx.replicas)
+        self.optimizer = build_optimizer(
+            self.shards, config.optimizer, ctx.replicas, config.model.width_factor
+        )
         self.scaler = LossScaler(config.precision, ctx.device)
         self.split_parts: tuple[int, ...] = (ctx.tp.rank,)
         self.step = 0

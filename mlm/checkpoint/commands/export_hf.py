@@ -140,6 +140,11 @@ def open_source(ckpt: str) -> ExportSource:
     mapping = family_of(model.kind).huggingface
     if mapping is None:
         raise UserError(f"{path}: its model.kind={model.kind} has no counterpart in transformers")
+    if model.mup_base_width is not None:
+        raise UserError(
+            f"{path}: model.mup_base_width={model.mup_base_width} divides what the output layer reads, which "
+            "no model of transformers does; export one trained without it"
+        )
     if problem := mapping.problem(model):
         raise UserError(f"{path}: {problem}")
     check_stored_parameters(manifest, model, path)

@@ -183,6 +183,4 @@ class GPT2(Transformer):
             x = layer(x, None, None, reading, *turns)
         if not self.stage.is_last:
             return x
-        return (
-            full_logits(self.final_norm(x[-1]), self.vocabulary) if reading.wants_logits else x.new_empty(0)
-        )
+        return full_logits(self.normed(x[-1]), self.vocabulary) if reading.wants_logits else x.new_empty(0)

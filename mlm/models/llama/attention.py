@@ -80,7 +80,7 @@ class GroupedQueryAttention(SelfAttention):
             heads * self.head_dim,
             tp=tp,
             sequence_parallel=sequence_parallel,
-            init_std=config.init_std,
+            init_std=config.hidden_std,
             init_seed=None,
             bias=settings.qkv_bias,
         )
@@ -89,7 +89,7 @@ class GroupedQueryAttention(SelfAttention):
             2 * kv_heads * self.head_dim,
             tp=tp,
             sequence_parallel=sequence_parallel,
-            init_std=config.init_std,
+            init_std=config.hidden_std,
             init_seed=None,
             bias=settings.qkv_bias,
             replicas=max(1, tp.size // kv_heads),
