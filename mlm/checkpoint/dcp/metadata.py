@@ -35,6 +35,7 @@ COPY_AGAIN = "copy the whole folder again"
 
 _DATA = re.compile(
     r"torch\.distributed\.checkpoint\.(metadata|planner|filesystem|_fsspec_filesystem)\.\w+"
+    r"|torch\.distributed\._shard\.(metadata|sharded_tensor\.metadata)\.\w+"  # before torch 2.3
     r"|megatron\.core\.dist_checkpointing\.[\w.]+"
     r"|torch\.(Size|device|strided|u?int\d+|b?float\d+\w*|bool|complex\d+)"
     r"|torch\.serialization\._get_layout|collections\.(OrderedDict|defaultdict)"

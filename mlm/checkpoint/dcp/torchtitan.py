@@ -1,7 +1,8 @@
 """Llama 3 and Qwen 3 as torchtitan names and orders them in a DCP folder, read and written.
 
-Such a folder records no sizes of heads and no settings: its model comes from a config.json.
-Names: `TORCHTITAN` in mlm/models/llama/megatron.py.
+Such a folder records no sizes of heads and no settings: its model comes from a config.json. A tied output
+layer is stored too. Written are the names of torchtitan 0.2, `TORCHTITAN` in mlm/models/llama/megatron.py;
+those of 2026, attention.qkv_linear.wq and lm_head, are read.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from mlm.models.megatron import split_layer
 from mlm.util.errors import CorruptFileError, UserError
 
 TOKEN_TABLE = TORCHTITAN["token.weight"]
+OUTPUT = TORCHTITAN["output.weight"]
 _OTHER = ("optimizer.", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
 Read = Callable[[str, Region], Tensor]
 
@@ -47,6 +49,12 @@ def their_name(name: str) -> str:
     return TORCHTITAN[short] if layer is None else f"layers.{layer}.{TORCHTITAN[short]}"
 
 
+def usual_name(name: str) -> str:
+    """Return the name that torchtitan 0.2 has for a stored tensor."""
+    short = name.removeprefix("model.").replace(".attention.qkv_linear.", ".attention.")
+    return OUTPUT if short == "lm_head.weight" else short
+
+
 class TorchtitanReader:
     """Reads parameters of ours from a folder with torchtitan's names."""
 
@@ -55,16 +63,22 @@ class TorchtitanReader:
         self.model, self.shapes = model, stored_shapes(model)
         self.weaves = torchtitan_weaves(model)
         tensors = read_metadata(folder, lambda name: not name.startswith(_OTHER))
-        prefix = "model." if f"model.{TOKEN_TABLE}" in tensors else ""
-        self.names = {name: prefix + their_name(name) for name in self.shapes}
-        for name, theirs in self.names.items():
-            if theirs not in tensors or tensors[theirs].shape != self.shapes[name]:
-                held = list(tensors[theirs].shape) if theirs in tensors else "missing"
+        stored = {usual_name(name): name for name in tensors}
+        wanted = {their_name(name): shape for name, shape in self.shapes.items()}
+        if model.is_tied and OUTPUT in stored:
+            wanted[OUTPUT] = self.shapes["token.weight"]
+        for theirs in sorted({*stored, *wanted}):
+            held = list(tensors[stored[theirs]].shape) if theirs in stored else "missing"
+            needed = list(wanted[theirs]) if theirs in wanted else "none"
+            if held != needed:
                 raise CorruptFileError(
-                    f"{folder}: {theirs} is {held}, its model needs {list(self.shapes[name])}: name its own "
-                    f"config, or {COPY_AGAIN}"
+                    f"{folder}: {ascii(theirs)[1:100]} is {held}, {needed} is needed: name the config of "
+                    f"this model, or {COPY_AGAIN}"
                 )
-        self.reader = DCPReader(folder, {theirs: tensors[theirs] for theirs in self.names.values()})
+        self.names = {name: stored[their_name(name)] for name in self.shapes}
+        self.reader = DCPReader(folder, tensors)
+        if model.is_tied and OUTPUT in stored:
+            self._check_tied(stored[OUTPUT])
 
     def read(self, name: str, region: Region) -> Tensor:
         """Return those elements of a parameter, float32."""
@@ -77,6 +91,17 @@ class TorchtitanReader:
             lambda one: self._load(one, Region.whole(self.shapes[one])),
         )
         return value[region.within(Region.whole(value.shape))]
+
+    def _check_tied(self, output: str) -> None:
+        rows, columns = self.shapes["token.weight"]
+        for first in range(0, rows, 4096):
+            region = Region((first, 0), (min(4096, rows - first), columns))
+            table = self._load("token.weight", region)
+            if not torch.equal(table, self.reader.read(output, region, torch.float32)):
+                raise UserError(
+                    f"{self.reader.folder}: {output} differs from the token table, to which its config "
+                    "ties it: set tie_word_embeddings=false in its config.json"
+                )
 
     def _load(self, name: str, region: Region) -> Tensor:
         return self.reader.read(self.names[name], region, torch.float32)
@@ -97,5 +122,7 @@ def torchtitan_tensors(
         value = reweave(name, weaves.ours, weaves.theirs, lambda one: read(one, Region.whole(ours[one])))
         return value.to(dtype)
 
+    if model.is_tied:
+        names[OUTPUT] = "token.weight"
     forms = {theirs: DCPTensor(shapes[n], dtype, (Region.whole(shapes[n]),)) for theirs, n in names.items()}
     return forms, make

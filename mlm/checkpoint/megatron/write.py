@@ -34,6 +34,7 @@ RELEASE = "release"
 """Folder of a checkpoint that Megatron-LM starts from without an optimizer."""
 TABLES = ("token.weight", "output.weight", "mlm_head.vocabulary.bias")
 """Tensors with a row per token."""
+ROWS = 4096
 Read = Callable[[str, Region], Tensor]
 
 
@@ -79,8 +80,11 @@ class MegatronWriter:
         if name not in TABLES:
             return self.read(name, Region.whole(shape)).to(self.dtype)
         padded = torch.zeros(shape, dtype=self.dtype)
-        tokens = self.model.vocab_size
-        padded[:tokens] = self.read(name, Region.whole((tokens, *shape[1:])))
+        tokens, rest = self.model.vocab_size, shape[1:]
+        for first in range(0, tokens, ROWS):  # not two tables in memory
+            count = min(ROWS, tokens - first)
+            region = Region((first, *(0,) * len(rest)), (count, *rest))
+            padded[first : first + count] = self.read(name, region)
         return padded
 
     def _load_ours(self, name: str) -> Tensor:

@@ -90,8 +90,6 @@ def torchtitan_weaves(model: ModelConfig) -> Weaves:
 def torchtitan_problem(model: ModelConfig) -> str | None:
     """Return why torchtitan has no such model."""
     settings = LlamaSettings.of(model)
-    if settings.tied and not settings.qk_norm:
-        return "its output layer is tied, and torchtitan's Llama has one of its own"
     if settings.qkv_bias or settings.window or settings.rotary_fraction != 1:
         return "it has biases, a window or a rotary fraction, which torchtitan's Llama 3 and Qwen 3 lack"
     return None

@@ -1,5 +1,6 @@
 """`mlm convert`: around the circle of formats, bytes stay; what it writes, PyTorch and transformers read."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from mlm.checkpoint.commands import convert
 from mlm.checkpoint.commands.config import ConvertConfig
 from mlm.util.errors import UserError
 from tests.checkpoint.commands.hf_berts import make_bert
-from tests.checkpoint.commands.hf_models import make_model
+from tests.checkpoint.commands.hf_models import edit_config, make_model
 from tests.checkpoint.dcp.llamas import VOCAB, core_state, random_llama, torchtitan_state
 
 TOKENS = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
@@ -86,6 +87,44 @@ def test_checkpoint_of_torchtitan_takes_the_model_of_config(llama: Path, tmp_pat
         convert.run(ConvertConfig(source=str(tmp_path / "titan"), out=str(tmp_path / "x"), to="hf"))
     back = converted(tmp_path / "titan", tmp_path / "back", "hf", config=str(llama))
     assert_equal(weights(back), weights(llama))
+
+
+def test_newer_names_of_torchtitan_are_read(llama: Path, tmp_path: Path) -> None:
+    state = {
+        "lm_head.weight"
+        if name == "output.weight"
+        else re.sub(r"\.attention\.(w[qkv])\.", r".attention.qkv_linear.\1.", name): value
+        for name, value in torchtitan_state(random_llama()).items()
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "titan", no_dist=True)
+    back = converted(tmp_path / "titan", tmp_path / "back", "hf", config=str(llama))
+    assert_equal(weights(back), weights(llama))
+
+
+def test_config_of_fewer_layers_than_are_stored_is_rejected(llama: Path, tmp_path: Path) -> None:
+    dcp.save(torchtitan_state(random_llama()), checkpoint_id=tmp_path / "titan", no_dist=True)
+    edit_config(llama, num_hidden_layers=2)
+    settings = {"out": str(tmp_path / "x"), "to": "hf", "config": str(llama)}
+    with pytest.raises(UserError, match=r"layers\.2\.\S+ is \[.*none is needed"):
+        convert.run(ConvertConfig(source=str(tmp_path / "titan"), **settings))  # type: ignore[arg-type]
+
+
+def test_tied_qwen_around_torchtitan_gives_the_same_bytes(tmp_path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "hf")
+    titan = converted(tmp_path / "hf", tmp_path / "1", "torchtitan")
+    torch_dist = converted(titan, tmp_path / "2", "torch_dist")
+    assert_equal(weights(converted(torch_dist, tmp_path / "3", "hf")), weights(tmp_path / "hf"))
 
 
 def test_interrupted_conversion_continues(
