@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINEAR = "(in_features, out_features, *, tp, sequence_parallel=False, init_std=0.02, init_seed=0, bias=True"
 STAGE = (
     "(config, *, tp=None, dtype=torch.float32, recompute='none', sequence_parallel=False, stage=None, "
-    "cp=None)"
+    "cp=None, experts=None)"
 )
 SURFACE = {
     "BERT": STAGE,

@@ -6,16 +6,21 @@ group stands. Three generations are read: `transformer` and `attention` (2019 to
 `self_attention` (2021 to 2024), and Megatron Core's `decoder.layers.0.self_attention.linear_qkv` in the same
 files. Source: NVIDIA/Megatron-LM, language_model.py, transformer.py and bert_model.py of those years,
 core/models/gpt, core/models/bert, core/transformer; arguments.py from 2020 to 2025.
+
+A tensor of theirs may hold other rows than one of ours: `Weaves` says how both consist of pieces.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from mlm.models.config import ModelConfig
 
 HEAD = "head.weight"
-"""The last stage's copy of the token table. No parameter of ours: it is compared with the table and left out.
-"""
+"""The output layer. Of a model that ties it, the last stage's copy of the token table, which is compared with
+the table and left out. Else our output.weight."""
 
 OUTER = {
     r"embedding\.word_embeddings\.weight": "token.weight",
@@ -35,6 +40,29 @@ LAYER = {
     r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)": "mlp.down.{}",
 }
 """Names in a layer."""
+CORE_OUTER = {
+    r"token\.weight": "embedding.word_embeddings.weight",
+    r"position\.weight": "embedding.position_embeddings.weight",
+    r"token_type\.weight": "embedding.tokentype_embeddings.weight",
+    r"output\.weight": "output_layer.weight",
+    r"pooler\.(weight|bias)": "pooler.dense.{}",
+    r"mlm_head\.transform\.(weight|bias)": "lm_head.dense.{}",
+    r"mlm_head\.norm\.(weight|bias)": "lm_head.layer_norm.{}",
+    r"mlm_head\.vocabulary\.bias": "output_layer.bias",
+    r"sop_head\.(weight|bias)": "binary_head.{}",
+}
+"""Our names outside the layers -> those of Megatron Core; final_norm is in the part that holds the layers."""
+CORE_LAYER = {
+    r"attention_norm\.(weight|bias)": "self_attention.linear_qkv.layer_norm_{}",
+    r"attention\.qkv\.(weight|bias)": "self_attention.linear_qkv.{}",
+    r"attention\.out\.(weight|bias)": "self_attention.linear_proj.{}",
+    r"attention\.query_norm\.weight": "self_attention.q_layernorm.weight",
+    r"attention\.key_norm\.weight": "self_attention.k_layernorm.weight",
+    r"mlp_norm\.(weight|bias)": "mlp.linear_fc1.layer_norm_{}",
+    r"mlp\.up\.(weight|bias)": "mlp.linear_fc1.{}",
+    r"mlp\.down\.(weight|bias)": "mlp.linear_fc2.{}",
+}
+"""Our names in a layer -> those of Megatron Core with Transformer Engine, which torch_dist always has."""
 _IN_LAYER = re.compile(r"(?:transformer|encoder|decoder)\.layers\.(\d{1,6})\.(.+)")
 
 ARGS: Mapping[str, tuple[Any, ...]] = {
@@ -73,7 +101,8 @@ class SizeOf(NamedTuple):
 
     parameter: str
     is_split: bool
-    """True if tensor-parallel ranks share this dim, which is dim 0."""
+    """True if tensor-parallel ranks share this dim."""
+    dim: int = 0
 
 
 SIZES = {
@@ -82,6 +111,31 @@ SIZES = {
     "max_positions": SizeOf("position.weight", False),
     "ffn_hidden_size": SizeOf("layers.0.mlp.up.bias", True),
 }
+
+
+class Woven(NamedTuple):
+    """Rows of a tensor: [block][piece][row], of each piece as many rows in every block."""
+
+    pieces: tuple[tuple[str, int], ...]
+    """(name, rows in all blocks)."""
+    blocks: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tensor."""
+        return sum(rows for _, rows in self.pieces)
+
+
+class Weaves(NamedTuple):
+    """Tensors in a layer that two libraries make of the same pieces, by name in the layer."""
+
+    ours: Mapping[str, Woven]
+    theirs: Mapping[str, Woven]
+
+
+def no_weaves(model: "ModelConfig", tp: int) -> Weaves:
+    """Tensors that are ours as they are."""
+    return Weaves({}, {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +152,19 @@ class MegatronMapping:
     """Names in a layer."""
     args: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ARGS)
     """Arguments of a run -> supported values; one that is not here changes nothing."""
+    required: tuple[str, ...] = ()
+    """Arguments whose absence means a model that the family is not."""
+    is_grouped: bool = False
+    """True if heads may share keys and values, and have another width than hidden_size / num_heads."""
+    weaves: "Callable[[ModelConfig, int], Weaves]" = no_weaves
+    """Return the tensors whose rows lie otherwise than ours, merged from the ranks of a tensor-parallel size.
+    In torch_dist that is 1."""
+    layers: str = "decoder"
+    """Megatron Core's name of the part that holds the layers."""
+    write: "Callable[[ModelConfig], dict[str, Any]]" = lambda model: {}
+    """Return the arguments that make such a model, beside the sizes that all families have."""
+    problem: "Callable[[ModelConfig], str | None]" = lambda model: None
+    """Return why Megatron Core has no such model."""
     sizes: Mapping[str, SizeOf] = field(default_factory=lambda: SIZES)
     """Field of ModelConfig -> parameter that shows it."""
     vocabularies: tuple[int, ...]
@@ -122,11 +189,47 @@ class MegatronMapping:
             return None if ours is None else f"layers.{first_layer + int(in_layer[1])}.{ours}"
         return _translate(self.outer, short)
 
+    def core_name(self, ours: str) -> tuple[str, int | None]:
+        """Return Megatron Core's name of a tensor, with {} for its layer's number, and that number."""
+        if ours.startswith("final_norm."):
+            return f"{self.layers}.final_layernorm.{ours.rpartition('.')[2]}", None
+        layer, short = split_layer(ours)
+        theirs = _translate(CORE_OUTER if layer is None else CORE_LAYER, short)
+        assert theirs is not None, f"{ours} has no name in Megatron Core"
+        return (theirs, None) if layer is None else (f"{self.layers}.layers.{{}}.{theirs}", layer)
+
+
+def split_layer(name: str) -> tuple[int | None, str]:
+    """Return the layer of one of our names, if it is in one, and the rest."""
+    found = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    return (int(found[1]), found[2]) if found else (None, name)
+
 
 def _translate(table: Mapping[str, str], theirs: str) -> str | None:
     for pattern, ours in table.items():
         if match := re.fullmatch(pattern, theirs):
             return ours.format(*match.groups())
+    return None
+
+
+def write_gelu(model: "ModelConfig") -> dict[str, Any]:
+    """Return the arguments of a GPT-2 or BERT; the fused kernel is gelu's tanh form."""
+    return {
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "swiglu": False,
+        "untie_embeddings_and_output_weights": False,
+        "openai_gelu": False,
+        "bias_gelu_fusion": model.activation == "gelu_tanh",
+        "group_query_attention": False,
+    }
+
+
+def gelu_problem(model: "ModelConfig") -> str | None:
+    """Return why Megatron Core has no such GPT-2 or BERT."""
+    if model.activation not in ("gelu", "gelu_tanh") or model.norm != "pre":
+        return f"model.activation={model.activation} model.norm={model.norm}: Megatron has gelu and norm=pre"
     return None
 
 

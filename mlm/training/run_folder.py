@@ -31,13 +31,14 @@ from mlm.training.config import PretrainConfig
 from mlm.training.run_tokenizer import digests_of_tokenizer
 from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import UserError, writing_to
-from mlm.util.files import fsync_directory
+from mlm.util.files import fsync_directory, read_regular, write_atomic
 from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import claim_folder, delete_owned
 from mlm.util.terminal import progress_bar
 
 GB = 1e9
 UNFINISHED = "unfinished"
+JOURNAL = "journal.json"
 SPARE = 64 << 20  # bytes for manifest, tokenizer and the file system itself
 
 
@@ -148,12 +149,15 @@ def out_problems(out: str | Path) -> list[str]:
 
 
 @contextmanager
-def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
+def new_folder(out: Path, count: int, kind: str = "run", *, journal: bytes | None = None) -> Iterator[Path]:
     """Yield an empty folder for about `count` bytes, which becomes `out` if the block succeeds.
 
     If it fails, nothing is left; a kill leaves a hidden folder beside `out`, which the next command that
-    writes there removes. Raises UserError if `out` is not free, if the disk is too small or not
-    writable, and in place of an OSError within.
+    writes there removes. With `journal`, which says what is written and from what, an interruption or a
+    failing disk leaves that folder too, and a command of the same journal finds in it what was there.
+
+    Raises UserError if `out` is not free, if the disk is too small or not writable, and in place of an
+    OSError within.
     """
     final = out.resolve()
     work = final.with_name(f".{final.name}.partial")
@@ -161,20 +165,34 @@ def new_folder(out: Path, count: int, kind: str = "run") -> Iterator[Path]:
         final.parent.mkdir(parents=True, exist_ok=True)
         claim_folder(work, UNFINISHED)
         with single_writer(work):
+            is_kept = False
             try:
                 if problems := out_problems(out):
                     raise UserError(problems[0])
                 check_space(final.parent, count, f"out={out}")
-                delete_owned(work, UNFINISHED, names=(final.name,), keep_folder=True)
+                if not _continues(work, journal):
+                    delete_owned(work, UNFINISHED, names=(final.name, JOURNAL), keep_folder=True)
+                    if journal is not None:
+                        write_atomic(work / JOURNAL, journal)
                 folder = work / final.name
-                folder.mkdir()
+                folder.mkdir(exist_ok=True)
                 claim_folder(folder, kind)
                 yield folder
                 fsync_directory(folder)
                 os.rename(folder, final)  # over an empty folder too
                 fsync_directory(final.parent)
+            except BaseException as error:
+                is_kept = journal is not None and not isinstance(error, UserError)
+                raise
             finally:
-                delete_owned(work, UNFINISHED, names=(final.name, LOCK))
+                written = () if is_kept else (final.name, JOURNAL)
+                delete_owned(work, UNFINISHED, names=(*written, LOCK), keep_folder=is_kept)
+
+
+def _continues(work: Path, journal: bytes | None) -> bool:
+    """Return True if an interrupted command with this journal left its folder."""
+    there = work / JOURNAL
+    return journal is not None and there.is_file() and read_regular(there, len(journal) + 1) == journal
 
 
 def check_space(folder: Path, count: int, setting: str) -> None:

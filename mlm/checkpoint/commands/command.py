@@ -1,4 +1,4 @@
-"""The commands `mlm ckpt …`, `mlm reshard`, `mlm import` and `mlm export`: in this process, on files."""
+"""The commands on checkpoints: `mlm ckpt …`, `mlm reshard`, `mlm convert`, `mlm import` and `mlm export`."""
 
 from typing import Any
 
@@ -8,7 +8,10 @@ from mlm.checkpoint.commands.config import (
     CkptPruneConfig,
     CkptRollbackConfig,
     CkptVerifyConfig,
+    ConvertConfig,
+    ExportDCPConfig,
     ExportHFConfig,
+    ExportMegatronConfig,
     ImportHFConfig,
     ImportMegatronConfig,
     ReshardConfig,
@@ -134,8 +137,29 @@ CONVERSION = (
         ),
     ),
     Command(
+        words=("convert",),
+        config="convert",
+        spec=ConvertConfig,
+        target="mlm.checkpoint.commands.convert:run",
+        preflight="mlm.checkpoint.commands.convert:preflight",
+        positional=("source", "out"),
+        summary="convert checkpoints between mlm, transformers, Megatron-LM and torchtitan",
+        about=(
+            "Reads a checkpoint of any of these and writes it as any other, a tensor at a time, without "
+            "running what is in it. Every parameter and the logits of 64 tokens are compared with the source "
+            "before the folder gets its name. Interrupted, the same command continues."
+        ),
+        examples=(
+            ("A model of transformers for Megatron-LM", "mlm convert models/llama ckpt/llama to=torch_dist"),
+            ("And back", "mlm convert ckpt/llama models/llama-back to=hf"),
+            (
+                "A checkpoint of torchtitan, which records no model",
+                "mlm convert outputs/step-1000 runs/llama config=models/llama",
+            ),
+        ),
+    ),
+    Command(
         words=("import", "hf"),
-        also=("convert",),
         config="import_hf",
         spec=ImportHFConfig,
         target="mlm.checkpoint.commands.import_hf:run",
@@ -159,11 +183,11 @@ CONVERSION = (
         target="mlm.checkpoint.commands.import_megatron:run",
         preflight="mlm.checkpoint.commands.import_megatron:preflight",
         positional=("source",),
-        summary="import a Megatron-LM GPT-2 or BERT (mp_rank_XX/model_optim_rng.pt) as a checkpoint",
+        summary="import a Megatron-LM GPT-2, BERT or Llama (torch_dist or rank files) as a checkpoint",
         about=(
-            "Merges the tensor and pipeline parts of a classic Megatron-LM checkpoint into one of weights: "
+            "Makes one checkpoint of weights of a distributed (torch_dist) or classic (mp_rank_XX) one: "
             "any layout trains, scores or samples it. The optimizer's state is left out. Its files are "
-            "pickles: torch's weights-only reader reads them, and what is not data in them is never run."
+            "pickles, which are read as data: what is not data in them is never run."
         ),
         examples=(
             (
@@ -171,6 +195,30 @@ CONVERSION = (
                 "mlm import megatron checkpoints/gpt2_345m out=runs/gpt2_345m tokenizer=gpt2",
             ),
         ),
+    ),
+    Command(
+        words=("export", "megatron"),
+        config="export_megatron",
+        spec=ExportMegatronConfig,
+        target="mlm.checkpoint.commands.convert:run_megatron",
+        preflight="mlm.checkpoint.commands.convert:preflight_megatron",
+        positional=("ckpt",),
+        summary="export a checkpoint for Megatron-LM, as torch_dist or as classic rank files",
+        about="Writes weights under Megatron Core's names, and the arguments of the model. Reads them again.",
+        examples=(
+            ("Export a run's latest checkpoint", "mlm export megatron runs/shakespeare out=for_megatron"),
+        ),
+    ),
+    Command(
+        words=("export", "dcp"),
+        config="export_dcp",
+        spec=ExportDCPConfig,
+        target="mlm.checkpoint.commands.convert:run_dcp",
+        preflight="mlm.checkpoint.commands.convert:preflight_dcp",
+        positional=("ckpt",),
+        summary="export a checkpoint as a folder that torch.distributed.checkpoint loads",
+        about="Writes weights under torchtitan's or Megatron Core's names. Reads them again.",
+        examples=(("Export a Llama for torchtitan", "mlm export dcp runs/llama out=for_torchtitan"),),
     ),
     Command(
         words=("export", "hf"),

@@ -1,7 +1,7 @@
-"""Settings of `mlm ckpt …`, `mlm reshard`, `mlm import` and `mlm export`."""
+"""Settings of `mlm ckpt …`, `mlm reshard`, `mlm convert`, `mlm import` and `mlm export`."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from mlm.config.fields import (
     NOT_NEGATIVE,
@@ -117,7 +117,7 @@ class ExportHFConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportMegatronConfig:
-    """The run spec of `mlm import megatron`: a Megatron-LM checkpoint (mp_rank_XX[_YYY]) as one of ours."""
+    """The run spec of `mlm import megatron`: a Megatron-LM checkpoint, of either format, as ours."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
@@ -133,6 +133,80 @@ class ImportMegatronConfig:
     tokenizer: InputPath | None = None
     """tokenizer.json, or a folder with it, vocab.json and merges.txt, or vocab.txt, to put beside the
     checkpoint."""
+
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertConfig:
+    """The run spec of `mlm convert`: a checkpoint of any format as one of any other."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    source: InputPath
+    """A run or checkpoint of mlm, a model folder of transformers, a Megatron-LM checkpoint (torch_dist or
+    rank files), or a folder of torch.distributed.checkpoint with torchtitan's or Megatron's names."""
+    out: OutFolder
+    """Folder to write, a new one. The same command, interrupted, continues."""
+    to: Literal["native", "hf", "torch_dist", "torch", "torchtitan", "megatron_dcp"] = "native"
+    """Format: native (a run of mlm), hf (transformers), torch_dist and torch (Megatron-LM's distributed and
+    classic one), torchtitan and megatron_dcp (DCP with their names)."""
+    tp: TensorSize = 1
+    """Tensor-parallel size of to=native and to=torch; the other formats have none."""
+    pp: PipelineSize = 1
+    """Pipeline-parallel size of to=native and to=torch."""
+    dtype: DType = "float32"
+    """Numbers to write; native is float32."""
+    config: InputPath | None = None
+    """Model of a source that does not record it (torchtitan's): a folder with config.json of transformers, or
+    a run of mlm; null takes the source's own."""
+    vocab_size: Annotated[int, POSITIVE] | None = None
+    """Tokens of a Megatron-LM source, without padding; null takes the recorded, or a published size."""
+    num_heads: Annotated[int, POSITIVE] | None = None
+    """Attention heads of a Megatron-LM source of 2019, which does not record them."""
+    tokenizer: InputPath | None = None
+    """Tokenizer to put beside native and hf, where the source has none: as in `mlm import megatron`."""
+    max_file_gb: Annotated[float, POSITIVE] = 5.0
+    """Largest file of hf and DCP folders, in 10^9 bytes; a larger tensor has its own."""
+    verify: bool = True
+    """Compare every parameter, and the logits of 64 tokens, with the source; refuse where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportMegatronConfig:
+    """The run spec of `mlm export megatron`: a checkpoint that Megatron-LM starts from."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: OutFolder
+    """Folder to write, for --load: release/ and latest_checkpointed_iteration.txt."""
+    format: Literal["torch_dist", "torch"] = "torch_dist"
+    """torch_dist loads at any layout; torch is the classic one, of a file per rank."""
+    tp: TensorSize = 1
+    """Tensor-parallel size of format=torch."""
+    pp: PipelineSize = 1
+    """Pipeline-parallel size of format=torch."""
+    dtype: DType = "float32"
+    """Numbers to write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportDCPConfig:
+    """The run spec of `mlm export dcp`: a folder that torch.distributed.checkpoint loads."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: OutFolder
+    """Folder to write: .metadata, __0_0.distcp, …"""
+    names: Literal["torchtitan", "megatron"] = "torchtitan"
+    """Names and order of rows: torchtitan's (of Llama 3 and Qwen 3), or Megatron Core's."""
+    dtype: DType = "float32"
+    """Numbers to write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

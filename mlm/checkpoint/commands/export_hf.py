@@ -6,8 +6,9 @@ padded. The folder is loaded by `transformers` and its logits are compared befor
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from mlm.checkpoint.commands.model_card import CARD, model_card
 from mlm.checkpoint.commands.result import show_table
 from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.checkpoint.native.folders import best_note
-from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.native.format import JSON, RESTORE, FileEntry, Manifest, read_manifest
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.save_load import resolve
@@ -126,7 +127,8 @@ def convert(
     with new_folder(Path(config.out), count, "exported-model") as folder:
         with progress_bar("exporting", shard_bytes(source.path) + count, in_bytes=True) as advance:
             check_whole(source.path, advance)
-            is_folded = write_weights(source, files, folder, advance)
+            with Reader(source.path, source.manifest) as reader:
+                is_folded = write_weights(source, files, folder, advance, partial(read_whole, reader))
         write_settings(source, folder)
         agreement = compare_logits(folder, source.path) if config.verify else None
     return source, files, agreement, is_folded
@@ -185,26 +187,38 @@ def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
+Load = Callable[[str, slice | None], Tensor]
+"""Rows of a parameter of ours, None for all: float32."""
+
+
 def write_weights(
-    source: ExportSource, files: Mapping[str, list[Exported]], folder: Path, progress: Advance
+    source: ExportSource,
+    files: Mapping[str, list[Exported]],
+    folder: Path,
+    progress: Advance,
+    load: Load,
+    done: Callable[[str, Callable[[], FileEntry]], FileEntry] = lambda name, write: write(),
 ) -> bool:
-    """Write the safetensors files and, of several, their index; return True if a bias was folded."""
-    with Reader(source.path, source.manifest) as reader:
-        shift = folded_bias(source, reader)
+    """Write the safetensors files and, of several, their index; return True if a bias was folded.
 
-        def read(tensor: Exported) -> Tensor:
-            value = read_stored(reader, tensor)
-            return value if shift is None or tensor.ours != "model.final_norm.bias" else value + shift
+    `load(name, rows)` returns a parameter of ours, or some of its rows, float32; `done(name, write)` writes a
+    file, unless it is there.
+    """
+    shift = folded_bias(source, load)
 
-        for name, tensors in files.items():
-            by_name = {tensor.theirs: tensor for tensor in tensors}
-            write_stream(
-                folder / name,
-                {theirs: tensor.form for theirs, tensor in by_name.items()},
-                lambda theirs, by_name=by_name: read(by_name[theirs]),  # type: ignore[misc]
-                SAFETENSORS_FOR,
-                progress,
-            )
+    def read(tensor: Exported) -> Tensor:
+        value = stored_tensor(tensor, load).to(tensor.form.dtype)
+        return value if shift is None or tensor.ours != "model.final_norm.bias" else value + shift
+
+    def write(name: str) -> FileEntry:
+        by_name = {tensor.theirs: tensor for tensor in files[name]}
+        forms = {theirs: tensor.form for theirs, tensor in by_name.items()}
+        return write_stream(
+            folder / name, forms, lambda theirs: read(by_name[theirs]), SAFETENSORS_FOR, progress
+        )
+
+    for name in files:
+        done(name, partial(write, name))
     if len(files) > 1:
         size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
         listed = {tensor.theirs: name for name, tensors in files.items() for tensor in tensors}
@@ -212,13 +226,13 @@ def write_weights(
     return shift is not None
 
 
-def read_stored(reader: Reader, tensor: Exported) -> Tensor:
-    """Return a tensor to write, float32; of experts one is read. Raises CorruptFileError."""
+def stored_tensor(tensor: Exported, load: Load) -> Tensor:
+    """Return a tensor to write, float32; of experts one is read."""
     location, part = tensor.location, tensor.part
     if not location.stacked:
-        return location.to_theirs(read_whole(reader, tensor.ours))[part]
+        return location.to_theirs(load(tensor.ours, None))[part]
     number, part = divmod(part, len(location.names) // location.stacked)
-    expert = read_whole(reader, tensor.ours, slice(number, number + 1))[0]
+    expert = load(tensor.ours, slice(number, number + 1))[0]
     return location.of_expert(number).to_theirs(expert)[part]
 
 
@@ -233,7 +247,7 @@ def read_whole(reader: Reader, name: str, rows: slice | None = None) -> Tensor:
         raise CorruptFileError(f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}") from error
 
 
-def folded_bias(source: ExportSource, reader: Reader) -> Tensor | None:
+def folded_bias(source: ExportSource, load: Load) -> Tensor | None:
     """Return the term [H] to add to final_norm's bias if the class has no classifier bias, else None.
 
     It is the smallest d with W d = b. Only the classifier W reads that norm's output, so its logits stay the
@@ -241,7 +255,7 @@ def folded_bias(source: ExportSource, reader: Reader) -> Tensor | None:
     """
     if source.model.head not in source.mapping.heads_without_bias:
         return None
-    weight, bias = (read_whole(reader, f"model.classifier.{part}").double() for part in ("weight", "bias"))
+    weight, bias = (load(f"model.classifier.{part}", None).double() for part in ("weight", "bias"))
     if not bias.any():
         return None
     shift: Tensor = torch.linalg.pinv(weight) @ bias

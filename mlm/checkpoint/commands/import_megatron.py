@@ -1,11 +1,14 @@
 """`mlm import megatron`: a Megatron-LM checkpoint as a run directory of ours."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mlm.checkpoint.commands.config import ImportMegatronConfig
 from mlm.checkpoint.commands.result import model_columns, show_table
-from mlm.checkpoint.megatron.files import RankFiles, check_records, find_files, unreadable_error
-from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
+from mlm.checkpoint.megatron.distributed import CoreTensors, is_distributed, open_distributed
+from mlm.checkpoint.megatron.files import RankFiles, check_records, find_files, find_step, unreadable_error
+from mlm.checkpoint.megatron.merge import RankTensors, open_checkpoint
+from mlm.checkpoint.megatron.model import MegatronModel
 from mlm.checkpoint.native.format import JSON
 from mlm.data.tokenizer import Tokenizer
 from mlm.training.run_folder import out_problems, write_imported
@@ -17,12 +20,26 @@ from mlm.util.terminal import progress_bar
 def preflight(config: ImportMegatronConfig) -> list[str]:
     """Return what is wrong with the settings, the folders and the tokenizer; no tensor file is opened."""
     problems = out_problems(config.out)
-    for look in (lambda: find_files(config.source), lambda: read_tokenizer(config)):
+    for look in (lambda: find_checkpoint(config.source), lambda: read_tokenizer(config)):
         try:
             look()
         except UserError as error:
             problems += error.problems
     return problems
+
+
+def find_checkpoint(source: str) -> RankFiles | Path:
+    """Return the rank files of a classic checkpoint, or the folder of a distributed one. Raises UserError."""
+    step = find_step(source)
+    return step if is_distributed(step) else find_files(source)
+
+
+def open_megatron(
+    found: RankFiles | Path, *, vocab_size: int | None, known: int | None, num_heads: int | None
+) -> MegatronModel:
+    """Open a checkpoint of either format. Raises UserError."""
+    open_one: Callable[..., MegatronModel] = open_distributed if isinstance(found, Path) else open_checkpoint
+    return open_one(found, vocab_size=vocab_size, known=known, num_heads=num_heads)
 
 
 def read_tokenizer(config: ImportMegatronConfig) -> Tokenizer | None:
@@ -33,14 +50,13 @@ def read_tokenizer(config: ImportMegatronConfig) -> Tokenizer | None:
 def run(config: ImportMegatronConfig) -> None:
     """Read, check, write, publish, and print a table. Raises UserError and leaves no files."""
     tokenizer = read_tokenizer(config)
-    files = find_files(config.source)
-    megatron = open_checkpoint(
-        files,
+    megatron = open_megatron(
+        find_checkpoint(config.source),
         vocab_size=config.vocab_size,
         known=tokenizer.vocab_size if tokenizer else None,
         num_heads=config.num_heads,
     )
-    source = describe_source(config, megatron, digest_files(files))
+    source = describe_source(config, megatron, digest_files(megatron))
     path = write_imported(
         Path(config.out),
         megatron.model,
@@ -52,18 +68,23 @@ def run(config: ImportMegatronConfig) -> None:
     show(config, megatron, path, tokenizer)
 
 
-def digest_files(files: RankFiles) -> dict[str, str]:
-    """Return the digest of each rank file by its name; its records are compared with their checksums.
+def digest_files(megatron: MegatronModel) -> dict[str, str]:
+    """Return the digest of each file by its name; its records are compared with their checksums.
 
     Raises CorruptFileError where one differs, UserError where a file cannot be read.
     """
-    paths = files.files.values()
-    digests = {}
+    held = megatron.held
+    if isinstance(held, CoreTensors):
+        paths = [held.path / name for name in held.reader.files]
+        with progress_bar("reading", sum(path.stat().st_size for path in paths), in_bytes=True) as advance:
+            return held.reader.verify(advance)
+    assert isinstance(held, RankTensors)
+    paths, digests = list(held.files.files.values()), {}
     with progress_bar("reading", sum(path.stat().st_size for path in paths), in_bytes=True) as advance:
         for path in paths:
             try:
                 check_records(path)
-                digests[path.relative_to(files.path).as_posix()] = digest_file(path, advance)
+                digests[path.relative_to(held.path).as_posix()] = digest_file(path, advance)
             except OSError as error:
                 raise unreadable_error(path, error) from error
     return digests
@@ -78,9 +99,17 @@ def describe_source(
         "name": Path(config.source).resolve().name,
         "files": digests,
         "iteration": megatron.iteration,
-        "checkpoint_version": megatron.version,
-        "layout": {"tp": megatron.files.tp, "pp": megatron.files.pp, "vp": megatron.vp},
+        **layout_of(megatron),
     }
+
+
+def layout_of(megatron: MegatronModel) -> dict[str, JSON]:
+    """Return the layout and the order of rows of a classic checkpoint; a distributed one has none."""
+    held = megatron.held
+    if not isinstance(held, RankTensors):
+        return {"format": "torch_dist"}
+    layout = {"tp": held.tp, "pp": held.pp, "vp": held.vp}
+    return {"checkpoint_version": held.version, "layout": layout}
 
 
 def show(
@@ -88,7 +117,8 @@ def show(
 ) -> None:
     """Print the table and notes."""
     iteration = "" if megatron.iteration is None else f" · iteration {megatron.iteration}"
-    layout = f"tp={megatron.files.tp} pp={megatron.files.pp} vp={megatron.vp}"
+    held = megatron.held
+    layout = f"tp={held.tp} pp={held.pp} vp={held.vp}" if isinstance(held, RankTensors) else "torch_dist"
     title = f"import megatron · {config.source}{iteration} · {layout}"
     notes = (*megatron.notes, *remarks(megatron, tokenizer))
     show_table(title, model_columns(megatron.model), notes, f"written to {path}")

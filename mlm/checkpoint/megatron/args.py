@@ -27,9 +27,10 @@ def mappings() -> dict[str, MegatronMapping]:
     return {kind: mapping for kind, mapping in known.items() if mapping is not None}
 
 
-def family_names() -> str:
+def family_names(last: str = "and") -> str:
     """Return the names of what is imported, for messages."""
-    return " and ".join(mapping.name for mapping in mappings().values())
+    *names, final = (mapping.name for mapping in mappings().values())
+    return f"{', '.join(names)} {last} {final}"
 
 
 class MegatronArgs:
@@ -84,7 +85,7 @@ def describe_value(value: Any) -> str:
 
 def import_summary(mapping: MegatronMapping) -> str:
     """Return what is imported, for a message about something else."""
-    return f"mlm imports {family_names()}: {mapping.summary}"
+    return f"mlm imports {family_names()}; of {mapping.name}, {mapping.summary}"
 
 
 def unsupported_arguments(args: MegatronArgs, mapping: MegatronMapping) -> list[str]:
@@ -95,13 +96,16 @@ def unsupported_arguments(args: MegatronArgs, mapping: MegatronMapping) -> list[
         for name, supported in mapping.args.items()
         if name in values and not any(_equal(values[name], one) for one in supported)
     ]
+    if args.is_known or mapping.required:
+        names += [name for name in mapping.required if name not in values]
     heads = args.number("num_attention_heads")
     if not _is_usual_softmax_scale(args, heads):
         names.append("softmax_scale")
-    if values.get("group_query_attention") is True and args.number("num_query_groups") != heads:
+    is_grouped = values.get("group_query_attention") is True and not mapping.is_grouped
+    if is_grouped and args.number("num_query_groups") != heads:
         names.append("group_query_attention")
     return [
-        f"{args.path}: args.{name}={describe_value(values[name])}: {import_summary(mapping)}"
+        f"{args.path}: args.{name}={describe_value(values.get(name))}: {import_summary(mapping)}"
         for name in names
     ]
 
@@ -139,15 +143,19 @@ def check_recorded(args: MegatronArgs, tp: int, pp: int, sizes: Sizes) -> None:
             )
 
 
-def shape_config(args: MegatronArgs, kind: str, sizes: Sizes) -> ModelConfig:
-    """Return a model with all shapes of the files; the number of heads is none of them."""
+def shape_config(args: MegatronArgs, kind: str, sizes: Sizes, heads: int | None) -> ModelConfig:
+    """Return a model with all shapes of the files. Raises UserError for one that its family is not."""
     ffn = sizes.get("ffn_hidden_size")
     known = {
         **sizes,
         **mappings()[kind].settings(args.values),
         "ffn_hidden_size": None if ffn == 4 * sizes["hidden_size"] else ffn,
     }
-    return ModelConfig(kind=kind, num_heads=1, **known)
+    grouped = mappings()[kind].is_grouped
+    shape = ModelConfig(kind=kind, num_heads=heads if grouped and heads else 1, **known)
+    if grouped and (problem := family_of(kind).model_problem(shape)):
+        raise UserError(f"{args.path}: its args are those of no model of ours: {problem}")
+    return shape
 
 
 def model_config(
@@ -165,7 +173,8 @@ def model_config(
             f"(64 columns each in GPT-2: num_heads={max(1, hidden // 64)})"
         )
     width = args.number("kv_channels") or hidden // heads
-    if num_heads not in (None, heads) or heads % tp or width * heads != hidden:
+    is_square = width * heads == hidden or mappings()[shape.kind].is_grouped
+    if num_heads not in (None, heads) or heads % tp or not is_square:
         raise UserError(
             f"num_heads={num_heads or heads} does not fit hidden_size={hidden} at tp={tp}, "
             f"args.num_attention_heads={recorded}, heads of {width} columns: give another num_heads=…"
@@ -196,12 +205,15 @@ def true_vocabulary(
 
     Raises UserError if they do not fit the table, or the published would leave out more than padding.
     """
+    recorded = args.number("vocab_size")
+    if vocab_size is None and known is None and recorded is not None and recorded <= rows:
+        return recorded
     if vocab_size is None and known is None:
         quantum = (args.number("make_vocab_size_divisible_by") or 128) * tp
         for tokens in mapping.vocabularies:
             if tokens <= rows < tokens + quantum:
                 return tokens
-        published = " or ".join(map(str, mapping.vocabularies))
+        published = " or ".join(map(str, mapping.vocabularies)) or "unknown"
         raise UserError(
             f"vocab_size=null: the token table has {rows} rows, which {mapping.name}'s {published} tokens do "
             "not fill: give vocab_size=… (tokens without padding) or tokenizer=…"

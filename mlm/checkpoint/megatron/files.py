@@ -33,8 +33,8 @@ LATEST = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 STEP_FOLDER = re.compile(r"iter_(\d{7,})|release")
-DISTRIBUTED = (".metadata", "metadata.json", "common.pt", "*.distcp")
-"""Files of Megatron-LM's newer formats, torch_dist and zarr."""
+DISTRIBUTED = ("metadata.json", "common.pt", "*.distcp")
+"""Files of torch_dist, beside a .metadata, and of its predecessor zarr."""
 ZIP_MAGIC = b"PK\x03\x04"
 
 IGNORED_GLOBALS = (
@@ -116,7 +116,15 @@ def find_files(source: str | Path) -> RankFiles:
     Raises UserError when there are none or it is not clear which, CorruptFileError when one is missing.
     """
     try:
-        return _rank_files(_step_folder(Path(source)))
+        return _rank_files(find_step(source))
+    except OSError as error:
+        raise unreadable_error(Path(error.filename or source), error) from error
+
+
+def find_step(source: str | Path) -> Path:
+    """The folder of one iteration, whatever its format. Raises UserError when it is not clear which."""
+    try:
+        return _step_folder(Path(source))
     except OSError as error:
         raise unreadable_error(Path(error.filename or source), error) from error
 
@@ -183,8 +191,8 @@ def _rank_files(step: Path) -> RankFiles:
 def _nothing_found(step: Path) -> UserError:
     if any(next(step.glob(pattern), None) for pattern in DISTRIBUTED):
         return UserError(
-            f"{step}: a checkpoint of format torch_dist or zarr; save it again in Megatron-LM with "
-            f"--ckpt-convert-format torch --ckpt-convert-save=…, and import that"
+            f"{step}: holds no .metadata: torch_dist without it is incomplete, and zarr is not read; copy it "
+            f"again, or save it again in Megatron-LM with --ckpt-convert-format torch_dist"
         )
     return UserError(f"{step}: holds no mp_rank_…/{MODEL_FILES[0]}: is it a Megatron-LM checkpoint?")
 

@@ -7,32 +7,19 @@ fix_query_key_value_ordering.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.megatron.args import (
-    MegatronArgs,
-    check_recorded,
-    describe_value,
-    family_names,
-    mappings,
-    model_config,
-    notes,
-    shape_config,
-    true_vocabulary,
-    unsupported_arguments,
-)
+from mlm.checkpoint.megatron.args import MegatronArgs, describe_value, mappings
 from mlm.checkpoint.megatron.files import RankFiles, printable, read_file
+from mlm.checkpoint.megatron.model import MegatronModel, assemble, kind_of, no_part
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
-from mlm.checkpoint.parameters import parameters
-from mlm.models.config import ModelConfig
 from mlm.models.megatron import HEAD, MegatronMapping
-from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_DEPTH, _MAX_NODES = 8, 1 << 17  # of the dictionaries in a file; they may hold themselves
@@ -44,30 +31,60 @@ Parts = dict[str, tuple[Tensor, ...]]
 """Our name -> the tensor of each tensor-parallel rank."""
 
 
-@dataclass(frozen=True)
-class MegatronModel:
-    """A checkpoint, opened: tensors stay in their files until they are read."""
+class RankTensors:
+    """The tensors of all rank files (`HeldTensors`): mapped into memory, or held."""
 
-    files: RankFiles
-    model: ModelConfig
-    parts: Parts
-    tp_dims: Mapping[str, int | None]
-    """Our name -> the dim that tensor-parallel ranks share; None where each holds all of it."""
-    version: float
-    """Order of the qkv rows."""
-    vp: int
-    iteration: int | None
-    table_rows: int
-    filled: frozenset[str]
-    """Parameters that the files lack: they take initial values."""
-    notes: tuple[str, ...]
-    """Remarks for the user, one line each."""
+    def __init__(
+        self, files: RankFiles, parts: Parts, *, vp: int, num_layers: int, version: float, heads: int | None
+    ) -> None:
+        self.files, self.path, self.parts, self.version, self.heads = files, files.path, parts, version, heads
+        self.tp, self.pp, self.vp, self.num_layers = files.tp, files.pp, vp, num_layers
+        self.tp_dims: dict[str, int | None] = {}
+        """Our name -> the dim that tensor-parallel ranks share; None where each holds all of it."""
 
-    def read(self, name: str, region: Region) -> Tensor:
-        """Return those elements of a parameter, whole over tp, float32 on CPU.
+    def names(self) -> Iterable[str]:
+        """Return the names of all."""
+        return self.parts
 
-        Raises CorruptFileError if some are not finite.
+    def extent(self, name: str, dim: int, is_split: bool) -> int:
+        """Return the size of a dim, which tensor-parallel ranks share if `is_split`."""
+        shape = self.parts[name][0].shape
+        return int(shape[dim]) * (self.tp if is_split else 1) if dim < len(shape) else 0
+
+    def rename_head(self) -> None:
+        """Take the output layer, HEAD, for a parameter of its own."""
+        self.parts["output.weight"] = self.parts.pop(HEAD)
+
+    def check(self, wanted: Mapping[str, GlobalTensor]) -> None:
+        """Note the dim along which each parameter is split. Raises CorruptFileError for a wrong shape."""
+        for name, held in self.parts.items():
+            if name != HEAD and name not in wanted:
+                raise CorruptFileError(f"{self.path}: {name} is no part of its model: copy all files again")
+            tensor = wanted["token.weight" if name == HEAD else name]
+            dim = self.tp_dims[name] = tensor.split.tp_dim
+            if len({part.shape for part in held}) > 1 or whole_shape(held, dim) != tensor.shape:
+                shapes = " + ".join(str(list(part.shape)) for part in held[:4])
+                raise CorruptFileError(
+                    f"{self.path}: {name} is {shapes} in its {self.tp} tensor-parallel ranks, "
+                    f"{list(tensor.shape)} is needed in all: some are missing or of another model"
+                )
+
+    def check_copies(self) -> None:
+        """Raise CorruptFileError unless copies in several ranks are equal.
+
+        Raises UserError for an output layer that is not the token table.
         """
+        for name, held in self.parts.items():
+            if self.tp_dims[name] is None and not all(_same_bits(part, held[0]) for part in held):
+                raise CorruptFileError(
+                    f"{self.path}: {name} differs between tensor-parallel ranks, which hold copies of it: "
+                    "they are of different saves, take another iteration"
+                )
+        if not all(map(_same_bits, self.parts.get(HEAD, ()), self.parts["token.weight"])):
+            raise UserError(f"{self.path}: the output layer differs from the token table that it is tied to")
+
+    def load(self, name: str, region: Region) -> Tensor:
+        """Return those elements of a tensor, whole over tp, float32 on CPU."""
         parts, dim = self.parts[name], self.tp_dims[name]
         if dim is None:
             whole = parts[0].to(torch.float32)
@@ -75,12 +92,7 @@ class MegatronModel:
             whole = torch.empty(whole_shape(parts, dim))
             for part, target in zip(parts, whole.chunk(len(parts), dim), strict=True):
                 target.copy_(self._ordered(name, part))
-        wanted = whole[region.within(Region((0,) * whole.ndim, tuple(whole.shape)))]
-        if not torch.isfinite(wanted).all():
-            raise CorruptFileError(
-                f"{self.files.path}: {name} is not finite everywhere: take another iteration"
-            )
-        return wanted.contiguous()
+        return whole[region.within(Region.whole(whole.shape))]
 
     def _ordered(self, name: str, part: Tensor) -> Tensor:
         """Return a rank's part with the rows of the fused qkv as [head][q, k, v][column].
@@ -89,7 +101,8 @@ class MegatronModel:
         """
         if ".attention.qkv." not in name or self.version >= 2:
             return part
-        heads = self.model.num_heads // self.files.tp
+        assert self.heads is not None, "checked when it was opened"
+        heads = self.heads // self.tp
         if self.version == 0:
             rows = part.reshape(3, heads, -1, *part.shape[1:]).transpose(0, 1)
         else:
@@ -115,34 +128,27 @@ def open_checkpoint(
     contents = {rank: read_file(path) for rank, path in sorted(files.files.items())}
     chunks = {rank: _chunks(files.files[rank], content) for rank, content in contents.items()}
     args = MegatronArgs(contents[0, 0].get("args"), files.files[0, 0])
-    kind = kind_of({files.files[rank]: parts for rank, parts in chunks.items()}, args)
-    mapping = mappings()[kind]
+    kind = kind_of(
+        {files.files[rank]: [n for part in parts for n in part] for rank, parts in chunks.items()}, args
+    )
     version = _check_one_save(files, contents, chunks)
-    parts, num_layers = _merge(files, chunks, mapping)
-    sizes = {"num_layers": num_layers}
-    for field, (name, is_split) in mapping.sizes.items():
-        _check_present(files, name, parts)
-        sizes[field] = parts[name][0].shape[0] * (files.tp if is_split else 1)
-    check_recorded(args, files.tp, files.pp, sizes)
-    shape, table_rows = shape_config(args, kind, sizes), sizes["vocab_size"]
-    wanted = parameters(replace(shape, vocab_multiple=1))
-    filled, remarks = _complete(files, parts, wanted, mapping)
-    tp_dims = _check_shapes(files, parts, wanted)
-    vocabulary = true_vocabulary(args, mapping, table_rows, files.tp, vocab_size=vocab_size, known=known)
-    model = model_config(args, shape, files.tp, num_heads=num_heads, vocab_size=vocabulary)
-    _check_replicas(files, parts, tp_dims)
-    iteration = contents[0, 0].get("iteration")
-    return MegatronModel(
-        files=files,
-        model=model,
-        parts={name: held for name, held in parts.items() if name != HEAD},
-        tp_dims=tp_dims,
-        version=version,
+    parts, num_layers = _merge(files, chunks, mappings()[kind])
+    held = RankTensors(
+        files,
+        parts,
         vp=len(chunks[0, 0]),
-        iteration=iteration if type(iteration) is int else None,
-        table_rows=table_rows,
-        filled=filled,
-        notes=(*remarks, *notes(args, mapping)),
+        num_layers=num_layers,
+        version=version,
+        heads=args.number("num_attention_heads") or num_heads,
+    )
+    return assemble(
+        held,
+        args,
+        kind,
+        iteration=contents[0, 0].get("iteration"),
+        vocab_size=vocab_size,
+        known=known,
+        num_heads=num_heads,
     )
 
 
@@ -224,50 +230,6 @@ def _stages_of(
     return named, num_layers
 
 
-def _check_present(files: RankFiles, name: str, parts: Parts) -> None:
-    if name not in parts:
-        raise CorruptFileError(f"{files.path}: {name} is missing: copy all files again")
-
-
-def _complete(
-    files: RankFiles, parts: Parts, wanted: Mapping[str, GlobalTensor], mapping: MegatronMapping
-) -> tuple[frozenset[str], list[str]]:
-    """Return the parameters to fill with initial values, and remarks; those that mean zeros are put in.
-
-    Raises CorruptFileError if others are missing.
-    """
-    present = {name.rpartition(".")[0] for name in parts}
-    absent = [module for module in mapping.initial_if_absent if module not in present]
-    filled, remarks = set(), []
-    for name, tensor in wanted.items():
-        if name not in parts and name in mapping.zero_if_absent:
-            parts[name] = (torch.zeros(tensor.shape),) * files.tp
-            remarks.append(mapping.zero_if_absent[name])
-        elif name.rpartition(".")[0] in absent:
-            filled.add(name)
-        else:
-            _check_present(files, name, parts)
-    remarks += [f"no {module} is there: it takes initial values, which training moves" for module in absent]
-    return frozenset(filled), remarks
-
-
-def _check_shapes(
-    files: RankFiles, parts: Parts, wanted: Mapping[str, GlobalTensor]
-) -> dict[str, int | None]:
-    """Return the dim along which each parameter is split. Raises CorruptFileError for a wrong shape."""
-    tp_dims: dict[str, int | None] = {}
-    for name, held in parts.items():
-        tensor = wanted["token.weight" if name == HEAD else name]
-        dim = tp_dims[name] = tensor.split.tp_dim
-        if len({part.shape for part in held}) > 1 or whole_shape(held, dim) != tensor.shape:
-            shapes = " + ".join(str(list(part.shape)) for part in held[:4])
-            raise CorruptFileError(
-                f"{files.path}: {name} is {shapes} in its {files.tp} tensor-parallel ranks, "
-                f"{list(tensor.shape)} is needed in all: some are missing or of another model"
-            )
-    return tp_dims
-
-
 def flatten_named(path: Path, chunk: Any) -> dict[str, Any]:
     """Flatten a dictionary of dictionaries: dotted name -> value, in order. Raises CorruptFileError."""
     named: dict[str, Any] = {}
@@ -287,35 +249,6 @@ def flatten_named(path: Path, chunk: Any) -> dict[str, Any]:
             )
         open_nodes += [(f"{prefix}{key}.", depth + 1, value) for key, value in reversed(node.items())]
     return named
-
-
-def kind_of(parts: Mapping[Path, Iterable[Named]], args: MegatronArgs) -> str:
-    """Return the kind of model whose family has all these names, and supports the run's arguments.
-
-    Raises ConfigError for arguments that no family supports, UserError for a name that none has.
-    """
-    known = mappings()
-    problems = {kind: unsupported_arguments(args, mapping) for kind, mapping in known.items()}
-    if all(problems.values()):
-        raise ConfigError(next(iter(problems.values())))
-    fitting = list(known)
-    for path, chunks in parts.items():
-        for theirs in (name for chunk in chunks for name in chunk):
-            fitting = [kind for kind in fitting if known[kind].our_name(theirs) is not None]
-            if not fitting:
-                raise no_part(path, theirs)
-    best = min(fitting, key=lambda kind: bool(problems[kind]))  # the first that supports the arguments
-    if problems[best]:
-        raise ConfigError(problems[best])
-    return best
-
-
-def no_part(path: Path, theirs: str) -> UserError:
-    """Return the error of a name that no family has."""
-    names = family_names().replace(" and ", " or ")
-    return UserError(
-        f"{path}: {printable(theirs)} is no part of {names} as mlm has them: only these are imported"
-    )
 
 
 def _plain(path: Path, name: str, value: Any) -> Tensor:
@@ -342,23 +275,6 @@ def whole_shape(held: tuple[Tensor, ...], dim: int | None) -> tuple[int, ...]:
     if dim is not None and dim < len(shape):
         shape[dim] *= len(held)
     return tuple(shape)
-
-
-def _check_replicas(files: RankFiles, parts: Parts, tp_dims: Mapping[str, int | None]) -> None:
-    """Raise CorruptFileError unless copies in several ranks are equal.
-
-    Raises UserError for an output layer that is not the token table.
-    """
-    for name, held in parts.items():
-        if tp_dims[name] is None and not all(_same_bits(part, held[0]) for part in held):
-            raise CorruptFileError(
-                f"{files.path}: {name} differs between tensor-parallel ranks, which hold copies of it: "
-                "they are of different saves, take another iteration"
-            )
-    if not all(map(_same_bits, parts.get(HEAD, ()), parts["token.weight"])):
-        raise UserError(
-            f"{files.path}: the output layer differs from the token table: mlm has tied embeddings only"
-        )
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Regions of a global tensor, and the shards of ranks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -12,6 +13,11 @@ class Region(NamedTuple):
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Region":
+        """All elements of a tensor of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
 
     @property
     def volume(self) -> int:

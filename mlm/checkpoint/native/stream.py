@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from mlm.checkpoint.native.columns import Chunk
 from mlm.checkpoint.native.declaration import file_name
 from mlm.checkpoint.native.folders import point_latest, step_name
-from mlm.checkpoint.native.format import JSON, Manifest, TensorEntry, canonical, write_manifest
+from mlm.checkpoint.native.format import JSON, FileEntry, Manifest, TensorEntry, canonical, write_manifest
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.util.files import digest_bytes, fsync_directory
@@ -53,28 +54,32 @@ def write_streamed(
     tp: int = 1,
     stage_rank: Callable[[int | str], int] = lambda stage: 0,
     progress: Callable[[int], None] = lambda count: None,
+    done: Callable[[str, Callable[[], FileEntry]], FileEntry] = lambda name, write: write(),
 ) -> Path:
     """Write `root/step-…` as tp * pp ranks would, holding one piece of one tensor at a time.
 
     File number p * tp + t holds what tp rank t of pipeline rank p = stage_rank(split.stage) owns. The bytes
     are a function of the arguments alone: `save_id` should be one of content and layout (`derived_id`).
     `read(name, region)` gives a piece, on CPU, of the tensor's dtype; `progress` receives bytes written.
+    `done(name, write)` returns the entry of a file, which it may have written before.
 
     `root` is a new folder, which its caller publishes when all is written: see `new_folder`. Raises OSError,
     and what `read` raises.
     """
     pieces, directory = shard_by_file(tensors, tp, stage_rank), root / step_name(step)
-    directory.mkdir(parents=True)
-    files = {
-        name: write_stream(
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def write(name: str) -> FileEntry:
+        held = pieces[name]
+        return write_stream(
             directory / name,
             {n: Form(tensors[n].dtype, piece.size) for n, piece in held.items()},
-            lambda n, held=held: read(n, held[n]),  # type: ignore[misc]
+            lambda n: read(n, held[n]),
             {"save_id": save_id},
             progress,
         )
-        for name, held in pieces.items()
-    }
+
+    files = {name: done(name, partial(write, name)) for name in pieces}
     entries = {name: _entry(tensor, name, pieces) for name, tensor in tensors.items()}
     write_manifest(directory, Manifest(step, save_id, entries, files, state))
     fsync_directory(directory)

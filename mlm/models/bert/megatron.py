@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mlm.models.megatron import OUTER, MegatronMapping, activation, is_tanh_gelu
+from mlm.models.megatron import OUTER, MegatronMapping, activation, gelu_problem, is_tanh_gelu, write_gelu
 
 
 def notes(args: Mapping[str, Any]) -> list[str]:
@@ -39,4 +39,7 @@ MAPPING = MegatronMapping(
     },
     initial_if_absent=("pooler", "sop_head"),
     notes=notes,
+    layers="encoder",
+    write=write_gelu,
+    problem=gelu_problem,
 )

@@ -11,7 +11,7 @@ from mlm.data.synthetic import SyntheticDataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
-from mlm.models.megatron import MegatronMapping, activation
+from mlm.models.megatron import MegatronMapping, activation, gelu_problem, write_gelu
 from mlm.util.errors import Problem
 
 if TYPE_CHECKING:  # checks of settings need no torch
@@ -82,5 +82,7 @@ FAMILY: "ModelFamily[GPT2, Batch]" = ModelFamily(
         name="GPT-2",
         vocabularies=(50257,),
         settings=lambda args: {"activation": activation(args)},
+        write=write_gelu,
+        problem=gelu_problem,
     ),
 )

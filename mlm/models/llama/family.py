@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from mlm.data.sampler import Batch
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.family import Windows, head_products
+from mlm.models.llama import megatron
 from mlm.models.llama.settings import DEFAULTS, architecture, dense_twin, model_problem
 
 if TYPE_CHECKING:  # checks of settings need no torch
@@ -24,4 +25,5 @@ FAMILY: "ModelFamily[Llama, Batch]" = ModelFamily(
     model_problem=model_problem,
     dense_twin=dense_twin,
     huggingface="mlm.models.llama.huggingface:MAPPING",
+    megatron=megatron.MAPPING,
 )

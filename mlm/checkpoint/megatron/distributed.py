@@ -1,0 +1,168 @@
+"""Megatron Core's distributed checkpoints (torch_dist), and plain DCP folders with its names.
+
+    metadata.json    {"sharded_backend": "torch_dist", …}
+    common.pt        args, iteration and other plain values: read by torch's weights-only unpickler
+    .metadata, __*_*.distcp    tensors, whole over all ranks (mlm/checkpoint/dcp)
+
+Names are those with Transformer Engine. The layers of a usual model are one tensor with the layer as its
+first dim, decoder.layers.mlp.linear_fc1.weight; with other settings, and in fsdp_dtensor, each has a
+number. The rows of a fused gate and input are [gate, up], whatever the tensor-parallel size. Source:
+NVIDIA/Megatron-LM, core/dist_checkpointing, core/transformer/transformer_block.py, mlp.py.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.dcp.metadata import COPY_AGAIN, METADATA, StoredTensor, read_metadata
+from mlm.checkpoint.dcp.storage import DCPReader
+from mlm.checkpoint.megatron.args import MegatronArgs, mappings
+from mlm.checkpoint.megatron.files import read_file
+from mlm.checkpoint.megatron.model import MegatronModel, assemble, kind_of, no_part
+from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.stream import GlobalTensor
+from mlm.models.config import ModelConfig
+from mlm.models.megatron import HEAD
+from mlm.util.errors import CorruptFileError, UserError
+
+COMMON = "common.pt"
+BACKEND = "metadata.json"
+_OTHER = re.compile(
+    r"(optimizer|chained_\d+|rng_state|rerun_state|opt_param_scheduler)[._/].*|.*_extra_state.*"
+)
+"""Tensors that are not of the model."""
+_WRAPPERS = re.compile(r"(?:(?:model\d*|module)\.)+")
+"""What wrappers of modules put before a name."""
+_STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d)(.+)")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MOST_LAYERS = 10_000
+
+
+class CoreTensors:
+    """The tensors of a distributed checkpoint (`HeldTensors`)."""
+
+    tp = pp = vp = 1
+
+    def __init__(self, path: Path, reader: DCPReader, places: dict[str, tuple[str, int | None]]) -> None:
+        self.path, self.reader, self.places = path, reader, places
+        """Our name -> the stored tensor, and the layer's row in it."""
+        layers = {int(name.split(".")[1]) for name in places if name.startswith("layers.")}
+        if layers != set(range(len(layers))):
+            raise CorruptFileError(
+                f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: {COPY_AGAIN}"
+            )
+        self.num_layers = len(layers)
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all."""
+        return self.places
+
+    def extent(self, name: str, dim: int, is_split: bool) -> int:
+        """Return the size of a dim."""
+        shape = self._shape(name)
+        return shape[dim] if dim < len(shape) else 0
+
+    def rename_head(self) -> None:
+        """Take the output layer, HEAD, for a parameter of its own."""
+        self.places["output.weight"] = self.places.pop(HEAD)
+
+    def check(self, wanted: Mapping[str, GlobalTensor]) -> None:
+        """Raise CorruptFileError for a wrong shape, or a tensor that the model does not have."""
+        for name in self.places:
+            tensor = wanted.get("token.weight" if name == HEAD else name)
+            if tensor is None or self._shape(name) != tensor.shape:
+                needed = "none" if tensor is None else f"{list(tensor.shape)}"
+                raise CorruptFileError(
+                    f"{self.path}: {name} is {list(self._shape(name))}, {needed} is needed: {COPY_AGAIN}"
+                )
+
+    def check_copies(self) -> None:
+        """Raise UserError for an output layer that is not the token table that it is tied to."""
+        if HEAD not in self.places:
+            return
+        rows, columns = self._shape(HEAD)
+        for first in range(0, rows, 4096):
+            region = Region((first, 0), (min(4096, rows - first), columns))
+            if not torch.equal(self.load(HEAD, region), self.load("token.weight", region)):
+                raise UserError(
+                    f"{self.path}: the output layer differs from the token table that it is tied to"
+                )
+
+    def load(self, name: str, region: Region) -> Tensor:
+        """Return those elements, float32 on the CPU."""
+        stored, layer = self.places[name]
+        if layer is None:
+            return self.reader.read(stored, region, torch.float32)
+        row = Region((layer, *region.offset), (1, *region.size))
+        return self.reader.read(stored, row, torch.float32).squeeze(0)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        stored, layer = self.places[name]
+        shape = self.reader.tensors[stored].shape
+        return shape if layer is None else shape[1:]
+
+
+def is_distributed(folder: Path) -> bool:
+    """Return True for a folder of DCP, torch_dist included."""
+    return (folder / METADATA).is_file()
+
+
+def open_distributed(
+    folder: Path,
+    *,
+    config: ModelConfig | None = None,
+    vocab_size: int | None = None,
+    known: int | None = None,
+    num_heads: int | None = None,
+) -> MegatronModel:
+    """Open a distributed checkpoint: names, shapes, supported arguments. Its files stay open.
+
+    `config` is the model of a folder without common.pt; the others are as in `open_checkpoint`. Raises
+    UserError and CorruptFileError.
+    """
+    common = read_file(folder / COMMON) if (folder / COMMON).is_file() else {}
+    args = MegatronArgs(common.get("args"), folder / COMMON)
+    tensors = read_metadata(folder, lambda name: not _OTHER.fullmatch(name))
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            raise CorruptFileError(
+                f"{folder}: {name} is of {tensor.dtype}: only floating-point numbers are read"
+            )
+    theirs = core_names(tensors)
+    kind = kind_of({folder: theirs}, args) if config is None else config.kind
+    mapping = mappings()[kind]
+    places = {}
+    for name, place in theirs.items():
+        ours = mapping.our_name(name)
+        if ours is None or ours in places:
+            raise no_part(folder, name)
+        places[ours] = place
+    return assemble(
+        CoreTensors(folder, DCPReader(folder, tensors), places),
+        args,
+        kind,
+        iteration=common.get("iteration"),
+        config=config,
+        vocab_size=vocab_size,
+        known=known,
+        num_heads=num_heads,
+    )
+
+
+def core_names(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, int | None]]:
+    """Return Megatron Core's name of each layer's tensors -> the stored tensor and the layer's row in it."""
+    names: dict[str, tuple[str, int | None]] = {}
+    for stored, tensor in tensors.items():
+        plain = _WRAPPERS.sub("", stored, count=1) if _WRAPPERS.match(stored) else stored
+        if (stacked := _STACKED.fullmatch(plain)) is None:
+            names[plain] = stored, None
+            continue
+        layers = tensor.shape[0] if tensor.shape else 0
+        if layers > MOST_LAYERS:
+            raise CorruptFileError(f"{stored} has {layers} layers; {MOST_LAYERS} are supported")
+        for layer in range(layers):
+            names[f"{stacked[1]}.{layer}.{stacked[2]}"] = stored, layer
+    return names

@@ -1,0 +1,234 @@
+"""A Megatron-LM checkpoint of any format as a model of ours: settings, and parameters read one at a time."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.megatron.args import (
+    MegatronArgs,
+    check_recorded,
+    family_names,
+    mappings,
+    model_config,
+    notes,
+    shape_config,
+    true_vocabulary,
+    unsupported_arguments,
+)
+from mlm.checkpoint.megatron.files import printable
+from mlm.checkpoint.native.slices import Region, TensorSplit
+from mlm.checkpoint.native.stream import GlobalTensor
+from mlm.checkpoint.parameters import parameters
+from mlm.checkpoint.woven import reweave
+from mlm.models.config import ModelConfig
+from mlm.models.megatron import HEAD, MegatronMapping, Weaves, split_layer
+from mlm.models.stage import parameter_home
+from mlm.util.errors import ConfigError, CorruptFileError, UserError
+
+
+class HeldTensors(Protocol):
+    """The tensors of a checkpoint, whole over tensor-parallel ranks, by our names for Megatron's."""
+
+    path: Path
+    """For messages."""
+    tp: int
+    pp: int
+    vp: int
+    num_layers: int
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all."""
+
+    def extent(self, name: str, dim: int, is_split: bool) -> int:
+        """Return the size of a dim, which tensor-parallel ranks share if `is_split`."""
+
+    def rename_head(self) -> None:
+        """Take the output layer, HEAD, for a parameter of its own."""
+
+    def check(self, wanted: Mapping[str, GlobalTensor]) -> None:
+        """Raise CorruptFileError for a wrong shape."""
+
+    def check_copies(self) -> None:
+        """Raise CorruptFileError or UserError unless copies are equal, HEAD with the token table."""
+
+    def load(self, name: str, region: Region) -> Tensor:
+        """Return those elements, float32 on the CPU, qkv rows as [head][q, k, v][column]."""
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """A checkpoint, opened: tensors stay in their files until they are read."""
+
+    held: HeldTensors
+    model: ModelConfig
+    shapes: Mapping[str, tuple[int, ...]]
+    """Those of `held` that a model needs."""
+    weaves: Weaves
+    iteration: int | None
+    table_rows: int
+    filled: frozenset[str]
+    """Parameters that the files lack: they take initial values."""
+    zeros: frozenset[str]
+    """Parameters that the files lack, and that are zero."""
+    notes: tuple[str, ...]
+    """Remarks for the user, one line each."""
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Return those elements of a parameter, whole over tp, float32 on CPU.
+
+        Raises CorruptFileError if some are not finite.
+        """
+        if name in self.zeros:
+            return torch.zeros(region.size)
+        if split_layer(name)[1] in self.weaves.ours:
+            whole = reweave(name, self.weaves.theirs, self.weaves.ours, self._load_whole)
+            wanted = whole[region.within(Region.whole(whole.shape))]
+        else:
+            wanted = self.held.load(name, region)
+        if wanted.numel() and not torch.stack(wanted.aminmax()).isfinite().all():
+            raise CorruptFileError(
+                f"{self.held.path}: {name} is not finite everywhere: take another iteration"
+            )
+        return wanted.contiguous()
+
+    def _load_whole(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        return self.held.load(name, Region.whole(shape))
+
+
+def assemble(
+    held: HeldTensors,
+    args: MegatronArgs,
+    kind: str,
+    *,
+    iteration: object,
+    config: ModelConfig | None = None,
+    vocab_size: int | None = None,
+    known: int | None = None,
+    num_heads: int | None = None,
+) -> MegatronModel:
+    """Check that the tensors are those of a model of `kind`, and return it.
+
+    Args:
+        held: The tensors.
+        args: Arguments of the run.
+        kind: Its model family.
+        iteration: As the files record it.
+        config: The model, for files without arguments.
+        vocab_size: Tokens without padding; None takes `known`, else a published size where it fits.
+        known: Tokens of the tokenizer.
+        num_heads: For a file that does not hold it.
+
+    Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError.
+    """
+    mapping, sizes = mappings()[kind], {"num_layers": held.num_layers}
+    present = set(held.names())
+    for field, (name, is_split, dim) in mapping.sizes.items():
+        _check_present(held.path, name, present)
+        sizes[field] = held.extent(name, dim, is_split)
+    check_recorded(args, held.tp, held.pp, sizes)
+    table_rows = sizes["vocab_size"]
+    heads = args.number("num_attention_heads") or num_heads
+    shape = (
+        shape_config(args, kind, sizes, heads) if config is None else replace(config, vocab_size=table_rows)
+    )
+    if HEAD in present and not shape.is_tied:
+        held.rename_head()
+        present = set(held.names())
+    weaves = mapping.weaves(shape, held.tp)
+    wanted = stored_parameters(shape, weaves)
+    filled, zeros, remarks = _absent(held.path, present, wanted, mapping)
+    held.check(wanted)
+    if config is None:
+        vocabulary = true_vocabulary(args, mapping, table_rows, held.tp, vocab_size=vocab_size, known=known)
+        model = model_config(args, shape, held.tp, num_heads=num_heads, vocab_size=vocabulary)
+    else:
+        model = config
+    held.check_copies()
+    return MegatronModel(
+        held=held,
+        model=model,
+        shapes={name: tensor.shape for name, tensor in wanted.items()},
+        weaves=weaves,
+        iteration=iteration if type(iteration) is int else None,
+        table_rows=table_rows,
+        filled=filled,
+        zeros=zeros,
+        notes=(*remarks, *notes(args, mapping)),
+    )
+
+
+def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, GlobalTensor]:
+    """Return the tensors of a model as Megatron has them, whole, under our names for them."""
+    ours = parameters(replace(model, vocab_multiple=1))
+    kept = {name: one for name, one in ours.items() if split_layer(name)[1] not in weaves.ours}
+    for layer in range(model.num_layers if weaves.theirs else 0):
+        for short, woven in weaves.theirs.items():
+            name = f"layers.{layer}.{short}"
+            rest = () if short.endswith("bias") else (model.hidden_size,)
+            kept[name] = GlobalTensor(
+                (woven.rows, *rest), torch.float32, TensorSplit(0, parameter_home(name), 1)
+            )
+    return kept
+
+
+def _check_present(path: Path, name: str, present: Iterable[str]) -> None:
+    if name not in present:
+        raise CorruptFileError(f"{path}: {name} is missing: copy all files again")
+
+
+def _absent(
+    path: Path, present: set[str], wanted: Mapping[str, GlobalTensor], mapping: MegatronMapping
+) -> tuple[frozenset[str], frozenset[str], list[str]]:
+    """Return the parameters to fill with initial values, those that are zero, and remarks.
+
+    Raises CorruptFileError if others are missing.
+    """
+    modules = {name.rpartition(".")[0] for name in present}
+    absent = [module for module in mapping.initial_if_absent if module not in modules]
+    filled, zeros, remarks = set(), set(), []
+    for name in wanted:
+        if name not in present and name in mapping.zero_if_absent:
+            zeros.add(name)
+            remarks.append(mapping.zero_if_absent[name])
+        elif name.rpartition(".")[0] in absent:
+            filled.add(name)
+        else:
+            _check_present(path, name, present)
+    remarks += [f"no {module} is there: it takes initial values, which training moves" for module in absent]
+    return frozenset(filled), frozenset(zeros), remarks
+
+
+def kind_of(names: Mapping[Path, Iterable[str]], args: MegatronArgs) -> str:
+    """Return the kind of model whose family has all these names, and supports the run's arguments.
+
+    `names` are Megatron's, of each file. Raises ConfigError for arguments that no family supports, UserError
+    for a name that none has.
+    """
+    known = mappings()
+    problems = {kind: unsupported_arguments(args, mapping) for kind, mapping in known.items()}
+    if all(problems.values()):
+        fewest = min(problems.values(), key=len)
+        raise ConfigError(fewest)
+    fitting = list(known)
+    for path, listed in names.items():
+        for theirs in listed:
+            fitting = [kind for kind in fitting if known[kind].our_name(theirs) is not None]
+            if not fitting:
+                raise no_part(path, theirs)
+    best = min(fitting, key=lambda kind: len(problems[kind]))  # the first that supports the arguments
+    if problems[best]:
+        raise ConfigError(problems[best])
+    return best
+
+
+def no_part(path: Path, theirs: str) -> UserError:
+    """Return the error of a name that no family has."""
+    return UserError(
+        f"{path}: {printable(theirs)} is no part of {family_names(last='or')} as mlm has them: only these "
+        "are imported"
+    )
