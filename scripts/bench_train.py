@@ -2,6 +2,7 @@
 
     python scripts/bench_train.py --shape tune
     python scripts/bench_train.py --family llama --shape 4x256 6x384
+    python scripts/bench_train.py --family mixtral --shape 4x256
     python scripts/bench_train.py --shape report --contenders mlm mlm-mkl transformers --out results.json
     python scripts/bench_train.py --peers nanogpt=PATH --shape report --dtype fp32 bf16 --contenders all
     python scripts/bench_train.py --contenders mlm llmc transformers-stock --peers llmc=PATH
@@ -31,7 +32,7 @@ import torch
 from bench.compare import Plan, run_shape
 from bench.harness import Bench, Result, Say, positive
 from bench.layouts import parse_layout
-from bench.llama import LlamaShape
+from bench.llama import LlamaShape, MixtralShape
 from bench.machine import PEERS, describe_peers, gpu_facts
 from bench.report import tables_of
 from bench.shapes import Shape, shapes_of
@@ -69,8 +70,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shapes = "tune, tiny, report or some of it (on a CPU 2x64 4x256 6x384 12x768)"
     add("--shape", nargs="+", default=["tune"], metavar="WORD", help=f"{shapes}, or custom L,H,N,S,V,B")
-    families = "of the model; llama has the contenders mlm and transformers"
-    add("--family", choices=("gpt2", "llama"), default="gpt2", help=families)
+    families = "of the model; llama and mixtral have the contenders mlm and transformers"
+    add("--family", choices=("gpt2", "llama", "mixtral"), default="gpt2", help=families)
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     dtypes = "of activations; master weights are float32. Two: every contender in both"
     add("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"], help=dtypes)
@@ -91,8 +92,9 @@ def measure(args: argparse.Namespace, say: Say) -> Result:
     peers = parse_peers(args.peers)
     plan = make_plan(args, peers)
     shapes: list[Shape] = list(shapes_of(args.shape, args.device))
-    if args.family == "llama":
-        shapes = [LlamaShape.of(shape) for shape in shapes]
+    if args.family != "gpt2":
+        kind = MixtralShape if args.family == "mixtral" else LlamaShape
+        shapes = [kind.of(shape) for shape in shapes]
     spec = Spec(shapes[0], args.device, args.dtype[0], args.threads, args.seed, peers)
     spec.prepare_process()
     settings = {key: getattr(args, key) for key in ("device", "dtype", "seed", "family")}

@@ -221,8 +221,12 @@ class TransformersTrainee(TorchTrainee):
         self.name, self.spec = name, spec
         model = self.build()
         model.loss_type = "ForCausalLM"  # its default; unset, it warns
-        load_exactly(model, spec.shape.state(spec.seed))
+        load_exactly(model, self.state())
         super().__init__(name, spec, device, model)
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights by the names that the module has them under."""
+        return self.spec.shape.state(self.spec.seed)
 
     def build(self) -> Any:
         """The model, its weights to be loaded."""

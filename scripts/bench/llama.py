@@ -1,6 +1,6 @@
-"""Llamas to train: their shapes and random weights, and `transformers`' LlamaForCausalLM as a contender."""
+"""Llamas and Mixtrals to train: their shapes and random weights, and the contenders of `transformers`."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,10 @@ from bench.shapes import Shape
 from mlm.models.config import ModelConfig
 from mlm.models.huggingface import TokenIds
 from mlm.models.llama.huggingface import write_config
+
+NUM_EXPERTS = 8
+BLOCK = "block_sparse_moe"
+"""Router and experts in Mixtral's files; `mlp` in its module."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class LlamaShape(Shape):
     def state(self, seed: int) -> dict[str, Tensor]:
         """Random float32 weights in LlamaForCausalLM's names; those of norms are not 1, so they show."""
         generator, model = torch.Generator().manual_seed(seed), self.model()
-        h, f, kv = self.hidden_size, model.ffn_size, self.num_kv_heads * model.head_dim
+        h, kv = self.hidden_size, self.num_kv_heads * model.head_dim
         layer = {
             "input_layernorm": (h,),
             "self_attn.q_proj": (h, h),
@@ -53,9 +57,7 @@ class LlamaShape(Shape):
             "self_attn.v_proj": (kv, h),
             "self_attn.o_proj": (h, h),
             "post_attention_layernorm": (h,),
-            "mlp.gate_proj": (f, h),
-            "mlp.up_proj": (f, h),
-            "mlp.down_proj": (h, f),
+            **self.mlp_sizes(h, model.ffn_size),
         }
         sizes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens": (self.vocab_size, h),
@@ -72,9 +74,36 @@ class LlamaShape(Shape):
             for name, size in sizes.items()
         }
 
+    def mlp_sizes(self, h: int, f: int) -> dict[str, tuple[int, int]]:
+        """Names and shapes of a layer's MLP."""
+        return {"mlp.gate_proj": (f, h), "mlp.up_proj": (f, h), "mlp.down_proj": (h, f)}
+
     def describe(self) -> str:
         """The sizes in words."""
         return f"Llama, {super().describe()}, {self.num_kv_heads} kv heads"
+
+
+@dataclass(frozen=True)
+class MixtralShape(LlamaShape):
+    """Sizes of a Mixtral of 8 experts of half the Llama's MLP: a token goes through as many weights."""
+
+    def model(self) -> ModelConfig:
+        """The configuration of `mlm`."""
+        dense = super().model()
+        options = {**dense.options, "num_experts": NUM_EXPERTS, "experts_per_token": 2}
+        return replace(dense, ffn_hidden_size=dense.ffn_size // 2, options=options)
+
+    def mlp_sizes(self, h: int, f: int) -> dict[str, tuple[int, int]]:
+        """Names and shapes of router and experts, each for itself as on disk."""
+        each = {"w1": (f, h), "w3": (f, h), "w2": (h, f)}
+        experts = {
+            f"{BLOCK}.experts.{n}.{name}": size for n in range(NUM_EXPERTS) for name, size in each.items()
+        }
+        return {f"{BLOCK}.gate": (NUM_EXPERTS, h), **experts}
+
+    def describe(self) -> str:
+        """The sizes in words."""
+        return f"{super().describe()}, {NUM_EXPERTS} experts of which 2 a token"
 
 
 class TransformersLlama(TransformersTrainee):
@@ -88,3 +117,41 @@ class TransformersLlama(TransformersTrainee):
         config = transformers.LlamaConfig(**settings, use_cache=False)
         config._attn_implementation = "sdpa"
         return transformers.LlamaForCausalLM(config)
+
+
+class TransformersMixtral(TransformersTrainee):
+    """`transformers`' MixtralForCausalLM with sdpa attention, and its own choice of products of experts."""
+
+    def build(self) -> Any:
+        transformers = imported("transformers")
+        known = write_config(self.spec.shape.model(), TokenIds(eod=0, bos=0))
+        settings = {key: value for key, value in known.items() if key not in ("architectures", "dtype")}
+        config = transformers.MixtralConfig(**settings, use_cache=False)
+        config._attn_implementation = "sdpa"
+        return transformers.MixtralForCausalLM(config)
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights, those of a layer's experts stacked."""
+        found = {k.replace(BLOCK, "mlp"): v for k, v in super().state().items() if ".experts." not in k}
+        stored = super().state()
+        for layer in range(self.spec.shape.num_layers):
+            experts = [f"model.layers.{layer}.{BLOCK}.experts.{n}" for n in range(NUM_EXPERTS)]
+            pairs = [torch.cat([stored[f"{e}.w1.weight"], stored[f"{e}.w3.weight"]]) for e in experts]
+            place = f"model.layers.{layer}.mlp.experts"
+            found[f"{place}.gate_up_proj"] = torch.stack(pairs)
+            found[f"{place}.down_proj"] = torch.stack([stored[f"{e}.w2.weight"] for e in experts])
+        return found
+
+    def as_huggingface(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients by the names of files: each expert for itself."""
+        found = {}
+        for name, stack in gradients.items():
+            block, _, part = name.partition(".mlp.experts.")
+            if not part:
+                found[name.replace(".mlp.", f".{BLOCK}.")] = stack
+                continue
+            for number, expert in enumerate(stack):
+                names = ("w1", "w3") if part == "gate_up_proj" else ("w2",)
+                parts = zip(names, expert.chunk(len(names)), strict=True)
+                found |= {f"{block}.{BLOCK}.experts.{number}.{w}.weight": x for w, x in parts}
+        return found

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from bench.contenders import MlmTrainee, NanochatTrainee, NanoGptTrainee, Trainee, TransformersTrainee
 from bench.equality import Agreement, Reference
-from bench.llama import LlamaShape, TransformersLlama
+from bench.llama import LlamaShape, MixtralShape, TransformersLlama, TransformersMixtral
 from bench.llmc import LlmcTrainee
 from bench.memory import measure_peak
 from bench.spec import Spec
@@ -61,7 +61,8 @@ def build_trainee(name: str, spec: Spec, rank: int) -> Trainee:
         "llmc": LlmcTrainee,
     }
     if isinstance(spec.shape, LlamaShape):
-        kinds["transformers"] = TransformersLlama
+        is_mixture = isinstance(spec.shape, MixtralShape)
+        kinds["transformers"] = TransformersMixtral if is_mixture else TransformersLlama
     return kinds[name.split("-")[0]](name, spec, device)
 
 

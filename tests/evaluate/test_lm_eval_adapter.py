@@ -17,6 +17,7 @@ from mlm.evaluate.zero_shot.sources import EvalTexts
 from mlm.evaluate.zero_shot.wikitext103 import per_article
 from mlm.util.errors import CheckFailedError, UserError
 from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, export_model, import_model, make_model
+from tests.finetune.chats import write_llama
 
 lm_eval = pytest.importorskip("lm_eval", reason="pip install 'mlm[lm-eval]'")
 
@@ -120,6 +121,16 @@ def test_numbers_are_those_of_the_hf_model(folder: Path) -> None:
     assert ours == pytest.approx(theirs, rel=1e-4)
     count = len(DOCUMENTS)
     assert texts[-count:] == their_texts[-count:]  # generated
+
+
+def test_numbers_of_a_mixture_are_those_of_the_hf_model(folder: Path) -> None:
+    """A Mixtral's folder, which ours reads without an import."""
+    pytest.importorskip("accelerate", reason="lm-eval's own hf model needs it: pip install 'lm-eval[hf]'")
+    model = write_llama(folder / "mixtral", template=None, kind="Mixtral")
+    ours, texts = evaluate("mlm", folder, ckpt=str(model), batch_size=3)
+    theirs, their_texts = evaluate("hf", folder, pretrained=str(model), batch_size=3)
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert texts[-len(DOCUMENTS) :] == their_texts[-len(DOCUMENTS) :]
 
 
 @pytest.fixture(scope="module")

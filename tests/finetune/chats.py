@@ -16,11 +16,11 @@ from tests.finetune.runs import finetuning
 POSITIONS = 96
 
 
-def write_llama(folder: Path, template: str | None = MARKED) -> Path:
-    """A Llama of random weights and the tokenizer in the style of Qwen's."""
+def write_llama(folder: Path, template: str | None = MARKED, *, kind: str = "Llama") -> Path:
+    """A Llama, or a Mixtral, of random weights and the tokenizer in the style of Qwen's."""
     write_tokenizer(folder, "qwen2", template)
     torch.manual_seed(0)
-    settings = transformers.LlamaConfig(
+    settings = getattr(transformers, f"{kind}Config")(
         vocab_size=340,
         hidden_size=32,
         intermediate_size=48,
@@ -31,8 +31,9 @@ def write_llama(folder: Path, template: str | None = MARKED) -> Path:
         bos_token_id=None,
         eos_token_id=None,
         initializer_range=0.1,
+        **({} if kind == "Llama" else {"num_local_experts": 4}),
     )
-    transformers.LlamaForCausalLM(settings).save_pretrained(folder)
+    getattr(transformers, f"{kind}ForCausalLM")(settings).save_pretrained(folder)
     return folder
 
 

@@ -39,6 +39,7 @@ SHORT = {"epochs": 1, "global_batch_size": 8}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("chat")
     write_llama(made / "llama")
+    write_llama(made / "mixtral", kind="Mixtral")
     write_chats(made / "chat")
     return made
 
@@ -53,19 +54,22 @@ def evaluation(config: FinetuneConfig) -> TokenizedSplit:
     return tokenize_split(config.task, read_splits(config)[config.task.train], read_start(config))
 
 
-def test_losses_equal_a_plain_loop_of_transformers(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_losses_equal_a_plain_loop_of_transformers(folder: Path, kind: str) -> None:
     """Ten steps in float32, rows of each step alone in their sequences there and packed here."""
     constant = FinetuneScheduleConfig(decay="constant", warmup=0.0)
     config = chatting(
-        folder, out=str(folder / "sft"), schedule=constant, precision=PrecisionConfig(dtype="fp32")
+        folder,
+        ckpt=str(folder / kind),
+        out=str(folder / f"sft-{kind}"),
+        schedule=constant,
+        precision=PrecisionConfig(dtype="fp32"),
     )
     result = finetune(config)
     order = Order(evaluation(config).examples, batch_size=4, sort_batches=1, seed=config.seed)
     rows = [each["messages"] for each in rows_of(folder)]
-    tokenizer, model = (
-        theirs(folder / "llama"),
-        transformers.LlamaForCausalLM.from_pretrained(folder / "llama"),
-    )
+    tokenizer = theirs(folder / kind)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / kind)
     given = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=given.lr, betas=given.betas, eps=given.eps, weight_decay=0.0

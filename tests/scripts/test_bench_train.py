@@ -12,7 +12,7 @@ import pytest
 import torch
 from bench.compare import Plan, doubts
 from bench.contenders import MlmTrainee, Trainee
-from bench.llama import LlamaShape, TransformersLlama
+from bench.llama import LlamaShape, MixtralShape, TransformersLlama, TransformersMixtral
 from bench.ranks import for_others_s
 from bench.shapes import NAMED, shapes_of
 from bench.spec import Spec
@@ -157,6 +157,16 @@ def test_transformers_llama_agrees_with_mlm(heads: int) -> None:
     spec = dataclasses.replace(SPEC, shape=shape)
     ours = MlmTrainee("mlm", spec, torch.device("cpu"))
     theirs = TransformersLlama("transformers", spec, torch.device("cpu"))
+    assert gradient_error(theirs, ours) < 1e-5
+
+
+def test_transformers_mixtral_agrees_with_mlm() -> None:
+    """Loss, and the gradients of router and experts."""
+    pytest.importorskip("transformers")
+    shape = MixtralShape.of(dataclasses.replace(SPEC.shape, num_heads=2, hidden_size=24))
+    spec = dataclasses.replace(SPEC, shape=shape)
+    ours = MlmTrainee("mlm", spec, torch.device("cpu"))
+    theirs = TransformersMixtral("transformers", spec, torch.device("cpu"))
     assert gradient_error(theirs, ours) < 1e-5
 
 

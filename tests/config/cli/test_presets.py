@@ -259,6 +259,7 @@ def test_shakespeare_needs_nothing_but_its_corpus(tmp_path: Path, monkeypatch: p
         (["model=gpt2_tiny"], "runs/gpt2_tiny"),
         (["experiment=laptop"], "runs/laptop"),
         (["experiment=laptop", "model=gpt2_tiny"], "runs/laptop"),
+        (["experiment=moe_laptop"], "runs/moe_laptop"),
         (["experiment=shakespeare", "name=mine"], "runs/mine"),
     ],
 )

@@ -41,7 +41,7 @@ def answers(llama: Path, *settings: str) -> list[dict[str, Any]]:
 
 
 def their_answer(llama: Path, messages: list[dict[str, str]]) -> list[int]:
-    tokenizer, model = theirs(llama), transformers.LlamaForCausalLM.from_pretrained(llama)
+    tokenizer, model = theirs(llama), transformers.AutoModelForCausalLM.from_pretrained(llama)
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")[
         "input_ids"
     ]
@@ -66,6 +66,13 @@ def test_answers_equal_those_of_transformers(
     capsys.readouterr()
     assert main([*COMMAND, f"ckpt={llama}", "prompt=sat?"]) == 0
     assert capsys.readouterr().out == Tokenizer.load(llama).decode(several[1]) + "\n"  # the answer alone
+
+
+def test_a_mixture_answers_as_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mixtral = write_llama(tmp_path / "mixtral", kind="Mixtral")
+    (one,) = answers(mixtral, "prompt=sat?")
+    assert one["tokens"] == their_answer(mixtral, [{"role": "user", "content": "sat?"}])
 
 
 def test_message_comes_from_standard_input(

@@ -82,6 +82,20 @@ def test_the_first_loss_is_near_a_uniform_guess_and_then_falls(run: Path) -> Non
     assert last < first - 0.3  # type: ignore[operator]
 
 
+def test_the_mixture_of_a_laptop_learns(corpus: Path, tmp_path: Path) -> None:
+    """experiment=moe_laptop, narrower and shorter; its validation is of the mixture too."""
+    sizes = ["model.num_layers=2", "model.hidden_size=64", "model.vocab_size=400", "data.seq_length=32"]
+    steps = ["train.steps=6", "train.validate_every=3", "train.validate_batches=2", "log.every=1"]
+    out = tmp_path / "moe"
+    assert (
+        main(["pretrain", "experiment=moe_laptop", *sizes, *steps, f"data.path={corpus}", f"out={out}"]) == 0
+    )
+    found = losses(out)
+    assert found[0] == pytest.approx(math.log(400), abs=0.15)
+    assert found[-1] < found[0] - 0.3  # type: ignore[operator]
+    assert [r["step"] for r in records(out, "validation")] == [3, 6]
+
+
 def test_two_tensor_parallel_processes_give_the_same_losses_and_files(
     corpus: Path, run: Path, tmp_path: Path
 ) -> None:
