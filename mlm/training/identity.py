@@ -29,8 +29,8 @@ IDENTITY = (
     *_keys(
         "model.",
         "kind num_layers hidden_size num_heads ffn_hidden_size max_positions vocab_size hidden_dropout "
-        "attention_dropout init_std mup_base_width layer_norm_eps norm activation token_types head num_labels "
-        "options",
+        "attention_dropout init_std mup_base_width layer_norm_eps norm activation token_types head "
+        "num_labels options",
     ),
     *_keys(
         "data.",
