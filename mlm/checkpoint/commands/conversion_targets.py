@@ -55,8 +55,8 @@ MAX_DONE_BYTES = 1 << 26
 class Progress:
     """Files of a folder that an earlier, interrupted conversion wrote: read again, and kept if whole."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.entries = folder, dict[str, dict[str, Any]]()
+    def __init__(self, folder: Path, advance: Advance) -> None:
+        self.folder, self.advance, self.entries = folder, advance, dict[str, dict[str, Any]]()
         if (folder / DONE).is_file():
             self.entries = parse_json(read_bounded(folder / DONE, MAX_DONE_BYTES, "delete it"))
 
@@ -65,6 +65,7 @@ class Progress:
         name = path.relative_to(self.folder).as_posix()
         entry = self.entries.get(name)
         if entry is not None and path.is_file() and digest_file(path) == entry["digest"]:
+            self.advance(path.stat().st_size)
             return entry["value"]
         path.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,7 @@ def write_native(
             return initial[short][region.within(Region.whole(initial[short].shape))]
         return source.read(short, region)
 
-    progress, root = Progress(folder), folder / CHECKPOINTS
+    progress, root = Progress(folder, advance), folder / CHECKPOINTS
     write_streamed(
         root,
         0,
@@ -130,7 +131,7 @@ def write_hf(source: Source, folder: Path, dtype: torch.dtype, file_gb: float, a
         for form in [Form(dtype, location.shape(shapes[name]))]
         for part, theirs in enumerate(location.names)
     ]
-    progress = Progress(folder)
+    progress = Progress(folder, advance)
 
     def load(name: str, rows: slice | None) -> Tensor:
         first, *others = shapes[name]
@@ -185,14 +186,14 @@ def write_torchtitan(
 ) -> None:
     """Write a DCP folder with torchtitan's names, and the config.json that describes its model."""
     tensors, read = torchtitan_tensors(source.model, source.read, dtype)
-    write_dcp(folder, tensors, read, file_gb, Progress(folder), advance)
+    write_dcp(folder, tensors, read, file_gb, Progress(folder, advance), advance)
     write_config(source, folder)
 
 
 def write_megatron_dcp(writer: MegatronWriter, folder: Path, file_gb: float, advance: Advance) -> None:
     """Write a DCP folder with Megatron's names, a tensor for each of a layer, and common.pt."""
     tensors, read = core_tensors(writer, stacked=False)
-    write_dcp(folder, tensors, read, file_gb, Progress(folder), advance)
+    write_dcp(folder, tensors, read, file_gb, Progress(folder, advance), advance)
     (folder / "common.pt").unlink(missing_ok=True)
     write_common(folder, writer)
 
@@ -200,7 +201,7 @@ def write_megatron_dcp(writer: MegatronWriter, folder: Path, file_gb: float, adv
 def write_torch_dist(writer: MegatronWriter, folder: Path, file_gb: float, advance: Advance) -> None:
     """Write a checkpoint that Megatron-LM starts from: release/ and the file that names it."""
     tensors, read = core_tensors(writer, stacked=True)
-    write_dcp(folder / RELEASE, tensors, read, file_gb, Progress(folder), advance)
+    write_dcp(folder / RELEASE, tensors, read, file_gb, Progress(folder, advance), advance)
     (folder / RELEASE / "common.pt").unlink(missing_ok=True)
     write_common(folder / RELEASE, writer)
     write_atomic(folder / LATEST, RELEASE.encode())
@@ -208,7 +209,7 @@ def write_torch_dist(writer: MegatronWriter, folder: Path, file_gb: float, advan
 
 def write_torch(writer: MegatronWriter, folder: Path, advance: Advance) -> None:
     """Write the classic rank files, release/mp_rank_…, and the file that names them."""
-    progress = Progress(folder)
+    progress = Progress(folder, advance)
     for file in rank_files(writer):
         path = folder / RELEASE / file.path
         progress.file(path, partial(write_rank_file, path, file, writer, advance))

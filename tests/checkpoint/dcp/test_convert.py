@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from mlm.checkpoint.commands import convert
 from mlm.checkpoint.commands.config import ConvertConfig
+from mlm.config.cli import main
 from mlm.util.errors import UserError
 from tests.checkpoint.commands.hf_berts import make_bert
 from tests.checkpoint.commands.hf_models import edit_config, make_model
@@ -125,6 +126,21 @@ def test_tied_qwen_around_torchtitan_gives_the_same_bytes(tmp_path: Path) -> Non
     titan = converted(tmp_path / "hf", tmp_path / "1", "torchtitan")
     torch_dist = converted(titan, tmp_path / "2", "torch_dist")
     assert_equal(weights(converted(torch_dist, tmp_path / "3", "hf")), weights(tmp_path / "hf"))
+
+
+def test_export_commands_write_a_run(llama: Path, tmp_path: Path) -> None:
+    run = converted(llama, tmp_path / "run", "native", tp=2)
+    assert main(["export", "megatron", str(run), f"out={tmp_path / 'm'}", "format=torch", "tp=2"]) == 0
+    assert (tmp_path / "m/release/mp_rank_01/model_optim_rng.pt").is_file()
+    assert main(["export", "dcp", str(run), f"out={tmp_path / 'd'}", "names=megatron"]) == 0
+    assert (tmp_path / "d/.metadata").is_file()
+
+
+def test_layout_of_a_format_without_one_is_rejected(
+    llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(llama), str(tmp_path / "x"), "to=torch_dist", "tp=2"]) == 2
+    assert "tp=2 pp=1: to=torch_dist has no layout" in capfd.readouterr().err
 
 
 def test_interrupted_conversion_continues(
