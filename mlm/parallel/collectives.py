@@ -7,6 +7,7 @@ all-gather along the sequence in f's place and a reduce-scatter in g's: `gather_
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlm.parallel.watch import Wait
 
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+exchange_flat = dist.all_to_all_single
 """Their names since torch 2.13, and the ones before."""
 STRIDE, WHOLE = 61, 1 << 12
 """Of messages of more than WHOLE elements `record` reads each STRIDE-th: some of every row."""
@@ -118,6 +120,26 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     return Pending("reduce_scatter", axis, out, work, held=held)
 
 
+def start_all_to_all(x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int]) -> Pending:
+    """Begin to send each rank its rows of `x`: [sum of given, …] -> [sum of taken, …], in rank order.
+
+    Args:
+        x: rows, those for one rank together.
+        axis: the ranks.
+        given: rows for each rank.
+        taken: rows from each rank, which are what it gives this one.
+    """
+    assert len(x) == sum(given)
+    out = x.new_empty((sum(taken), *x.shape[1:]))
+    if axis.group is None:
+        return Pending("all_to_all", axis, out.copy_(x), None)
+    record(x, axis, is_sent=True)
+    held, sent = for_transport(out, axis), for_transport(x.contiguous(), axis)
+    with _watched("all_to_all", axis):
+        work = exchange_flat(held, sent, list(taken), list(given), group=axis.group, async_op=True)
+    return Pending("all_to_all", axis, out, work, held=held)
+
+
 def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
     """Begin to send a contiguous tensor to rank `peer` of the axis; it must not change before `wait`."""
     assert axis.group is not None
@@ -169,6 +191,11 @@ def gather_rows(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """[n, …] -> [n/size, …]: the sum over the axis, each rank keeping its share of rows."""
     return start_reduce_scatter(x, axis).wait()
+
+
+def all_to_all(x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+    """Send each rank its rows of `x`. Arguments as of `start_all_to_all`."""
+    return start_all_to_all(x, axis, given, taken).wait()
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
