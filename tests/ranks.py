@@ -35,7 +35,15 @@ _pool: list[Connection] = []
 
 
 def run_on_ranks(
-    check: Callable[..., Any], *args: Any, tp: int = 1, dp: int = 1, pp: int = 1, cp: int = 1, **kwargs: Any
+    check: Callable[..., Any],
+    *args: Any,
+    tp: int = 1,
+    dp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    expert_tp: int | None = None,
+    **kwargs: Any,
 ) -> list[Any]:
     """Run `check(ctx, *args, **kwargs)` on tp * cp * pp * dp ranks; the results in rank order."""
     size = tp * cp * pp * dp
@@ -43,7 +51,7 @@ def run_on_ranks(
         close()
         _start(max(size, USUAL))
     with tempfile.TemporaryDirectory() as folder:
-        layout = {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
+        layout = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "expert_tp": expert_tp}
         for rank, pipe in enumerate(_pool[:size]):
             pipe.send((os.path.join(folder, "store"), rank, layout, check, args, kwargs))
         answers = [_answer(pipe) for pipe in _pool[:size]]
@@ -118,7 +126,7 @@ def _serve(pipe: Connection) -> None:
 def _run(
     store: str, rank: int, layout: dict[str, int], check: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    size = math.prod(layout.values())
+    size = math.prod(layout[axis] for axis in ("tp", "cp", "pp", "dp"))
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     try:
         ctx: ParallelContext = build_mesh(**layout, device=torch.device("cpu"), timeout_s=60)

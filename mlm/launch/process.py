@@ -140,6 +140,8 @@ def _make_groups(
     return build_mesh(
         tp=parallel.tp,
         cp=parallel.cp,
+        ep=parallel.ep,
+        expert_tp=parallel.expert_tp,
         pp=parallel.pp,
         dp=place.world_size // parallel.replica,
         device=device,

@@ -25,7 +25,10 @@ def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext, prefix
     Gradients are already summed over dp and cp, whose ranks each hold all of them or, if sharded, some rows.
     Non-finite gradients make it non-finite.
     """
+    # alike on all ranks of a stage: each replica counts all, or each element has one owner among them
+    spans = any(s.dp_slice is not None or s.replica_axis(ctx.replicas) is not ctx.replicas for s in shards)
     named = [s for s in shards if s.is_owner and s.name.startswith(prefix)]
+    named = [s for s in named if not spans or s.is_stored(ctx.replicas)]
     owned = [s.parameter.grad for s in named if s.parameter.grad is not None]
     grads = [grad for grad in owned if grad.numel()]  # of few rows a dp rank may hold none
     first = shards[0].parameter
@@ -34,7 +37,7 @@ def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext, prefix
     if grads:
         norms = _norms_of_pieces(grads) if first.device.type == "cpu" else torch._foreach_norm(grads, 2)
         square += torch.cat([norm.view(-1) for norm in norms]).double().square().sum()
-    if any(s.dp_slice is not None for s in shards):  # alike on all ranks
+    if spans:
         all_reduce(square, ctx.replicas)
     return all_reduce(all_reduce(square, ctx.tp), ctx.pp).sqrt()
 

@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from mlm.parallel.collectives import all_to_all
+from mlm.parallel.collectives import start_all_to_all
 from mlm.parallel.layers import FusedRows
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard
@@ -224,7 +224,7 @@ class Exchange:
         ]
         sent = torch.cat([self.like.new_empty(0), *flat])
         sizes = [[sum(piece.region.size for piece in pieces) for pieces in each] for each in (to, of)]
-        arrived = all_to_all(sent, self.axis, sizes[0], sizes[1])
+        arrived = start_all_to_all(sent, self.axis, sizes[0], sizes[1]).wait()
         first = 0
         for piece in (piece for pieces in of for piece in pieces):
             yield piece, arrived[first : first + piece.region.size].view(piece.region.shape)

@@ -20,6 +20,7 @@ from mlm.parallel.watch import Wait
 
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+exchange_flat = dist.all_to_all_single
 """Their names since torch 2.13, and the ones before."""
 STRIDE, WHOLE = 61, 1 << 12
 """Of messages of more than WHOLE elements `record` reads each STRIDE-th: some of every row."""
@@ -119,21 +120,24 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     return Pending("reduce_scatter", axis, out, work, held=held)
 
 
-def all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Send parts of a vector: the first `sent[0]` elements to rank 0 of the axis, the next to rank 1, ….
+def start_all_to_all(x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int]) -> Pending:
+    """Begin to send each rank its rows of `x`: [sum of given, …] -> [sum of taken, …], in rank order.
 
-    Returns what arrives in rank order, `received[k]` elements from rank k.
+    Args:
+        x: rows, those for one rank together.
+        axis: the ranks.
+        given: rows for each rank.
+        taken: rows from each rank, which are what it gives this one.
     """
-    out = x.new_empty(sum(received))
+    assert len(x) == sum(given)
+    out = x.new_empty((sum(taken), *x.shape[1:]))
     if axis.group is None:
-        return out.copy_(x)
+        return Pending("all_to_all", axis, out.copy_(x), None)
     record(x, axis, is_sent=True)
-    held, given = for_transport(out, axis), for_transport(x.contiguous(), axis)
+    held, sent = for_transport(out, axis), for_transport(x.contiguous(), axis)
     with _watched("all_to_all", axis):
-        work = dist.all_to_all_single(
-            held, given, list(received), list(sent), group=axis.group, async_op=True
-        )
-    return Pending("all_to_all", axis, out, work, held=held).wait()
+        work = exchange_flat(held, sent, list(taken), list(given), group=axis.group, async_op=True)
+    return Pending("all_to_all", axis, out, work, held=held)
 
 
 def start_send(x: Tensor, axis: Axis, peer: int) -> Pending:
@@ -187,6 +191,11 @@ def gather_rows(x: Tensor, axis: Axis) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """[n, …] -> [n/size, …]: the sum over the axis, each rank keeping its share of rows."""
     return start_reduce_scatter(x, axis).wait()
+
+
+def all_to_all(x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+    """Send each rank its rows of `x`. Arguments as of `start_all_to_all`."""
+    return start_all_to_all(x, axis, given, taken).wait()
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:

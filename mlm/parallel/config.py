@@ -28,6 +28,12 @@ class ParallelConfig:
     """Tensor-parallel size, t: ranks that split each layer. Must divide model.num_heads."""
     cp: Annotated[int, POSITIVE, Also("context_parallel", "context_parallel_size", "ring_attention_size")] = 1
     """Context-parallel size, c: ranks that split each sequence. 2 * cp must divide data.seq_length."""
+    ep: Annotated[int, POSITIVE, Also("expert_model_parallel_size", "expert_parallel_size")] = 1
+    """Expert-parallel size: ranks that split a layer's experts, folded of the cp * dp replicas (with
+    expert_tp=1 of tp * cp * dp). Must divide their number and model.options.num_experts."""
+    expert_tp: Annotated[int | None, POSITIVE, Also("expert_tensor_parallel_size")] = None
+    """Ranks that split each expert: null takes tp, 1 leaves experts whole (sequence_parallel=true then lets
+    each tp rank send its own tokens)."""
     pp: PipelineSize = 1
     """Pipeline-parallel size, p: ranks that hold consecutive layers. At most model.num_layers."""
     vp: VirtualSize = 1
@@ -47,6 +53,11 @@ class ParallelConfig:
     kept, or in every micro-batch, which keeps 1/dp of it."""
     recompute: Annotated[Literal["none", "selective", "full"], Also("recompute_granularity")] = "none"
     """Activations that backward recomputes: selective the attention matrices, full each layer."""
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that split each expert."""
+        return self.tp if self.expert_tp is None else self.expert_tp
 
     @property
     def replica(self) -> int:

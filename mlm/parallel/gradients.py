@@ -173,6 +173,48 @@ class GradientReducer:
             bucket.missing, bucket.work = len(bucket.parameters), None  # a loop may clear gradients itself
 
 
+class ReducerGroup:
+    """Several reducers as one: of a model's parameters, each is in one of them."""
+
+    def __init__(self, reducers: Sequence[Reducer]) -> None:
+        self.reducers = reducers
+
+    @property
+    def sync(self) -> bool:
+        """True if the next backward pass is the last of the step."""
+        return self.reducers[0].sync
+
+    @sync.setter
+    def sync(self, value: bool) -> None:
+        for reducer in self.reducers:
+            reducer.sync = value
+
+    @property
+    def sync_late(self) -> bool:
+        """True if the next batch of late gradients is the last of the step."""
+        return self.reducers[0].sync_late
+
+    @sync_late.setter
+    def sync_late(self, value: bool) -> None:
+        for reducer in self.reducers:
+            reducer.sync_late = value
+
+    def start_step(self) -> None:
+        """Clear the gradients."""
+        for reducer in self.reducers:
+            reducer.start_step()
+
+    def settle(self) -> None:
+        """Take in gradients that arrived outside a backward pass."""
+        for reducer in self.reducers:
+            reducer.settle()
+
+    def finish(self) -> None:
+        """Reduce what is not yet reduced and wait for what is under way."""
+        for reducer in self.reducers:
+            reducer.finish()
+
+
 def sum_replicated_gradients(
     shards: Sequence[ParameterShard], tp: Axis, *, sequence_parallel: bool = True
 ) -> None:

@@ -206,6 +206,66 @@ def _sequences_are_whole(values: LayoutValues, _: Launch) -> Breach | None:
     return Breach(f"{values.typed('cp')} splits the sequences of pretraining and `mlm eval loss` alone")
 
 
+def num_experts(values: LayoutValues) -> int:
+    """Experts of a layer; 0 for a dense model, or one whose number is no number."""
+    experts = (values.get("model.options") or {}).get("num_experts", 0)
+    return experts if type(experts) is int and experts > 0 else 0
+
+
+def expert_replicas(values: LayoutValues, launch: Launch) -> int:
+    """Ranks that ep is folded of: those of a stage that hold the same part of what is no expert."""
+    dp = num_replicas(replica_size(values), values["dp"], launch)
+    return int(dp * values["cp"] * (values["tp"] if values.get("expert_tp") == 1 else 1))
+
+
+def _ep_has_experts(values: LayoutValues, _: Launch) -> Breach | None:
+    if values.get("ep", 1) == 1 or num_experts(values):
+        return None
+    return Breach(f"{values.typed('ep')} splits experts, but model.options.num_experts=0")
+
+
+def _ep_divides_experts(values: LayoutValues, _: Launch) -> Breach | None:
+    experts = num_experts(values)
+    if not experts or experts % values.get("ep", 1) == 0:
+        return None
+    return Breach(f"{values.typed('ep')} does not divide model.options.num_experts={experts}")
+
+
+def _ep_divides_replicas(values: LayoutValues, launch: Launch) -> Breach | None:
+    ranks = expert_replicas(values, launch)
+    if ranks % values.get("ep", 1) == 0:
+        return None
+    keys = ("tp", "cp", "dp") if values.get("expert_tp") == 1 else ("cp", "dp")
+    dp = num_replicas(replica_size(values), values["dp"], launch)
+    folded = values.changed({"dp": dp}).typed(*keys)
+    return Breach(f"{values.typed('ep')} does not divide {folded} = {ranks} ranks, which it is folded of")
+
+
+def _experts_fit_tp(values: LayoutValues, _: Launch) -> Breach | None:
+    tp, expert_tp = values["tp"], values.get("expert_tp")
+    if expert_tp not in (None, 1, tp):
+        return Breach(f"{values.typed('expert_tp')} is neither 1 nor {values.typed('tp')}")
+    if num_experts(values) and expert_tp == 1 < tp and not values.get("sequence_parallel", False):
+        return Breach(
+            f"{values.typed('expert_tp')} lets each of {values.typed('tp')} ranks send its own tokens, which "
+            "sequence_parallel=false leaves them none of"
+        )
+    return None
+
+
+def _tp_divides_experts(values: LayoutValues, _: Launch) -> Breach | None:
+    options, tp = values.get("model.options") or {}, values["tp"]
+    width = options.get("expert_ffn_size", 0)
+    shared = options.get("shared_experts", 0)
+    if not num_experts(values) or type(width) is not int or width <= 0 or type(shared) is not int:
+        return None
+    if values.get("expert_tp") != 1 and width % tp:
+        return Breach(f"{values.typed('tp')} does not divide model.options.expert_ffn_size={width}")
+    if shared * width % tp:
+        return Breach(f"{values.typed('tp')} does not divide the {shared * width} of the shared experts")
+    return None
+
+
 def _layers_fill_stages(values: LayoutValues, _: Launch) -> Breach | None:
     layers, pp, vp = values["model.num_layers"], values["pp"], values["vp"]
     stages = f"{values.typed('pp', 'vp')} = {pp * vp} stages" if vp > 1 else f"{values.typed('pp')} stages"
@@ -298,12 +358,21 @@ SPLIT_RULES = (
     LayoutRule(("tp", "model.ffn_hidden_size"), ("tp",), _tp_divides_ffn),
     LayoutRule(("tp", "model.num_heads", "model.options"), ("tp",), _tp_fits_kv_heads),
     LayoutRule(("pp", "vp", "model.num_layers"), ("vp", "pp"), _layers_fill_stages),
+    LayoutRule(("tp", "expert_tp", "model.options"), ("tp",), _tp_divides_experts),
+    LayoutRule(("ep", "model.options"), ("ep",), _ep_has_experts),
+    LayoutRule(("ep", "model.options"), ("ep",), _ep_divides_experts),
+    LayoutRule(
+        ("tp", "expert_tp", "sequence_parallel", "model.options"),
+        ("expert_tp", "sequence_parallel"),
+        _experts_fit_tp,
+    ),
 )
 """Conditions of a model's shape."""
 RANK_RULES = (
     LayoutRule(("pp", "vp"), ("vp", "pp"), _chunks_interleave),
     LayoutRule(("tp", "cp", "pp"), ("tp", "cp", "pp"), _replicas_fill_world),
     LayoutRule(_RANKS, ("dp",), _dp_fills_world),
+    LayoutRule((*_RANKS, "ep", "expert_tp"), ("ep",), _ep_divides_replicas),
     LayoutRule(_RANKS, ("dp", "cp", "tp", "pp"), _host_has_ranks, only_here=True),
 )
 """Conditions of the ranks, for commands that read the model's shape from a checkpoint later."""

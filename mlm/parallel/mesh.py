@@ -3,6 +3,10 @@
 Rank order follows arXiv:2104.04473, section 3: tensor-parallel ranks are neighbours (they talk most, so
 they share a node), then context-parallel, data-parallel, and pipeline stages:
 rank = ((stage * d + data) * c + context) * t + tensor.
+
+Experts have axes of their own over the same ranks, folded as in Megatron Core (arXiv:2504.14960): the ep
+ranks that split them are neighbours in the order of the replicas (data, then context) of a tensor rank, or of
+all ranks of a stage where tp leaves experts whole.
 """
 
 from dataclasses import dataclass, field
@@ -46,8 +50,9 @@ class ExpertAxes:
     """Ranks that hold different experts and send each other tokens: neighbours among the replicas."""
     tp: Axis = Axis("tp")
     """Ranks that split each expert: those of tp, or this one alone."""
-    replicas: Axis = Axis("expert_replicas")
-    """Ranks that hold the same experts: their gradients are summed and their state is sharded over them."""
+    replicas: Axis | None = None
+    """Ranks that hold the same experts: their gradients are summed and their state is sharded over them.
+    None: those that hold the same part of the model."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class ParallelContext:
     dp_cp: Axis | None = None
     """dp and cp as one axis; None where cp has one rank."""
     experts: ExpertAxes = ExpertAxes()
-    """Axes of experts; their `replicas` are those of the model where ep and expert_tp leave them so."""
+    """Axes of a mixture of experts."""
     tied: Axis = Axis("tied")
     """The first and the last pipeline rank, which both hold the token table; one rank elsewhere."""
     rank: int = 0
@@ -92,16 +97,36 @@ def coordinates(rank: int, *, tp: int, pp: int, dp: int) -> tuple[int, int, int]
     return rank % tp, rank // (tp * dp), rank // tp % dp
 
 
-def shape_context(rank: int = 0, *, tp: int = 1, pp: int = 1, dp: int = 1, cp: int = 1) -> ParallelContext:
+def shape_context(
+    rank: int = 0,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    expert_tp: int | None = None,
+) -> ParallelContext:
     """The context of any rank of any layout without process groups: shapes right, no communication."""
     t, p, replica = coordinates(rank, tp=tp, pp=pp, dp=dp * cp)
     tied = Axis("tied", int(p > 0), 2) if pp > 1 and p in (0, pp - 1) else Axis("tied")
+    tensor, data = Axis("tp", t, tp), Axis("dp", replica // cp, dp)
+    dp_cp = Axis("dp_cp", replica, dp * cp) if cp > 1 else None
+    experts = ExpertAxes(tp=tensor)
+    if ep > 1 or folds_tp(tp, expert_tp):
+        place, size = (replica * tp + t, dp * cp * tp) if folds_tp(tp, expert_tp) else (replica, dp * cp)
+        experts = ExpertAxes(
+            ep=Axis("ep", place % ep, ep),
+            tp=Axis("tp") if folds_tp(tp, expert_tp) else tensor,
+            replicas=Axis("expert_replicas", place // ep, size // ep),
+        )
     return ParallelContext(
-        tp=Axis("tp", t, tp),
+        tp=tensor,
         pp=Axis("pp", p, pp),
-        dp=Axis("dp", replica // cp, dp),
+        dp=data,
         cp=Axis("cp", replica % cp, cp),
-        dp_cp=Axis("dp_cp", replica, dp * cp) if cp > 1 else None,
+        dp_cp=dp_cp,
+        experts=experts,
         tied=tied,
         rank=rank,
         world_size=tp * pp * dp * cp,
@@ -116,6 +141,8 @@ def build_mesh(
     device: torch.device,
     timeout_s: float,
     cp: int = 1,
+    ep: int = 1,
+    expert_tp: int | None = None,
     watch: Watch | None = None,
     host_backend: str = "gloo",
 ) -> ParallelContext:
@@ -123,11 +150,13 @@ def build_mesh(
 
     `watch` is the one that a watchdog looks at, if there is one. `host_backend` is the backend of
     `host_group`; "fake" lets one process be any rank of any layout.
-    Raises AssertionError if tp * cp * pp * dp is not the world size: configuration is checked before launch.
+    Raises AssertionError if tp * cp * pp * dp is not the world size, or ep does not divide the ranks that it
+    is folded of: configuration is checked before launch.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sizes = f"tp={tp} * cp={cp} * pp={pp} * dp={dp}"
     assert tp * cp * pp * dp == world_size, f"{sizes} is not world_size={world_size}"
+    assert dp * cp * (tp if folds_tp(tp, expert_tp) else 1) % ep == 0, f"ep={ep} does not divide {sizes}"
     watch = watch or Watch(rank, timeout_s)
     ranks = torch.arange(world_size).view(pp, dp, cp, tp)
     lines = {"tp": ranks.reshape(-1, tp), "pp": ranks.permute(1, 2, 3, 0).reshape(-1, pp)}
@@ -136,6 +165,12 @@ def build_mesh(
         lines["cp"] = ranks.permute(0, 1, 3, 2).reshape(-1, cp)
         lines["dp_cp"] = ranks.flatten(1, 2).permute(0, 2, 1).reshape(-1, dp * cp)
     lines["tied"] = lines["pp"][:, [0, -1]] if pp > 1 else lines["pp"]
+    folds = folds_tp(tp, expert_tp)
+    if ep > 1 or folds:
+        same = ranks.reshape(pp, -1) if folds else ranks.permute(0, 3, 1, 2).reshape(pp * tp, -1)
+        blocks = same.view(len(same), -1, ep)  # neighbours hold different experts
+        lines["ep"] = blocks.reshape(-1, ep)
+        lines["expert_replicas"] = blocks.transpose(1, 2).reshape(-1, blocks.shape[1])
     axes = {
         name: _make_axis(name, line.tolist(), rank, timeout_s, watch, device) for name, line in lines.items()
     }
@@ -147,6 +182,11 @@ def build_mesh(
         dp=axes["dp"],
         cp=axes.get("cp", Axis("cp")),
         dp_cp=axes.get("dp_cp"),
+        experts=ExpertAxes(
+            ep=axes.get("ep", Axis("ep")),
+            tp=Axis("tp") if folds else axes["tp"],
+            replicas=axes.get("expert_replicas"),
+        ),
         tied=axes["tied"],
         rank=rank,
         world_size=world_size,
@@ -155,6 +195,11 @@ def build_mesh(
         world=Axis("world", rank, world_size, hosts, everyone, watch),
         watch=watch,
     )
+
+
+def folds_tp(tp: int, expert_tp: int | None) -> bool:
+    """True if the tp ranks hold whole experts, so that the axes of experts are of them, too."""
+    return tp > 1 and expert_tp == 1
 
 
 def host_group(world_size: int, timeout_s: float, backend: str = "gloo") -> ProcessGroup | None:

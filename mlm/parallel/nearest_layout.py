@@ -28,7 +28,7 @@ MOST_ALTERNATIVES = 2  # that a problem names
 HEADS, LAYERS = "model.num_heads", "model.num_layers"
 FALLBACKS = {"pipeline": "1f1b", "zero": 2, "sequence_parallel": False}  # valid with every layout
 MOVABLE = (
-    *(HEADS, "tp", "cp", "pp", "vp", "dp", *FALLBACKS),
+    *(HEADS, "tp", "cp", "pp", "vp", "dp", "ep", "expert_tp", *FALLBACKS),
     *("data.seq_length", "tp_overlap", "train.global_batch_size"),
 )
 
@@ -111,7 +111,7 @@ class LayoutFixes:
         moved = {
             key for rule in self.rules for key in rule.moves if key != HEADS or not self._keeps([rule], {})
         }
-        return [key for key in MOVABLE if key in moved]
+        return [key for key in MOVABLE if key in moved and key in self.values]
 
     def _nearest(self, keys: list[str], change: Change, limit: float) -> Change | None:
         """The nearest sound layout that differs by `change` and by what `keys` become, if below `limit`."""
@@ -139,8 +139,10 @@ class LayoutFixes:
                 return divisors(values["model.hidden_size"])
             case "tp":
                 return divisors(values[HEADS]) if HEADS in self.read else self._ranks()
-            case "cp":
-                return divisors(values["cp"])
+            case "cp" | "ep":
+                return divisors(values[key])
+            case "expert_tp":
+                return (None,)
             case "pp":
                 most = min(values[LAYERS], self.launch.most_ranks) if LAYERS in self.read else 0
                 return range(1, most + 1) if most else self._ranks()

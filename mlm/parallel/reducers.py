@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from mlm.parallel.compute_state import DeferredWeightGrads
-from mlm.parallel.gradients import GradientReducer, Reducer, ReduceWhen
+from mlm.parallel.expert.router import Router
+from mlm.parallel.gradients import GradientReducer, Reducer, ReducerGroup, ReduceWhen
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from mlm.parallel.mesh import Axis
 from mlm.parallel.pipeline.engine import ChunkGradients
+from mlm.parallel.sharding import parameters_by_axis
 
 
 class FusedAccumulation:
@@ -132,21 +134,29 @@ def build_reducer(
         keep_buffers: keep gradients of one rank in buffers, too: those that backward returns are overwritten.
         fuse_accumulation: weight gradients of linear layers are added inside their products.
     """
-    if zero == 0 or dp.group is None:
-        linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))
-        weights, all_of_them = [layer.weight for layer in linear], list(model.parameters())
+    linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))
+    weights = [layer.weight for layer in linear]
+
+    def whole(parameters: list[nn.Parameter], axis: Axis) -> Reducer:
         # what graphs return is theirs, so that writing it takes a copy, and a call of ours for each parameter
-        joined = all_of_them if keep_buffers else weights if fuse_accumulation else []
         return GradientReducer(
-            all_of_them,
-            dp,
+            parameters,
+            axis,
             late=weights if late_weights else (),
             keep_buffers=keep_buffers,
-            joined=joined,
+            joined=parameters if keep_buffers else weights if fuse_accumulation else [],
         )
+
+    if zero == 0 or dp.group is None:
+        return _grouped([whole(some, axis) for axis, some in parameters_by_axis(model, dp).items()])
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
-    return ShardedReducer(
+    routers = {p for m in model.modules() if isinstance(m, Router) for p in m.parameters()}
+    unsharded = [
+        (axis, [p for p in some if p in routers or axis.group is None])
+        for axis, some in parameters_by_axis(model, dp).items()
+    ]
+    sharded = ShardedReducer(
         model,
         dp,
         zero=zero,
@@ -155,4 +165,10 @@ def build_reducer(
         methods=methods,
         reduce=reduce,
         late_weights=late_weights,
+        whole={p for _, some in unsharded for p in some},
     )
+    return _grouped([sharded, *(whole(some, axis) for axis, some in unsharded if some)])
+
+
+def _grouped(reducers: Sequence[Reducer]) -> Reducer:
+    return reducers[0] if len(reducers) == 1 else ReducerGroup(reducers)

@@ -12,6 +12,9 @@ We expose their plain local tensors (`ParameterShard.parameter`), in float32 or 
 clipping and checkpoints work on. Gathered weights and the gradients of one pass are of the compute dtype;
 they are added up over micro-batches and over ranks in the dtype of the rows.
 
+Experts are a unit of their own inside their layer, over the ranks that hold the same ones. `whole` parameters
+are left as they are: routers, which compute in float32, and experts of one rank.
+
 The sum, not the mean, is taken: the loss is already divided by the tokens of the global batch.
 """
 
@@ -32,8 +35,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from mlm.parallel.collectives import Pending, for_transport, gather_flat, record, scatter_flat
+from mlm.parallel.expert.experts import Experts
 from mlm.parallel.gradients import ReduceWhen
-from mlm.parallel.mesh import Axis
+from mlm.parallel.mesh import Axis, ExpertAxes
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
 
 
@@ -51,6 +55,7 @@ class ShardedReducer:
         methods: Sequence[str],
         reduce: ReduceWhen,
         late_weights: bool,
+        whole: set[nn.Parameter],
     ) -> None:
         assert dp.group is not None
         first = next(model.parameters())
@@ -60,20 +65,29 @@ class ShardedReducer:
             reduce_dtype=first.dtype,
             cast_forward_inputs=False,  # the loss scale keeps its dtype
         )
-        mesh = DeviceMesh.from_group(dp.group, first.device.type, mesh_dim_names=(dp.name,))
-        self.units = [
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3) for unit in units
-        ]
+
+        def shard(unit: nn.Module, axis: Axis, *, drops: bool) -> FSDPModule:
+            assert axis.group is not None
+            mesh = DeviceMesh.from_group(axis.group, first.device.type, mesh_dim_names=(axis.name,))
+            sharded: FSDPModule = fully_shard(
+                unit, mesh=mesh, mp_policy=policy, reshard_after_forward=drops, ignored_params=whole
+            )
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+            sharded.set_custom_all_gather(_Collective("all_gather", axis))  # type: ignore[arg-type]  # its base class is private
+            sharded.set_custom_reduce_scatter(_Collective("reduce_scatter", axis))  # type: ignore[arg-type]
+            return sharded
+
+        self.units: list[FSDPModule] = []
+        for unit in units:
+            inner = [m for m in unit.modules() if isinstance(m, Experts) and not whole & {*m.parameters()}]
+            experts = [shard(m, m.expert_axes.replicas or dp, drops=zero == 3) for m in inner]
+            self.units += [shard(unit, dp, drops=zero == 3), *experts]
         # what is left is used at both ends of the forward pass and next in backward: kept in between
-        self.root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.root: FSDPModule = shard(model, dp, drops=False)
         # under way while what comes before computes, also where the host launches hardly faster than that
-        for unit, following in pairwise((self.root, *self.units)):
-            unit.set_modules_to_forward_prefetch([following])
-        for unit in (*self.units, self.root):
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-            unit.set_custom_all_gather(_Collective("all_gather", dp))  # type: ignore[arg-type]  # its base class is private
-            unit.set_custom_reduce_scatter(_Collective("reduce_scatter", dp))  # type: ignore[arg-type]
+        for before, following in pairwise((self.root, *self.units)):
+            before.set_modules_to_forward_prefetch([following])
         # a compiled layer returns one; what the warning is about, in-place changes of it, we do not do
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for name in methods:
@@ -141,10 +155,12 @@ def _assign_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataP
     """Tell `parameter_shards` what this rank holds: FSDP2's parameters, each with our view of its rows."""
     slices: dict[nn.Parameter, DataParallelSlice] = {}
     for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
+        own = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        axes: ExpertAxes | None = getattr(module, "expert_axes", None)
+        axis = dp if axes is None or axes.replicas is None else axes.replicas
         for parameter in own.values():
             if parameter not in slices:
-                slices[parameter] = _slice_of(parameter, dp)
+                slices[parameter] = _slice_of(parameter, axis)
         if own:
             setattr(module, DP_SLICES, {name: slices[p] for name, p in own.items()})
     return list(slices.items())

@@ -5,6 +5,9 @@ every other parameter is replicated over tp. With `replicas` r of the module, r 
 same part of the split ones, and its gradient is the sum over them; a replicated parameter whose gradient is
 this rank's term of a sum is marked by a true `is_partial`.
 
+Experts are split over ep, too, along dim 0, and have replicas of their own: a module of them has
+`expert_axes`, whose tp (the ranks that split each expert) stands for that of the model.
+
 A vocabulary-sized parameter may also have padding rows at its global end: `true_rows` of the module is the
 number of real ones. A module that holds another rank's parameters once more has a true `is_tied_copy`. With
 sharded data parallelism (sharded.py) a rank holds some rows of its tensor-parallel part only: `DP_SLICES`.
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mlm.parallel.mesh import Axis
+from mlm.parallel.mesh import Axis, ExpertAxes
 
 DP_SLICES = "dp_slices"
 """Attribute of a module whose parameters are sharded over dp: parameter name -> DataParallelSlice."""
@@ -53,7 +56,9 @@ class ParameterShard:
     replicas: int = 1
     """Neighbouring tp ranks that hold this part, where it is split: key-value heads fewer than tp."""
     dp_slice: DataParallelSlice | None = None
-    """Slice of dim 0 over dp; None when every data-parallel rank holds all of the tp part."""
+    """Slice of dim 0 over the replicas; None when every one of them holds all of the tp part."""
+    experts: ExpertAxes | None = None
+    """Axes of experts, whose dim 0 is split over their ep; None for every other parameter."""
 
     @property
     def is_trained(self) -> bool:
@@ -71,6 +76,15 @@ class ParameterShard:
             return False
         return self.tp.rank % (self.tp.size if self.tp_dim is None else self.replicas) == 0
 
+    def replica_axis(self, replicas: Axis) -> Axis:
+        """The ranks that hold the same part, tp aside: `replicas` of the model, or those of experts."""
+        own = None if self.experts is None else self.experts.replicas
+        return replicas if own is None else own
+
+    def is_stored(self, replicas: Axis) -> bool:
+        """True on the one rank of all that writes this part: the first of equal `replicas` of the model."""
+        return self.is_owner and (self.dp_slice is not None or self.replica_axis(replicas).rank == 0)
+
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Shape of the tp rank's shard, before sharding over dp."""
@@ -84,6 +98,8 @@ class ParameterShard:
             shape[self.tp_dim] *= self.tp.size // self.replicas
             if self.true_size is not None:
                 shape[self.tp_dim] = self.true_size
+        if self.experts is not None:
+            shape[0] *= self.experts.ep.size
         return tuple(shape)
 
     @property
@@ -92,6 +108,8 @@ class ParameterShard:
         first = [0] * self.parameter.dim()
         if self.tp_dim is not None:
             first[self.tp_dim] = self.tp.rank // self.replicas * self.part_shape[self.tp_dim]
+        if self.experts is not None:
+            first[0] += self.experts.ep.rank * self.part_shape[0]
         if self.dp_slice is not None:
             first[0] += self.dp_slice.first_row
         if self.tp_dim is not None and self.true_size is not None:
@@ -122,7 +140,23 @@ def parameter_shards(model: nn.Module, tp: Axis) -> Iterator[ParameterShard]:
             true_size = getattr(module, "true_rows", None) if dim == 0 else None
             name = f"{prefix}.{key}" if prefix else key
             replicas = 1 if dim is None else getattr(module, "replicas", 1)
-            yield ParameterShard(name, held, module, dim, tp, true_size, replicas, dp_slice)
+            experts: ExpertAxes | None = getattr(module, "expert_axes", None)
+            ranks = tp if experts is None else experts.tp
+            yield ParameterShard(name, held, module, dim, ranks, true_size, replicas, dp_slice, experts)
+
+
+def parameters_by_axis(model: nn.Module, replicas: Axis) -> dict[Axis, list[nn.Parameter]]:
+    """The parameters of a model that is replicated over `replicas`, by the axis that replicates each."""
+    found: dict[Axis, list[nn.Parameter]] = {replicas: []}
+    seen: set[nn.Parameter] = set()
+    for module in model.modules():
+        axes: ExpertAxes | None = getattr(module, "expert_axes", None)
+        axis = replicas if axes is None or axes.replicas is None else axes.replicas
+        for parameter in module.parameters(recurse=False):
+            if parameter not in seen:
+                found.setdefault(axis, []).append(parameter)
+                seen.add(parameter)
+    return found
 
 
 def shard_of(full: Tensor, axis: Axis, dim: int) -> Tensor:

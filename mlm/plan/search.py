@@ -178,7 +178,7 @@ def settings(query: Query, choice: Mapping[str, Any]) -> LayoutValues:
     model = query.model
     return LayoutValues(
         {
-            "cp": 1,  # plans have no context parallelism,
+            **{"cp": 1, "ep": 1, "expert_tp": None},  # plans have no context or expert parallelism,
             "tp_overlap": 1,  # and no products in parts
             **choice,
             "model.num_heads": model.num_heads,

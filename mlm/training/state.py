@@ -92,7 +92,7 @@ def counters(trainer: Trainer) -> dict[str, Any]:
 
 def is_stored(shard: ParameterShard, ctx: ParallelContext) -> bool:
     """True if this rank writes this part. Of equal replicas the first one writes."""
-    return shard.is_owner and (shard.dp_slice is not None or ctx.replicas.rank == 0)
+    return shard.is_stored(ctx.replicas)
 
 
 def is_weights_only(manifest: Manifest) -> bool:

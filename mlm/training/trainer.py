@@ -22,12 +22,12 @@ from mlm.parallel.context.zigzag import local_positions
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.expert.balance import Balance
 from mlm.parallel.expert.router import routers
-from mlm.parallel.gradients import GradientReducer, Reducer, sum_replicated_gradients, sum_tied_gradients
+from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.random import init_parameters
 from mlm.parallel.reducers import FusedAccumulation, ReducedGradients, build_reducer, fuse_embedding_grad
-from mlm.parallel.sharding import ParameterShard, parameter_shards, shard_of
+from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
 from mlm.parallel.transfer import to_device
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import fill_eod_id
@@ -68,7 +68,7 @@ def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool
     return model
 
 
-def early_tables(model: PipelinedModel, reducers: Sequence[Reducer]) -> list[VocabParallelEmbedding]:
+def early_tables(model: PipelinedModel) -> list[VocabParallelEmbedding]:
     """Token tables whose gradient the loss may add to the sum in its forward pass.
 
     Not those that FSDP2 shards: it keeps their gradients elsewhere. Not in a family of the user's own, whose
@@ -76,12 +76,12 @@ def early_tables(model: PipelinedModel, reducers: Sequence[Reducer]) -> list[Voc
     up both terms of a micro-batch first, and sums in another order round otherwise.
     """
     tables: list[VocabParallelEmbedding] = []
-    for chunk, reducer in zip(model.chunks, reducers, strict=True):
+    for chunk in model.chunks:
         stage, config = chunk.stage, chunk.config
         has_both_terms = stage.is_first and config.is_tied and model.ctx.device.type == "cpu"
-        can = isinstance(reducer, GradientReducer) and config.kind in SHIPPED and not has_both_terms
-        if stage.is_last and can:
-            tables += [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
+        if stage.is_last and config.kind in SHIPPED and not has_both_terms:
+            found = [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
+            tables += [table for table in found if not hasattr(table, DP_SLICES)]
     return tables
 
 
@@ -146,7 +146,7 @@ class Trainer(Generic[B]):
             (router for chunk in self.model.chunks for router in routers(chunk)),
             (ctx.replicas, ctx.tp) if config.parallel.sequence_parallel else (ctx.replicas,),
         )
-        self.early_tables = early_tables(self.model, self.reducers)
+        self.early_tables = early_tables(self.model)
         self.shards: Sequence[ParameterShard] = tuple(
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
         )

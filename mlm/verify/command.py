@@ -40,7 +40,8 @@ COMMANDS = (
             ("Half precision: looser tolerances", "mlm parity tp=2 precision=bf16"),
         ),
         keys=(
-            *("steps", "out", "seed", "ckpt", "tp", "sequence_parallel", "cp", "pp", "vp", "pipeline"),
+            *("steps", "out", "seed", "ckpt", "tp", "sequence_parallel", "cp", "ep", "expert_tp", "pp", "vp"),
+            "pipeline",
             *("dp", "zero", "zero_reduce", "recompute", "compile"),
             *("model.num_layers", "model.hidden_dropout", "model.attention_dropout"),
             *("data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),

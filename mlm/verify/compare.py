@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import repeat
 
 import torch
@@ -251,9 +252,10 @@ class Comparison:
     def torn_replicas(self) -> tuple[int, tuple[str, ...]]:
         """Return the number of replicated parameters, and the names of those with unequal copies."""
         ctx, names = self.layout.ctx, list(self.whole)
+        replica_axes = dict.fromkeys(s.replica_axis(ctx.replicas) for s in self.layout.shards)
         flags = torch.zeros(2, len(names))  # copied, torn
         axes: list[tuple[Axis, Callable[[ParameterShard], int]]] = [
-            (ctx.replicas, lambda shard: ctx.replicas.size if shard.dp_slice is None else 1),
+            *((axis, partial(_copies_over, axis, ctx.replicas)) for axis in replica_axes),
             (ctx.tp, lambda shard: ctx.tp.size if shard.tp_dim is None else shard.replicas),
             (ctx.tied, lambda shard: ctx.tied.size if is_tied_table(shard, self.layout.config) else 1),
         ]
@@ -287,6 +289,12 @@ def shared_over_tp(config: PretrainConfig, tp: int) -> set[str]:
     model = PipelinedModel(config.model, ParallelConfig(tp=tp), config.precision, ctx)
     shards = (shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
     return {shard.name for shard in shards if shard.tp_dim is None or shard.replicas > 1}
+
+
+def _copies_over(axis: Axis, replicas: Axis, shard: ParameterShard) -> int:
+    """Number of ranks of the axis that hold the same part."""
+    is_copied = shard.dp_slice is None and shard.replica_axis(replicas) == axis
+    return axis.size if is_copied else 1
 
 
 def _difference(whole: ParameterShard, maxima: list[float], sums: list[float], *, shared: bool) -> Difference:

@@ -59,6 +59,10 @@ class ResumedLayout:
     """Tensor-parallel size."""
     cp: int | None = None
     """Context-parallel size."""
+    ep: int | None = None
+    """Expert-parallel size."""
+    expert_tp: int | None = None
+    """Ranks that split each expert."""
     pp: int | None = None
     """Pipeline-parallel size."""
     vp: int | None = None

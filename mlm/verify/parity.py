@@ -184,7 +184,9 @@ def _differences(report: Report, tolerance: Tolerance, optimizer: str) -> Iterat
                 f"the weights of {worst.name} differ by {worst.difference:.2g} after step {step.step}, "
                 f"{in_units_of(sum_lr, worst.difference):.2g} times what the learning rate moved them; "
                 "gradients are equal",
-                "suspect the optimizer: its state, weight decay, or which parameters it holds"
+                "suspect the counts of the experts' loads: over all ranks that hold other tokens, once a step"
+                if is_load(worst.name)
+                else "suspect the optimizer: its state, weight decay, or which parameters it holds"
                 if optimizer in OPTIMIZERS.shipped
                 else f"suspect optimizer.kind={optimizer}: an update of an element that reads other elements",
             )
@@ -220,7 +222,7 @@ def _differences_of_step(step: StepReport, tolerance: Tolerance) -> Iterator[tup
         yield (
             f"the first difference is in the gradient norm of step {step.step}: {norm.one_process:.10g} on "
             f"one process, {norm.layout:.10g} on the layout; the gradients are equal",
-            "suspect what counts in the norm: each part once over tp, pp and dp",
+            "suspect what counts in the norm: each part once over tp, pp and dp, and each expert",
         )
 
 
@@ -234,8 +236,9 @@ def _hint_of_loss(step: StepReport, wrong: Sequence[Difference]) -> str:
         )
     return (
         "the forward pass differs: suspect how weights are split (the order of the qkv rows), a sum over tp, "
-        "positions (learned or rotary positions, of tp and cp ranks too), dropout masks, or which samples "
-        "each replica reads"
+        "positions (learned or rotary positions, of tp and cp ranks too), dropout masks, the order in which "
+        "tokens come back from experts, the biases of routers, which move once a step, or which samples each "
+        "replica reads"
     )
 
 
@@ -250,6 +253,16 @@ def _hint_of_gradients(wrong: Sequence[Difference], gradients: Sequence[Differen
         return (
             "only the table that embedding and head share is wrong: suspect the sum over the first and the "
             "last stage"
+        )
+    if all(".mlp.experts." in gradient.name for gradient in wrong):
+        return (
+            "only experts are wrong: suspect the ranks that hold the same ones, over which alone their "
+            "gradients are summed, and once"
+        )
+    if ".mlp.router." in wrong[-1].name:
+        return (
+            "the router is the first that is wrong: suspect a loss of balance (z-loss, loads), the order of "
+            "a token's weights, or the sum of its gradient over the ranks that route other tokens"
         )
     if all(gradient.replicated for gradient in wrong):
         return (
@@ -273,6 +286,11 @@ def _hint_of_gradients(wrong: Sequence[Difference], gradients: Sequence[Differen
         "gradient of that layer's input (f, its sum over tp; its way to the stage before), or to that of "
         "keys and values (its sum over cp)"
     )
+
+
+def is_load(name: str) -> bool:
+    """True for state of a router that the loads of its experts move, and no gradient."""
+    return name.endswith((".router.bias", ".router.load"))
 
 
 def common_factor(gradients: Sequence[Difference]) -> float | None:

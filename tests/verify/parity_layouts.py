@@ -37,6 +37,24 @@ LLAMAS: dict[str, dict[str, bool | int | float | str]] = {
 """Options of the Llamas, of 4 heads: all that the family has."""
 
 
+MIXTURES: dict[str, dict[str, bool | int | float | str]] = {
+    "softmax": {
+        **{"num_experts": 4, "expert_ffn_size": 12, "balance": "global_batch", "balance_coefficient": 0.1},
+        "z_loss": 0.01,
+    },
+    "sigmoid": {
+        **{"num_experts": 8, "experts_per_token": 3, "expert_ffn_size": 8, "shared_experts": 1},
+        **{"router_scores": "sigmoid", "router_groups": 4, "router_top_groups": 2, "router_scale": 2.5},
+        **{"balance": "bias", "balance_rate": 0.01, "dense_layers": 1},
+    },
+    "sequence": {
+        **{"num_experts": 4, "expert_ffn_size": 8, "balance": "sequence", "balance_coefficient": 0.1},
+        "router_normalise": False,
+    },
+}
+"""Options of the mixtures of experts: all that the family has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """A way to run the tiny model; the defaults are one process in float64."""
@@ -45,6 +63,8 @@ class Layout:
     sequence_parallel: bool = False
     tp_overlap: int = 1
     cp: int = 1
+    ep: int = 1
+    expert_tp: int | None = None
     pp: int = 1
     layers: int = 4
     vp: int = 1
@@ -63,6 +83,8 @@ class Layout:
     """A BERT with its norms there; None is a GPT-2."""
     llama: str | None = None
     """A Llama of LLAMAS; None is a GPT-2."""
+    moe: str | None = None
+    """A Llama with experts, of MIXTURES."""
     seq: int = SEQ
     """Tokens of a sequence."""
 
@@ -73,7 +95,8 @@ class Layout:
     @property
     def sizes(self) -> dict[str, int]:
         """For run_on_ranks."""
-        return {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp}
+        sizes = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "cp": self.cp}
+        return sizes | ({"ep": self.ep, "expert_tp": self.expert_tp} if self.moe else {})
 
     @property
     def axes(self) -> dict[str, Any]:
@@ -92,9 +115,9 @@ class Layout:
             seed=3,
             steps=steps,
             model=ModelConfig(
-                kind="llama" if self.llama else "gpt2" if self.bert is None else "bert",
-                activation="silu" if self.llama else "gelu_tanh",
-                options=LLAMAS[self.llama] if self.llama else {},
+                kind="llama" if self.llama or self.moe else "gpt2" if self.bert is None else "bert",
+                activation="silu" if self.llama or self.moe else "gelu_tanh",
+                options=LLAMAS[self.llama] if self.llama else MIXTURES[self.moe] if self.moe else {},
                 token_types=0 if self.bert is None else 2,
                 norm=self.bert or "pre",  # type: ignore[arg-type]
                 num_layers=self.layers,
@@ -109,6 +132,8 @@ class Layout:
             parallel=ParallelConfig(
                 tp=self.tp,
                 cp=self.cp,
+                ep=self.ep,
+                expert_tp=self.expert_tp,
                 pp=self.pp,
                 vp=self.vp,
                 dp=self.dp,
@@ -279,6 +304,31 @@ LLAMA_LAYOUTS = (
     Layout(tp=2, sequence_parallel=True, cp=2, dp=2, zero=3, micro_batches=1, llama="latent"),
 )
 """Fewer heads of keys and values than tp ranks, each split and schedule; GPT-2 has every pair."""
+
+MOE_LAYOUTS = parse_layouts(
+    "tp=2 dp=2 ep=2 moe=sigmoid",
+    "tp=2 sequence_parallel dp=2 ep=2 tp_overlap=2 recompute=selective moe=softmax",
+    "tp=2 sequence_parallel expert_tp=1 moe=softmax",
+    "tp=4 sequence_parallel expert_tp=1 dp=2 ep=4 zero=3 micro_batches=1 moe=softmax",
+    "dp=2 zero=3 moe=sigmoid",
+    "dp=4 ep=2 zero=2 zero_reduce=every micro_batches=3 moe=sigmoid",
+    "pp=2 vp=2 dp=2 ep=2 recompute=selective moe=softmax",
+    "pp=2 layers=5 dp=2 ep=2 pipeline=gpipe recompute=full dropout=0.1 micro_batches=3 moe=sequence",
+    "tp=2 sequence_parallel pp=2 layers=5 dp=2 ep=2 zero=2 recompute=full pipeline=zb_h1 dropout=0.1 "
+    "micro_batches=1 moe=sigmoid",
+    "tp=2 sequence_parallel expert_tp=1 pp=2 pipeline=zb_h1 micro_batches=3 moe=sequence",
+    "cp=2 pp=2 dp=2 ep=4 zero=2 dropout=0.1 moe=sequence",
+    "cp=2 ep=2 pp=2 pipeline=zb_h1 recompute=full micro_batches=3 moe=softmax",
+    "tp=2 sequence_parallel expert_tp=1 cp=2 dp=2 ep=4 zero=3 recompute=full dropout=0.1 micro_batches=1 "
+    "moe=sequence",
+    "tp=2 cp=2 dp=2 ep=2 zero=3 recompute=selective moe=sigmoid",
+    "dp=2 ep=2 documents moe=softmax",
+    # narrower formats round the scores: some choices of nearly equal experts differ
+    "dp=2 ep=2 precision=fp32 moe=softmax",
+    "tp=2 sequence_parallel expert_tp=1 ep=2 precision=bf16 moe=softmax",
+    "dp=2 ep=2 precision=fp16 moe=sequence",
+)
+"""Experts over ranks of their own, with each other axis, schedule and sharding."""
 
 _LONG = {"seq": 1024, "layers": 2, "micro_batches": 1}
 LONG_LAYOUTS = (

@@ -22,6 +22,7 @@ from tests.verify.parity_layouts import (
     LAYOUTS,
     LLAMA_LAYOUTS,
     LONG_LAYOUTS,
+    MOE_LAYOUTS,
     Layout,
     compatible_pairs,
     is_compatible,
@@ -36,6 +37,20 @@ def test_layout_equals_one_process(layout: Layout) -> None:
     for verdict, report in run_on_ranks(verdict_of, layout, **layout.sizes):
         assert verdict.equal, f"{verdict.sentence}; {verdict.hint}"
         assert len(report.steps) == 2
+
+
+@pytest.mark.parametrize("layout", thinned(MOE_LAYOUTS, 6), ids=str)
+def test_experts_over_ranks_equal_one_process(layout: Layout) -> None:
+    """Five steps: losses, gradients, weights and what balances the routers; in float64 to 1e-10."""
+    verdict, report = run_on_ranks(verdict_of, layout, steps=5, **layout.sizes)[0]
+    assert verdict.equal, f"{verdict.sentence}; {verdict.hint}"
+    if layout.precision == "fp64":
+        for step in report.steps:
+            assert step.loss.difference < 1e-10
+            assert step.grad_norm.difference < 1e-10 * step.grad_norm.one_process
+            assert all(gradient.difference < 1e-10 for gradient in step.gradients)
+            moved = [w for w in step.weights if w.name.endswith((".router.bias", ".router.load"))]
+            assert all(state.difference < 1e-10 for state in moved)
 
 
 @pytest.mark.parametrize("layout", thinned(LONG_LAYOUTS, 5), ids=str)

@@ -18,11 +18,15 @@ from mlm.data.sampler import Batch, RankSampler
 from mlm.models.gpt2.objective import NextToken
 from mlm.models.llama.model import Llama
 from mlm.models.rotary import Rotary
+from mlm.optim.clip import gradient_norm
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.collectives import Pending, reduce_scatter
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.expert.experts import Experts, grouped_linear
+from mlm.parallel.expert.router import Router, count_choices
 from mlm.parallel.layers import RowParallelLinear
 from mlm.parallel.mesh import Axis, ParallelContext
+from mlm.parallel.sharding import ParameterShard, parameters_by_axis
 from mlm.training.trainer import StepOutcome, Trainer
 from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
@@ -148,6 +152,49 @@ def positions_twice_as_far(model: Llama, x: Tensor, positions: Tensor | None) ->
     return TRUE_ROTARY(model, x, positions)
 
 
+TRUE_NORM, TRUE_BY_AXIS, TRUE_EXPERTS = gradient_norm, parameters_by_axis, Experts.forward
+TRUE_INJECT, TRUE_LOSS = Router._inject, Router.auxiliary_loss
+
+
+def gradients_of_experts_twice(experts: Experts, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Experts whose weights have the gradient of every ep rank."""
+    n = experts.expert_axes.ep.size
+    up, down = (n * w - (n - 1) * w.detach() for w in (experts.up, experts.down))
+    return grouped_linear(experts.inner(grouped_linear(x, up, counts)), down, counts)
+
+
+def norm_without_experts(shards: list[ParameterShard], ctx: ParallelContext) -> Tensor:
+    if ctx.world_size > 1:
+        shards = [shard for shard in shards if shard.experts is None]
+    return TRUE_NORM(shards, ctx)
+
+
+def routers_of_one_rank(model: Any, replicas: Axis) -> Any:
+    """Gradients of routers that are summed over no rank."""
+    weights = {module.weight for module in model.modules() if isinstance(module, Router)}
+    found = TRUE_BY_AXIS(model, replicas)
+    alone = {Axis("one"): list(weights)} if replicas.size > 1 else {}
+    return {axis: [p for p in some if p not in weights or not alone] for axis, some in found.items()} | alone
+
+
+def experts_as_the_rest(model: Any, replicas: Axis) -> Any:
+    """Gradients of different experts that are summed."""
+    return {replicas: [p for some in TRUE_BY_AXIS(model, replicas).values() for p in some]}
+
+
+def without_z_loss(router: Router, *arguments: Tensor) -> Tensor | None:
+    if any(axis.size > 1 for axis in router.axes):
+        router.settings = replace(router.settings, z_loss=0.0)
+    return TRUE_LOSS(router, *arguments)
+
+
+def bias_of_each_micro_batch(router: Router, weights: Tensor, experts: Tensor, *rest: Tensor) -> Tensor:
+    if any(axis.size > 1 for axis in router.axes):
+        counts = count_choices(experts, router.settings.num_experts)
+        router.update(counts.sum(0), torch.zeros(()))
+    return TRUE_INJECT(router, weights, experts, *rest)
+
+
 @dataclass(frozen=True)
 class Sabotage:
     """A replaced function, its replacement, the layout, and the expected verdict."""
@@ -163,6 +210,7 @@ class Sabotage:
 TP, SP = Layout(tp=2), Layout(tp=2, sequence_parallel=True)
 PP, DP, CP = Layout(pp=2), Layout(dp=2), Layout(cp=2)
 GROUPED = Layout(tp=4, llama="llama")
+EP = Layout(dp=2, ep=2, moe="softmax")
 CASES = {
     "f without its all-reduce": Sabotage(
         "mlm.parallel.linear.start_all_reduce", not_summed, TP, "layers.3.mlp_norm.bias", "f, its sum over tp"
@@ -320,6 +368,62 @@ CASES = {
     ),
     "gradient norm of one rank's part": Sabotage(
         "mlm.optim.clip.all_reduce", same, TP, "gradient norm of step 1", "counts in the norm"
+    ),
+    "gradients of experts counted by every ep rank": Sabotage(
+        "mlm.parallel.expert.experts.Experts.forward",
+        gradients_of_experts_twice,
+        EP,
+        "gradient of layers.3.mlp.experts.down at step 1",
+        "only experts",
+    ),
+    "experts summed over the replicas of the model": Sabotage(
+        "mlm.parallel.reducers.parameters_by_axis",
+        experts_as_the_rest,
+        EP,
+        "gradient of layers.3.mlp.experts.down at step 1",
+        "the ranks that hold the same ones",
+    ),
+    "a gradient norm without experts": Sabotage(
+        "mlm.training.trainer.gradient_norm",
+        norm_without_experts,
+        EP,
+        "gradient norm of step 1",
+        "each expert",
+    ),
+    "gradients of routers not summed": Sabotage(
+        "mlm.parallel.reducers.parameters_by_axis",
+        routers_of_one_rank,
+        EP,
+        "gradient of layers.3.mlp.router.weight at step 1",
+        "over the ranks that route other tokens",
+    ),
+    "tokens that come back from experts in another order": Sabotage(
+        "mlm.parallel.expert.dispatch._Permutation.inverse",
+        same,
+        EP,
+        "loss of step 1",
+        "come back from experts",
+    ),
+    "loads counted on one rank": Sabotage(
+        "mlm.parallel.expert.balance.all_reduce",
+        same,
+        replace(EP, moe="sigmoid"),
+        "router.bias differ",
+        "over all ranks that hold other tokens",
+    ),
+    "a z-loss dropped": Sabotage(
+        "mlm.parallel.expert.router.Router.auxiliary_loss",
+        without_z_loss,
+        Layout(cp=2, ep=2, moe="softmax"),
+        "gradient of layers.3.mlp.router.weight at step 1",
+        "z-loss",
+    ),
+    "biases that move at each micro-batch": Sabotage(
+        "mlm.parallel.expert.router.Router._inject",
+        bias_of_each_micro_batch,
+        Layout(cp=2, ep=2, moe="sigmoid"),
+        "loss of step 1",
+        "the biases of routers",
     ),
     "weight decay on one stage only": Sabotage(
         "mlm.training.trainer.Trainer.clip_and_update",

@@ -15,7 +15,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.llama.gated import GatedMLP, gate
 from mlm.models.llama.settings import LlamaSettings, num_blocks
 from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
-from mlm.parallel.expert.dispatch import combine, permute, sort_by_expert
+from mlm.parallel.expert.dispatch import Exchange, combine, permute, sort_by_expert
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.expert.router import Router, RouterSettings
 from mlm.parallel.layers import FusedRows
@@ -56,8 +56,7 @@ class MixtureOfExperts(nn.Module):
             h,
             width,
             inner=partial(gate, activation=config.activation, block=block),
-            ep=axes.ep,
-            tp=axes.tp,
+            axes=axes,
             init_stds=(config.init_std, config.init_std / math.sqrt(2 * config.num_layers)),
         )
         self.experts.fused_rows = {"up": FusedRows(2, block)}
@@ -69,24 +68,22 @@ class MixtureOfExperts(nn.Module):
     @skip_compile
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
-        routing = self.router(x)
-        y = self.routed(x, routing.experts, routing.weights)
-        return y if self.shared is None else y + self.shared(x)
-
-    def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """The sum over the experts [S, B, k] of each token."""
-        tp = self.axes.tp
-        if tp.size > 1 and self.sequence_parallel:
-            x, weights = gather_sequence(x, tp), gather_sequence(weights, tp)  # [S, B, …] of [S/t, B, …]
+        routing, tp = self.router(x), self.axes.tp
+        rows, experts, weights = x, routing.experts, routing.weights
+        if tp.size > 1 and self.sequence_parallel:  # [S, B, …] of [S/t, B, …]
+            rows, weights = gather_sequence(rows, tp), gather_sequence(weights, tp)
             experts = gather_sequence(experts, tp)
         elif tp.size > 1:
-            x, weights = copy_to_tp(x, tp), copy_to_tp(weights, tp)
+            rows, weights = copy_to_tp(rows, tp), copy_to_tp(weights, tp)
         order = sort_by_expert(experts.flatten(0, 1), self.router.settings.num_experts)
-        y = self.experts(permute(x.flatten(0, 1), order), order.counts)
-        y = combine(y, weights.flatten(0, 1), order).view_as(x)
-        if tp.size == 1:
-            return y
-        return scatter_sequence(y, tp) if self.sequence_parallel else reduce_from_tp(y, tp)
+        exchange = Exchange(self.axes.ep, order.counts, x.device)
+        travelling = exchange.start(permute(rows.flatten(0, 1), order))
+        beside = None if self.shared is None else self.shared(x)
+        y = self.experts(exchange.finish(travelling), exchange.counts)
+        y = combine(exchange.back(y), weights.flatten(0, 1), order).view_as(rows)
+        if tp.size > 1:
+            y = scatter_sequence(y, tp) if self.sequence_parallel else reduce_from_tp(y, tp)
+        return y if beside is None else y + beside
 
 
 def router_settings(settings: LlamaSettings) -> RouterSettings:

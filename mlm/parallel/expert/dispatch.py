@@ -4,14 +4,21 @@ A rank's tokens are sorted by expert, so that each expert's rows lie together. E
 axis in runs of consecutive numbers: rows for the same rank lie together too, and go there in one all-to-all.
 There they are sorted once more, rows of one expert next to each other, whichever rank sent them.
 
+`Exchange.start` and `Exchange.finish` are two nodes of the graph, so that what is computed between them (the
+shared experts) runs while the rows travel: in the forward pass, and again in the backward pass.
+
 Shapes: T tokens of this rank, H hidden, k experts per token, E experts, R rows: one per token and expert.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mlm.parallel.collectives import Pending, all_to_all, start_all_to_all
+from mlm.parallel.mesh import Axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,3 +109,151 @@ def combine(y: Tensor, weights: Tensor, order: Order) -> Tensor:
     """
     out: Tensor = _Combine.apply(y, weights, order)  # type: ignore[no-untyped-call]
     return out
+
+
+class Exchange:
+    """One all-to-all of rows over the ep axis, and its way back.
+
+    Args:
+        ep: axis that splits the experts.
+        counts: [E] rows of each expert, in the order in which this rank holds them.
+    """
+
+    def __init__(self, ep: Axis, counts: Sequence[int], device: torch.device) -> None:
+        self.ep = ep
+        table = _counts_of_all(ep, counts, device)  # [ep, e]: rows of each rank for each of my experts
+        here = len(counts) // ep.size
+        self.given = [sum(counts[rank * here : (rank + 1) * here]) for rank in range(ep.size)]
+        self.taken = [sum(row) for row in table]
+        self.counts = tuple(map(sum, zip(*table, strict=True)))
+        """Rows of each expert of this rank, from all ranks."""
+        self.order = _by_expert(table, device)
+
+    def start(self, rows: Tensor) -> "Travelling":
+        """Begin to send each expert's rows to its rank: [R, H]."""
+        under_way: list[Pending] = []
+        if self.ep.size > 1:
+            rows = _Start.apply(rows, self.ep, self.given, self.taken, under_way)  # type: ignore[no-untyped-call]
+        return Travelling(rows, under_way)
+
+    def finish(self, travelling: "Travelling") -> Tensor:
+        """Wait for the rows of this rank's experts, one expert's after the other's: [R', H]."""
+        if self.ep.size == 1:
+            return travelling.rows
+        rows, under_way = travelling.rows, travelling.under_way
+        arrived: Tensor = _Finish.apply(rows, self.ep, self.given, self.taken, under_way)  # type: ignore[no-untyped-call]
+        return _reordered(arrived, self.order)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Return each row to the rank that sent it, in the order in which it was sent: [R', H] -> [R, H]."""
+        if self.ep.size == 1:
+            return rows
+        sent = _reordered(rows, self.order.inverse())
+        returned: Tensor = _Exchanged.apply(sent, self.ep, self.taken, self.given)  # type: ignore[no-untyped-call]
+        return returned
+
+
+@dataclass(frozen=True, eq=False)
+class Travelling:
+    """Rows under way, to this rank in the forward pass and back in the backward pass."""
+
+    rows: Tensor
+    """What arrives; not to be read before `Exchange.finish`."""
+    under_way: list[Pending]
+    """The all-to-all between its start and its finish, in either pass."""
+
+
+def _counts_of_all(ep: Axis, counts: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Tell each rank how many rows it gets, by expert: [E] of each rank -> [ep, e]. Waits."""
+    here = len(counts) // ep.size
+    if ep.group is None:  # one rank, or shapes alone: loads are even
+        return [list(counts[ep.rank * here : (ep.rank + 1) * here])] * ep.size
+    mine = torch.tensor(counts, dtype=torch.int64, device=device)
+    each = [here] * ep.size
+    table: list[list[int]] = all_to_all(mine, ep, each, each).view(ep.size, here).tolist()
+    return table
+
+
+@dataclass(frozen=True, eq=False)
+class _Permutation:
+    forward: Tensor
+    backward: Tensor
+
+    def inverse(self) -> "_Permutation":
+        return _Permutation(self.backward, self.forward)
+
+
+def _by_expert(table: Sequence[Sequence[int]], device: torch.device) -> _Permutation:
+    """Order of rows [rank][expert] by expert, then rank."""
+    sizes = torch.tensor(table, dtype=torch.int64)  # [ep, e]
+    first = sizes.flatten().cumsum(0).view_as(sizes) - sizes
+    blocks = [
+        torch.arange(start, start + size)
+        for start, size in zip(first.t().flatten().tolist(), sizes.t().flatten().tolist(), strict=True)
+    ]
+    forward = torch.cat(blocks)
+    backward = torch.empty_like(forward)
+    backward[forward] = torch.arange(len(forward))
+    return _Permutation(forward.to(device), backward.to(device))
+
+
+class _Reordered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: _Permutation) -> Tensor:
+        ctx.order = order
+        return x[order.forward]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy[ctx.order.backward], None
+
+
+def _reordered(x: Tensor, order: _Permutation) -> Tensor:
+    y: Tensor = _Reordered.apply(x, order)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Start(torch.autograd.Function):
+    """Sends rows; backward waits for their gradients, which `_Finish` sends."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ep: Axis, given: Sequence[int], taken: Sequence[int], under_way: list[Pending]
+    ) -> Tensor:
+        ctx.under_way = under_way
+        under_way.append(start_all_to_all(x, ep, given, taken))
+        return under_way[0].out
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.under_way.pop().wait(), None, None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    """Waits for rows; backward sends their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ep: Axis, given: Sequence[int], taken: Sequence[int], under_way: list[Pending]
+    ) -> Tensor:
+        ctx.ep, ctx.given, ctx.taken, ctx.under_way = ep, given, taken, under_way
+        under_way.pop().wait()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.under_way.append(start_all_to_all(dy, ctx.ep, ctx.taken, ctx.given))
+        return dy, None, None, None, None  # of the right shape; its numbers are not read
+
+
+class _Exchanged(torch.autograd.Function):
+    """All-to-all of rows; that of their gradients the other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ep: Axis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        ctx.ep, ctx.given, ctx.taken = ep, given, taken
+        return all_to_all(x, ep, given, taken)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return all_to_all(dy, ctx.ep, ctx.taken, ctx.given), None, None, None

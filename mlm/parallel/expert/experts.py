@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
 from mlm.parallel.layers import FusedRows, split
 from mlm.parallel.matmul import product, weight_gradient
-from mlm.parallel.mesh import Axis
+from mlm.parallel.mesh import ExpertAxes
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -96,8 +96,7 @@ class Experts(ComputesInHalf):
         hidden_size: H.
         ffn_size: F.
         inner: input of W2 for the output of W1, [R, 2F/t] -> [R, F/t].
-        ep: axis that splits the experts.
-        tp: axis that splits each expert.
+        axes: those that split the experts (ep) and each of them (tp), and hold copies.
         init_stds: standard deviations of the initial weights W1 and W2.
     """
 
@@ -112,12 +111,12 @@ class Experts(ComputesInHalf):
         ffn_size: int,
         *,
         inner: Callable[[Tensor], Tensor],
-        ep: Axis,
-        tp: Axis,
+        axes: ExpertAxes,
         init_stds: tuple[float, float],
     ) -> None:
         super().__init__()
-        self.inner, self.ep, self.tp = inner, ep, tp
+        self.inner, self.expert_axes = inner, axes
+        ep, tp = axes.ep, axes.tp
         self.init_stds = dict(zip(("up", "down"), init_stds, strict=True))
         if num_experts % ep.size:
             raise ValueError(f"num_experts={num_experts} must be divisible by ep={ep.size}")
@@ -128,8 +127,8 @@ class Experts(ComputesInHalf):
     def extra_repr(self) -> str:
         """Sizes of all, and the ranks that split them."""
         here, hidden, width = self.down.shape
-        sizes = f"experts={here * self.ep.size}, hidden={hidden}, ffn={width * self.tp.size}"
-        return f"{sizes}, ep={self.ep.size}, tp={self.tp.size}"
+        ep, tp = self.expert_axes.ep.size, self.expert_axes.tp.size
+        return f"experts={here * ep}, hidden={hidden}, ffn={width * tp}, ep={ep}, tp={tp}"
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
         """Both weights: a product gives their gradients itself."""

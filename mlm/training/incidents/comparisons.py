@@ -56,11 +56,14 @@ def digests(tensors: Mapping[str, Tensor]) -> Tensor:
 def tensors_to_compare(trainer: Trainer) -> list[tuple[Axis, dict[str, Tensor]]]:
     """Return what is compared over each axis of several ranks: tensors by name, in the same order on all."""
     ctx, shards = trainer.ctx, trainer.shards
-    over_dp = [s for s in shards if s.dp_slice is None]
+    whole = [s for s in shards if s.dp_slice is None]
     over_tp = [s for s in shards if s.tp_dim is None]
+    by_axis = {ctx.replicas: list[ParameterShard]()}
+    for s in whole:
+        by_axis.setdefault(s.replica_axis(ctx.replicas), []).append(s)
     tables = [s for s in shards if isinstance(s.module, VocabParallelEmbedding)]
     chosen = [
-        (ctx.replicas, over_dp),
+        *by_axis.items(),
         (ctx.tp, over_tp),
         *([(ctx.tied, tables)] if trainer.config.model.is_tied else []),
     ]
@@ -74,6 +77,7 @@ def parameters_and_moments(trainer: Trainer, shards: Sequence[ParameterShard]) -
     return parameters | {
         f"{name} of {s.name}": moment(trainer.optimizer, s, name)
         for s in shards
+        if s.is_trained
         for name in moments(trainer.optimizer, s)
     }
 
