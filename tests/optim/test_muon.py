@@ -13,6 +13,7 @@ from mlm.optim.adamw import build_optimizer
 from mlm.optim.config import MuonConfig, OptimizerConfig
 from mlm.optim.matrices import assign, matrices_of
 from mlm.optim.muon import orthogonalise
+from mlm.optim.own import layout_problem
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
@@ -217,3 +218,10 @@ def test_patterns_that_name_nothing_are_errors(typed: dict[str, Any], problem: s
     spec = replace(spec, optimizer=replace(spec.optimizer, **typed))
     (found,) = [str(p) for p in check_pretrain(spec, world_size=1, local_devices=None)]
     assert problem in found
+
+
+@pytest.mark.parametrize(("layout", "key"), [({"ep": 2}, "ep"), ({"tp": 2, "expert_tp": 1}, "expert_tp")])
+def test_experts_of_a_rank_of_their_own_are_rejected(layout: dict[str, int], key: str) -> None:
+    problem = layout_problem(OptimizerConfig(kind="muon"), ParallelConfig(**layout))
+    assert problem is not None
+    assert problem.keys == ("optimizer.kind", key)
