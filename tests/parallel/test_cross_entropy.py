@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.parallel import fused_loss, matmul
-from mlm.parallel.chunks import CHUNK_BYTES, HALF_BLOCKS, chunk_rows
+from mlm.parallel.chunks import CHUNK_BYTES, HALF_BLOCK_BYTES, HALF_CHUNKS, chunk_rows
 from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.cross_entropy import (
     IGNORE_INDEX,
@@ -202,8 +202,9 @@ def test_chunks_and_their_blocks_are_of_one_size(rows: int, device: str, half: b
     """But for rows that do not divide; of no more than a piece may have, and no more of them."""
     most = CHUNK_BYTES[device] // (4 * 50_304)
     chunk, block = chunk_rows(rows, 50_304, device, half=half)
-    wide = most * (HALF_BLOCKS if half and device == "cpu" else 1)
-    for whole, size, limit in ((rows, chunk, wide), (chunk, block, most)):
+    is_split = half and device == "cpu"
+    wide, narrow = (HALF_CHUNKS * most, HALF_BLOCK_BYTES // (4 * 50_304)) if is_split else (most, most)
+    for whole, size, limit in ((rows, chunk, wide), (chunk, block, narrow)):
         sizes = [min(size, whole - first) for first in range(0, whole, max(1, size))]
         assert sum(sizes) == whole
         assert len(sizes) == math.ceil(whole / limit)
@@ -230,7 +231,7 @@ def test_chunks_of_half_precision_add_to_the_gradient_in_their_products(
         linear_cross_entropy(x, labels, table, torch.tensor(0.23), 4 * PADDED).backward()
         assert table.weight.grad is not None
         found.append(table.weight.grad)
-    assert len(joined) == math.ceil(len(labels) / HALF_BLOCKS) - 1
+    assert len(joined) == math.ceil(len(labels) / HALF_CHUNKS) - 1
     assert len({total.data_ptr() for total in joined}) == 1
     torch.testing.assert_close(*found, rtol=0, atol=2**-7 * float(found[0].abs().max()))
 
