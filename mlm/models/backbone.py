@@ -21,7 +21,7 @@ from mlm.models.transformer import TransformerLayer
 from mlm.parallel.context.zigzag import local_positions, local_tokens
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import VocabParallelEmbedding, embedding_lookup
-from mlm.parallel.mesh import Axis
+from mlm.parallel.mesh import Axis, ExpertAxes
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +78,7 @@ class Transformer(nn.Module):
         sequence_parallel: bool = False,
         stage: PipelineStage | None = None,
         cp: Axis | None = None,
+        experts: ExpertAxes | None = None,
     ) -> None:
         super().__init__()
         tp = Axis("tp") if tp is None else tp  # None: one process
@@ -116,6 +117,7 @@ class Transformer(nn.Module):
                     sequence_parallel=self.sequence_parallel,
                     recompute_attention=recompute == "selective",
                     cp=self.cp,
+                    experts=experts,
                 )
                 for n in stage.layers
             }

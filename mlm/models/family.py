@@ -69,6 +69,16 @@ class Architecture:
     """True if a language model's output layer is the token table."""
     window: int = 0
     """Tokens that a token attends to, itself included; 0 for all before it."""
+    experts: int = 0
+    """Experts of each layer in place of its MLP; 0 for a dense model."""
+    experts_per_token: int = 0
+    """Experts that a token goes through."""
+    expert_size: int = 0
+    """Width of an expert."""
+    shared_size: int = 0
+    """Width of the MLP beside the experts, of all tokens."""
+    dense_layers: int = 0
+    """First layers without experts."""
 
     def attended(self, seq_length: int) -> float:
         """Tokens that attention is computed for, of each token: S, as formulas count no causal mask.
@@ -266,20 +276,20 @@ def shipped(kind: str) -> "ModelFamily[Transformer, MicroBatch]":
 def count_parameters(model: "ModelConfig") -> int:
     """Parameters of a model, counted in its modules on the meta device; padding rows and copies not.
 
-    Layers of a shipped family are alike: two are built, however many a file claims. Raises OwnCodeError (a
-    UserError) if there is no such family.
+    Layers of a shipped family are alike but the first without experts: two are built besides those, however
+    many a file claims. Raises OwnCodeError (a UserError) if there is no such family.
     """
-    family, layers = family_of(model.kind), model.num_layers
+    family, layers, first = family_of(model.kind), model.num_layers, model.architecture.dense_layers
 
     def count(num_layers: int) -> int:
         with import_module("torch").device("meta"):
             whole: Any = family.model(replace(model, num_layers=num_layers, vocab_multiple=1))
         return sum(parameter.numel() for parameter in whole.parameters())
 
-    if model.kind not in SHIPPED or layers <= 2:
+    if model.kind not in SHIPPED or layers <= first + 2:
         return count(layers)
-    one, two = count(1), count(2)
-    return one + (layers - 1) * (two - one)
+    one, two = count(first + 1), count(first + 2)
+    return one + (layers - first - 1) * (two - one)
 
 
 def model_problem(model: "ModelConfig") -> Problem | None:

@@ -20,7 +20,7 @@ from mlm.models.norms import LayerNorm
 from mlm.models.rotary import Rotary
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mlm.parallel.mesh import Axis
+from mlm.parallel.mesh import Axis, ExpertAxes
 
 
 class _ReLUSquared(torch.autograd.Function):
@@ -106,6 +106,7 @@ class TransformerLayer(nn.Module):
         sequence_parallel: bool = False,
         recompute_attention: bool = False,
         cp: Axis | None = None,
+        experts: ExpertAxes | None = None,
     ) -> None:
         super().__init__()
         self.dropout, self.norms_first = config.hidden_dropout, config.norm == "pre"
@@ -122,7 +123,22 @@ class TransformerLayer(nn.Module):
             cp=cp,
         )
         self.mlp_norm = self.norm_type(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = self.mlp_type(config, tp=tp, sequence_parallel=sequence_parallel)
+        self.mlp = self.build_mlp(
+            config, layer=layer, tp=tp, sequence_parallel=sequence_parallel, cp=cp, experts=experts
+        )
+
+    def build_mlp(
+        self,
+        config: ModelConfig,
+        *,
+        layer: int,
+        tp: Axis,
+        sequence_parallel: bool,
+        cp: Axis | None,
+        experts: ExpertAxes | None,
+    ) -> nn.Module:
+        """Return what follows attention: [S, B, H] -> [S, B, H]. `experts` are the axes of a mixture's."""
+        return self.mlp_type(config, tp=tp, sequence_parallel=sequence_parallel)
 
     def forward(
         self,

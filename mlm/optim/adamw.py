@@ -71,6 +71,7 @@ def adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
 
 def build_optimizer(shards: Sequence[ParameterShard], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build the optimizer of a model's parameters, with its state. Raises OwnCodeError (a UserError)."""
+    shards = [s for s in shards if s.is_trained]
     decayed = [s.parameter for s in shards if is_decayed(s)]
     plain = [s.parameter for s in shards if not is_decayed(s)]
     groups, own = parameter_groups(decayed, plain, config), own_optimizer(config)
@@ -86,6 +87,7 @@ def ensure_state(
 
     PyTorch makes it in the first `step()`, which would change the weights.
     """
+    shards = [s for s in shards if s.is_trained]
     if not isinstance(optimizer, AdamW):
         check_state(optimizer)
         if not optimizer.state:

@@ -42,6 +42,10 @@ class ComputeState:
     """The weight in the dtype of compute (`CachedHalfParams`)."""
     bias_copy: Tensor | None = None
     """The bias in the dtype of compute."""
+    up_copy: Tensor | None = None
+    """W1 of experts in the dtype of compute."""
+    down_copy: Tensor | None = None
+    """W2 of experts in the dtype of compute."""
     deferred: DeferredWeightGrads | None = None
     """Weight gradients of a zero-bubble schedule. This and the following are of linear layers only."""
     fp8: bool = False

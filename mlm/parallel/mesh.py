@@ -39,6 +39,18 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class ExpertAxes:
+    """Axes of the experts of a mixture, folded of the ranks of one pipeline stage."""
+
+    ep: Axis = Axis("ep")
+    """Ranks that hold different experts and send each other tokens: neighbours among the replicas."""
+    tp: Axis = Axis("tp")
+    """Ranks that split each expert: those of tp, or this one alone."""
+    replicas: Axis = Axis("expert_replicas")
+    """Ranks that hold the same experts: their gradients are summed and their state is sharded over them."""
+
+
+@dataclass(frozen=True)
 class ParallelContext:
     """Everything a module needs to know about the layout. Built once, passed as an argument."""
 
@@ -49,6 +61,8 @@ class ParallelContext:
     """Ranks that hold parts of the same sequences (mlm/parallel/context/zigzag.py)."""
     dp_cp: Axis | None = None
     """dp and cp as one axis; None where cp has one rank."""
+    experts: ExpertAxes = ExpertAxes()
+    """Axes of experts; their `replicas` are those of the model where ep and expert_tp leave them so."""
     tied: Axis = Axis("tied")
     """The first and the last pipeline rank, which both hold the token table; one rank elsewhere."""
     rank: int = 0

@@ -5,6 +5,7 @@ tensor is a function of (seed, name), and a rank keeps its slice. Restarting, re
 another layout then gives the same numbers without saving anything.
 """
 
+import math
 import zlib
 
 import torch
@@ -63,8 +64,9 @@ def init_shard(shard: ParameterShard, seed: int) -> None:
     """Fill a rank's part of one parameter with its initial value; one on the meta device has none."""
     if shard.parameter.is_meta:
         return
-    std = getattr(shard.module, "init_std", None)
-    if shard.name.endswith("bias"):
+    stds: dict[str, float] = getattr(shard.module, "init_stds", {})  # of a module with several
+    std = stds.get(shard.name.rpartition(".")[2], getattr(shard.module, "init_std", None))
+    if shard.name.endswith("bias") or not shard.is_trained:
         shard.parameter.zero_()
     elif std is None:
         assert isinstance(shard.module, nn.LayerNorm | nn.RMSNorm), f"no init_std for {shard.name}"
@@ -76,14 +78,11 @@ def init_shard(shard: ParameterShard, seed: int) -> None:
 def _draw(shard: ParameterShard, std: float, seed: int) -> None:
     shape, target = shard.global_shape, shard.without_padding(shard.parameter)
     shard.parameter.zero_()  # rows that pad the vocabulary
-    if shard.tp_dim == 0:
-        first = shard.offset[0]
-        target.copy_(draw_normal(shape, std, seed, range(first, first + target.shape[0])))
-        return
-    block = max(1, (1 << 22) // max(1, shape[-1]))  # bounds the memory of drawing a tensor split by columns
-    for first in range(0, shape[0], block):
-        rows = range(first, min(first + block, shape[0]))
+    first, count = shard.offset[0], target.shape[0]
+    block = max(1, (1 << 22) // max(1, math.prod(shape[1:])))  # bounds the memory of drawing what others hold
+    for start in range(0, count, block):
+        rows = range(first + start, first + min(start + block, count))
         drawn = draw_normal(shape, std, seed, rows)
-        if shard.tp_dim is not None:
+        if shard.tp_dim:
             drawn = drawn.narrow(shard.tp_dim, shard.offset[shard.tp_dim], target.shape[shard.tp_dim])
-        target[rows.start : rows.stop].copy_(drawn)
+        target[start : start + len(rows)].copy_(drawn)

@@ -56,6 +56,11 @@ class ParameterShard:
     """Slice of dim 0 over dp; None when every data-parallel rank holds all of the tp part."""
 
     @property
+    def is_trained(self) -> bool:
+        """False for state that no gradient moves, such as the biases of routers."""
+        return self.parameter.requires_grad
+
+    @property
     def is_owner(self) -> bool:
         """True if this rank counts this part: every element has one owner among the ranks that split it.
 

@@ -71,6 +71,7 @@ class PipelinedModel:
                     sequence_parallel=parallel.sequence_parallel,
                     stage=stage,
                     cp=ctx.cp,
+                    experts=ctx.experts,
                 ).to(parameter_dtype(precision))
                 for stage in stages[ctx.pp.rank :: ctx.pp.size]
             ]

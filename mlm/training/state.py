@@ -63,7 +63,7 @@ def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[
     """These parameters and their moments under their checkpoint names: views of the live tensors."""
     multiple = trainer.config.model.vocab_multiple
     out = model_shards(shards, multiple)
-    for s in shards:
+    for s in (s for s in shards if s.is_trained):
         for name in moments(trainer.optimizer):
             out[f"optimizer.{name}.{s.name}"] = as_shard(s, moment(trainer.optimizer, s, name), multiple)
     return out

@@ -20,6 +20,8 @@ from mlm.optim.schedule import learning_rate
 from mlm.parallel.collectives import all_reduce, start_all_reduce
 from mlm.parallel.context.zigzag import local_positions
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.expert.balance import Balance
+from mlm.parallel.expert.router import routers
 from mlm.parallel.gradients import GradientReducer, Reducer, sum_replicated_gradients, sum_tied_gradients
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
@@ -139,6 +141,10 @@ class Trainer(Generic[B]):
                 self.model.chunks, self.reducers, self.model.deferred, strict=True
             )
         ]
+        self.balance = Balance(
+            (router for chunk in self.model.chunks for router in routers(chunk)),
+            (ctx.replicas, ctx.tp) if config.parallel.sequence_parallel else (ctx.replicas,),
+        )
         self.early_tables = early_tables(self.model, self.reducers)
         self.shards: Sequence[ParameterShard] = tuple(
             shard for chunk in self.model.chunks for shard in parameter_shards(chunk, ctx.tp)
@@ -167,6 +173,8 @@ class Trainer(Generic[B]):
         """
         self.ctx.watch.step = self.step + 1
         scale = self.scaler.scale / self.global_counts(batches)
+        if self.config.model.architecture.experts:
+            self.balance.start(self.scaler.scale / self.global_tokens(batches))
         for reducer in self.reducers:
             reducer.start_step()
         with fuse_embedding_grad(self.early_tables):
@@ -181,6 +189,7 @@ class Trainer(Generic[B]):
         with self.observers.phase("reduce"):
             for gradients in self.gradients:
                 gradients.finish()
+            self.balance.reduce()
             sequence_parallel = self.model.chunks[0].sequence_parallel
             sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
             if self.config.model.is_tied:
@@ -216,6 +225,7 @@ class Trainer(Generic[B]):
         overflow = (~norm.isfinite()).float()
         skip = overflow if hold is None else torch.maximum(overflow, hold.to(overflow.dtype))
         apply(self.optimizer, self.shards, factor, skip)
+        self.balance.update(skip)
         return overflow
 
     def compute_gradients(self, batches: Sequence[B]) -> Tensor:
@@ -266,6 +276,12 @@ class Trainer(Generic[B]):
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
         total = all_reduce(to_device(counts.to(dtype), self.ctx.device), self.ctx.dp)
         return total.clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
+
+    def global_tokens(self, batches: Iterable[B]) -> Tensor:
+        """Tokens that the model reads in the global batch, padding included: 0-d float."""
+        dtype = parameter_dtype(self.config.precision)
+        tokens = torch.tensor(float(sum(batch.tokens.numel() for batch in batches)), dtype=dtype)
+        return all_reduce(to_device(tokens, self.ctx.device), self.ctx.dp)
 
     def mean_parts(self, outcome: StepOutcome) -> list[float]:
         """Each part of the objective, mean over the global batch.

@@ -3,73 +3,46 @@
 Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
 from mlm.models.llama.attention import GroupedQueryAttention
+from mlm.models.llama.gated import GatedMLP
+from mlm.models.llama.mixture import MixtureOfExperts
 from mlm.models.llama.rope import frequencies
-from mlm.models.llama.settings import LlamaSettings, num_blocks
+from mlm.models.llama.settings import LlamaSettings
 from mlm.models.norms import RMSNorm
 from mlm.models.rotary import Rotary
-from mlm.models.transformer import MLP, TransformerLayer, activate
+from mlm.models.transformer import TransformerLayer
 from mlm.parallel.layers import VocabParallelEmbedding
-from mlm.parallel.mesh import Axis
-
-
-class GatedMLP(MLP):
-    """Gated MLP y = W2 (act(G x) * (U x)) (arXiv:2002.05202): SwiGLU, or GeGLU with model.activation=gelu.
-
-    G and U are in one weight, whose rows are ordered `[block][gate, up][F / blocks]`, with gcd(N, F) blocks:
-    a contiguous split at any tp that divides the heads and F gives whole blocks. Columns of W2 are in the
-    usual order.
-    """
-
-    def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
-        super().__init__(config, tp=tp, sequence_parallel=sequence_parallel)
-        self.block = config.ffn_size // num_blocks(config)
-
-    def inner(self, y: Tensor) -> Tensor:
-        """[S, B, 2F/t] -> [S, B, F/t]."""
-        pairs = y.unflatten(-1, (-1, 2, self.block))  # [S, B, blocks/t, 2, F / blocks]
-        if self.activation != "silu":
-            gated: Tensor = activate(pairs[..., 0, :], self.activation) * pairs[..., 1, :]
-            return gated.flatten(2)
-        if torch.compiler.is_compiling():  # it decides what to keep, and traces no result written in parts
-            gated = F.silu(pairs[..., 0, :]) * pairs[..., 1, :]
-            return gated.flatten(2)
-        gated = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
-        return gated.flatten(2)
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [..., 2, F]; nothing is kept but its input."""
-
-    @staticmethod
-    def forward(ctx: Any, pairs: Tensor) -> Tensor:
-        ctx.save_for_backward(pairs)
-        return F.silu(pairs[..., 0, :]).mul_(pairs[..., 1, :])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (pairs,) = ctx.saved_tensors
-        gate, up = pairs[..., 0, :], pairs[..., 1, :]
-        d = torch.empty_like(pairs)
-        torch.mul(dy, F.silu(gate), out=d[..., 1, :])
-        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d[..., 0, :])
-        return d
+from mlm.parallel.mesh import Axis, ExpertAxes
 
 
 class LlamaLayer(TransformerLayer):
-    """RMSNorm, grouped-query attention with rotary positions, RMSNorm, gated MLP."""
+    """RMSNorm, grouped-query attention with rotary positions, RMSNorm, gated MLP or mixture of experts."""
 
     norm_type = RMSNorm
     attention_type = GroupedQueryAttention
     mlp_type = GatedMLP
+
+    def build_mlp(
+        self,
+        config: ModelConfig,
+        *,
+        layer: int,
+        tp: Axis,
+        sequence_parallel: bool,
+        cp: Axis | None,
+        experts: ExpertAxes | None,
+    ) -> nn.Module:
+        """Return a mixture of experts, or in the first layers (dense_layers) and without experts an MLP."""
+        if not LlamaSettings.of(config).has_experts(layer):
+            return GatedMLP(config, tp=tp, sequence_parallel=sequence_parallel)
+        return MixtureOfExperts(config, tp=tp, sequence_parallel=sequence_parallel, cp=cp, axes=experts)
 
 
 class Llama(GPT2):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture
+from mlm.models.llama.mixture_checks import mixture_problem
 from mlm.util.errors import Problem, show
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -51,6 +52,38 @@ class LlamaSettings:
     """Biases of queries, keys and values, as Qwen 2."""
     tied: bool = False
     """Take the token table for the output layer."""
+    num_experts: int = 0
+    """Experts of each layer, E, in place of its MLP; 0 for a dense model. A multiple of ep."""
+    experts_per_token: int = 2
+    """Experts that each token goes through, k."""
+    expert_ffn_size: int = 0
+    """Width of an expert; 0 means model.ffn_hidden_size. With expert_tp=tp a multiple of tp."""
+    shared_experts: int = 0
+    """Experts beside these that every token goes through (arXiv:2401.06066), as one MLP of their width."""
+    dense_layers: int = 0
+    """First layers that have an MLP of model.ffn_hidden_size and no experts."""
+    router_scores: str = "softmax"
+    """Scores of experts from their logits: softmax, or sigmoid (arXiv:2412.19437, section 2.1.2)."""
+    router_normalise: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    router_scale: float = 1.0
+    """Factor of those weights."""
+    router_groups: int = 1
+    """Groups of consecutive experts, of which each token chooses some first (arXiv:2412.19437)."""
+    router_top_groups: int = 1
+    """Groups that a token's experts are of."""
+    router_bias: bool = False
+    """Add a bias to the scores for the choice alone; balance=bias has one too."""
+    balance: str = "none"
+    """What keeps the loads of experts even: none, bias (arXiv:2408.15664), or a loss of the loads of each
+    sequence (arXiv:2412.19437), of the global_batch before (arXiv:2501.11873), or of the micro_batch, which
+    makes training depend on the layout."""
+    balance_rate: float = 0.001
+    """Of bias: its step after each global batch."""
+    balance_coefficient: float = 0.01
+    """Of the losses: their coefficient."""
+    z_loss: float = 0.0
+    """Coefficient of the squared logarithm of the router's partition function (arXiv:2202.08906)."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "LlamaSettings":
@@ -60,12 +93,18 @@ class LlamaSettings:
         given["num_kv_heads"] = given.get("num_kv_heads") or model.num_heads
         given["head_dim"] = given.get("head_dim") or model.hidden_size // model.num_heads
         given["rope_original_positions"] = given.get("rope_original_positions") or model.max_positions
+        if given.get("num_experts"):
+            given["expert_ffn_size"] = given.get("expert_ffn_size") or model.ffn_size
         return cls(**given)  # type: ignore[arg-type]
 
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are turned, R."""
         return int(self.head_dim * self.rotary_fraction)
+
+    def has_experts(self, layer: int) -> bool:
+        """True if a layer, by its global number, has experts in place of its MLP."""
+        return self.num_experts > 0 and layer >= self.dense_layers
 
 
 DEFAULTS: dict[str, bool | int | float | str] = {
@@ -95,6 +134,11 @@ def architecture(model: ModelConfig) -> Architecture:
         learned_positions=False,
         tied=settings.tied,
         window=settings.window,
+        experts=settings.num_experts,
+        experts_per_token=settings.experts_per_token if settings.num_experts else 0,
+        expert_size=settings.expert_ffn_size,
+        shared_size=settings.shared_experts * settings.expert_ffn_size,
+        dense_layers=settings.dense_layers if settings.num_experts else 0,
     )
 
 
@@ -164,4 +208,4 @@ def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | Non
     if settings.rope_scaling == "yarn" and not 0 < settings.rope_beta_slow <= settings.rope_beta_fast:
         why = f"must be at least rope_beta_slow={settings.rope_beta_slow:g}, and that greater than 0"
         return problem("rope_beta_fast", why, "use 32.0 and 1.0")
-    return None
+    return mixture_problem(model, settings)

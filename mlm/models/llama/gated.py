@@ -1,0 +1,63 @@
+"""Gated MLP, dense or of one expert.
+
+Shapes: S sequence, B micro-batch, F width of the MLP, t = tensor-parallel size.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlm.models.config import ModelConfig
+from mlm.models.llama.settings import num_blocks
+from mlm.models.transformer import MLP, activate
+from mlm.parallel.mesh import Axis
+
+
+class GatedMLP(MLP):
+    """Gated MLP y = W2 (act(G x) * (U x)) (arXiv:2002.05202): SwiGLU, or GeGLU with model.activation=gelu.
+
+    G and U are in one weight, whose rows are ordered `[block][gate, up][F / blocks]`, with gcd(N, F) blocks:
+    a contiguous split at any tp that divides the heads and F gives whole blocks. Columns of W2 are in the
+    usual order.
+    """
+
+    def __init__(self, config: ModelConfig, *, tp: Axis, sequence_parallel: bool = False) -> None:
+        super().__init__(config, tp=tp, sequence_parallel=sequence_parallel)
+        self.block = config.ffn_size // num_blocks(config)
+
+    def inner(self, y: Tensor) -> Tensor:
+        """[S, B, 2F/t] -> [S, B, F/t]."""
+        return gate(y, self.activation, self.block)
+
+
+def gate(y: Tensor, activation: str, block: int) -> Tensor:
+    """act(gate) * up of rows `[block][gate, up][block's size]`: [..., 2F/t] -> [..., F/t]."""
+    pairs = y.unflatten(-1, (-1, 2, block))  # [..., blocks/t, 2, F / blocks]
+    if activation != "silu":
+        gated: Tensor = activate(pairs[..., 0, :], activation) * pairs[..., 1, :]
+        return gated.flatten(-2)
+    if torch.compiler.is_compiling():  # it decides what to keep, and traces no result written in parts
+        gated = F.silu(pairs[..., 0, :]) * pairs[..., 1, :]
+        return gated.flatten(-2)
+    gated = _SwiGLU.apply(pairs)  # type: ignore[no-untyped-call]
+    return gated.flatten(-2)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of [..., 2, F]; nothing is kept but its input."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor) -> Tensor:
+        ctx.save_for_backward(pairs)
+        return F.silu(pairs[..., 0, :]).mul_(pairs[..., 1, :])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (pairs,) = ctx.saved_tensors
+        gate, up = pairs[..., 0, :], pairs[..., 1, :]
+        d = torch.empty_like(pairs)
+        torch.mul(dy, F.silu(gate), out=d[..., 1, :])
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d[..., 0, :])
+        return d

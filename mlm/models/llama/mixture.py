@@ -1,0 +1,105 @@
+"""A layer's mixture of experts: router, experts, and shared experts that every token goes through.
+
+Sources: arXiv:2101.03961 (Switch), arXiv:2401.04088 (Mixtral), arXiv:2401.06066 (shared experts).
+
+Shapes: S sequence, B micro-batch, H hidden, k experts per token, t = tensor-parallel size.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from mlm.models.config import ModelConfig
+from mlm.models.llama.gated import GatedMLP, gate
+from mlm.models.llama.settings import LlamaSettings, num_blocks
+from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
+from mlm.parallel.expert.dispatch import combine, permute, sort_by_expert
+from mlm.parallel.expert.experts import Experts
+from mlm.parallel.expert.router import Router, RouterSettings
+from mlm.parallel.mesh import Axis, ExpertAxes
+from mlm.parallel.uncompiled import skip_compile
+
+
+class MixtureOfExperts(nn.Module):
+    """y = sum over a token's k experts of weight * MLP_e(x), and the shared experts' MLP(x).
+
+    Inside an expert split over tp each rank has a term of the sum: x and the weights enter by f, y leaves by
+    g, as around a dense MLP. With sequence parallelism each rank chooses for its own rows. Experts that tp
+    does not split (expert_tp=1) take those rows as they are.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        tp: Axis,
+        sequence_parallel: bool = False,
+        cp: Axis | None = None,
+        axes: ExpertAxes | None = None,
+    ) -> None:
+        super().__init__()
+        settings, self.sequence_parallel = LlamaSettings.of(config), sequence_parallel
+        self.axes = axes = axes or ExpertAxes(tp=tp)
+        width, h = settings.expert_ffn_size, config.hidden_size
+        self.router = Router(
+            h,
+            router_settings(settings),
+            axes=[axis for axis in (cp, tp if sequence_parallel else None) if axis is not None],
+            init_std=config.init_std,
+        )
+        block = width // num_blocks(replace(config, ffn_hidden_size=width))
+        self.experts = Experts(
+            settings.num_experts,
+            h,
+            width,
+            inner=partial(gate, activation=config.activation, block=block),
+            ep=axes.ep,
+            tp=axes.tp,
+            init_stds=(config.init_std, config.init_std / math.sqrt(2 * config.num_layers)),
+        )
+        self.shared: GatedMLP | None = None
+        if settings.shared_experts:
+            dense = replace(config, ffn_hidden_size=settings.shared_experts * width)
+            self.shared = GatedMLP(dense, tp=tp, sequence_parallel=sequence_parallel)
+
+    @skip_compile
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, B, H] -> [S, B, H]."""
+        routing = self.router(x)
+        y = self.routed(x, routing.experts, routing.weights)
+        return y if self.shared is None else y + self.shared(x)
+
+    def routed(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """The sum over the experts [S, B, k] of each token."""
+        tp = self.axes.tp
+        if tp.size > 1 and self.sequence_parallel:
+            x, weights = gather_sequence(x, tp), gather_sequence(weights, tp)  # [S, B, …] of [S/t, B, …]
+            experts = gather_sequence(experts, tp)
+        elif tp.size > 1:
+            x, weights = copy_to_tp(x, tp), copy_to_tp(weights, tp)
+        order = sort_by_expert(experts.flatten(0, 1), self.router.settings.num_experts)
+        y = self.experts(permute(x.flatten(0, 1), order), order.counts)
+        y = combine(y, weights.flatten(0, 1), order).view_as(x)
+        if tp.size == 1:
+            return y
+        return scatter_sequence(y, tp) if self.sequence_parallel else reduce_from_tp(y, tp)
+
+
+def router_settings(settings: LlamaSettings) -> RouterSettings:
+    """Return the router's settings of a model."""
+    return RouterSettings(
+        num_experts=settings.num_experts,
+        experts_per_token=settings.experts_per_token,
+        scores=settings.router_scores,
+        normalise=settings.router_normalise,
+        scale=settings.router_scale,
+        groups=settings.router_groups,
+        top_groups=settings.router_top_groups,
+        has_bias=settings.router_bias or settings.balance == "bias",
+        balance=settings.balance,
+        balance_rate=settings.balance_rate,
+        balance_coefficient=settings.balance_coefficient,
+        z_loss=settings.z_loss,
+    )

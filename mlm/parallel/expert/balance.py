@@ -1,0 +1,47 @@
+"""Loads of the experts over a step: counted on each rank, summed over ranks, and what they move."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from mlm.parallel.collectives import all_reduce
+from mlm.parallel.expert.router import Router
+from mlm.parallel.mesh import Axis
+
+
+class Balance:
+    """The routers of a rank's layers, in a step: `start`, backward passes, `reduce`, `update`.
+
+    Args:
+        routers: of this rank's layers.
+        axes: those whose ranks route different tokens; the counts are summed over them.
+    """
+
+    def __init__(self, routers: Iterable[Router], axes: Sequence[Axis]) -> None:
+        self.routers, self.axes = list(routers), axes
+        self.counts: Tensor | None = None
+        """[routers, E] int64: tokens that chose each expert, of this rank, after `reduce` of all."""
+
+    def start(self, scale: Tensor) -> None:
+        """Count from 0; `scale` (0-d) is the loss scale over the tokens of the global batch."""
+        if not self.routers:
+            return
+        experts = self.routers[0].settings.num_experts
+        self.counts = torch.zeros(len(self.routers), experts, dtype=torch.int64, device=scale.device)
+        for router, counts in zip(self.routers, self.counts, strict=True):
+            router.state.scale, router.state.counts = scale, counts
+
+    def reduce(self) -> None:
+        """Sum the counts over ranks, one message for all layers; backward passes are over."""
+        for router in self.routers:
+            router.state.scale = router.state.counts = None
+        if self.counts is not None:
+            for axis in self.axes:
+                all_reduce(self.counts, axis)
+
+    def update(self, skip: Tensor) -> None:
+        """Move biases and loads, unless `skip` (0-d) is 1."""
+        if self.counts is not None:
+            for router, counts in zip(self.routers, self.counts, strict=True):
+                router.update(counts, skip)

@@ -1,0 +1,147 @@
+"""The experts of a layer: MLPs of one shape, each for the rows of its own.
+
+Shapes: R rows sorted by expert, e experts of this rank, H hidden, F width of an expert, t = tensor-parallel
+size inside an expert.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
+from mlm.parallel.layers import split
+from mlm.parallel.matmul import product, weight_gradient
+from mlm.parallel.mesh import Axis
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """y = x W_e^T, each row by the weight of its expert. What is kept is x and the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor | None, counts: Sequence[int]) -> Tensor:
+        cast = copy_of_dtype(cast, x.dtype)
+        used = weight if cast is None else cast
+        ctx.save_for_backward(x, used)
+        ctx.counts, ctx.weight_dtype = counts, weight.dtype
+        return _products(x, used.to(x.dtype), counts)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        dx = dw = None
+        if needs_x:
+            dx = _products(dy, weight.to(dy.dtype).transpose(1, 2), ctx.counts)
+        if needs_weight:
+            dw = _weight_gradients(dy, x, ctx.counts, ctx.weight_dtype)
+        return dx, dw, None, None
+
+
+def _uses_grouped_kernel(x: Tensor) -> bool:
+    """True where one kernel multiplies the rows of all experts."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and _grouped_mm is not None and x.shape[1] % 8 == 0
+
+
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+"""Its public name since torch 2.10, and the one before."""
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    """[e] int32: where the rows of each expert end."""
+    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each expert's rows times its weight, transposed: [R, I], [e, O, I] -> [R, O]."""
+    if _uses_grouped_kernel(x) and weight.shape[1] % 8 == 0:
+        y: Tensor = _grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts, x.device))
+        return y
+    out, first = x.new_empty(len(x), weight.shape[1]), 0
+    for expert, count in enumerate(counts):
+        if count:
+            out[first : first + count] = product(x[first : first + count], weight[expert])
+        first += count
+    return out
+
+
+def _weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """dy^T x over each expert's rows, 0 for one without any: [R, O], [R, I] -> [e, O, I] in `dtype`."""
+    if _uses_grouped_kernel(x) and dy.shape[1] % 8 == 0:
+        dw: Tensor = _grouped_mm(dy.t(), x, offs=_ends(counts, x.device))
+        return dw.to(dtype)
+    out = torch.empty(len(counts), dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
+    first = 0
+    for expert, count in enumerate(counts):
+        rows = slice(first, first + count)
+        if count:
+            out[expert] = weight_gradient(dy[rows], x[rows], dtype)
+        else:
+            out[expert].zero_()
+        first += count
+    return out
+
+
+class Experts(ComputesInHalf):
+    """e of the E experts of a layer, gated MLPs without biases: y = W2 inner(W1 x).
+
+    Dim 0 of both weights is split over ep; inside an expert W1 is split by column and W2 by row
+    (arXiv:1909.08053, figure 3a), so that y is this rank's term of a sum over tp.
+
+    Args:
+        num_experts: E.
+        hidden_size: H.
+        ffn_size: F.
+        inner: input of W2 for the output of W1, [R, 2F/t] -> [R, F/t].
+        ep: axis that splits the experts.
+        tp: axis that splits each expert.
+        init_stds: standard deviations of the initial weights W1 and W2.
+    """
+
+    tp_dims: ClassVar[dict[str, int]] = {"up": 1, "down": 2}
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        inner: Callable[[Tensor], Tensor],
+        ep: Axis,
+        tp: Axis,
+        init_stds: tuple[float, float],
+    ) -> None:
+        super().__init__()
+        self.inner, self.ep, self.tp = inner, ep, tp
+        self.init_stds = dict(zip(("up", "down"), init_stds, strict=True))
+        if num_experts % ep.size:
+            raise ValueError(f"num_experts={num_experts} must be divisible by ep={ep.size}")
+        here, width = num_experts // ep.size, split(ffn_size, "expert_ffn_size", tp)
+        self.up = nn.Parameter(torch.empty(here, 2 * width, hidden_size))  # [e, 2F/t, H]
+        self.down = nn.Parameter(torch.empty(here, hidden_size, width))  # [e, H, F/t]
+
+    def extra_repr(self) -> str:
+        """Sizes of all, and the ranks that split them."""
+        here, hidden, width = self.down.shape
+        sizes = f"experts={here * self.ep.size}, hidden={hidden}, ffn={width * self.tp.size}"
+        return f"{sizes}, ep={self.ep.size}, tp={self.tp.size}"
+
+    def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
+        """Both weights: a product gives their gradients itself."""
+        return {"up": False, "down": False}
+
+    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows of each expert, `counts` of them, one expert after the other: [R, H] -> [R, H]."""
+        inner = self.inner(grouped_linear(x, self.up, counts, cast=self.compute.up_copy))
+        return grouped_linear(inner, self.down, counts, cast=self.compute.down_copy)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], *, cast: Tensor | None = None) -> Tensor:
+    """Each row times the weight of its expert: [R, I], [e, O, I] -> [R, O].
+
+    `counts` are the rows of each expert, in order; `cast` is the weight in the dtype of compute.
+    """
+    y: Tensor = _GroupedLinear.apply(x, weight, cast, counts)  # type: ignore[no-untyped-call]
+    return y

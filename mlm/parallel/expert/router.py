@@ -1,0 +1,229 @@
+"""Choice of the experts of each token, and what keeps their loads even.
+
+Scores are computed in float32 (float64 for float64), ties go to the lower number. Sources: top-k gates
+arXiv:1701.06538 and 2101.03961; sigmoid scores and groups of experts arXiv:2412.19437, section 2.1.2.
+
+Balance, none of which depends on layout or micro-batches but the last:
+
+    bias          a number per expert, added for the choice alone, moves by a fixed step against the load of
+                  each global batch (arXiv:2408.15664)
+    sequence      a loss of each sequence's loads (arXiv:2412.19437, equations 17 to 20)
+    global_batch  the same loss of the global batch's loads (arXiv:2501.11873). Those of the batch before:
+                  a batch's own are known after its last micro-batch
+    micro_batch   the same loss of a rank's rows of a micro-batch (arXiv:2101.03961, equation 4)
+
+A loss has no way out of a layer, so its gradient is injected: `_Inject` hands the weights on, and its
+backward pass starts that of the loss. There, too, the choices are counted: once a micro-batch, however often
+a forward pass is recomputed, and never in evaluation.
+
+Shapes: S sequence (this rank's rows of it), B micro-batch, H hidden, E experts, k experts per token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlm.parallel.collectives import all_reduce
+from mlm.parallel.mesh import Axis
+
+GROUP_MEMBERS = 2
+"""Experts of a group whose scores, added, are the group's (arXiv:2412.19437)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """How experts are chosen and balanced."""
+
+    num_experts: int
+    experts_per_token: int
+    scores: str = "softmax"
+    """softmax or sigmoid."""
+    normalise: bool = True
+    """Divide the weights of the chosen experts by their sum."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    groups: int = 1
+    top_groups: int = 1
+    """Groups that a token's experts are chosen of."""
+    has_bias: bool = False
+    """True for scores corrected by a bias, for the choice alone; balance=bias moves it."""
+    balance: str = "none"
+    """One of those above, or none."""
+    balance_rate: float = 0.001
+    """Step of the bias."""
+    balance_coefficient: float = 0.01
+    """Coefficient of a loss of loads."""
+    z_loss: float = 0.0
+    """Coefficient of the mean of log(sum(exp(logits)))^2 (arXiv:2202.08906, equation 5)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The experts of each token."""
+
+    experts: Tensor
+    """[S, B, k] int64, those of the highest score first."""
+    weights: Tensor
+    """[S, B, k] float32 or float64."""
+
+
+@dataclass
+class TrainingState:
+    """What a router needs in training; set by the trainer before a step."""
+
+    scale: Tensor | None = None
+    """0-d: loss scale / tokens of the global batch, factor of each token's loss; None outside of training."""
+    counts: Tensor | None = None
+    """[E] int64: tokens that chose each expert, so far in the step."""
+
+
+class Router(nn.Module):
+    """Scores of all experts for each token, and the choice of k of them.
+
+    `weight` is replicated over all axes. `bias` and `load` are no weights but state, [E]: they have no
+    gradient, and `update` moves them.
+
+    Args:
+        hidden_size: H.
+        settings: how experts are chosen and balanced.
+        axes: those that split a sequence: cp, and tp with sequence parallelism.
+        init_std: standard deviation of the initial weights.
+    """
+
+    bias: nn.Parameter | None
+    load: nn.Parameter | None
+
+    def __init__(
+        self, hidden_size: int, settings: RouterSettings, *, axes: Sequence[Axis], init_std: float
+    ) -> None:
+        super().__init__()
+        self.settings, self.axes, self.init_std = settings, tuple(axes), init_std
+        self.state = TrainingState()
+        self.weight = nn.Parameter(torch.empty(settings.num_experts, hidden_size))
+        self.bias = self._add_state() if settings.has_bias else None
+        self.load = self._add_state() if settings.balance == "global_batch" else None
+
+    def _add_state(self) -> nn.Parameter:
+        return nn.Parameter(torch.zeros(self.settings.num_experts), requires_grad=False)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"experts={self.settings.num_experts}, per_token={self.settings.experts_per_token}"
+
+    def forward(self, x: Tensor) -> Routing:
+        """[S, B, H] -> the experts of each of the S B tokens."""
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        logits = F.linear(x.to(wide), self.weight.to(wide))  # [S, B, E]
+        scores = logits.softmax(-1) if self.settings.scores == "softmax" else logits.sigmoid()
+        experts = self.choose(scores.detach())
+        weights = scores.gather(-1, experts)
+        if self.settings.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if self.settings.scale != 1:
+            weights = weights * self.settings.scale
+        if self.state.scale is not None and torch.is_grad_enabled():
+            weights = self._inject(weights, experts, logits, scores)
+        return Routing(experts, weights)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the k experts of each token: [..., E] -> [..., k] int64."""
+        settings = self.settings
+        if self.bias is not None:
+            scores = scores + self.bias.to(scores.dtype)
+        if settings.top_groups < settings.groups:
+            members = scores.unflatten(-1, (settings.groups, -1))  # [..., groups, E / groups]
+            best = members.topk(min(GROUP_MEMBERS, members.shape[-1]), dim=-1).values.sum(-1)
+            chosen = _highest(best, settings.top_groups)
+            is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, True)
+            scores = members.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(-2)
+        return _highest(scores, settings.experts_per_token)
+
+    def _inject(self, weights: Tensor, experts: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+        """The weights, whose backward pass adds the gradients of the losses of balance, and counts."""
+        counts = count_choices(experts, self.settings.num_experts)  # [B, E]
+        loss = self.auxiliary_loss(logits, scores, counts)
+        assert self.state.counts is not None
+        injected: Tensor = _Inject.apply(  # type: ignore[no-untyped-call]
+            weights, loss, self.state.scale, counts.sum(0), self.state.counts
+        )
+        return injected
+
+    def auxiliary_loss(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor | None:
+        """Sum over this rank's tokens of what the losses of balance charge each; None without any.
+
+        With loads f_e = E / (k T) times the tokens of T that chose e, a token is charged the mean of f_e
+        weighted by its own scores. Counts have no gradient.
+        """
+        settings, loss = self.settings, None
+        if settings.balance in ("sequence", "global_batch", "micro_batch"):
+            shares = scores if settings.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+            charged = (shares * self._loads(counts, shares.dtype)).sum()
+            loss = settings.balance_coefficient * charged
+        if settings.z_loss:
+            z = settings.z_loss * logits.logsumexp(-1).square().sum()
+            loss = z if loss is None else loss + z
+        return loss
+
+    def _loads(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
+        """Loads f, [B, E] or [E], whose mean over the experts is 1; all 0 before the first global batch."""
+        if self.settings.balance == "sequence":
+            counts = counts.clone()
+            for axis in self.axes:  # S k choices, of which this rank holds some
+                all_reduce(counts, axis)
+        elif self.settings.balance == "micro_batch":
+            counts = counts.sum(0)
+        else:
+            assert self.load is not None
+            counts = self.load.detach()
+        total = counts.sum(-1, keepdim=True).clamp(min=1)
+        return counts.to(dtype) * self.settings.num_experts / total
+
+    @torch.no_grad()
+    def update(self, counts: Tensor, skip: Tensor) -> None:
+        """Move bias and load by the counts of a global batch, [E] int64, unless `skip` (0-d) is 1."""
+        if self.settings.balance == "bias":
+            assert self.bias is not None
+            missing = (counts.sum() - counts * len(counts)).sign()  # of mean - count, without rounding
+            step = self.settings.balance_rate * (1 - skip.to(self.bias.dtype))
+            self.bias.add_(missing.to(self.bias.dtype) * step)
+        if self.load is not None:
+            self.load.copy_(torch.where(skip == 1, self.load, counts.to(self.load.dtype)))
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """Numbers of the highest scores, the lower one of equals first: `topk` promises no order of those."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def count_choices(experts: Tensor, num_experts: int) -> Tensor:
+    """Tokens of each sequence that chose each expert: [S, B, k] -> [B, E] int64."""
+    length, batch, k = experts.shape
+    flat = experts.transpose(0, 1).reshape(batch, length * k)
+    counts = torch.zeros(batch, num_experts, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(1, flat, torch.ones_like(flat))
+
+
+class _Inject(torch.autograd.Function):
+    """The weights as they are; backward gives the loss the gradient `scale`, and adds to the counts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, loss: Tensor | None, scale: Tensor, counts: Tensor, total: Tensor
+    ) -> Tensor:
+        ctx.scale = None if loss is None else scale.to(loss.dtype)
+        ctx.counts, ctx.total = counts, total
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, d_weights: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.total.add_(ctx.counts)
+        return d_weights, ctx.scale, None, None, None
+
+
+def routers(model: nn.Module) -> list[Router]:
+    """The routers of a model, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, Router)]
