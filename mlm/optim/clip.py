@@ -34,7 +34,7 @@ def gradient_norm(shards: Sequence[ParameterShard], ctx: ParallelContext, prefix
     if grads:
         norms = _norms_of_pieces(grads) if first.device.type == "cpu" else torch._foreach_norm(grads, 2)
         square += torch.cat([norm.view(-1) for norm in norms]).double().square().sum()
-    if any(s.dp_slice is not None for s in shards):  # alike on all ranks
+    if any(s.dp_slice is not None and s.is_trained for s in shards):  # alike on all ranks
         all_reduce(square, ctx.replicas)
     return all_reduce(all_reduce(square, ctx.tp), ctx.pp).sqrt()
 

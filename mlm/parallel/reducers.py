@@ -115,6 +115,7 @@ def build_reducer(
     late_weights: bool = False,
     keep_buffers: bool = False,
     fuse_accumulation: bool = False,
+    replicated: Sequence[nn.Parameter] = (),
 ) -> Reducer:
     """Make a model's gradients sum over dp; with zero=2|3 its parameters are sharded over dp from here on.
 
@@ -131,6 +132,7 @@ def build_reducer(
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
         keep_buffers: keep gradients of one rank in buffers, too: those that backward returns are overwritten.
         fuse_accumulation: weight gradients of linear layers are added inside their products.
+        replicated: the trained parameters of a model whose others are frozen; zero=2|3 shards those alone.
     """
     if zero == 0 or dp.group is None:
         linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))
@@ -155,4 +157,5 @@ def build_reducer(
         methods=methods,
         reduce=reduce,
         late_weights=late_weights,
+        replicated=replicated,
     )

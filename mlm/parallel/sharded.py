@@ -32,7 +32,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from mlm.parallel.collectives import Pending, for_transport, gather_flat, record, scatter_flat
-from mlm.parallel.gradients import ReduceWhen
+from mlm.parallel.gradients import GradientReducer, ReduceWhen
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import DP_SLICES, DataParallelSlice
 
@@ -51,6 +51,7 @@ class ShardedReducer:
         methods: Sequence[str],
         reduce: ReduceWhen,
         late_weights: bool,
+        replicated: Sequence[nn.Parameter] = (),
     ) -> None:
         assert dp.group is not None
         first = next(model.parameters())
@@ -60,12 +61,19 @@ class ShardedReducer:
             reduce_dtype=first.dtype,
             cast_forward_inputs=False,  # the loss scale keeps its dtype
         )
+        self.whole = GradientReducer(replicated, dp) if replicated else None
+        kept = set(replicated)
         mesh = DeviceMesh.from_group(dp.group, first.device.type, mesh_dim_names=(dp.name,))
         self.units = [
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3) for unit in units
+            fully_shard(
+                unit, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3, ignored_params=kept
+            )
+            for unit in units
         ]
         # what is left is used at both ends of the forward pass and next in backward: kept in between
-        self.root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self.root: FSDPModule = fully_shard(
+            model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=kept
+        )
         # under way while what comes before computes, also where the host launches hardly faster than that
         for unit, following in pairwise((self.root, *self.units)):
             unit.set_modules_to_forward_prefetch([following])
@@ -92,6 +100,8 @@ class ShardedReducer:
 
     @sync.setter
     def sync(self, value: bool) -> None:
+        if self.whole is not None:
+            self.whole.sync = value
         value = value and not self.late_weights  # the rest would miss the reduction: `finish` does it all
         self._reduced |= value
         # where weights come late, a pass has little to reduce: `settle` does it for both
@@ -112,6 +122,8 @@ class ShardedReducer:
             rows.grad = dp_slice.parameter.grad = None
         for unit in (*self.units, self.root):
             unit.reshard()
+        if self.whole is not None:
+            self.whole.start_step()
         self.sync, self._reduced = False, False
 
     def settle(self) -> None:
@@ -130,6 +142,8 @@ class ShardedReducer:
 
     def finish(self) -> None:
         """Reduce if no backward pass did, and assign the sums to the parameters of `ParameterShard`."""
+        if self.whole is not None:
+            self.whole.finish()
         if not self._reduced:
             self._take_in(reduce=True, last=True)
             self._reduced = True
@@ -141,7 +155,8 @@ def _assign_slices(model: nn.Module, dp: Axis) -> list[tuple[nn.Parameter, DataP
     """Tell `parameter_shards` what this rank holds: FSDP2's parameters, each with our view of its rows."""
     slices: dict[nn.Parameter, DataParallelSlice] = {}
     for module in model.modules():
-        own = dict(module.named_parameters(recurse=False))
+        every = module.named_parameters(recurse=False)
+        own = {name: p for name, p in every if isinstance(p, DTensor)}
         for parameter in own.values():
             if parameter not in slices:
                 slices[parameter] = _slice_of(parameter, dp)

@@ -17,21 +17,28 @@ from mlm.checkpoint.commands.config import ExportHFConfig
 from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
 from mlm.checkpoint.commands.model_card import CARD, model_card
 from mlm.checkpoint.commands.result import show_table
+from mlm.checkpoint.commands.weights import WholeWeights
+from mlm.checkpoint.huggingface import peft
 from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
-from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.shard_file import Form, write_stream
-from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.verify import check_whole, shard_bytes
+from mlm.checkpoint.parameters import parameters
 from mlm.data.chat_template import FILE as CHAT_TEMPLATE
 from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
+from mlm.inference.base import Base
 from mlm.inference.chat import end_of_turn_tokens
-from mlm.inference.trained import check_stored_parameters, load_tokenizer, run_directory, trained_config
-from mlm.models.config import ModelConfig
+from mlm.inference.trained import (
+    check_stored_parameters,
+    load_tokenizer,
+    resolve_checkpoint,
+    run_directory,
+    trained_config,
+)
+from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.family import family_of
 from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
 from mlm.training.run_folder import GB, new_folder, out_problems
@@ -66,6 +73,9 @@ class ExportSource:
     model: ModelConfig
     mapping: HuggingFaceMapping
     tokenizer: Tokenizer | None
+    lora: LoraConfig
+    base: Base | None
+    """Of adapters; None for a checkpoint that holds the whole model."""
 
     @property
     def architecture(self) -> str:
@@ -91,6 +101,7 @@ def export_hf(
     *,
     max_file_gb: float = 5.0,
     verify: bool = True,
+    merge: bool = False,
 ) -> Path:
     """Write a checkpoint as a folder that `transformers` loads, as `mlm export hf` does; return the folder.
 
@@ -99,11 +110,13 @@ def export_hf(
         out: Folder to write, a new one.
         max_file_gb: Largest .safetensors file, in 10^9 bytes.
         verify: Compare logits with those of `transformers`, and write nothing where they differ.
+        merge: Of a run with adapters, add them to the weights of their base; else they are written alone, as
+            `peft` loads them.
 
     Raises:
         UserError: The model is not supported, `out` is not free, or the logits differ.
     """
-    config = ExportHFConfig(ckpt=str(ckpt), out=str(out), max_file_gb=max_file_gb, verify=verify)
+    config = ExportHFConfig(ckpt=str(ckpt), out=str(out), max_file_gb=max_file_gb, verify=verify, merge=merge)
     if problems := preflight(config):
         raise ConfigError(problems)
     convert(config)
@@ -123,12 +136,19 @@ def convert(
     tensors = plan_tensors(source)
     count = sum(tensor.form.num_bytes for tensor in tensors)
     files = into_files(tensors, int(config.max_file_gb * GB))
-    with new_folder(Path(config.out), count, "exported-model") as folder:
-        with progress_bar("exporting", shard_bytes(source.path) + count, in_bytes=True) as advance:
-            check_whole(source.path, advance)
-            is_folded = write_weights(source, files, folder, advance)
-        write_settings(source, folder)
-        agreement = compare_logits(folder, source.path) if config.verify else None
+    is_adapter = source.base is not None and not config.merge
+    with (
+        new_folder(Path(config.out), count, "exported-model") as folder,
+        WholeWeights(source.path) as weights,
+    ):
+        with progress_bar("exporting", weights.num_bytes + count, in_bytes=True) as advance:
+            weights.check(advance)
+            if is_adapter:
+                files, is_folded = write_adapters(source, weights, folder), False
+            else:
+                is_folded = write_weights(source, weights, files, folder, advance)
+        write_settings(source, folder, with_model=not is_adapter)
+        agreement = compare_logits(folder, source.path) if config.verify and not is_adapter else None
     return source, files, agreement, is_folded
 
 
@@ -136,31 +156,34 @@ def open_source(ckpt: str) -> ExportSource:
     """Read the manifest and the tokenizer. Raises UserError."""
     path = resolve(ckpt)
     manifest = read_manifest(path)
-    model = trained_config(manifest, path).model
+    trained, base = trained_config(manifest, path), Base.of(manifest, path)
+    model = trained.model
     mapping = family_of(model.kind).huggingface
     if mapping is None:
         raise UserError(f"{path}: its model.kind={model.kind} has no counterpart in transformers")
     if problem := mapping.problem(model):
         raise UserError(f"{path}: {problem}")
-    check_stored_parameters(manifest, model, path)
+    if base is None:
+        check_stored_parameters(manifest, model, path)
+    else:
+        resolve_checkpoint(str(base.path))
     saved = run_directory(path) / "tokenizer.json"
     tokenizer = load_tokenizer(None, path) if os.path.lexists(saved) else None
     if tokenizer is not None:
         tokenizer.chat_template = ChatTemplate.find(run_directory(path), tokenizer)
-    return ExportSource(path, manifest, model, mapping, tokenizer)
+    return ExportSource(path, manifest, model, mapping, tokenizer, trained.lora, base)
 
 
 def plan_tensors(source: ExportSource) -> list[Exported]:
     """Return every parameter in the order of the model. Raises CorruptFileError if one is missing."""
-    out = []
+    out, held = [], parameters(source.model)
     for name, location in source.mapping.locations(source.model):
-        entry = source.manifest.tensors.get(f"model.{name}")
-        if entry is None:
+        if source.base is None and f"model.{name}" not in source.manifest.tensors:
             raise CorruptFileError(f"{source.path}: holds no model.{name}, its config has one. {RESTORE}")
-        form = Form(torch.float32, location.shape(entry.shape))
+        form = Form(torch.float32, location.shape(held[name].shape))
         for part, theirs in enumerate(location.names):
             full = source.mapping.stored_name(theirs, source.model.head)
-            out.append(Exported(f"model.{name}", location, part, full, form))
+            out.append(Exported(name, location, part, full, form))
     return out
 
 
@@ -181,25 +204,28 @@ def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
 
 
 def write_weights(
-    source: ExportSource, files: Mapping[str, list[Exported]], folder: Path, progress: Advance
+    source: ExportSource,
+    weights: WholeWeights,
+    files: Mapping[str, list[Exported]],
+    folder: Path,
+    progress: Advance,
 ) -> bool:
     """Write the safetensors files and, of several, their index; return True if a bias was folded."""
-    with Reader(source.path, source.manifest) as reader:
-        shift = folded_bias(source, reader)
+    shift = folded_bias(source, weights)
 
-        def read(tensor: Exported) -> Tensor:
-            value = tensor.location.to_theirs(read_whole(reader, tensor.ours))[tensor.part]
-            return value if shift is None or tensor.ours != "model.final_norm.bias" else value + shift
+    def read(tensor: Exported) -> Tensor:
+        value = tensor.location.to_theirs(weights.read(tensor.ours))[tensor.part]
+        return value if shift is None or tensor.ours != "final_norm.bias" else value + shift
 
-        for name, tensors in files.items():
-            by_name = {tensor.theirs: tensor for tensor in tensors}
-            write_stream(
-                folder / name,
-                {theirs: tensor.form for theirs, tensor in by_name.items()},
-                lambda theirs, by_name=by_name: read(by_name[theirs]),  # type: ignore[misc]
-                SAFETENSORS_FOR,
-                progress,
-            )
+    for name, tensors in files.items():
+        by_name = {tensor.theirs: tensor for tensor in tensors}
+        write_stream(
+            folder / name,
+            {theirs: tensor.form for theirs, tensor in by_name.items()},
+            lambda theirs, by_name=by_name: read(by_name[theirs]),  # type: ignore[misc]
+            SAFETENSORS_FOR,
+            progress,
+        )
     if len(files) > 1:
         size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
         listed = {tensor.theirs: name for name, tensors in files.items() for tensor in tensors}
@@ -207,16 +233,21 @@ def write_weights(
     return shift is not None
 
 
-def read_whole(reader: Reader, name: str) -> Tensor:
-    """Return a parameter of ours, float32. Raises CorruptFileError."""
-    shape = reader.manifest.tensors[name].shape
-    try:
-        return reader.read(name, Region((0,) * len(shape), shape)).float()
-    except OSError as error:
-        raise CorruptFileError(f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}") from error
+def write_adapters(source: ExportSource, weights: WholeWeights, folder: Path) -> dict[str, list[Exported]]:
+    """Write adapters as `peft` does, with its settings; return no files of weights."""
+    assert source.base is not None
+    tensors = {
+        name: value.contiguous()
+        for each in peft.stored_adapters(source.model, source.lora)
+        for name, value in each.to_theirs(*(weights.read(f"{each.name}.lora.{part}") for part in "ab"))
+    }
+    forms = {name: Form(torch.float32, tuple(value.shape)) for name, value in tensors.items()}
+    write_stream(folder / peft.WEIGHTS, forms, tensors.__getitem__, SAFETENSORS_FOR)
+    write_json(folder / peft.CONFIG, peft.write_config(source.model, source.lora, source.base.name))
+    return {}
 
 
-def folded_bias(source: ExportSource, reader: Reader) -> Tensor | None:
+def folded_bias(source: ExportSource, weights: WholeWeights) -> Tensor | None:
     """Return the term [H] to add to final_norm's bias if the class has no classifier bias, else None.
 
     It is the smallest d with W d = b. Only the classifier W reads that norm's output, so its logits stay the
@@ -224,7 +255,7 @@ def folded_bias(source: ExportSource, reader: Reader) -> Tensor | None:
     """
     if source.model.head not in source.mapping.heads_without_bias:
         return None
-    weight, bias = (read_whole(reader, f"model.classifier.{part}").double() for part in ("weight", "bias"))
+    weight, bias = (weights.read(f"classifier.{part}").double() for part in ("weight", "bias"))
     if not bias.any():
         return None
     shift: Tensor = torch.linalg.pinv(weight) @ bias
@@ -237,12 +268,16 @@ def folded_bias(source: ExportSource, reader: Reader) -> Tensor | None:
     return shift.float()
 
 
-def write_settings(source: ExportSource, folder: Path) -> None:
-    """Write config.json, the model card, and the tokenizer with settings of AutoTokenizer and generate()."""
+def write_settings(source: ExportSource, folder: Path, *, with_model: bool = True) -> None:
+    """Write config.json, the model card, and the tokenizer with settings of AutoTokenizer and generate().
+
+    Without the model it is the tokenizer alone.
+    """
     tokenizer, model = source.tokenizer, source.model
     ids = token_ids(source)
     config = source.mapping.write(model, ids)
-    write_json(folder / CONFIG, config)
+    if with_model:
+        write_json(folder / CONFIG, config)
     write_atomic(folder / CARD, model_card(source.manifest, model, source.architecture).encode())
     if tokenizer is None:
         return
@@ -292,6 +327,10 @@ def show(
 ) -> None:
     """Print the table and notes."""
     size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
+    if not files:
+        lines = f"adapters of {source.base.name if source.base else ''}, for peft", f"written to {config.out}"
+        show_table(f"export hf · {source.path}", {"rank#": source.lora.rank}, [], *lines)
+        return
     columns = {
         "class#": source.architecture,
         "parameters#": f"{source.model.num_parameters():,}",
