@@ -1,7 +1,7 @@
 """Settings of `mlm ckpt …`, `mlm reshard`, `mlm import` and `mlm export`."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from mlm.config.fields import (
     NOT_NEGATIVE,
@@ -119,6 +119,20 @@ class ExportHFConfig:
     """Largest .safetensors file, in 10^9 bytes; a larger model is split into several."""
     verify: bool = True
     """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportGGUFConfig:
+    """The run spec of `mlm export gguf`: a Llama, Mistral or Qwen as a file for llama.cpp."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: ResultFile
+    """File to write, such as model.gguf, with the tokenizer in it."""
+    type: Literal["f32", "f16", "bf16", "q8_0"] = "f16"
+    """Numbers of matrices: q8_0 is 8 bits and a scale for 32 of them. Vectors are float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
