@@ -15,7 +15,7 @@ from mlm.checkpoint.native.folders import BEST, latest_checkpoint
 from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve, save_checkpoint
 from mlm.config.build import from_dict
-from mlm.training.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards
+from mlm.training.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
 
@@ -84,7 +84,7 @@ def save_best(trainer: Trainer, out: Path) -> None:
     """
     ctx = trainer.ctx
     facts = {key: value for key, value in counters(trainer).items() if key != LINEAGE}  # of the other folder
-    owned = [shard for shard in trainer.shards if is_stored(shard, ctx)]
+    owned = [s for s in stored_shards(trainer, trainer.shards) if is_stored(s, ctx)]
     save_checkpoint(
         best_folder(out) / CHECKPOINTS,
         trainer.step,

@@ -9,6 +9,7 @@ from mlm.config.fields import (
     POSITIVE,
     SEED,
     Also,
+    Bound,
     CheckpointPath,
     Forbid,
     ImportPath,
@@ -18,6 +19,7 @@ from mlm.config.fields import (
 )
 from mlm.data.config import DataPath, MicroBatchSize
 from mlm.launch.config import DistConfig
+from mlm.models.config import LoraConfig
 from mlm.optim.config import DECAY_NAMES, WARMUP_NAMES, MinLearningRate, OptimizerConfig, PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.tracking.config import LogConfig
@@ -29,8 +31,13 @@ SHIPPED = {
     "choice": "mlm.finetune.classification:CHOICE",
     "span": "mlm.finetune.span:SPAN",
     "chat": "mlm.finetune.chat:CHAT",
+    "preferences": "mlm.finetune.preferences:PREFERENCES",
 }
 """Import paths of the shipped types of task."""
+
+
+PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
+SMOOTHING = Bound(lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +50,8 @@ class TaskConfig:
     """Name of the task, such as sst2."""
     kind: Annotated[str, ImportPath(*SHIPPED)] = "classification"
     """Type of task: classification (one of `labels`), regression (a number), choice (one of a row's options),
-    span (the words of a context that answer a question), chat (conversations), or a custom TaskType,
-    package.module:NAME."""
+    span (the words of a context that answer a question), chat (conversations), preferences (a better and a
+    worse answer), or a custom TaskType, package.module:NAME."""
     columns: tuple[str, ...]
     """Columns of the texts. classification, regression: one or two texts; choice: article, question, options;
     span: context, question; chat: messages, or else conversations, or prompt and completion."""
@@ -66,7 +73,7 @@ class TaskConfig:
     accuracy_f1 (mean of both), matthews; regression: pearson, spearman, pearson_spearman (mean of both),
     mse, rmse, mae; choice: accuracy; span: f1, exact_match and, of the questions with and without an answer,
     has_answer_f1, has_answer_exact_match, no_answer_f1, which is also its exact match; chat: loss,
-    perplexity. Of mse, rmse, mae, loss and perplexity less is better."""
+    perplexity; preferences: loss, accuracy, margin. Of mse, rmse, mae, loss and perplexity less is better."""
     hub: str | None = None
     """Hub dataset that rows come from when no path is given: OWNER/NAME."""
     hub_config: str | None = None
@@ -99,8 +106,18 @@ class TaskConfig:
     answers: Literal["all", "last"] = "all"
     """Kind chat: the assistant's messages that the loss is taken on."""
     held_out: Annotated[float, FRACTION] = 0.05
-    """Kind chat: share of a single file's conversations that are validated on, and not trained on; one at
-    least."""
+    """Kinds chat and preferences: share of a single file's rows that are validated on, and not trained on;
+    one at least."""
+    loss: PreferenceLoss = "sigmoid"
+    """Kind preferences: sigmoid (DPO, arXiv:2305.18290), ipo (arXiv:2310.12036), and without a reference
+    model simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691)."""
+    beta: Annotated[float, POSITIVE] = 0.1
+    """Kind preferences: factor of rewards; of ipo its tau, of orpo the weight of the odds ratio. simpo takes
+    2 to 10."""
+    label_smoothing: Annotated[float, SMOOTHING] = 0.0
+    """Kind preferences, sigmoid and simpo: probability that an answer was preferred by mistake."""
+    margin: Annotated[float, NOT_NEGATIVE] = 0.5
+    """Kind preferences, simpo: reward by which a chosen answer is to lead (gamma)."""
     n_best: Annotated[int, POSITIVE] = 20
     """Kind span: begins and ends of answers that are tried for each window, and answers that are kept."""
     null_threshold: float = 0.0
@@ -225,6 +242,7 @@ class FinetuneConfig:
     """Write a trace of a few steps with named phases to out/profile, for Perfetto or chrome://tracing."""
     task: TaskConfig
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     train: FinetuneTrainConfig = field(default_factory=FinetuneTrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

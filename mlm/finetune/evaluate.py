@@ -13,6 +13,7 @@ from mlm.finetune.batches import make_batcher
 from mlm.finetune.best import DATA_PATH, resolve_best
 from mlm.finetune.config import EvalTaskConfig, TaskConfig
 from mlm.finetune.inputs import Start, read_start, tokenize_split
+from mlm.finetune.preferences import REFERENCE_FREE, Preferences
 from mlm.finetune.scoring import (
     Scored,
     label_probabilities,
@@ -113,6 +114,10 @@ def task_problems(config: EvalTaskConfig, start: Start) -> list[str]:
     if (model.head, model.num_labels) != (kind.head, kind.num_labels(task)):
         what = "spans" if model.head == "span" else f"{model.num_labels} outputs per text"
         return [f"ckpt={config.ckpt} has a head for {what}, which is not that of task {task.name}: {remedy}"]
+    if isinstance(kind, Preferences) and task.loss not in REFERENCE_FREE:
+        return [
+            f"task.loss={task.loss}: compares with the model before training; its scores are in result.json"
+        ]
     mine = {**to_dict(task), "max_length": start.max_length}
     return [
         f"task.{key}={show(mine[key])}: ckpt={config.ckpt} was finetuned with {show(then)}; use "
@@ -142,7 +147,7 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
     begin, start, task = time.monotonic(), read_start(config), config.task
     trained = load_trained(str(start.named.path), config.parallel, config.precision, ctx)
     kind = task_type(task.kind)
-    objective = make_objective(kind, ctx, trained.model.dtype)
+    objective = make_objective(task, ctx, trained.model.dtype)
     batcher = make_batcher(trained.model, config.batch_size, start.max_length, kind.batcher)
     out = result_path(config, start)
     place = result_path(replace(config, out=None), start) if is_stream(out) else out

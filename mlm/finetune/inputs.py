@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import latest_checkpoint
-from mlm.checkpoint.native.format import canonical
-from mlm.checkpoint.native.save_load import load_checkpoint, read_manifest
+from mlm.checkpoint.native.save_load import Manifest, read_manifest
 from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
 from mlm.config.tree import flatten
@@ -20,12 +18,11 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import EvalTaskConfig, FinetuneConfig, TaskConfig
 from mlm.finetune.splits import TaskSplit, TokenizedSplit, read_part, tokenize
 from mlm.finetune.task_type import task_type
-from mlm.inference.chat import load_chat_template
-from mlm.inference.hf_source import load_model_folder, open_tensors
+from mlm.inference.base import base_digest, load_any_weights
+from mlm.inference.chat import load_chat_template, template_problem
 from mlm.inference.trained import (
     CheckpointSource,
     continuation_problem,
-    is_model_folder,
     load_tokenizer,
     resolve_checkpoint,
 )
@@ -33,12 +30,8 @@ from mlm.models.config import ModelConfig
 from mlm.models.huggingface import Note
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
-from mlm.training.state import CHECKPOINTS, FINETUNING, model_shards
+from mlm.training.state import CHECKPOINTS, FINETUNING
 from mlm.util.errors import ConfigError, UserError, attempt, show
-from mlm.util.files import digest_bytes
-
-NOT_LOADED = ("model.mlm_head.", "model.sop_head.", "model.output.", "model.classifier.", "model.pooler.")
-"""Prefixes of tensors that a checkpoint may hold and the model with its new head does not take from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +71,8 @@ def read_start(config: FinetuneConfig | EvalTaskConfig) -> Start:
     tokenizer = load_tokenizer(file, named.path, named.config.model, "data.tokenizer")
     if kind.is_chat:
         template, key = config.data.chat_template, "data.chat_template"
-        tokenizer.chat_template = load_chat_template(template, file, named.path, tokenizer, key=key)
+        if template or kind.needs_template or template_problem(file, named.path, key=key) is None:
+            tokenizer.chat_template = load_chat_template(template, file, named.path, tokenizer, key=key)
     return Start(
         named=named,
         model=model,
@@ -118,35 +112,17 @@ def tokenize_split(task: TaskConfig, split: TaskSplit, start: Start) -> Tokenize
     return tokenized
 
 
-def weights_digest(named: CheckpointSource) -> str:
-    """Return the digest of the weights of `ckpt`, in any folder. Raises UserError, OSError."""
-    if not is_model_folder(named.path):
-        return read_manifest(named.path).digest
-    files: dict[str, Any] = open_tensors(named.path).digests(lambda _: None)
-    return digest_bytes(canonical(files))
-
-
-def load_body(shards: Sequence[ParameterShard], named: CheckpointSource, ctx: ParallelContext) -> None:
-    """Load all weights but the new head from `ckpt`. Collective over all ranks.
+def load_body(shards: Sequence[ParameterShard], named: CheckpointSource, ctx: ParallelContext) -> Manifest:
+    """Load all weights but the new head, and adapters, from `ckpt`. Collective over all ranks.
 
     A pooler that the checkpoint lacks is new too. Raises UserError, CorruptFileError.
     """
-    body = [shard for shard in shards if not shard.name.startswith("classifier.")]
-    if is_model_folder(named.path):
-        load_model_folder(body, named.path, ctx, fill=False)
-        return
-    there = read_manifest(named.path).tensors
-    load_checkpoint(
-        named.path,
-        model_shards([s for s in body if f"model.{s.name}" in there or not s.name.startswith("pooler.")]),
-        ranks=Ranks.of(ctx),
-        allow_extra=lambda name: name.startswith(("optimizer.", *NOT_LOADED)),
-        cast=True,
-    )
+    body = [s for s in shards if not s.name.startswith("classifier.") and ".lora." not in s.name]
+    return load_any_weights(body, named.path, ctx, fill=False)
 
 
 FIXED = ("seed", "dropout", "data.train_rows", "data.seed", "precision.dtype")
-FIXED_SECTIONS = ("train.", "optimizer.", "schedule.", "task.")
+FIXED_SECTIONS = ("train.", "optimizer.", "schedule.", "task.", "lora.")
 FREE = (
     "train.micro_batch_size",
     *("task.hub", "task.hub_config", "task.tests", "task.submission", "task.submit_names", "task.id"),
@@ -174,7 +150,7 @@ def depends_on(config: FinetuneConfig, start: Start, splits: Mapping[str, TaskSp
     return {
         **values,
         "task.max_length": start.max_length,
-        WEIGHTS: weights_digest(start.named),
+        WEIGHTS: base_digest(start.named.path),
         VOCABULARY: start.tokenizer.vocabulary_digest,
         **({} if template is None else {TEMPLATE: template.digest}),
         **digests,

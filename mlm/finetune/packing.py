@@ -9,9 +9,11 @@ Shapes: B sequences of a micro-batch, S tokens.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.data.sampler import Batch
@@ -53,13 +55,14 @@ class Packer(Batcher):
 
     def sequences(self, examples: Sequence[Example], numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbered conversations in packs of a sequence each, the longest first."""
-        lengths = [len(examples[n].texts[0]) for n in numbers]
-        packs = [[numbers[i] for i in pack] for pack in first_fit(lengths, self.length)]
+        lengths = [example_tokens(examples[n]) for n in numbers]
+        room = self.length * len(examples[numbers[0]].texts)
+        packs = [[numbers[i] for i in pack] for pack in first_fit(lengths, room)]
         return sorted(packs, key=lambda pack: -self.tokens(examples, pack))
 
     def tokens(self, examples: Sequence[Example], unit: Sequence[int]) -> int:
         """Return the tokens of a pack."""
-        return sum(len(examples[n].texts[0]) for n in unit)
+        return sum(example_tokens(examples[n]) for n in unit)
 
     def batch(  # type: ignore[override]
         self, examples: Sequence[Example], units: Sequence[Sequence[int]], filler: int, first_sample: int
@@ -73,31 +76,51 @@ class Packer(Batcher):
         for row, pack in enumerate(sequences):
             place = 0
             for n in pack:
-                text = examples[n].texts[0]
-                tokens[row, place : place + len(text)] = text.tokens
-                if units:
-                    labels[row, place : place + len(text)] = examples[n].label
-                place += len(text)
-                ends[row, place - 1] = True
+                for text, label in zip(examples[n].texts, text_labels(examples[n]), strict=True):
+                    tokens[row, place : place + len(text)] = text.tokens
+                    if units:
+                        labels[row, place : place + len(text)] = label
+                    place += len(text)
+                    ends[row, place - 1] = True
         return PackedBatch(
             torch.from_numpy(tokens),
             torch.from_numpy(labels),
             first_sample,
-            torch.from_numpy(ends) if any(len(pack) > 1 for pack in sequences) else None,
+            torch.from_numpy(ends) if (ends.sum(1) > 1).any() else None,
             tuple(int(n) for pack in units for n in pack),
         )
 
     def all_batches(self, examples: Sequence[Example]) -> Iterator[list[PackedBatch]]:  # type: ignore[override]
         """Yield this rank's micro-batches of all conversations, a few at a time, the longest first."""
-        order = sorted(range(len(examples)), key=lambda n: -len(examples[n].texts[0]))
+        order = sorted(range(len(examples)), key=lambda n: -example_tokens(examples[n]))
         room, first, tokens = self.budget * self.size * self.groups_of, 0, 0
         for i, number in enumerate(order):
-            length = len(examples[number].texts[0])
+            length = example_tokens(examples[number])
             if first < i and tokens + length > room:
                 yield self.micro_batches(examples, order[first:i], first)  # type: ignore[misc]
                 first, tokens = i, 0
             tokens += length
         yield self.micro_batches(examples, order[first:], first)  # type: ignore[misc]
+
+
+def example_tokens(example: Example) -> int:
+    """Return the tokens of an example's texts, which are packed together."""
+    return sum(map(len, example.texts))
+
+
+def text_labels(example: Example) -> tuple[Any, ...]:
+    """Return the labels of each text of an example."""
+    return example.label.texts if isinstance(example.label, PairLabel) else (example.label,)
+
+
+@dataclass(eq=False)
+class PairLabel:
+    """Labels of a chosen and a rejected answer, and what a reference model says of them."""
+
+    texts: tuple[NDArray[np.int64], NDArray[np.int64]]
+    """Of each text, the next token where an answer holds it, else −100."""
+    reference: tuple[float, float] = (0.0, 0.0)
+    """Log-likelihoods of both answers by the model that training began with; 0 where the loss needs none."""
 
 
 def first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
@@ -132,11 +155,16 @@ class AnswerLoss(NextToken):
         ends = to_device(batch.ends, self.ctx.device)
         return tokens, labels, Documents(document_positions(ends), document_spans(ends, self.dtype))
 
+    def scores(self, means: Sequence[float]) -> dict[str, float]:
+        """Return the metrics of a validation: mean loss per token of the answers, and its perplexity."""
+        (loss,) = means
+        return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+
 
 def answer_scores(
     model: PipelinedModel, objective: AnswerLoss, examples: Sequence[Example], packer: Packer
 ) -> dict[str, float]:
-    """Return mean loss per token of the answers, and its perplexity; the same on every rank. Collective."""
+    """Return the metrics of a split; the same on every rank. Collective."""
     batches = (batch for step in packer.all_batches(examples) for batch in step)
-    (loss,), _ = mean_parts(model, objective, batches)  # type: ignore[arg-type]
-    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    means, _ = mean_parts(model, objective, batches)  # type: ignore[arg-type]
+    return objective.scores(means)

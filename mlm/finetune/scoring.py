@@ -14,6 +14,8 @@ from mlm.finetune.batches import Batcher, TaskBatch
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example
 from mlm.finetune.packing import AnswerLoss, Packer, answer_scores
+from mlm.finetune.pairs import PairLoss
+from mlm.finetune.preferences import Preferences
 from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
 from mlm.models.backbone import Inputs, Transformer
@@ -86,8 +88,11 @@ class Finetuning:
 Objective = Finetuning | AnswerLoss
 
 
-def make_objective(kind: TaskType, ctx: ParallelContext, dtype: torch.dtype) -> Objective:
-    """Return the objective of a type of task; `dtype` is that of activations."""
+def make_objective(task: TaskConfig, ctx: ParallelContext, dtype: torch.dtype) -> Objective:
+    """Return the objective of a task; `dtype` is that of activations."""
+    kind = task_type(task.kind)
+    if isinstance(kind, Preferences):
+        return PairLoss(ctx, dtype, task)
     return AnswerLoss(ctx, dtype) if kind.is_chat else Finetuning(kind, ctx, dtype)
 
 

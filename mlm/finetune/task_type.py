@@ -73,6 +73,8 @@ class TaskType(ABC):
     is_chat: bool = False
     """True if rows are conversations: the tokenizer's chat template makes texts of them, and of a single file
     task.held_out of the rows are validated on."""
+    needs_template: bool = True
+    """False if such rows may also be texts, for which no template is needed."""
     metrics: Mapping[str, Metric] = MappingProxyType({})
     """Metrics that task.metrics may name, of labels and predicted values."""
     errors: frozenset[str] = frozenset()

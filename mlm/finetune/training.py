@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 import mlm
-from mlm.checkpoint.native.run_state import TOKENIZER
+from mlm.checkpoint.native.run_state import LORA, TOKENIZER
 from mlm.config.build import config_digest
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
@@ -21,10 +21,12 @@ from mlm.finetune.batches import Batcher, Order, TaskBatch, make_batcher
 from mlm.finetune.best import BASE, DATA_PATH, Progress, Scores, best_folder, read_best, save_best
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Settings, Start, load_body
+from mlm.finetune.reference import Reference, is_compared
 from mlm.finetune.results import RESULT, Result, header
 from mlm.finetune.scoring import Objective, evaluate, make_objective, one_label_warning, score_split
 from mlm.finetune.splits import TokenizedSplit
 from mlm.finetune.task_type import task_type
+from mlm.inference.base import Base, base_name
 from mlm.launch.doctor.quick import check_start
 from mlm.optim.config import ScheduleConfig
 from mlm.optim.precision import DTYPES
@@ -36,7 +38,7 @@ from mlm.training.loop import CONFIG, Loop, composed_yaml, is_step_due, training
 from mlm.training.memory import torch_errors_as_user_errors, trim_memory
 from mlm.training.resume import claim, resume
 from mlm.training.run_tokenizer import digests_of_tokenizer
-from mlm.training.state import FINETUNING, load_weights
+from mlm.training.state import FINETUNING, load_weights, stored_shards
 from mlm.training.trainer import Trainer
 from mlm.util.errors import writing_to
 from mlm.util.files import dump_json, write_atomic
@@ -57,6 +59,11 @@ class Material:
     """One per split of task.validations."""
     tests: Sequence[TokenizedSplit]
     """Predicted at the end."""
+
+    @property
+    def splits(self) -> list[TokenizedSplit]:
+        """Those that are trained or validated on."""
+        return [self.train, *self.validations]
 
     def notes(self) -> list[str]:
         """Return lines on the template and the choice of rows, and for each split with truncated rows."""
@@ -125,7 +132,9 @@ class FinetuneLoop(Loop):
     def parts(self, means: Sequence[float], rates: Rates) -> Parts:
         """Epochs, and examples per second since the last logged step."""
         rows, self.rows = self.rows, 0
+        names = self.trainer.objective.parts
         return {
+            **dict(zip(names[1:], means[1:], strict=True)),
             "epoch": self.trainer.step / self.order.steps_per_epoch,
             "examples_per_s": rows / rates.steps / rates.step_time_s,
         }
@@ -170,6 +179,7 @@ def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> Pretrai
         seed=config.seed,
         compile=config.compile,
         model=start.model,
+        lora=config.lora,
         parallel=config.parallel,
         optimizer=config.optimizer,
         schedule=ScheduleConfig(
@@ -207,14 +217,18 @@ def finetune(
         seed=config.seed,
     )
     spec = pretrain_config(config, start, config.train.epochs * order.steps_per_epoch)
-    objective = make_objective(kind, ctx, DTYPES[config.precision.dtype])
+    objective = make_objective(config.task, ctx, DTYPES[config.precision.dtype])
     with torch_errors_as_user_errors(spec, "task.max_length"), ExitStack() as stack:
         claim(spec, ctx, stack)
         check_start(config.out, ctx)
         trainer = Trainer(spec, ctx, cast(Any, objective))
-        resumed_from, progress = load_start(trainer, config, settings, start)
+        batcher = make_batcher(trainer.model, size, start.max_length, kind.batcher)
+        reference = Reference(config, settings, material.splits) if is_compared(objective) else None
+        resumed_from, progress = load_start(trainer, config, settings, start, reference, batcher)
         if ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
             prepare_directory(config, start)
+            if reference is not None:
+                reference.write()
         notes = [f"resuming from {resumed_from} (step {trainer.step})"] if resumed_from else start.notes
         lengths = [len(text) for example in examples for text in example.texts]
         with training_session(
@@ -231,7 +245,6 @@ def finetune(
             seq_length=sum(lengths) // len(lengths),
             loss_unit=kind.loss_unit,
         ) as session:
-            batcher = make_batcher(trainer.model, size, start.max_length, kind.batcher)
             loop = FinetuneLoop(
                 *session, config=config, material=material, order=order, batcher=batcher, progress=progress
             )
@@ -253,9 +266,16 @@ def prepare_directory(config: FinetuneConfig, start: Start) -> None:
 
 
 def load_start(
-    trainer: Trainer, config: FinetuneConfig, settings: Settings, start: Start
+    trainer: Trainer,
+    config: FinetuneConfig,
+    settings: Settings,
+    start: Start,
+    reference: Reference | None,
+    batcher: Batcher,
 ) -> tuple[Path | None, Progress]:
     """Load the run's newest checkpoint, if any, else `ckpt`; return its path and the validations so far.
+
+    A `reference` is what the model of `ckpt` says of the pairs, unless an earlier start has asked it.
 
     Collective over all ranks. Raises UserError, CorruptFileError.
     """
@@ -266,9 +286,19 @@ def load_start(
         DATA_PATH: None if config.data.path is None else os.path.abspath(config.data.path),
     }
     trainer.extra_state[TOKENIZER] = digests_of_tokenizer(start.tokenizer).encode()
+    is_asked = reference is not None and not reference.read(trainer.ctx)
+    needs_body = is_asked or config.lora.rank > 0  # checkpoints of adapters hold no base
+    if needs_body:
+        below = load_body(trainer.shards, start.named, trainer.ctx).digest
+        if config.lora.rank:
+            base = Base(base_name(config.ckpt, start.named.path), below)
+            trainer.extra_state[LORA] = base.encode()
+    if is_asked and reference is not None:
+        reference.ask(trainer, batcher)
     checkpoint = resume(trainer)
-    if checkpoint is None:
+    if checkpoint is None and not needs_body:
         load_body(trainer.shards, start.named, trainer.ctx)
+    if checkpoint is None:
         return None, Progress()
     return checkpoint, Progress.read(checkpoint)
 
@@ -283,7 +313,7 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
     best, progress = read_best(out)
     assert progress.best_step is not None
     if tests:
-        load_weights(trainer.shards, best, trainer.ctx)
+        load_weights(stored_shards(trainer, trainer.shards), best, trainer.ctx)
     scored = [
         score_split(
             task, test, trainer.model, cast(Objective, trainer.objective), loop.batcher, out / "predictions"

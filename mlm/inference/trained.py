@@ -24,7 +24,8 @@ from mlm.config.build import from_dict
 from mlm.config.imports import OwnCodeError, is_path
 from mlm.data.receipt import version_of
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.hf_source import find_model, load_model_folder, model_name, open_tensors, run_spec
+from mlm.inference.base import Base, load_any_weights
+from mlm.inference.hf_source import find_model, model_name, open_tensors, run_spec
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries
 from mlm.models.family import SHIPPED, count_parameters, family_of
@@ -41,7 +42,6 @@ from mlm.training.kernels import choose_products
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.run_tokenizer import digests_of_tokenizer, receipt_tokenizer, vocabulary_problem
-from mlm.training.state import load_weights
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 from mlm.util.files import digest_bytes
 
@@ -101,8 +101,11 @@ def resolve_checkpoint(ckpt: str) -> CheckpointSource:
         return CheckpointSource(folder, run_spec(model), model.notes)
     path = resolve(ckpt)
     manifest = read_manifest(path)
-    config = trained_config(manifest, path)
-    check_stored_parameters(manifest, config.model, path)
+    config, base = trained_config(manifest, path), Base.of(manifest, path)
+    if base is None:
+        check_stored_parameters(manifest, config.model, path)
+    else:
+        resolve_checkpoint(str(base.path))
     return CheckpointSource(path, config)
 
 
@@ -170,8 +173,7 @@ def load_trained(
     layout = ParallelConfig(tp=parallel.tp, pp=parallel.pp, vp=parallel.vp)
     model = PipelinedModel(named.config.model, layout, precision, ctx)
     shards = tuple(shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
-    load = load_model_folder if is_model_folder(named.path) else load_weights
-    manifest = load(shards, named.path, ctx)
+    manifest = load_any_weights(shards, named.path, ctx)
     # nothing changes them any more: each token of a continuation would cast them again
     model.casts.hold(trains=False)
     return Trained(model, named.config, manifest, named.path)

@@ -286,7 +286,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: `hidden` has entered the region before, or has not as many rows as there are labels.
     """
-    hidden = _enter(hidden, labels, table)
+    hidden = enter(hidden, labels, table)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, table.weight, None, labels, scale, table, chunk_bytes, False, fuses_grad(table)
     )[0]
@@ -305,14 +305,14 @@ def cross_entropy_and_hits(
 
     A hit is a scored row whose label is the most probable token. Hits have no gradient.
     """
-    hidden = _enter(hidden, labels, table)
+    hidden = enter(hidden, labels, table)
     result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, table.weight, bias, labels, scale, table, chunk_bytes, True, fuses_grad(table)
     )
     return result
 
 
-def _enter(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
+def enter(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
     """Return the hidden states of all rows, whose gradients are summed over tp. Raises ValueError."""
     node = hidden.grad_fn
     while node is not None and node.name() in VIEWS:
@@ -320,8 +320,8 @@ def _enter(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) -> Ten
     if node is not None and node.name() in ENTERED:
         name = ENTERED[node.name()]
         raise ValueError(f"hidden: its gradient would be summed over tp twice; omit {name} before the loss")
-    enter = gather_sequence if table.sequence_parallel else copy_to_tp
-    hidden = enter(hidden, table.tp)
+    operator = gather_sequence if table.sequence_parallel else copy_to_tp
+    hidden = operator(hidden, table.tp)
     if len(hidden) != len(labels):
         raise ValueError(f"hidden: {len(hidden)} rows over tp for {len(labels)} labels; give one to each")
     return hidden

@@ -225,6 +225,23 @@ class DropoutStream:
         keep = _kept_singly(first[:, None] + rows.int(), keys, columns.int(), p, (length + 1) // 2)
         return dropped(x, keep, p)
 
+    def features(
+        self, x: Tensor, p: float, place: Tensor, *, rows: Tensor, columns: range, width: int
+    ) -> Tensor:
+        """Dropout of some features of activations, the same whoever holds the others.
+
+        Args:
+            x: [rows, B, columns].
+            p: probability of dropping.
+            place: keys of the activations.
+            rows: int64 places in the sequence.
+            columns: numbers of the features.
+            width: features of all ranks.
+        """
+        numbers = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=x.device)
+        keys = (self.keys ^ place)[None]  # [1, B, 2]
+        return dropped(x, _kept_singly(rows.int()[:, None], keys, numbers, p, (width + 1) // 2), p)
+
     @skip_compile
     def seed_kernel(self, layer: int, tp_rank: int) -> None:
         """Seed the device's default generator for the attention of global layer number `layer`.

@@ -59,6 +59,11 @@ class TensorParallelLayer(ComputesInHalf):
     def __init__(self, *, tp: Axis, sequence_parallel: bool, init_std: float) -> None:
         super().__init__()
         self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
+        self.lora: nn.Module | None = None
+
+    def adapted(self, y: Tensor, x: Tensor) -> Tensor:
+        """Add to the layer's output `y` what its adapter (low_rank.py) makes of the input, if it has one."""
+        return y if self.lora is None else y + self.lora(x)
 
     def initialise(self, seed: int | None) -> None:
         """Fill the parameters with their initial values."""
@@ -119,7 +124,7 @@ class ColumnParallelLinear(TensorParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I] -> [S, B, O/t]."""
-        return column_parallel_linear(
+        y = column_parallel_linear(
             x,
             self.weight,
             self.bias,
@@ -127,6 +132,7 @@ class ColumnParallelLinear(TensorParallelLayer):
             sequence_parallel=self.sequence_parallel,
             compute=self.compute,
         )
+        return self.adapted(y, x)
 
 
 class RowParallelLinear(TensorParallelLayer):
@@ -166,6 +172,9 @@ class RowParallelLinear(TensorParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, I/t] -> [S, B, O]."""
+        return self.adapted(self._product(x), x)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self.tp.size == 1:
             return linear(x, self.weight, self.bias, self.compute)
         rows = x.shape[0] // self.tp.size if self.sequence_parallel else x.shape[0]

@@ -117,6 +117,7 @@ def build_reducer(
     late_weights: bool = False,
     keep_buffers: bool = False,
     fuse_accumulation: bool = False,
+    replicated: Sequence[nn.Parameter] = (),
 ) -> Reducer:
     """Make a model's gradients sum over dp; with zero=2|3 its parameters are sharded over dp from here on.
 
@@ -133,6 +134,7 @@ def build_reducer(
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
         keep_buffers: keep gradients of one rank in buffers, too: those that backward returns are overwritten.
         fuse_accumulation: weight gradients of linear layers are added inside their products.
+        replicated: the trained parameters of a model whose others are frozen; zero=2|3 shards those alone.
     """
     linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))
     weights = [layer.weight for layer in linear]
@@ -151,9 +153,10 @@ def build_reducer(
         return _grouped([whole(some, axis) for axis, some in parameters_by_axis(model, dp).items()])
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
-    routers = {p for m in model.modules() if isinstance(m, Router) for p in m.parameters()}
+    routers = (p for m in model.modules() if isinstance(m, Router) for p in m.parameters())
+    kept = {*routers, *replicated}
     unsharded = [
-        (axis, [p for p in some if p in routers or axis.group is None])
+        (axis, [p for p in some if p in kept or axis.group is None])
         for axis, some in parameters_by_axis(model, dp).items()
     ]
     sharded = ShardedReducer(

@@ -1,7 +1,7 @@
 """Needs and expected speed of a pretraining run before it starts: a line, and a warning if it does not fit.
 
-Nothing is rejected on an estimate. Model families and context parallelism, which the formulas do not know,
-have no forecast.
+Nothing is rejected on an estimate. Model families, context parallelism and adapters, which the formulas do
+not know, have no forecast.
 """
 
 import logging
@@ -119,7 +119,7 @@ def forecast(config: PretrainConfig, ranks: int, machine: Machine, *, quick: boo
 
     `quick` takes the bound of a long pipeline's time, a few per cent below, and not its simulation.
     """
-    if config.model.kind not in SHIPPED or config.parallel.cp > 1:
+    if config.model.kind not in SHIPPED or config.parallel.cp > 1 or config.lora.rank:
         return None
     parallel, train = config.parallel, config.train
     layout = PlannedLayout.of(

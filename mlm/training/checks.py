@@ -310,6 +310,13 @@ def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | No
     return None
 
 
+def _adapters_have_a_base(config: PretrainConfig, _: Launch) -> Problem | None:
+    if not config.lora.rank or config.ckpt is not None:
+        return None
+    problem = f"lora.rank={config.lora.rank}: adapters are trained beside the weights of a trained model"
+    return Problem(("lora.rank", "ckpt"), problem, "set ckpt=… to one, or lora.rank=0")
+
+
 OWN_CODE_RULES = (optimizer_works, _patterns_fit, optimizer_fits_layout, _decay_works, _dataset_exists)
 """Conditions of the user's own code beside the model's family."""
 SETTINGS_RULES = (
@@ -337,4 +344,5 @@ PRETRAIN_RULES = (
     lambda config, _: present.corpus(config.data),
     lambda config, _: present.corpus_extras(config.data),
     lambda config, _: present.checkpoint(config.ckpt),
+    _adapters_have_a_base,
 )

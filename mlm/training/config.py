@@ -16,7 +16,7 @@ from mlm.config.fields import (
 )
 from mlm.data.config import DataConfig, MicroBatchSize
 from mlm.launch.config import DistConfig
-from mlm.models.config import ModelConfig
+from mlm.models.config import LoraConfig, ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.tracking.config import LogConfig
@@ -162,6 +162,7 @@ class PretrainConfig:
     profile: bool = False
     """Write a trace of a few steps with named phases to out/profile, for Perfetto or chrome://tracing."""
     model: ModelConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -1,6 +1,7 @@
 """The part of a model that this rank holds, and passes of micro-batches through all of its stages."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Protocol, TypeVar
 
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from mlm.data.sampler import MicroBatch
 from mlm.models.backbone import Transformer
-from mlm.models.config import ModelConfig
+from mlm.models.config import NO_ADAPTERS, LoraConfig, ModelConfig
 from mlm.models.family import Objective
+from mlm.models.lora import add_adapters, freeze_base
 from mlm.models.stage import split_layers
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES, parameter_dtype
@@ -57,11 +59,13 @@ class PipelinedModel:
         parallel: ParallelConfig,
         precision: PrecisionConfig,
         ctx: ParallelContext,
+        lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
         self.ctx, self.pipeline, self.num_chunks = ctx, parallel.pipeline, parallel.vp
         self.dtype, self.vocab_size = DTYPES[precision.dtype], model.vocab_size
         stages = split_layers(model.num_layers, ctx.pp.size * parallel.vp)
-        with torch.device(ctx.device):
+        wide = parameter_dtype(precision)
+        with torch.device(ctx.device), default_dtype(self.dtype if lora.rank else wide):
             self.chunks = [
                 model.family.model(
                     model,
@@ -72,9 +76,14 @@ class PipelinedModel:
                     stage=stage,
                     cp=ctx.cp,
                     experts=ctx.experts,
-                ).to(parameter_dtype(precision))
+                ).to(self.dtype if lora.rank else wide)
                 for stage in stages[ctx.pp.rank :: ctx.pp.size]
             ]
+        if lora.rank:
+            with torch.device(ctx.device), default_dtype(wide):
+                for chunk in self.chunks:
+                    add_adapters(chunk, lora)
+                    freeze_base(chunk, wide)
         self.deferred = [DeferredWeightGrads() for _ in self.chunks]
         if self.defers_weight_grads:
             for chunk, deferred in zip(self.chunks, self.deferred, strict=True):
@@ -187,6 +196,17 @@ class PipelinedModel:
             gradients=gradients,
             observer=observer or PlanObserver(),
         )
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make floating-point tensors of this dtype in the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def evaluate(

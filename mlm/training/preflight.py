@@ -37,6 +37,8 @@ def run_start_problems(config: PretrainConfig, *, compares: bool = True) -> list
         return problems
     folder = Path(config.out, CHECKPOINTS)
     try:
+        if config.lora.rank:
+            resolve("mlm.models.lora:adapted_on_meta")(config.model, config.lora)
         if config.ckpt is not None or _holds_saves(folder):
             problems += resolve("mlm.training.resume:start_problems")(config, compares=compares)
         if not problems and read_rank_place(os.environ) is None:

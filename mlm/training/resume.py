@@ -51,8 +51,8 @@ def start_candidates(config: PretrainConfig) -> list[Path]:
         )
     if own is not None:
         return _with_ancestors(own)
-    if config.ckpt is None or model_folder(config) is not None:
-        return []
+    if config.ckpt is None or model_folder(config) is not None or config.lora.rank:
+        return []  # beside adapters ckpt is the base, which they are not saved with
     checkpoint = resolve(config.ckpt)
     return [checkpoint] if checkpoint == Path(config.ckpt) else _with_ancestors(checkpoint)
 
@@ -87,6 +87,11 @@ def start_problems(config: PretrainConfig, *, compares: bool = True) -> list[str
     Without `compares` the caller compares the run with its checkpoint.
     """
     checkpoints, source, problems = start_candidates(config), model_folder(config), list[str]()
+    if config.lora.rank and config.ckpt is not None and source is None:
+        base = resolve(config.ckpt)
+        problems += function_errors(config, dict(read_manifest(base).state.get("config", {})), str(base))
+    if not checkpoints and problems:
+        return problems
     if not checkpoints:
         return [] if source is None else model_folder_errors(config, source)
     start, manifest = checkpoints[0], read_manifest(checkpoints[0])

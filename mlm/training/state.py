@@ -12,7 +12,7 @@ import mlm
 from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import descendants_set_aside
-from mlm.checkpoint.native.run_state import LINEAGE, TOKENIZER, Lineage, Save, check_run_state
+from mlm.checkpoint.native.run_state import LINEAGE, LORA, TOKENIZER, Lineage, Save, check_run_state
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Manifest,
@@ -63,11 +63,17 @@ def as_shard(s: ParameterShard, x: Tensor, vocab_multiple: int) -> TensorShard:
 def training_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> dict[str, TensorShard]:
     """These parameters and their moments under their checkpoint names: views of the live tensors."""
     multiple = trainer.config.model.vocab_multiple
+    shards = stored_shards(trainer, shards)
     out = model_shards(shards, multiple)
     for s in (s for s in shards if s.is_trained):
         for name in moments(trainer.optimizer, s):
             out[f"optimizer.{name}.{s.name}"] = as_shard(s, moment(trainer.optimizer, s, name), multiple)
     return out
+
+
+def stored_shards(trainer: Trainer, shards: Sequence[ParameterShard]) -> list[ParameterShard]:
+    """Return those of `shards` that checkpoints of the run hold: of a run with adapters, what it trains."""
+    return [s for s in shards if s.is_trained or not trainer.config.lora.rank]
 
 
 def owned_shards(trainer: Trainer) -> dict[str, TensorShard]:
@@ -117,6 +123,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         manifest = read_manifest(path)
         check_identity(trainer.config, path, manifest)
         dense = upcycled_from(trainer.config, path, manifest)
+        check_base(trainer, path, manifest)
         return is_weights_only(manifest), dense is not None
 
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
@@ -164,6 +171,16 @@ def read_history(state: Mapping[str, Any]) -> History:
     if not state["data"]["segments"]:
         raise ValueError("its segments are empty")
     return decode(state["data"]["segments"], int(state["consumed_samples"]))
+
+
+def check_base(trainer: Trainer, path: Path, manifest: Manifest) -> None:
+    """Raise UserError if adapters in a checkpoint are of another base than that of the run."""
+    mine, theirs = trainer.extra_state.get(LORA), manifest.state.get(LORA)
+    if mine is not None and isinstance(theirs, dict) and mine["digest"] != theirs.get("digest"):
+        raise UserError(
+            f"ckpt={trainer.config.ckpt or mine['base']}: {path} holds adapters of another base "
+            f"({theirs.get('digest')}); set ckpt={theirs.get('base')}, or another out=…"
+        )
 
 
 def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> None:

@@ -57,7 +57,7 @@ def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool
     `one_shape` is True if all micro-batches have one shape.
     """
     choose_kernels(config, ctx.device, one_shape=one_shape)
-    model = PipelinedModel(config.model, config.parallel, config.precision, ctx)
+    model = PipelinedModel(config.model, config.parallel, config.precision, ctx, config.lora)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
         compile_layers(chunk.layers.values(), config.compile, ctx.device, graphs=config.cuda_graphs)
@@ -128,6 +128,7 @@ class Trainer(Generic[B]):
                 late_weights=self.model.defers_weight_grads,
                 keep_buffers=config.cuda_graphs,
                 fuse_accumulation=config.fuse_accumulation,
+                replicated=[p for p in chunk.parameters() if p.requires_grad] if config.lora.rank else (),
             )
             for chunk in self.model.chunks
         ]
@@ -143,7 +144,7 @@ class Trainer(Generic[B]):
             )
         ]
         self.balance = Balance(
-            (router for chunk in self.model.chunks for router in routers(chunk)),
+            (r for chunk in self.model.chunks for r in routers(chunk) if not config.lora.rank),
             (ctx.replicas, ctx.tp) if config.parallel.sequence_parallel else (ctx.replicas,),
         )
         self.early_tables = early_tables(self.model)
@@ -258,7 +259,7 @@ class Trainer(Generic[B]):
     def dropout(self, batch: B) -> DropoutStream | None:
         """The dropout masks of a micro-batch; None where the model has no dropout."""
         model = self.config.model
-        if model.hidden_dropout == 0 and model.attention_dropout == 0:
+        if not (model.hidden_dropout or model.attention_dropout or self.config.lora.dropout):
             return None
         sequence_parallel, ctx = self.config.parallel.sequence_parallel, self.ctx
         places = None

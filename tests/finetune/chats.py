@@ -16,10 +16,10 @@ from tests.finetune.runs import finetuning
 POSITIONS = 96
 
 
-def write_llama(folder: Path, template: str | None = MARKED, *, kind: str = "Llama") -> Path:
+def write_llama(folder: Path, template: str | None = MARKED, seed: int = 0, *, kind: str = "Llama") -> Path:
     """A Llama, or a Mixtral, of random weights and the tokenizer in the style of Qwen's."""
     write_tokenizer(folder, "qwen2", template)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     settings = getattr(transformers, f"{kind}Config")(
         vocab_size=340,
         hidden_size=32,

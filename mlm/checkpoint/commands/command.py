@@ -10,6 +10,7 @@ from mlm.checkpoint.commands.config import (
     CkptVerifyConfig,
     ConvertConfig,
     ExportDCPConfig,
+    ExportGGUFConfig,
     ExportHFConfig,
     ExportMegatronConfig,
     ImportHFConfig,
@@ -238,5 +239,20 @@ CONVERSION = (
                 "mlm export hf ckpt=runs/shakespeare out=exported",
             ),
         ),
+    ),
+    Command(
+        words=("export", "gguf"),
+        config="export_gguf",
+        spec=ExportGGUFConfig,
+        target="mlm.checkpoint.commands.export_gguf:run",
+        local_check=check_out_file,
+        preflight="mlm.checkpoint.commands.export_gguf:preflight",
+        positional=("ckpt",),
+        summary="export a Llama, Mistral or Qwen as a GGUF file for llama.cpp",
+        about=(
+            "Writes weights and tokenizer as one file, by the package gguf (the extra mlm[gguf]). Adapters "
+            "are added to the weights of their base."
+        ),
+        examples=(("Eight bits a weight", "mlm export gguf runs/laptop_chat out=model.gguf type=q8_0"),),
     ),
 )

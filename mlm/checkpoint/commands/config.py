@@ -93,6 +93,9 @@ class ImportHFConfig:
     """Folder with config.json and model.safetensors, or the id of a model on the Hugging Face Hub."""
     out: OutFolder
     """Run directory to write: out/checkpoints/step-00000000 and the tokenizer."""
+    base: CheckpointPath | None = None
+    """Of a folder of peft's, the model that its adapters were trained on: a checkpoint, run directory, model
+    folder or Hub id; null takes the one that it names."""
     revision: str | None = None
     """Branch, tag or commit on the Hub; null takes the default branch."""
     verify: bool = True
@@ -109,10 +112,27 @@ class ExportHFConfig:
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
     out: OutFolder
     """Folder to write: config.json, model.safetensors (or several and their index), the tokenizer."""
+    merge: bool = False
+    """Of a run with adapters, add them to the weights of their base; else the adapters alone are written, as
+    peft loads them."""
     max_file_gb: Annotated[float, POSITIVE] = 5.0
     """Largest .safetensors file, in 10^9 bytes; a larger model is split into several."""
     verify: bool = True
     """Compare logits with those of `transformers` on the same tokens, and refuse where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportGGUFConfig:
+    """The run spec of `mlm export gguf`: a Llama, Mistral or Qwen as a file for llama.cpp."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: ResultFile
+    """File to write, such as model.gguf, with the tokenizer in it."""
+    type: Literal["f32", "f16", "bf16", "q8_0"] = "f16"
+    """Numbers of matrices: q8_0 is 8 bits and a scale for 32 of them. Vectors are float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

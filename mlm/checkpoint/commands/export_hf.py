@@ -7,7 +7,7 @@ padded. The folder is loaded by `transformers` and its logits are compared befor
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,21 +18,28 @@ from mlm.checkpoint.commands.config import ExportHFConfig
 from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
 from mlm.checkpoint.commands.model_card import CARD, model_card
 from mlm.checkpoint.commands.result import show_table
+from mlm.checkpoint.commands.weights import WholeWeights
+from mlm.checkpoint.huggingface import peft
 from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.format import JSON, RESTORE, FileEntry, Manifest, read_manifest
-from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.shard_file import Form, write_stream
-from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.verify import check_whole, shard_bytes
+from mlm.checkpoint.parameters import parameters
 from mlm.data.chat_template import FILE as CHAT_TEMPLATE
 from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
+from mlm.inference.base import Base
 from mlm.inference.chat import end_of_turn_tokens
-from mlm.inference.trained import check_stored_parameters, load_tokenizer, run_directory, trained_config
-from mlm.models.config import ModelConfig
+from mlm.inference.trained import (
+    check_stored_parameters,
+    load_tokenizer,
+    resolve_checkpoint,
+    run_directory,
+    trained_config,
+)
+from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.family import family_of
 from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
 from mlm.training.run_folder import GB, new_folder, out_problems
@@ -67,6 +74,9 @@ class ExportSource:
     model: ModelConfig
     mapping: HuggingFaceMapping
     tokenizer: Tokenizer | None
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    base: Base | None = None
+    """Of adapters; None for a checkpoint that holds the whole model."""
 
     @property
     def architecture(self) -> str:
@@ -92,6 +102,7 @@ def export_hf(
     *,
     max_file_gb: float = 5.0,
     verify: bool = True,
+    merge: bool = False,
 ) -> Path:
     """Write a checkpoint as a folder that `transformers` loads, as `mlm export hf` does; return the folder.
 
@@ -100,11 +111,13 @@ def export_hf(
         out: Folder to write, a new one.
         max_file_gb: Largest .safetensors file, in 10^9 bytes.
         verify: Compare logits with those of `transformers`, and write nothing where they differ.
+        merge: Of a run with adapters, add them to the weights of their base; else they are written alone, as
+            `peft` loads them.
 
     Raises:
         UserError: The model is not supported, `out` is not free, or the logits differ.
     """
-    config = ExportHFConfig(ckpt=str(ckpt), out=str(out), max_file_gb=max_file_gb, verify=verify)
+    config = ExportHFConfig(ckpt=str(ckpt), out=str(out), max_file_gb=max_file_gb, verify=verify, merge=merge)
     if problems := preflight(config):
         raise ConfigError(problems)
     convert(config)
@@ -124,13 +137,19 @@ def convert(
     tensors = plan_tensors(source)
     count = sum(tensor.form.num_bytes for tensor in tensors)
     files = into_files(tensors, int(config.max_file_gb * GB))
-    with new_folder(Path(config.out), count, "exported-model") as folder:
-        with progress_bar("exporting", shard_bytes(source.path) + count, in_bytes=True) as advance:
-            check_whole(source.path, advance)
-            with Reader(source.path, source.manifest) as reader:
-                is_folded = write_weights(source, files, folder, advance, partial(read_whole, reader))
-        write_settings(source, folder)
-        agreement = compare_logits(folder, source.path) if config.verify else None
+    is_adapter = source.base is not None and not config.merge
+    with (
+        new_folder(Path(config.out), count, "exported-model") as folder,
+        WholeWeights(source.path) as weights,
+    ):
+        with progress_bar("exporting", weights.num_bytes + count, in_bytes=True) as advance:
+            weights.check(advance)
+            if is_adapter:
+                files, is_folded = write_adapters(source, weights, folder), False
+            else:
+                is_folded = write_weights(source, files, folder, advance, weights.read)
+        write_settings(source, folder, with_model=not is_adapter)
+        agreement = compare_logits(folder, source.path) if config.verify and not is_adapter else None
     return source, files, agreement, is_folded
 
 
@@ -138,7 +157,8 @@ def open_source(ckpt: str) -> ExportSource:
     """Read the manifest and the tokenizer. Raises UserError."""
     path = resolve(ckpt)
     manifest = read_manifest(path)
-    model = trained_config(manifest, path).model
+    trained, base = trained_config(manifest, path), Base.of(manifest, path)
+    model = trained.model
     mapping = family_of(model.kind).huggingface
     if mapping is None:
         raise UserError(f"{path}: its model.kind={model.kind} has no counterpart in transformers")
@@ -149,25 +169,27 @@ def open_source(ckpt: str) -> ExportSource:
         )
     if problem := mapping.problem(model):
         raise UserError(f"{path}: {problem}")
-    check_stored_parameters(manifest, model, path)
+    if base is None:
+        check_stored_parameters(manifest, model, path)
+    else:
+        resolve_checkpoint(str(base.path))
     saved = run_directory(path) / "tokenizer.json"
     tokenizer = load_tokenizer(None, path) if os.path.lexists(saved) else None
     if tokenizer is not None:
         tokenizer.chat_template = ChatTemplate.find(run_directory(path), tokenizer)
-    return ExportSource(path, manifest, model, mapping, tokenizer)
+    return ExportSource(path, manifest, model, mapping, tokenizer, trained.lora, base)
 
 
 def plan_tensors(source: ExportSource) -> list[Exported]:
     """Return every parameter in the order of the model. Raises CorruptFileError if one is missing."""
-    out = []
+    out, held = [], parameters(source.model)
     for name, location in source.mapping.locations(source.model):
-        entry = source.manifest.tensors.get(f"model.{name}")
-        if entry is None:
+        if source.base is None and f"model.{name}" not in source.manifest.tensors:
             raise CorruptFileError(f"{source.path}: holds no model.{name}, its config has one. {RESTORE}")
-        form = Form(torch.float32, location.shape(entry.shape))
+        form = Form(torch.float32, location.shape(held[name].shape))
         for part, theirs in enumerate(location.names):
             full = source.mapping.stored_name(theirs, source.model.head)
-            out.append(Exported(f"model.{name}", location, part, full, form))
+            out.append(Exported(name, location, part, full, form))
     return out
 
 
@@ -208,7 +230,7 @@ def write_weights(
 
     def read(tensor: Exported) -> Tensor:
         value = stored_tensor(tensor, load).to(tensor.form.dtype)
-        return value if shift is None or tensor.ours != "model.final_norm.bias" else value + shift
+        return value if shift is None or tensor.ours != "final_norm.bias" else value + shift
 
     def write(name: str) -> FileEntry:
         by_name = {tensor.theirs: tensor for tensor in files[name]}
@@ -236,15 +258,18 @@ def stored_tensor(tensor: Exported, load: Load) -> Tensor:
     return location.of_expert(number).to_theirs(expert)[part]
 
 
-def read_whole(reader: Reader, name: str, rows: slice | None = None) -> Tensor:
-    """Return a parameter of ours, or some of its rows, float32. Raises CorruptFileError."""
-    shape = reader.manifest.tensors[name].shape
-    first, last = (0, shape[0]) if rows is None else (rows.start, rows.stop)
-    region = Region((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
-    try:
-        return reader.read(name, region).float()
-    except OSError as error:
-        raise CorruptFileError(f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}") from error
+def write_adapters(source: ExportSource, weights: WholeWeights, folder: Path) -> dict[str, list[Exported]]:
+    """Write adapters as `peft` does, with its settings; return no files of weights."""
+    assert source.base is not None
+    tensors = {
+        name: value.contiguous()
+        for each in peft.stored_adapters(source.model, source.lora)
+        for name, value in each.to_theirs(*(weights.read(f"{each.name}.lora.{part}") for part in "ab"))
+    }
+    forms = {name: Form(torch.float32, tuple(value.shape)) for name, value in tensors.items()}
+    write_stream(folder / peft.WEIGHTS, forms, tensors.__getitem__, SAFETENSORS_FOR)
+    write_json(folder / peft.CONFIG, peft.write_config(source.model, source.lora, source.base.name))
+    return {}
 
 
 def folded_bias(source: ExportSource, load: Load) -> Tensor | None:
@@ -255,7 +280,7 @@ def folded_bias(source: ExportSource, load: Load) -> Tensor | None:
     """
     if source.model.head not in source.mapping.heads_without_bias:
         return None
-    weight, bias = (load(f"model.classifier.{part}", None).double() for part in ("weight", "bias"))
+    weight, bias = (load(f"classifier.{part}", None).double() for part in ("weight", "bias"))
     if not bias.any():
         return None
     shift: Tensor = torch.linalg.pinv(weight) @ bias
@@ -268,12 +293,16 @@ def folded_bias(source: ExportSource, load: Load) -> Tensor | None:
     return shift.float()
 
 
-def write_settings(source: ExportSource, folder: Path) -> None:
-    """Write config.json, the model card, and the tokenizer with settings of AutoTokenizer and generate()."""
+def write_settings(source: ExportSource, folder: Path, *, with_model: bool = True) -> None:
+    """Write config.json, the model card, and the tokenizer with settings of AutoTokenizer and generate().
+
+    Without the model it is the tokenizer alone.
+    """
     tokenizer, model = source.tokenizer, source.model
     ids = token_ids(source)
     config = source.mapping.write(model, ids)
-    write_json(folder / CONFIG, config)
+    if with_model:
+        write_json(folder / CONFIG, config)
     write_atomic(folder / CARD, model_card(source.manifest, model, source.architecture).encode())
     if tokenizer is None:
         return
@@ -323,6 +352,10 @@ def show(
 ) -> None:
     """Print the table and notes."""
     size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
+    if not files:
+        lines = f"adapters of {source.base.name if source.base else ''}, for peft", f"written to {config.out}"
+        show_table(f"export hf · {source.path}", {"rank#": source.lora.rank}, [], *lines)
+        return
     columns = {
         "class#": source.architecture,
         "parameters#": f"{source.model.num_parameters():,}",

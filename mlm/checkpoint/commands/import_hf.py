@@ -7,6 +7,7 @@ checkpoint are compared before that gets its name.
 from dataclasses import replace
 from pathlib import Path
 
+from mlm.checkpoint.commands import import_peft
 from mlm.checkpoint.commands.config import ImportHFConfig
 from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
 from mlm.checkpoint.commands.result import model_columns, show_table
@@ -36,6 +37,10 @@ def preflight(config: ImportHFConfig) -> list[str]:
         problems.append(
             f"revision={config.revision} is for the Hub, source={config.source} is a folder: leave it"
         )
+    if import_peft.is_adapter(config.source):
+        return problems
+    if config.base is not None:
+        problems.append(f"base={config.base}: source={config.source} holds no adapters; remove base=")
     try:
         HFTensors(read_model(folder))
     except UserError as error:
@@ -71,7 +76,10 @@ def import_hf(
 
 def run(config: ImportHFConfig) -> None:
     """Import the model and print a table. Raises UserError and leaves no files."""
-    show(config, *convert(config))
+    if import_peft.is_adapter(config.source):
+        import_peft.run(config)
+    else:
+        show(config, *convert(config))
 
 
 def convert(config: ImportHFConfig) -> tuple[HFModel, Path, list[str], Agreement | None]:

@@ -23,6 +23,7 @@ from mlm.parallel.cross_entropy import (
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.layers import VocabParallelEmbedding
+from mlm.parallel.token_losses import differentiable_losses
 
 
 class GPT2(Transformer):
@@ -97,6 +98,28 @@ class GPT2(Transformer):
         labels = local_tokens(labels, self.cp, 1)
         losses = token_losses(h.flatten(0, 1), labels.t().flatten(), self.vocabulary)
         return losses.view(h.shape[0], h.shape[1]).t()
+
+    def log_likelihoods(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        stream: DropoutStream | None = None,
+        x: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Last stage: log-likelihoods of labels, differentiable, 0 where not scored. Others: hidden states.
+
+        Arguments as of `forward`, without context parallelism.
+
+        Returns:
+            [B, S] float32 (float64 for float64), the same on every tp rank.
+        """
+        assert self.cp.size == 1
+        h = self.hidden_states(tokens, stream, x, documents)
+        if not self.stage.is_last:
+            return h
+        losses = differentiable_losses(h.flatten(0, 1), labels.t().flatten(), self.vocabulary)
+        return -losses.view(labels.shape[1], labels.shape[0]).t()
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor, places: Tensor, x: Tensor | None = None) -> Tensor:

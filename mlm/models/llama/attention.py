@@ -117,6 +117,7 @@ class GroupedQueryAttention(SelfAttention):
             sequence_parallel=self.query.sequence_parallel,
             computes=(self.query.compute, self.kv.compute),
         )
+        q, kv = self.query.adapted(q, x), self.kv.adapted(kv, x)
         q = q.unflatten(-1, (-1, self.head_dim))  # [S, B, n, D]
         k, v = kv.unflatten(-1, (self.kv_heads, 2, self.head_dim)).unbind(3)  # each [S, B, k, D]
         match self.query_norm, self.key_norm:

@@ -15,7 +15,7 @@ from rich.text import Text
 from mlm.checkpoint.huggingface.folder import read_settings
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.retention import newest_good
-from mlm.checkpoint.native.run_state import TOKENIZER
+from mlm.checkpoint.native.run_state import LORA, TOKENIZER
 from mlm.config.build import config_digest
 from mlm.config.fields import expand_home
 from mlm.config.imports import is_path
@@ -23,6 +23,7 @@ from mlm.data.blend import BlendedDataset
 from mlm.data.blend_checks import normalize_weights
 from mlm.data.blend_history import trained_on
 from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batches, first_of_step
+from mlm.inference.base import Base, base_name, load_any_weights
 from mlm.inference.hf_source import load_model_folder
 from mlm.inference.trained import resolve_checkpoint
 from mlm.launch.doctor.quick import check_start
@@ -87,8 +88,10 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
             for line in forecast.lines(config, ctx.world_size):
                 print(f"mlm pretrain: {line}", file=sys.stderr)
         trainer: Trainer[MicroBatch] = Trainer(config, ctx)
+        if config.lora.rank:
+            load_base(trainer)
         start = resume(trainer)
-        if start is None and (start := model_folder(config)) is not None:
+        if start is None and not config.lora.rank and (start := model_folder(config)) is not None:
             start_from_folder(trainer, start)
         return train(trainer, out, start)
 
@@ -105,6 +108,16 @@ def start_from_folder(trainer: Trainer, source: Path) -> None:
         fill(trainer.shards)
     else:
         start_from_dense(trainer.shards, dense, ctx, fill)
+
+
+def load_base(trainer: Trainer) -> None:
+    """Load the frozen weights that adapters are trained beside, from `ckpt`. Collective; raises UserError."""
+    ckpt = trainer.config.ckpt
+    assert ckpt is not None, "checked with the settings"
+    named = resolve_checkpoint(ckpt)
+    frozen = [shard for shard in trainer.shards if not shard.is_trained]
+    manifest = load_any_weights(frozen, named.path, trainer.ctx, fill=False)
+    trainer.extra_state[LORA] = Base(base_name(ckpt, named.path), manifest.digest).encode()
 
 
 def train(trainer: Trainer, out: Path, start: Path | None) -> int:

@@ -1,0 +1,147 @@
+"""Adapters as `peft` stores them: adapter_config.json, and A and B of each layer in one safetensors file.
+
+Names and keys: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from mlm.checkpoint.native.format import JSON
+from mlm.models.config import LoraConfig, ModelConfig
+from mlm.models.huggingface import Location, show
+from mlm.models.lora import adapter_shards, layer_locations
+from mlm.parallel.low_rank import FusedRows
+from mlm.util.errors import UserError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+PLAIN: Mapping[str, tuple[JSON, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "lora_bias": (False,),
+}
+"""Keys of adapter_config.json, and the values that our adapters compute; the first is the default."""
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """The adapter of one of our layers, and the modules of `transformers` that it is stored for."""
+
+    name: str
+    """Ours, such as layers.0.attention.kv."""
+    modules: tuple[str, ...]
+    """Theirs, one per adapted part, as the class of the model names them."""
+    rows: Location
+    """How the rows of B are stored."""
+
+    def to_theirs(self, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of A and B of each module."""
+        parts = zip(self.modules, a.chunk(len(self.modules)), self.rows.to_theirs(b), strict=True)
+        for module, one, other in parts:
+            yield f"{PREFIX}{module}.lora_A.weight", one
+            yield f"{PREFIX}{module}.lora_B.weight", other
+
+    def to_ours(self, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return A and B from what `read` returns for names of `peft`."""
+        a = Location(self.modules).to_ours([read(f"{PREFIX}{m}.lora_A.weight") for m in self.modules])
+        b = self.rows.to_ours([read(f"{PREFIX}{m}.lora_B.weight") for m in self.modules])
+        return a, b
+
+
+def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]:
+    """Return every adapter of a model. Raises UserError if `transformers` has no such model."""
+    mapping, locations, found = model.family.huggingface, layer_locations(model), []
+    if mapping is None:
+        raise UserError(f"model.kind={model.kind} has no counterpart in transformers, nor in peft")
+    for shard, adapter in adapter_shards(model, lora):
+        if shard.name.endswith(".a"):
+            name = shard.name.removesuffix(".lora.a")
+            if name not in locations:
+                raise UserError(f"{name} has no counterpart in transformers; use lora.targets without it")
+            location = locations[name]
+            theirs = [location.names[part] for part in adapter.rows.adapted]
+            modules = tuple(mapping.stored_name(n.removesuffix(".weight"), model.head) for n in theirs)
+            found.append(StoredAdapter(name, modules, _rows(location, adapter.rows)))
+    return found
+
+
+def _rows(location: Location, rows: FusedRows) -> Location:
+    """Return how the rows of an adapter's B are stored: of the adapted parts alone, and never transposed."""
+    names = tuple(location.names[part] for part in rows.adapted)
+    parts = location.parts if rows.parts == 1 else len(names)
+    return replace(location, names=names, transposed=False, parts=parts)
+
+
+def write_config(model: ModelConfig, lora: LoraConfig, base: str) -> dict[str, JSON]:
+    """Return adapter_config.json; `base` is the name or folder of the model beside it."""
+    adapted = [module for each in stored_adapters(model, lora) for module in each.modules]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": short_names(model, adapted),
+        "fan_in_fan_out": any(location.transposed for location in layer_locations(model).values()),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def short_names(model: ModelConfig, adapted: list[str]) -> list[str]:
+    """Return the last parts of the names of modules if they name no other layer, else the whole names."""
+    mapping = model.family.huggingface
+    assert mapping is not None
+    every = [
+        mapping.stored_name(name.removesuffix(".weight"), model.head)
+        for location in layer_locations(model).values()
+        for name in location.names
+    ]
+    short = {name.rpartition(".")[2] for name in adapted}
+    named = {name for name in every if name.rpartition(".")[2] in short}
+    return sorted(short if named == set(adapted) else adapted)
+
+
+def read_config(config: Mapping[str, JSON], names: list[str], model: ModelConfig, path: str) -> LoraConfig:
+    """Return our settings for an adapter_config.json and the names of the tensors beside it.
+
+    Raises UserError for what our adapters do not compute.
+    """
+    for key, allowed in PLAIN.items():
+        if (value := config.get(key, allowed[0])) not in allowed:
+            raise UserError(f"{path}: {key}={show(value)} is not supported; supported: {show(allowed[0])}")
+    rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout", 0.0)
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+        raise UserError(f"{path}: r={show(rank)}, lora_alpha={show(alpha)} must be numbers above 0")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise UserError(f"{path}: lora_dropout={show(dropout)} must be a number from 0 to 1")
+    suffix = ".lora_A.weight"
+    modules = [name.removeprefix(PREFIX).removesuffix(suffix) for name in names if name.endswith(suffix)]
+    mapping = model.family.huggingface
+    assert mapping is not None
+    targets = [mapping.plain(name) for name in short_names(model, modules)]
+    is_rs = config.get("use_rslora", False) is True
+    lora = LoraConfig(
+        rank=rank, alpha=float(alpha), targets=tuple(targets), dropout=float(dropout), rslora=is_rs
+    )
+    known = {
+        f"{PREFIX}{module}.lora_{part}.weight"
+        for each in stored_adapters(model, lora)
+        for module in each.modules
+        for part in "AB"
+    }
+    if other := sorted(known ^ set(names)):
+        where = "is not there" if other[0] in known else "is the adapter of no layer of this base"
+        raise UserError(f"{path}: {other[0]} {where}; name the base that peft trained it on")
+    return lora

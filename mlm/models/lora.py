@@ -1,0 +1,136 @@
+"""Which layers of a model have low-rank adapters, and the model that trains these alone."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlm.models.backbone import Transformer
+from mlm.models.config import ALL_LINEAR, LoraConfig, ModelConfig
+from mlm.models.huggingface import Location
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.low_rank import FusedRows, LowRankAdapter, weight_change
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import ParameterShard, parameter_shards
+from mlm.util.errors import ConfigError, Problem, show
+
+HEADS = ("classifier.", "pooler.")
+"""Modules of a finetuning head, which are trained with the adapters."""
+
+
+def layer_locations(model: ModelConfig) -> Mapping[str, Location]:
+    """Return where `transformers` stores the weights of layers, by our module; empty without such a model."""
+    mapping = model.family.huggingface
+    found = {} if mapping is None else dict(mapping.locations(model))
+    return {name.removesuffix(".weight"): place for name, place in found.items() if name.endswith(".weight")}
+
+
+def adapted_rows(name: str, location: Location | None, targets: tuple[str, ...]) -> FusedRows | None:
+    """Return the parts of a layer's weight that `targets` name; None if they name none.
+
+    A weight here that is several in `transformers` has those as parts.
+    """
+    parts = () if location is None else location.names
+    whole = ALL_LINEAR in targets or any(_ends(name, target) for target in targets)
+    theirs = [part.removesuffix(".weight") for part in parts]
+    adapted = [n for n, part in enumerate(theirs) if whole or any(_ends(part, target) for target in targets)]
+    if len(parts) < 2:
+        return FusedRows() if whole or adapted else None
+    assert location is not None
+    return FusedRows(location.num_heads or 1, len(parts), tuple(adapted)) if adapted else None
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def add_adapters(chunk: Transformer, lora: LoraConfig) -> None:
+    """Add adapters beside the layers that `lora.targets` name, with parameters of the default dtype."""
+    locations = layer_locations(chunk.config)
+    for number, layer in chunk.layers.items():
+        added: list[LowRankAdapter] = []
+        for inner, module in list(layer.named_modules()):
+            if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                continue
+            name = f"layers.{number}.{inner}"
+            rows = adapted_rows(name, locations.get(name), lora.targets)
+            if rows is not None:
+                module.lora = LowRankAdapter(
+                    module,
+                    rank=lora.rank,
+                    scale=lora.scale,
+                    rows=rows,
+                    dropout=lora.dropout,
+                    place=(int(number), f"{inner} adapter"),
+                    cp=chunk.cp,
+                )
+                added.append(module.lora)
+        if lora.dropout:
+            layer.register_forward_pre_hook(_hand_stream(added))
+
+
+def _hand_stream(adapters: list[LowRankAdapter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """Return a hook of a layer that gives its adapters the masks of each pass, recomputed ones too."""
+
+    def hook(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for adapter in adapters:
+            adapter.stream = inputs[1]
+
+    return hook
+
+
+def freeze_base(chunk: Transformer, dtype: torch.dtype) -> None:
+    """Leave adapters and a finetuning head alone to be trained, these in `dtype`."""
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(is_trained(name))
+        if is_trained(name):
+            parameter.data = parameter.data.to(dtype)
+
+
+def is_trained(name: str) -> bool:
+    """True for a parameter that is trained beside a frozen base."""
+    return ".lora." in name or name.startswith(HEADS)
+
+
+def adapter_shards(model: ModelConfig, lora: LoraConfig) -> Iterator[tuple[ParameterShard, LowRankAdapter]]:
+    """Yield the parameters of a model's adapters, whole and without memory, each with its adapter."""
+    for shard in parameter_shards(adapted_on_meta(model, lora), Axis("tp")):
+        if isinstance(shard.module, LowRankAdapter):
+            yield shard, shard.module
+
+
+def adapted_on_meta(model: ModelConfig, lora: LoraConfig) -> Transformer:
+    """Return a whole model with adapters, without memory for its parameters. Raises ConfigError.
+
+    A target that names no layer is an error.
+    """
+    with torch.device("meta"):
+        chunk = model.family.model(model, tp=Axis("tp"))
+        add_adapters(chunk, lora)
+    _check_targets(chunk, lora)
+    return chunk
+
+
+def _check_targets(chunk: Transformer, lora: LoraConfig) -> None:
+    locations, names = layer_locations(chunk.config), list[str]()
+    for name, module in chunk.layers.named_modules(prefix="layers"):
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            stored = locations.get(name)
+            names += [name, *(part.removesuffix(".weight") for part in (stored.names if stored else ()))]
+    for target in lora.targets:
+        if target != ALL_LINEAR and not any(_ends(name, target) for name in names):
+            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            problem = f"lora.targets={show(list(lora.targets))}: no layer is named {target}"
+            raise ConfigError([Problem(("lora.targets",), problem, f"use {known} or {ALL_LINEAR}")])
+
+
+def merged_changes(
+    model: ModelConfig, lora: LoraConfig, adapters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name of a weight, what the adapters add to it), whole, from whole float32 adapters by name."""
+    for shard, adapter in adapter_shards(model, lora):
+        if shard.name.endswith(".a"):
+            layer = shard.name.removesuffix(".lora.a")
+            a, b = adapters[shard.name], adapters[f"{layer}.lora.b"]
+            yield f"{layer}.weight", weight_change(a, b, adapter.scale, adapter.rows)

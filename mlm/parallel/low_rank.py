@@ -1,0 +1,142 @@
+"""Low-rank adapters of frozen linear layers: y = W x + s B A x (arXiv:2106.09685, section 4.1).
+
+What crosses ranks is of width r. Beside a layer split by column, A is replicated and B split like the layer;
+beside one split by row, A is split and B replicated. With sequence parallelism the replicated one sees this
+rank's rows of the sequence, and its gradient is summed over tp like that of a norm.
+
+A fused weight has an adapter for each part, so that queries and values may have one and keys none.
+
+Shapes: S sequence, B micro-batch, I in, O out, r rank, P fused parts of which p have adapters, t =
+tensor-parallel size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mlm.parallel.collectives import copy_to_tp, gather_sequence
+from mlm.parallel.context.zigzag import local_positions
+from mlm.parallel.dropout import DropoutStream, site_keys
+from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.linear import linear
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import shard_of
+from mlm.parallel.uncompiled import skip_compile
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """Rows of a weight that fuses P parts, `[block][part][size]`, and the parts that have adapters."""
+
+    blocks: int = 1
+    parts: int = 1
+    adapted: tuple[int, ...] = (0,)
+
+    def size(self, out_features: int) -> int:
+        """Rows of one part in one block of a whole weight with O rows."""
+        return out_features // (self.blocks * self.parts)
+
+    def place(self, outputs: list[Tensor], size: int) -> Tensor:
+        """Put the outputs of adapted parts [..., O / P] in the weight's order, zeros for others: [..., O]."""
+        if self.parts == 1:
+            return outputs[0]
+        found = dict(zip(self.adapted, outputs, strict=True))
+        zeros = torch.zeros_like(outputs[0])
+        whole = [found.get(part, zeros).unflatten(-1, (-1, size)) for part in range(self.parts)]
+        return torch.stack(whole, -2).flatten(-3)
+
+
+class LowRankAdapter(nn.Module):
+    """s B A x, of this rank's output features, for the input of a linear layer; 0 at first, as B is.
+
+    Args:
+        layer: the layer beside it.
+        rank: r.
+        scale: s.
+        rows: order of the layer's output features.
+        dropout: probability of dropping elements of x on this path.
+        place: the global number of the transformer layer, and a name in it: of the dropout masks.
+        cp: axis that splits sequences.
+    """
+
+    places: Tensor
+
+    def __init__(
+        self,
+        layer: ColumnParallelLinear | RowParallelLinear,
+        *,
+        rank: int,
+        scale: float,
+        rows: FusedRows,
+        dropout: float = 0.0,
+        place: tuple[int, str] = (0, ""),
+        cp: Axis | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp, self.cp, self.scale, self.rows, self.dropout = (
+            layer.tp,
+            cp or Axis("cp"),
+            scale,
+            rows,
+            dropout,
+        )
+        self.by_column = isinstance(layer, ColumnParallelLinear)
+        self.sequence_parallel, self.replicas = layer.sequence_parallel, layer.replicas
+        self.reduce_output = layer.reduce_output
+        out, inside = layer.weight.shape
+        whole = out * self.tp.size // layer.replicas if self.by_column else out
+        self.size, self.columns = rows.size(whole), inside
+        count = len(rows.adapted)
+        self.tp_dims = {"b": 0} if self.by_column else {"a": 1}
+        # the variance of peft's uniform A
+        full = inside if self.by_column else inside * self.tp.size
+        self.init_stds = {"a": (3 * full) ** -0.5, "b": 0.0}
+        self.a = nn.Parameter(torch.empty(count * rank, inside))  # [p r, I], by row [r, I/t]
+        self.b = nn.Parameter(torch.zeros(out // rows.parts * count, rank))  # [p O / (P t), r], by row [O, r]
+        self.register_buffer("places", site_keys([place]), persistent=False)
+        self.stream: DropoutStream | None = None
+
+    def extra_repr(self) -> str:
+        """Rank, and the parts that have adapters."""
+        return f"rank={self.b.shape[1]}, parts={self.rows.adapted} of {self.rows.parts}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the layer beside it: by column [S, B, I] -> [S, B, O/t], by row [S, B, I/t] -> [S, B, O]."""
+        if self.dropout and self.stream is not None:
+            x = self._drop(x, self.stream)
+        z = linear(x, self.a) * self.scale  # [S, B, p r]
+        if not self.by_column:
+            return linear(self.reduce_output(z), self.b)
+        z = gather_sequence(z, self.tp) if self.sequence_parallel else copy_to_tp(z, self.tp)
+        if self.rows.parts == 1:
+            return linear(z, self.b)
+        blocks = self.b.unflatten(0, (-1, len(self.rows.adapted), self.size))  # [blocks/t, p, size, r]
+        parts = zip(z.chunk(len(self.rows.adapted), -1), blocks.unbind(1), strict=True)
+        return self.rows.place([linear(each, b.flatten(0, 1)) for each, b in parts], self.size)
+
+    @skip_compile  # masks of another micro-batch are another graph
+    def _drop(self, x: Tensor, stream: DropoutStream) -> Tensor:
+        is_split = self.sequence_parallel and self.by_column
+        length = x.shape[0] * self.cp.size * (self.tp.size if is_split else 1)
+        rows = local_positions(length, self.cp, x.device)
+        first = 0 if self.by_column else self.tp.rank * self.columns
+        return stream.features(
+            x,
+            self.dropout,
+            self.places[0],
+            rows=shard_of(rows, self.tp, 0) if is_split else rows,
+            columns=range(first, first + self.columns),
+            width=self.columns if self.by_column else self.columns * self.tp.size,
+        )
+
+
+def weight_change(a: Tensor, b: Tensor, scale: float, rows: FusedRows) -> Tensor:
+    """Return s B A in the order of the layer's weight, [O, I], of whole A [p r, I] and B [p O / P, r]."""
+    if rows.parts == 1:
+        return scale * (b @ a)
+    count = len(rows.adapted)
+    size = len(b) // (count * rows.blocks)
+    parts = b.unflatten(0, (rows.blocks, count, size)).unbind(1)
+    products = [scale * (part.flatten(0, 1) @ each) for part, each in zip(parts, a.chunk(count), strict=True)]
+    return rows.place([product.t() for product in products], size).t()

@@ -1,0 +1,221 @@
+"""Preferences: losses and gradients of TRL, every layout as one process, rows that are malformed."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mlm.finetune import run
+from mlm.finetune.batches import make_batcher
+from mlm.finetune.config import FinetuneConfig
+from mlm.finetune.inputs import read_start, tokenize_split
+from mlm.finetune.pairs import PairLoss, PairPacker, set_reference
+from mlm.finetune.splits import read_split
+from mlm.inference.hf_source import load_model_folder
+from mlm.models.config import LoraConfig
+from mlm.optim.config import OptimizerConfig, PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.sharding import parameter_shards
+from mlm.training.pipelined import PipelinedModel
+from mlm.util.errors import ConfigError
+from tests.finetune.chats import POSITIONS, write_llama
+from tests.finetune.material import WORDS, shipped, write_rows
+from tests.finetune.runs import finetuning, losses, read, records, weights
+from tests.ranks import command, run_on_ranks
+
+LAYOUTS = {
+    "tp2-sp": ParallelConfig(tp=2, sequence_parallel=True),
+    "pp2": ParallelConfig(pp=2),
+    "dp2-zero3": ParallelConfig(dp=2, zero=3),
+}
+PARTS = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "kl")
+
+
+def words(draw: random.Random, least: int, most: int) -> str:
+    return " ".join(draw.choices(WORDS[:20], k=draw.randint(least, most)))
+
+
+def pair(draw: random.Random) -> dict[str, Any]:
+    return {
+        "prompt": words(draw, 2, 6),
+        "chosen": " " + words(draw, 1, 9),
+        "rejected": " " + words(draw, 1, 9),
+    }
+
+
+def messages(row: dict[str, Any]) -> dict[str, Any]:
+    """The same as a conversation."""
+    said = {key: [{"role": "assistant", "content": row[key].strip()}] for key in ("chosen", "rejected")}
+    return {"prompt": [{"role": "user", "content": row["prompt"]}], **said}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made, draw = tmp_path_factory.mktemp("preferences"), random.Random(3)
+    write_llama(made / "llama")
+    write_llama(made / "other", seed=1)
+    rows = [pair(draw) for _ in range(14)]
+    write_rows(made / "pairs" / "train.jsonl", rows[:10])
+    write_rows(made / "pairs" / "validation.jsonl", map(messages, rows[10:]))
+    run.run(preferring(made), ParallelContext())
+    return made
+
+
+def preferring(folder: Path, **changes: Any) -> FinetuneConfig:
+    task = shipped("preferences", max_length=POSITIONS, **changes.pop("task", {}))
+    data = {"path": str(folder / "pairs")}
+    values = {"ckpt": str(folder / "llama"), "optimizer": OptimizerConfig(lr=3e-3, weight_decay=0.0)}
+    return finetuning(folder, "classification", task=task, data=data, **values | changes)
+
+
+def our_gradients(folder: Path, **task: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], PairLoss]:
+    """Loss of all pairs and its gradients by `other`, where `llama` is the reference."""
+    config, ctx = preferring(folder, task=task), ParallelContext()
+    start = read_start(config)
+    split = read_split(config.task, "train", path=str(folder / "pairs" / "train.jsonl"))
+    examples = tokenize_split(config.task, split, start).examples
+    model = PipelinedModel(start.model, ParallelConfig(), PrecisionConfig(dtype="fp64"), ctx)
+    objective = PairLoss(ctx, torch.float64, config.task)
+    packer = make_batcher(model, 2, POSITIONS, PairPacker)
+    shards = tuple(parameter_shards(model.chunks[0], ctx.tp))
+    load_model_folder(shards, folder / "llama", ctx)
+    set_reference(model, objective, examples, packer)
+    load_model_folder(shards, folder / "other", ctx)
+    numbers = sorted(range(len(examples)), key=lambda n: -sum(map(len, examples[n].texts)))
+    batches = packer.micro_batches(examples, numbers, 0)
+    assert len(batches) > 1
+    scale = torch.full((len(objective.parts),), 1 / len(examples), dtype=torch.float64)
+    parts = torch.stack(model.train(batches, objective, scale, lambda _: None)).sum(0)
+    return parts, {s.name: s.without_padding(s.parameter.grad) for s in shards}, objective  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_losses_and_gradients_equal_those_of_trl(folder: Path, tmp_path: Path, loss: str) -> None:
+    datasets, transformers, trl = (pytest.importorskip(name) for name in ("datasets", "transformers", "trl"))
+    parts, mine, _ = our_gradients(folder, loss=loss, beta=0.3)
+    theirs, reference = (
+        transformers.LlamaForCausalLM.from_pretrained(folder / name, dtype=torch.float64)
+        for name in ("other", "llama")
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "llama")
+    tokenizer.pad_token = "<|endoftext|>"
+    trainer = trl.DPOTrainer(
+        theirs,
+        reference,
+        trl.DPOConfig(
+            str(tmp_path),
+            loss_type=loss,
+            beta=0.3,
+            per_device_train_batch_size=10,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            gradient_checkpointing=False,
+        ),
+        train_dataset=datasets.load_dataset(
+            "json", data_files=str(folder / "pairs" / "train.jsonl"), split="train", cache_dir=str(tmp_path)
+        ),
+        processing_class=tokenizer,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    theirs.train()
+    their_loss = trainer.compute_loss(theirs, batch)
+    their_loss.backward()
+    assert parts[0].item() == pytest.approx(their_loss.item(), abs=1e-5)
+    logged = {key: values[-1] for key, values in trainer._metrics["train"].items()}
+    names = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
+    assert parts[1:5].tolist() == pytest.approx([logged[name] for name in names], abs=1e-5)
+    model = read_start(preferring(folder)).model
+    mapping = model.family.huggingface
+    assert mapping is not None
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    for name, gradient in mapping.to_ours(gradients, model).items():
+        torch.testing.assert_close(mine[name], gradient.double(), rtol=0, atol=1e-5)
+
+
+def test_reference_free_losses_equal_their_published_formulas(folder: Path) -> None:
+    """SimPO, equation 6 of arXiv:2405.14734; ORPO, equations 3 to 7 of arXiv:2403.07691; smoothed DPO."""
+    y = torch.tensor([[-3.0, -8.0], [-6.0, -2.0]], dtype=torch.float64)
+    lengths, reference = torch.tensor([[2, 4], [3, 5]]), torch.tensor([[-4.0, -7.0], [-5.0, -2.5]])
+    mean = y / lengths
+
+    def loss(name: str, **settings: Any) -> torch.Tensor:
+        task = shipped("preferences", loss=name, **settings)
+        return PairLoss(ParallelContext(), torch.float64, task).parts_of(y, lengths, reference)[0]
+
+    simpo = -torch.log(torch.sigmoid(2.5 * mean[:, 0] - 2.5 * mean[:, 1] - 1.4))
+    torch.testing.assert_close(loss("simpo", beta=2.5, margin=1.4), simpo)
+    p = mean.exp()
+    odds = p / (1 - p)
+    orpo = -mean[:, 0] - 0.2 * torch.log(torch.sigmoid(torch.log(odds[:, 0] / odds[:, 1])))
+    torch.testing.assert_close(loss("orpo", beta=0.2), orpo)
+    lead = 0.3 * ((y - reference)[:, 0] - (y - reference)[:, 1])
+    smoothed = -0.9 * F.logsigmoid(lead) - 0.1 * F.logsigmoid(-lead)
+    torch.testing.assert_close(loss("sigmoid", beta=0.3, label_smoothing=0.1), smoothed)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
+    parallel = LAYOUTS[layout]
+    config = preferring(folder, parallel=parallel, out=str(tmp_path / "out"))
+    run_on_ranks(command, run.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
+    assert losses(tmp_path / "out") == pytest.approx(losses(folder / "out"), abs=1e-9)
+    alone, split = (weights(Path(out, "checkpoints")) for out in (folder / "out", tmp_path / "out"))
+    torch.testing.assert_close(split, alone, rtol=0, atol=1e-7)
+
+
+def test_a_run_logs_rewards_and_starts_at_its_reference(folder: Path) -> None:
+    first, *_, last = records(folder / "out", "step")
+    assert first["loss"] == pytest.approx(0.6931471805599453)  # log 2: nothing differs from the reference
+    assert first["kl"] == first["margin"] == 0
+    assert last["margin"] > 0
+    assert last["chosen_reward"] - last["rejected_reward"] == pytest.approx(last["margin"])
+    scores = read(folder / "out" / "result.json")["scores"]["validation"]
+    assert {"loss", "accuracy", "margin"} <= scores.keys()
+
+
+def test_beside_adapters_the_frozen_base_is_the_reference(folder: Path, tmp_path: Path) -> None:
+    config = preferring(folder, out=str(tmp_path / "out"), lora=LoraConfig(rank=4))
+    run.run(config, ParallelContext())
+    first, *_, last = records(tmp_path / "out", "step")
+    assert first["kl"] == 0
+    assert last["margin"] > 0
+    assert all(".lora." in name for name in weights(tmp_path / "out" / "checkpoints"))
+    (kept,) = (tmp_path / "out").glob("reference-*.npy")
+    assert np.load(kept).shape == (14, 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "no column 'rejected'"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are equal"),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, "'rejected'"),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, "'chosen' is empty"),
+        (
+            {"prompt": [], "chosen": [{"role": "user", "content": "b"}], "rejected": []},
+            "'prompt': no list of messages",
+        ),
+    ],
+)
+def test_a_malformed_row_is_named_with_its_field(
+    folder: Path, tmp_path: Path, row: dict[str, Any], problem: str
+) -> None:
+    good = pair(random.Random(0))
+    write_rows(tmp_path / "pairs" / "train.jsonl", [good, row])
+    with pytest.raises(ConfigError) as caught:
+        read_split(preferring(folder).task, "train", path=str(tmp_path / "pairs"))
+    (line,) = caught.value.problems
+    assert line.startswith(f"{tmp_path}/pairs/train.jsonl:2: {problem}")
+
+
+def test_replacing_a_setting_of_the_loss_is_another_run(folder: Path) -> None:
+    config = preferring(folder)
+    (problem,) = run.preflight(replace(config, task=replace(config.task, beta=0.2)))
+    assert problem.startswith("task.beta=0.2: out=")

@@ -1,0 +1,100 @@
+"""Adapters against `peft`'s, and at every layout against one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as TheirConfig
+from peft import get_peft_model
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from mlm.checkpoint.huggingface.peft import stored_adapters
+from mlm.models.config import LoraConfig, ModelConfig
+from mlm.models.lora import add_adapters, freeze_base
+from mlm.parallel.mesh import Axis
+from mlm.parallel.sharding import load_whole
+
+STEPS = 20
+"""Within 1e-6: norms of Llama are computed in float32 in `transformers`."""
+
+
+def their_model(kind: str) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "initializer_range": 0.1}
+    if kind == "gpt2":
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = GPT2Config(n_embd=16, n_layer=2, n_head=4, n_positions=32, **sizes, **dropout)
+        return GPT2LMHeadModel(config).double()
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        **sizes,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+CASES = {
+    "llama-qv": ("llama", {"targets": ("q_proj", "v_proj")}),
+    "llama-all": ("llama", {}),
+    "gpt2-all": ("gpt2", {"rslora": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
+    kind, changes = CASES[case]
+    lora = LoraConfig(rank=3, alpha=5.0, **changes)
+    theirs = their_model(kind)
+    mapping = ModelConfig(kind=kind, num_layers=1, hidden_size=4, num_heads=1).family.huggingface
+    assert mapping is not None
+    model, _ = mapping.read(theirs.config.to_dict(), "theirs")
+    ours = model.family.model(model, dtype=torch.float64).double()
+    load_whole(ours, mapping.to_ours(theirs.state_dict(), model), Axis("tp"))
+    add_adapters(ours, lora)
+    ours.double()
+    freeze_base(ours, torch.float64)
+
+    stored = stored_adapters(model, lora)
+    targets = [module for each in stored for module in each.modules]
+    adapted = get_peft_model(
+        theirs, TheirConfig(r=3, lora_alpha=5, target_modules=targets, use_rslora=lora.rslora)
+    ).double()
+    values = {name.replace(".default", ""): p for name, p in adapted.named_parameters() if p.requires_grad}
+    mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for p in values.values():
+            p.normal_(0, 0.1)
+        for each in stored:
+            a, b = each.to_ours(lambda name: values[name])
+            mine[f"{each.name}.lora.a"].copy_(a)
+            mine[f"{each.name}.lora.b"].copy_(b)
+    assert sum(p.numel() for p in mine.values()) == sum(p.numel() for p in values.values())
+
+    optimizers = [torch.optim.AdamW(each.values(), lr=1e-2) for each in (mine, values)]
+    tokens = torch.randint(64, (STEPS, 2, 9))
+    for batch in tokens:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = ours(batch[:, :-1], batch[:, 1:])
+        their_loss = cross_entropy(adapted(batch[:, :-1]).logits.transpose(1, 2), batch[:, 1:])
+        loss.backward()
+        their_loss.backward()
+        torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-6)
+        for each in stored:
+            a, b = each.to_ours(lambda name: grad_of(values[name]))
+            torch.testing.assert_close(mine[f"{each.name}.lora.a"].grad, a, rtol=0, atol=1e-6)
+            torch.testing.assert_close(mine[f"{each.name}.lora.b"].grad, b, rtol=0, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(p.grad is None for p in ours.parameters() if not p.requires_grad)
+
+
+def grad_of(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad
