@@ -58,11 +58,21 @@ def test_the_first_logits_are_those_of_the_dense_model(tmp_path: Path, dense: An
     torch.testing.assert_close(chunk.logits(TOKENS), want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero=3, llama="llama")], ids=str)
+LAYOUTS = [
+    Layout(tp=2, dp=2, zero=3, llama="llama"),
+    Layout(tp=2, sequence_parallel=True, dp=2, ep=2, expert_tp=1, llama="llama"),  # whole experts
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_any_layout_starts_from_any(tmp_path: Path, dense: Any, layout: Layout) -> None:
     """Each rank's part of each expert, and of what is not of experts."""
     path, parameters, _ = dense
-    run_on_ranks(check_parts, config_of(layout, tmp_path, path, **EXPERTS), path, parameters, **layout.sizes)
+    config, axes = (
+        config_of(layout, tmp_path, path, **EXPERTS),
+        {"ep": layout.ep, "expert_tp": layout.expert_tp},
+    )
+    run_on_ranks(check_parts, config, path, parameters, **layout.sizes | axes)
 
 
 def check_parts(ctx: ParallelContext, config: PretrainConfig, path: Path, dense: dict[str, Tensor]) -> None:
