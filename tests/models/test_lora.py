@@ -14,6 +14,7 @@ from mlm.checkpoint.huggingface.peft import stored_adapters
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.lora import add_adapters, freeze_base
 from mlm.parallel.mesh import Axis
+from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_whole
 
 STEPS = 20
@@ -98,3 +99,21 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
 def grad_of(p: Tensor) -> Tensor:
     assert p.grad is not None
     return p.grad
+
+
+def test_of_a_mixture_all_but_routed_experts_have_adapters() -> None:
+    options = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16, "shared_experts": 1}
+    model = ModelConfig(
+        kind="llama", num_layers=1, hidden_size=16, num_heads=2, vocab_size=64, activation="silu",
+        hidden_dropout=0.0, attention_dropout=0.0, ffn_hidden_size=16, options=options,
+    )  # fmt: skip
+    ours = model.family.model(model)
+    init_parameters(ours, 0)
+    add_adapters(ours, LoraConfig(rank=2))
+    init_parameters(ours, 0)
+    freeze_base(ours, torch.float32)
+    tokens = torch.randint(64, (2, 9))
+    ours(tokens[:, :-1], tokens[:, 1:]).backward()
+    trained = {name for name, p in ours.named_parameters() if p.grad is not None}
+    layers = ("attention.query", "attention.kv", "attention.out", "mlp.shared.up", "mlp.shared.down")
+    assert trained == {f"layers.0.{layer}.lora.{part}" for layer in layers for part in "ab"}

@@ -22,6 +22,7 @@ from mlm.checkpoint.native.save_load import read_finite, resolve
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
 from mlm.data.tokenizer import MAX_BYTES
+from mlm.inference.base import Base
 from mlm.inference.trained import check_stored_parameters, split_problems, trained_config
 from mlm.models.config import ModelConfig
 from mlm.models.stage import split_layers
@@ -76,6 +77,8 @@ def make_plan(config: ReshardConfig) -> ReshardPlan:
     path = resolve(config.ckpt)
     manifest = read_finite(path)
     model = trained_config(manifest, path).model
+    if Base.of(manifest, path) is not None:
+        raise UserError(f"ckpt={config.ckpt}: holds adapters alone, which any layout loads as they are")
     check_stored_parameters(manifest, model, path)
     if problems := split_problems(model, ParallelConfig(tp=config.tp, pp=config.pp, vp=config.vp)):
         raise ConfigError(problems)
