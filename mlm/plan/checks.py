@@ -9,6 +9,7 @@ from mlm.config.suggest import around, divisors, either, multiples_around, neare
 from mlm.config.tree import out_of_range, values_of
 from mlm.data.blend_checks import blend_problems
 from mlm.launch.checks import problems_of
+from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, model_problem
 from mlm.parallel.layout_checks import (
     MAX_CPU_RANKS,
@@ -129,11 +130,18 @@ def _without_followups(outside: Mapping[str, Problem], problems: Iterable[Proble
 def _family_is_planned(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:
     kind = config.model.kind
     if kind in SHIPPED:
-        return None
+        return _experts_are_not_modelled(config.model)
     if not is_path(kind):
         return model_problem(config.model)
     problem = f"model.kind={kind}: plans by formulas know {', '.join(SHIPPED)} and no family of your own"
     return Problem(("model.kind",), problem, "use `mlm plan dry-run`, which runs the family's own modules")
+
+
+def _experts_are_not_modelled(model: ModelConfig) -> Problem | None:
+    if model_problem(model) is not None or not model.architecture.experts:
+        return None
+    problem = f"model.options.num_experts={model.architecture.experts}: plans by formulas know no experts"
+    return Problem(("model.options.num_experts",), problem, "use `mlm plan dry-run`, which runs the model")
 
 
 def _dtype_has_units(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:

@@ -45,6 +45,7 @@ FUSED_BACKWARD = {
     aten._scaled_dot_product_cudnn_attention_backward,
 }
 OPERATIONS = {
+    "alltoall_base_": "all-to-all",
     "allreduce_": "all-reduce",
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",

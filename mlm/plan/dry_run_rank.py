@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mlm.data.sampler import MicroBatch, RankSampler
 from mlm.optim.adamw import moments
 from mlm.optim.precision import DTYPES
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.pipeline.engine import SENDS_KEPT
@@ -69,7 +70,7 @@ def dry_run(
     dp = p.dp or 1
     config = replace(config, compile=False, deterministic=False, parallel=replace(p, dp=dp))
     prepare_products(device)
-    with as_rank(rank, tp=p.tp, pp=p.pp, dp=dp, device=device) as ctx:
+    with as_rank(rank, p, dp, device) as ctx:
         meter = Meter(device.type)
         meter.axes = axes_of(ctx)
         attention = fused_kernel(config)
@@ -211,18 +212,22 @@ def count_late_work(trainer: Trainer[MicroBatch], meter: Meter) -> None:
 
 
 @contextlib.contextmanager
-def as_rank(rank: int, *, tp: int, pp: int, dp: int, device: torch.device) -> Iterator[ParallelContext]:
+def as_rank(rank: int, parallel: ParallelConfig, dp: int, device: torch.device) -> Iterator[ParallelContext]:
     """One rank of a layout, with groups that answer at once: no other process, no thread, no socket."""
+    tp, pp, ep, expert_tp = parallel.tp, parallel.pp, parallel.ep, parallel.expert_tp
     dist.init_process_group("fake", rank=rank, world_size=tp * pp * dp, store=FakeStore())
     try:
-        yield build_mesh(tp=tp, pp=pp, dp=dp, device=device, timeout_s=60, host_backend="fake")
+        yield build_mesh(
+            tp=tp, pp=pp, dp=dp, ep=ep, expert_tp=expert_tp, device=device, timeout_s=60, host_backend="fake"
+        )
     finally:
         dist.destroy_process_group()
 
 
 def axes_of(ctx: ParallelContext) -> dict[str, tuple[str, int]]:
     """Name of each process group → name and size of its axis."""
-    axes = (ctx.tp, ctx.pp, ctx.dp, ctx.tied, ctx.world)
+    own = (ctx.experts.ep, *((ctx.experts.replicas,) if ctx.experts.replicas is not None else ()))
+    axes = (ctx.tp, ctx.pp, ctx.dp, ctx.tied, ctx.world, *own)
     return {axis.group.group_name: (axis.name, axis.size) for axis in axes if axis.group is not None}
 
 

@@ -264,6 +264,11 @@ def _graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
         "fuse_accumulation": (config.fuse_accumulation, "fuse_accumulation=false"),
         "deterministic": (config.deterministic, "deterministic=false"),
     }
+    experts = (config.model.options or {}).get("num_experts", 0)
+    if experts:  # the host reads how many rows each expert has
+        problem = f"cuda_graphs=true does not go with model.options.num_experts={experts}"
+        keys = ("cuda_graphs", "model.options.num_experts")
+        return Problem(keys, problem, "use cuda_graphs=false")
     return _conflict(config, "cuda_graphs", conflicts)
 
 

@@ -166,7 +166,7 @@ class Travelling:
 def _counts_of_all(ep: Axis, counts: Sequence[int], device: torch.device) -> list[list[int]]:
     """Tell each rank how many rows it gets, by expert: [E] of each rank -> [ep, e]. Waits."""
     here = len(counts) // ep.size
-    if ep.group is None:  # one rank, or shapes alone: loads are even
+    if ep.group is None or device.type == "meta":  # one rank, or shapes alone: loads are even
         return [list(counts[ep.rank * here : (ep.rank + 1) * here])] * ep.size
     mine = torch.tensor(counts, dtype=torch.int64, device=device)
     each = [here] * ep.size
