@@ -50,7 +50,6 @@ OPERATIONS = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
     "broadcast_": "broadcast",
-    "alltoall_base_": "all-to-all",
     "send": "send",
     "recv_": "receive",
 }
