@@ -154,7 +154,7 @@ def add_settings(gguf: Any, writer: Any, source: ExportSource, kind: str) -> Non
     """Add the model's name, shape and rotary positions."""
     model, settings = source.model, LlamaSettings.of(source.model)
     writer.add_type("model")
-    writer.add_name(source.path.parents[1].name)
+    writer.add_name(str(source.manifest.state["config"]["name"]))
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(model.vocab_size)
