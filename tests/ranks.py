@@ -7,6 +7,7 @@ Importing torch and the trainer takes seconds of processor time, so one process 
 """
 
 import atexit
+import gc
 import math
 import multiprocessing as mp
 import os
@@ -96,6 +97,8 @@ def _fork(pipes: Sequence[Connection]) -> None:
     import_module("mlm.training.trainer")
     import_module("torch.fx.experimental.symbolic_shapes")  # a first backward pass would
     pytest.MonkeyPatch().setattr(curves, "plot_losses", blank)
+    gc.collect()
+    gc.freeze()  # so that ranks collect nothing but what a check leaves
     for pipe in pipes:
         if os.fork() == 0:
             for other in pipes:
@@ -121,6 +124,8 @@ def _serve(pipe: Connection) -> None:
         except BaseException:
             value, why = None, traceback.format_exc()
         pipe.send((why, value))
+        del value
+        gc.collect()  # trainers hold process groups, each of which has a thread that polls
 
 
 def _run(

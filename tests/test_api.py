@@ -65,7 +65,7 @@ SURFACE = {
     "build_optimizer": "(shards, config, replicas=None, width=1.0)",
     "clip_factor": "(norm, max_norm)",
     "copy_to_tp": "(x, axis)",
-    "export_hf": "(ckpt, out, *, max_file_gb=5.0, verify=True)",
+    "export_hf": "(ckpt, out, *, max_file_gb=5.0, verify=True, merge=False)",
     "gather_sequence": "(x, axis)",
     "gradient_norm": "(shards, ctx, prefix='')",
     "init_parameters": "(model, seed, tp=None)",

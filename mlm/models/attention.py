@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mlm.models.blocked_attention import FUSED, causal_attention_in_blocks, pays_in_blocks
 from mlm.models.cache import Reading, merge_heads, split_heads
-from mlm.models.config import SHORT_SEQUENCE, ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.models.documents import Spans
-from mlm.models.norms import HALF
 from mlm.models.packed import packed_attention
 from mlm.models.rotary import Rotary
 from mlm.parallel.context.attention import context_attention
@@ -171,8 +170,7 @@ class SelfAttention(nn.Module):
             sample: int | None = None,
             first_row: int = 0,
         ) -> Tensor:  # its masks do not depend on the place in a sample
-            is_wide = bias is None and qkv.is_cpu and qkv.dtype in HALF and len(qkv) <= SHORT_SEQUENCE
-            return self.fused(qkv.float() if is_wide else qkv, p, bias, causal).to(qkv.dtype)
+            return self.fused(qkv, p, bias, causal)
 
         return self._inside(spans, attention, qkv)
 

@@ -12,15 +12,6 @@ if TYPE_CHECKING:
     from mlm.models.backbone import Transformer
 
 
-SHORT_SEQUENCE = 256
-"""Longest sequence whose half-precision attention a CPU computes in float32.
-
-PyTorch's kernel multiplies tiles of 32 queries, and prepares a bfloat16 product for longer than it takes.
-Forward and backward of 8 x 4 heads of 64 at S = 256 took 23.2 ms of two Zen 4 cores, in float32 18.6; heads
-of 16 at S = 128 took 9.5 and 2.6. From S = 512 on there is no difference.
-"""
-
-
 ALL_LINEAR = "all-linear"
 """Target of adapters: every linear layer of the transformer layers."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 
-from mlm.models.config import SHORT_SEQUENCE, ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED
 from mlm.models.stage import PipelineStage, parameter_home, split_layers
 from mlm.parallel.chunks import chunk_rows
@@ -283,12 +283,8 @@ class StepMemory:
         split = self.split
         per_token = 4 * e * h / split  # inputs of norms and of column-parallel products
         per_token += (2 * h / split) if model.hidden_dropout else 0  # masks
-        is_wide = e == 2 and self.memory.device == "cpu" and self.memory.seq <= SHORT_SEQUENCE
-        if is_wide and not model.attention_dropout:  # queries, keys, values and output, all of float32
-            per_token += 8 * (self.queries + self.kv)
-        else:
-            per_token += e * (self.queries + 2 * self.kv)
-        per_token += (self.ups + 1) * e * f  # the MLP's inner ones, of which a gated one has three
+        # queries, keys, values; the MLP's inner ones, of which a gated one has three
+        per_token += e * (self.queries + 2 * self.kv) + (self.ups + 1) * e * f
         per_token += e * self.queries  # attention's output
         per_token += (16 if self.sizes.norm_bias else 8) / split  # norms' statistics
         if self.sizes.head_norms:

@@ -70,7 +70,7 @@ def test_every_rank_has_the_digest_of_the_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"model_type": "mixtral"}, "model_type=mixtral is not a model of ours"),
+        ({"model_type": "gemma2"}, "model_type=gemma2 is not a model of ours"),
         ({"activation_function": "relu"}, "activation_function=relu is not what our GPT-2 computes"),
         ({"n_layer": 2}, "is no parameter of GPT2LMHeadModel"),
         ({"n_positions": 50}, "config.json makes it"),

@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.models.attention import SelfAttention, fused_attention, unfused_attention
-from mlm.models.config import SHORT_SEQUENCE, ModelConfig
+from mlm.models.attention import fused_attention, unfused_attention
 from mlm.models.documents import document_bias, padding_spans
 from mlm.parallel.dropout import DropoutStream, site_keys
-from mlm.parallel.mesh import Axis
 
 S, B, HEADS, HEAD_DIM = 7, 3, 2, 9
 
@@ -62,17 +60,3 @@ def test_dropout_takes_probabilities_out_and_scales_the_others() -> None:
     dropped = drop(scores.softmax(-1).flatten(0, 1)).unflatten(0, (B, HEADS))
     assert (dropped == 0).sum() > B * HEADS * S * (S - 1) / 2  # more than what comes later
     torch.testing.assert_close(y, (dropped @ v).permute(2, 0, 1, 3).reshape(S, B, -1))
-
-
-def test_short_half_precision_attention_of_a_cpu_is_that_of_float32() -> None:
-    """Rounded once: its output and its gradient are those of float32 in all bits, and longer ones are not."""
-    for length, is_wide in ((SHORT_SEQUENCE, True), (SHORT_SEQUENCE + 1, False)):
-        attention = SelfAttention(
-            ModelConfig(num_layers=1, hidden_size=64, num_heads=2), layer=0, tp=Axis("tp")
-        )
-        x = torch.randn(length, 1, 3 * 64, dtype=torch.bfloat16, requires_grad=True)
-        wide = x.detach().float().requires_grad_()
-        y, reference = attention._fused(x, 0.0, None), attention._fused(wide, 0.0, None).bfloat16()
-        dy = torch.randn_like(y)
-        gradients = torch.autograd.grad(y, x, dy)[0], torch.autograd.grad(reference, wide, dy)[0].bfloat16()
-        assert (y.equal(reference) and gradients[0].equal(gradients[1])) == is_wide

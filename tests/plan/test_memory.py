@@ -124,7 +124,7 @@ def test_a_layer_keeps_the_activations_that_are_predicted(
     layout = PlannedLayout(
         tp=tp, sequence_parallel=sequence_parallel and tp > 1, micro_batch=2, global_batch=2
     )
-    memory = MemoryModel(model, 128, name, device="cpu")
+    memory = MemoryModel(model, 128, name)
     predicted = StepMemory(memory, layout, 0, memory.held(layout, 0))._kept
     layer = TransformerLayer(model, layer=0, tp=Axis("tp", 0, tp))
     found = saved_bytes(layer, torch.randn(128, 2, 256, dtype=dtype, requires_grad=True))
@@ -144,7 +144,7 @@ def test_a_llama_layer_keeps_the_activations_that_are_predicted(
     """Grouped queries without repeated keys, a gate, norms of heads."""
     model = replace(LLAMA, num_layers=1, hidden_size=256, ffn_hidden_size=704, options=options)
     layout = PlannedLayout(tp=tp, micro_batch=2, global_batch=2)
-    memory = MemoryModel(model, 128, name, device="cpu")
+    memory = MemoryModel(model, 128, name)
     predicted = StepMemory(memory, layout, 0, memory.held(layout, 0))._kept
     layer = LlamaLayer(model, layer=0, tp=Axis("tp", 0, tp))
     x = torch.randn(128, 2, 256, dtype=dtype, requires_grad=True)

@@ -308,9 +308,9 @@ class TestHub:
             assert not any(fnmatch("model.safetensors", pattern) for pattern in allow_patterns)
             return str(folder)
 
-        edit_config(folder, model_type="mixtral")
+        edit_config(folder, model_type="gemma2")
         monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        with pytest.raises(UserError, match="model_type=mixtral"):
+        with pytest.raises(UserError, match="model_type=gemma2"):
             import_model(self.ID, tmp_path / "run", verify=False)
 
     def test_hub_that_does_not_answer_is_one_line_with_a_remedy(
