@@ -67,8 +67,8 @@ def test_the_ranks_of_a_plan_are_its_gpus() -> None:
 
 
 def test_words_after_an_unknown_flag_are_its_own() -> None:
-    (fix,) = answers("--rampup-batch-size 16 16 100 tp=2")
-    assert fix.startswith("not offered: train.global_batch_size is constant")
+    (fix,) = answers("--lr-warmup-samples 16 16 100 tp=2")
+    assert fix.startswith("use schedule.warmup_steps")
 
 
 def test_bare_word_after_a_known_key_is_still_an_error() -> None:

@@ -24,7 +24,15 @@ def content(name: str) -> dict[str, Any]:
 
 def test_all_of_glue_and_race_and_squad_are_there() -> None:
     glue = {"cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"}
-    assert set(TASKS) == glue | {"race", "race_middle", "race_high", "squad", "squad_v2", "chat"}
+    assert set(TASKS) == glue | {
+        "race",
+        "race_middle",
+        "race_high",
+        "squad",
+        "squad_v2",
+        "chat",
+        "preferences",
+    }
 
 
 @pytest.mark.parametrize("name", TASKS)

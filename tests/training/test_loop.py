@@ -43,6 +43,7 @@ class Quiet(PretrainLoop):
             objective=SimpleNamespace(losses=1, parts=("loss",)),
             train_step=self.take_step,
             is_sound=True,
+            newest_samples=range(0),
             validate=lambda batches: self.spend(10.0, [next(losses)]),
         )
         reporter = SimpleNamespace(

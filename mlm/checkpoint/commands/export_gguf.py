@@ -5,7 +5,9 @@ writes. Matrices are of the chosen type, norms and biases float32.
 """
 
 import json
+import os
 import re
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,8 +88,11 @@ def run(config: ExportGGUFConfig) -> None:
     """Write the file, read it back and print a table. Raises UserError."""
     gguf: Any = load_extra("gguf", "mlm export gguf", EXTRA)
     source, out = open_source(config.ckpt), Path(config.out)
-    work = out.with_name(f".{out.name}.partial")
+    work: Path | None = None
     try:
+        handle, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
+        os.close(handle)
+        work = Path(name)
         with WholeWeights(source.path) as weights:
             with progress_bar("verifying", weights.num_bytes, in_bytes=True) as advance:
                 weights.check(advance)
@@ -96,7 +101,8 @@ def run(config: ExportGGUFConfig) -> None:
     except OSError as error:
         raise UserError(f"out={config.out}: {error.strerror}; name a file that can be written") from error
     finally:
-        work.unlink(missing_ok=True)
+        if work is not None:
+            work.unlink(missing_ok=True)
     columns: dict[str, object] = {
         "architecture#": written,
         "type#": config.type,
