@@ -22,6 +22,7 @@ from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.verify import check_whole
 from mlm.data.tokenizer import Tokenizer
+from mlm.inference.base import Base
 from mlm.inference.trained import check_stored_parameters, run_directory, trained_config
 from mlm.models.config import ModelConfig
 from mlm.util.errors import UserError
@@ -114,6 +115,8 @@ def _native(path: str, tokenizer: Tokenizer | None) -> Source:
     step = resolve(path)
     manifest = read_manifest(step)
     model = trained_config(manifest, step).model
+    if Base.of(manifest, step) is not None:
+        raise UserError(f"source={path}: holds adapters alone; convert what mlm export hf merge=true writes")
     check_stored_parameters(manifest, model, step)
     saved = run_directory(step) / "tokenizer.json"
     if tokenizer is None and saved.is_file():

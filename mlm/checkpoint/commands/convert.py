@@ -77,7 +77,14 @@ def of_dcp(config: ExportDCPConfig) -> ConvertConfig:
 def open_(config: ConvertConfig) -> Source:
     """Open the source. Raises UserError."""
     settings = SourceSettings(config.config, config.vocab_size, config.num_heads, config.tokenizer)
-    return open_source(config.source, settings)
+    source = open_source(config.source, settings)
+    parts = source.model.architecture
+    if parts.experts or parts.attention_weights:
+        what = "mixtures of experts" if parts.experts else "models of latent attention"
+        raise UserError(
+            f"source={config.source}: {what} are not converted; use mlm import hf or mlm export hf"
+        )
+    return source
 
 
 def check_target(config: ConvertConfig, source: Source) -> None:

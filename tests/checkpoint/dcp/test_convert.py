@@ -17,6 +17,7 @@ from mlm.util.errors import UserError
 from tests.checkpoint.commands.hf_berts import make_bert
 from tests.checkpoint.commands.hf_models import edit_config, make_model
 from tests.checkpoint.dcp.llamas import VOCAB, core_state, random_llama, torchtitan_state
+from tests.finetune.chats import write_llama
 
 TOKENS = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
 
@@ -206,3 +207,10 @@ def test_gpt2_around_megatron_gives_the_same_bytes(tmp_path: Path) -> None:
     back = weights(converted(converted(ranks, tmp_path / "2", "torch_dist"), tmp_path / "3", "hf"))
     first = weights(folder)
     assert_equal(back, {name: first[name] for name in back})
+
+
+@pytest.mark.parametrize("target", ["torch_dist", "hf", "native"])
+def test_mixtures_of_experts_are_rejected_by_name(tmp_path: Path, target: Any) -> None:
+    folder = write_llama(tmp_path / "mixtral", kind="Mixtral")
+    with pytest.raises(UserError, match="mixtures of experts are not converted"):
+        convert.open_(ConvertConfig(source=str(folder), out=str(tmp_path / "out"), to=target))
