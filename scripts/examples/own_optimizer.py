@@ -1,7 +1,7 @@
 """An optimizer and a decay of your own: Lion, and a rate that stays and then falls.
 
     PYTHONPATH=scripts/examples mlm pretrain --config-dir scripts/examples/configs model=gpt2_tiny \\
-        data=synthetic optimizer=lion schedule=stable schedule.options.stable=0.7 tp=2
+        data=synthetic optimizer=lion schedule=plateau schedule.options.stable=0.7 tp=2
 
 Sources: arXiv:2302.06675, algorithm 2 (Lion); arXiv:2404.06395, section 4 (warm-up, stable, decay).
 """
