@@ -24,7 +24,7 @@ from mlm.config.build import from_dict
 from mlm.config.imports import OwnCodeError, is_path
 from mlm.data.receipt import version_of
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.base import Base, load_any_weights
+from mlm.inference.base import Base, base_digest, load_any_weights
 from mlm.inference.hf_source import find_model, model_name, open_tensors, run_spec
 from mlm.models.config import ModelConfig
 from mlm.models.documents import Boundaries
@@ -105,6 +105,11 @@ def resolve_checkpoint(ckpt: str) -> CheckpointSource:
     if base is None:
         check_stored_parameters(manifest, config.model, path)
     else:
+        # no chain of true digests is a ring; those of a model folder are compared when its weights are read
+        if (base.path / MANIFEST).exists() and base_digest(base.path) != base.digest:
+            raise UserError(
+                f"{base.name}: is no longer the base of the adapters in {path}; bring that base back"
+            )
         resolve_checkpoint(str(base.path))
     return CheckpointSource(path, config)
 

@@ -134,7 +134,7 @@ def build_reducer(
         late_weights: True if weight gradients arrive outside backward passes, before a call of `settle`.
         keep_buffers: keep gradients of one rank in buffers, too: those that backward returns are overwritten.
         fuse_accumulation: weight gradients of linear layers are added inside their products.
-        replicated: the trained parameters of a model whose others are frozen; zero=2|3 shards those alone.
+        replicated: the trained parameters of a model whose others are frozen: zero=2|3 leaves them whole.
     """
     linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))
     weights = [layer.weight for layer in linear]

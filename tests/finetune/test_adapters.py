@@ -1,5 +1,6 @@
 """Finetuning with adapters: every layout as one process, what is saved, and what reads it again."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mlm.checkpoint.native.save_load import resolve
 from mlm.data.config import DataConfig
 from mlm.finetune import run
 from mlm.finetune.config import FinetuneConfig
@@ -21,6 +23,7 @@ from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.pretrain import run as pretrain_run
 from mlm.util.errors import UserError
+from tests.checkpoint.native.helpers import edit_manifest
 from tests.finetune.chats import chatting, write_chats, write_llama
 from tests.finetune.runs import losses, weights
 from tests.ranks import command, run_on_ranks
@@ -163,3 +166,12 @@ def pretraining(folder: Path, out: Path, **changes: Any) -> PretrainConfig:
         "log": LogConfig(every=1, live="off"),
     }
     return PretrainConfig(**values | changes)
+
+
+def test_a_base_that_is_the_adapters_themselves_is_one_line(folder: Path, tmp_path: Path) -> None:
+    """A forged checkpoint that names itself is compared with the digest of its base before it is followed."""
+    shutil.copytree(folder / "out", source := tmp_path / "run")
+    step = resolve(str(source))
+    edit_manifest(step, lambda manifest: manifest["state"]["lora"].update(base=str(step)))
+    with pytest.raises(UserError, match="bring that base back"):
+        resolve_checkpoint(str(step))
