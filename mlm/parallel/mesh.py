@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mlm.parallel.watch import Watch
@@ -158,19 +159,8 @@ def build_mesh(
     assert tp * cp * pp * dp == world_size, f"{sizes} is not world_size={world_size}"
     assert dp * cp * (tp if folds_tp(tp, expert_tp) else 1) % ep == 0, f"ep={ep} does not divide {sizes}"
     watch = watch or Watch(rank, timeout_s)
-    ranks = torch.arange(world_size).view(pp, dp, cp, tp)
-    lines = {"tp": ranks.reshape(-1, tp), "pp": ranks.permute(1, 2, 3, 0).reshape(-1, pp)}
-    lines["dp"] = ranks.permute(0, 2, 3, 1).reshape(-1, dp)
-    if cp > 1:
-        lines["cp"] = ranks.permute(0, 1, 3, 2).reshape(-1, cp)
-        lines["dp_cp"] = ranks.flatten(1, 2).permute(0, 2, 1).reshape(-1, dp * cp)
-    lines["tied"] = lines["pp"][:, [0, -1]] if pp > 1 else lines["pp"]
     folds = folds_tp(tp, expert_tp)
-    if ep > 1 or folds:
-        same = ranks.reshape(pp, -1) if folds else ranks.permute(0, 3, 1, 2).reshape(pp * tp, -1)
-        blocks = same.view(len(same), -1, ep)  # neighbours hold different experts
-        lines["ep"] = blocks.reshape(-1, ep)
-        lines["expert_replicas"] = blocks.transpose(1, 2).reshape(-1, blocks.shape[1])
+    lines = _ranks_of_axes(torch.arange(world_size).view(pp, dp, cp, tp), ep=ep, folds=folds)
     axes = {
         name: _make_axis(name, line.tolist(), rank, timeout_s, watch, device) for name, line in lines.items()
     }
@@ -195,6 +185,23 @@ def build_mesh(
         world=Axis("world", rank, world_size, hosts, everyone, watch),
         watch=watch,
     )
+
+
+def _ranks_of_axes(ranks: Tensor, *, ep: int, folds: bool) -> dict[str, Tensor]:
+    """The ranks of each group of each axis, [groups, size], of all ranks [pp, dp, cp, tp]."""
+    pp, dp, cp, tp = ranks.shape
+    lines = {"tp": ranks.reshape(-1, tp), "pp": ranks.permute(1, 2, 3, 0).reshape(-1, pp)}
+    lines["dp"] = ranks.permute(0, 2, 3, 1).reshape(-1, dp)
+    if cp > 1:
+        lines["cp"] = ranks.permute(0, 1, 3, 2).reshape(-1, cp)
+        lines["dp_cp"] = ranks.flatten(1, 2).permute(0, 2, 1).reshape(-1, dp * cp)
+    lines["tied"] = lines["pp"][:, [0, -1]] if pp > 1 else lines["pp"]
+    if ep > 1 or folds:
+        same = ranks.reshape(pp, -1) if folds else ranks.permute(0, 3, 1, 2).reshape(pp * tp, -1)
+        blocks = same.view(len(same), -1, ep)  # neighbours hold different experts
+        lines["ep"] = blocks.reshape(-1, ep)
+        lines["expert_replicas"] = blocks.transpose(1, 2).reshape(-1, blocks.shape[1])
+    return lines
 
 
 def folds_tp(tp: int, expert_tp: int | None) -> bool:
