@@ -1,4 +1,4 @@
-"""What the model before preference training says of the pairs: asked once, kept in the run's folder."""
+"""Log-likelihoods of pairs by the model before preference training, computed once and kept in the run."""
 
 import io
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which layers of a model have low-rank adapters, and the model that trains these alone."""
+"""Layers of a model that have low-rank adapters, and the model that trains these alone."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -97,7 +97,7 @@ class Matrix:
         return few * few * (2 * many + few)
 
     def region(self, extent: Extent) -> Region:
-        """What of it lies in a part of its weight; empty if nothing does."""
+        """Region of it in a part of its weight; an empty one if none is."""
         (*stack, row, column), (*depth, rows, columns) = extent
         held = all(first <= self.index < first + n for first, n in zip(stack, depth, strict=True))
         stop = row + rows if held else row

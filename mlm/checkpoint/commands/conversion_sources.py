@@ -1,4 +1,4 @@
-"""What `mlm convert` reads: any format as parameters of ours, one at a time."""
+"""Sources of `mlm convert`: any format as parameters of ours, one at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Source:
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """What a source may not record itself."""
+    """Settings that a source may not record."""
 
     config: str | None = None
     """Folder with the config.json of its model, or a run."""

@@ -1,4 +1,4 @@
-"""What `mlm convert` writes: any format, of parameters of ours, a file at a time."""
+"""Targets of `mlm convert`: any format, from parameters of ours, a file at a time."""
 
 import json
 from collections.abc import Callable, Mapping

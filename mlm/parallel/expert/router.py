@@ -36,7 +36,7 @@ GROUP_MEMBERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """How experts are chosen and balanced."""
+    """Choice and balance of experts."""
 
     num_experts: int
     experts_per_token: int
@@ -73,7 +73,7 @@ class Routing:
 
 @dataclass
 class TrainingState:
-    """What a router needs in training; set by the trainer before a step."""
+    """State of a router in training; set by the trainer before a step."""
 
     scale: Tensor | None = None
     """0-d: loss scale / tokens of the global batch, factor of each token's loss; None outside of training."""
