@@ -10,7 +10,7 @@ from mlm.models.backbone import Transformer
 from mlm.models.config import ALL_LINEAR, LoraConfig, ModelConfig
 from mlm.models.huggingface import Location
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mlm.parallel.low_rank import FusedRows, LowRankAdapter, weight_change
+from mlm.parallel.low_rank import AdaptedRows, LowRankAdapter, weight_change
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.util.errors import ConfigError, Problem, show
@@ -26,7 +26,7 @@ def layer_locations(model: ModelConfig) -> Mapping[str, Location]:
     return {name.removesuffix(".weight"): place for name, place in found.items() if name.endswith(".weight")}
 
 
-def adapted_rows(name: str, location: Location | None, targets: tuple[str, ...]) -> FusedRows | None:
+def adapted_rows(name: str, location: Location | None, targets: tuple[str, ...]) -> AdaptedRows | None:
     """Return the parts of a layer's weight that `targets` name; None if they name none.
 
     A weight here that is several in `transformers` has those as parts.
@@ -36,9 +36,9 @@ def adapted_rows(name: str, location: Location | None, targets: tuple[str, ...])
     theirs = [part.removesuffix(".weight") for part in parts]
     adapted = [n for n, part in enumerate(theirs) if whole or any(_ends(part, target) for target in targets)]
     if len(parts) < 2:
-        return FusedRows() if whole or adapted else None
+        return AdaptedRows() if whole or adapted else None
     assert location is not None
-    return FusedRows(location.num_heads or 1, len(parts), tuple(adapted)) if adapted else None
+    return AdaptedRows(location.num_heads or 1, len(parts), tuple(adapted)) if adapted else None
 
 
 def _ends(name: str, target: str) -> bool:

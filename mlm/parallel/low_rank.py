@@ -26,7 +26,7 @@ from mlm.parallel.uncompiled import skip_compile
 
 
 @dataclass(frozen=True)
-class FusedRows:
+class AdaptedRows:
     """Rows of a weight that fuses P parts, `[block][part][size]`, and the parts that have adapters."""
 
     blocks: int = 1
@@ -68,7 +68,7 @@ class LowRankAdapter(nn.Module):
         *,
         rank: int,
         scale: float,
-        rows: FusedRows,
+        rows: AdaptedRows,
         dropout: float = 0.0,
         place: tuple[int, str] = (0, ""),
         cp: Axis | None = None,
@@ -131,7 +131,7 @@ class LowRankAdapter(nn.Module):
         )
 
 
-def weight_change(a: Tensor, b: Tensor, scale: float, rows: FusedRows) -> Tensor:
+def weight_change(a: Tensor, b: Tensor, scale: float, rows: AdaptedRows) -> Tensor:
     """Return s B A in the order of the layer's weight, [O, I], of whole A [p r, I] and B [p O / P, r]."""
     if rows.parts == 1:
         return scale * (b @ a)

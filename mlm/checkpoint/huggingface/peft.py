@@ -12,7 +12,7 @@ from mlm.checkpoint.native.format import JSON
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.huggingface import Location, show
 from mlm.models.lora import adapter_shards, layer_locations
-from mlm.parallel.low_rank import FusedRows
+from mlm.parallel.low_rank import AdaptedRows
 from mlm.util.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -74,7 +74,7 @@ def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]
     return found
 
 
-def _rows(location: Location, rows: FusedRows) -> Location:
+def _rows(location: Location, rows: AdaptedRows) -> Location:
     """Return how the rows of an adapter's B are stored: of the adapted parts alone, and never transposed."""
     names = tuple(location.names[part] for part in rows.adapted)
     parts = location.parts if rows.parts == 1 else len(names)
