@@ -72,14 +72,12 @@ def early_tables(model: PipelinedModel) -> list[VocabParallelEmbedding]:
     """Token tables whose gradient the loss may add to the sum in its forward pass.
 
     Not those that FSDP2 shards: it keeps their gradients elsewhere. Not in a family of the user's own, whose
-    loss may be scaled or recomputed. On a CPU not those that the same chunk embeds tokens with: autograd adds
-    up both terms of a micro-batch first, and sums in another order round otherwise.
+    loss may be scaled or recomputed.
     """
     tables: list[VocabParallelEmbedding] = []
     for chunk in model.chunks:
         stage, config = chunk.stage, chunk.config
-        has_both_terms = stage.is_first and config.is_tied and model.ctx.device.type == "cpu"
-        if stage.is_last and config.kind in SHIPPED and not has_both_terms:
+        if stage.is_last and config.kind in SHIPPED:
             found = [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
             tables += [table for table in found if not hasattr(table, DP_SLICES)]
     return tables
