@@ -118,6 +118,21 @@ def fused_losses(
     return losses, passes[1](logits, log_sum, column, factor, true)
 
 
+def losses_and_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    table: VocabParallelEmbedding,
+    factor: Tensor,
+    wide: Tensor | None,
+    passes: tuple[LogSum, Gradient] | None,
+) -> tuple[Tensor, Tensor]:
+    """Each row's loss and its gradient [R, V/t]: by the compiled `passes` where there are any."""
+    if passes is not None:
+        return fused_losses(logits, labels, table, factor, passes)
+    losses = softmax_and_loss(logits, labels, table, less_label=True, wide=wide, factor=factor)
+    return losses, logits
+
+
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype logits are normalised in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -225,13 +240,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scored = (labels[part] != IGNORE_INDEX).unsqueeze(1)  # [rows, 1]: ignored rows get weight 0
             if counts_hits:
                 hits += is_argmax(logits, labels[part], table).sum()
-            if fused is not None:
-                losses, left = fused_losses(logits, labels[part], table, before, fused)
-            else:
-                left = logits  # overwritten by its gradient
-                losses = softmax_and_loss(
-                    left, labels[part], table, less_label=True, wide=wide, factor=before
-                )
+            losses, left = losses_and_gradient(logits, labels[part], table, before, wide, fused)
             loss += losses.sum()
             if d_bias is not None:
                 d_bias += (left * scored).sum(0, dtype=d_bias.dtype) * then

@@ -114,22 +114,7 @@ class Trainer(Generic[B]):
         )
         self.past = Past()
         self.extra_state: dict[str, Any] = {}
-        self.reducers: Sequence[Reducer] = [
-            build_reducer(
-                chunk,
-                ctx.replicas,
-                zero=config.parallel.zero,
-                compute_dtype=self.model.dtype,
-                units=chunk.layers.values(),
-                methods=self.objective.methods,
-                reduce=config.parallel.zero_reduce,
-                late_weights=self.model.defers_weight_grads,
-                keep_buffers=config.cuda_graphs,
-                fuse_accumulation=config.fuse_accumulation,
-                replicated=[p for p in chunk.parameters() if p.requires_grad] if config.lora.rank else (),
-            )
-            for chunk in self.model.chunks
-        ]
+        self.reducers = self._build_reducers()
         self.gradients = [
             ReducedGradients(
                 reducer,
@@ -161,6 +146,26 @@ class Trainer(Generic[B]):
         self.left_out: Ranges = ()
         self.is_sound = True
         self.observers = Observers()
+
+    def _build_reducers(self) -> Sequence[Reducer]:
+        """Each chunk's sum of gradients over dp; parameters that it shards are replaced."""
+        config, trains_few = self.config, bool(self.config.lora.rank)
+        return [
+            build_reducer(
+                chunk,
+                self.ctx.replicas,
+                zero=config.parallel.zero,
+                compute_dtype=self.model.dtype,
+                units=chunk.layers.values(),
+                methods=self.objective.methods,
+                reduce=config.parallel.zero_reduce,
+                late_weights=self.model.defers_weight_grads,
+                keep_buffers=config.cuda_graphs,
+                fuse_accumulation=config.fuse_accumulation,
+                replicated=[p for p in chunk.parameters() if p.requires_grad] if trains_few else (),
+            )
+            for chunk in self.model.chunks
+        ]
 
     def train_step(self, batches: Sequence[B]) -> StepOutcome:
         """One optimizer step over this rank's micro-batches. Reads nothing back from the device."""
