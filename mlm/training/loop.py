@@ -24,6 +24,7 @@ from mlm.tracking.metrics import Parts, Rates, StepMetrics, Throughput
 from mlm.tracking.peak import DevicePeak, memory_bytes
 from mlm.tracking.reporter import Reporter
 from mlm.training.incidents.divergence import DivergenceStop
+from mlm.training.incidents.experts import ExpertWatch
 from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks, Timeline
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observer, Observers, RewindRequested, own_observers
@@ -116,6 +117,8 @@ class Loop(ABC):
             watching.append(Timeline(trainer, reporter))
         if config.profile and trainer.ctx.rank < PROFILED_RANKS:
             watching.append(Profiler(trainer, out, reporter))
+        if self.experts is not None:
+            watching.append(self.experts)
         watching += [saver, StepLogger(self), DivergenceStop(incidents, self.warmup_key)]
         return [*watching, *self.further_observers(), *own_observers(config.train.observers)]
 
@@ -123,6 +126,13 @@ class Loop(ABC):
     def vote(self) -> StopVote:
         """The ranks' vote on stopping."""
         return StopVote(self.trainer, lambda: self.stop.requested)
+
+    @cached_property
+    def experts(self) -> ExpertWatch | None:
+        """What follows the loads of experts; None without any, and beside adapters, which leave them be."""
+        config = self.trainer.config
+        is_trained = config.model.architecture.experts and not config.lora.rank
+        return ExpertWatch(self.trainer, self.reporter) if is_trained else None
 
     def further_observers(self) -> list[Observer]:
         """Those of this type of run."""
@@ -230,6 +240,7 @@ class StepLogger(Observer):
                 mfu=rates.mfu,
                 memory_bytes=memory_bytes(trainer.ctx.device),
                 parts=loop.parts(means, rates),
+                loads=loop.experts and loop.experts.read(),
             )
         )
 

@@ -144,7 +144,13 @@ class Trainer(Generic[B]):
             )
         ]
         self.balance = Balance(
-            (r for chunk in self.model.chunks for r in routers(chunk) if not config.lora.rank),
+            {
+                int(layer): router
+                for chunk in self.model.chunks
+                for layer, block in chunk.layers.items()
+                for router in routers(block)
+                if not config.lora.rank
+            },
             (ctx.replicas, ctx.tp) if config.parallel.sequence_parallel else (ctx.replicas,),
         )
         self.early_tables = early_tables(self.model)

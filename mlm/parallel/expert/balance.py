@@ -1,6 +1,6 @@
 """Loads of the experts over a step: counted on each rank, summed over ranks, and what they move."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ class Balance:
     """The routers of a rank's layers, in a step: `start`, backward passes, `reduce`, `update`.
 
     Args:
-        routers: of this rank's layers.
+        routers: of this rank's layers, by their numbers.
         axes: those whose ranks route different tokens; the counts are summed over them.
     """
 
-    def __init__(self, routers: Iterable[Router], axes: Sequence[Axis]) -> None:
-        self.routers, self.axes = list(routers), axes
+    def __init__(self, routers: Mapping[int, Router], axes: Sequence[Axis]) -> None:
+        self.layers, self.routers, self.axes = list(routers), list(routers.values()), axes
         self.counts: Tensor | None = None
         """[routers, E] int64: tokens that chose each expert, of this rank, after `reduce` of all."""
 
