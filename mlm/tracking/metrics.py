@@ -18,6 +18,8 @@ class ExpertLoads:
 
     counts: Mapping[int, Sequence[int]]
     """[E] by layer, of the layers that have experts."""
+    dropped: Mapping[int, Sequence[int]]
+    """[E] by layer: those of them that were beyond an expert's capacity."""
 
     @property
     def imbalance(self) -> dict[int, float]:
@@ -26,10 +28,17 @@ class ExpertLoads:
             layer: max(each) * len(each) / max(1, sum(each)) for layer, each in sorted(self.counts.items())
         }
 
+    @property
+    def dropped_share(self) -> float:
+        """Choices that were dropped, of all."""
+        counts, dropped = (sum(map(sum, each.values())) for each in (self.counts, self.dropped))
+        return dropped / max(1, counts)
+
     def summary(self) -> dict[str, Any]:
         """JSON values of the record of a step."""
         by_layer = {str(layer): round(value, 4) for layer, value in self.imbalance.items()}
-        return {"imbalance": max(by_layer.values()), "imbalance_by_layer": by_layer}
+        largest, dropped = max(by_layer.values()), round(self.dropped_share, 6)
+        return {"imbalance": largest, "imbalance_by_layer": by_layer, "dropped": dropped}
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,7 @@ class Trainer(Generic[B]):
                 if not config.lora.rank
             },
             (ctx.replicas, ctx.tp) if config.parallel.sequence_parallel else (ctx.replicas,),
+            drops=objective is None,  # a padded text has no share of tokens that would not change with others
         )
         self.early_tables = early_tables(self.model)
         self.shards: Sequence[ParameterShard] = tuple(

@@ -10,10 +10,6 @@ from mlm.tracking.page.runs import RunRecords, number
 
 MAX_CELLS = 4096
 """Experts of all layers that are drawn, some 60 bytes each."""
-MAX_NUMBERED = 16
-"""Experts of a layer whose loads are printed in their cells."""
-DARKEST = 2.0
-"""Load over the mean from which a cell is as dark as can be."""
 
 
 def draw_loads(runs: Sequence[RunRecords]) -> Markup:
@@ -31,14 +27,12 @@ def draw(record: Mapping[str, Any]) -> Markup:
     most = max(1, MAX_CELLS // max(len(loads) for _, loads in rows))
     uneven = sorted(rows, key=lambda row: -max(row[1]))[:most]
     shown = [row for row in rows if row in uneven]
-    return macro(
-        "pipeline.html", "loads", record["step"], shown, len(rows) - len(shown), DARKEST, MAX_NUMBERED
-    )
+    return macro("pipeline.html", "loads", record["step"], shown, len(rows) - len(shown))
 
 
 def row_of(layer: str, counts: object) -> tuple[str, list[float]] | None:
     """Return a layer's number and the loads of its experts over their mean; None if they are damaged."""
     loads = list(map(number, counts)) if isinstance(counts, list) else []
     total = sum(loads)
-    is_sound = layer.isdecimal() and total > 0 and min(loads) >= 0  # false of a NaN
+    is_sound = layer.isdecimal() and total > 0 and min(loads) >= 0  # a NaN makes the sum one
     return (layer, [load * len(loads) / total for load in loads]) if is_sound else None

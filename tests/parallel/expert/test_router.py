@@ -15,7 +15,7 @@ PLAIN = RouterSettings(num_experts=E, experts_per_token=K)
 
 
 def make_router(settings: RouterSettings) -> Router:
-    router = Router(H, settings, axes=(), init_std=1.0).double()
+    router = Router(H, settings, axes=(Axis("cp"), Axis("tp")), init_std=1.0).double()
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
     return router
 
