@@ -127,8 +127,15 @@ class Trainer(Generic[B]):
             )
         ]
         self.balance = Balance(
-            (r for chunk in self.model.chunks for r in routers(chunk) if not config.lora.rank),
+            {
+                int(layer): router
+                for chunk in self.model.chunks
+                for layer, block in chunk.layers.items()
+                for router in routers(block)
+                if not config.lora.rank
+            },
             (ctx.replicas, ctx.tp) if config.parallel.sequence_parallel else (ctx.replicas,),
+            drops=objective is None,  # a padded text has no share of tokens that would not change with others
         )
         self.early_tables = early_tables(self.model)
         self.shards: Sequence[ParameterShard] = tuple(
