@@ -125,7 +125,7 @@ def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
         if type(options.get(name)) is int:
             options[name] = float(options[name])
     sizes = {}
-    if args.get("num_experts") is not None:
+    if args.get("num_experts") not in (None, 0, 1):
         options |= moe.options_of(args)
         sizes = {"ffn_hidden_size": args.get("ffn_hidden_size")}
     return {

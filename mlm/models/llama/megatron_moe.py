@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mlm.models.config import ModelConfig
+from mlm.models.llama.huggingface_moe import has_bias
 from mlm.models.llama.settings import LlamaSettings, num_blocks
 from mlm.models.megatron import Weaves, Woven
 from mlm.parallel.expert.router import GROUP_MEMBERS
@@ -25,7 +26,7 @@ ARGS: Mapping[str, tuple[Any, ...]] = {
     "moe_latent_size": (None,),
 }
 """Arguments of experts -> supported values."""
-MOST = 1 << 24
+MOST = 1 << 17
 """Bound of whole numbers in a file's arguments."""
 
 
@@ -52,6 +53,7 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"args.{name}={shared}: supported is a multiple of an expert's {width}")
     scores = args.get("moe_router_score_function") or "softmax"
     tops = _whole(args, "moe_router_topk") or 2
+    normalise = tops > 1 if scores == "sigmoid" else args.get("moe_router_pre_softmax") is not True
     scale = args.get("moe_router_topk_scaling_factor") or 1.0
     return {
         "num_experts": _whole(args, "num_experts"),
@@ -59,9 +61,7 @@ def options_of(args: Mapping[str, Any]) -> dict[str, Any]:
         "expert_ffn_size": width,
         "shared_experts": shared // max(width, 1),
         "router_scores": scores,
-        "router_normalise": tops > 1
-        if scores == "sigmoid"
-        else args.get("moe_router_pre_softmax") is not True,
+        "router_normalise": normalise,
         "router_scale": float(scale) if type(scale) is int else scale,
         "router_groups": _whole(args, "moe_router_num_groups") or 1,
         "router_top_groups": _whole(args, "moe_router_group_topk") or 1,
@@ -99,13 +99,8 @@ def write_args(settings: LlamaSettings) -> dict[str, Any]:
     }
 
 
-def has_bias(settings: LlamaSettings) -> bool:
-    """Return True if routers have a bias."""
-    return settings.router_bias or settings.balance == "bias"
-
-
 def problem(settings: LlamaSettings) -> str | None:
-    """Return why Megatron Core has no such experts, or we do not write them."""
+    """Return why Megatron Core computes no such experts, or we do not convert them."""
     is_sigmoid, tops = settings.router_scores == "sigmoid", settings.experts_per_token
     if settings.dense_layers:
         return f"its dense_layers={settings.dense_layers}: layers with experts and without are not converted"
@@ -113,6 +108,10 @@ def problem(settings: LlamaSettings) -> str | None:
         return "its router_bias: Megatron's is of router_scores=sigmoid"
     if is_sigmoid and settings.router_normalise != (tops > 1):
         return f"its router_normalise={settings.router_normalise}: Megatron's sigmoid scores have the other"
+    if settings.router_groups > 1 and not is_sigmoid and settings.router_normalise:
+        return (
+            f"its router_groups={settings.router_groups}: Megatron scores groups by logits then, not softmax"
+        )
     if settings.router_groups > 1 and tops // settings.router_top_groups != GROUP_MEMBERS:
         return (
             f"its router_top_groups={settings.router_top_groups}: Megatron scores a group by its best "

@@ -260,6 +260,7 @@ def test_grouped_experts_are_read_as_those_one_after_the_other(mixtral: Path, tm
     path = ranks / "release/mp_rank_00/model_optim_rng.pt"
     with safe_globals([argparse.Namespace]):
         content = torch.load(path, weights_only=True)
+    assert content["args"].num_experts == 4
     pattern = r"experts\.local_experts\.(\d+)\.(linear_fc.)\.weight"
     content["model"] = {re.sub(pattern, r"experts.\2.weight\1", k): v for k, v in content["model"].items()}
     assert any(name.endswith("linear_fc2.weight3") for name in content["model"])
@@ -299,10 +300,34 @@ def test_arguments_of_experts_are_read_as_they_were_written(changes: dict[str, A
         ({"router_bias": True}, "its router_bias"),
         (SIGMOID | {"router_normalise": False}, "its router_normalise=False"),
         (SIGMOID | {"router_groups": 4, "router_top_groups": 3}, "its router_top_groups=3"),
+        ({"router_groups": 4}, "its router_groups=4"),
     ],
 )
 def test_experts_that_megatron_computes_otherwise_are_rejected(changes: dict[str, Any], problem: str) -> None:
     assert (megatron_moe.problem(options(**changes)) or "").startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"moe_router_num_groups": 2, "moe_router_group_topk": 2}, "its router_groups=2"),
+        ({"moe_shared_expert_intermediate_size": 50}, "moe_shared_expert_intermediate_size=50"),
+        ({"num_experts": 10**9}, "args.num_experts is no whole number"),
+        ({"moe_layer_freq": 2}, "args.moe_layer_freq=2"),
+        ({"moe_expert_capacity_factor": 1.0}, "args.moe_expert_capacity_factor=1.0"),
+        ({"expert_model_parallel_size": 2}, "save it again as torch_dist"),
+    ],
+)
+def test_runs_whose_experts_are_others_are_rejected(
+    mixtral: Path, tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
+    path = converted(mixtral, tmp_path / "ranks", "torch") / "release/mp_rank_00/model_optim_rng.pt"
+    with safe_globals([argparse.Namespace]):
+        content = torch.load(path, weights_only=True)
+    vars(content["args"]).update(changes)
+    torch.save(content, path)
+    with pytest.raises(UserError, match=re.escape(problem)):
+        convert.open_(ConvertConfig(source=str(tmp_path / "ranks"), out=str(tmp_path / "x"), to="native"))
 
 
 def test_torchtitan_and_files_of_expert_ranks_are_rejected(mixtral: Path, tmp_path: Path) -> None:
