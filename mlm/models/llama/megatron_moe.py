@@ -13,7 +13,6 @@ from mlm.models.config import ModelConfig
 from mlm.models.llama.huggingface_moe import has_bias
 from mlm.models.llama.settings import LlamaSettings, num_blocks
 from mlm.models.megatron import Weaves, Woven
-from mlm.parallel.expert.router import GROUP_MEMBERS
 from mlm.util.errors import UserError
 
 ARGS: Mapping[str, tuple[Any, ...]] = {
@@ -101,6 +100,10 @@ def write_args(settings: LlamaSettings) -> dict[str, Any]:
 
 def problem(settings: LlamaSettings) -> str | None:
     """Return why Megatron Core computes no such experts, or we do not convert them."""
+    from mlm.parallel.expert.router import (
+        GROUP_MEMBERS,
+    )  # imports torch, which the list of commands needs not
+
     is_sigmoid, tops = settings.router_scores == "sigmoid", settings.experts_per_token
     if settings.dense_layers:
         return f"its dense_layers={settings.dense_layers}: layers with experts and without are not converted"

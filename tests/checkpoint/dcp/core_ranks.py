@@ -144,9 +144,12 @@ def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
         gradient_accumulation_fusion=False,
         **experts,
     )
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization=args.normalization)
+    if num_experts:  # with Transformer Engine the norm before experts keeps its name
+        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(num_experts=num_experts, normalization=args.normalization),
+        spec,
         vocab_size=getattr(args, "padded_vocab_size", args.vocab_size),
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
