@@ -100,9 +100,7 @@ def write_args(settings: LlamaSettings) -> dict[str, Any]:
 
 def problem(settings: LlamaSettings) -> str | None:
     """Return why Megatron Core computes no such experts, or we do not convert them."""
-    from mlm.parallel.expert.router import (
-        GROUP_MEMBERS,
-    )  # imports torch, which the list of commands needs not
+    from mlm.parallel.expert.router import GROUP_MEMBERS  # the list of commands needs no torch
 
     is_sigmoid, tops = settings.router_scores == "sigmoid", settings.experts_per_token
     if settings.dense_layers:
