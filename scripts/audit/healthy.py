@@ -134,9 +134,10 @@ def norm_by_dtensor(mesh, model: nn.Module) -> AuditSubject:
 
 def mlm_gpt2(mesh) -> AuditSubject:
     """mlm's GPT-2 with its own reducer, norm and optimizer, as in scripts/examples/training_loop.py."""
-    ctx = build_mesh(**{axis: mesh[axis].size() for axis in ("tp", "dp", "cp")}, device=torch.device("cpu"))
+    sizes = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names}
+    ctx = build_mesh(**sizes, device=torch.device("cpu"), timeout_s=60)
     config = mlm.ModelConfig(
-        num_layers=4, hidden_size=HIDDEN, num_heads=HEADS, max_positions=LENGTH, vocab_size=VOCAB
+        num_layers=4, hidden_size=HIDDEN, num_heads=HEADS, max_positions=LENGTH, vocab_size=256
     )
     model = mlm.GPT2(config, tp=ctx.tp, cp=ctx.cp, dtype=torch.float64)
     mlm.init_parameters(model, 1234, ctx.tp)

@@ -26,6 +26,7 @@ HEALTHY = (
     ("healthy", "torch_tp_sequence", {"tp": 2}),
     ("healthy", "torch_fsdp2_tp", {"tp": 2, "dp": 2}),
     ("healthy", "mlm_gpt2", {"tp": 2, "dp": 2}),
+    ("healthy", "mlm_gpt2", {"cp": 2}),
     ("plans", "llama", {"tp": 2}),
     ("plans", "qwen3", {"tp": 2}),
     ("plans", "mistral", {"tp": 2}),
@@ -61,13 +62,14 @@ PLANTED = (
     ("rate_by_rank", DP, "replicas drift"),
     ("position_offset", TP, "depends on the rank"),
 )
-CORE = (
+CORE: tuple[tuple[str, dict[str, int], str | None], ...] = (
     ("label_smoothing", TP, "local statistics"),
     ("gathered_logits", TP, "gathered logits in a split loss"),
     ("mtp_per_token", DP, None),
     ("z_loss_per_token", TP, None),
 )
 """None: the audit must find it, whatever it names."""
+BUGS = (*(("plain_trainer", *case) for case in PLANTED), *(("core", *case) for case in CORE))
 
 
 def judge(file: str, function: str, layout: dict[str, int], cause: str | None, *, is_healthy: bool) -> dict:
@@ -96,8 +98,7 @@ def judge(file: str, function: str, layout: dict[str, int], cause: str | None, *
 
 def main(out: str, *files: str) -> int:
     healthy = [judge(*case, None, is_healthy=True) for case in HEALTHY if not files or case[0] in files]
-    bugs = [("plain_trainer", *case) for case in PLANTED] + [("core", *case) for case in CORE]
-    planted = [judge(*case, is_healthy=False) for case in bugs if not files or case[0] in files]
+    planted = [judge(*case, is_healthy=False) for case in BUGS if not files or case[0] in files]
     counts = {
         name: f"{sum(r['holds'] for r in rows)} of {len(rows)}"
         for name, rows in (("healthy", healthy), ("bugs", planted))

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.table import Table
 
 from mlm.launch.child_run import environment_without_launcher
+from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.page.html import page, paragraph
 from mlm.tracking.page.html import table as html_table
 from mlm.util.errors import CheckFailedError, UserError
@@ -51,9 +52,8 @@ class AuditReport:
         if best.finding is None:
             return f"ALIKE: {describe(best)} in {best.compared} tensors of one process ({best.precision})"
         found = best.finding
-        size = (
-            "" if found.size in (1.0, float("inf")) else f", off by {found.size:.2g} of its largest element"
-        )
+        is_spoken = found.size not in (0.0, 1.0, float("inf"))
+        size = f", off by {found.size:.2g} of its largest element" if is_spoken else ""
         return (
             f"PARTS at {found.place} ({found.kind}, step {found.step}{size}) with {describe(best)}: "
             f"{found.cause}: {found.sentence}"
@@ -162,16 +162,16 @@ def content(config: AuditConfig, report: AuditReport) -> bytes | dict[str, objec
     """The report as a page for .html, else as JSON."""
     if str(config.out).endswith(".html"):
         headings = [column.removesuffix("#") for column in COLUMNS]
-        skipped = [paragraph(f"Not compared: {line}") for line in report.smallest.skipped]
+        skipped = [[line] for line in report.smallest.skipped]
         sections = [
             ("verdict", "Verdict", paragraph(report.sentence)),
             ("layouts", "Layouts", html_table(headings, rows_of(report))),
-            *[("skipped", "Not compared", line) for line in skipped[:1]],
+            ("skipped", "Not compared", html_table(["reason"], skipped)),
         ]
         return page(f"Audit of {config.build}", sections)
     return {
         "task": "audit",
         "equal": report.equal,
         "verdict": report.sentence,
-        "layouts": [asdict(o) for o in report.outcomes],
+        "layouts": replace_nonfinite([asdict(outcome) for outcome in report.outcomes]),
     }

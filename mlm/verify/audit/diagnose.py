@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mlm.verify.audit.compare import Comparison, Place, magnitude
-from mlm.verify.audit.parts import SPLIT_AXES, Parts, add_over, difference
+from mlm.verify.audit.parts import SPLIT_AXES, Parts, add_over, are_copies, difference
 from mlm.verify.audit.record import KINDS
 from mlm.verify.audit.subject import Split
 
@@ -180,28 +180,17 @@ def _is_affine(place: Place) -> bool:
 
 def unequal(place: Place) -> str | None:
     """An axis whose ranks hold copies that differ."""
-    return _axis_where(place, "copy", are_equal=False)
+    copied = (axis for axis, how in place.match.placement.items() if how == "copy")
+    return next((axis for axis in copied if not are_copies(_parts(place), axis)), None)
 
 
 def equal(place: Place) -> str | None:
     """An axis whose ranks hold parts that are equal, and not constant."""
-    part = next(iter(place.match.pairs.values()))[0].flatten()
-    return _axis_where(place, "split", are_equal=True) if len(part.unique()) > 1 else None
-
-
-def _axis_where(place: Place, how: str, *, are_equal: bool) -> str | None:
-    for axis, placed in place.match.placement.items():
-        number, parts = SPLIT_AXES.index(axis), _parts(place)
-        if (how == "copy") != (placed == "copy"):
-            continue
-        same = [
-            torch.equal(part, parts[(*at[:number], 0, *at[number + 1 :])])
-            for at, part in parts.items()
-            if at[number]
-        ]
-        if all(same) if are_equal else not all(same):
-            return axis
-    return None
+    parts = _parts(place)
+    if all(bool((part == part.flatten()[:1]).all()) for part in parts.values()):
+        return None
+    split = (axis for axis, how in place.match.placement.items() if isinstance(how, Split))
+    return next((axis for axis in split if are_copies(parts, axis)), None)
 
 
 def _torn(torn: Sequence[Place]) -> Finding:
@@ -250,6 +239,8 @@ def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
     """The cause of a wrong output or gradient of an output."""
     kind, before = place.key.kind, comparison.before(place)
     name = before.key.name if before is not None else "the loss"
+    if kind == "output" and not place.key.name and (cause := _split_loss(comparison, place)):
+        return cause
     if ranks := _wrong_ranks(place):
         return (
             "depends on the rank",
@@ -319,11 +310,20 @@ def _is_own_loss(place: Place) -> bool:
 
 
 def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
-    values = list(dict.fromkeys(float(part.double().mean()) for part in _parts(place).values()))
-    right = float(next(iter(place.match.pairs.values()))[1].double().mean())
-    outputs = [p for p in comparison.places if p.key.step == place.key.step and p.key.kind == "output"]
-    tp, shown = comparison.layout["tp"], ", ".join(f"{value:.6g}" for value in values[:4])
-    if tp > 1 and all(math.isclose(value - right, math.log(tp), rel_tol=1e-3) for value in values):
+    shown, right = _means(place)
+    return _split_loss(comparison, place) or (
+        "wrong divisor",
+        f"the outputs are right, and it is {shown} in place of {right:.6g}; look at the count of tokens that "
+        "it is divided by, which should be that of the global batch, and at labels",
+    )
+
+
+def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
+    """The cause of a wrong loss, or losses of tokens, over a vocabulary that is split over tp."""
+    tp, (shown, right) = comparison.layout["tp"], _means(place)
+    outputs = [p for p in comparison.places if p.key[:2] == (place.key.step, "output") and p.key.name]
+    pairs = place.match.pairs.values()
+    if tp > 1 and all(is_close(part - ref, torch.full_like(ref, math.log(tp)), place) for part, ref in pairs):
         return (
             "gathered logits in a split loss",
             f"it is log({tp}) too large: a vocabulary-parallel loss received whole logits, and counts each "
@@ -336,11 +336,14 @@ def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
             "rank's part of the vocabulary for all; look at maxima, sums, means, sizes (label smoothing, "
             "z-loss)",
         )
-    return (
-        "wrong divisor",
-        f"the outputs are right, and it is {shown} in place of {right:.6g}; look at the count of tokens that "
-        "it is divided by, which should be that of the global batch, and at labels",
-    )
+    return None
+
+
+def _means(place: Place) -> tuple[str, float]:
+    """Means of what ranks have, in words, and the right one."""
+    values = dict.fromkeys(f"{float(part.double().mean()):.6g}" for part in _parts(place).values())
+    right = float(next(iter(place.match.pairs.values()))[1].double().mean())
+    return ", ".join(list(values)[:MOST_NAMES]), right
 
 
 def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ def load_build(name: str) -> Callable[..., AuditSubject]:
             assert spec.loader is not None
             module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-        return getattr(module, function)  # type: ignore[no-any-return]
+        return getattr(module, function)
     except (Exception, SystemExit) as error:
         raise UserError(f"build={name}: {type(error).__name__}: {error}; name FILE.py:FUNCTION") from error
 

@@ -14,7 +14,8 @@ SPLIT_AXES = ("dp", "cp", "tp")
 """Axes over which a tensor may be split, outermost first: the order of coordinates here."""
 Coordinates = tuple[int, ...]
 Parts = dict[Coordinates, Tensor]
-Placement = Mapping[str, Split | Literal["copy", "sum"]]
+How = Split | Literal["copy", "sum"]
+Placement = Mapping[str, How]
 """Of each axis with several ranks: how they hold a tensor. "sum": the whole is the sum of theirs."""
 
 
@@ -51,6 +52,8 @@ def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -
         axis = SPLIT_AXES.index(split.axis)
         dim, index = split.dim % whole.ndim, at[axis]
         sizes = [part.shape[dim] for c, part in sorted(parts.items()) if _aside(c, axis) == _aside(at, axis)]
+        if split.is_zigzag:
+            view = zigzag(view, dim, len(sizes))
         if split.blocks > 1:
             view, dim = view.unflatten(dim, (split.blocks, -1)), dim + 1
         times, rest = divmod(view.shape[dim], sum(sizes) // split.blocks)
@@ -61,6 +64,12 @@ def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -
     if view.numel() != parts[at].numel() or view.shape[-1:] != parts[at].shape[-1:]:
         raise RuntimeError("the shapes do not fit")
     return view
+
+
+def zigzag(whole: Tensor, dim: int, ranks: int) -> Tensor:
+    """A copy in the order in which ranks hold it that each have a piece from both ends."""
+    pieces = whole.unflatten(dim, (2 * ranks, -1)).unbind(dim)
+    return torch.cat([piece for rank in range(ranks) for piece in (pieces[rank], pieces[-1 - rank])], dim)
 
 
 def _aside(at: Coordinates, axis: int) -> Coordinates:
@@ -102,11 +111,12 @@ def placements(
     shape = next(iter(parts.values())).shape
     dims = [d for d in range(whole.ndim) if d >= len(shape) or shape[d] != whole.shape[d]]
     axes = [axis for axis in SPLIT_AXES if sizes[axis] > 1]
-    options = [
+    options: list[list[How]] = [
         [
             "copy",
             *(Split(d, axis, b) for b in blocks for d in dims),
-            *(["sum"] if axis in sums else []),
+            *(Split(d, axis, is_zigzag=True) for d in dims if axis == "cp"),
+            *(["sum"] if axis in sums else []),  # type: ignore[list-item]
         ]
         for axis in axes
     ]

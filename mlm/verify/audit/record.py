@@ -174,7 +174,8 @@ class Recorder:
             return
         call, self.calls[name] = self.calls[name], self.calls[name] + 1
         tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        for item, tensor in enumerate(t for t in tensors if t.is_floating_point() and t.ndim):
+        activations = (t for t in tensors if t.is_floating_point() and t.ndim and not _is_weight(t))
+        for item, tensor in enumerate(activations):
             self._keep("output", name, tensor, call, item)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._on_gradient, self.step, name, call, item))
@@ -229,6 +230,11 @@ class Recorder:
         return x * mask
 
 
+def _is_weight(tensor: Tensor) -> bool:
+    """True for a parameter that a module returns, as Megatron's layers do with biases."""
+    return tensor.is_leaf and tensor.requires_grad
+
+
 def local(tensor: Tensor) -> Tensor:
     """A copy of this rank's part."""
     tensor = tensor.detach()
@@ -237,7 +243,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """A DTensor put together, a collective; this rank's part of any other."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def digest(tensor: Tensor) -> bytes:

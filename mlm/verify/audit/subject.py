@@ -21,6 +21,8 @@ class Split:
     axis: str = "tp"
     blocks: int = 1
     """Parts of the dimension that are split each: 3 where a rank holds slices of q, k and v in turn."""
+    is_zigzag: bool = False
+    """True if each rank holds two pieces, as far from either end: of sequences split over cp."""
 
 
 def plain_name(name: str) -> str:
