@@ -39,12 +39,15 @@ if TYPE_CHECKING:
     from mlm.parallel.mesh import ParallelContext
     from mlm.parallel.random import init_parameters
     from mlm.parallel.sharding import parameter_shards
+    from mlm.verify.audit.api import audit
+    from mlm.verify.audit.subject import AuditSubject, Split
 
 __version__ = "0.2.0"
 
 __all__ = [
     "BERT",
     "GPT2",
+    "AuditSubject",
     "ColumnParallelLinear",
     "GradientReducer",
     "Model",
@@ -54,8 +57,10 @@ __all__ = [
     "ParallelContext",
     "RowParallelLinear",
     "ScheduleConfig",
+    "Split",
     "VocabParallelEmbedding",
     "all_reduce",
+    "audit",
     "build_mesh",
     "build_optimizer",
     "clip_factor",
@@ -100,6 +105,8 @@ _MODULES = {
     "mlm.parallel.gradients": ("GradientReducer", "sum_replicated_gradients"),
     "mlm.parallel.random": ("init_parameters",),
     "mlm.parallel.sharding": ("parameter_shards",),
+    "mlm.verify.audit.api": ("audit",),
+    "mlm.verify.audit.subject": ("AuditSubject", "Split"),
 }
 
 

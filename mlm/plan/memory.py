@@ -364,9 +364,7 @@ class StepMemory:
     @property
     def _fuses_embedding_grad(self) -> bool:
         """True if the loss adds the table's gradient to the sum when it computes it (training/trainer.py)."""
-        model, layout = self.memory.model, self.layout
-        has_both_terms = self.memory.device == "cpu" and layout.pp * layout.vp == 1 and model.is_tied
-        return layout.zero == 0 and model.kind in SHIPPED and not has_both_terms
+        return self.layout.zero == 0 and self.memory.model.kind in SHIPPED
 
     def _vocabulary(self) -> tuple[float, float]:
         """Bytes kept from forward to backward by the projection, and those of a chunk of logits."""

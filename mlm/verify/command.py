@@ -1,7 +1,7 @@
-"""The commands `mlm parity` and `mlm verify-resume`."""
+"""The commands `mlm parity`, `mlm audit` and `mlm verify-resume`."""
 
 from mlm.config.command import Command
-from mlm.verify.config import ParityConfig, VerifyResumeConfig, check_parity, check_verify_resume
+from mlm.verify.config import AuditConfig, ParityConfig, VerifyResumeConfig, check_parity, check_verify_resume
 
 COMMANDS = (
     Command(
@@ -47,6 +47,25 @@ COMMANDS = (
             *("data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
             *("optimizer.lr", "precision.dtype", "dist.device"),
         ),
+    ),
+    Command(
+        words=("audit",),
+        config="audit",
+        spec=AuditConfig,
+        target="mlm.verify.audit.api:run",
+        summary="find the first place where a layout of any PyTorch training code parts from one process",
+        about=(
+            "Runs a function of yours, which builds a module or a training step for a mesh, on one process "
+            "and on the layout, over gloo and in float64. Compares the output of every module and its "
+            "gradient, every parameter's gradient after reduction, the norm, the weights after each step; "
+            "names the first place that differs, the likely cause, and the smallest layout that shows it. "
+            "Ends with 0 if all is alike, 1 if not, 2 for code that cannot be judged."
+        ),
+        examples=(
+            ("A tensor-parallel module", "mlm audit my_model.py:build --tp 2"),
+            ("With replicas and a page", "mlm audit my_model.py:build tp=2 dp=2 out=audit.html"),
+        ),
+        positional=("build",),
     ),
     Command(
         words=("verify-resume",),

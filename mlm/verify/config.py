@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-from mlm.config.fields import POSITIVE, CheckpointPath, Forbid, OutFolder
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, CheckpointPath, Forbid, OutFolder, ResultFile
 from mlm.launch.checks import data_parallel_size
-from mlm.parallel.config import ParallelConfig
+from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize
 from mlm.parallel.layout_checks import Launch
 from mlm.tracking.config import LogConfig
 from mlm.training.checks import check_pretrain, pretraining_problems
@@ -124,6 +124,32 @@ class VerifyResumeConfig(PretrainConfig):
             "log": LogConfig(every=1, live="off"),
         }
         return PretrainConfig(**common | changed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditConfig:
+    """The run spec of `mlm audit`: a function that builds a part of any training step, and a layout."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    build: str
+    """FILE.py:FUNCTION, which takes a mesh with the axes pp, dp, cp, tp and returns an AuditSubject."""
+    tp: TensorSize = 1
+    """Tensor-parallel size."""
+    pp: PipelineSize = 1
+    """Pipeline-parallel size."""
+    dp: Annotated[int, POSITIVE, Also("data_parallel", "data_parallel_size")] = 1
+    """Data-parallel size."""
+    cp: Annotated[int, POSITIVE, Also("context_parallel", "context_parallel_size")] = 1
+    """Context-parallel size."""
+    steps: Annotated[int, POSITIVE] = 2
+    """Steps compared."""
+    seed: Annotated[int, NOT_NEGATIVE] = 0
+    """Seed of torch's generator before each build, the same on every rank."""
+    timeout_s: Annotated[float, POSITIVE] = 60.0
+    """Seconds that a collective may take; a rank that waits longer is named."""
+    out: ResultFile | None = None
+    """File for the report: .html for a page, .json for every number."""
 
 
 @dataclass(frozen=True)

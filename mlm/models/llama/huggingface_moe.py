@@ -15,7 +15,7 @@ from mlm.models.llama.settings import LlamaSettings, num_blocks
 
 Options = dict[str, bool | int | float | str]
 
-TRAINING_ONLY = ("balance", "balance_rate", "balance_coefficient", "z_loss")
+TRAINING_ONLY = ("balance", "balance_rate", "balance_coefficient", "z_loss", "capacity_factor")
 """Settings that do not change what a model computes."""
 _NAMES_OF_COUNT = ("num_experts", "num_local_experts", "n_routed_experts")
 """Of one number: `transformers` takes each for the others."""

@@ -21,7 +21,7 @@ EVALUATIONS = [command.words[1] for command in COMMANDS if command.words[0] == "
     [
         (
             "mlm ",
-            "ckpt convert data doctor eval export finetune generate import parity plan pretrain replay "
+            "audit ckpt convert data doctor eval export finetune generate import parity plan pretrain replay "
             "report reshard verify-resume",
         ),
         ("mlm pre", "pretrain"),

@@ -1,0 +1,177 @@
+"""`mlm audit` and `mlm.audit`: run a subject on a layout and on one process, and say where they part."""
+
+import inspect
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.table import Table
+
+from mlm.launch.child_run import environment_without_launcher
+from mlm.tracking.history import replace_nonfinite
+from mlm.tracking.page.html import page, paragraph
+from mlm.tracking.page.html import table as html_table
+from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.results import write_result
+from mlm.util.system import die_with_parent
+from mlm.util.terminal import add_row, console, table
+from mlm.verify.audit.host import Outcome
+from mlm.verify.audit.subject import AuditSubject
+from mlm.verify.config import AuditConfig
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The outcomes of an audit: that of the layout, then those of its axes alone where it parts."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def smallest(self) -> Outcome:
+        """The outcome of the smallest layout that parts, or of the layout."""
+        wrong = [outcome for outcome in self.outcomes if outcome.finding is not None]
+        return min(wrong, key=lambda o: sorted(o.layout.values()), default=self.outcomes[0])
+
+    @property
+    def equal(self) -> bool:
+        """True if the layout trains as one process does."""
+        return self.outcomes[0].finding is None
+
+    @property
+    def sentence(self) -> str:
+        """One line."""
+        best = self.smallest
+        if best.finding is None:
+            return f"ALIKE: {describe(best)} in {best.compared} tensors of one process ({best.precision})"
+        found = best.finding
+        is_spoken = found.size not in (0.0, 1.0, float("inf"))
+        size = f", off by {found.size:.2g} of its largest element" if is_spoken else ""
+        return (
+            f"PARTS at {found.place} ({found.kind}, step {found.step}{size}) with {describe(best)}: "
+            f"{found.cause}: {found.sentence}"
+        )
+
+
+def describe(outcome: Outcome) -> str:
+    """`tp=2 dp=2`."""
+    return " ".join(f"{a}={n}" for a, n in outcome.layout.items() if n > 1) or "one process"
+
+
+def audit(
+    build: str | Callable[..., AuditSubject],
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    steps: int = 2,
+    seed: int = 0,
+    timeout_s: float = 60.0,
+) -> AuditReport:
+    """Run `build(mesh)` on tp * cp * dp * pp processes of this host and on one, and compare.
+
+    `build` is a function of a module, or its name FILE.py:FUNCTION. Raises UserError for a subject that
+    cannot be judged: one that needs CUDA, is not deterministic, changes its batch or fails on one process.
+    """
+    name = build if isinstance(build, str) else f"{inspect.getsourcefile(build)}:{build.__qualname__}"
+    if "<" in name:
+        raise UserError(
+            f"build={name}: a function of a module is needed; move it out of the function that holds it"
+        )
+    job = {
+        **{"build": name, "tp": tp, "pp": pp, "dp": dp, "cp": cp},
+        **{"steps": steps, "seed": seed, "timeout_s": timeout_s},
+    }
+    with tempfile.TemporaryDirectory(prefix="mlm-audit-") as folder:
+        path = Path(folder, "job.json")
+        path.write_text(json.dumps(job))
+        variables = {
+            **environment_without_launcher(os.environ),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", "from mlm.verify.audit.host import main; main()", str(path)],
+            env=variables,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+        try:
+            process.wait()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        result_file = Path(folder, "result")
+        if not result_file.exists():
+            raise CheckFailedError(
+                f"the audit of {name} ended with {process.returncode}; its last lines are above"
+            )
+        result = pickle.loads(result_file.read_bytes())
+    if isinstance(result, UserError):
+        raise result
+    return AuditReport(tuple(result))
+
+
+def run(config: AuditConfig) -> None:
+    """Audit, print and write. Raises CheckFailedError where the layout parts from one process."""
+    parallel = {axis: getattr(config, axis) for axis in ("tp", "pp", "dp", "cp")}
+    report = audit(config.build, **parallel, steps=config.steps, seed=config.seed, timeout_s=config.timeout_s)
+    screen = console()
+    screen.print(table_of(report))
+    for line in report.smallest.skipped[:5]:
+        screen.print(f"not compared: {line}")
+    if config.out is not None:
+        write_result(config.out, content(config, report))
+    if not report.equal:
+        raise CheckFailedError(report.sentence)
+    screen.print(report.sentence)
+
+
+def rows_of(report: AuditReport) -> list[list[str]]:
+    """A row for each layout."""
+    rows = []
+    for outcome in report.outcomes:
+        found = outcome.finding
+        verdict = ["alike", "", ""] if found is None else [found.cause, found.place, found.kind]
+        rows.append(
+            [describe(outcome), *verdict, f"{outcome.wrong} of {outcome.compared}", f"{outcome.seconds:.1f}"]
+        )
+    return rows
+
+
+COLUMNS = ("layout", "finding", "first at", "what parts", "tensors that differ#", "seconds#")
+
+
+def table_of(report: AuditReport) -> Table:
+    """The table of layouts."""
+    shown = table("audit against one process", *COLUMNS)
+    for row in rows_of(report):
+        add_row(shown, *row)
+    return shown
+
+
+def content(config: AuditConfig, report: AuditReport) -> bytes | dict[str, object]:
+    """The report as a page for .html, else as JSON."""
+    if str(config.out).endswith(".html"):
+        headings = [column.removesuffix("#") for column in COLUMNS]
+        skipped = [[line] for line in report.smallest.skipped]
+        sections = [
+            ("verdict", "Verdict", paragraph(report.sentence)),
+            ("layouts", "Layouts", html_table(headings, rows_of(report))),
+            ("skipped", "Not compared", html_table(["reason"], skipped)),
+        ]
+        return page(f"Audit of {config.build}", sections)
+    return {
+        "task": "audit",
+        "equal": report.equal,
+        "verdict": report.sentence,
+        "layouts": replace_nonfinite([asdict(outcome) for outcome in report.outcomes]),
+    }

@@ -1,0 +1,190 @@
+"""Tensors of several ranks beside the whole one of the reference: each rank's part, and how far off it is."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mlm.verify.audit.subject import Split
+
+SPLIT_AXES = ("dp", "cp", "tp")
+"""Axes over which a tensor may be split, outermost first: the order of coordinates here."""
+Coordinates = tuple[int, ...]
+Parts = dict[Coordinates, Tensor]
+How = Split | Literal["copy", "sum"]
+Placement = Mapping[str, How]
+"""Of each axis with several ranks: how they hold a tensor. "sum": the whole is the sum of theirs."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """Parts beside what they should be, at the placement that fits best."""
+
+    placement: Placement
+    pairs: dict[Coordinates, tuple[Tensor, Tensor]]
+    """(a rank's tensor, what it should be), after sums."""
+    error: float
+    """Largest difference of an element; infinite where one is not finite."""
+    factors: Mapping[Coordinates, float] = field(default_factory=dict)
+    """Of gradients: the scale of each replica's, by coordinates over dp and cp."""
+
+    def over(self, axis: str) -> Split | str:
+        """The placement over an axis."""
+        return self.placement.get(axis, "copy")
+
+    @property
+    def sums(self) -> list[str]:
+        """Axes over which ranks hold addends."""
+        return [axis for axis, how in self.placement.items() if how == "sum"]
+
+
+def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -> Tensor:
+    """A view of the part of a whole tensor that belongs to the rank at some coordinates.
+
+    A dimension with blocks is two in it. Raises RuntimeError or IndexError where the shapes do not fit.
+    """
+    splits = [how for how in placement.values() if isinstance(how, Split)]
+    view = whole
+    for split in sorted(splits, key=lambda split: (split.blocks > 1, -split.dim)):
+        axis = SPLIT_AXES.index(split.axis)
+        dim, index = split.dim % whole.ndim, at[axis]
+        sizes = [part.shape[dim] for c, part in sorted(parts.items()) if _aside(c, axis) == _aside(at, axis)]
+        if split.is_zigzag:
+            view = zigzag(view, dim, len(sizes))
+        if split.blocks > 1:
+            view, dim = view.unflatten(dim, (split.blocks, -1)), dim + 1
+        times, rest = divmod(view.shape[dim], sum(sizes) // split.blocks)
+        if rest:
+            raise RuntimeError("the sizes do not fit")
+        start, length = sum(sizes[:index]) // split.blocks, sizes[index] // split.blocks
+        view = view.narrow(dim, start * times, length * times)
+    if view.numel() != parts[at].numel() or view.shape[-1:] != parts[at].shape[-1:]:
+        raise RuntimeError("the shapes do not fit")
+    return view
+
+
+def zigzag(whole: Tensor, dim: int, ranks: int) -> Tensor:
+    """A copy in the order in which ranks hold it that each have a piece from both ends."""
+    pieces = whole.unflatten(dim, (2 * ranks, -1)).unbind(dim)
+    return torch.cat([piece for rank in range(ranks) for piece in (pieces[rank], pieces[-1 - rank])], dim)
+
+
+def _aside(at: Coordinates, axis: int) -> Coordinates:
+    """Coordinates without one axis."""
+    return at[:axis] + at[axis + 1 :]
+
+
+def add_over(parts: Parts, axis: str) -> Parts:
+    """Parts of which each is the sum over an axis."""
+    number = SPLIT_AXES.index(axis)
+    totals: Parts = {}
+    for at, part in parts.items():
+        totals[_aside(at, number)] = totals.get(_aside(at, number), torch.zeros_like(part)) + part
+    return {at: totals[_aside(at, number)] for at in parts}
+
+
+def are_copies(parts: Parts, axis: str) -> bool:
+    """True if all ranks along an axis hold the same numbers."""
+    number = SPLIT_AXES.index(axis)
+    return all(torch.equal(part, parts[(*at[:number], 0, *at[number + 1 :])]) for at, part in parts.items())
+
+
+def fill(whole: Tensor, parts: Parts, placement: Placement) -> None:
+    """Put a whole tensor together from its parts."""
+    for at, part in parts.items():
+        view = region(whole, placement, at, parts)
+        view.copy_(part.reshape(view.shape))
+
+
+def placements(
+    parts: Parts,
+    whole: Tensor,
+    sizes: Mapping[str, int],
+    *,
+    blocks: Iterable[int] = (1,),
+    sums: Sequence[str] = (),
+) -> Iterator[Placement]:
+    """Placements that the shapes allow; copies before splits before sums, one block before several."""
+    shape = next(iter(parts.values())).shape
+    dims = [d for d in range(whole.ndim) if d >= len(shape) or shape[d] != whole.shape[d]]
+    axes = [axis for axis in SPLIT_AXES if sizes[axis] > 1]
+    options: list[list[How]] = [
+        [
+            "copy",
+            *(Split(d, axis, b) for b in blocks for d in dims),
+            *(Split(d, axis, is_zigzag=True) for d in dims if axis == "cp"),
+            *(["sum"] if axis in sums else []),  # type: ignore[list-item]
+        ]
+        for axis in axes
+    ]
+    for choice in product(*options):
+        placement = dict(zip(axes, choice, strict=True))
+        try:
+            for at in parts:
+                region(whole, placement, at, parts)
+        except (RuntimeError, IndexError, ZeroDivisionError):
+            continue
+        yield placement
+
+
+def match(
+    parts: Parts,
+    whole: Tensor,
+    choices: Iterable[Placement],
+    limit: float,
+    *,
+    factors: Mapping[Coordinates, float] | None = None,
+    fits_factors: bool = False,
+) -> Match | None:
+    """The first placement at which no element is further off than `limit`, else the best; None without any.
+
+    Each replica's gradients are divided by its factor, which is fitted by least squares if `fits_factors`.
+    """
+    best: Match | None = None
+    for placement in choices:
+        summed, sums = parts, [axis for axis, how in placement.items() if how == "sum"]
+        if any(are_copies(parts, axis) for axis in sums):
+            continue
+        for axis in sums:
+            summed = add_over(summed, axis)
+        pairs = {
+            at: (part, region(whole, placement, at, parts).reshape(part.shape)) for at, part in summed.items()
+        }
+        own = _fit(pairs) if fits_factors else dict(factors or {})
+        if own:
+            pairs = {at: (part / (own[at[:2]] or 1.0), right) for at, (part, right) in pairs.items()}
+        error = max(difference(*pair) for pair in pairs.values())
+        if best is None or error < best.error:
+            best = Match(placement, pairs, error, own)
+        if error <= limit:
+            break
+    return best
+
+
+def difference(part: Tensor, right: Tensor) -> float:
+    """Largest difference of an element; infinite where one is not finite."""
+    if not part.numel():
+        return 0.0
+    return float((part.double() - right.double()).abs().nan_to_num(nan=torch.inf).amax())
+
+
+def scale_of(part: Tensor, right: Tensor) -> float:
+    """The number that a tensor is of another, by least squares; 1 where the other is zero."""
+    x, y = part.double().flatten(), right.double().flatten()
+    return float(x @ y / (y @ y)) if bool(y.any()) else 1.0
+
+
+def _fit(pairs: Mapping[Coordinates, tuple[Tensor, Tensor]]) -> dict[Coordinates, float]:
+    groups: dict[Coordinates, list[tuple[Tensor, Tensor]]] = {}
+    for at, pair in pairs.items():
+        groups.setdefault(at[:2], []).append(pair)
+    return {
+        replica: scale_of(
+            torch.cat([part.flatten() for part, _ in group]),
+            torch.cat([right.flatten() for _, right in group]),
+        )
+        for replica, group in groups.items()
+    }

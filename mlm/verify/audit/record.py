@@ -1,0 +1,262 @@
+"""One rank's run of a subject: every module's outputs and their gradients, parameters, norm and loss."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import partial
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mlm.util.errors import UserError
+from mlm.verify.audit.subject import AuditSubject, Split, plain_name
+
+FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""Formats by falling precision, and their names in TOLERANCES."""
+KINDS = {
+    "initial": "initial weight",
+    "output": "output",
+    "loss": "loss",
+    "backward": "gradient of the output",
+    "gradient": "reduced gradient",
+    "norm": "gradient norm",
+    "weight": "updated weight",
+}
+"""Types of recorded tensors in the order of computation, and their names."""
+COLLECTIVES = ("c10d", "_c10d_functional")
+DROPOUT = F.dropout
+
+
+class Key(NamedTuple):
+    """A recorded tensor."""
+
+    step: int
+    kind: str
+    """One of KINDS."""
+    name: str
+    call: int = 0
+    """Number of the module's call in this step, and of the tensor in its output."""
+    item: int = 0
+
+
+@dataclass
+class Record:
+    """What one rank recorded, in the order of computation."""
+
+    tensors: dict[Key, Tensor] = field(default_factory=dict)
+    splits: dict[str, tuple[Split, ...] | None] = field(default_factory=dict)
+    """Of parameters; None where only shapes can show it."""
+    precision: str = "fp64"
+    """The narrowest format that an operation of forward or backward returned."""
+    masks: list[tuple[str, bytes, bytes]] = field(default_factory=list)
+    """Of each dropout: its module, digests of its input and of its mask."""
+
+
+class Watch(TorchDispatchMode):
+    """Notes the narrowest format, and reports the collective under way."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self.note, self.narrowest = note, 0
+        self.where: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_collective = func.namespace in COLLECTIVES
+        if is_collective:
+            self.note(f"{func._opname.strip('_')}{self.place()}")
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.dtype in FORMATS and leaf.numel() > 1:
+                self.narrowest = max(self.narrowest, list(FORMATS).index(leaf.dtype))
+        return result
+
+    def place(self) -> str:
+        """The module whose forward pass is under way, in words."""
+        return f" of {self.where[-1]}" if self.where else ""
+
+
+class Recorder:
+    """Runs a subject and records it."""
+
+    def __init__(self, subject: AuditSubject, note: Callable[[str], None]) -> None:
+        self.subject, self.record, self.step = subject, Record(), 0
+        self.watch = Watch(note)
+        self.note = note
+        self.calls: Counter[str] = Counter()
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, parameter in subject.module.named_parameters():
+            self.parameters.setdefault(self._name(name), parameter)
+        self.record.splits = {name: self._splits(name, p) for name, p in self.parameters.items()}
+        modules = {self._name(name): module for name, module in subject.module.named_modules()}
+        for name, module in modules.items():  # of a wrapper and what it wraps, the latter
+            module.register_forward_pre_hook(partial(self._enter, name))
+            module.register_forward_hook(partial(self._leave, name))
+        if subject.optimizer is not None:
+            subject.optimizer.register_step_pre_hook(lambda *_: self._record_gradients())
+
+    def run(self, steps: int) -> Record:
+        """Run some steps with dropout off, then one that records the masks of dropout."""
+        self._record_parameters("initial")
+        batch = [leaf for leaf in tree_leaves(self.subject.batch) if isinstance(leaf, Tensor)]
+        versions = [leaf._version for leaf in batch]
+        for self.step in range(steps):
+            self._run_step()
+            if versions != [leaf._version for leaf in batch]:
+                raise UserError("the subject changes its batch in place", fix="let it work on a clone of it")
+        with self._dropout(self._note_mask):
+            self.step = -1
+            self._compute()
+        return self.record
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin with these weights, which are whole."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                target.copy_(weights[name])
+
+    def _run_step(self) -> None:
+        self.calls.clear()
+        with self._dropout(lambda x, *_, **__: x):
+            loss = self._compute()
+        if loss is not None:
+            self._keep("loss", "loss", loss)
+        subject = self.subject
+        if not self._has_gradients():
+            self.note("reduction")
+            with self.watch:
+                if subject.reduce is not None:
+                    subject.reduce()
+                self._record_gradients()
+                if subject.clip is not None:
+                    self._keep("norm", "norm", torch.as_tensor(subject.clip()))
+            if subject.optimizer is not None:
+                subject.optimizer.step()
+        self._record_parameters("weight")
+        subject.module.zero_grad()
+        self.record.precision = list(FORMATS.values())[self.watch.narrowest]
+
+    def _compute(self) -> Tensor | None:
+        """Forward and backward; the loss."""
+        subject = self.subject
+        with self.watch:
+            if subject.step is not None:
+                self.note("step")
+                return subject.step()
+            self.note("forward")
+            batch = subject.batch
+            if isinstance(batch, Mapping):
+                output = subject.module(**batch)
+            else:
+                output = subject.module(*(batch if isinstance(batch, tuple) else (batch,)))
+            self.note("loss")
+            loss = output if subject.loss is None else subject.loss(output)
+            self.note("backward")
+            loss.backward()
+        return loss
+
+    def _enter(self, name: str, *_: object) -> None:
+        self.watch.where.append(name or "the whole module")
+        self.note(f"forward of {self.watch.where[-1]}")
+
+    def _leave(self, name: str, _module: object, _args: object, output: Any) -> None:
+        self.watch.where.pop()
+        if self.step < 0 or torch._C._current_graph_task_id() != -1:  # recomputation
+            return
+        call, self.calls[name] = self.calls[name], self.calls[name] + 1
+        tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        activations = (t for t in tensors if t.is_floating_point() and t.ndim and not _is_weight(t))
+        for item, tensor in enumerate(activations):
+            self._keep("output", name, tensor, call, item)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._on_gradient, self.step, name, call, item))
+
+    def _on_gradient(self, step: int, name: str, call: int, item: int, grad: Tensor) -> None:
+        self.record.tensors[Key(step, "backward", name, call, item)] = local(grad)
+
+    def _keep(self, kind: str, name: str, tensor: Tensor, call: int = 0, item: int = 0) -> None:
+        self.record.tensors[Key(self.step, kind, name, call, item)] = local(tensor)
+
+    def _record_parameters(self, kind: str) -> None:
+        for name, parameter in self.parameters.items():
+            self._keep(kind, name, whole(parameter))
+
+    def _record_gradients(self) -> None:
+        if self.step < 0 or self._has_gradients():  # the optimizer's hook comes after clipping
+            return
+        for name, parameter in self.parameters.items():
+            grad = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+            if grad is not None:
+                self._keep("gradient", name, whole(grad))
+
+    def _name(self, name: str) -> str:
+        return self.subject.names(plain_name(name))
+
+    def _has_gradients(self) -> bool:
+        return any(key.step == self.step and key.kind == "gradient" for key in self.record.tensors)
+
+    def _splits(self, name: str, parameter: nn.Parameter) -> tuple[Split, ...] | None:
+        for pattern, split in self.subject.placements.items():
+            if fnmatch(name, pattern):
+                return () if split is None else (split,)
+        if isinstance(parameter, DTensor):
+            return ()  # recorded whole
+        if getattr(parameter, "tensor_model_parallel", False):
+            return (Split(parameter.partition_dim, "tp", getattr(parameter, "partition_stride", 1)),)  # type: ignore[attr-defined]
+        return None
+
+    @contextmanager
+    def _dropout(self, function: Callable[..., Tensor]) -> Iterator[None]:
+        F.dropout = function
+        try:
+            yield
+        finally:
+            F.dropout = DROPOUT
+
+    def _note_mask(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        mask = DROPOUT(torch.ones_like(x), p, training)
+        if training and 0 < p < 1:
+            name = self.watch.where[-1] if self.watch.where else ""
+            self.record.masks.append((name, digest(local(x)), digest(local(mask))))
+        return x * mask
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """True for a parameter that a module returns, as Megatron's layers do with biases."""
+    return tensor.is_leaf and tensor.requires_grad
+
+
+def local(tensor: Tensor) -> Tensor:
+    """A copy of this rank's part."""
+    tensor = tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone().cpu()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor put together, a collective; this rank's part of any other."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def digest(tensor: Tensor) -> bytes:
+    """A digest of the bits."""
+    return blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+
+
+class StateFile:
+    """What a rank is doing, for the process that watches it."""
+
+    def __init__(self, path: str) -> None:
+        self.file = os.open(path, os.O_CREAT | os.O_RDWR)
+
+    def __call__(self, text: str) -> None:
+        """Replace the text."""
+        os.pwrite(self.file, text.encode()[:200].ljust(200), 0)

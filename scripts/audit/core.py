@@ -1,0 +1,157 @@
+"""Megatron Core's GPT on CPUs over gloo, as subjects of `mlm audit`: healthy layouts, cases of issue #7452.
+
+    mlm audit scripts/audit/core.py:label_smoothing --tp 2
+
+Facts of https://github.com/NVIDIA/Megatron-LM/issues/7452 only; the cases here are written anew.
+"""
+
+import warnings
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mlm import AuditSubject
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about accelerators that are not here
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+VOCAB, LENGTH, BATCH = 64, 8, 4
+COUNTS = (8, 5, 7, 3)
+"""Tokens of each sample that count, in the cases with unequal counts."""
+
+
+def prepare(mesh) -> None:
+    """Groups of the mesh, and no CUDA."""
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_device = lambda: "cpu"
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    CudaRNGStatesTracker.fork = no_fork
+    parallel_state.initialize_model_parallel(mesh["tp"].size(), mesh["pp"].size())
+
+
+@contextmanager
+def no_fork(*_: Any, **__: Any):
+    yield
+
+
+def gpt(
+    mesh,
+    *,
+    smoothing: float = 0.0,
+    gathered: bool = False,
+    unequal: bool = False,
+    per_token: bool = False,
+    mtp: bool = False,
+    sequence_parallel: bool = False,
+    **options: Any,
+) -> AuditSubject:
+    prepare(mesh)
+    experts = options.get("num_moe_experts")
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        tensor_model_parallel_size=mesh["tp"].size(),
+        sequence_parallel=sequence_parallel and mesh["tp"].size() > 1,
+        calculate_per_token_loss=per_token,
+        mtp_num_layers=1 if mtp else None,
+        params_dtype=torch.float64,
+        pipeline_dtype=torch.float64,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **options,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=experts, normalization=config.normalization)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        parallel_output=not gathered,
+        share_embeddings_and_output_weights=True,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if mtp else None,
+    )
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    keep = torch.arange(LENGTH) < torch.tensor(COUNTS if unequal else (LENGTH,) * BATCH)[:, None]
+    rank, size = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    tokens, labels, keep = (
+        t.chunk(size)[rank].contiguous() for t in (tokens[:, :-1], tokens[:, 1:], keep.double())
+    )
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+
+    def step() -> Tensor:
+        model.zero_grad_buffer()
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+        MTPLossAutoScaler.set_loss_scale(torch.ones(1))
+        if smoothing:
+            logits = model(tokens, positions, mask)
+            losses = vocab_parallel_cross_entropy(logits, labels, smoothing)
+        else:
+            losses = model(tokens, positions, mask, labels=labels, loss_mask=keep)
+        total = (losses * keep).sum()
+        (total if per_token else total / keep.sum()).backward()
+        return total.detach() / keep.sum()
+
+    def reduce() -> None:
+        finalize_model_grads([model], keep.sum().round().int() if per_token else None)
+        for parameter in model.parameters():
+            parameter.grad = parameter.main_grad
+
+    # rows of the router are experts, and the split of the others is an attribute of theirs
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return AuditSubject(module=model, step=step, reduce=reduce, optimizer=optimizer)
+
+
+healthy = gpt
+healthy_sequence_parallel = partial(gpt, sequence_parallel=True)
+healthy_swiglu_rms = partial(
+    gpt,
+    gated_linear_unit=True,
+    activation_func=F.silu,
+    normalization="RMSNorm",
+    add_bias_linear=False,
+    sequence_parallel=True,
+)
+healthy_per_token = partial(gpt, unequal=True, per_token=True)
+
+label_smoothing = partial(gpt, smoothing=0.2)
+"""#7452, finding 1."""
+gathered_logits = partial(gpt, gathered=True)
+"""#7452, finding 2."""
+mtp_per_token = partial(gpt, mtp=True, unequal=True, per_token=True)
+"""#7452, finding 3."""
+moe = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "add_bias_linear": False,
+}
+healthy_moe = partial(gpt, **moe)
+z_loss_per_token = partial(gpt, **moe, moe_z_loss_coeff=0.1, per_token=True)
+"""Pull request 5047: the z-loss's gradient is divided by tp, not scaled back with per-token losses."""
+mean_of_local_means = partial(gpt, unequal=True)
+"""Not of #7452: unequal counts without calculate_per_token_loss, the older semantics of its trainer."""

@@ -1,0 +1,114 @@
+"""The evidence for `mlm audit`: healthy layouts and planted bugs of code that is not ours, audited.
+
+    python scripts/audit/table.py scripts/results/audit.json
+
+A healthy case holds if the audit finds nothing, a bug if it is found and its cause is one of those that name
+it. Exit code 1 if a case does not hold.
+"""
+
+import json
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from mlm.util.errors import UserError
+from mlm.verify.audit.api import audit
+
+HERE = Path(__file__).parent
+PARALLEL = ({"tp": 2}, {"dp": 2}, {"tp": 2, "dp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
+HEALTHY = (
+    *(("plain_trainer", "build", layout) for layout in PARALLEL),
+    ("plain_trainer", "healthy_sequence_parallel", {"tp": 4, "dp": 2}),
+    ("healthy", "torch_ddp", {"dp": 2}),
+    ("healthy", "torch_fsdp2", {"dp": 2}),
+    ("healthy", "torch_tp", {"tp": 2}),
+    ("healthy", "torch_tp_sequence", {"tp": 2}),
+    ("healthy", "torch_fsdp2_tp", {"tp": 2, "dp": 2}),
+    ("healthy", "mlm_gpt2", {"tp": 2, "dp": 2}),
+    ("healthy", "mlm_gpt2", {"cp": 2}),
+    ("plans", "llama", {"tp": 2}),
+    ("plans", "qwen3", {"tp": 2}),
+    ("plans", "mistral", {"tp": 2}),
+    ("core", "healthy", {"tp": 2, "dp": 2}),
+    ("core", "healthy_sequence_parallel", {"tp": 2}),
+    ("core", "healthy_swiglu_rms", {"tp": 2}),
+    ("core", "healthy_per_token", {"dp": 2}),
+    ("core", "healthy_moe", {"tp": 2}),
+)
+TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}
+PLANTED = (
+    ("mlp_output_not_reduced", TP, "missing all-reduce"),
+    ("attention_output_reduced_twice", TP, "doubled all-reduce"),
+    ("attention_output_averaged", TP, "averaged instead of summed"),
+    ("input_gradient_not_reduced", TP, "missing all-reduce of a gradient"),
+    ("reduce_again_in_backward", TP, "doubled all-reduce of a gradient"),
+    ("bias_on_every_rank", TP, "bias added on every rank"),
+    ("qkv_order", TP, "shards permuted"),
+    ("local_rms", TP, "local statistics"),
+    ("local_softmax", TP, "local statistics"),
+    ("sequence_gather_order", TP, "shards permuted"),
+    ("norm_gradients_not_reduced", TP, "gradients not summed"),
+    ("sum_over_replicas", DP, "unscaled mean"),
+    ("mean_of_local_means", DP, "wrong divisor"),
+    ("replicas_not_reduced", DP, "gradients not reduced"),
+    ("tied_not_summed", PP, "tied weights not summed"),
+    ("norm_misses_shards", TP, "norm misses parameters"),
+    ("norm_repeats_copies", TP, "norm repeats parameters"),
+    ("weights_by_rank", TP, "weights depend on the rank"),
+    ("equal_shards", TP, "shards begin equal"),
+    ("dropout_equal", TP, "dropout streams"),
+    ("dropout_apart", TP, "dropout streams"),
+    ("rate_by_rank", DP, "replicas drift"),
+    ("position_offset", TP, "depends on the rank"),
+)
+CORE: tuple[tuple[str, dict[str, int], str | None], ...] = (
+    ("label_smoothing", TP, "local statistics"),
+    ("gathered_logits", TP, "gathered logits in a split loss"),
+    ("mtp_per_token", DP, None),
+    ("z_loss_per_token", TP, None),
+)
+"""None: the audit must find it, whatever it names."""
+BUGS = (*(("plain_trainer", *case) for case in PLANTED), *(("core", *case) for case in CORE))
+
+
+def judge(file: str, function: str, layout: dict[str, int], cause: str | None, *, is_healthy: bool) -> dict:
+    begin = time.monotonic()
+    try:
+        report = audit(f"{HERE / file}.py:{function}", **layout)
+    except UserError as error:
+        found, sentence = "not judged", str(error)
+    else:
+        finding = report.smallest.finding
+        found = "" if finding is None else finding.cause
+        sentence = report.sentence
+    holds = (
+        found == "" if is_healthy else found not in ("", "not judged", "failed") and cause in (None, found)
+    )
+    row = {"subject": f"{file}.py:{function}", "layout": " ".join(f"{a}={n}" for a, n in layout.items())}
+    row |= {
+        "holds": holds,
+        "cause": found,
+        "sentence": sentence,
+        "seconds": round(time.monotonic() - begin, 1),
+    }
+    print("holds" if holds else "DOES NOT HOLD", row["subject"], row["layout"], sentence, flush=True)
+    return row
+
+
+def main(out: str, *files: str) -> int:
+    healthy = [judge(*case, None, is_healthy=True) for case in HEALTHY if not files or case[0] in files]
+    planted = [judge(*case, is_healthy=False) for case in BUGS if not files or case[0] in files]
+    counts = {
+        name: f"{sum(r['holds'] for r in rows)} of {len(rows)}"
+        for name, rows in (("healthy", healthy), ("bugs", planted))
+    }
+    versions = {name: version(name) for name in ("mlm", "torch", "transformers", "megatron-core")}
+    result = {"task": "audit", "hold": counts, "healthy": healthy, "bugs": planted, "versions": versions}
+    Path(out).write_text(json.dumps(result, indent=1) + "\n")
+    print(counts)
+    return int(not all(row["holds"] for row in (*healthy, *planted)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

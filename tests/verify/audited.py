@@ -1,0 +1,131 @@
+"""Subjects of tests of the audit: linear layers, healthy and with a mistake of each type."""
+
+import os
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mlm.verify.audit.subject import AuditSubject, Split
+
+HIDDEN = 8
+
+
+class Reduce(torch.autograd.Function):
+    """Sums in forward, or in backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group, forward: bool) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.group, ctx.is_forward = group, forward
+        x = x.clone()
+        if forward:
+            dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        grad = grad.clone()
+        if not ctx.is_forward:
+            dist.all_reduce(grad, group=ctx.group)
+        return grad, None, None
+
+
+class Layer(nn.Module):
+    """norm, column-parallel, row-parallel."""
+
+    def __init__(self, group, mistake: str) -> None:  # type: ignore[no-untyped-def]
+        super().__init__()
+        self.group, self.mistake = group, mistake
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, 2 * HIDDEN // group.size(), bias=False)
+        self.down = nn.Linear(2 * HIDDEN // group.size(), HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        if self.mistake != "backward":
+            y = Reduce.apply(y, self.group, False)
+        y = self.down(self.up(y).tanh())
+        return x + (y if self.mistake == "forward" else Reduce.apply(y, self.group, True))
+
+
+def build(mesh, mistake: str = "") -> AuditSubject:  # type: ignore[no-untyped-def]
+    tp, dp = mesh["tp"].get_group(), mesh["dp"].get_group()
+    model = nn.Sequential(*(Layer(tp, mistake) for _ in range(2)))
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if "norm" not in name:
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(10 * number + tp.rank()))
+    x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(9)).chunk(dp.size())[dp.rank()]
+
+    def reduce() -> None:
+        for parameter in model.parameters():
+            if mistake != "replicas" and parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=dp)
+                parameter.grad /= dp.size()
+
+    def clip() -> Tensor:
+        square = torch.zeros(())
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            copies = tp.size() if parameter.ndim == 1 else 1
+            square += parameter.grad.square().sum() / copies
+        if mistake != "norm":
+            dist.all_reduce(square, group=tp)
+        return square.sqrt()
+
+    return AuditSubject(
+        module=model,
+        batch=x,
+        loss=lambda y: y.square().mean(),
+        reduce=reduce,
+        clip=clip,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        placements={"*.up.weight": Split(0), "*.down.weight": Split(1)},
+    )
+
+
+forward, backward, replicas, norm = (
+    partial(build, mistake=m) for m in ("forward", "backward", "replicas", "norm")
+)
+
+
+def needs_cuda(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    return AuditSubject(module=nn.Linear(2, 2, device="cuda"))
+
+
+def random(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    generator = torch.Generator().manual_seed(time.time_ns() % 2**40)
+    x = torch.randn(4, HIDDEN, generator=generator)
+    return AuditSubject(module=nn.Linear(HIDDEN, HIDDEN), batch=x, loss=lambda y: y.square().mean())
+
+
+class InPlace(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2.0))
+
+
+def changes_batch(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    return AuditSubject(
+        module=InPlace(HIDDEN, HIDDEN), batch=torch.ones(4, HIDDEN), loss=lambda y: y.square().mean()
+    )
+
+
+def crashes(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    subject = build(mesh)
+    if mesh["tp"].get_local_rank() == 1:
+        subject.loss = lambda y: y[:, HIDDEN + 1].sum()
+    return subject
+
+
+def deadlocks(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    subject = build(mesh)
+    if mesh["tp"].get_local_rank() == 1:
+        subject.loss = lambda y: time.sleep(600) or y.sum()  # type: ignore[func-returns-value]
+    return subject
+
+
+def dies(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    if mesh["tp"].get_local_rank() == 1:
+        os._exit(7)
+    return build(mesh)

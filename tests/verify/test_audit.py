@@ -1,0 +1,134 @@
+"""`mlm audit`: what it finds in small subjects and in code that is not ours, and what it cannot judge."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from audit import table
+
+from mlm.config.cli.entry import main
+from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
+from mlm.verify.audit.host import Outcome, audit_layouts, load_build
+from mlm.verify.audit.subject import AXES
+from tests.ranks import run_on_ranks
+
+SUBJECTS = Path(__file__).parent / "audited.py"
+
+
+def outcomes(
+    folder: Path, subject: str, *, steps: int = 1, timeout_s: float = 30.0, **layout: int
+) -> list[Outcome] | UserError:
+    """The audit of a subject, by a borrowed process that has imported torch."""
+    job = {**dict.fromkeys(AXES, 1), **layout, "steps": steps, "seed": 0, "timeout_s": timeout_s}
+    (found,) = run_on_ranks(audited, f"{SUBJECTS}:{subject}", job, folder)
+    return found
+
+
+def audited(_: ParallelContext, name: str, job: dict[str, Any], folder: Path) -> list[Outcome] | UserError:
+    dist.destroy_process_group()  # ranks that are forked make their own
+    try:
+        return audit_layouts(load_build(name), job, folder)
+    except UserError as error:
+        return error
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_audit_of_a_healthy_layout_finds_nothing(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "build", steps=2, tp=2, dp=2)
+    assert isinstance(found, list)
+    (outcome,) = found
+    assert outcome.finding is None
+    assert outcome.compared > 60
+    assert outcome.precision == "fp64"
+    assert not outcome.skipped
+
+
+@pytest.mark.parametrize(
+    ("mistake", "layout", "place", "cause"),
+    [
+        ("forward", {"tp": 2}, "0.down", "missing all-reduce"),
+        ("backward", {"tp": 2}, "1.norm", "missing all-reduce of a gradient"),
+        ("replicas", {"dp": 2}, "all parameters", "gradients not reduced"),
+        ("norm", {"tp": 2}, "norm", "norm misses parameters"),
+    ],
+)
+def test_audit_names_the_place_and_the_cause(
+    mistake: str, layout: dict[str, int], place: str, cause: str, tmp_path: Path
+) -> None:
+    found = outcomes(tmp_path, mistake, **layout)
+    assert isinstance(found, list)
+    finding = found[0].finding
+    assert finding is not None
+    assert (finding.place, finding.cause) == (place, cause)
+
+
+@pytest.mark.slow
+def test_axes_are_audited_alone_where_the_layout_parts(tmp_path: Path) -> None:
+    found = outcomes(tmp_path, "replicas", tp=2, dp=2)
+    assert isinstance(found, list)
+    parts = {(o.layout["dp"], o.layout["tp"]): o.finding is not None for o in found}
+    assert parts == {(2, 2): True, (2, 1): True, (1, 2): False}
+
+
+@pytest.mark.parametrize(
+    ("subject", "words"),
+    [
+        ("needs_cuda", "the subject needs CUDA"),
+        ("random", "the subject is not deterministic: output of the module"),
+        ("changes_batch", "the subject changes its batch in place"),
+        ("absent", "name FILE.py:FUNCTION"),
+    ],
+)
+def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str, tmp_path: Path) -> None:
+    error = outcomes(tmp_path, subject, tp=2)
+    assert isinstance(error, UserError)
+    assert words in str(error)
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("subject", "words"),
+    [
+        ("crashes", ("rank 1 of 2 fails in loss", "IndexError", "other ranks do not")),
+        pytest.param("dies", ("rank 1 of 2 died in build",), marks=pytest.mark.slow),
+        pytest.param("deadlocks", ("deadlock", "rank 0: allreduce", "rank 1: loss"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_fails_is_named(subject: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    found = outcomes(tmp_path, subject, tp=2, timeout_s=3.0)
+    assert isinstance(found, list)
+    finding = found[0].finding
+    assert finding is not None
+    assert all(each in finding.sentence for each in words), finding.sentence
+
+
+def test_command_prints_a_table_writes_a_page_and_ends_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "audit.html"
+    assert main(["audit", f"{SUBJECTS}:forward", "--tp", "2", f"out={page}"]) == 1
+    shown = capsys.readouterr()
+    assert "0.down" in shown.out
+    assert "PARTS at 0.down" in shown.err
+    assert "missing all-reduce" in page.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "function", "layout"), table.HEALTHY)
+def test_healthy_layouts_of_other_code_have_no_finding(
+    file: str, function: str, layout: dict[str, int]
+) -> None:
+    row = table.judge(file, function, layout, None, is_healthy=True)
+    assert row["holds"], row["sentence"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "function", "layout", "cause"), table.BUGS)
+def test_planted_bugs_are_found_and_named(
+    file: str, function: str, layout: dict[str, int], cause: str | None
+) -> None:
+    row = table.judge(file, function, layout, cause, is_healthy=False)
+    assert row["holds"], row["sentence"]
