@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mlm.data.chat_builtin import BUILT_IN
 from mlm.data.config import DataConfig
-from mlm.data.stored_corpus import mirror
+from mlm.data.mirror import mirror
 from mlm.util.errors import Absent, Problem
 from mlm.util.object_store import is_stored
 

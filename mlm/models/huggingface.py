@@ -99,6 +99,7 @@ class Location:
             parts = [values[first : first + each] for first in range(0, len(values), each)]
             return torch.stack([self.of_expert(n).to_ours(part) for n, part in enumerate(parts)])
         value = values[0] if len(values) == 1 else torch.cat(list(values))
+        del values  # the caller may hold none: a large tensor is then in memory twice at most
         value = value.t() if self.transposed else value
         if self.rows:
             value = value.unflatten(0, (-1, len(self.rows)))[:, list(self.rows)].flatten(0, 1)

@@ -12,8 +12,8 @@ from mlm.data.config import DataConfig
 from mlm.data.files_present import corpus, training_prefix
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset
+from mlm.data.mirror import mirror
 from mlm.data.sampler import Loader
-from mlm.data.stored_corpus import mirror
 from mlm.util import files
 from mlm.util.errors import UserError
 from mlm.util.files import sampled_digest

@@ -124,6 +124,20 @@ def test_the_guides_observer_shows_one_norm_at_every_layout(layout: dict[str, in
     assert run_on_ranks(notes_of_the_guide, ParallelConfig(**layout), **sizes) == [[note]] * 2  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
+def test_the_notebook_leads_from_a_base_to_merged_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cells in order, with two steps of pretraining."""
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "laptop_chat.ipynb").read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert "STEPS = 300" in source
+    exec(source.replace("STEPS = 300", "STEPS = 2"), {})
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+
+
 def test_load_and_score_prints_texts_and_scores(run: Path) -> None:
     printed = run_example("load_and_score.py", run)
     assert printed.startswith(f"Model({run}/checkpoints/step-00000000, gpt2, ")

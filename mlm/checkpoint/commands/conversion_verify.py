@@ -70,13 +70,20 @@ def _blocks(name: str, shape: tuple[int, ...]) -> list[Region]:
 def outputs(model: ModelConfig, read: Read) -> Tensor:
     """Return the logits [tokens, V] of random tokens; of a model that reads both ways, the hidden states.
 
-    One part of the model is in memory at a time: the embeddings, a layer, a block of the output layer.
+    One part of the model is in memory at a time: rows of embeddings, a layer, a block of the output layer.
     """
     model = replace(model, vocab_multiple=1, hidden_dropout=0.0, attention_dropout=0.0)
     count = min(TOKENS, model.max_positions)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, model.vocab_size, (1, count), generator=generator)
-    x = _stage(model, PipelineStage(range(0), True, False), read).embed(tokens, None)  # [S, 1, H]
+    tokens = torch.randint(0, model.vocab_size, (count,), generator=generator)
+
+    def read_rows(name: str, region: Region) -> Tensor:
+        if name != "token.weight":
+            return read(name, region)
+        return torch.cat([read(name, Region((row, 0), (1, model.hidden_size))) for row in tokens.tolist()])
+
+    few = replace(model, vocab_size=count)  # a table of these tokens alone
+    x = _stage(few, PipelineStage(range(0), True, False), read_rows).embed(torch.arange(count)[None], None)
     for layer in range(model.num_layers):
         stage = _stage(model, PipelineStage(range(layer, layer + 1), False, False), read)
         x = stage.run_layers(x, None, None)

@@ -7,7 +7,7 @@ import pytest
 
 from mlm.config.cli import main
 from mlm.data import receipt, stored_corpus
-from mlm.data.stored_corpus import mirror
+from mlm.data.mirror import mirror
 from mlm.util import files
 from tests.stores import BUCKET, KEY, SECRET, Store, serve
 from tests.training.blended import segments, write_corpora

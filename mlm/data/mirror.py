@@ -1,0 +1,61 @@
+"""Mirrors: what is on this machine of corpora in an object store.
+
+A mirror is a folder of `data.cache` for one state of a corpus: its index, receipt and tokenizer whole, and in
+place of PREFIX.bin a PREFIX.bin.json that points to the object. Its tokens are read by stored_corpus.py.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache, partial
+from pathlib import Path
+
+from mlm.data.config import SPLITS
+from mlm.util.errors import UserError
+from mlm.util.files import digest_bytes, dump_json, write_atomic
+from mlm.util.object_store import StoredObject, explain_store_errors, list_objects, open_object
+
+BESIDE = ("corpus.json", "tokenizer.json")
+REMAKE = "delete its folder, which is made again"
+
+
+@lru_cache(maxsize=64)
+def mirror(url: str, cache: str, limit: int) -> Path:
+    """Make the mirror of a corpus; return the prefix of its training part. `limit` is in bytes.
+
+    `url` is a folder with train.bin and .idx, or the prefix of a pair. Raises UserError, OSError.
+    """
+    folder = url.rstrip("/")
+    found, part = _corpus_files(folder, SPLITS), SPLITS[0]
+    if not found:
+        folder, _, part = folder.rpartition("/")
+        found = _corpus_files(folder, (part,))
+    if not found:
+        raise UserError(
+            f"data.path={url}: neither train.bin and train.idx in it, nor {part}.bin and {part}.idx"
+        )
+    identity = digest_bytes(dump_json({name: asdict(each) for name, each in found.items()}))
+    place = Path(cache, identity.removeprefix("xxh3:")[:16], folder.rpartition("/")[2])
+    place.mkdir(parents=True, exist_ok=True)
+    for name, each in found.items():
+        path = place / name
+        if name.endswith(".bin"):
+            write_atomic(stored_pointer(path), dump_json(asdict(each) | {"limit": limit}))
+        elif not path.is_file():
+            with explain_store_errors(each.url), open_object(each.url, each.etag) as content:
+                write_atomic(path, partial(shutil.copyfileobj, content))
+    return place / part
+
+
+def _corpus_files(folder: str, parts: Sequence[str]) -> dict[str, StoredObject]:
+    """Return the files of these parts in a folder, and what lies beside them; none without the first part."""
+    listed = {each.url.rpartition("/")[2]: each for each in list_objects(folder, depth=1)}
+    if not {f"{parts[0]}.bin", f"{parts[0]}.idx"} <= listed.keys():
+        return {}
+    names = {*BESIDE, *(f"{part}{end}" for part in parts for end in (".bin", ".idx"))}
+    return {name: listed[name] for name in sorted(names & listed.keys())}
+
+
+def stored_pointer(bin_path: Path) -> Path:
+    """Return the path of the file that a mirror has in place of a .bin."""
+    return bin_path.with_name(f"{bin_path.name}.json")
