@@ -31,9 +31,9 @@ HEALTHY = (
     ("plans", "qwen3", {"tp": 2}),
     ("plans", "mistral", {"tp": 2}),
     ("core", "healthy", {"tp": 2, "dp": 2}),
-    ("core", "healthy_sequence_parallel", {"tp": 2}),
     ("core", "healthy_swiglu_rms", {"tp": 2}),
     ("core", "healthy_per_token", {"dp": 2}),
+    ("core", "healthy_mtp_per_token", {"dp": 2}),
     ("core", "healthy_moe", {"tp": 2}),
 )
 TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}
@@ -65,7 +65,7 @@ PLANTED = (
 CORE: tuple[tuple[str, dict[str, int], str | None], ...] = (
     ("label_smoothing", TP, "local statistics"),
     ("gathered_logits", TP, "gathered logits in a split loss"),
-    ("mtp_per_token", DP, None),
+    ("mean_of_local_means", DP, "wrong divisor"),
     ("z_loss_per_token", TP, None),
 )
 """None: the audit must find it, whatever it names."""

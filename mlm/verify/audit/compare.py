@@ -138,6 +138,8 @@ class Comparison:
         for record in self.ranks.values():
             blocks |= {split.blocks for split in record.splits.get(f"{key.name}.weight") or ()}
         sums = ("cp", "tp") if key.name else ()
+        if key.kind == "backward":  # of an output that is the same for all samples, such as positions
+            sums = ("dp", *sums)
         return list(placements(parts, whole, self.layout, blocks=sorted(blocks), sums=sums))
 
     def _loss(self, parts: Parts, whole: Tensor, bound: float) -> Match | None:

@@ -37,8 +37,8 @@ class Match:
 
     @property
     def sums(self) -> list[str]:
-        """Axes over which ranks hold addends."""
-        return [axis for axis, how in self.placement.items() if how == "sum"]
+        """Axes of a split model over which ranks hold addends."""
+        return [axis for axis, how in self.placement.items() if how == "sum" and axis != "dp"]
 
 
 def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -> Tensor:
