@@ -147,5 +147,3 @@ moe = {
     "add_bias_linear": False,
 }
 healthy_moe = partial(gpt, **moe)
-z_loss_per_token = partial(gpt, **moe, moe_z_loss_coeff=0.1, per_token=True)
-"""Pull request 5047: the z-loss's gradient is divided by tp, not scaled back with per-token losses."""

@@ -61,7 +61,10 @@ def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -
             raise RuntimeError("the sizes do not fit")
         start, length = sum(sizes[:index]) // split.blocks, sizes[index] // split.blocks
         view = view.narrow(dim, start * times, length * times)
-    if view.numel() != parts[at].numel() or view.shape[-1:] != parts[at].shape[-1:]:
+    shape = tuple(view.shape)
+    for dim in sorted(split.dim % whole.ndim for split in splits if split.blocks > 1):
+        shape = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+    if shape != tuple(parts[at].shape):
         raise RuntimeError("the shapes do not fit")
     return view
 
