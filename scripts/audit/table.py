@@ -1,9 +1,9 @@
 """The evidence for `mlm audit`: healthy layouts and planted bugs of code that is not ours, audited.
 
     python scripts/audit/table.py scripts/results/audit.json
-    python scripts/audit/table.py scripts/results/audit.json core    # the cases of core.py again
+    python scripts/audit/table.py scripts/results/audit.json core  # those of core.py again
 
-A healthy case holds if the audit finds nothing, a bug if its cause is named. Exit code 1 if a case does not hold.
+A healthy case holds if the audit finds nothing, a bug if its cause is named. Exit code 1 if one does not.
 """
 
 import json
