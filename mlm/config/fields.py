@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 from mlm.util.errors import Problem, show
+from mlm.util.object_store import is_stored, url_problem
 from mlm.util.ownership import read_obstacle
 
 M = TypeVar("M")
@@ -89,6 +90,8 @@ class Role(Enum):
 
     INPUT = "read"
     """A file, folder, glob or prefix to read; or the id of a model or dataset on the Hub."""
+    STORED = "read, from an object store too"
+    """As INPUT, or s3://BUCKET/NAME."""
     BLEND = "read, after a weight"
     """`0.3 corpora/wiki`, or the path alone."""
     RESULT = "a file to write"
@@ -98,7 +101,7 @@ class Role(Enum):
     CACHE = "a folder to keep files in that can be made again"
 
 
-READ = (Role.INPUT, Role.BLEND)
+READ = (Role.INPUT, Role.STORED, Role.BLEND)
 
 
 OUT_NAMES = Also("out_dir", "output_dir", "save", "save_dir")
@@ -158,9 +161,11 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
         return Problem.at(
             key, value, f"{user} is no user's home folder", f"write the path in full, or ./{path}"
         )
+    if role is Role.STORED and is_stored(path):
+        return url_problem(key, path)
     if REMOTE.match(path):
         fix = "copy it to this machine, or mount it, and name that path"
-        return Problem.at(key, value, "remote stores are neither read nor written", fix)
+        return Problem.at(key, value, "not read from or written to a remote store", fix)
     if "\0" in path:
         return Problem((key,), f"{key}={value!r}: holds a null byte", "correct the path")
     return length_problem(key, path) or (permission_problem(key, path) if role in READ else None)

@@ -17,7 +17,7 @@ from mlm.config.fields import (
     OutPlace,
     ResultFile,
 )
-from mlm.data.config import SPLITS, DataPath
+from mlm.data.config import SPLITS, DataPath, StoredPath
 from mlm.util.errors import Problem
 
 
@@ -27,7 +27,7 @@ class DataTokenizerConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    input: DataPath
+    input: StoredPath
     """Text as `mlm data build` takes it (held-out parts of a folder are not read), or a tokenizer to take
     over: a folder with vocab.json and merges.txt, a vocab.txt, or a tokenizer.json."""
     out: OutPlace
@@ -170,9 +170,9 @@ class DataBuildConfig:
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
-    input: DataPath
+    input: StoredPath
     """File, folder or glob of .jsonl, .ndjson, .txt (also .gz, .zst, .bz2, .xz), .json.gz or .parquet; or
-    hub:OWNER/NAME, a Hub dataset.
+    hub:OWNER/NAME, a Hub dataset. s3://BUCKET/NAME is a file or folder in an S3-compatible store.
 
     A folder with train.* may hold validation.* and test.*: each becomes that part."""
     tokenizer: InputPath

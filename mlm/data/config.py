@@ -14,6 +14,7 @@ from mlm.config.fields import (
     Forbid,
     ImportPath,
     InputPath,
+    Role,
 )
 
 SOURCES = ImportPath("indexed", "synthetic")
@@ -22,7 +23,9 @@ SPLITS = ("train", "validation", "test")
 MASKED = 0.15
 """Share of the tokens that a BERT predicts (arXiv:1810.04805, section 3.1)."""
 
-DataPath = Annotated[InputPath, Also("dataset", "data_dir", "data_path", "train_file")]
+DATA_NAMES = Also("dataset", "data_dir", "data_path", "train_file")
+DataPath = Annotated[InputPath, DATA_NAMES]
+StoredPath = Annotated[str, Role.STORED, DATA_NAMES]
 SeqLength = Annotated[
     int,
     POSITIVE,
@@ -46,9 +49,10 @@ class DataConfig:
     of your own by its import path, my_package.my_module:dataset, which is called as dataset(data,
     vocab_size=…, num_samples=…, seed=…, validation=…) and returns a Dataset (mlm/data/sampler.py): ids
     from 0 to vocab_size - 1, or -100 where there is no token."""
-    path: DataPath | None = None
+    path: StoredPath | None = None
     """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json; or the
-    prefix of another .bin/.idx pair, which is then the training part."""
+    prefix of another .bin/.idx pair, which is then the training part. s3://BUCKET/NAME is one in an
+    S3-compatible store, whose tokens are read as they are needed."""
     train: InputPath | None = None
     """Prefix of the training .bin/.idx; null means {path}/train."""
     validation: InputPath | None = None
@@ -56,7 +60,10 @@ class DataConfig:
     tokenizer: InputPath | None = None
     """tokenizer.json the corpus was written with; null means {path}/tokenizer.json, if it exists."""
     cache: CacheFolder | None = None
-    """Folder of cached sample indices; null means a folder beside the corpus."""
+    """Folder of cached sample indices, and of what is kept of a corpus in a store; null means a folder beside
+    the corpus."""
+    cache_gb: Annotated[float, POSITIVE] = 32.0
+    """Most that is kept of each .bin in a store, in GB of 10^9 bytes; the oldest is deleted first."""
     seq_length: SeqLength = 1024
     """Tokens per sample, S. At most model.max_positions."""
     blend: tuple[BlendEntry, ...] = ()

@@ -5,12 +5,16 @@ from pathlib import Path
 
 from mlm.data.chat_builtin import BUILT_IN
 from mlm.data.config import DataConfig
+from mlm.data.stored_corpus import mirror
 from mlm.util.errors import Absent, Problem
+from mlm.util.object_store import is_stored
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MEGATRON_NAMES = ("latest_checkpointed_iteration.txt", "mp_rank_*", "*/mp_rank_*")
 """Files and folders that only Megatron-LM's checkpoint folders hold."""
+NO_CACHE = "data.cache is not set: a corpus in a store is read by way of a local folder"
+A_CACHE = "give one on a local disk: data.cache=FOLDER"
 WRITE_ONE = "write one with `mlm data build` (see mlm data build --help)"
 
 
@@ -25,20 +29,30 @@ def corpus(data: DataConfig) -> Problem | None:
             ("data.path", "data.train", "data.blend"),
             f"data.path is not set: give a corpus folder, {WRITE_ONE}, or take data=synthetic",
         )
+    if is_stored(data.path):
+        return None if data.cache is not None else Problem(("data.cache", "data.path"), NO_CACHE, A_CACHE)
     if not Path(data.path).is_dir():
         missing = indexed("data.path", data.path)
         if missing is None or len(missing_pair(data.path)) == 1 or not missing_pair(_stem(data.path)):
             return missing
         return Absent.at("data.path", data.path, "no such folder", WRITE_ONE)
-    missing_files = " and ".join(missing_pair(str(training_prefix(data.path))))
+    missing_files = " and ".join(missing_pair(str(training_prefix(data))))
     if missing_files:
         return Absent.at("data.path", data.path, f"{missing_files} is not there", WRITE_ONE)
     return None
 
 
-def training_prefix(path: str) -> Path:
-    """Prefix of the training .bin/.idx that data.path names: `train` in a folder, or the path itself."""
-    return Path(path, "train") if Path(path).is_dir() or missing_pair(path) else Path(path)
+def training_prefix(data: DataConfig) -> Path:
+    """Prefix of the training .bin/.idx that data.path names: `train` in a folder, or the path itself.
+
+    Of a corpus in a store it is that of its mirror, which is made. Raises UserError, OSError.
+    """
+    assert data.path is not None
+    path = Path(data.path)
+    if is_stored(data.path):
+        assert data.cache is not None, "checked with the configuration"
+        return mirror(data.path, data.cache, int(data.cache_gb * 1e9))
+    return Path(path, "train") if path.is_dir() or missing_pair(data.path) else path
 
 
 def corpus_extras(data: DataConfig) -> Problem | None:

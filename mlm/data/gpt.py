@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mlm.data.epochs import CACHE_FROM, EpochCache, Ids, permutation
 from mlm.data.indexed import IndexedDataset
+from mlm.data.stored_corpus import StoredTokens
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 
@@ -230,12 +231,13 @@ def first_above(rising: Ids, coarse_copy: Ids, values: Ids) -> Ids:
     return found
 
 
-def copy_runs(tokens: NDArray[Any], begin: Ids, length: Ids, out: Ids) -> None:
+def copy_runs(tokens: NDArray[Any] | StoredTokens, begin: Ids, length: Ids, out: Ids) -> None:
     """Fill `out` with tokens[b : b + n] of every run, one after another. begin, length: [runs]."""
     ends = begin + length
-    if len(out) < SHORT_RUN * len(begin):
-        # Both ends of all runs are fetched first, many at a time: one by one each would wait for memory.
-        _ = tokens[begin[length > 0]], tokens[ends[length > 0] - 1]
+    if isinstance(tokens, StoredTokens) or len(out) < SHORT_RUN * len(begin):
+        if not isinstance(tokens, StoredTokens):
+            # Both ends of all runs are fetched first, many at a time: one by one each would wait for memory.
+            _ = tokens[begin[length > 0]], tokens[ends[length > 0] - 1]
         index = np.arange(len(out))
         index += np.repeat(ends - np.cumsum(length), length)
         out[:] = tokens[index]

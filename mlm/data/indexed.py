@@ -23,8 +23,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from mlm.data.stored_corpus import StoredTokens, stored_pointer, stored_tokens
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import copy_bytes, digest_file, fsync_directory, sync
+from mlm.util.files import copy_bytes, digest_file, fsync_directory, sampled_digest, sync
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
@@ -85,13 +86,13 @@ BUFFER = 1 << 18  # bytes that a writer buffers: fewer system calls than documen
 
 
 class IndexedDataset:
-    """A memory-mapped corpus. Opening it runs all cheap checks; reading copies nothing.
+    """A memory-mapped corpus, or one in a store. Opening it runs all cheap checks; reading copies nothing.
 
     Attributes:
         lengths           i32 [num_sequences]       tokens per sequence
         pointers          i64 [num_sequences]       byte offset of each sequence in the .bin
         document_indices  i64 [num_documents + 1]   first sequence of each document, then num_sequences
-        tokens            [num_tokens]              the whole .bin
+        tokens            [num_tokens]              the whole .bin, or StoredTokens
 
     An empty corpus is an error unless `allow_empty`: shards of a build may be empty.
 
@@ -102,12 +103,13 @@ class IndexedDataset:
         self.prefix = Path(prefix)
         self.bin_path, self.idx_path = bin_path(self.prefix), idx_path(self.prefix)
         for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
+            if not path.is_file() and not stored_pointer(path).is_file():
                 raise UserError(
                     f"no file {path}: a corpus is a pair .idx and .bin; set data.path to a folder written by "
                     f"`mlm data build`, or data.train to the prefix without .bin"
                 )
         self.dtype, self.num_sequences, boundaries = read_header(self.idx_path)
+        self.stored = stored_tokens(self.bin_path, self.dtype)
         self.num_documents = boundaries - 1
         if self.num_sequences == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no documents: the corpus is empty; {REBUILD}")
@@ -120,11 +122,12 @@ class IndexedDataset:
         if self.num_tokens == 0 and not allow_empty:
             raise UserError(f"{self.idx_path} holds no tokens: the corpus is empty; {REBUILD}")
         self._check_bin()
-        self.tokens: NDArray[Any] = (
-            np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray)
-            if self.num_tokens
-            else np.empty(0, self.dtype)  # an empty file cannot be mapped
-        )
+        self.tokens: NDArray[Any] | StoredTokens = self.stored or self._map_tokens()
+
+    def _map_tokens(self) -> NDArray[Any]:
+        if not self.num_tokens:  # an empty file cannot be mapped
+            return np.empty(0, self.dtype)
+        return np.memmap(self.bin_path, mode="r", dtype=self.dtype).view(np.ndarray)
 
     def __len__(self) -> int:
         return self.num_sequences
@@ -144,6 +147,15 @@ class IndexedDataset:
     def digest(self) -> str:
         """Digest of the index: the sample order is a function of the lengths it holds."""
         return digest_file(self.idx_path)
+
+    @cached_property
+    def bin_bytes(self) -> int:
+        """Size of the .bin."""
+        return self.bin_path.stat().st_size if self.stored is None else self.stored.source.bytes
+
+    def sampled_digest(self) -> str:
+        """Digest of the tokens in bounded time (`files.sampled_digest`). Raises OSError, UserError."""
+        return sampled_digest(self.bin_path) if self.stored is None else self.stored.sampled_digest()
 
     @cached_property
     def document_starts(self) -> NDArray[np.int64]:
@@ -201,7 +213,7 @@ class IndexedDataset:
         return expected // self.dtype.itemsize
 
     def _check_bin(self) -> None:
-        expected, found = self.num_tokens * self.dtype.itemsize, self.bin_path.stat().st_size
+        expected, found = self.num_tokens * self.dtype.itemsize, self.bin_bytes
         if expected != found:
             state = "truncated" if found < expected else "longer than its index says"
             raise CorruptFileError(

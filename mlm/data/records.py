@@ -4,13 +4,14 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.extras import load_extra
+from mlm.util.object_store import explain_store_errors, is_stored, open_object
 
 Record = dict[str, Any]
 Located = tuple[str, Record]
@@ -34,9 +35,15 @@ def read_records(file: Path) -> Iterator[Located]:
 def readable(file: str | Path) -> Iterator[None]:
     """Name a file that cannot be read. Raises UserError."""
     try:
-        yield
+        with explain_store_errors(str(file)) if is_stored(str(file)) else nullcontext():
+            yield
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}: give a file that can be read") from error
+
+
+def open_binary(path: str) -> Any:
+    """Open a file, or an object of a store, to read within `readable`."""
+    return open_object(path) if is_stored(path) else open(path, "rb", buffering=0)
 
 
 def _jsonl_records(file: Path) -> Iterator[Located]:
@@ -105,10 +112,11 @@ def open_parquet(file: str | Path) -> Any:
     times, and only one copy is made.
     """
     parquet = load_extra("pyarrow.parquet", str(file))
-    metadata = parquet.read_metadata(file)
+    source = open_binary(str(file)) if is_stored(str(file)) else file
+    metadata = parquet.read_metadata(source)
     texts = [metadata.schema.column(i).path for i in range(len(metadata.schema))]
     return parquet.ParquetFile(
-        file, metadata=metadata, pre_buffer=False, buffer_size=BUFFER, read_dictionary=texts
+        source, metadata=metadata, pre_buffer=False, buffer_size=BUFFER, read_dictionary=texts
     )
 
 

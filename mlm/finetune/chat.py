@@ -6,9 +6,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mlm.data.chat_template import ChatError
-from mlm.data.conversation import ASSISTANT, check_messages, encode, messages_in
+from mlm.data.conversation import ASSISTANT, Tokens, check_messages, encode, messages_in
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, Frame, InputText
@@ -58,11 +59,7 @@ class Chat(TaskType):
         answers = sum(message["role"] == ASSISTANT for message in messages)
         if not answers:
             raise RowError(f"'{column}' has no message of the assistant: add the answer, or delete the row")
-        try:
-            text = json.dumps([messages, record.get(TOOLS)], ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RowError(f"'{column}' holds more than JSON values ({error}): fix or delete it") from error
-        return TaskRow(id, (check_text(text, column),), answers)
+        return TaskRow(id, (json_text([messages, record.get(TOOLS)], column),), answers)
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
@@ -75,12 +72,9 @@ class Chat(TaskType):
             if isinstance(tokens, ChatError):
                 raise ExampleError(number, str(tokens)) from tokens
             is_long = len(tokens.ids) > frame.max_length
-            ids = tokens.ids[: frame.max_length].copy()  # a view would keep the rest
-            is_answer = tokens.is_answer[: len(ids)]
-            labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
-            labels[:-1] = np.where(is_answer[1:], ids[1:], IGNORE_INDEX)
+            text, labels = scored_text(tokens, frame.max_length)
             if (labels != IGNORE_INDEX).any():
-                yield [Example(number, (InputText(ids, len(ids)),), labels)], is_long
+                yield [Example(number, (text,), labels)], is_long
             elif is_long:
                 yield [], True
             else:
@@ -96,14 +90,31 @@ class Chat(TaskType):
         return problems
 
     def loss(self, outputs: "Tensor", labels: "Tensor", lengths: "Tensor") -> "Tensor":
-        """Not called: the objective is `AnswerLoss`."""
-        raise AssertionError("conversations are scored by AnswerLoss")
+        """Not called: the objective is that of the batcher."""
+        raise AssertionError("answers are scored token by token")
 
     def predict(
         self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
         """Not called: `mlm generate` answers."""
         raise AssertionError("a conversation has no prediction")
+
+
+def scored_text(tokens: Tokens, max_length: int) -> tuple[InputText, NDArray[np.int64]]:
+    """Return the first tokens of a text, and of each the next one where an answer holds it, else −100."""
+    ids = tokens.ids[:max_length].copy()  # a view would keep the rest
+    labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+    labels[:-1] = np.where(tokens.is_answer[1 : len(ids)], ids[1:], IGNORE_INDEX)
+    return InputText(ids, len(ids)), labels
+
+
+def json_text(value: Any, column: str) -> str:
+    """Return a value of a row as checked JSON. Raises RowError, which names the column."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowError(f"'{column}' holds more than JSON values ({error}): fix or delete it") from error
+    return check_text(text, column)
 
 
 CHAT = Chat()

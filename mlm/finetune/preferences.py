@@ -2,50 +2,39 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mlm.data.chat_template import ChatError
 from mlm.data.conversation import ASSISTANT, Tokens, check_messages, encode
 from mlm.data.tokenizer import Tokenizer
+from mlm.finetune.chat import Chat, json_text, scored_text
 from mlm.finetune.config import TaskConfig
-from mlm.finetune.examples import Example, Frame, InputText
+from mlm.finetune.examples import Example, Frame
 from mlm.finetune.examples import encode as encode_texts
 from mlm.finetune.rows import ExampleError, RowError, TaskRow, check_text, present
-from mlm.finetune.task_type import Output, Prediction, RowExamples, TaskType
+from mlm.finetune.task_type import RowExamples
 from mlm.parallel.labels import IGNORE_INDEX
-from mlm.util.errors import Problem
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 """Columns, as TRL names them."""
 REFERENCE_FREE = ("simpo", "orpo")
 
 
-class Preferences(TaskType):
+class Preferences(Chat):
     """Pairs of answers: texts, or messages of which the last is the assistant's."""
 
-    head = "language_model"
     batcher = "mlm.finetune.pairs:PairPacker"
     loss_unit = "per pair"
-    metrics: Mapping[str, Any] = MappingProxyType({})
     errors = frozenset({"loss"})
     columns = ((3,), "three columns: of prompts, chosen and rejected answers")
-    is_chat = True
     needs_template = False
 
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Names of the metrics."""
         return "loss", "accuracy", "margin"
-
-    def num_labels(self, task: TaskConfig) -> int:
-        """Return 0: the model keeps its output layer."""
-        return 0
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record. Raises RowError.
@@ -68,11 +57,7 @@ class Preferences(TaskType):
             ]
         if found[-1] == found[-2]:
             raise RowError(f"'{names[0]}' and '{names[1]}' are equal: fix or delete the row")
-        try:
-            text = json.dumps(found, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RowError(f"'{names[0]}' holds more than JSON values ({error}): fix or delete it") from error
-        return TaskRow(id, (check_text(text, names[0]),), 1)
+        return TaskRow(id, (json_text(found, names[0]),), 1)
 
     def make_examples(
         self, task: TaskConfig, rows: Sequence[TaskRow], tokenizer: Tokenizer, frame: Frame
@@ -80,40 +65,16 @@ class Preferences(TaskType):
         """Yield one example per pair, none for one whose answers begin after max_length tokens."""
         pairs = [json.loads(row.texts[0]) for row in rows]
         for number, tokens in enumerate(_tokens_of_pairs(pairs, tokenizer, frame)):
-            texts, labels = [], []
-            for each in tokens:
-                ids, is_answer = each.ids[: frame.max_length].copy(), each.is_answer[: frame.max_length]
-                label = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
-                label[:-1] = np.where(is_answer[1:], ids[1:], IGNORE_INDEX)
-                texts.append(InputText(ids, len(ids)))
-                labels.append(label)
+            texts, labels = zip(*(scored_text(each, frame.max_length) for each in tokens), strict=True)
             is_long = any(len(each.ids) > frame.max_length for each in tokens)
             if all((label != IGNORE_INDEX).any() for label in labels):
                 from mlm.finetune.packing import PairLabel  # imports torch
 
-                yield [Example(number, tuple(texts), PairLabel((labels[0], labels[1])))], is_long
+                yield [Example(number, texts, PairLabel(labels))], is_long
             elif is_long:
                 yield [], True
             else:
                 raise ExampleError(number, "an answer has no token: fill or delete the row")
-
-    def problems(self, task: TaskConfig) -> list[Problem]:
-        """Return the problems of a task's columns, labels and splits."""
-        problems = super().problems(task)
-        if task.tests:
-            problem = f"kind {task.kind} writes no predictions of splits"
-            problems.append(Problem.at("task.tests", list(task.tests), problem, "leave it out"))
-        return problems
-
-    def loss(self, outputs: "Tensor", labels: "Tensor", lengths: "Tensor") -> "Tensor":
-        """Not called: the objective is `PairLoss`."""
-        raise AssertionError("pairs are scored by PairLoss")
-
-    def predict(
-        self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
-    ) -> Prediction:
-        """Not called: a pair has no prediction."""
-        raise AssertionError("a pair has no prediction")
 
 
 def _conversation(before: Any, answer: Any, prompt: str, name: str) -> list[Any]:

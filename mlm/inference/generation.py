@@ -1,8 +1,8 @@
 """Batched incremental generation with a trained model: every token is read once.
 
-The last stage chooses each step's tokens, and all ranks learn them. When a text has filled the model's
-max_positions, the newest half is read again from position 0 and generation continues from there: one pass
-for every max_positions / 2 tokens, in place of one for every token.
+The last stage of the first replica chooses each step's tokens, and all ranks learn them. When a text has
+filled the model's max_positions, the newest half is read again from position 0 and generation continues from
+there: one pass for every max_positions / 2 tokens, in place of one for every token.
 """
 
 from collections import deque
@@ -232,7 +232,11 @@ class _Reader:
         return bool(broadcast(told, self.ctx.pp, 0).item())
 
     def _chosen(self, texts: Sequence[_Text], logits: Tensor | None) -> list[int]:
-        """The tokens that the last stage's first rank chooses from logits [B, V], on every rank."""
+        """The tokens that the last stage's first rank chooses from logits [B, V], on every rank.
+
+        Replicas take them, too: at ep > 1 each waits for all, and their rows of an expert may be rounded
+        differently.
+        """
         tokens = torch.empty(len(texts), dtype=torch.int64, device=self.ctx.device)
         is_stopped = self._is_stopped()
         if logits is not None:
@@ -245,4 +249,5 @@ class _Reader:
                     chosen = next_tokens(logits.cpu(), numbers, places, self.options, self.ends, seen)
                     tokens.copy_(torch.tensor(chosen))
             broadcast(tokens, self.ctx.tp, 0)
-        return broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1).tolist()
+        broadcast(tokens, self.ctx.pp, self.ctx.pp.size - 1)
+        return broadcast(tokens, self.ctx.dp, 0).tolist()

@@ -29,9 +29,9 @@ class LoraConfig:
     targets: Annotated[tuple[str, ...], Also("target_modules", "lora_target_modules")] = (ALL_LINEAR,)
     """Layers with adapters, by the ends of their names here (qkv, query, kv, out, up, down) or in
     transformers (q_proj, v_proj, c_attn); all-linear takes every linear layer of the transformer layers, but
-    those of routed experts."""
+    those of routed experts, which `experts` takes."""
     dropout: Annotated[float, FRACTION, Also("lora_dropout")] = 0.0
-    """Dropout on the inputs of adapters."""
+    """Dropout on the inputs of adapters, but those of routed experts."""
     rslora: Annotated[bool, Also("use_rslora")] = False
     """Scale by alpha / sqrt(rank), which keeps large ranks as strong (arXiv:2312.03732)."""
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from mlm.models.backbone import Transformer
 from mlm.models.config import ALL_LINEAR, LoraConfig, ModelConfig
 from mlm.models.huggingface import Location
+from mlm.parallel.expert.experts import Experts
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mlm.parallel.low_rank import AdaptedRows, LowRankAdapter, weight_change
+from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter, weight_change
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.util.errors import ConfigError, Problem, show
@@ -51,9 +52,11 @@ def add_adapters(chunk: Transformer, lora: LoraConfig) -> None:
     for number, layer in chunk.layers.items():
         added: list[LowRankAdapter] = []
         for inner, module in list(layer.named_modules()):
+            name = f"layers.{number}.{inner}"
+            if isinstance(module, Experts) and any(_ends(name, target) for target in lora.targets):
+                module.lora = ExpertAdapter(module, rank=lora.rank, scale=lora.scale)
             if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 continue
-            name = f"layers.{number}.{inner}"
             rows = adapted_rows(name, locations.get(name), lora.targets)
             if rows is not None:
                 module.lora = LowRankAdapter(
@@ -93,10 +96,12 @@ def is_trained(name: str) -> bool:
     return ".lora." in name or name.startswith(HEADS)
 
 
-def adapter_shards(model: ModelConfig, lora: LoraConfig) -> Iterator[tuple[ParameterShard, LowRankAdapter]]:
+def adapter_shards(
+    model: ModelConfig, lora: LoraConfig
+) -> Iterator[tuple[ParameterShard, LowRankAdapter | ExpertAdapter]]:
     """Yield the parameters of a model's adapters, whole and without memory, each with its adapter."""
     for shard in parameter_shards(adapted_on_meta(model, lora), Axis("tp")):
-        if isinstance(shard.module, LowRankAdapter):
+        if isinstance(shard.module, LowRankAdapter | ExpertAdapter):
             yield shard, shard.module
 
 
@@ -118,6 +123,8 @@ def _check_targets(chunk: Transformer, lora: LoraConfig) -> None:
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             stored = locations.get(name)
             names += [name, *(part.removesuffix(".weight") for part in (stored.names if stored else ()))]
+        elif isinstance(module, Experts):
+            names.append(name)
     for target in lora.targets:
         if target != ALL_LINEAR and not any(_ends(name, target) for name in names):
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
@@ -130,7 +137,12 @@ def merged_changes(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name of a weight, what the adapters add to it), whole, from whole float32 adapters by name."""
     for shard, adapter in adapter_shards(model, lora):
-        if shard.name.endswith(".a"):
+        if isinstance(adapter, ExpertAdapter):
+            if shard.name.endswith("_a"):
+                weight = shard.name.removesuffix("_a")
+                change = adapter.scale * (adapters[f"{weight}_b"] @ adapters[shard.name])
+                yield weight.replace(".lora.", "."), change
+        elif shard.name.endswith(".a"):
             layer = shard.name.removesuffix(".lora.a")
             a, b = adapters[shard.name], adapters[f"{layer}.lora.b"]
             yield f"{layer}.weight", weight_change(a, b, adapter.scale, adapter.rows)

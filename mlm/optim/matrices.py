@@ -2,7 +2,8 @@
 
 What needs a whole matrix gathers its parts on an owner and returns each rank its part of the result. Owners
 are chosen so that all tp and dp ranks of a pipeline stage have about as much to do; parts travel over dp to
-the owner's replica (nothing where each replica holds them), then over tp, and results the same way back.
+the owner's replica (nothing where each replica holds them), then over tp, and results the same way back. Of
+experts each ep rank has its own matrices, and exchanges them with those that hold the same experts.
 
 A weight may hold several matrices: a stack of them, and rows `[block][part][width]` of fused ones
 (`fused_rows` of its module), as of queries, keys and values.
@@ -76,7 +77,10 @@ def dp_part(shard: ParameterShard, rank: int, size: int) -> Extent:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in a weight: number `index` of a stack, and of the fused ones in it number `part`."""
+    """A matrix in a weight: number `index` of a stack, and of the fused ones in it number `part`.
+
+    Of a stack that is split over ep, this rank's part is numbered from 0.
+    """
 
     shard: ParameterShard
     rows: FusedRows
@@ -119,7 +123,7 @@ class Matrix:
 
 def matrices_of(shard: ParameterShard, *, per_head: bool) -> list[Matrix]:
     """The matrices in a weight of two or three dimensions; with `per_head` each head's by themselves."""
-    *stack, rows, _ = shard.global_shape
+    (*stack, _, _), rows = shard.part_shape, shard.global_shape[-2]
     rows_of = getattr(shard.module, "fused_rows", None)
     if isinstance(rows_of, Mapping):
         rows_of = rows_of.get(shard.name.rpartition(".")[2])
@@ -323,16 +327,21 @@ def assign(matrices: Sequence[Matrix], dp: int, tp: int) -> list[tuple[int, int]
 
 
 def buckets(
-    shards: Sequence[ParameterShard], dp: Axis, dtype: torch.dtype, *, per_head: bool
+    shards: Sequence[ParameterShard], replicas: Axis, dtype: torch.dtype, *, per_head: bool
 ) -> list[Bucket]:
-    """Weights in buckets of about BUCKET elements of a tp rank's part, the same on all ranks."""
+    """Weights in buckets of about BUCKET elements of a tp rank's part, the same on all ranks.
+
+    Those of a bucket are exchanged between the same ranks: of experts, those of their own axes.
+    """
     groups: list[list[ParameterShard]] = []
+    by_axes = sorted(shards, key=lambda shard: shard.experts is not None)  # experts last, else as they are
     size = BUCKET
-    for shard in shards:
+    for shard in by_axes:
         elements = math.prod(shard.part_shape)
-        if size + elements > BUCKET:
+        if size + elements > BUCKET or groups[-1][-1].experts != shard.experts:
             groups.append([])
             size = 0
         groups[-1].append(shard)
         size += elements
-    return [Bucket(group, dp, dtype, per_head=per_head) for group in groups]
+    axes = [group[0].replica_axis(replicas) for group in groups]
+    return [Bucket(group, dp, dtype, per_head=per_head) for group, dp in zip(groups, axes, strict=True)]

@@ -94,10 +94,6 @@ def layout_problem(optimizer: OptimizerConfig, parallel: ParallelConfig) -> Prob
     parameters where tp and zero split none (False), and one that may read all of them where pp does not
     either (undeclared). Raises OwnCodeError.
     """
-    if optimizer.kind == "muon" and (parallel.ep > 1 or parallel.expert_tp == 1 < parallel.tp):
-        key, typed = ("ep", f"ep={parallel.ep}") if parallel.ep > 1 else ("expert_tp", "expert_tp=1")
-        problem = f"optimizer.kind=muon: {typed} gives ranks experts of their own, which its exchange lacks"
-        return Problem(("optimizer.kind", key), problem, f"use optimizer=adamw, or omit {key}")
     build = own_optimizer(optimizer)
     if build is None:
         return None

@@ -42,48 +42,59 @@ def columns_of(labels: Tensor, table: VocabParallelEmbedding) -> Tensor:
 
 
 def softmax_and_loss(
-    logits: Tensor, labels: Tensor, table: VocabParallelEmbedding
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax over the whole vocabulary of this rank's logits, in place, and each row's loss.
+    logits: Tensor,
+    labels: Tensor,
+    table: VocabParallelEmbedding,
+    *,
+    less_label: bool = False,
+    wide: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """Replace this rank's logits by their softmax over the whole vocabulary; return each row's loss.
 
     Args:
-        logits: [R, V/t] in float32 or float64; overwritten.
+        logits: [R, V/t] in float32 or float64; overwritten. Of half precision with `wide` and `factor`.
         labels: [R] int64 global token ids, or IGNORE_INDEX.
         table: the vocabulary-parallel weight that gave the logits.
+        less_label: True leaves the loss's gradient instead, p - onehot(label).
+        wide: [r, V/t] float32 buffer, through which the logits of half precision go r rows at a time.
+        factor: 0-d, multiplies what leaves that buffer before it is rounded.
 
     Returns:
-        probabilities [R, V/t] (`logits`), losses [R] (0 where ignored), and this shard's column of each
-        label [R], -1 where the label lives elsewhere.
+        losses [R] (0 where ignored) in float32 or float64.
     """
     tp, true = table.tp, table.true_local_rows
+    column = columns_of(labels, table)
+    index = column.clamp(min=0).unsqueeze(1)
+    target = logits.gather(1, index).squeeze(1).to(loss_dtype(logits.dtype)).masked_fill_(column < 0, 0.0)
+    ones = (column >= 0).to(target.dtype).neg_().unsqueeze(1)
+    log_sum, largest = torch.empty_like(target), torch.empty_like(target)
     if true < logits.shape[1]:
         logits[:, true:] = -math.inf  # padding takes no probability, at every tp
-    column = columns_of(labels, table)
-    target = logits.gather(1, column.clamp(min=0).unsqueeze(1)).squeeze(1)
-    if true == 0:  # a shard of nothing but padding
-        log_sum = torch.full_like(target, -math.inf)
-        logits.zero_()
-    else:
-        peak = logits.amax(-1)
-        torch.softmax(logits, -1, out=logits)
-        # log-sum-exp from the largest probability, which is at least 1/V: no pass over the row is repeated
-        log_sum = peak - logits.amax(-1).log()
-    target = target.masked_fill(column < 0, 0.0)
-    if tp.size > 1:
-        parts = all_gather(torch.stack([log_sum, target]), tp)  # [t, 2, R]
-        total = torch.logsumexp(parts[:, 0], 0)
-        logits.mul_((log_sum - total).exp_().unsqueeze(1))
-        log_sum, target = total, parts[:, 1].sum(0)
-    return logits, (log_sum - target).masked_fill(labels == IGNORE_INDEX, 0.0), column
-
-
-def losses_and_gradient(
-    logits: Tensor, labels: Tensor, table: VocabParallelEmbedding
-) -> tuple[Tensor, Tensor]:
-    """Each row's loss [R] and its gradient [R, V/t], p - onehot(label), in place. As `softmax_and_loss`."""
-    p, losses, column = softmax_and_loss(logits, labels, table)
-    p.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -(column >= 0).to(p.dtype).unsqueeze(1))
-    return losses, p
+    rows = len(logits) if wide is None else len(wide)
+    each = (logits, index, ones, log_sum, largest, target)
+    for block, at, one, total, top, own in zip(*(x.split(max(1, rows)) for x in each), strict=True):
+        p = block if wide is None else wide[: len(block)].copy_(block)
+        if true == 0:  # a shard of nothing but padding
+            total.fill_(-math.inf)
+            p.zero_()
+        else:
+            torch.amax(p, -1, out=total)
+            torch.softmax(p, -1, out=p)
+            # log-sum-exp from the largest probability, at least 1/V: no pass over the row is repeated
+            total.sub_(torch.amax(p, -1, out=top).log_())
+        if tp.size > 1:
+            parts = all_gather(torch.stack([total, own]), tp)  # [t, 2, r]
+            of_all = torch.logsumexp(parts[:, 0], 0)
+            p.mul_((total - of_all).exp_().unsqueeze(1))
+            total.copy_(of_all)
+            own.copy_(parts[:, 1].sum(0))
+        if less_label:
+            p.scatter_add_(1, at, one)
+        if wide is not None:
+            assert factor is not None
+            round_gradient(p, factor, out=block)
+    return log_sum.sub_(target).masked_fill_(labels == IGNORE_INDEX, 0.0)
 
 
 def fused_losses(
@@ -105,6 +116,21 @@ def fused_losses(
         log_sum, target = torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
     losses = (log_sum - target).masked_fill(labels == IGNORE_INDEX, 0.0)
     return losses, passes[1](logits, log_sum, column, factor, true)
+
+
+def losses_and_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    table: VocabParallelEmbedding,
+    factor: Tensor,
+    wide: Tensor | None,
+    passes: tuple[LogSum, Gradient] | None,
+) -> tuple[Tensor, Tensor]:
+    """Each row's loss and its gradient [R, V/t]: by the compiled `passes` where there are any."""
+    if passes is not None:
+        return fused_losses(logits, labels, table, factor, passes)
+    losses = softmax_and_loss(logits, labels, table, less_label=True, wide=wide, factor=factor)
+    return losses, logits
 
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -130,7 +156,7 @@ def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype != torch.bfloat16:
         return one, scale
     mantissa = torch.frexp(scale).mantissa  # in [0.5, 1)
-    is_near = (mantissa < 0.5 * (1 + 2**-5)) | (mantissa > 1 - 2**-6)
+    is_near = ((mantissa > 0.5) & (mantissa < 0.5 * (1 + 2**-5))) | (mantissa > 1 - 2**-6)  # itself is exact
     first = torch.where(is_near, OFF_LATTICE, one)
     return first, scale / first
 
@@ -212,21 +238,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(first, first + rows)
             logits = product(hidden[part], compute, added)
             scored = (labels[part] != IGNORE_INDEX).unsqueeze(1)  # [rows, 1]: ignored rows get weight 0
-            if fused is not None:
-                losses, left = fused_losses(logits, labels[part], table, before, fused)
-                loss += losses.sum()
-            else:
-                left = logits  # overwritten by its gradient
-                for block, y in zip(logits.split(wide_rows), labels[part].split(wide_rows), strict=True):
-                    p = block if wide is None else wide[: len(block)].copy_(block)
-                    if counts_hits:
-                        hits += is_argmax(p, y, table).sum()
-                    losses, p = losses_and_gradient(p, y, table)
-                    loss += losses.sum()
-                    if d_bias is not None:
-                        d_bias += ((scale * (y != IGNORE_INDEX)).to(p.dtype).unsqueeze(0) @ p).squeeze(0)
-                    if half:
-                        round_gradient(p, before, out=block)
+            if counts_hits:
+                hits += is_argmax(logits, labels[part], table).sum()
+            losses, left = losses_and_gradient(logits, labels[part], table, before, wide, fused)
+            loss += losses.sum()
+            if d_bias is not None:
+                d_bias += (left * scored).sum(0, dtype=d_bias.dtype) * then
             # the row scale multiplies H-wide operands rather than V-wide ones
             right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
             torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
@@ -333,7 +350,7 @@ def token_losses(hidden: Tensor, labels: Tensor, table: VocabParallelEmbedding) 
     compute = table.weight_in(hidden.dtype)
     rows = chunk_rows(hidden.shape[0], compute.shape[0], hidden.device.type, half=False).chunk
     losses = [
-        softmax_and_loss(product(h, compute).to(loss_dtype(h.dtype)), y, table)[1]
+        softmax_and_loss(product(h, compute).to(loss_dtype(h.dtype)), y, table)
         for h, y in zip(hidden.split(rows), labels.split(rows), strict=True)
     ]
     return torch.cat(losses)
@@ -356,7 +373,7 @@ def token_scores(
     for h, y in zip(hidden.split(rows), labels.split(rows), strict=True):
         logits = product(h, compute, added).to(loss_dtype(h.dtype))
         best = is_argmax(logits, y, table)
-        scores.append(torch.stack([softmax_and_loss(logits, y, table)[1], best.to(logits.dtype)]))
+        scores.append(torch.stack([softmax_and_loss(logits, y, table), best.to(logits.dtype)]))
     return torch.cat(scores, 1)
 
 

@@ -226,7 +226,10 @@ def sum_replicated_gradients(
     """
     if tp.size == 1:
         return
-    whole = [s for s in shards if s.tp_dim is None]
+    whole = [s for s in shards if s.tp_dim is None and s.experts is None]
+    of_experts = [s for s in shards if s.tp_dim is None and s.experts is not None]  # adapters
+    if of_experts and of_experts[0].tp.size > 1:
+        _sum_gradients(of_experts, of_experts[0].tp)
     _sum_gradients([s for s in whole if sequence_parallel or getattr(s.module, "is_partial", False)], tp)
     for replicas in sorted({s.replicas for s in shards if s.replicas > 1}):
         _sum_over_neighbours([s for s in shards if s.replicas == replicas], tp, replicas)

@@ -209,7 +209,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
     """True if the loss may be computed by compiled passes (`mlm.parallel.fused_loss`)."""
     fuses_grad: bool = False
     """True if a forward pass of the loss adds the weight's gradient to `weight.grad`, as its backward pass
-    would from a seed of 1; nothing of the table's size is kept in between (`fuse_embedding_grad`)."""
+    would from a seed of 1; nothing of the table's size is kept in between (`fuse_embedding_grad`). On a CPU
+    the backward pass of a lookup adds the rows that were read there, too."""
 
     def __init__(
         self,
@@ -242,11 +243,13 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[S, B] -> [S, B, H]."""
+        fuses = self.fuses_grad and self.weight.requires_grad and torch.is_grad_enabled()
+        lookup = lookup_into_grad if fuses and self.weight.is_cpu else embedding_lookup
         if self.tp.size == 1:
-            return embedding_lookup(tokens, self.weight)
+            return lookup(tokens, self.weight)
         local = tokens - self.first
         foreign = (local < 0) | (local >= self.weight.shape[0])
-        y = embedding_lookup(local.masked_fill(foreign, 0), self.weight)
+        y = lookup(local.masked_fill(foreign, 0), self.weight)
         return self.reduce_output(y.masked_fill(foreign.unsqueeze(-1), 0.0))
 
 
@@ -274,3 +277,29 @@ class _Lookup(torch.autograd.Function):
         (rows,) = ctx.saved_tensors
         total = torch.ops.aten.embedding_dense_backward(dy.float(), rows, ctx.size, -1, False)
         return None, total.to(ctx.dtype)
+
+
+def lookup_into_grad(rows: Tensor, weight: Tensor) -> Tensor:
+    """As `embedding_lookup`; backward adds to `weight.grad` the rows that were read, not a table of zeros."""
+    y: Tensor = _LookupIntoGrad.apply(rows, weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _LookupIntoGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.weight = weight
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
+        (rows,), weight = ctx.saved_tensors, ctx.weight
+        found, index = rows.flatten().unique(return_inverse=True)
+        # each row's sum first, in the order of its tokens, as autograd has it
+        dy = dy.flatten(0, -2).to(torch.promote_types(dy.dtype, torch.float32))
+        sums = torch.ops.aten.embedding_dense_backward(dy, index, len(found), -1, False)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_copy_(0, found, weight.grad.index_select(0, found).add_(sums))
+        return None, None

@@ -7,10 +7,12 @@ rank's rows of the sequence, and its gradient is summed over tp like that of a n
 A fused weight has an adapter for each part, so that queries and values may have one and keys none.
 
 Shapes: S sequence, B micro-batch, I in, O out, r rank, P fused parts of which p have adapters, t =
-tensor-parallel size.
+tensor-parallel size; of experts as in expert/experts.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.context.zigzag import local_positions
 from mlm.parallel.dropout import DropoutStream, site_keys
+from mlm.parallel.expert.experts import Experts, grouped_linear
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis
@@ -129,6 +132,39 @@ class LowRankAdapter(nn.Module):
             columns=range(first, first + self.columns),
             width=self.columns if self.by_column else self.columns * self.tp.size,
         )
+
+
+class ExpertAdapter(nn.Module):
+    """Low-rank adapters of both weights of each of the e experts of a layer, without dropout.
+
+    In each expert a rank of its tp has a term of a sum, as of y: what is replicated over it, A of W1 and B of
+    W2, has a gradient that is summed over it.
+    """
+
+    tp_dims: ClassVar[dict[str, int]] = {"up_b": 1, "down_a": 2}
+    is_partial = True
+
+    def __init__(self, experts: Experts, *, rank: int, scale: float) -> None:
+        super().__init__()
+        self.scale, self.expert_axes = scale, experts.expert_axes
+        here, hidden, width = experts.down.shape
+        self.init_stds = {
+            "up_a": (3 * hidden) ** -0.5,
+            "down_a": (3 * width * experts.expert_axes.tp.size) ** -0.5,
+            **dict.fromkeys(("up_b", "down_b"), 0.0),
+        }
+        self.up_a = nn.Parameter(torch.empty(here, rank, hidden))  # [e, r, H]
+        self.up_b = nn.Parameter(torch.zeros(here, 2 * width, rank))  # [e, 2F/t, r]
+        self.down_a = nn.Parameter(torch.empty(here, rank, width))  # [e, r, F/t]
+        self.down_b = nn.Parameter(torch.zeros(here, hidden, rank))  # [e, H, r]
+
+    def up(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """What is added to W1 x: [R, H] -> [R, 2F/t]."""
+        return grouped_linear(grouped_linear(x, self.up_a, counts) * self.scale, self.up_b, counts)
+
+    def down(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """What is added to this rank's term of W2 x: [R, F/t] -> [R, H]."""
+        return grouped_linear(grouped_linear(x, self.down_a, counts) * self.scale, self.down_b, counts)
 
 
 def weight_change(a: Tensor, b: Tensor, scale: float, rows: AdaptedRows) -> Tensor:

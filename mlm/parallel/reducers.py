@@ -136,8 +136,7 @@ def build_reducer(
         fuse_accumulation: weight gradients of linear layers are added inside their products.
         replicated: the trained parameters of a model whose others are frozen: zero=2|3 leaves them whole.
     """
-    linear = (m for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))
-    weights = [layer.weight for layer in linear]
+    weights = [m.weight for m in model.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
 
     def whole(parameters: list[nn.Parameter], axis: Axis) -> Reducer:
         # what graphs return is theirs, so that writing it takes a copy, and a call of ours for each parameter
@@ -151,14 +150,9 @@ def build_reducer(
 
     if zero == 0 or dp.group is None:
         return _grouped([whole(some, axis) for axis, some in parameters_by_axis(model, dp).items()])
+    unsharded = _left_whole(model, dp, replicated)
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
-    routers = (p for m in model.modules() if isinstance(m, Router) for p in m.parameters())
-    kept = {*routers, *replicated}
-    unsharded = [
-        (axis, [p for p in some if p in kept or axis.group is None])
-        for axis, some in parameters_by_axis(model, dp).items()
-    ]
     sharded = ShardedReducer(
         model,
         dp,
@@ -171,6 +165,18 @@ def build_reducer(
         whole={p for _, some in unsharded for p in some},
     )
     return _grouped([sharded, *(whole(some, axis) for axis, some in unsharded if some)])
+
+
+def _left_whole(
+    model: nn.Module, dp: Axis, replicated: Sequence[nn.Parameter]
+) -> list[tuple[Axis, list[nn.Parameter]]]:
+    """Parameters that zero=2|3 leaves whole: of routers, `replicated` ones and those of one rank alone."""
+    routers = (p for m in model.modules() if isinstance(m, Router) for p in m.parameters())
+    kept = {*routers, *replicated}
+    return [
+        (axis, [p for p in some if p in kept or axis.group is None])
+        for axis, some in parameters_by_axis(model, dp).items()
+    ]
 
 
 def _grouped(reducers: Sequence[Reducer]) -> Reducer:

@@ -80,7 +80,8 @@ class ShardedReducer:
 
         self.units: list[FSDPModule] = []
         for unit in units:
-            inner = [m for m in unit.modules() if isinstance(m, Experts) and not whole & {*m.parameters()}]
+            mixtures = [m for m in unit.modules() if isinstance(m, Experts)]
+            inner = [m for m in mixtures if not whole & {*m.parameters(recurse=False)}]  # adapters aside
             experts = [shard(m, m.expert_axes.replicas or dp, drops=zero == 3) for m in inner]
             self.units += [shard(unit, dp, drops=zero == 3), *experts]
         # what is left is used at both ends of the forward pass and next in backward: kept in between

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.chunks import chunk_rows
-from mlm.parallel.cross_entropy import enter, loss_dtype, losses_and_gradient, token_losses
+from mlm.parallel.cross_entropy import enter, loss_dtype, softmax_and_loss, token_losses
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.matmul import product, weight_gradient
@@ -39,8 +39,8 @@ class _TokenLosses(torch.autograd.Function):
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             logits = product(hidden[part], weight).to(loss_dtype(hidden.dtype))
-            p = losses_and_gradient(logits, labels[part], table)[1].mul_(dy[part].unsqueeze(1))
-            d_logits = p.to(hidden.dtype)
+            softmax_and_loss(logits, labels[part], table, less_label=True)
+            d_logits = logits.mul_(dy[part].unsqueeze(1)).to(hidden.dtype)
             d_hidden[part] = product(d_logits, weight.t())
             if needs_weight:
                 dw = weight_gradient(d_logits, hidden[part], table.weight.dtype)

@@ -39,9 +39,16 @@ MEMORY_ENDINGS = (".json", ".csv")
 HARDWARE_ENDINGS = (".yaml", ".yml")
 MOST_TRIED = 128
 """Distance up to which a valid number of GPUs, or batch, is looked for."""
-SEARCHED = frozenset(("tp", "pp", "vp", "dp", "pipeline", "zero", "sequence_parallel"))
+SEARCHED = frozenset(("tp", "pp", "vp", "dp", "ep", "pipeline", "zero", "sequence_parallel"))
 MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not SEARCHED & set(rule.reads))
 """Rules that no search can keep by another layout."""
+
+
+def _experts_are_split(values: LayoutValues, _: Launch) -> Breach | None:
+    typed = values.typed("expert_tp")
+    return (
+        Breach(f"{typed}: plans split experts over tp") if values["expert_tp"] == 1 < values["tp"] else None
+    )
 
 
 def _context_is_not_modelled(values: LayoutValues, _: Launch) -> Breach | None:
@@ -50,7 +57,8 @@ def _context_is_not_modelled(values: LayoutValues, _: Launch) -> Breach | None:
 
 UNSPLIT_CONTEXT = LayoutRule(("cp",), ("cp",), _context_is_not_modelled)
 """Condition of plans: their formulas know no cp."""
-MEMORY_RULES = (*TRAIN_RULES, UNSPLIT_CONTEXT)
+SPLIT_EXPERTS = LayoutRule(("expert_tp", "tp"), ("expert_tp",), _experts_are_split)
+MEMORY_RULES = (*TRAIN_RULES, UNSPLIT_CONTEXT, SPLIT_EXPERTS)
 DRY_RUN_RULES = (
     *(rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.reads) == {"pp", "vp"}),
     UNSPLIT_CONTEXT,
@@ -130,18 +138,18 @@ def _without_followups(outside: Mapping[str, Problem], problems: Iterable[Proble
 def _family_is_planned(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:
     kind = config.model.kind
     if kind in SHIPPED:
-        return _experts_are_not_modelled(config.model)
+        return _latents_are_not_modelled(config.model)
     if not is_path(kind):
         return model_problem(config.model)
     problem = f"model.kind={kind}: plans by formulas know {', '.join(SHIPPED)} and no family of your own"
     return Problem(("model.kind",), problem, "use `mlm plan dry-run`, which runs the family's own modules")
 
 
-def _experts_are_not_modelled(model: ModelConfig) -> Problem | None:
-    if model_problem(model) is not None or not model.architecture.experts:
+def _latents_are_not_modelled(model: ModelConfig) -> Problem | None:
+    if model_problem(model) is not None or not model.architecture.attention_weights:
         return None
-    problem = f"model.options.num_experts={model.architecture.experts}: plans by formulas know no experts"
-    return Problem(("model.options.num_experts",), problem, "use `mlm plan dry-run`, which runs the model")
+    problem = "model.options.kv_lora_rank: plans by formulas know no latent attention"
+    return Problem(("model.options.kv_lora_rank",), problem, "use `mlm plan dry-run`, which runs the model")
 
 
 def _dtype_has_units(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:

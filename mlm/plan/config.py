@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Forbid, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Bound, Forbid, ResultFile
 from mlm.data.config import MicroBatchSize, SeqLength
 from mlm.launch.config import DistConfig
 from mlm.models.config import ModelConfig
@@ -12,6 +12,7 @@ from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize, Virtua
 from mlm.plan.hardware import HardwareConfig
 from mlm.training.config import PretrainConfig
 
+FROM_ONE = Bound(lambda x: x >= 1, "1 or more")
 Format = Literal["bf16", "fp16", "fp32", "fp64"]
 
 
@@ -101,6 +102,8 @@ class SearchedLayoutConfig:
     """Virtual stages (chunks) per pipeline rank, v; null searches."""
     dp: Annotated[int | None, POSITIVE, Also("data_parallel", "data_parallel_size")] = None
     """Data-parallel size, d; null searches."""
+    ep: Annotated[int | None, POSITIVE, Also("expert_model_parallel_size", "expert_parallel_size")] = None
+    """Expert-parallel size: ranks that split a layer's experts, of the dp replicas; null searches."""
     sequence_parallel: bool | None = None
     """Split activations outside the tensor-parallel regions along the sequence; null searches."""
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] | None = None
@@ -127,6 +130,8 @@ class PlannedModelConfig:
     hardware: HardwareConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
+    imbalance: Annotated[float, FROM_ONE] = 1.0
+    """Of a mixture of experts: tokens that the fullest rank's experts get, over the mean of the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

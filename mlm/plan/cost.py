@@ -7,6 +7,7 @@ No torch, no measurement: constants are `EfficiencyConfig` and `Software`.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -34,6 +35,7 @@ PARTS = (
     "recompute",
     "vocabulary",
     "tp",
+    "ep",
     "pp",
     "dp",
     "bubble",
@@ -121,19 +123,21 @@ class LayerTime:
     tp: float
     """Exposed in forward."""
     tp_backward: float
+    ep: float
+    """All-to-all of tokens in a pass."""
     recompute: float
     """Computation and communication repeated in backward."""
 
     @property
     def forward(self) -> float:
         """Forward pass."""
-        return self.matmul + self.attention + self.elementwise + self.tp + self.weights / 5
+        return self.matmul + self.attention + self.elementwise + self.tp + self.ep + self.weights / 5
 
     @property
     def backward(self) -> float:
         """Backward pass, recomputation included."""
         computed = 2 * self.matmul + self.attention_backward + self.elementwise_backward
-        return computed + self.tp_backward + self.recompute + self.weights * 4 / 5
+        return computed + self.tp_backward + self.ep + self.recompute + self.weights * 4 / 5
 
     @property
     def products(self) -> float:
@@ -182,7 +186,7 @@ class CostModel:
 
     # -- kernels
 
-    def product(self, m: int, k: int, n: int, *, count: float = 1, peak: float | None = None) -> float:
+    def product(self, m: float, k: int, n: int, *, count: float = 1, peak: float | None = None) -> float:
         """`count` products [m, k] x [k, n]: the slower of arithmetic and memory."""
         constants, half = self.hardware.efficiency, self.hardware.efficiency.matmul_half
         share = constants.matmul * m / (m + half) * k / (k + half) * n / (n + half)
@@ -219,7 +223,7 @@ class CostModel:
 
     def gather(self, layout: PlannedLayout, size: float, ranks: int, stride: int) -> float:
         """All-gather or reduce-scatter of `size` bytes (the whole): (k - 1)/k of them pass each rank."""
-        if ranks == 1:
+        if ranks == 1 or not size:
             return 0.0
         rate, latency = self.link(layout, ranks, stride)
         return latency * math.ceil(math.log2(ranks)) + (ranks - 1) / ranks * size / rate
@@ -234,7 +238,7 @@ class CostModel:
         """One layer of a layout on one micro-batch."""
         sharded = layout.zero > 0
         key = (
-            *(layout.tp, layout.sequence_parallel, layout.micro_batch, layout.recompute, sharded),
+            *(layout.tp, layout.ep, layout.sequence_parallel, layout.micro_batch, layout.recompute, sharded),
             layout.gpus <= self.hardware.devices_per_node,
         )
         if key not in self._layers:
@@ -244,19 +248,23 @@ class CostModel:
     def _layer(self, layout: PlannedLayout) -> LayerTime:
         shape, sizes, software, t = self.shape, self.shape.sizes, self.software, layout.tp
         rows, h = shape.seq * layout.micro_batch, self.model.hidden_size
-        queries, ffn = shape.query_size // t, self.model.ffn_size // t
+        queries, mlps = shape.query_size // t, self._mlps(layout)
         qkv = queries + 2 * sizes.kv_size(t)
         peak = self.kernel_peak
         ups = 2 if sizes.gated else 1
         qkv_time = self.product(rows, h, qkv, peak=peak)
-        up_time = self.product(rows, h, ups * ffn, peak=peak)
-        rest = self.product(rows, queries, h, peak=peak) + self.product(rows, ffn, h, peak=peak)
+        up_time = sum(self.product(m, h, ups * width, count=n, peak=peak) for m, width, n in mlps)
+        down_time = sum(self.product(m, width, h, count=n, peak=peak) for m, width, n in mlps)
+        rest = self.product(rows, queries, h, peak=peak) + down_time
+        moved = self.element * rows * sizes.experts_per_token * shape.imbalance * h
+        exchange = 2 * self.gather(layout, moved, layout.ep, t)  # there and back
         attention, attention_backward = self._attention(layout)
         split = t if layout.sequence_parallel else 1
         branch = software.branch_passes + (software.dropout_passes if self.model.hidden_dropout else 0)
         passes = 2 * (software.norm_passes + branch) * h / split
-        passes += (software.activation_passes + ups - 1) * ffn
-        elementwise = self.elementwise(self.element * rows * passes)
+        inner = self.element * sum(m * width * n for m, width, n in mlps)
+        elementwise = self.element * rows * passes + (software.activation_passes + ups - 1) * inner
+        elementwise = self.elementwise(elementwise + 4 * moved)  # tokens are sorted, and added up
         size = self.element * rows * h
         each = self.all_reduce(layout, size, t, 1) * (1 - software.hidden_tp)
         forward_tp = 2 * each
@@ -269,7 +277,7 @@ class CostModel:
             backward_tp += sum(max(again - by, 0) for by in hidden)
         recompute = 0.0
         if layout.recompute == "full":
-            recompute = qkv_time + up_time + rest + attention + elementwise + forward_tp
+            recompute = qkv_time + up_time + rest + attention + elementwise + forward_tp + exchange
         elif layout.recompute == "selective" and software.selective_products is not None:
             recompute = software.selective_products * (qkv_time + up_time + rest) + elementwise
         elif layout.recompute == "selective" and (self.unfused or not software.fused_attention):
@@ -281,11 +289,23 @@ class CostModel:
             attention_backward=attention_backward,
             elementwise=elementwise,
             elementwise_backward=BACKWARD_TRAFFIC * elementwise,
-            weights=self.traffic(weight_bytes * shape.layer_weights / t) / self.hardware.efficiency.weights,
+            weights=self.traffic(weight_bytes * sum(shape.held_weights(layout.ep)) / t)
+            / self.hardware.efficiency.weights,
             tp=forward_tp,
             tp_backward=backward_tp,
+            ep=exchange,
             recompute=recompute,
         )
+
+    def _mlps(self, layout: PlannedLayout) -> list[tuple[float, int, int]]:
+        """(rows, width, number) of a layer's MLPs on a rank, alike ones together."""
+        sizes, rows = self.shape.sizes, self.shape.seq * layout.micro_batch
+        if not sizes.experts:
+            return [(rows, self.model.ffn_size // layout.tp, 1)]
+        here = sizes.experts // layout.ep
+        each = rows * sizes.experts_per_token * self.shape.imbalance / here
+        shared = [(rows, sizes.shared_size // layout.tp, 1)] if sizes.shared_size else []
+        return [(each, sizes.expert_size // layout.tp, here), *shared]
 
     def _attention(self, layout: PlannedLayout) -> tuple[float, float]:
         """Forward and backward of scores, softmax and values on one micro-batch."""
@@ -405,20 +425,26 @@ class CostModel:
         """
         shape, software, t, d = self.shape, self.software, layout.tp, layout.dp
         layers = -(-self.model.num_layers // layout.pp)
-        weights = (layers * shape.layer_weights + shape.table) / t
+        experts, rest = (layers * size / t for size in shape.held_weights(layout.ep))
+        weights = rest + shape.table / t
         weights += shape.table / t if layout.pp == 1 and not shape.sizes.tied else 0
+
+        def over(collective: Callable[..., float], size: float) -> float:
+            whole: float = collective(layout, size * weights, d, t)
+            return whole + collective(layout, size * experts, d // layout.ep, t * layout.ep)
+
         hides = software.overlaps_dp and self.overlaps and layout.pipeline != "zb_h1"
         m, layer = layout.micro_batches, self.layer(layout)
         backward, forward = layers * layer.backward, layers * layer.forward
         reduction = gathers = 0.0
         if layout.zero == 0:
             if d > 1:
-                whole = self.all_reduce(layout, software.gradient_bytes * weights, d, t)
+                whole = over(self.all_reduce, software.gradient_bytes)
                 reduction = exposed(whole, backward if hides else 0.0, layers)
-            optimizer = self.optimizer(weights)
+            optimizer = self.optimizer(weights + experts)
         else:
-            scatter = self.gather(layout, software.gradient_bytes * weights, d, t)
-            gather = self.gather(layout, self.element * weights, d, t)
+            scatter = over(self.gather, software.gradient_bytes)
+            gather = over(self.gather, self.element)
             window_f, window_b = (forward, backward) if self.overlaps else (0.0, 0.0)
             every = m if layout.zero_reduce == "every" else 1
             if layout.zero == 3:
@@ -428,7 +454,7 @@ class CostModel:
             else:
                 gathers = exposed(gather, window_f, layers)
                 reduction = every * exposed(scatter, window_b if hides else 0.0, layers)
-            optimizer = self.optimizer(weights / d)
+            optimizer = self.optimizer(weights / d + experts * layout.ep / d)
         if layout.pp > 1 and shape.sizes.tied:
             rate, latency = self.link(layout, 2, t * d * (layout.pp - 1))
             reduction += latency + software.tied_bytes * shape.table / t / rate
@@ -448,6 +474,7 @@ class CostModel:
             "recompute": each * layer.recompute,
             "vocabulary": m * (head + head_backward) / p,
             "tp": each * (layer.tp + layer.tp_backward),
+            "ep": each * 2 * layer.ep,
         }
         parts["elementwise"] += whole - sum(parts.values())  # the embedding
         return parts

@@ -115,13 +115,15 @@ def forecast_run(config: PretrainConfig, ranks: int, *, quick: bool = False) -> 
 
 
 def forecast(config: PretrainConfig, ranks: int, machine: Machine, *, quick: bool = False) -> Forecast | None:
-    """The forecast of a run on so many ranks; None for custom families and cp > 1.
+    """The forecast of a run on so many ranks; None for custom families, latent attention and cp > 1.
 
     `quick` takes the bound of a long pipeline's time, a few per cent below, and not its simulation.
     """
-    if config.model.kind not in SHIPPED or config.parallel.cp > 1 or config.lora.rank:
-        return None
     parallel, train = config.parallel, config.train
+    if config.model.kind not in SHIPPED or parallel.cp > 1 or config.lora.rank:
+        return None
+    if config.model.architecture.attention_weights or parallel.expert_tp == 1 < parallel.tp:
+        return None
     layout = PlannedLayout.of(
         parallel,
         dp=ranks // (parallel.tp * parallel.pp),

@@ -75,8 +75,11 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
 def title(config: PlanLayoutsConfig, query: Query) -> str:
     """The heading: model, GPUs, batch."""
     size = MemoryModel(config.model, query.seq).held(PlannedLayout(), 0).parameters
+    active = config.model.num_active_parameters()
+    of = f"{format_amount(size)} parameters"
+    of += f", {format_amount(active)} of a token" if config.model.architecture.experts else ""
     return (
-        f"{config.name} ({format_amount(size)} parameters) on {query.gpus} GPUs of {query.hardware.name} · "
+        f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name} · "
         f"{query.dtype} · {query.global_batch} x {query.seq} tokens a step"
     )
 

@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
+from typing import Any, Literal
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED
@@ -51,36 +52,48 @@ class Part:
     name: str
     rows: int
     columns: int = 1
+    sharded_over: Literal["dp", "expert replicas", "nothing"] = "dp"
+    """With zero=2 or 3."""
 
     @property
     def size(self) -> int:
         """Elements."""
         return self.rows * self.columns
 
-    def share(self, rank: int, ranks: int) -> int:
+    def share(self, rank: int, ranks: int, ep: int) -> int:
         """Elements of one data-parallel rank's rows: dim 0 is split as torch.chunk does."""
+        if self.sharded_over == "nothing":
+            return self.size
+        if self.sharded_over == "expert replicas":
+            rank, ranks = rank // ep, ranks // ep
         each = -(-self.rows // ranks)
         return min(each, self.rows - min(rank * each, self.rows)) * self.columns
 
 
-def parameter_parts(model: ModelConfig, tp: int) -> dict[int | str, list[Part]]:
+def parameter_parts(model: ModelConfig, tp: int, ep: int) -> dict[int | str, list[Part]]:
     """The parameters of a tensor-parallel rank by home: a layer's number, or the first or last stage.
 
-    Layers between the first and the last are taken to be like the last.
+    Layers between the first and the last are taken to be like the last, those without experts like the first.
     """
     import torch  # the list of commands needs none
 
-    from mlm.parallel.mesh import Axis
+    from mlm.parallel.expert.router import Router
+    from mlm.parallel.mesh import Axis, ExpertAxes
+    from mlm.parallel.sharding import parameter_shards
 
+    axis = Axis("tp", 0, tp)
     parts = defaultdict[int | str, list[Part]](list)
     with torch.device("meta"):
         ends = PipelineStage(range(0, model.num_layers, max(1, model.num_layers - 1)), True, True)
-        module = model.family.model(model, tp=Axis("tp", 0, tp), stage=ends)
-    for name, parameter in module.named_parameters():
-        rows = len(parameter)
-        parts[parameter_home(name)].append(Part(name, rows, parameter.numel() // rows))
-    last = model.num_layers - 1
-    return {**parts, **dict.fromkeys(range(1, last), parts[last])}
+        experts = ExpertAxes(Axis("ep", 0, ep), axis)
+        module = model.family.model(model, tp=axis, stage=ends, experts=experts)
+    for shard in parameter_shards(module, axis):
+        rows, *columns = shard.part_shape
+        over: Any = "expert replicas" if shard.experts else "dp"
+        over = "nothing" if isinstance(shard.module, Router) else over
+        parts[parameter_home(shard.name)].append(Part(shard.name, rows, math.prod(columns), over))
+    last, dense = model.num_layers - 1, model.architecture.dense_layers
+    return {**parts, **{n: parts[0 if n < dense else last] for n in range(1, last)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +117,30 @@ class MemoryModel:
     """Memory of layouts of one model, in one precision, on one type of device."""
 
     def __init__(
-        self, model: ModelConfig, seq: int, dtype: str = "bf16", *, device: str = "gpu", reserved: float = 0.0
+        self,
+        model: ModelConfig,
+        seq: int,
+        dtype: str = "bf16",
+        *,
+        device: str = "gpu",
+        reserved: float = 0.0,
+        imbalance: float = 1.0,
     ) -> None:
         self.model, self.seq, self.device, self.reserved = model, seq, device, reserved
+        self.imbalance = imbalance
         self.element = ELEMENT_BYTES[dtype]
         self.master = max(4, self.element)
         self.casts = self.element < 4
-        self._parts: dict[int, dict[int | str, list[Part]]] = {}
+        self._parts: dict[tuple[int, int], dict[int | str, list[Part]]] = {}
         self._held: dict[tuple[object, ...], HeldParameters] = {}
 
     @classmethod
-    def on(cls, hardware: HardwareConfig, model: ModelConfig, seq: int, dtype: str) -> "MemoryModel":
+    def on(
+        cls, hardware: HardwareConfig, model: ModelConfig, seq: int, dtype: str, imbalance: float = 1.0
+    ) -> "MemoryModel":
         """Memory of layouts on this hardware."""
-        return cls(model, seq, dtype, device=hardware.device, reserved=hardware.reserved_gib * GIB)
+        reserved = hardware.reserved_gib * GIB
+        return cls(model, seq, dtype, device=hardware.device, reserved=reserved, imbalance=imbalance)
 
     def peak(self, layout: PlannedLayout, stage_rank: int = 0, dp_rank: int = 0) -> DeviceMemory:
         """The peak of a device on pipeline rank `stage_rank` and data-parallel rank `dp_rank`."""
@@ -144,15 +168,14 @@ class MemoryModel:
     def held(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> "HeldParameters":
         """Elements of parameters of one device."""
         shards = layout.dp if layout.zero else 0
-        key = (layout.tp, layout.pp, layout.vp, shards, stage_rank, dp_rank)
+        key = (layout.tp, layout.ep, layout.pp, layout.vp, shards, stage_rank, dp_rank)
         if key not in self._held:
             self._held[key] = self._count(layout, stage_rank, dp_rank)
         return self._held[key]
 
     def _count(self, layout: PlannedLayout, stage_rank: int, dp_rank: int) -> "HeldParameters":
-        if layout.tp not in self._parts:
-            self._parts[layout.tp] = parameter_parts(self.model, layout.tp)
-        homes = self._parts[layout.tp]
+        split = (layout.tp, layout.ep)
+        homes = self._parts[split] = self._parts.get(split) or parameter_parts(self.model, *split)
         ends = list[Part]()
         layers = list[list[Part]]()
         for stage in self.stages(layout, stage_rank):
@@ -164,7 +187,9 @@ class MemoryModel:
         parts = [*chain(*layers), *ends]
         whole = sum(part.size for part in parts)
         return HeldParameters(
-            parameters=sum(part.share(dp_rank, layout.dp) for part in parts) if layout.zero else whole,
+            parameters=sum(part.share(dp_rank, layout.dp, layout.ep) for part in parts)
+            if layout.zero
+            else whole,
             whole=whole,
             tensors=len(parts),
             layer=max(sum(part.size for part in layer) for layer in layers),
@@ -204,6 +229,10 @@ class StepMemory:
         self.e, self.h, self.t = memory.element, memory.model.hidden_size, layout.tp
         self.f = memory.model.ffn_size // layout.tp
         self.sizes = sizes = memory.model.architecture
+        self.moved = memory.imbalance * sizes.experts_per_token
+        """Rows of this rank's experts for each of its tokens."""
+        if sizes.experts:
+            self.f = round((self.moved * sizes.expert_size + sizes.shared_size) / layout.tp)
         self.queries = memory.model.num_heads * sizes.head_dim // layout.tp
         self.kv = sizes.kv_size(layout.tp)
         self.ups = 2 if sizes.gated else 1
@@ -287,6 +316,9 @@ class StepMemory:
         per_token += e * (self.queries + 2 * self.kv) + (self.ups + 1) * e * f
         per_token += e * self.queries  # attention's output
         per_token += (16 if self.sizes.norm_bias else 8) / split  # norms' statistics
+        per_token += 2 * e * h * self.moved  # rows into experts and out of them
+        if self.sizes.experts and self.memory.casts:
+            per_token += 4 * h / split  # the router reads float32
         if self.sizes.head_norms:
             # inputs of the norms of heads, and a number for each head
             per_token += (self.queries + self.kv) * (e + 4 / self.sizes.head_dim)
@@ -318,8 +350,11 @@ class StepMemory:
     def _backward_of_a_layer(self) -> float:
         """Gradients inside the MLP, and its weight's gradient before it is added."""
         e, f = self.e, self.f
-        weight = self.ups * f * self.h * ((e + 4) if self.memory.casts and self.layout.zero == 0 else 2 * e)
-        return self.rows * e * (2 * self.h + (self.ups + 1) * f) + weight
+        width = max(f, self.sizes.experts // self.layout.ep * self.sizes.expert_size // self.t)
+        weight = (
+            self.ups * width * self.h * ((e + 4) if self.memory.casts and self.layout.zero == 0 else 2 * e)
+        )
+        return self.rows * e * (2 * self.h * (1 + self.moved) + (self.ups + 1) * f) + weight
 
     @property
     def _table(self) -> int:
@@ -329,9 +364,7 @@ class StepMemory:
     @property
     def _fuses_embedding_grad(self) -> bool:
         """True if the loss adds the table's gradient to the sum when it computes it (training/trainer.py)."""
-        model, layout = self.memory.model, self.layout
-        has_both_terms = self.memory.device == "cpu" and layout.pp * layout.vp == 1 and model.is_tied
-        return layout.zero == 0 and model.kind in SHIPPED and not has_both_terms
+        return self.layout.zero == 0 and self.memory.model.kind in SHIPPED
 
     def _vocabulary(self) -> tuple[float, float]:
         """Bytes kept from forward to backward by the projection, and those of a chunk of logits."""

@@ -23,7 +23,7 @@ def run(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
         micro_batch=train.micro_batch_size,
         global_batch=train.global_batch_size,
     )
-    memory = MemoryModel.on(hardware, config.model, seq, config.precision.dtype)
+    memory = MemoryModel.on(hardware, config.model, seq, config.precision.dtype, config.imbalance)
     peaks = {rank: peak_of(memory, layout, rank) for rank in ranks(layout, config.rank)}
     capacity = hardware.memory_gib * GIB
     batch = f"{layout.micro_batches} micro-batches of {layout.micro_batch} x {seq} tokens"

@@ -32,7 +32,8 @@ SHORT = {
 TIME_COLUMNS = (
     ("products", ("matmul", "vocabulary")),
     *((SHORT.get(part, part), (part,)) for part in ("attention", "elementwise", "recompute", "optimizer")),
-    *((part, (part,)) for part in ("tp", "pp", "dp", "bubble")),
+    ("tp+ep", ("tp", "ep")),
+    *((part, (part,)) for part in ("pp", "dp", "bubble")),
 )
 """Columns of the table of time: heading, parts of a step."""
 Row = Mapping[str, Any]

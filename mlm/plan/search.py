@@ -5,6 +5,7 @@ repeated. Candidates are taken in the order of a time that they cannot be below 
 best are found without simulating the rest: the result is that of simulating all.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ class Query:
     seq: int
     global_batch: int
     dtype: str = "bf16"
+    imbalance: float = 1.0
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of PlannedLayout that are not searched, with their values."""
 
@@ -58,6 +60,7 @@ def query_of(config: PlanLayoutsConfig) -> Query:
         seq=config.data.seq_length,
         global_batch=config.train.global_batch_size,
         dtype=config.precision.dtype,
+        imbalance=config.imbalance,
         fixed={name: value for name, value in fixed.items() if value is not None},
     )
 
@@ -108,13 +111,13 @@ class Models:
     def __init__(self, query: Query) -> None:
         self.query = query
         self.hardware = hardware = query.hardware.for_ranks(query.gpus)
-        self.memory = MemoryModel.on(hardware, query.model, query.seq, query.dtype)
+        self.memory = MemoryModel.on(hardware, query.model, query.seq, query.dtype, query.imbalance)
         self._costs: dict[int, CostModel] = {}
 
     def cost(self, tp: int) -> CostModel:
         """The time model of layouts of this tp."""
         if tp not in self._costs:
-            shape = Shape(self.query.model, self.query.seq, tp)
+            shape = Shape(self.query.model, self.query.seq, tp, self.query.imbalance)
             self._costs[tp] = CostModel(shape, self.hardware, self.query.dtype)
         return self._costs[tp]
 
@@ -178,8 +181,8 @@ def settings(query: Query, choice: Mapping[str, Any]) -> LayoutValues:
     model = query.model
     return LayoutValues(
         {
-            **{"cp": 1, "ep": 1, "expert_tp": None},  # plans have no context or expert parallelism,
-            "tp_overlap": 1,  # and no products in parts
+            **{"cp": 1, "ep": 1, "expert_tp": None},  # plans have no context parallelism, no whole experts
+            "tp_overlap": 1,  # over tp, and no products in parts
             **choice,
             "model.num_heads": model.num_heads,
             "model.options": model.options,
@@ -209,7 +212,9 @@ def _splits(query: Query) -> Iterator[dict[str, Any]]:
             if query.fixed.get("dp", dp) != dp:
                 continue
             chunks = divisors(layers // pp) if 1 < pp <= layers and layers % pp == 0 else [1]
-            for vp, pipeline, zero, sequence_parallel in product(
+            experts = query.model.architecture.experts
+            for ep, vp, pipeline, zero, sequence_parallel in product(
+                _among(query, "ep", divisors(math.gcd(experts, dp)) if experts else [1]),
                 _among(query, "vp", chunks),
                 _among(query, "pipeline", ["1f1b", "zb_h1", "gpipe"] if pp > 1 else ["1f1b"]),
                 _among(query, "zero", [0, 2, 3] if dp > 1 else [0]),
@@ -220,6 +225,7 @@ def _splits(query: Query) -> Iterator[dict[str, Any]]:
                     "pp": pp,
                     "vp": vp,
                     "dp": dp,
+                    "ep": ep,
                     "pipeline": pipeline,
                     "zero": zero,
                     "sequence_parallel": sequence_parallel,

@@ -26,6 +26,8 @@ class Shape:
     seq: int
     tp: int = 1
     """Tensor-parallel size, for which the vocabulary is padded."""
+    imbalance: float = 1.0
+    """Tokens of the fullest rank's experts over the mean."""
 
     @cached_property
     def sizes(self) -> Architecture:
@@ -41,6 +43,13 @@ class Shape:
     def layer_weights(self) -> float:
         """Elements of a layer's matrices that a token goes through."""
         return self.model.layer_weights
+
+    def held_weights(self, ep: int) -> tuple[float, float]:
+        """Elements of a layer's matrices in a tp group, the mean over the layers: of experts, of the rest."""
+        mixtures = 1 - self.sizes.dense_layers / self.model.num_layers
+        each = mixtures * self.model.mlp_weights(self.sizes.expert_size)
+        rest = self.layer_weights - self.sizes.experts_per_token * each
+        return self.sizes.experts / ep * each, rest
 
     @cached_property
     def table(self) -> int:
@@ -81,6 +90,7 @@ class PlannedLayout:
     pp: int = 1
     vp: int = 1
     dp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
     pipeline: Schedule = "1f1b"
     zero: Literal[0, 2, 3] = 0
@@ -98,6 +108,7 @@ class PlannedLayout:
             pp=parallel.pp,
             vp=parallel.vp,
             dp=dp,
+            ep=parallel.ep,
             sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
             pipeline=parallel.pipeline,
             zero=zero,
@@ -122,7 +133,7 @@ class PlannedLayout:
         """The layout in few words: `tp8 pp4 vp2 dp16 sp zero2 full mb4`."""
         words = [f"tp{self.tp}", f"pp{self.pp}"]
         words += [f"vp{self.vp}"] if self.vp > 1 else []
-        words += [f"dp{self.dp}"]
+        words += [f"dp{self.dp}", *([f"ep{self.ep}"] if self.ep > 1 else [])]
         words += ["sp"] if self.sequence_parallel else []
         words += [self.pipeline] if self.pipeline != "1f1b" else []
         words += [f"zero{self.zero}"] if self.zero else []

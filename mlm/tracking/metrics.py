@@ -1,7 +1,7 @@
 """Numbers of a training run: steps, rates, time left, and the interface that takes them."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +10,35 @@ from typing import Any
 Parts = Mapping[str, float]
 """Numbers other than the loss, by name: its parts, and in a validation the loss of each corpus of a blend."""
 NO_PARTS: Parts = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """Loads of the experts in a step: how many tokens of the global batch chose each."""
+
+    counts: Mapping[int, Sequence[int]]
+    """[E] by layer, of the layers that have experts."""
+    dropped: Mapping[int, Sequence[int]]
+    """[E] by layer: those of them that were beyond an expert's capacity."""
+
+    @property
+    def imbalance(self) -> dict[int, float]:
+        """Largest over mean load, by layer: 1 is even, E over experts per token the most."""
+        return {
+            layer: max(each) * len(each) / max(1, sum(each)) for layer, each in sorted(self.counts.items())
+        }
+
+    @property
+    def dropped_share(self) -> float:
+        """Choices that were dropped, of all."""
+        counts, dropped = (sum(map(sum, each.values())) for each in (self.counts, self.dropped))
+        return dropped / max(1, counts)
+
+    def summary(self) -> dict[str, Any]:
+        """JSON values of the record of a step."""
+        by_layer = {str(layer): round(value, 4) for layer, value in self.imbalance.items()}
+        largest, dropped = max(by_layer.values()), round(self.dropped_share, 6)
+        return {"imbalance": largest, "imbalance_by_layer": by_layer, "dropped": dropped}
 
 
 @dataclass(frozen=True)
@@ -42,13 +71,15 @@ class StepMetrics:
     """Peak memory of this rank's device; resident set of the process on CPU."""
     parts: Parts = field(default_factory=dict)
     """Parts of the loss, and accuracies: mlm_loss, sop_loss, mlm_accuracy, sop_accuracy."""
+    loads: ExpertLoads | None = None
+    """Those of this step; None without experts, and where they are frozen."""
 
 
 def flatten_metrics(metrics: StepMetrics) -> dict[str, Any]:
-    """Return the numbers of a step, its parts among them."""
+    """Return the numbers of a step, its parts and the balance of experts among them."""
     named = {each.name: getattr(metrics, each.name) for each in fields(metrics)}
-    named.pop("parts")
-    return {**named, **metrics.parts}
+    del named["parts"], named["loads"]
+    return {**named, **metrics.parts, **(metrics.loads.summary() if metrics.loads else {})}
 
 
 class Sink:

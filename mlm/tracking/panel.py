@@ -180,6 +180,9 @@ class PlainLines(Display):
             f"lr {m.lr:.3e}",
             f"grad_norm {format_significant(m.grad_norm):>7}",
         ]
+        if m.loads is not None:
+            pairs.append(f"imbalance {max(m.loads.imbalance.values()):5.2f}")
+            pairs.append(f"dropped {m.loads.dropped_share:6.2%}")
         if m.loss_scale is not None:
             pairs += [f"loss_scale {m.loss_scale:<10.0f}", f"skipped {m.skipped_steps:>3}"]
         pairs += [
@@ -267,6 +270,11 @@ class LivePanel(Display):
         rows: list[RenderableType] = [bar]
         if self.metrics is not None:
             rows.append(Columns(self.cells(self.metrics), equal=True, expand=True, padding=(0, 2)))
+            if self.metrics.loads is not None:
+                ratios = [f"{value:.2f}" for value in self.metrics.loads.imbalance.values()]
+                rows.append(flow("largest over mean expert, by layer", ratios, inside))
+                if share := self.metrics.loads.dropped_share:
+                    rows.append(cell("choices dropped", f"{share:.2%}", "yellow"))
         if self.validated is not None:
             step, loss, perplexity, parts = self.validated
             numbers = [f"loss {loss:.4f}", f"perplexity {perplexity:.2f}", f"step {step:,}"]

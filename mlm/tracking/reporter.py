@@ -185,10 +185,10 @@ def build_trackers(out: Path, config: LogConfig, start_step: int) -> list[Sink]:
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Return the numbers of a step as tracker tags, without null values."""
+    """Return the single numbers of a step as tracker tags, without null values."""
     numbers = flatten_metrics(metrics)
     del numbers["step"]
-    return {f"train/{name}": value for name, value in numbers.items() if value is not None}
+    return {f"train/{name}": value for name, value in numbers.items() if isinstance(value, int | float)}
 
 
 class Tracker(Sink, ABC):

@@ -26,6 +26,7 @@ TEMPERATURE = Bound(lambda x: 0 <= x <= 100, "0 to 100")
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 
+SHARE = Bound(lambda x: 0 < x <= 1, "above 0, at most 1")
 FALSE_ALARM = Bound(
     lambda x: 0 <= x < 1 or x >= 1000, "1000 or more clean steps for a false alarm, or 0 for no outliers"
 )
@@ -107,8 +108,8 @@ class IncidentConfig:
     patience: Annotated[int, NOT_NEGATIVE] = 8
     """Steps in a row without finite gradients after which the run has diverged and ends; 0 never ends it."""
     keep: Annotated[int, NOT_NEGATIVE] = 16
-    """Most incidents recorded in a run folder; later ones are a line in the log. Outliers and slow ranks may
-    take half of the places: the others are left to numbers that are not finite and bits that differ."""
+    """Most incidents recorded in a run folder; later ones are a line in the log. Outliers, slow ranks and
+    uneven loads may take half of the places, the others are for numbers not finite and bits that differ."""
     rewinds: Annotated[int, NOT_NEGATIVE] = 8
     """Most returns to a checkpoint; further incidents end the run."""
 
@@ -128,6 +129,11 @@ class CheckConfig:
     """Steps between lines that name the slowest rank and what it spends time on; 0 for none."""
     slow_factor: Annotated[float, POSITIVE] = 2.0
     """A rank that is busy this many times as long as the median of the others is an incident."""
+    expert_steps: Annotated[int, NOT_NEGATIVE] = 100
+    """Steps in a row in which no token chooses an expert, or nearly every one does, that are an incident; 0
+    for none. Judged in each step, reported in logged ones."""
+    expert_share: Annotated[float, SHARE] = 0.9
+    """Tokens of the global batch from which nearly every one has chosen an expert: its router collapses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

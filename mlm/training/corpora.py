@@ -23,6 +23,7 @@ from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.own_dataset import CheckedDataset
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import Dataset
+from mlm.data.stored_corpus import stored_tokens
 from mlm.data.tokenizer import Tokenizer
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError
@@ -63,7 +64,7 @@ class ValidationSet:
 def train_prefix(data: DataConfig) -> Path:
     """Prefix of the training .bin/.idx of a run on one corpus."""
     assert data.train is not None or data.path is not None, "checked with the configuration"
-    return Path(data.train) if data.train is not None else training_prefix(str(data.path))
+    return Path(data.train) if data.train is not None else training_prefix(data)
 
 
 def corpora(data: DataConfig) -> list[Corpus]:
@@ -86,7 +87,7 @@ def validation_prefix(data: DataConfig) -> Path | None:
     """Prefix of the validation .bin/.idx of a run on one corpus, or of the one it names; None without."""
     if data.validation is not None:
         return Path(data.validation)
-    return _beside(training_prefix(data.path), "validation") if data.path is not None else None
+    return _beside(training_prefix(data), "validation") if data.path is not None else None
 
 
 def tokenizer_path(data: DataConfig) -> Path | None:
@@ -95,7 +96,7 @@ def tokenizer_path(data: DataConfig) -> Path | None:
         return Path(data.tokenizer)
     if data.blend and data.kind == "indexed":
         return next((corpus.tokenizer for corpus in corpora(data) if corpus.tokenizer is not None), None)
-    return _tokenizer_of(training_prefix(data.path)) if data.path is not None else None
+    return _tokenizer_of(training_prefix(data)) if data.path is not None else None
 
 
 def _beside(train: Path, part: str) -> Path | None:
@@ -153,11 +154,13 @@ def problems_between(named: Sequence[Corpus]) -> list[str]:
 
 def corpus_source(corpus: Corpus, weight: float = 1.0) -> BlendSource:
     """Entry of a corpus in a checkpoint. Reads its index whole, and samples its tokens."""
+    tokens = bin_path(corpus.train)
+    stored = stored_tokens(tokens)
     source = BlendSource(
         name=corpus.name,
-        path=str(corpus.train),
+        path=str(corpus.train) if stored is None else stored.source.url.removesuffix(".bin"),
         digest=digest_file(idx_path(corpus.train)),
-        sampled=sampled_digest(bin_path(corpus.train)),
+        sampled=sampled_digest(tokens) if stored is None else stored.sampled_digest(),
         weight=weight,
     )
     return replace(source, **source_facts(corpus))

@@ -24,6 +24,7 @@ from mlm.tracking.metrics import Parts, Rates, StepMetrics, Throughput
 from mlm.tracking.peak import DevicePeak, memory_bytes
 from mlm.tracking.reporter import Reporter
 from mlm.training.incidents.divergence import DivergenceStop
+from mlm.training.incidents.experts import ExpertWatch
 from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks, Timeline
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observer, Observers, RewindRequested, own_observers
@@ -51,6 +52,8 @@ class Loop(ABC):
     saver: Saver
     is_stopping: bool = field(default=False, init=False)
     """True once any rank was asked to stop, as all ranks agree."""
+    experts: ExpertWatch | None = field(default=None, init=False)
+    """What follows the loads of experts, where they are trained."""
     stops_after: int = field(default=1, init=False)
     """Step after which a stop requested now takes effect, unless its vote has begun."""
 
@@ -116,6 +119,9 @@ class Loop(ABC):
             watching.append(Timeline(trainer, reporter))
         if config.profile and trainer.ctx.rank < PROFILED_RANKS:
             watching.append(Profiler(trainer, out, reporter))
+        if config.model.architecture.experts and not config.lora.rank:  # beside adapters they are frozen
+            self.experts = ExpertWatch(trainer, incidents.report, self.is_log_due)
+            watching.append(self.experts)
         watching += [saver, StepLogger(self), DivergenceStop(incidents, self.warmup_key)]
         return [*watching, *self.further_observers(), *own_observers(config.train.observers)]
 
@@ -157,6 +163,12 @@ class Loop(ABC):
     def is_done(self) -> bool:
         """True if training is over."""
         return self.trainer.step >= self.trainer.config.train.steps
+
+    def is_log_due(self) -> bool:
+        """True if the step's numbers are reported: of the first, the last and every log.every-th."""
+        step = self.trainer.step
+        is_last = self.is_done() or self.is_stopping
+        return is_last or step == 1 or is_step_due(step, self.trainer.config.log.every)
 
     def is_validation_due(self) -> bool:
         """True if a validation is due; the last step is always validated."""
@@ -203,11 +215,9 @@ class StepLogger(Observer):
 
     def after_step(self, outcome: StepOutcome) -> None:
         """Count the step, and report it if due."""
-        loop, step = self.loop, self.loop.trainer.step
-        loop.count()
-        loop.reporter.advance(step)
-        is_last = loop.is_done() or loop.is_stopping
-        if is_last or step == 1 or is_step_due(step, loop.trainer.config.log.every):
+        self.loop.count()
+        self.loop.reporter.advance(self.loop.trainer.step)
+        if self.loop.is_log_due():
             self.log(outcome)
 
     def log(self, outcome: StepOutcome) -> None:
@@ -230,6 +240,7 @@ class StepLogger(Observer):
                 mfu=rates.mfu,
                 memory_bytes=memory_bytes(trainer.ctx.device),
                 parts=loop.parts(means, rates),
+                loads=loop.experts.loads if loop.experts else None,
             )
         )
 

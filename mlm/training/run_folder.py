@@ -18,7 +18,7 @@ import mlm
 from mlm.checkpoint.native.format import JSON
 from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import derived_id, write_streamed
+from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
 from mlm.checkpoint.parameters import build_on_meta, parameters
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
@@ -83,30 +83,43 @@ def write_imported(
     Raises:
         UserError: `out` is not free (`out_problems`), or the disk is too small or cannot be written.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in parameters(model).items()}
-    count = sum(tensor.num_bytes for tensor in tensors.values())
     config = run_config(str(source["name"]).rpartition("/")[2] or "imported", model)
     initial = initial_values(model, filled, config.seed)
-    state = {
-        **imported_state(config, source, filled),
+
+    def piece(name: str, region: Region) -> Tensor:
+        name = name.removeprefix("model.")
+        if name not in initial:
+            return read(name, region)
+        return initial[name][region.within(Region.whole(initial[name].shape))]
+
+    tensors = {f"model.{name}": tensor for name, tensor in parameters(model).items()}
+    state = imported_state(config, source, filled)
+    return write_run(out, tensors, piece, state=state, tokenizer=tokenizer, check=check)
+
+
+def write_run(
+    out: Path,
+    tensors: Mapping[str, GlobalTensor],
+    read: Callable[[str, Region], Tensor],
+    *,
+    state: Mapping[str, JSON],
+    tokenizer: Tokenizer | None,
+    check: Callable[[Path], None] = lambda run: None,
+) -> Path:
+    """Write tensors as the run directory `out`; return its step-00000000 directory.
+
+    `state` alone, with the versions and the tokenizer, makes the checkpoint. Raises UserError as
+    `write_imported` does, of which the other arguments are those.
+    """
+    count = sum(tensor.num_bytes for tensor in tensors.values())
+    whole: dict[str, JSON] = {
+        **state,
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
         **({} if tokenizer is None else {TOKENIZER: digests_of_tokenizer(tokenizer).encode()}),
     }
-
-    def piece(name: str, region: Region) -> Tensor:
-        if name not in initial:
-            return read(name, region)
-        return initial[name][tuple(slice(o, o + n) for o, n in zip(*region, strict=True))]
-
     with new_folder(out, count) as run, progress_bar(f"writing {out}", count, in_bytes=True) as advance:
         written = write_streamed(
-            run / CHECKPOINTS,
-            0,
-            tensors,
-            lambda name, region: piece(name.removeprefix("model."), region),
-            save_id=derived_id(state),
-            state=state,
-            progress=advance,
+            run / CHECKPOINTS, 0, tensors, read, save_id=derived_id(whole), state=whole, progress=advance
         )
         if tokenizer is not None:
             tokenizer.save(run / "tokenizer.json")

@@ -72,14 +72,12 @@ def early_tables(model: PipelinedModel) -> list[VocabParallelEmbedding]:
     """Token tables whose gradient the loss may add to the sum in its forward pass.
 
     Not those that FSDP2 shards: it keeps their gradients elsewhere. Not in a family of the user's own, whose
-    loss may be scaled or recomputed. On a CPU not those that the same chunk embeds tokens with: autograd adds
-    up both terms of a micro-batch first, and sums in another order round otherwise.
+    loss may be scaled or recomputed.
     """
     tables: list[VocabParallelEmbedding] = []
     for chunk in model.chunks:
         stage, config = chunk.stage, chunk.config
-        has_both_terms = stage.is_first and config.is_tied and model.ctx.device.type == "cpu"
-        if stage.is_last and config.kind in SHIPPED and not has_both_terms:
+        if stage.is_last and config.kind in SHIPPED:
             found = [module for module in chunk.modules() if isinstance(module, VocabParallelEmbedding)]
             tables += [table for table in found if not hasattr(table, DP_SLICES)]
     return tables
@@ -116,22 +114,7 @@ class Trainer(Generic[B]):
         )
         self.past = Past()
         self.extra_state: dict[str, Any] = {}
-        self.reducers: Sequence[Reducer] = [
-            build_reducer(
-                chunk,
-                ctx.replicas,
-                zero=config.parallel.zero,
-                compute_dtype=self.model.dtype,
-                units=chunk.layers.values(),
-                methods=self.objective.methods,
-                reduce=config.parallel.zero_reduce,
-                late_weights=self.model.defers_weight_grads,
-                keep_buffers=config.cuda_graphs,
-                fuse_accumulation=config.fuse_accumulation,
-                replicated=[p for p in chunk.parameters() if p.requires_grad] if config.lora.rank else (),
-            )
-            for chunk in self.model.chunks
-        ]
+        self.reducers = self._build_reducers()
         self.gradients = [
             ReducedGradients(
                 reducer,
@@ -144,8 +127,15 @@ class Trainer(Generic[B]):
             )
         ]
         self.balance = Balance(
-            (r for chunk in self.model.chunks for r in routers(chunk) if not config.lora.rank),
+            {
+                int(layer): router
+                for chunk in self.model.chunks
+                for layer, block in chunk.layers.items()
+                for router in routers(block)
+                if not config.lora.rank
+            },
             (ctx.replicas, ctx.tp) if config.parallel.sequence_parallel else (ctx.replicas,),
+            drops=objective is None,  # a padded text has no share of tokens that would not change with others
         )
         self.early_tables = early_tables(self.model)
         self.shards: Sequence[ParameterShard] = tuple(
@@ -163,6 +153,26 @@ class Trainer(Generic[B]):
         self.left_out: Ranges = ()
         self.is_sound = True
         self.observers = Observers()
+
+    def _build_reducers(self) -> Sequence[Reducer]:
+        """Each chunk's sum of gradients over dp; parameters that it shards are replaced."""
+        config, trains_few = self.config, bool(self.config.lora.rank)
+        return [
+            build_reducer(
+                chunk,
+                self.ctx.replicas,
+                zero=config.parallel.zero,
+                compute_dtype=self.model.dtype,
+                units=chunk.layers.values(),
+                methods=self.objective.methods,
+                reduce=config.parallel.zero_reduce,
+                late_weights=self.model.defers_weight_grads,
+                keep_buffers=config.cuda_graphs,
+                fuse_accumulation=config.fuse_accumulation,
+                replicated=[p for p in chunk.parameters() if p.requires_grad] if trains_few else (),
+            )
+            for chunk in self.model.chunks
+        ]
 
     def train_step(self, batches: Sequence[B]) -> StepOutcome:
         """One optimizer step over this rank's micro-batches. Reads nothing back from the device."""

@@ -159,18 +159,26 @@ def digest_file(
 
 
 def sampled_digest(path: Path) -> str:
-    """Digest a file in bounded time: all of it up to WHOLE bytes, else its size and SAMPLES blocks.
+    """Digest a file in bounded time (`digest_samples`). Raises OSError."""
+    with open(path, "rb", buffering=0) as f:
+        size = os.fstat(f.fileno()).st_size
+        return digest_samples(size, lambda begin, count: os.pread(f.fileno(), count, begin))
+
+
+def digest_samples(size: int, read: Callable[[int, int], bytes]) -> str:
+    """Digest all of a file up to WHOLE bytes, else its size and SAMPLES blocks. `read` takes place and count.
 
     The blocks are equally spaced, the first and the last included. A rewritten file differs in them; a single
-    changed byte between them is found by a full read alone. Raises OSError.
+    changed byte between them is found by a full read alone.
     """
-    size = path.stat().st_size
     if size <= WHOLE:
-        return digest_file(path)
+        h = xxhash.xxh3_128()
+        for begin in range(0, size, CHUNK):
+            h.update(read(begin, min(CHUNK, size - begin)))
+        return digest_name(h)
     h = xxhash.xxh3_128(size.to_bytes(8, "little"))
-    with open(path, "rb", buffering=0) as f:
-        for number in range(SAMPLES):
-            h.update(os.pread(f.fileno(), SAMPLE, (size - SAMPLE) * number // (SAMPLES - 1)))
+    for number in range(SAMPLES):
+        h.update(read((size - SAMPLE) * number // (SAMPLES - 1), SAMPLE))
     return digest_name(h)
 
 

@@ -237,8 +237,8 @@ def _hint_of_loss(step: StepReport, wrong: Sequence[Difference]) -> str:
     return (
         "the forward pass differs: suspect how weights are split (the order of the qkv rows), a sum over tp, "
         "positions (learned or rotary positions, of tp and cp ranks too), dropout masks, the order in which "
-        "tokens come back from experts, the biases of routers, which move once a step, or which samples each "
-        "replica reads"
+        "tokens come back from experts, the biases of routers, which move once a step, the capacity of "
+        "experts, which is of a whole sequence, or which samples each replica reads"
     )
 
 

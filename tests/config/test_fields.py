@@ -120,10 +120,10 @@ def test_every_command_checks_the_bounds_of_its_fields(values: dict[str, Any], p
     "path", ["s3://bucket/corpus", "https://host/a.jsonl", "gs://b", "hf://datasets/a/b"]
 )
 @pytest.mark.parametrize("role", [Role.INPUT, Role.RESULT, Role.FOLDER])
-def test_remote_stores_are_neither_read_nor_written(path: str, role: Role) -> None:
+def test_a_path_of_another_role_is_none_of_a_remote_store(path: str, role: Role) -> None:
     problem = path_problem("data.path", path, role)
     assert problem == (
-        f"data.path={path}: remote stores are neither read nor written; copy it to this machine, or mount "
+        f"data.path={path}: not read from or written to a remote store; copy it to this machine, or mount "
         "it, and name that path"
     )
     assert path_problem("data.path", path.replace("://", ":"), role) is None

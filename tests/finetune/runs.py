@@ -60,6 +60,7 @@ GPT2 = replace(BERT, kind="gpt2", vocab_size=384, token_types=0, activation="gel
 LLAMA = replace(
     GPT2, kind="llama", ffn_hidden_size=24, activation="silu", options={"num_kv_heads": 1, "window": 30}
 )
+MIXTURE = replace(LLAMA, options={"num_kv_heads": 1, "num_experts": 4, "balance": "global_batch"})
 KINDS = ("classification", "regression", "choice", "span")
 CHANGES: dict[str, Any] = {"max_length": 40}
 

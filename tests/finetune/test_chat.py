@@ -160,6 +160,17 @@ def test_run_is_the_same_at_every_layout(folder: Path, alone: Path, layout: str)
     torch.testing.assert_close(first, second, rtol=1e-7, atol=1e-9)
 
 
+def test_run_with_experts_is_the_same_at_ep_2(folder: Path) -> None:
+    """Losses and scores, in float64."""
+    found = []
+    for name, parallel in (("mixtral-alone", ParallelConfig()), ("mixtral-ep2", ParallelConfig(dp=2, ep=2))):
+        out, ckpt = folder / name, str(folder / "mixtral")
+        config = chatting(folder, ckpt=ckpt, out=str(out), parallel=parallel, train=SHORT)
+        run_on_ranks(command, run.run, config, dp=parallel.dp or 1, ep=parallel.ep)
+        found.append([*losses(out), read(out / "result.json")["scores"]["validation"]["loss"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
 def test_single_file_holds_out_conversations(tmp_path: Path) -> None:
     rows = [{"messages": [{**TALK[0], "content": str(n % 30)}, TALK[1]]} for n in range(40)]
     file = str(write_rows(tmp_path / "conversations.jsonl", rows))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlm.tracking.config import LogConfig
+from mlm.tracking.metrics import ExpertLoads
 from mlm.tracking.panel import LivePanel, PlainLines, duration, format_count, format_significant, step_time
 from mlm.tracking.reporter import training_console
 from tests.tracking.reporting import Clock, read_metrics, reporter, shown, step_metrics, terminal
@@ -133,6 +134,22 @@ def test_the_panel_shows_the_loss_scale_in_fp16_only() -> None:
 def test_the_panel_leaves_room_for_an_echoed_control_c(width: int) -> None:
     """A ^C typed behind the panel must not wrap: the next drawing would be a line off."""
     assert max(map(len, panel_text(width).splitlines())) <= width - 4
+
+
+LOADS = ExpertLoads({1: [3, 1, 0, 0], 2: [1, 1, 1, 1]}, {1: [2, 0, 0, 0], 2: [0] * 4})
+
+
+def test_both_displays_show_the_balance_of_experts(tmp_path: Path) -> None:
+    """Largest over mean: the panel of each layer, a plain line of the least even one."""
+    text = panel_text(loads=LOADS)
+    assert "largest over mean expert, by layer 3.00 · 1.00" in text
+    assert "choices dropped 25.00%" in text
+    (line,) = lines_of(tmp_path, {"loads": LOADS})
+    assert (pairs(line)["imbalance"], pairs(line)["dropped"]) == ("3.00", "25.00%")
+    (record,) = (each for each in read_metrics(tmp_path) if each["kind"] == "step")
+    assert record["imbalance"] == 3.0
+    assert record["imbalance_by_layer"] == {"1": 3.0, "2": 1.0}
+    assert record["dropped"] == 0.25
 
 
 def test_micro_batches_show_that_a_first_or_slow_step_runs() -> None:

@@ -36,8 +36,9 @@ def spec_of(parallel: ParallelConfig, *, dropout: float = 0.0, dtype: str = "fp6
     return replace(spec, model=replace(spec.model, num_layers=4), parallel=parallel)
 
 
-def sizes(parallel: ParallelConfig) -> dict[str, int]:
-    return {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp or 1}
+def sizes(parallel: ParallelConfig) -> dict[str, Any]:
+    whole = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": parallel.dp or 1}
+    return whole | {"ep": parallel.ep, "expert_tp": parallel.expert_tp}
 
 
 @pytest.mark.parametrize(

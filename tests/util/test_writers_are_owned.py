@@ -23,6 +23,7 @@ ALLOWED = {
     "corpus/stages/publish.py": "moves what it merged into the corpus",
     "corpus/stages/run.py": "files of a stage in the work folder",
     "data/indexed.py": "the pair that it writes",
+    "data/stored_corpus.py": "blocks in the mirror that it made",
     "launch/doctor/folder.py": "files of a trial, in a folder whose name it has drawn",
     "util/lock.py": "its own lock, and temporary folders that are over, by name, owner and lock",
     "training/run_folder.py": "names a finished folder, over an empty one at most",

@@ -51,6 +51,10 @@ MIXTURES: dict[str, dict[str, bool | int | float | str]] = {
         **{"num_experts": 4, "expert_ffn_size": 8, "balance": "sequence", "balance_coefficient": 0.1},
         "router_normalise": False,
     },
+    "capacity": {
+        **{"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8, "capacity_factor": 0.7},
+        **{"balance": "bias", "dense_layers": 1},
+    },
 }
 """Options of the mixtures of experts: all that the family has."""
 
@@ -323,6 +327,11 @@ MOE_LAYOUTS = parse_layouts(
     "moe=sequence",
     "tp=2 cp=2 dp=2 ep=2 zero=3 recompute=selective moe=sigmoid",
     "dp=2 ep=2 documents moe=softmax",
+    "dp=2 ep=2 zero=3 recompute=full moe=capacity",
+    "cp=2 ep=2 pp=2 pipeline=zb_h1 micro_batches=3 moe=capacity",
+    "tp=2 sequence_parallel expert_tp=1 pp=2 dp=2 ep=4 moe=capacity",
+    "tp=4 sequence_parallel cp=2 ep=2 recompute=selective micro_batches=1 moe=capacity",
+    "tp=2 cp=2 dp=2 ep=2 zero=2 moe=capacity",
     # narrower formats round the scores: some choices of nearly equal experts differ
     "dp=2 ep=2 precision=fp32 moe=softmax",
     "tp=2 sequence_parallel expert_tp=1 ep=2 precision=bf16 moe=softmax",

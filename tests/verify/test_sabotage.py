@@ -188,6 +188,11 @@ def without_z_loss(router: Router, *arguments: Tensor) -> Tensor | None:
     return TRUE_LOSS(router, *arguments)
 
 
+def no_earlier_choices(counts: Tensor, *axes: Any) -> Tensor:
+    """Each rank fills the experts anew, and its second half as if the first were not there."""
+    return torch.zeros_like(counts)
+
+
 def bias_of_each_micro_batch(router: Router, weights: Tensor, experts: Tensor, *rest: Tensor) -> Tensor:
     if any(axis.size > 1 for axis in router.axes):
         counts = count_choices(experts, router.settings.num_experts)
@@ -424,6 +429,13 @@ CASES = {
         Layout(cp=2, ep=2, moe="sigmoid"),
         "loss of step 1",
         "the biases of routers",
+    ),
+    "capacity of a rank's own tokens": Sabotage(
+        "mlm.parallel.expert.capacity.earlier_choices",
+        no_earlier_choices,
+        Layout(cp=2, ep=2, moe="capacity"),
+        "loss of step 1",
+        "capacity",
     ),
     "weight decay on one stage only": Sabotage(
         "mlm.training.trainer.Trainer.clip_and_update",

@@ -35,6 +35,7 @@ SMALL = [
     *("model.hidden_size=16", "model.vocab_size=61", "data.seq_length=16", "train.global_batch_size=8"),
     *("steps=2", "optimizer.lr=1e-3", "dist.threads_per_rank=1"),
 ]
+EXPERTS = ["model=moe_tiny", "model.num_heads=4", "model.max_positions=32"]
 DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
 
 
@@ -120,6 +121,8 @@ def test_a_counter_altered_before_resuming_is_different_from_the_first_step_on(
         ["dp=2", *DROPOUT, "resumed.dp=1"],
         ["dp=2", "zero=2", *DROPOUT, "precision=fp16"],
         ["pp=2", *DROPOUT, "checkpoint.asynchronous=false"],
+        [*EXPERTS, "dp=2", "ep=2"],
+        [*EXPERTS, "dp=2", "ep=2", "resumed.ep=1", "precision=fp64"],
         ["schedule=cosine_v1", "schedule.warmup_steps=3", "train.steps=9", "optimizer.lr=1e-2"],
     ],
     ids=" ".join,

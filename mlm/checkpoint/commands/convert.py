@@ -78,11 +78,10 @@ def open_(config: ConvertConfig) -> Source:
     """Open the source. Raises UserError."""
     settings = SourceSettings(config.config, config.vocab_size, config.num_heads, config.tokenizer)
     source = open_source(config.source, settings)
-    parts = source.model.architecture
-    if parts.experts or parts.attention_weights:
-        what = "mixtures of experts" if parts.experts else "models of latent attention"
+    if source.model.architecture.attention_weights:
         raise UserError(
-            f"source={config.source}: {what} are not converted; use mlm import hf or mlm export hf"
+            f"source={config.source}: models of latent attention are not converted; use mlm import hf or "
+            "mlm export hf"
         )
     return source
 

@@ -12,7 +12,7 @@ from mlm.checkpoint.native.format import JSON
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.huggingface import Location, show
 from mlm.models.lora import adapter_shards, layer_locations
-from mlm.parallel.low_rank import AdaptedRows
+from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter
 from mlm.util.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -63,6 +63,9 @@ def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]
     if mapping is None:
         raise UserError(f"model.kind={model.kind} has no counterpart in transformers, nor in peft")
     for shard, adapter in adapter_shards(model, lora):
+        if isinstance(adapter, ExpertAdapter):
+            problem = f"lora.targets={show(list(lora.targets))}: adapters of routed experts"
+            raise UserError(f"{problem} are not stored as peft stores any; use mlm export hf merge=true")
         if shard.name.endswith(".a"):
             name = shard.name.removesuffix(".lora.a")
             if name not in locations:

@@ -153,7 +153,7 @@ def shape_config(args: MegatronArgs, kind: str, sizes: Sizes, heads: int | None)
     }
     grouped = mappings()[kind].is_grouped
     shape = ModelConfig(kind=kind, num_heads=heads if grouped and heads else 1, **known)
-    if grouped and (problem := family_of(kind).model_problem(shape)):
+    if grouped and (problem := family_of(kind).model_problem(shape) or mappings()[kind].problem(shape)):
         raise UserError(f"{args.path}: its args are those of no model of ours: {problem}")
     return shape
 

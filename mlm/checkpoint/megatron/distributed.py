@@ -6,12 +6,15 @@
 
 Names are those with Transformer Engine. The layers of a usual model are one tensor with the layer as its
 first dim, decoder.layers.mlp.linear_fc1.weight; with other settings, and in fsdp_dtensor, each has a
-number. The rows of a fused gate and input are [gate, up], whatever the tensor-parallel size. Source:
-NVIDIA/Megatron-LM, core/dist_checkpointing, core/transformer/transformer_block.py, mlp.py.
+number. So are experts, in the dim after that of the layers. The rows of a fused gate and input are
+[gate, up], whatever the tensor-parallel size. Source: NVIDIA/Megatron-LM, core/dist_checkpointing,
+core/transformer/transformer_block.py, mlp.py, moe/experts.py.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -37,8 +40,12 @@ _OTHER = re.compile(
 _WRAPPERS = re.compile(r"(?:(?:model\d*|module)\.)+")
 """What wrappers of modules put before a name."""
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d)(.+)")
+_EXPERTS = re.compile(r"(.+\.mlp\.experts\.experts)\.(?!\d)(.+)")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MOST_LAYERS = 10_000
+MOST_STACKED = 1 << 17
+"""Layers times experts of a tensor."""
+Place = tuple[str, tuple[int, ...]]
+"""A stored tensor, and an index into its first dims."""
 
 
 class CoreTensors:
@@ -46,9 +53,9 @@ class CoreTensors:
 
     tp = pp = vp = 1
 
-    def __init__(self, path: Path, reader: DCPReader, places: dict[str, tuple[str, int | None]]) -> None:
+    def __init__(self, path: Path, reader: DCPReader, places: dict[str, Place]) -> None:
         self.path, self.reader, self.places = path, reader, places
-        """Our name -> the stored tensor, and the layer's row in it."""
+        """Our name -> the stored tensor, and the layer's and the expert's index in it."""
         layers = {int(name.split(".")[1]) for name in places if name.startswith("layers.")}
         if layers != set(range(len(layers))):
             raise CorruptFileError(
@@ -93,16 +100,13 @@ class CoreTensors:
 
     def load(self, name: str, region: Region) -> Tensor:
         """Return those elements, float32 on the CPU."""
-        stored, layer = self.places[name]
-        if layer is None:
-            return self.reader.read(stored, region, torch.float32)
-        row = Region((layer, *region.offset), (1, *region.size))
-        return self.reader.read(stored, row, torch.float32).squeeze(0)
+        stored, index = self.places[name]
+        part = Region((*index, *region.offset), (*(1 for _ in index), *region.size))
+        return self.reader.read(stored, part, torch.float32).reshape(region.size)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        stored, layer = self.places[name]
-        shape = self.reader.tensors[stored].shape
-        return shape if layer is None else shape[1:]
+        stored, index = self.places[name]
+        return self.reader.tensors[stored].shape[len(index) :]
 
 
 def is_distributed(folder: Path) -> bool:
@@ -152,17 +156,18 @@ def open_distributed(
     )
 
 
-def core_names(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[str, int | None]]:
-    """Return Megatron Core's name of each layer's tensors -> the stored tensor and the layer's row in it."""
-    names: dict[str, tuple[str, int | None]] = {}
+def core_names(tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
+    """Return Megatron Core's name of each layer's and expert's tensors -> where it is stored."""
+    names: dict[str, Place] = {}
     for stored, tensor in tensors.items():
         plain = _WRAPPERS.sub("", stored, count=1) if _WRAPPERS.match(stored) else stored
-        if (stacked := _STACKED.fullmatch(plain)) is None:
-            names[plain] = stored, None
-            continue
-        layers = tensor.shape[0] if tensor.shape else 0
-        if layers > MOST_LAYERS:
-            raise CorruptFileError(f"{stored} has {layers} layers; {MOST_LAYERS} are supported")
-        for layer in range(layers):
-            names[f"{stacked[1]}.{layer}.{stacked[2]}"] = stored, layer
+        stacks = [pattern for pattern in (_STACKED, _EXPERTS) if pattern.fullmatch(plain)]
+        counts = tensor.shape[: len(stacks)]
+        if math.prod(counts) > MOST_STACKED or len(counts) < len(stacks):
+            raise CorruptFileError(f"{stored} is {list(tensor.shape)}; {MOST_STACKED} layers are supported")
+        for index in product(*map(range, counts)):
+            name = plain
+            for pattern, number in zip(stacks, index, strict=True):
+                name = pattern.sub(rf"\g<1>.{number}.\g<2>", name)
+            names[name] = stored, index
     return names

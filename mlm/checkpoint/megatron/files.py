@@ -171,7 +171,7 @@ def _rank_files(step: Path) -> RankFiles:
         if not numbers or path is None:  # the moments of one data-parallel rank lie in folders of their own
             continue
         if numbers[3] is not None:
-            raise UserError(f"{folder}: a mixture of experts (three rank numbers): mlm has no such model")
+            raise expert_ranks_error(folder)
         rank = int(numbers[1]), int(numbers[2] or 0)
         if rank in files:
             raise CorruptFileError(f"{step}: {folder.name} of two layouts: delete the older")
@@ -186,6 +186,14 @@ def _rank_files(step: Path) -> RankFiles:
                 f"{step}: {name}/{MODEL_FILES[0]} is missing, of tp={tp} pp={pp} ranks: copy it too"
             )
     return RankFiles(step, files, tp, pp)
+
+
+def expert_ranks_error(path: Path) -> UserError:
+    """Return the error of files that hold some experts each."""
+    return UserError(
+        f"{path}: of one expert-parallel rank: in Megatron-LM, save it again as torch_dist, with "
+        "--ckpt-convert-format torch_dist"
+    )
 
 
 def _nothing_found(step: Path) -> UserError:

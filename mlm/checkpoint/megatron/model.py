@@ -1,6 +1,6 @@
 """A Megatron-LM checkpoint of any format as a model of ours: settings, and parameters read one at a time."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +25,7 @@ from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import parameters
 from mlm.checkpoint.woven import reweave
 from mlm.models.config import ModelConfig
-from mlm.models.megatron import HEAD, MegatronMapping, Weaves, split_layer
+from mlm.models.megatron import HEAD, STACKS, MegatronMapping, Weaves, short_name
 from mlm.models.stage import parameter_home
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
@@ -84,16 +84,24 @@ class MegatronModel:
         """
         if name in self.zeros:
             return torch.zeros(region.size)
-        if split_layer(name)[1] in self.weaves.ours:
-            whole = reweave(name, self.weaves.theirs, self.weaves.ours, self._load_whole)
-            wanted = whole[region.within(Region.whole(whole.shape))]
+        if short_name(name) in STACKS:
+            first, count = region.offset[0], region.size[0]
+            inner = Region(region.offset[1:], region.size[1:])
+            experts = [self._read(f"{name}.{expert}", inner) for expert in range(first, first + count)]
+            wanted = torch.stack(experts) if experts else torch.empty(region.size)
         else:
-            wanted = self.held.load(name, region)
+            wanted = self._read(name, region)
         if wanted.numel() and not torch.stack(wanted.aminmax()).isfinite().all():
             raise CorruptFileError(
                 f"{self.held.path}: {name} is not finite everywhere: take another iteration"
             )
         return wanted.contiguous()
+
+    def _read(self, name: str, region: Region) -> Tensor:
+        if short_name(name) not in self.weaves.ours:
+            return self.held.load(name, region)
+        whole = reweave(name, self.weaves.theirs, self.weaves.ours, self._load_whole)
+        return whole[region.within(Region.whole(whole.shape))]
 
     def _load_whole(self, name: str) -> Tensor:
         shape = self.shapes[name]
@@ -127,9 +135,13 @@ def assemble(
     """
     mapping, sizes = mappings()[kind], {"num_layers": held.num_layers}
     present = set(held.names())
+    given = mapping.settings(args.values) if config is None else {"ffn_hidden_size": config.ffn_size}
     for field, (name, is_split, dim) in mapping.sizes.items():
-        _check_present(held.path, name, present)
-        sizes[field] = held.extent(name, dim, is_split)
+        if name in present or field not in given:
+            _check_present(held.path, name, present)
+            sizes[field] = held.extent(name, dim, is_split)
+        else:  # no layer without experts shows it
+            sizes[field] = given[field]
     check_recorded(args, held.tp, held.pp, sizes)
     table_rows = sizes["vocab_size"]
     heads = args.number("num_attention_heads") or num_heads
@@ -165,15 +177,30 @@ def assemble(
 def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, GlobalTensor]:
     """Return the tensors of a model as Megatron has them, whole, under our names for them."""
     ours = parameters(replace(model, vocab_multiple=1))
-    kept = {name: one for name, one in ours.items() if split_layer(name)[1] not in weaves.ours}
+    kept = {name: one for name, one in ours.items() if short_name(name) not in weaves.ours}
+    for name, one in ours.items():
+        if short_name(name) in STACKS:
+            kept.pop(name, None)
+            kept |= {f"{name}.{expert}": part for expert, part in enumerate(_experts(one))}
     for layer in range(model.num_layers if weaves.theirs else 0):
         for short, woven in weaves.theirs.items():
+            if short in STACKS:
+                continue
             name = f"layers.{layer}.{short}"
             rest = () if short.endswith("bias") else (model.hidden_size,)
             kept[name] = GlobalTensor(
                 (woven.rows, *rest), torch.float32, TensorSplit(0, parameter_home(name), 1)
             )
     return kept
+
+
+def _experts(stack: GlobalTensor) -> Iterator[GlobalTensor]:
+    """Yield the tensor of each expert, split over tp as all of them."""
+    count, *shape = stack.shape
+    assert stack.split.tp_dim is not None
+    split = replace(stack.split, tp_dim=stack.split.tp_dim - 1)
+    for _ in range(count):
+        yield GlobalTensor(tuple(shape), torch.float32, split)
 
 
 def _check_present(path: Path, name: str, present: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ padded with zeros, as Megatron pads it.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.woven import reweave
 from mlm.models.config import ModelConfig
-from mlm.models.megatron import MegatronMapping, split_layer
+from mlm.models.megatron import MegatronMapping, short_name, split_expert
 from mlm.models.stage import split_layers
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
@@ -75,10 +76,10 @@ class MegatronWriter:
     def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a whole tensor of that shape."""
         weaves = self.mapping.weaves(self.model, self.tp)
-        if split_layer(name)[1] in weaves.theirs:
+        if short_name(name) in weaves.theirs:
             return reweave(name, weaves.ours, weaves.theirs, self._load_ours).to(self.dtype)
         if name not in TABLES:
-            return self.read(name, Region.whole(shape)).to(self.dtype)
+            return self._read(name, shape).to(self.dtype)
         padded = torch.zeros(shape, dtype=self.dtype)
         tokens, rest = self.model.vocab_size, shape[1:]
         for first in range(0, tokens, ROWS):  # not two tables in memory
@@ -90,10 +91,19 @@ class MegatronWriter:
     def _load_ours(self, name: str) -> Tensor:
         """Return a whole parameter of ours that is part of a woven tensor."""
         weaves = self.mapping.weaves(self.model, self.tp)
-        rows = weaves.ours[split_layer(name)[1]].rows
-        return self.read(
-            name, Region.whole((rows,) if name.endswith("bias") else (rows, self.model.hidden_size))
-        )
+        rows = weaves.ours[short_name(name)].rows
+        return self._read(name, (rows,) if name.endswith("bias") else (rows, self.model.hidden_size))
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a whole parameter of ours, of experts one's."""
+        stack, expert = split_expert(name)
+        if expert is None:
+            return self.read(name, Region.whole(shape))
+        return self.read(stack, Region((expert, *(0 for _ in shape)), (1, *shape))).squeeze(0)
+
+    def core_name(self, name: str) -> tuple[str, int | None]:
+        """Return Megatron Core's name, as `MegatronMapping.core_name`."""
+        return self.mapping.core_name(name, has_experts=self.model.architecture.experts > 0)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a run that has this model."""
@@ -128,29 +138,28 @@ class MegatronWriter:
 def core_tensors(
     writer: MegatronWriter, *, stacked: bool
 ) -> tuple[dict[str, DCPTensor], Callable[[str, Region], Tensor]]:
-    """Return Megatron Core's tensors for a DCP folder, an item for each layer, and what reads them.
+    """Return Megatron Core's tensors for a DCP folder, an item for each layer or expert, and what reads them.
 
-    `stacked` makes one tensor of all layers, as torch_dist has them; else each has a number.
+    `stacked` makes one tensor of all layers, as torch_dist has them; else each has a number. Experts are one.
     """
-    sources: dict[str, list[tuple[str, GlobalTensor]]] = {}
+    sources: dict[str, dict[tuple[int, ...], tuple[str, GlobalTensor]]] = {}
     for name, tensor in writer.tensors().items():
-        theirs, layer = writer.mapping.core_name(name)
+        theirs, layer = writer.core_name(name)
+        theirs = re.sub(r"\.local_experts\.\d+\.", ".experts.", theirs)
         key = theirs if layer is None else theirs.replace(".{}", "") if stacked else theirs.format(layer)
-        sources.setdefault(key, []).append((name, tensor))
+        numbers = (layer if stacked else None, split_expert(name)[1])
+        index = tuple(number for number in numbers if number is not None)
+        sources.setdefault(key, {})[index] = name, tensor
     forms: dict[str, DCPTensor] = {}
     for key, held in sources.items():
-        shape = held[0][1].shape
-        if not stacked or split_layer(held[0][0])[0] is None:
-            forms[key] = DCPTensor(shape, writer.dtype, (Region.whole(shape),))
-            continue
-        held.sort(key=lambda item: split_layer(item[0])[0] or 0)
-        rows = tuple(Region((n, *(0,) * len(shape)), (1, *shape)) for n in range(len(held)))
-        forms[key] = DCPTensor((len(held), *shape), writer.dtype, rows)
+        shape, counts = next(iter(held.values()))[1].shape, [1 + number for number in max(held)]
+        rows = [Region((*n, *(0 for _ in shape)), (*(1 for _ in n), *shape)) for n in sorted(held)]
+        forms[key] = DCPTensor((*counts, *shape), writer.dtype, tuple(rows))
 
     def read(key: str, region: Region) -> Tensor:
-        shape = sources[key][0][1].shape
-        layer = region.offset[0] if len(region.size) > len(shape) else 0
-        return writer.load(sources[key][layer][0], shape).reshape(region.size)
+        depth = len(next(iter(sources[key])))
+        name, tensor = sources[key][region.offset[:depth]]
+        return writer.load(name, tensor.shape).reshape(region.size)
 
     return forms, read
 
@@ -186,7 +195,7 @@ class RankFile:
 
 def rank_files(writer: MegatronWriter) -> Iterator[RankFile]:
     """Yield the files of tp * pp ranks. Raises UserError if the model cannot be split so."""
-    model, mapping = writer.model, writer.mapping
+    model = writer.model
     kv_heads = model.architecture.kv_heads
     if model.num_heads % writer.tp or kv_heads % writer.tp or model.ffn_size % writer.tp:
         raise UserError(
@@ -198,7 +207,7 @@ def rank_files(writer: MegatronWriter) -> Iterator[RankFile]:
         for name, tensor in tensors.items():
             home = tensor.split.stage
             is_here = home in stage.layers if isinstance(home, int) else getattr(stage, f"is_{home}")
-            theirs, layer = mapping.core_name(name)
+            theirs, layer = writer.core_name(name)
             if is_here:
                 held.append((theirs.format(None if layer is None else layer - stage.layers[0]), name, tensor))
         if stage.is_last and not stage.is_first and model.is_tied:

@@ -4,7 +4,7 @@ import errno
 import glob
 import os
 import stat
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -17,6 +17,7 @@ from mlm.corpus.read.tables import HUB, HubSource, find_hub
 from mlm.data.config import SPLITS
 from mlm.data.receipt import INPUTS, RECEIPT, REJECTED
 from mlm.util.errors import UserError
+from mlm.util.object_store import S3, is_stored, list_objects
 from mlm.util.ownership import KINDS, kind_of_folder, matches_any
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
@@ -156,7 +157,7 @@ def find_inputs(config: DataBuildConfig) -> Listing:
     """
     hub = HubSource(config.input, config.hub_config, config.hub_split, config.hub_revision)
     listing = search(config.input, hub, unreadable=config.unreadable)
-    if config.out and not config.input.startswith(HUB):
+    if config.out and not config.input.startswith((HUB, S3)):
         check_apart([item.path for item in listing.inputs], f"input={config.input}", config.out)
     return listing
 
@@ -168,8 +169,10 @@ def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error"
         return Listing((Input(path, dataset, size, digest, None),))
     own_patterns.cache_clear()  # another build may have begun or ended
     root, setting = Path(path), f"input={path}"
-    if root.is_dir():
-        listing = in_folder(root, *visible_files(root))
+    if is_stored(path):
+        listing = in_store(path)
+    elif root.is_dir():
+        listing = in_folder(root, *visible_files(root), readable_files)
     elif os.path.lexists(root):
         listing = readable_files([root], root.parent, [])
     elif any(letter in path for letter in WILDCARDS):
@@ -188,11 +191,33 @@ def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error"
     return listing
 
 
-def in_folder(root: Path, files: list[Path], unread: list[Unread]) -> Listing:
+def in_store(url: str) -> Listing:
+    """Return the inputs among the object at a URL, or all below it. Raises UserError."""
+    found = {Path(each.url.removeprefix(S3)): each for each in list_objects(url)}
+
+    def read(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:
+        inputs, others = list[Input](), list(unread)
+        for file in files:
+            name, each = file.relative_to(root), found[file]
+            is_hidden = any(part.startswith(".") for part in name.parts)
+            if is_hidden or kind_of(file) is None:
+                others.append(Unread(file, HIDDEN if is_hidden else UNKNOWN_FORMAT))
+            else:
+                inputs.append(Input(name.as_posix(), each.url, each.bytes, each.digest, None))
+        return Listing(tuple(inputs), tuple(others))
+
+    root = Path(url.removeprefix(S3))
+    return in_folder(root.parent if root in found else root, sorted(found), [], read)
+
+
+Read = Callable[[Iterable[Path], Path, Iterable[Unread]], Listing]
+
+
+def in_folder(root: Path, files: list[Path], unread: list[Unread], read: Read) -> Listing:
     """Return the parts of a folder with train.*, else every readable file below it, sorted by path."""
     parts: dict[Path, str] = {file: part for file in files if (part := part_name(file, root)) is not None}
     if not parts:
-        return readable_files(files, root, unread)
+        return read(files, root, unread)
     named = sorted(parts, key=lambda file: SPLITS.index(parts[file]))
     if "train" not in parts.values():
         raise UserError(
@@ -211,9 +236,9 @@ def in_folder(root: Path, files: list[Path], unread: list[Unread]) -> Listing:
         replace(entry, is_error=entry.is_error and part_name(entry.path, root) is not None)
         for entry in unread
     ]
-    listing = readable_files(named, root, [*unread, *others])
+    listing = read(named, root, [*unread, *others])
     return replace(
-        listing, inputs=tuple(replace(item, split=parts[Path(item.path)]) for item in listing.inputs)
+        listing, inputs=tuple(replace(item, split=parts[root / item.name]) for item in listing.inputs)
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from mlm.data.records import readable
+from mlm.data.records import open_binary, readable
 from mlm.util.errors import CorruptFileError, UserError, type_of
 
 ID = "id"
@@ -15,7 +15,7 @@ COUNT_BLOCK = 1 << 20  # bytes read at a time when lines are counted: 1 MiB
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One file, or one Hub dataset."""
+    """One file, object of a store, or Hub dataset."""
 
     name: str
     """Its path below the folder or glob that was given: names are unique in a build."""
@@ -23,7 +23,8 @@ class Input:
     bytes: int
     """Size of the file; of a Hub dataset the size on its card, 0 if unknown."""
     digest: str
-    """Content digest: empty for files until they are read; a Hub dataset's is its commit."""
+    """Content digest: empty for files until they are read; a Hub dataset's is its commit, an object's its
+    ETag."""
     split: str | None
     """The part it belongs to, None if its documents are divided."""
     state: tuple[int, ...] = ()
@@ -61,7 +62,7 @@ class LinesBefore:
         """Count newlines in the first `begin` bytes. Raises UserError if the file can no longer be read."""
         if self.known is None:
             self.known, left = 0, self.begin
-            with readable(self.path), open(self.path, "rb") as f:
+            with readable(self.path), open_binary(self.path) as f:
                 while left and (block := f.read(min(left, COUNT_BLOCK))):
                     self.known += block.count(b"\n")
                     left -= len(block)

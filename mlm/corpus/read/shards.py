@@ -29,6 +29,7 @@ from mlm.data.config import SPLITS
 from mlm.data.records import readable
 from mlm.util.errors import UserError
 from mlm.util.files import digest_file, write_atomic
+from mlm.util.object_store import is_stored, list_objects
 from mlm.util.terminal import progress_bar
 
 OPENING = 1 << 12
@@ -185,7 +186,11 @@ def state_of(path: str) -> tuple[int, int, int]:
 
 def check_unchanged(item: Input) -> None:
     """Raise UserError if an input was written to since it was digested."""
-    if item.state and state_of(item.path) != item.state:
+    if is_stored(item.path):
+        is_same = [each.digest for each in list_objects(item.path)] == [item.digest]
+    else:
+        is_same = not item.state or state_of(item.path) == item.state
+    if not is_same:
         raise UserError(
             f"input {item.path} changed while the build read it; build again once nothing writes to it"
         )

@@ -13,8 +13,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlm.data.records import readable
+from mlm.data.records import open_binary, readable
 from mlm.util.extras import load_extra
+from mlm.util.object_store import is_stored
 
 BLOCK = 1 << 18  # bytes yielded at a time: 256 KiB
 ZSTD_BLOCK = 1 << 14  # 16 KiB: sound bytes lost with an error
@@ -52,7 +53,7 @@ def raw_blocks(path: str, begin: int) -> Iterator[bytes]:
     """Yield the bytes of a file unchanged."""
     with ExitStack() as stack:
         with readable(path):
-            f = stack.enter_context(open(path, "rb", buffering=0))
+            f = stack.enter_context(open_binary(path))
             f.seek(begin)
         while True:
             with readable(path):
@@ -91,7 +92,8 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
     is_first = True
     with ExitStack() as stack:
         with readable(path):
-            f = stack.enter_context(pyarrow.OSFile(path))
+            source = pyarrow.PythonFile(open_binary(path)) if is_stored(path) else pyarrow.OSFile(path)
+            f = stack.enter_context(source)
             stream = stack.enter_context(pyarrow.CompressedInputStream(f, "zstd"))
         while True:
             with readable(path), explain_damage():
@@ -106,13 +108,13 @@ def zstd_blocks(path: str) -> Iterator[bytes]:
 
 @contextmanager
 def explain_damage() -> Iterator[None]:
-    """Turn pyarrow's errors for a damaged file into DamagedError; errors of the disk pass."""
+    """Turn pyarrow's errors for a damaged file into DamagedError; errors of the disk or a store pass."""
     try:
         yield
     except load_extra("pyarrow", "the input").ArrowException as error:
         raise DamagedError(error) from error
     except OSError as error:
-        if error.errno is not None:
+        if error.errno is not None or type(error) is not OSError:
             raise
         raise DamagedError(error) from error
 

@@ -66,6 +66,9 @@ COMMANDS = (
                 "--no-python mlm doctor tp=8",
             ),
         ),
-        keys=("out", "timeout_s", "tp", "cp", "pp", "dp", "dist.device", "dist.backend", "dist.timeout_s"),
+        keys=(
+            *("out", "timeout_s", "tp", "cp", "pp", "dp", "ep", "expert_tp"),
+            *("dist.device", "dist.backend", "dist.timeout_s"),
+        ),
     ),
 )

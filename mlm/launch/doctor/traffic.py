@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from mlm.launch.doctor.findings import Control, Finding
-from mlm.parallel.collectives import all_gather, all_reduce, reduce_scatter, start_receive, start_send
+from mlm.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    start_receive,
+    start_send,
+)
 from mlm.parallel.mesh import CPU, Axis, ParallelContext
 
 ROWS = 64
@@ -29,8 +36,9 @@ REMEDY = (
 
 def axes_to_check(ctx: ParallelContext) -> list[tuple[Axis, torch.device]]:
     """Return the axes of several ranks, each with the device whose memory it communicates."""
-    axes = [(axis, ctx.device) for axis in (ctx.tp, ctx.cp, ctx.dp, ctx.pp)]
-    return [(axis, device) for axis, device in (*axes, (ctx.world, CPU)) if axis.size > 1]
+    used = (ctx.tp, ctx.cp, ctx.dp, ctx.pp, ctx.experts.ep, ctx.experts.replicas)
+    axes = [*((axis, ctx.device) for axis in used), (ctx.world, CPU)]
+    return [(axis, device) for axis, device in axes if axis is not None and axis.size > 1]
 
 
 def numbers(axis: Axis, rank: int, device: torch.device) -> Tensor:
@@ -48,9 +56,17 @@ def wrong_operations(axis: Axis, device: torch.device) -> list[str]:
         "all-reduce": (lambda: all_reduce(mine.clone(), axis), total),
         "all-gather": (lambda: all_gather(mine, axis), torch.stack(each)),
         "reduce-scatter": (lambda: reduce_scatter(mine.clone(), axis), total[shard]),
+        "all-to-all": (lambda: exchange(mine, axis), torch.cat([x[: axis.rank + 1] for x in each])),
         "send and receive": (lambda: send_around(mine, axis), each[axis.rank - 1]),
     }
     return [name for name, (run, right) in trials.items() if not torch.equal(run(), right)]
+
+
+def exchange(x: Tensor, axis: Axis) -> Tensor:
+    """Send each rank its number and one more of the first elements, as uneven as tokens to experts."""
+    ranks = range(1, axis.size + 1)
+    sent = torch.cat([x[:count] for count in ranks])
+    return all_to_all(sent, axis, list(ranks), [axis.rank + 1] * axis.size)
 
 
 def send_around(x: Tensor, axis: Axis) -> Tensor:

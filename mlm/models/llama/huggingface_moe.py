@@ -15,7 +15,7 @@ from mlm.models.llama.settings import LlamaSettings, num_blocks
 
 Options = dict[str, bool | int | float | str]
 
-TRAINING_ONLY = ("balance", "balance_rate", "balance_coefficient", "z_loss")
+TRAINING_ONLY = ("balance", "balance_rate", "balance_coefficient", "z_loss", "capacity_factor")
 """Settings that do not change what a model computes."""
 _NAMES_OF_COUNT = ("num_experts", "num_local_experts", "n_routed_experts")
 """Of one number: `transformers` takes each for the others."""
@@ -156,7 +156,7 @@ def with_usual_names(config: Mapping[str, JSON], kind: str) -> Mapping[str, JSON
     return {"q_lora_rank": 1536, **config, **named} if kind == "deepseek_v3" else {**config, **named}
 
 
-def _has_bias(settings: LlamaSettings) -> bool:
+def has_bias(settings: LlamaSettings) -> bool:
     """Return True if its routers have a bias."""
     return settings.num_experts > 0 and (settings.router_bias or settings.balance == "bias")
 
@@ -187,7 +187,7 @@ def expert_problem(model: ModelConfig, again: ModelConfig, name: str) -> str | N
         if each.name in TRAINING_ONLY or (each.name == "dense_layers" and not mine.num_experts):
             continue
         if each.name == "router_bias":
-            value, other = _has_bias(mine), _has_bias(theirs)
+            value, other = has_bias(mine), has_bias(theirs)
         if value != other:
             return (
                 f"its model.options.{each.name}={show(value)} is not what {name} of transformers computes, "
@@ -206,7 +206,7 @@ def mlp_locations(
     keys, width = EXPERT_KEYS[kind], settings.expert_ffn_size
     block, count = f"{stored}.{keys.block}", settings.num_experts
     yield f"{ours}.mlp.router.weight", Location((f"{block}.gate.weight",))
-    if _has_bias(settings):
+    if has_bias(settings):
         yield f"{ours}.mlp.router.bias", Location((f"{block}.gate.e_score_correction_bias",))
     gate, up, down = keys.projections
     each = [f"{block}.experts.{expert}" for expert in range(count)]

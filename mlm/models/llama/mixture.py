@@ -47,7 +47,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(
             h,
             router_settings(settings),
-            axes=[axis for axis in (cp, tp if sequence_parallel else None) if axis is not None],
+            axes=(cp or Axis("cp"), tp if sequence_parallel else Axis("tp")),
             init_std=config.init_std,
         )
         block = width // num_blocks(replace(config, ffn_hidden_size=width))
@@ -101,4 +101,5 @@ def router_settings(settings: LlamaSettings) -> RouterSettings:
         balance_rate=settings.balance_rate,
         balance_coefficient=settings.balance_coefficient,
         z_loss=settings.z_loss,
+        capacity_factor=settings.capacity_factor,
     )

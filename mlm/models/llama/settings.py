@@ -98,6 +98,9 @@ class LlamaSettings:
     """Of the losses: their coefficient."""
     z_loss: float = 0.0
     """Coefficient of the squared logarithm of the router's partition function (arXiv:2202.08906)."""
+    capacity_factor: float = 0.0
+    """In pretraining, tokens of a sequence that an expert takes, over its even share of them: later ones pass
+    it by (arXiv:2101.03961, section 2.2). 0 takes all, as evaluation, generation and finetuning do anyway."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "LlamaSettings":

@@ -1,12 +1,12 @@
 """Loads of the experts over a step: counted on each rank, summed over ranks, and what they move."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mlm.parallel.collectives import all_reduce
-from mlm.parallel.expert.router import Router
+from mlm.parallel.expert.router import Router, TrainingState
 from mlm.parallel.mesh import Axis
 
 
@@ -14,31 +14,39 @@ class Balance:
     """The routers of a rank's layers, in a step: `start`, backward passes, `reduce`, `update`.
 
     Args:
-        routers: of this rank's layers.
+        routers: of this rank's layers, by their numbers.
         axes: those whose ranks route different tokens; the counts are summed over them.
+        drops: True if experts have their capacity.
     """
 
-    def __init__(self, routers: Iterable[Router], axes: Sequence[Axis]) -> None:
-        self.routers, self.axes = list(routers), axes
-        self.counts: Tensor | None = None
-        """[routers, E] int64: tokens that chose each expert, of this rank, after `reduce` of all."""
+    def __init__(self, routers: Mapping[int, Router], axes: Sequence[Axis], *, drops: bool = True) -> None:
+        self.layers, self.routers = list(routers), list(routers.values())
+        self.axes, self.drops = axes, drops
+        self.totals: Tensor | None = None
+        """[routers, 2, E] int64: tokens that chose each expert, and those it dropped, of this rank, after
+        `reduce` of all."""
+
+    @property
+    def counts(self) -> Tensor | None:
+        """[routers, E] int64: tokens that chose each expert."""
+        return None if self.totals is None else self.totals[:, 0]
 
     def start(self, scale: Tensor) -> None:
         """Count from 0; `scale` (0-d) is the loss scale over the tokens of the global batch."""
         if not self.routers:
             return
         experts = self.routers[0].settings.num_experts
-        self.counts = torch.zeros(len(self.routers), experts, dtype=torch.int64, device=scale.device)
-        for router, counts in zip(self.routers, self.counts, strict=True):
-            router.state.scale, router.state.counts = scale, counts
+        self.totals = torch.zeros(len(self.routers), 2, experts, dtype=torch.int64, device=scale.device)
+        for router, counts in zip(self.routers, self.totals, strict=True):
+            router.state = TrainingState(scale, counts, self.drops)
 
     def reduce(self) -> None:
         """Sum the counts over ranks, one message for all layers; backward passes are over."""
         for router in self.routers:
-            router.state.scale = router.state.counts = None
-        if self.counts is not None:
+            router.state = TrainingState()
+        if self.totals is not None:
             for axis in self.axes:
-                all_reduce(self.counts, axis)
+                all_reduce(self.totals, axis)
 
     def update(self, skip: Tensor) -> None:
         """Move biases and loads, unless `skip` (0-d) is 1."""

@@ -116,6 +116,7 @@ class Experts(ComputesInHalf):
     ) -> None:
         super().__init__()
         self.inner, self.expert_axes = inner, axes
+        self.lora: Any = None  # an ExpertAdapter (low_rank.py)
         ep, tp = axes.ep, axes.tp
         self.init_stds = dict(zip(("up", "down"), init_stds, strict=True))
         if num_experts % ep.size:
@@ -136,8 +137,10 @@ class Experts(ComputesInHalf):
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows of each expert, `counts` of them, one expert after the other: [R, H] -> [R, H]."""
-        inner = self.inner(grouped_linear(x, self.up, counts, cast=self.compute.up_copy))
-        return grouped_linear(inner, self.down, counts, cast=self.compute.down_copy)
+        up = grouped_linear(x, self.up, counts, cast=self.compute.up_copy)
+        inner = self.inner(up if self.lora is None else up + self.lora.up(x, counts))
+        y = grouped_linear(inner, self.down, counts, cast=self.compute.down_copy)
+        return y if self.lora is None else y + self.lora.down(inner, counts)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], *, cast: Tensor | None = None) -> Tensor:

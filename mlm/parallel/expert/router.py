@@ -19,7 +19,6 @@ a forward pass is recomputed, and never in evaluation.
 Shapes: S sequence (this rank's rows of it), B micro-batch, H hidden, E experts, k experts per token.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlm.parallel.collectives import all_reduce
+from mlm.parallel.expert.capacity import drop_choices
 from mlm.parallel.mesh import Axis
 
 GROUP_MEMBERS = 2
@@ -59,6 +59,8 @@ class RouterSettings:
     """Coefficient of a loss of loads."""
     z_loss: float = 0.0
     """Coefficient of the mean of log(sum(exp(logits)))^2 (arXiv:2202.08906, equation 5)."""
+    capacity_factor: float = 0.0
+    """In training, tokens of a sequence that an expert takes, over its share of them; 0 takes all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +68,9 @@ class Routing:
     """The experts of each token."""
 
     experts: Tensor
-    """[S, B, k] int64, those of the highest score first."""
+    """[S, B, k] int64, those of the highest score first; E for a choice that is dropped."""
     weights: Tensor
-    """[S, B, k] float32 or float64."""
+    """[S, B, k] float32 or float64, those of dropped choices included."""
 
 
 @dataclass
@@ -78,7 +80,9 @@ class TrainingState:
     scale: Tensor | None = None
     """0-d: loss scale / tokens of the global batch, factor of each token's loss; None outside of training."""
     counts: Tensor | None = None
-    """[E] int64: tokens that chose each expert, so far in the step."""
+    """[2, E] int64: tokens that chose each expert, so far in the step, and of them those it dropped."""
+    drops: bool = False
+    """True if experts have their capacity."""
 
 
 class Router(nn.Module):
@@ -90,7 +94,7 @@ class Router(nn.Module):
     Args:
         hidden_size: H.
         settings: how experts are chosen and balanced.
-        axes: those that split a sequence: cp, and tp with sequence parallelism.
+        axes: those that split a sequence: cp, and tp with sequence parallelism, else axes of one rank.
         init_std: standard deviation of the initial weights.
     """
 
@@ -98,10 +102,10 @@ class Router(nn.Module):
     load: nn.Parameter | None
 
     def __init__(
-        self, hidden_size: int, settings: RouterSettings, *, axes: Sequence[Axis], init_std: float
+        self, hidden_size: int, settings: RouterSettings, *, axes: tuple[Axis, Axis], init_std: float
     ) -> None:
         super().__init__()
-        self.settings, self.axes, self.init_std = settings, tuple(axes), init_std
+        self.settings, self.axes, self.init_std = settings, axes, init_std
         self.state = TrainingState()
         self.weight = nn.Parameter(torch.empty(settings.num_experts, hidden_size))
         self.bias = self._add_state() if settings.has_bias else None
@@ -125,9 +129,12 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if self.settings.scale != 1:
             weights = weights * self.settings.scale
+        taken, factor = experts, self.settings.capacity_factor
+        if self.state.drops and factor:
+            taken = drop_choices(experts, self.settings.num_experts, factor, *self.axes)
         if self.state.scale is not None and torch.is_grad_enabled():
-            weights = self._inject(weights, experts, logits, scores)
-        return Routing(experts, weights)
+            weights = self._inject(weights, experts, taken, logits, scores)
+        return Routing(taken, weights)
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the k experts of each token: [..., E] -> [..., k] int64."""
@@ -142,13 +149,16 @@ class Router(nn.Module):
             scores = members.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(-2)
         return _highest(scores, settings.experts_per_token)
 
-    def _inject(self, weights: Tensor, experts: Tensor, logits: Tensor, scores: Tensor) -> Tensor:
+    def _inject(
+        self, weights: Tensor, experts: Tensor, taken: Tensor, logits: Tensor, scores: Tensor
+    ) -> Tensor:
         """The weights, whose backward pass adds the gradients of the losses of balance, and counts."""
         counts = count_choices(experts, self.settings.num_experts)  # [B, E]
+        kept = counts if taken is experts else count_choices(taken, self.settings.num_experts)
         loss = self.auxiliary_loss(logits, scores, counts)
         assert self.state.counts is not None
         injected: Tensor = _Inject.apply(  # type: ignore[no-untyped-call]
-            weights, loss, self.state.scale, counts.sum(0), self.state.counts
+            weights, loss, self.state.scale, torch.stack([counts, counts - kept]).sum(1), self.state.counts
         )
         return injected
 
@@ -200,11 +210,11 @@ def _highest(scores: Tensor, count: int) -> Tensor:
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """Tokens of each sequence that chose each expert: [S, B, k] -> [B, E] int64."""
+    """Tokens of each sequence that chose each expert, dropped choices left out: [S, B, k] -> [B, E] int64."""
     length, batch, k = experts.shape
     flat = experts.transpose(0, 1).reshape(batch, length * k)
-    counts = torch.zeros(batch, num_experts, dtype=torch.int64, device=experts.device)
-    return counts.scatter_add_(1, flat, torch.ones_like(flat))
+    counts = torch.zeros(batch, num_experts + 1, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(1, flat, torch.ones_like(flat))[:, :num_experts]
 
 
 class _Inject(torch.autograd.Function):

@@ -18,6 +18,7 @@ from mlm.tracking.config import ReportConfig
 from mlm.tracking.history import FILE_NAME
 from mlm.tracking.page.command import choose
 from mlm.tracking.page.html import MAX_POINTS, curves_of, figure, macro, page, paragraph, text
+from mlm.tracking.page.loads import draw_loads
 from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_memory, draw_schedule
 from mlm.tracking.page.runs import CONFIG, MISSING, RESULT, RunRecords, names_of, number, read_run
 from mlm.tracking.panel import duration
@@ -151,6 +152,7 @@ def make_page(runs: Sequence[RunRecords], *, reload_s: float | None = None) -> b
             ("layout", "Layout", drawings["layout"]),
             ("schedule", "Pipeline schedule", drawings["schedule"]),
             ("memory", "Memory by part", drawings["memory"]),
+            ("experts", "Loads of experts", draw_loads(runs)),
             ("scores", "Scores", scores_section(runs)),
             ("incidents", "Incidents", macro(TEMPLATE, "incidents", newest(runs, "incidents"))),
             ("checkpoints", "Checkpoints", macro(TEMPLATE, "checkpoints", newest(runs, "saves"))),

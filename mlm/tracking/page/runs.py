@@ -114,6 +114,8 @@ class RunRecords:
     ranks: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     timelines: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=MAX_TIMELINES))
     """Times of a pipeline's computations; the newest."""
+    loads: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=1))
+    """Loads of experts; the newest."""
     samples: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     """Continuations of prompts at validations."""
     failure: str = ""
@@ -303,6 +305,7 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
     lists = {
         **{"incident": run.incidents, "rewound": run.incidents, "ranks": run.ranks},
         **{"saved": run.saves, "save_failed": run.saves, "sample": run.samples, "timeline": run.timelines},
+        "experts": run.loads,
     }
     if kind in lists:
         lists[kind].append(record)

@@ -22,6 +22,10 @@ class ReplayConfig:
     """Tensor-parallel size; null as in the run, and so are the next ones."""
     cp: int | None = None
     """Context-parallel size."""
+    ep: int | None = None
+    """Expert-parallel size."""
+    expert_tp: int | None = None
+    """Ranks that split each expert."""
     pp: int | None = None
     """Pipeline-parallel size."""
     vp: int | None = None
@@ -38,7 +42,7 @@ class ReplayConfig:
 
     def layout(self) -> dict[str, Any]:
         """Return the settings of the layout that were chosen."""
-        names = ("tp", "cp", "pp", "vp", "dp", "zero", "sequence_parallel")
+        names = ("tp", "cp", "ep", "expert_tp", "pp", "vp", "dp", "zero", "sequence_parallel")
         return {key: value for key, value in asdict(self).items() if key in names and value is not None}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.parallel.context.zigzag import local_positions
 from mlm.parallel.mesh import CPU
+from mlm.parallel.sharding import ParameterShard
 from mlm.parallel.watch import name_ranks
 from mlm.training.incidents.numbers import deviations
 from mlm.training.kernels import should_compile
@@ -47,6 +48,8 @@ class TensorStatistics:
     sample: int | None = None
     """That of the first element that is not finite; so is the next."""
     position: int | None = None
+    expert: int | None = None
+    """Of experts' weights and gradients: the first that is not finite."""
     norms: dict[int, float] = field(default_factory=dict)
     """Norm of each sample's part."""
 
@@ -60,11 +63,13 @@ class TensorStatistics:
             "largest": self.largest,
             "not_finite": self.bad / max(1, self.elements),
             **({"sample": self.sample, "position": self.position} if self.sample is not None else {}),
+            **({"expert": self.expert} if self.expert is not None else {}),
         }
 
     def place(self) -> dict[str, Any]:
         """Its tensor with the first sample and position that are not finite."""
-        place = {"tensor": self.what, "name": self.name, "order": list(self.order)}
+        place: dict[str, Any] = {"tensor": self.what, "name": self.name, "order": list(self.order)}
+        place |= {} if self.expert is None else {"expert": self.expert}
         return {**place, "sample": self.sample, "position": self.position, "share": self.bad / self.elements}
 
 
@@ -113,13 +118,13 @@ class StepProbe:
         """Repeat the step and return this rank's share of its parts."""
         trainer = self.trainer
         for shard in trainer.shards:
-            self.look(WEIGHT, shard.name, (0, self._number(shard.name), 0), shard.parameter)
+            self.look_at_shard(WEIGHT, shard, (0, self._number(shard.name), 0), shard.parameter)
         with self._watching(), trainer.unobserved():
             parts = trainer.compute_gradients(batches)
         for shard in trainer.shards:
             if shard.parameter.grad is not None:
                 order = (3, -self._number(shard.name), 0)
-                self.look(WEIGHT_GRADIENT, shard.name, order, shard.parameter.grad)
+                self.look_at_shard(WEIGHT_GRADIENT, shard, order, shard.parameter.grad)
         return parts
 
     def _number(self, name: str) -> int:
@@ -160,6 +165,13 @@ class StepProbe:
                     output.register_hook(lambda grad: self.look(GRADIENT, name, order, grad, batch))
 
         return seen
+
+    def look_at_shard(self, what: str, shard: ParameterShard, order: tuple[int, int, int], x: Tensor) -> None:
+        """Add a weight or its gradient; of experts, note the first that is not finite."""
+        self.look(what, shard.name, order, x)
+        row = self.rows.get((what, shard.name))
+        if shard.experts is not None and row is not None and row.bad:
+            row.expert = shard.offset[0] + int((~x.isfinite()).flatten(1).any(1).nonzero()[0])
 
     @torch.no_grad()
     def look(self, what: str, name: str, order: tuple[int, int, int], x: Tensor, batch: Any = None) -> None:
@@ -253,7 +265,7 @@ def describe_place(place: dict[str, Any]) -> str:
     tensor = place["tensor"]
     link = "at the output of" if tensor == "gradient" else "of"
     text = f"the {tensor} {link} {place['name']}"
-    for key in ("sample", "position"):
+    for key in ("expert", "sample", "position"):
         if place.get(key) is not None:
             text += f", {key} {place[key]}"
     return f"{text}, on {name_ranks(place['ranks'])}"

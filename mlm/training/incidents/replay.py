@@ -214,4 +214,5 @@ def at_precision(trainer: Trainer, config: ReplayRun) -> Trainer:
 def layout_text(ctx: ParallelContext) -> str:
     """Return the layout in words."""
     over_context = f" cp={ctx.cp.size}" if ctx.cp.size > 1 else ""
-    return f"tp={ctx.tp.size}{over_context} pp={ctx.pp.size} dp={ctx.dp.size}"
+    over_experts = f" ep={ctx.experts.ep.size}" if ctx.experts.ep.size > 1 else ""
+    return f"tp={ctx.tp.size}{over_context} pp={ctx.pp.size} dp={ctx.dp.size}{over_experts}"

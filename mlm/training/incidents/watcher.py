@@ -46,7 +46,7 @@ from mlm.util.errors import UserError
 
 DEFERRING = ("cuda",)
 """Devices that apply an update while the host reads the step's numbers."""
-MILD = frozenset(("loss_outlier", "gradient_outlier", "slow_rank"))
+MILD = frozenset(("loss_outlier", "gradient_outlier", "slow_rank", "idle_expert", "collapsed_router"))
 """Incidents that chance or load may cause."""
 DONE = {
     "log": "training continues",

@@ -2,7 +2,8 @@
 
 Megatron Core calls CUDA in four places on the way, which are replaced: torch.cuda.synchronize, by nothing;
 torch.cuda.current_device, by the CPU; Tensor.cuda of tied tables in two stages, by the tensor; and the
-generator around attention's dropout, which is 0 here.
+generator around attention's dropout, which is 0 here. Its routers look for Transformer Engine's product by a
+name that is not defined without it, and take PyTorch's once it is None.
 """
 
 import argparse
@@ -31,6 +32,34 @@ LLAMA = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
+EXPERTS = {
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_shared_expert_intermediate_size": None,
+}
+SIGMOID = {
+    "num_experts": 8,
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_shared_expert_intermediate_size": 32,
+}
+KINDS = {
+    "llama": LLAMA,
+    "experts": LLAMA | EXPERTS,
+    "unscaled": LLAMA | EXPERTS | {"moe_router_pre_softmax": True},
+    "sigmoid": LLAMA | EXPERTS | SIGMOID,
+}
 GPT = {
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
@@ -55,7 +84,7 @@ def arguments(kind: str) -> argparse.Namespace:
         "attention_dropout": 0.0,
         "vocab_size": VOCAB,
     }
-    return argparse.Namespace(**(common | (LLAMA if kind == "llama" else GPT)))
+    return argparse.Namespace(**(common | KINDS.get(kind, GPT)))
 
 
 def start(rank: int, world: int, port: int) -> None:
@@ -67,6 +96,9 @@ def start(rank: int, world: int, port: int) -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None
 
     @contextmanager
     def fork(*_: Any, **__: Any) -> Iterator[None]:
@@ -84,6 +116,10 @@ def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp)
+    experts = {name: getattr(args, name) for name in EXPERTS if hasattr(args, name)}
+    num_experts = experts.pop("num_experts", None)
+    if num_experts:
+        experts |= {"num_moe_experts": num_experts, "moe_router_load_balancing_type": "none"}
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -106,10 +142,14 @@ def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        **experts,
     )
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization=args.normalization)
+    if num_experts:  # with Transformer Engine the norm before experts keeps its name
+        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=args.normalization),
+        spec,
         vocab_size=getattr(args, "padded_vocab_size", args.vocab_size),
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
@@ -117,7 +157,8 @@ def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
-    for name, parameter in model.named_parameters():
+    named = [*model.named_parameters(), *((n, x) for n, x in model.named_buffers() if "expert_bias" in n)]
+    for name, parameter in named:
         is_split = getattr(parameter, "tensor_model_parallel", False)
         split = parallel_state.get_tensor_model_parallel_rank() if is_split else 0
         seed = zlib.crc32(name.encode()) + split + 100 * parallel_state.get_pipeline_model_parallel_rank()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import mlm
 from mlm.checkpoint.commands import convert
@@ -15,11 +16,19 @@ from mlm.checkpoint.commands.import_megatron import run
 from tests.checkpoint.dcp import core_ranks
 from tests.checkpoint.dcp.core_ranks import TOKENS
 from tests.checkpoint.dcp.llamas import VOCAB, random_llama
+from tests.finetune.chats import write_llama
 from tests.megatron_core import megatron_core
 
 pytestmark = pytest.mark.slow
-LAYOUTS = [("llama", 1, 2), ("llama", 2, 1), ("gpt", 1, 2), ("gpt", 2, 1)]
-ONE = [("llama", 1, 1), ("gpt", 1, 1)]
+LAYOUTS = [
+    ("llama", 1, 2),
+    ("llama", 2, 1),
+    ("gpt", 1, 2),
+    ("gpt", 2, 1),
+    ("experts", 1, 2),
+    ("experts", 2, 1),
+]
+ONE = [("llama", 1, 1), ("gpt", 1, 1), ("experts", 1, 1), ("unscaled", 1, 1), ("sigmoid", 1, 1)]
 
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> None:
@@ -37,9 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     on_ranks(core_ranks.save, 2, out, LAYOUTS)
     on_ranks(core_ranks.save, 1, out, ONE)
     random_llama(vocab_size=VOCAB, max_position_embeddings=32).save_pretrained(out / "hf")
-    convert.run(ConvertConfig(source=str(out / "hf"), out=str(out / "ours"), to="torch_dist"))
+    write_llama(out / "mixtral", kind="Mixtral")
+    for source, exported in (("hf", "ours"), ("mixtral", "ours-experts")):
+        convert.run(ConvertConfig(source=str(out / source), out=str(out / exported), to="torch_dist"))
     made = [out / f"{kind}-{tp}-{pp}" for kind, tp, pp in LAYOUTS + ONE]
-    on_ranks(core_ranks.load, 1, [*made, out / "ours" / "release"])
+    on_ranks(core_ranks.load, 1, [*made, out / "ours/release", out / "ours-experts/release"])
     return out
 
 
@@ -54,8 +65,11 @@ def test_logits_of_an_import_are_those_of_megatron_core(folder: Path, kind: str,
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * theirs.abs().max().item())
 
 
+@pytest.mark.parametrize("exported", ["ours", "ours-experts"])
 @torch.no_grad()
-def test_megatron_core_computes_of_our_export_what_transformers_does(folder: Path) -> None:
-    theirs = torch.load(folder / "ours" / "release" / "logits.pt")[..., :VOCAB]
-    wanted = random_llama(vocab_size=VOCAB, max_position_embeddings=32)(TOKENS % VOCAB).logits
+def test_megatron_core_computes_of_our_export_what_transformers_does(folder: Path, exported: str) -> None:
+    llama = random_llama(vocab_size=VOCAB, max_position_embeddings=32)
+    model = llama if exported == "ours" else AutoModelForCausalLM.from_pretrained(folder / "mixtral")
+    wanted = model(TOKENS % VOCAB).logits
+    theirs = torch.load(folder / exported / "release/logits.pt")[..., : wanted.shape[-1]]
     torch.testing.assert_close(theirs, wanted, rtol=0, atol=1e-4 * wanted.abs().max().item())

@@ -49,7 +49,7 @@ def ranks(folder: Path, *names: str) -> None:
         (["mp_rank_00", "mp_rank_02"], r"mp_rank_01/model_optim_rng\.pt is missing"),
         (["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_001"], r"mp_rank_01_000/\S+ is missing"),
         (["mp_rank_00", "mp_rank_00_000"], "of two layouts"),
-        (["mp_rank_00_000_000"], "mixture of experts"),
+        (["mp_rank_00_000_000"], "of one expert-parallel rank"),
         (["iter_0000001/mp_rank_00", "iter_0000002/mp_rank_00"], "iter_0000001, iter_0000002: name one"),
         (["other"], "is it a Megatron-LM checkpoint"),
     ],

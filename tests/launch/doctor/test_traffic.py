@@ -20,7 +20,7 @@ def communicate(ctx: ParallelContext, fault: str = "") -> Any:
     whole = dict(vars(traffic))
     traffic.BYTES = {"cpu": 1 << 16}
     planted = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
-    planted |= {"send and receive": "send_around"}
+    planted |= {"send and receive": "send_around", "all-to-all": "exchange"}
     if fault in planted and ctx.rank == 1:
         name = planted[fault]
 
@@ -47,11 +47,19 @@ def test_all_operations_over_all_axes_are_exact() -> None:
     assert all(status == "ok" for name, status in rows.items() if name.startswith("numbers"))
 
 
+def test_axes_of_experts_are_checked() -> None:
+    rows = dict(run_on_ranks(communicate, dp=4, ep=2)[0])
+    assert rows["numbers over ep"] == rows["numbers over expert_replicas"] == "ok"
+
+
 def test_a_ring_of_odd_size_does_not_hang() -> None:
     assert dict(run_on_ranks(communicate, dp=3)[0])["numbers over dp"] == "ok"
 
 
-@pytest.mark.parametrize("fault", ["all-reduce", "all-gather", "reduce-scatter", "send and receive"])
+FAULTS = ["all-reduce", "all-gather", "reduce-scatter", "send and receive", "all-to-all"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_flipped_bit_of_any_operation_is_found(fault: str) -> None:
     assert dict(run_on_ranks(communicate, fault, dp=2)[0])["numbers over dp"] == "fail"
 

@@ -15,7 +15,7 @@ PLAIN = RouterSettings(num_experts=E, experts_per_token=K)
 
 
 def make_router(settings: RouterSettings) -> Router:
-    router = Router(H, settings, axes=(), init_std=1.0).double()
+    router = Router(H, settings, axes=(Axis("cp"), Axis("tp")), init_std=1.0).double()
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
     return router
 
@@ -27,7 +27,7 @@ def tokens() -> Tensor:
 
 def train(router: Router, x: Tensor, scale: float) -> tuple[Tensor, Balance]:
     """The gradient of the logits' weight by the losses of balance alone, and the counts."""
-    balance = Balance([router], ())
+    balance = Balance({0: router}, ())
     balance.start(torch.tensor(scale, dtype=torch.float64))
     (router(x).weights * 0).sum().backward()
     balance.reduce()
@@ -108,7 +108,7 @@ def test_a_bias_moves_against_the_load_of_the_batch() -> None:
 
 def test_choices_are_counted_once_a_backward_pass_and_never_in_evaluation() -> None:
     router, x = make_router(PLAIN), tokens()
-    balance = Balance([router], (Axis("dp"),))
+    balance = Balance({0: router}, (Axis("dp"),))
     balance.start(torch.ones((), dtype=torch.float64))
     with torch.no_grad():
         router(x)

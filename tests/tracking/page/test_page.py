@@ -56,6 +56,36 @@ def test_a_page_has_each_part_of_its_runs(tmp_path: Path) -> None:
     assert page.data["runs"][0]["curves"]["step:memory_gib"]["y"][-1] == 1
 
 
+def test_a_page_draws_the_newest_loads_of_experts(tmp_path: Path) -> None:
+    """A row per layer, a cell per expert, as dark as its load over the mean; a damaged layer is left out."""
+    damaged = {"1": [2, 2], "2": [1, None], "x": [1, 1], "3": [0, 0], "4": "1"}
+    records = [
+        {"kind": "experts", "time": 1.0, "step": n, "counts": {"0": [n, 3 * n], **damaged}} for n in (1, 2)
+    ]
+    page = page_of(write_run(tmp_path / "a", started(), stepped(2), *records))
+    cells = [
+        (a["title"], a["style"]) for tag, a in page.tags if tag == "td" and "--load" in (a.get("style") or "")
+    ]
+    assert cells == [
+        ("0: 0.50", "--load:25%"),
+        ("1: 1.50", "--load:75%"),
+        *[(f"{n}: 1.00", "--load:50%") for n in (0, 1)],
+    ]
+    assert "in step 2, over the mean" in page.text
+    assert "Loads of experts" not in page_of(some_run(tmp_path / "b")).texts
+
+
+def test_a_large_mixture_is_drawn_in_part(tmp_path: Path) -> None:
+    """The least even layers."""
+    counts = {str(layer): [layer, *[100] * 1023] for layer in range(6)}
+    record = {"kind": "experts", "time": 1.0, "step": 2, "counts": counts}
+    page = page_of(write_run(tmp_path / "a", started(), stepped(2), record))
+    titles = [a["title"] for tag, a in page.tags if tag == "td" and "--load" in (a.get("style") or "")]
+    assert titles[::1024] == ["0: 0.00", "0: 0.01", "0: 0.02", "0: 0.03"]
+    assert len(titles) == 4 * 1024
+    assert "The 2 most even layers are not drawn." in page.text
+
+
 def test_a_page_loads_nothing(tmp_path: Path) -> None:
     page = page_of(some_run(tmp_path / "a"))
     policy = next(values["content"] for tag, values in page.tags if "http-equiv" in values)

@@ -100,6 +100,24 @@ def test_a_replay_on_other_ranks_finds_the_same_sample(logged: Path, capfd: Said
     assert f"precision=fp64: loss {loss:.4f}"[:-1] in said
 
 
+@pytest.mark.slow
+def test_a_replay_of_experts_has_the_bits_of_its_layout_and_takes_another(
+    tmp_path: Path, capfd: Said
+) -> None:
+    """ep=2 once more, and on one process; `ep=1` beside `dp=1`, which ep=2 does not divide."""
+    out, experts = tmp_path / "run", ("model.kind=llama", "model.activation=silu")
+    experts += ("model.options={num_experts: 4, expert_ffn_size: 32}", "dp=2", "ep=2")
+    assert pretrain(out, *experts) == 0
+    assert main(["replay", str(folder(out)), "dist.threads_per_rank=1"]) == 0
+    said = capfd.readouterr().out
+    assert "on tp=1 pp=1 dp=2 ep=2" in said
+    assert "(equal bit for bit)" in said
+    assert main(["replay", str(folder(out)), "dp=1", "ep=1", "precision=fp64"]) == 0
+    said = capfd.readouterr().out
+    assert "on tp=1 pp=1 dp=1" in said
+    assert f"sample {BAD}" in said
+
+
 def test_a_replay_of_a_rewound_run_leaves_out_the_same_samples(tmp_path: Path, capsys: Said) -> None:
     """A later incident of a run that has returned to a checkpoint before."""
     out = tmp_path / "run"

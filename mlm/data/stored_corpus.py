@@ -1,0 +1,189 @@
+"""Corpora in an object store: small files are copied whole, tokens are read by blocks that are kept.
+
+A mirror is a folder of `data.cache` for one state of a corpus: its index, receipt and tokenizer, and in place
+of PREFIX.bin a PREFIX.bin.json that points to the object, with its blocks in PREFIX.bin.blocks. All ranks of
+a host share it, and so does the run that resumes.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mlm.data.config import SPLITS
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import digest_bytes, digest_samples, dump_json, parse_json, read_bounded, write_atomic
+from mlm.util.object_store import (
+    StoredObject,
+    explain_store_errors,
+    list_objects,
+    open_object,
+    read_ranges,
+)
+
+BLOCK = 1 << 18  # bytes of a request: 256 KiB, about what a store sends while it answers
+SLACK = 64  # the kept blocks are measured after a process has added this part of their limit
+BESIDE = ("corpus.json", "tokenizer.json")
+BYTES = np.dtype("u1")
+REMAKE = "delete its folder, which is made again"
+
+
+@lru_cache(maxsize=64)
+def mirror(url: str, cache: str, limit: int) -> Path:
+    """Make the mirror of a corpus; return the prefix of its training part. `limit` is in bytes.
+
+    `url` is a folder with train.bin and .idx, or the prefix of a pair. Raises UserError, OSError.
+    """
+    folder = url.rstrip("/")
+    found, part = _corpus_files(folder, SPLITS), SPLITS[0]
+    if not found:
+        folder, _, part = folder.rpartition("/")
+        found = _corpus_files(folder, (part,))
+    if not found:
+        raise UserError(
+            f"data.path={url}: neither train.bin and train.idx in it, nor {part}.bin and {part}.idx"
+        )
+    identity = digest_bytes(dump_json({name: asdict(each) for name, each in found.items()}))
+    place = Path(cache, identity.removeprefix("xxh3:")[:16], folder.rpartition("/")[2])
+    place.mkdir(parents=True, exist_ok=True)
+    for name, each in found.items():
+        path = place / name
+        if name.endswith(".bin"):
+            write_atomic(stored_pointer(path), dump_json(asdict(each) | {"limit": limit}))
+        elif not path.is_file():
+            with explain_store_errors(each.url), open_object(each.url, each.etag) as content:
+                write_atomic(path, partial(shutil.copyfileobj, content))
+    return place / part
+
+
+def _corpus_files(folder: str, parts: Sequence[str]) -> dict[str, StoredObject]:
+    """Return the files of these parts in a folder, and what lies beside them; none without the first part."""
+    listed = {each.url.rpartition("/")[2]: each for each in list_objects(folder, depth=1)}
+    if not {f"{parts[0]}.bin", f"{parts[0]}.idx"} <= listed.keys():
+        return {}
+    names = {*BESIDE, *(f"{part}{end}" for part in parts for end in (".bin", ".idx"))}
+    return {name: listed[name] for name in sorted(names & listed.keys())}
+
+
+def stored_pointer(bin_path: Path) -> Path:
+    """Return the path of the file that a mirror has in place of a .bin."""
+    return bin_path.with_name(f"{bin_path.name}.json")
+
+
+def stored_tokens(bin_path: Path, dtype: np.dtype[Any] = BYTES) -> "StoredTokens | None":
+    """Return the tokens of a .bin that a mirror points to; None if there is a file, or nothing.
+
+    Raises CorruptFileError.
+    """
+    pointer = stored_pointer(bin_path)
+    if bin_path.is_file() or not pointer.is_file():
+        return None
+    try:
+        fields = parse_json(read_bounded(pointer, 1 << 16, REMAKE))
+        limit = int(fields.pop("limit"))
+        return StoredTokens(StoredObject(**fields), dtype, limit, pointer.with_suffix(".blocks"))
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CorruptFileError(f"{pointer} points to no object: {REMAKE}") from error
+
+
+class StoredTokens:
+    """Tokens of an object, as an array that is only read: by a slice, or by positions of any shape.
+
+    Of its blocks `limit` bytes are kept in `folder`. Raises UserError where the store cannot be read, OSError
+    where a block cannot be kept.
+    """
+
+    def __init__(self, source: StoredObject, dtype: np.dtype[Any], limit: int, folder: Path) -> None:
+        self.source, self.dtype, self.limit, self.folder = source, dtype, limit, folder
+        self.width = BLOCK // dtype.itemsize  # tokens of a block
+        folder.mkdir(exist_ok=True)
+        self._added = 0
+
+    def __len__(self) -> int:
+        return self.source.bytes // self.dtype.itemsize
+
+    def __getitem__(self, where: "slice | ArrayLike") -> NDArray[Any]:
+        positions = np.arange(*where.indices(len(self))) if isinstance(where, slice) else np.asarray(where)
+        blocks, row = np.unique(positions // self.width, return_inverse=True)
+        content = self._read(blocks).view(self.dtype)
+        tokens: NDArray[Any] = content[row.reshape(positions.shape), positions % self.width]
+        return tokens
+
+    def load(self, begin: NDArray[np.int64], length: NDArray[np.int64]) -> None:
+        """Fetch runs of tokens at once, for slices that follow. begin, length: int64, same shape."""
+        first, last = begin // self.width, (begin + np.maximum(length, 1) - 1) // self.width
+        runs = [np.arange(a, b + 1) for a, b in zip(first.flat, last.flat, strict=True)]
+        self._fetch([each for each in np.unique(np.concatenate(runs)) if not self._path(each).exists()])
+
+    def sampled_digest(self) -> str:
+        """Return what `files.sampled_digest` returns of the same tokens in a file."""
+
+        def read(begin: int, count: int) -> bytes:
+            first, last = begin // BLOCK, (begin + count - 1) // BLOCK
+            content = self._read(np.arange(first, last + 1)).reshape(-1)
+            return content[begin - first * BLOCK :][:count].tobytes()
+
+        return digest_samples(self.source.bytes, read)
+
+    def _read(self, blocks: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return blocks, each kept or fetched: [n, BLOCK], zeros after the end of the object."""
+        content, missing = np.zeros((len(blocks), BLOCK), dtype=np.uint8), list[int]()
+        for row, number in enumerate(blocks):
+            kept = self._kept(number)
+            if kept is None:
+                missing.append(row)
+            else:
+                content[row, : len(kept)] = kept
+        for row, fetched in zip(missing, self._fetch(blocks[missing]), strict=True):
+            content[row, : len(fetched)] = np.frombuffer(fetched, dtype=np.uint8)
+        return content
+
+    def _path(self, block: int) -> Path:
+        return self.folder / f"{block:08d}"
+
+    def _kept(self, block: int) -> NDArray[np.uint8] | None:
+        """Return a block that is on disk; None for one that is not, or not whole after a loss of power."""
+        try:
+            content = np.fromfile(self._path(block), dtype=np.uint8)
+        except FileNotFoundError:
+            return None
+        return content if len(content) == min(BLOCK, self.source.bytes - block * BLOCK) else None
+
+    def _fetch(self, blocks: "Sequence[int] | NDArray[np.int64]") -> list[bytes]:
+        """Read blocks from the store, and keep them."""
+        if not len(blocks):
+            return []
+        contents = read_ranges(self.source, [int(block) * BLOCK for block in blocks], BLOCK)
+        for block, content in zip(blocks, contents, strict=True):
+            descriptor, path = tempfile.mkstemp(dir=self.folder)
+            with open(descriptor, "wb") as f:
+                f.write(content)
+            os.replace(path, self._path(block))
+        self._added += len(blocks) * BLOCK
+        if self._added * SLACK > self.limit:
+            self._delete_oldest()
+            self._added = 0
+        return contents
+
+    def _delete_oldest(self) -> None:
+        """Delete blocks until the others leave room for what eight ranks add before they measure again."""
+        files = list[tuple[int, int, str]]()
+        for entry in os.scandir(self.folder):
+            with suppress(FileNotFoundError):  # another rank deletes too
+                status = entry.stat()
+                files.append((status.st_mtime_ns, status.st_size, entry.path))
+        excess = sum(size for _, size, _ in files) - self.limit * (SLACK - 8) // SLACK
+        for _, size, path in sorted(files):
+            if excess <= 0:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            excess -= size

@@ -1,0 +1,121 @@
+"""Objects of S3-compatible stores: listing, reading by ranges, and errors of a store in one line.
+
+botocore finds endpoint, region and credentials as it does for every program (AWS_ENDPOINT_URL, AWS_PROFILE,
+~/.aws): none is a setting of ours, so none is saved. What a store answers is not shown, but for its code.
+s3fs and botocore retry with back-off; an object that changes while it is read is an error (If-Match).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from mlm.util.errors import Problem, UserError
+from mlm.util.extras import load_extra
+
+S3 = "s3://"
+ATTEMPTS = 6
+"""Of botocore, with random pauses that double: 16 s on average. s3fs repeats all of them 5 times where the
+store does not answer, and bodies that are truncated."""
+CONNECT_S, READ_S = 10, 30
+PART = 1 << 23  # bytes of a request when an object is read from end to end: 8 MiB
+CONCURRENT = 32  # requests at a time
+DENIED = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object as it was when it was listed."""
+
+    url: str
+    bytes: int
+    etag: str
+    """Identity of its content, which the store gives."""
+
+    @property
+    def digest(self) -> str:
+        """The same in receipts."""
+        return f"s3:{self.etag.strip(chr(34))}"
+
+
+def is_stored(path: str | None) -> bool:
+    """True for the URL of an object or of a folder in a store."""
+    return path is not None and path.startswith(S3)
+
+
+def url_problem(key: str, url: str) -> Problem | None:
+    """The problem of a URL without a bucket, or with credentials, which are not repeated."""
+    bucket = url.removeprefix(S3).partition("/")[0]
+    if "@" in bucket:
+        fix = f"put them into the environment or ~/.aws, and write {key}=s3://BUCKET/NAME"
+        return Problem((key,), f"{key}: the URL holds credentials", fix)
+    return None if bucket else Problem.at(key, url, "names no bucket", f"write {key}=s3://BUCKET/NAME")
+
+
+def open_store(url: str, etag: str | None = None) -> Any:
+    """Return s3fs's file system; with `etag`, one that reads that state of an object and no other."""
+    s3fs = load_extra("s3fs", url, "cloud")
+    return s3fs.S3FileSystem(
+        use_listings_cache=False,
+        config_kwargs={
+            "retries": {"mode": "standard", "total_max_attempts": ATTEMPTS},
+            "connect_timeout": CONNECT_S,
+            "read_timeout": READ_S,
+        },
+        s3_additional_kwargs={} if etag is None else {"IfMatch": etag},
+    )
+
+
+def list_objects(url: str, depth: int | None = None) -> list[StoredObject]:
+    """Return the object `url`, or those below it, sorted by name; none is an empty list. Raises UserError."""
+    with explain_store_errors(url):
+        found = open_store(url).find(url, maxdepth=depth, detail=True)
+    return [
+        StoredObject(f"{S3}{name}", int(entry["size"]), str(entry["ETag"]))
+        for name, entry in sorted(found.items())
+        if entry["type"] == "file"
+    ]
+
+
+def read_ranges(source: StoredObject, starts: Sequence[int], length: int) -> list[bytes]:
+    """Read `length` bytes from each start, fewer at the end of the object. Raises UserError."""
+    ends = [min(start + length, source.bytes) for start in starts]
+    with explain_store_errors(source.url):
+        store = open_store(source.url, source.etag)
+        contents: list[bytes] = store.cat_ranges(
+            [source.url] * len(starts), list(starts), ends, batch_size=CONCURRENT, on_error="raise"
+        )
+    for start, end, content in zip(starts, ends, contents, strict=True):
+        if len(content) != end - start:
+            raise UserError(f"{source.url}: {len(content)} bytes instead of {end - start} at byte {start}")
+    return contents
+
+
+def open_object(url: str, etag: str | None = None) -> Any:
+    """Open an object to read from end to end. It raises errors of the store (`explain_store_errors`)."""
+    return open_store(url, etag).open(url, "rb", block_size=PART, cache_type="readahead")
+
+
+@contextmanager
+def explain_store_errors(url: str) -> Iterator[None]:
+    """Turn errors of a store into a UserError of one line, which quotes nothing that the store answered."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of s3fs, botocore, aiohttp and asyncio: no base class in common
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        code = str(getattr(first, "response", {}).get("Error", {}).get("Code", ""))
+        name = code if code.isalnum() else type(first).__name__
+        problem = f"not readable after several attempts ({name})"
+        fix = "check the network and AWS_ENDPOINT_URL, and run the same command again"
+        if isinstance(error, FileNotFoundError):
+            problem, fix = "no such object", "correct the URL"
+        elif isinstance(error, PermissionError) or name in DENIED:
+            problem = f"access denied ({name})"
+            fix = "give credentials that may read it (AWS_PROFILE, ~/.aws), and run the same command again"
+        elif code == "PreconditionFailed":
+            problem, fix = "changed while it was read", "start again with what it holds now"
+        raise UserError(f"{url}: {problem}; {fix}") from None

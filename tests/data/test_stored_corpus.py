@@ -1,0 +1,171 @@
+"""Corpora in a store: the tokens, samples and digests of the same files on a disk."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlm.data import stored_corpus
+from mlm.data.config import DataConfig
+from mlm.data.files_present import corpus, training_prefix
+from mlm.data.gpt import EvalWindows, GPTDataset
+from mlm.data.indexed import IndexedDataset
+from mlm.data.sampler import Loader
+from mlm.data.stored_corpus import mirror
+from mlm.util import files
+from mlm.util.errors import UserError
+from mlm.util.files import sampled_digest
+from tests.data.corpora import write_corpus
+from tests.stores import BUCKET, Store, serve
+
+LIMIT = 1 << 30
+BLOCK = 4096
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
+    """40 documents of random tokens, 200 kB."""
+    rng = np.random.default_rng(1)
+    folder = tmp_path_factory.mktemp("local")
+    write_corpus(folder / "validation", [[1, 2, 3]])
+    lengths = rng.integers(0, 5000, 40)
+    return write_corpus(folder / "train", [rng.integers(0, 1000, n) for n in lengths])
+
+
+@pytest.fixture(scope="module")
+def server(local: IndexedDataset) -> Iterator[Store]:
+    with serve() as store:
+        store.put(local.prefix.parent, f"{BUCKET}/corpora/plays")
+        yield store
+
+
+@pytest.fixture
+def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(stored_corpus, "BLOCK", BLOCK)
+    server.reset()
+    mirror.cache_clear()
+    return server
+
+
+def opened(cache: Path, limit: int = LIMIT, url: str = f"{BUCKET}/corpora/plays") -> IndexedDataset:
+    return IndexedDataset(mirror(url, str(cache), limit))
+
+
+def test_the_tokens_are_those_of_the_file(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
+    stored = opened(tmp_path)
+    assert stored.dtype == local.dtype
+    assert not (stored.prefix.parent / "train.bin").exists()
+    np.testing.assert_array_equal(stored.tokens[:], local.tokens)
+    np.testing.assert_array_equal(stored.document(7), local.document(7))
+    positions = np.random.default_rng(2).integers(0, local.num_tokens, (3, 50))
+    np.testing.assert_array_equal(stored.tokens[positions], local.tokens[positions])
+    assert stored.max_token() == local.max_token()
+
+
+def test_samples_and_windows_are_those_of_the_file(
+    store: Store, local: IndexedDataset, tmp_path: Path
+) -> None:
+    stored = opened(tmp_path, url=f"{BUCKET}/corpora/plays/train")
+    ids = np.arange(0, 3000, 7)  # several epochs
+    for seq_length in (16, 700):
+        of_file, of_store = (
+            GPTDataset(each, seq_length=seq_length, num_samples=4000, seed=3) for each in (local, stored)
+        )
+        np.testing.assert_array_equal(of_store.gather(ids), of_file.gather(ids))
+    windows = [EvalWindows(each, seq_length=64).gather([0, 5, 9]) for each in (local, stored)]
+    np.testing.assert_array_equal(*windows)
+
+
+@pytest.mark.parametrize("whole", [1 << 26, 1 << 10])
+def test_the_digest_is_that_of_the_file(
+    store: Store, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: int
+) -> None:
+    monkeypatch.setattr(files, "WHOLE", whole)
+    monkeypatch.setattr(files, "SAMPLE", 1000)
+    assert opened(tmp_path).sampled_digest() == sampled_digest(local.bin_path)
+
+
+def test_kept_blocks_are_not_requested_again(store: Store, tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    _ = first.tokens[:]
+    blocks = -(-first.bin_bytes // BLOCK)
+    assert store.gets == blocks + 2  # and both indices
+    mirror.cache_clear()  # as another process, and a run that resumes
+    np.testing.assert_array_equal(opened(tmp_path).tokens[:], first.tokens[:])
+    assert store.gets == blocks + 2
+
+
+def test_a_block_that_is_not_whole_is_requested_again(
+    store: Store, local: IndexedDataset, tmp_path: Path
+) -> None:
+    stored = opened(tmp_path)
+    _ = stored.tokens[:]
+    assert stored.stored is not None
+    (stored.stored.folder / "00000003").write_bytes(b"")
+    np.testing.assert_array_equal(stored.tokens[:], local.tokens)
+
+
+def test_what_is_kept_stays_below_the_limit(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
+    limit = 20 * BLOCK
+    stored = opened(tmp_path, limit)
+    assert stored.stored is not None
+    rng, most = np.random.default_rng(4), 0
+    for _ in range(30):
+        positions = rng.integers(0, local.num_tokens, 4)
+        np.testing.assert_array_equal(stored.tokens[positions], local.tokens[positions])
+        most = max(most, sum(each.stat().st_size for each in stored.stored.folder.iterdir()))
+    assert 10 * BLOCK < most <= limit
+
+
+def test_another_state_of_the_corpus_has_a_mirror_of_its_own(
+    store: Store, local: IndexedDataset, tmp_path: Path
+) -> None:
+    url = store.put(local.prefix.parent, f"{BUCKET}/changing")
+    before = opened(tmp_path, url=url)
+    (tmp_path / "other").mkdir()
+    other = write_corpus(tmp_path / "other" / "train", [[5, 6, 7] * 100])
+    store.put(other.prefix.parent, url)
+    with pytest.raises(UserError, match="changed while it was read"):
+        _ = before.tokens[:]
+    mirror.cache_clear()
+    after = opened(tmp_path, url=url)
+    assert after.prefix != before.prefix
+    np.testing.assert_array_equal(after.tokens[:], other.tokens)
+
+
+def test_training_does_not_wait_for_a_slow_store_once_warm(store: Store, tmp_path: Path) -> None:
+    """Requests take 20 ms, one after another 1.3 s for 64 samples; a step takes 0.1 s."""
+    dataset = GPTDataset(opened(tmp_path), seq_length=64, num_samples=64 * 20, seed=1)
+    store.latency_s = 0.02
+    with Loader(
+        dataset, consumed_samples=0, global_batch_size=64, micro_batch_size=64, rank=0, size=1
+    ) as loader:
+        next(loader)
+        waits = []
+        for _ in range(8):
+            time.sleep(0.1)
+            began = time.perf_counter()
+            next(loader)
+            waits.append(time.perf_counter() - began)
+    assert sorted(waits)[4] < 0.02
+
+
+def test_a_corpus_that_is_not_there_is_named(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"neither train\.bin and train\.idx in it, nor none\.bin and none"):
+        opened(tmp_path, url=f"{BUCKET}/none")
+
+
+def test_a_store_needs_a_local_folder() -> None:
+    data = DataConfig(path=f"{BUCKET}/corpora/plays")
+    problem = corpus(data)
+    assert problem is not None
+    assert problem.keys == ("data.cache", "data.path")
+    assert problem.fix == "give one on a local disk: data.cache=FOLDER"
+
+
+def test_data_path_leads_to_the_training_part(store: Store, tmp_path: Path) -> None:
+    prefix = training_prefix(DataConfig(path=f"{BUCKET}/corpora/plays", cache=str(tmp_path)))
+    assert (prefix.name, prefix.parent.name) == ("train", "plays")
+    assert (prefix.parent / "validation.idx").is_file()

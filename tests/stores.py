@@ -1,0 +1,82 @@
+"""An S3-compatible store on this host: moto's server, in a thread, behind errors that a test chooses.
+
+It starts as `moto_server` does: werkzeug serves moto's DomainDispatcherApplication on a free port.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+from mlm.util.object_store import open_store
+
+BUCKET = "s3://bucket"
+KEY, SECRET = "AKIATESTSONLY", "secret-of-the-tests"
+ERROR = b'<?xml version="1.0"?><Error><Code>%b</Code><Message>of %b</Message></Error>'
+
+
+class Quiet(WSGIRequestHandler):
+    def log(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@dataclass
+class Store:
+    """The server's counts, and what happens to the requests for content."""
+
+    app: Any
+    gets: int = 0
+    """Requests for the content of an object."""
+    fail: Callable[[int], bytes | str | None] = lambda number: None
+    """What happens to the GET with this number: an HTTP status with its code, "truncate", or nothing."""
+    latency_s: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        is_content = environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].count("/") > 1
+        if not is_content:
+            return self.app(environ, start)
+        with self.lock:
+            number, self.gets = self.gets, self.gets + 1
+        time.sleep(self.latency_s)
+        action = self.fail(number)
+        if isinstance(action, bytes):
+            start(action.decode(), [("Content-Type", "application/xml")])
+            code = action.partition(b" ")[2]
+            return [ERROR % (code, KEY.encode())]
+        content = self.app(environ, start)
+        return [b"".join(content)[:-1]] if action == "truncate" else content
+
+    def reset(self) -> None:
+        self.gets, self.fail, self.latency_s = 0, lambda number: None, 0.0
+
+    def put(self, folder: Path, url: str) -> str:
+        """Upload the files of a folder."""
+        store = open_store(url)
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                store.pipe_file(f"{url}/{path.relative_to(folder)}", path.read_bytes())
+        return url
+
+
+@contextmanager
+def serve() -> Iterator[Store]:
+    store = Store(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, store, threaded=True, request_handler=Quiet)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        open_store(BUCKET).clear_instance_cache()  # of another server
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        open_store(BUCKET).makedirs(BUCKET, exist_ok=True)
+        yield store
+    server.shutdown()

@@ -1,0 +1,99 @@
+"""Adapters of routed experts: the formula of merged weights, and every layout as one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mlm.models.config import LoraConfig, ModelConfig
+from mlm.models.lora import add_adapters, merged_changes
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.parallel.random import init_parameters, init_shard
+from mlm.training.config import PretrainConfig
+from mlm.training.trainer import Trainer
+from mlm.util.errors import ConfigError
+from tests.ranks import run_on_ranks
+from tests.training.test_trainer import steps_of
+from tests.verify.parity_layouts import Layout, parse_layouts
+
+LORA = LoraConfig(rank=2, alpha=6.0, targets=("experts", "out"))
+LAYOUTS = parse_layouts(
+    "dp=2 ep=2 moe=sigmoid",
+    "tp=2 dp=2 ep=2 moe=sigmoid",
+    "tp=2 sequence_parallel expert_tp=1 ep=2 micro_batches=4 moe=sigmoid",
+    "dp=4 ep=2 zero=3 micro_batches=1 moe=sigmoid",
+)
+
+
+def adapting(layout: Layout) -> PretrainConfig:
+    spec = layout.config()
+    return replace(spec, lora=LORA, optimizer=replace(spec.optimizer, lr=0.05))
+
+
+def train(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
+    trainer = Trainer(spec, ctx)
+    for shard in trainer.shards:
+        if not shard.is_trained:  # a base to load; its initial values are equal at every layout
+            init_shard(replace(shard, parameter=shard.parameter.requires_grad_()), spec.seed)
+            shard.parameter.requires_grad_(False)
+    return steps_of(trainer, 4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_adapters_of_experts_train_the_same_at_every_layout(layout: Layout) -> None:
+    alone = train(shape_context(), adapting(Layout(moe="sigmoid", micro_batches=4)))
+    assert len({round(loss, 6) for loss in alone}) == 4  # they learn
+    split = run_on_ranks(train, adapting(layout), **layout.sizes)[0]
+    assert split == pytest.approx(alone, abs=1e-10)
+
+
+def mixture() -> ModelConfig:
+    return ModelConfig(
+        kind="llama",
+        num_layers=1,
+        hidden_size=16,
+        num_heads=2,
+        vocab_size=64,
+        activation="silu",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        ffn_hidden_size=16,
+        options={"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 8},
+    )
+
+
+def test_outputs_and_gradients_are_those_of_the_merged_weights() -> None:
+    """With W' = W + s B A: dB = s dW' A^T and dA = s B^T dW', for each expert."""
+    config, lora = mixture(), replace(LORA, targets=("experts",))
+    ours, merged = (config.family.model(config, dtype=torch.float64).double() for _ in range(2))
+    for model in (ours, merged):
+        init_parameters(model, 0)
+    add_adapters(ours, lora)
+    ours.double()
+    adapters = {name: p for name, p in ours.named_parameters() if ".lora." in name}
+    weights = dict(merged.named_parameters())
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in adapters.values():
+            p.normal_(0, 0.1)
+        for name, change in merged_changes(config, lora, adapters):
+            weights[name] += change
+    tokens = torch.randint(64, (2, 9))
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (ours, merged)]
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+    for loss in losses:
+        loss.backward()
+    for weight in ("up", "down"):
+        a, b = (adapters[f"layers.0.mlp.experts.lora.{weight}_{part}"] for part in "ab")
+        grad = weights[f"layers.0.mlp.experts.{weight}"].grad
+        assert grad is not None
+        torch.testing.assert_close(b.grad, lora.scale * grad @ a.mT)
+        torch.testing.assert_close(a.grad, lora.scale * b.mT @ grad)
+
+
+def test_a_dense_model_has_no_experts_to_adapt() -> None:
+    from mlm.models.lora import adapted_on_meta
+
+    dense = replace(mixture(), options={})
+    with pytest.raises(ConfigError, match="no layer is named experts"):
+        adapted_on_meta(dense, LORA)
