@@ -134,13 +134,16 @@ class Comparison:
             return [placement_of(key.name, parts, whole, self.ranks, self.layout)]
         if not whole.ndim:
             return [{}]
-        blocks = {1, *(next(iter(parts.values())).shape)}
+        shape = next(iter(parts.values())).shape
+        blocks = {1, *shape}
         for record in self.ranks.values():
             blocks |= {split.blocks for split in record.splits.get(f"{key.name}.weight") or ()}
+        flat = {b for size in shape for b in range(1, size + 1) if size % b == 0}  # [S, B] as one dimension
+        choices = {"dp": sorted(flat), "cp": sorted(blocks), "tp": sorted(blocks)}
         sums = ("cp", "tp") if key.name else ()
         if key.kind == "backward":  # of an output that is the same for all samples, such as positions
             sums = ("dp", *sums)
-        return list(placements(parts, whole, self.layout, blocks=sorted(blocks), sums=sums))
+        return list(placements(parts, whole, self.layout, blocks=choices, sums=sums))
 
     def _loss(self, parts: Parts, whole: Tensor, bound: float) -> Match | None:
         """Compare the loss, of which replicas may each have their own: its mean or sum over them."""
@@ -209,7 +212,8 @@ def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: L
     else:
         chosen: dict[str, Split | str] = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1}
         chosen |= {split.axis: split for split in splits if layout[split.axis] > 1}
-        if chosen in list(placements(parts, whole, layout, blocks=sorted({s.blocks for s in splits} | {1}))):
+        blocks = {split.axis: (1, split.blocks) for split in splits}
+        if chosen in list(placements(parts, whole, layout, blocks=blocks)):
             return chosen  # type: ignore[return-value]
     shape = list(next(iter(parts.values())).shape)
     raise UserError(

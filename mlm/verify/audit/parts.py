@@ -107,7 +107,7 @@ def placements(
     whole: Tensor,
     sizes: Mapping[str, int],
     *,
-    blocks: Iterable[int] = (1,),
+    blocks: Mapping[str, Iterable[int]] | None = None,
     sums: Sequence[str] = (),
 ) -> Iterator[Placement]:
     """Placements that the shapes allow; copies before splits before sums, one block before several."""
@@ -117,7 +117,7 @@ def placements(
     options: list[list[How]] = [
         [
             "copy",
-            *(Split(d, axis, b) for b in blocks for d in dims),
+            *(Split(d, axis, b) for b in (blocks or {}).get(axis, (1,)) for d in dims),
             *(Split(d, axis, is_zigzag=True) for d in dims if axis == "cp"),
             *(["sum"] if axis in sums else []),  # type: ignore[list-item]
         ]
