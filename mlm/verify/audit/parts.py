@@ -167,6 +167,16 @@ def match(
     return best
 
 
+def match_rows(parts: Parts, whole: Tensor, factors: Mapping[Coordinates, float]) -> Match | None:
+    """Replicas' rows, in any order, beside those of the whole: of tokens that an expert receives, say."""
+    rows = torch.cat([part / (factors.get(at[:2]) or 1.0) for at, part in sorted(parts.items())])
+    if rows.shape != whole.shape or rows.ndim < 2:
+        return None
+    weights = torch.linspace(1, 2, rows[0].numel(), dtype=rows.dtype)
+    part, right = (each[(each.flatten(1) @ weights).argsort()] for each in (rows, whole))
+    return Match({"dp": Split(0, "dp")}, {(0, 0, 0): (part, right)}, difference(part, right))
+
+
 def difference(part: Tensor, right: Tensor) -> float:
     """Largest difference of an element; infinite where one is not finite."""
     if not part.numel():
