@@ -1,11 +1,14 @@
-"""Recipes on the plays of Shakespeare: Muon against AdamW, cooldowns against cosine, muP against none.
+"""Recipes on the plays of Shakespeare: Muon against AdamW, cooldowns against cosine, muP against none, and
+what balances a mixture of experts.
 
     python scripts/recipe.py optimizers --corpus demo/corpus/ --work runs/recipe --out optimizers.json
     python scripts/recipe.py cooldown   --corpus demo/corpus/ --work runs/recipe --out cooldown.json
     python scripts/recipe.py width      --corpus demo/corpus/ --work runs/recipe --out width.json
+    python scripts/recipe.py experts    --corpus demo/corpus/ --work runs/recipe --out experts.json
 
-Each run is an `mlm pretrain` of a GPT-2 in a process of its own, one after the other; one that is complete in
-`--work` is not repeated. `make demo` writes the corpus. A plot goes beside the result (.png).
+Each run is an `mlm pretrain` of a GPT-2 (experts: of a Llama) in a process of its own, one after the other;
+one that is complete in `--work` is not repeated. `make demo` writes the corpus. A plot goes beside the result
+(.png).
 """
 
 import argparse
@@ -16,7 +19,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -34,6 +37,15 @@ RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 SEEDS = (1, 2, 3)
 OPTIMIZERS = {"adamw": ("optimizer=adamw_demo",), "muon": ("optimizer=muon",)}
 """Both decay by 0.1, with betas of 0.9 and 0.95."""
+MIXTURE = ("model.options.expert_ffn_size=200",)
+"""Of eight experts, two a token: as wide together as the dense model's MLP."""
+MIXTURES = {
+    "no balance": ("moe_demo", (*MIXTURE, "model.options.balance=none")),
+    "loss": ("moe_demo", (*MIXTURE, "model.options.balance=global_batch")),
+    "bias": ("moe_demo", (*MIXTURE, "model.options.balance=bias")),
+    "dense": ("llama_demo", ("model.ffn_hidden_size=400",)),
+}
+"""Model and settings; the loss's coefficient is 0.01, the bias's step 0.001."""
 Curve = list[tuple[int, float]]
 """Step and validation loss."""
 
@@ -51,13 +63,14 @@ class Runs:
         steps: int,
         settings: Iterable[str],
         *,
+        model: str = "gpt2_tiny",
         given: bool = True,
     ) -> dict[str, Any]:
         """Train, unless that is done, and return the validation losses and the median seconds of a step."""
         layers, width, heads = shape
         out = self.work / name
         words = [
-            *("model=gpt2_tiny", f"model.num_layers={layers}", f"model.hidden_size={width}"),
+            *(f"model={model}", f"model.num_layers={layers}", f"model.hidden_size={width}"),
             *(f"model.num_heads={heads}", "model.vocab_size=4096", f"model.max_positions={SEQ}"),
             *(f"data.path={self.corpus}", f"data.seq_length={SEQ}", f"train.global_batch_size={SAMPLES}"),
             *(f"train.micro_batch_size={SAMPLES}", "train.validate_every=25"),
@@ -189,6 +202,38 @@ def width(runs: Runs, steps: int, widths: Sequence[int] = (128, 512)) -> dict[st
     return {"steps": steps, "widths": found}
 
 
+def experts(runs: Runs, steps: int, seeds: int) -> dict[str, Any]:
+    """Mixtures of experts by what balances them, and a dense model of as many parameters a token."""
+    models: dict[str, Any] = {name: {"curves": [], "at_the_end": []} for name in MIXTURES}
+    for seed, (name, found) in product(SEEDS[:seeds], models.items()):
+        model, settings = MIXTURES[name]
+        common = ("optimizer=adamw_demo", "optimizer.lr=2e-3", "schedule.min_lr=0", f"seed={seed}")
+        out = f"experts-{name.replace(' ', '-')}-{seed}"
+        run = runs.train(out, SIZES["4x128"], steps, (*common, *settings), model=model)
+        found["curves"].append(run["curve"])
+        found["at_the_end"].append(run["curve"][-1][1])
+        by_layer = {r["step"]: r.get("imbalance_by_layer") for r in records(runs.work / out) if "lr" in r}
+        if loads := [(step, mean(each.values())) for step, each in sorted(by_layer.items()) if each]:
+            found.setdefault("imbalance", []).append(loads)
+            last = mean(load for step, load in loads if step > steps * 3 // 4)
+            found.setdefault("imbalance_of_last_quarter", []).append(last)
+    return {"steps": steps, "tokens_a_step": SEQ * SAMPLES, "models": models}
+
+
+def plot_experts(result: Mapping[str, Any], path: Path) -> None:
+    """Imbalance and validation loss over steps, of all seeds."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.6))
+    for number, (name, found) in enumerate(result["models"].items()):
+        for axis, key in ((left, "imbalance"), (right, "curves")):
+            for seed, curve in enumerate(found.get(key, [])):
+                axis.plot(*zip(*curve, strict=True), color=f"C{number}", label=None if seed else name, lw=1)
+    left.set(xlabel="step", ylabel="largest over mean load, mean of layers")
+    right.set(xlabel="step", ylabel="validation loss, nats a token", ylim=(None, 7))
+    right.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def plot_width(result: Mapping[str, Any], path: Path) -> None:
     """Loss over learning rate by width."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
@@ -224,11 +269,12 @@ def plot_optimizers(result: Mapping[str, Any], path: Path) -> None:
 def main() -> None:
     """Run what is named and write its result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=["optimizers", "cooldown", "width"])
+    parser.add_argument("what", choices=["optimizers", "cooldown", "width", "experts"])
     parser.add_argument("--corpus", required=True, help="prefix folder of a corpus with 4,096 tokens")
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the result")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of experts: runs of each model")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--before", default="", help="words before each command, such as nice")
     args = parser.parse_args()
@@ -238,6 +284,9 @@ def main() -> None:
         plot_optimizers(result, args.out.with_suffix(".png"))
     elif args.what == "cooldown":
         result = cooldown(runs, args.steps, args.sizes)
+    elif args.what == "experts":
+        result = experts(runs, args.steps, args.seeds)
+        plot_experts(result, args.out.with_suffix(".png"))
     else:
         result = width(runs, args.steps)
         plot_width(result, args.out.with_suffix(".png"))

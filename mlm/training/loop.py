@@ -119,7 +119,7 @@ class Loop(ABC):
             watching.append(Timeline(trainer, reporter))
         if config.profile and trainer.ctx.rank < PROFILED_RANKS:
             watching.append(Profiler(trainer, out, reporter))
-        if config.model.architecture.experts and not config.lora.rank:  # beside adapters they are frozen
+        if config.model.architecture.experts and not config.lora.rank:  # adapters leave routers as they are
             self.experts = ExpertWatch(trainer, incidents.report, self.is_log_due)
             watching.append(self.experts)
         watching += [saver, StepLogger(self), DivergenceStop(incidents, self.warmup_key)]

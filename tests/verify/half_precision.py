@@ -11,7 +11,8 @@ A layout computes in one of two ways:
   off; where the terms cancel, as in the biases of keys, by the same share of |h - g|: 2^-16 sqrt(n) = 2^-12,
   of float16's 2^-9.
 - It rounds: with tp = t the t terms of a sum are rounded each, with cp the results of blocks, with zero=2|3
-  norms, tables and the gradients of a micro-batch. l - g then is of the size of h - g, but of other signs;
+  norms, tables and the gradients of a micro-batch, with ep an expert's gradient once for the rows of all
+  ranks. l - g then is of the size of h - g, but of other signs;
   sums of up to 4 terms round 4 times where one process rounds once, which doubles it at most. So
   |l - h| <= |l - g| + |h - g| <= (2 + 1) |h - g|, and u |h| more for gradients that leave in half precision.
 
@@ -124,10 +125,10 @@ def rounding_of(alone: Layout) -> Report:
     return report
 
 
-def problems(half: Half, layout: Layout) -> Iterator[str]:
-    """What rounding does not explain."""
-    scale, u = rounding_of(one_process_of(layout)), ROUNDOFF[layout.precision]
-    reorders = layout.tp == layout.cp == 1 and layout.zero == 0
+def problems(half: Half, layout: Layout, rounding: Report | None = None) -> Iterator[str]:
+    """What rounding does not explain; `rounding` is that of one process."""
+    scale, u = rounding or rounding_of(one_process_of(layout)), ROUNDOFF[layout.precision]
+    reorders = layout.tp == layout.cp == layout.ep == 1 and layout.zero == 0
     ordered = math.sqrt(MOST_TOKENS) * 2.0**-24
     of_scale, of_norm = (ordered / u, ordered) if reorders else (3.0, u)
     of_loss = ordered if reorders else u / math.sqrt(MOST_TOKENS / 4)

@@ -121,14 +121,14 @@ def test_command_prints_a_table_writes_a_page_and_ends_with_1(
 def test_healthy_layouts_of_other_code_have_no_finding(
     file: str, function: str, layout: dict[str, int]
 ) -> None:
-    row = table.judge(file, function, layout, None, is_healthy=True)
+    row = table.judge(file, function, layout, "")
     assert row["holds"], row["sentence"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "function", "layout", "cause"), table.BUGS)
 def test_planted_bugs_are_found_and_named(
-    file: str, function: str, layout: dict[str, int], cause: str | None
+    file: str, function: str, layout: dict[str, int], cause: str
 ) -> None:
-    row = table.judge(file, function, layout, cause, is_healthy=False)
+    row = table.judge(file, function, layout, cause)
     assert row["holds"], row["sentence"]

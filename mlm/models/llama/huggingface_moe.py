@@ -156,11 +156,6 @@ def with_usual_names(config: Mapping[str, JSON], kind: str) -> Mapping[str, JSON
     return {"q_lora_rank": 1536, **config, **named} if kind == "deepseek_v3" else {**config, **named}
 
 
-def has_bias(settings: LlamaSettings) -> bool:
-    """Return True if its routers have a bias."""
-    return settings.num_experts > 0 and (settings.router_bias or settings.balance == "bias")
-
-
 def _dense_layers(config: Mapping[str, JSON], layers: int, path: str) -> tuple[int, list[str]]:
     """Return the first layers without experts, and what is wrong with them."""
     only, first = config.get("mlp_only_layers"), config.get("first_k_dense_replace")
@@ -187,7 +182,7 @@ def expert_problem(model: ModelConfig, again: ModelConfig, name: str) -> str | N
         if each.name in TRAINING_ONLY or (each.name == "dense_layers" and not mine.num_experts):
             continue
         if each.name == "router_bias":
-            value, other = has_bias(mine), has_bias(theirs)
+            value, other = mine.has_router_bias, theirs.has_router_bias
         if value != other:
             return (
                 f"its model.options.{each.name}={show(value)} is not what {name} of transformers computes, "
@@ -206,7 +201,7 @@ def mlp_locations(
     keys, width = EXPERT_KEYS[kind], settings.expert_ffn_size
     block, count = f"{stored}.{keys.block}", settings.num_experts
     yield f"{ours}.mlp.router.weight", Location((f"{block}.gate.weight",))
-    if has_bias(settings):
+    if settings.has_router_bias:
         yield f"{ours}.mlp.router.bias", Location((f"{block}.gate.e_score_correction_bias",))
     gate, up, down = keys.projections
     each = [f"{block}.experts.{expert}" for expert in range(count)]

@@ -124,6 +124,7 @@ def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_theta", "rope_factor", "rotary_fraction"):
         if type(options.get(name)) is int:
             options[name] = float(options[name])
+    options = {name: value for name, value in options.items() if value not in (None, False)}
     sizes = {}
     if args.get("num_experts") not in (None, 0, 1):
         options |= moe.options_of(args)
@@ -132,7 +133,7 @@ def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
         **sizes,
         "activation": "silu",
         "max_positions": args.get("max_position_embeddings") or args.get("seq_length") or 4096,
-        "options": {name: value for name, value in options.items() if value not in (None, False)},
+        "options": options,
     }
 
 

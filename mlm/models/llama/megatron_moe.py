@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from mlm.models.config import ModelConfig
-from mlm.models.llama.huggingface_moe import has_bias
 from mlm.models.llama.settings import LlamaSettings, num_blocks
 from mlm.models.megatron import Weaves, Woven
 from mlm.util.errors import UserError
@@ -91,7 +90,7 @@ def write_args(settings: LlamaSettings) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": settings.router_scale,
         "moe_router_num_groups": settings.router_groups if is_grouped else None,
         "moe_router_group_topk": settings.router_top_groups if is_grouped else None,
-        "moe_router_enable_expert_bias": has_bias(settings),
+        "moe_router_enable_expert_bias": settings.has_router_bias,
         "moe_router_load_balancing_type": "none",
         "moe_layer_freq": 1,
         "moe_grouped_gemm": False,
@@ -105,7 +104,7 @@ def problem(settings: LlamaSettings) -> str | None:
     is_sigmoid, tops = settings.router_scores == "sigmoid", settings.experts_per_token
     if settings.dense_layers:
         return f"its dense_layers={settings.dense_layers}: layers with experts and without are not converted"
-    if has_bias(settings) and not is_sigmoid:
+    if settings.has_router_bias and not is_sigmoid:
         return "its router_bias: Megatron's is of router_scores=sigmoid"
     if is_sigmoid and settings.router_normalise != (tops > 1):
         return f"its router_normalise={settings.router_normalise}: Megatron's sigmoid scores have the other"

@@ -96,7 +96,7 @@ def router_settings(settings: LlamaSettings) -> RouterSettings:
         scale=settings.router_scale,
         groups=settings.router_groups,
         top_groups=settings.router_top_groups,
-        has_bias=settings.router_bias or settings.balance == "bias",
+        has_bias=settings.has_router_bias,
         balance=settings.balance,
         balance_rate=settings.balance_rate,
         balance_coefficient=settings.balance_coefficient,

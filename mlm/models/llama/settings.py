@@ -117,6 +117,11 @@ class LlamaSettings:
         return cls(**given)  # type: ignore[arg-type]
 
     @property
+    def has_router_bias(self) -> bool:
+        """True if routers have a bias."""
+        return self.num_experts > 0 and (self.router_bias or self.balance == "bias")
+
+    @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are turned, R."""
         return self.rope_head_dim if self.kv_lora_rank else int(self.head_dim * self.rotary_fraction)

@@ -19,6 +19,7 @@ from mlm.verify.audit.parts import (
     difference,
     fill,
     match,
+    match_rows,
     placements,
 )
 from mlm.verify.audit.record import KINDS, Key, Record
@@ -118,6 +119,14 @@ class Comparison:
             found = match(parts, whole, choices, limit * largest, factors=factors, fits_factors=fits)
             if fits and found is not None:
                 self.factors[key.step] = found.factors
+            is_right = found is not None and found.error <= limit * largest
+            if (
+                key.kind in ("output", "backward")
+                and self.layout["tp"] * self.layout["cp"] == 1
+                and not is_right
+            ):
+                rows = match_rows(parts, whole, factors or {})
+                found = rows if rows is not None and rows.error <= limit * largest else found
         if found is None:
             shape = list(next(iter(parts.values())).shape)
             self._skip(f"{key.name}: {shape} is no part of {list(whole.shape)}")
@@ -134,11 +143,16 @@ class Comparison:
             return [placement_of(key.name, parts, whole, self.ranks, self.layout)]
         if not whole.ndim:
             return [{}]
-        blocks = {1, *(next(iter(parts.values())).shape)}
+        shape = next(iter(parts.values())).shape
+        blocks = {1, *shape}
         for record in self.ranks.values():
             blocks |= {split.blocks for split in record.splits.get(f"{key.name}.weight") or ()}
+        flat = {b for size in shape for b in range(1, size + 1) if size % b == 0}  # [S, B] as one dimension
+        choices = {"dp": sorted(flat), "cp": sorted(blocks), "tp": sorted(blocks)}
         sums = ("cp", "tp") if key.name else ()
-        return list(placements(parts, whole, self.layout, blocks=sorted(blocks), sums=sums))
+        if key.kind == "backward":  # of an output that is the same for all samples, such as positions
+            sums = ("dp", *sums)
+        return list(placements(parts, whole, self.layout, blocks=choices, sums=sums))
 
     def _loss(self, parts: Parts, whole: Tensor, bound: float) -> Match | None:
         """Compare the loss, of which replicas may each have their own: its mean or sum over them."""
@@ -207,7 +221,8 @@ def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: L
     else:
         chosen: dict[str, Split | str] = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1}
         chosen |= {split.axis: split for split in splits if layout[split.axis] > 1}
-        if chosen in list(placements(parts, whole, layout, blocks=sorted({s.blocks for s in splits} | {1}))):
+        blocks = {split.axis: (1, split.blocks) for split in splits}
+        if chosen in list(placements(parts, whole, layout, blocks=blocks)):
             return chosen  # type: ignore[return-value]
     shape = list(next(iter(parts.values())).shape)
     raise UserError(

@@ -37,8 +37,8 @@ class Match:
 
     @property
     def sums(self) -> list[str]:
-        """Axes over which ranks hold addends."""
-        return [axis for axis, how in self.placement.items() if how == "sum"]
+        """Axes of a split model over which ranks hold addends."""
+        return [axis for axis, how in self.placement.items() if how == "sum" and axis != "dp"]
 
 
 def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -> Tensor:
@@ -61,7 +61,10 @@ def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -
             raise RuntimeError("the sizes do not fit")
         start, length = sum(sizes[:index]) // split.blocks, sizes[index] // split.blocks
         view = view.narrow(dim, start * times, length * times)
-    if view.numel() != parts[at].numel() or view.shape[-1:] != parts[at].shape[-1:]:
+    shape = tuple(view.shape)
+    for dim in sorted(split.dim % whole.ndim for split in splits if split.blocks > 1):
+        shape = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+    if shape != tuple(parts[at].shape):
         raise RuntimeError("the shapes do not fit")
     return view
 
@@ -104,7 +107,7 @@ def placements(
     whole: Tensor,
     sizes: Mapping[str, int],
     *,
-    blocks: Iterable[int] = (1,),
+    blocks: Mapping[str, Iterable[int]] | None = None,
     sums: Sequence[str] = (),
 ) -> Iterator[Placement]:
     """Placements that the shapes allow; copies before splits before sums, one block before several."""
@@ -114,7 +117,7 @@ def placements(
     options: list[list[How]] = [
         [
             "copy",
-            *(Split(d, axis, b) for b in blocks for d in dims),
+            *(Split(d, axis, b) for b in (blocks or {}).get(axis, (1,)) for d in dims),
             *(Split(d, axis, is_zigzag=True) for d in dims if axis == "cp"),
             *(["sum"] if axis in sums else []),  # type: ignore[list-item]
         ]
@@ -162,6 +165,16 @@ def match(
         if error <= limit:
             break
     return best
+
+
+def match_rows(parts: Parts, whole: Tensor, factors: Mapping[Coordinates, float]) -> Match | None:
+    """Replicas' rows, in any order, beside those of the whole: of tokens that an expert receives, say."""
+    rows = torch.cat([part / (factors.get(at[:2]) or 1.0) for at, part in sorted(parts.items())])
+    if rows.shape != whole.shape or rows.ndim < 2:
+        return None
+    weights = torch.linspace(1, 2, rows[0].numel(), dtype=rows.dtype)
+    part, right = (each[(each.flatten(1) @ weights).argsort()] for each in (rows, whole))
+    return Match({"dp": Split(0, "dp")}, {(0, 0, 0): (part, right)}, difference(part, right))
 
 
 def difference(part: Tensor, right: Tensor) -> float:

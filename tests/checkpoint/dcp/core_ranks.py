@@ -153,6 +153,7 @@ def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
         vocab_size=getattr(args, "padded_vocab_size", args.vocab_size),
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
+        rotary_base=getattr(args, "rotary_base", 10000),
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

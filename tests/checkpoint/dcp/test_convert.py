@@ -1,6 +1,7 @@
 """`mlm convert`: around the circle of formats, bytes stay; what it writes, PyTorch and transformers read."""
 
 import argparse
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.serialization import safe_globals
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from mlm.checkpoint.commands import convert
 from mlm.checkpoint.commands.config import ConvertConfig
@@ -228,6 +235,28 @@ def test_experts_around_the_circle_give_the_same_bytes(mixtral: Path, tmp_path: 
     back, first = weights(converted(numbered, tmp_path / "5", "hf")), weights(mixtral)
     assert back.keys() == first.keys()
     assert_equal(back, first)
+
+
+def test_qwen_with_experts_around_megatron_gives_the_same_bytes(tmp_path: Path) -> None:
+    """Weights of a token's experts are not divided by their sum; norms of heads."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        max_position_embeddings=32,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "hf")
+    ranks = converted(tmp_path / "hf", tmp_path / "1", "torch", tp=2)
+    torch_dist = converted(ranks, tmp_path / "2", "torch_dist")
+    back = converted(torch_dist, tmp_path / "3", "hf")
+    assert_equal(weights(back), weights(tmp_path / "hf"))
+    assert json.loads((back / "config.json").read_text())["norm_topk_prob"] is False
 
 
 def test_experts_are_read_by_pytorch_as_megatron_core_stacks_them(mixtral: Path, tmp_path: Path) -> None:
