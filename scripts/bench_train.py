@@ -47,6 +47,7 @@ CONTENDERS = {
     "nanogpt": "needs --peers nanogpt=PATH, as do the others of its kind",
     "nanochat": "another model of the same sizes and its optimizer, always compiled",
     "llmc": "llm.c's train_gpt2.c, always float32 on a CPU, built here",
+    "megatron": "Megatron Core's Mixtral (--family mixtral) as far as a CPU runs it",
 }
 VARIANTS = {
     "compiled": "mlm: each layer (compile=true); transformers, nanogpt: the model",
@@ -62,6 +63,7 @@ VARIANTS_OF = {
     "nanogpt": {"compiled", "stock", *DTYPES},
     "nanochat": {"stock", *DTYPES},
     "llmc": {"stock"},
+    "megatron": set(),
 }
 
 
@@ -177,6 +179,10 @@ def check_contender(name: str, args: argparse.Namespace, peers: dict[str, str]) 
         raise UserError(f"--family {args.family}: {base} is compared as GPT-2; use mlm or transformers")
     if base in PEERS and base not in peers:
         raise UserError(f"--contenders {name} needs --peers {base}=PATH, the path of a checkout")
+    if base == "megatron" and (args.family != "mixtral" or args.device != "cpu"):
+        raise UserError(
+            f"--contenders {name}: its Mixtral on a CPU is built; use --family mixtral --device cpu"
+        )
     if base == "llmc" and args.device != "cpu":
         raise UserError(f"--contenders {name}: train_gpt2.c computes on a CPU; use --device cpu")
     if ("compiled" in variants or base == "nanochat") and not has_compiler(args.device):

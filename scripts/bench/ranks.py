@@ -28,6 +28,7 @@ from bench.contenders import MlmTrainee, NanochatTrainee, NanoGptTrainee, Traine
 from bench.equality import Agreement, Reference
 from bench.llama import LlamaShape, MixtralShape, TransformersLlama, TransformersMixtral
 from bench.llmc import LlmcTrainee
+from bench.megatron import MegatronMixtral
 from bench.memory import measure_peak
 from bench.spec import Spec
 from bench.stats import Timing
@@ -59,6 +60,7 @@ def build_trainee(name: str, spec: Spec, rank: int) -> Trainee:
         "nanogpt": NanoGptTrainee,
         "nanochat": NanochatTrainee,
         "llmc": LlmcTrainee,
+        "megatron": MegatronMixtral,
     }
     if isinstance(spec.shape, LlamaShape):
         is_mixture = isinstance(spec.shape, MixtralShape)

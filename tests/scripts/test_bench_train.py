@@ -20,6 +20,7 @@ from bench.stats import Pair, Ratio, Spread, Timing, Turn, reject_above_peak
 from bench.timing import take_rounds
 
 from mlm.util.errors import UserError
+from tests.megatron_core import megatron_core
 
 TINY = NAMED["cpu"]["tiny"][0]
 SPEC = Spec(TINY, "cpu", "fp32", threads=1)
@@ -168,6 +169,17 @@ def test_transformers_mixtral_agrees_with_mlm() -> None:
     ours = MlmTrainee("mlm", spec, torch.device("cpu"))
     theirs = TransformersMixtral("transformers", spec, torch.device("cpu"))
     assert gradient_error(theirs, ours) < 1e-5
+
+
+@pytest.mark.slow
+def test_megatrons_mixtral_agrees_with_mlm(tmp_path: Path) -> None:
+    """In a process of its own, as it replaces functions of torch.cuda; unequal, it would not be timed."""
+    megatron_core("transformer.moe")
+    options = "--family mixtral --shape tiny --threads 1 --seconds 0 --pairs 1 --no-memory"
+    words, out = options.split(), tmp_path / "result.json"
+    assert bench_train.BENCH.main([*words, "--contenders", "mlm", "megatron", "--out", str(out)]) == 1
+    found = json.loads(out.read_text())["shapes"][0]["contenders"]["megatron"]
+    assert 0 < found["gradient_error"] < 1e-5
 
 
 @pytest.mark.parametrize(
