@@ -7,9 +7,10 @@ and 2 are in Megatron Core 0.16.1, finding 3 is not; 4 to 11 are not tried: they
 Transformer Engine, or sequence parallelism, which its norms of PyTorch reject.
 """
 
+import sys
 import warnings
-from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm import AuditSubject
+
+sys.path.append(str(Path(__file__).parents[1]))
+from megatron_on_cpu import NO_DROPOUT, UNFUSED, replace_cuda
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about accelerators that are not here
@@ -26,8 +30,6 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -39,17 +41,8 @@ COUNTS = (8, 5, 7, 3)
 
 def prepare(mesh) -> None:
     """Groups of the mesh, and no CUDA."""
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.current_device = lambda: "cpu"
-    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
-    CudaRNGStatesTracker.fork = no_fork
-    moe_utils.te_general_gemm = None  # of Transformer Engine
+    replace_cuda()
     parallel_state.initialize_model_parallel(mesh["tp"].size(), mesh["pp"].size())
-
-
-@contextmanager
-def no_fork(*_: Any, **__: Any):
-    yield
 
 
 def gpt(
@@ -74,14 +67,8 @@ def gpt(
         mtp_num_layers=1 if mtp else None,
         params_dtype=torch.float64,
         pipeline_dtype=torch.float64,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        **NO_DROPOUT,
+        **UNFUSED,
         **options,
     )
     spec = get_gpt_layer_local_spec(num_experts=experts, normalization=config.normalization)

@@ -5,13 +5,12 @@ else of it computes on a CPU.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron_on_cpu import NO_DROPOUT, UNFUSED, replace_cuda
 from torch import Tensor
 
 from bench.contenders import TorchTrainee, imported, load_exactly
@@ -67,19 +66,13 @@ class MegatronMixtral(TorchTrainee):
             num_moe_experts=NUM_EXPERTS,
             moe_router_topk=2,
             moe_router_load_balancing_type="none",
-            use_cpu_initialization=True,
             gated_linear_unit=True,
             activation_func=F.silu,
             add_bias_linear=False,
             normalization="RMSNorm",
             layernorm_epsilon=model.layer_norm_eps,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            apply_rope_fusion=False,
-            masked_softmax_fusion=False,
-            gradient_accumulation_fusion=False,
+            **NO_DROPOUT,
+            **UNFUSED,
         )
         spec = get_gpt_layer_local_spec(num_experts=NUM_EXPERTS, normalization="RMSNorm")
         return GPTModel(
@@ -127,21 +120,12 @@ class MegatronMixtral(TorchTrainee):
 
 
 def join_alone() -> None:
-    """Make this process Megatron Core's only rank, with what it calls of CUDA replaced."""
+    """Make this process Megatron Core's only rank."""
     warnings.simplefilter("ignore")
     imported("megatron.core")
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe import moe_utils
 
-    @contextmanager
-    def fork(*_: Any, **__: Any) -> Iterator[None]:
-        yield
-
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    moe_utils.te_general_gemm = None
-    CudaRNGStatesTracker.fork = fork
+    replace_cuda()
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         parallel_state.initialize_model_parallel()

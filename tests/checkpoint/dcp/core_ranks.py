@@ -1,22 +1,14 @@
-"""Ranks that build Megatron Core's own GPT on CPUs, save it and load it by its dist_checkpointing.
-
-Megatron Core calls CUDA in four places on the way, which are replaced: torch.cuda.synchronize, by nothing;
-torch.cuda.current_device, by the CPU; Tensor.cuda of tied tables in two stages, by the tensor; and the
-generator around attention's dropout, which is 0 here. Its routers look for Transformer Engine's product by a
-name that is not defined without it, and take PyTorch's once it is None.
-"""
+"""Ranks that build Megatron Core's own GPT on CPUs, save it and load it by its dist_checkpointing."""
 
 import argparse
 import os
-import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron_on_cpu import NO_DROPOUT, UNFUSED, replace_cuda
 
 VOCAB, HIDDEN, LAYERS, HEADS, FFN, POSITIONS = 128, 32, 4, 4, 48, 32
 TOKENS = torch.randint(0, 61, (2, 19), generator=torch.Generator().manual_seed(1))
@@ -89,22 +81,9 @@ def arguments(kind: str) -> argparse.Namespace:
 
 def start(rank: int, world: int, port: int) -> None:
     """Join the ranks, with CUDA replaced."""
-    warnings.simplefilter("ignore")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    torch.cuda.synchronize = lambda *_: None
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.moe import moe_utils
-
-    moe_utils.te_general_gemm = None
-
-    @contextmanager
-    def fork(*_: Any, **__: Any) -> Iterator[None]:
-        yield
-
-    CudaRNGStatesTracker.fork = fork
+    replace_cuda()
 
 
 def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
@@ -129,19 +108,13 @@ def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         pipeline_dtype=torch.float32,
-        use_cpu_initialization=True,
         gated_linear_unit=args.swiglu,
         activation_func=F.silu if args.swiglu else F.gelu,
         add_bias_linear=args.add_bias_linear,
         normalization=args.normalization,
         layernorm_epsilon=args.norm_epsilon,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        **NO_DROPOUT,
+        **UNFUSED,
         **experts,
     )
     spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization=args.normalization)
