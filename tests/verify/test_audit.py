@@ -10,6 +10,7 @@ from audit import table
 from mlm.config.cli.entry import main
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
+from mlm.verify.audit.api import audit
 from mlm.verify.audit.host import Outcome, audit_layouts, load_build
 from mlm.verify.audit.subject import AXES
 from tests.ranks import run_on_ranks
@@ -87,6 +88,13 @@ def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str,
     assert isinstance(error, UserError)
     assert words in str(error)
     assert "\n" not in str(error)
+
+
+def test_more_ranks_than_a_host_runs_are_an_error() -> None:
+    with pytest.raises(
+        UserError, match=r"^tp=40 \* dp=2 = 80 ranks, but a host runs 1 to 64; use smaller sizes$"
+    ):
+        audit(f"{SUBJECTS}:random", tp=40, dp=2)
 
 
 @pytest.mark.parametrize(

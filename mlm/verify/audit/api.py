@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import os
 import pickle
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from rich.table import Table
 
 from mlm.launch.child_run import environment_without_launcher
+from mlm.parallel.layout_checks import MAX_CPU_RANKS
 from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.page.html import page, paragraph
 from mlm.tracking.page.html import table as html_table
@@ -86,8 +88,14 @@ def audit(
         raise UserError(
             f"build={name}: a function of a module is needed; move it out of the function that holds it"
         )
+    sizes = {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
+    if not 1 <= (ranks := math.prod(sizes.values())) <= MAX_CPU_RANKS:
+        typed = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+        raise UserError(
+            f"{typed} = {ranks} ranks, but a CPU host runs 1 to {MAX_CPU_RANKS}; use smaller sizes"
+        )
     job = {
-        **{"build": name, "tp": tp, "pp": pp, "dp": dp, "cp": cp},
+        **{"build": name, **sizes},
         **{"steps": steps, "seed": seed, "timeout_s": timeout_s},
     }
     with tempfile.TemporaryDirectory(prefix="mlm-audit-") as folder:
