@@ -92,7 +92,7 @@ def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str,
 
 def test_more_ranks_than_a_host_runs_are_an_error() -> None:
     with pytest.raises(
-        UserError, match=r"^tp=40 \* dp=2 = 80 ranks, but a host runs 1 to 64; use smaller sizes$"
+        UserError, match=r"^tp=40 \* dp=2 = 80 ranks, but a CPU host runs 1 to 64; use smaller sizes$"
     ):
         audit(f"{SUBJECTS}:random", tp=40, dp=2)
 
