@@ -4,7 +4,6 @@ import inspect
 import json
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -122,10 +121,10 @@ def audit(
             raise CheckFailedError(
                 f"the audit of {name} ended with {process.returncode}; its last lines are above"
             )
-        result = pickle.loads(result_file.read_bytes())
-    if isinstance(result, UserError):
-        raise result
-    return AuditReport(tuple(result))
+        result = json.loads(result_file.read_text())
+    if "error" in result:
+        raise UserError(result["error"])
+    return AuditReport(tuple(map(Outcome.of, result["outcomes"])))
 
 
 def run(config: AuditConfig) -> None:

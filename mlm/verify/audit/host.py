@@ -8,14 +8,13 @@ import importlib.util
 import json
 import math
 import os
-import pickle
 import signal
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,16 +51,23 @@ class Outcome:
     precision: str
     seconds: float
 
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "Outcome":
+        """That of JSON."""
+        finding = fields["finding"] and Finding(**fields["finding"])
+        return cls(**fields | {"finding": finding, "skipped": tuple(fields["skipped"])})
+
 
 def main() -> None:
     """Audit as the job of the first argument says; write the outcomes, or the error, beside it."""
     path = Path(sys.argv[1])
     job = json.loads(path.read_text())
     try:
-        result: object = audit_layouts(load_build(job["build"]), job, path.parent)
+        found = audit_layouts(load_build(job["build"]), job, path.parent)
+        result: dict[str, object] = {"outcomes": [asdict(outcome) for outcome in found]}
     except UserError as error:
-        result = error
-    (path.parent / "result").write_bytes(pickle.dumps(result))
+        result = {"error": str(error)}
+    (path.parent / "result").write_text(json.dumps(result))
 
 
 def load_build(name: str) -> Callable[..., AuditSubject]:
@@ -197,8 +203,8 @@ class World:
     def records(self) -> Ranks:
         """What the ranks have written, by coordinates."""
         return {
-            tuple(map(int, np.unravel_index(rank, tuple(self.layout.values())))): torch.load(
-                self._file(rank, "record"), weights_only=False
+            tuple(map(int, np.unravel_index(rank, tuple(self.layout.values())))): Record.load(
+                self._file(rank, "record")
             )
             for rank in range(self.size)
         }
@@ -245,7 +251,7 @@ class World:
                 record = self._record(rank, note)
                 note("the end")
                 partial = self._file(rank, "partial")
-                torch.save(record, partial)
+                record.save(partial)
                 partial.rename(self._file(rank, "record"))
                 code = 0
             except BaseException as error:

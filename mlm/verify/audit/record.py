@@ -1,17 +1,21 @@
 """One rank's run of a subject: every module's outputs and their gradients, parameters, norm and loss."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,6 +63,27 @@ class Record:
     """The narrowest format that an operation of forward or backward returned."""
     masks: list[tuple[str, bytes, bytes]] = field(default_factory=list)
     """Of each dropout: its module, digests of its input and of its mask."""
+
+    def save(self, path: Path) -> None:
+        """Write it; what a subject recorded is never unpickled."""
+        said = {
+            "keys": list(self.tensors),
+            "splits": {name: s and [astuple(split) for split in s] for name, s in self.splits.items()},
+            "precision": self.precision,
+            "masks": [(name, x.hex(), mask.hex()) for name, x, mask in self.masks],
+        }
+        numbered = {str(n): t.detach().clone().contiguous() for n, t in enumerate(self.tensors.values())}
+        save_file(numbered, path, metadata={"record": json.dumps(said)})
+
+    @classmethod
+    def load(cls, path: Path) -> "Record":
+        """Read what `save` wrote."""
+        with safe_open(path, "pt") as f:
+            said = json.loads(f.metadata()["record"])
+            tensors = {Key(*key): f.get_tensor(str(n)) for n, key in enumerate(said["keys"])}
+        splits = {name: s and tuple(Split(*split) for split in s) for name, s in said["splits"].items()}
+        masks = [(name, bytes.fromhex(x), bytes.fromhex(mask)) for name, x, mask in said["masks"]]
+        return cls(tensors, splits, said["precision"], masks)
 
 
 class Watch(TorchDispatchMode):
