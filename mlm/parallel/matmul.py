@@ -28,9 +28,6 @@ def _prefer_onednn() -> bool:
     return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(errors="replace")
 
 
-LEAST_FOR_ONEDNN = 1 << 14
-"""Size of a weight from which its operator, slower to call by 10 us, is as fast on a Zen 4 for 1,024 rows. Not
-of the product: an output row has the same bits among few as among many."""
 _PREFER_ONEDNN = _prefer_onednn()  # read once: torch.compile traces through the function below
 
 
@@ -39,10 +36,9 @@ def onednn_is_faster() -> bool:
     return _PREFER_ONEDNN
 
 
-def uses_onednn(x: Tensor, y: Tensor, size: int | None = None) -> bool:
-    """True if the product with a weight of `size`, by default that of y, goes to oneDNN."""
-    is_candidate = x.is_cpu and y.is_cpu and x.dtype == y.dtype == torch.float32 and onednn_is_faster()
-    return is_candidate and (y.numel() if size is None else size) >= LEAST_FOR_ONEDNN
+def uses_onednn(x: Tensor, y: Tensor) -> bool:
+    """True if the product of these operands goes to oneDNN."""
+    return x.is_cpu and y.is_cpu and x.dtype == y.dtype == torch.float32 and onednn_is_faster()
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -113,13 +109,11 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     as it lies. So the narrower one goes first, and if that is x, the small result is turned instead.
     """
     rows, wide, narrow = dy.shape[0], dy.shape[1], x.shape[1]
-    by_onednn = uses_onednn(dy, x, wide * narrow)
-    if by_onednn and rows * wide > rows * narrow + wide * narrow:
+    if uses_onednn(dy, x) and rows * wide > rows * narrow + wide * narrow:
         return product(x.t(), dy.t()).t().contiguous().to(dtype)
     if dtype == torch.float32 and dy.dtype != dtype and _WIDE_SUMS.get(dy.device.type, False):
         return torch.mm(dy.t(), x, out_dtype=dtype)
-    multiply = product if by_onednn else F.linear
-    return multiply(dy.t(), x.t()).to(dtype)
+    return product(dy.t(), x.t()).to(dtype)
 
 
 def _add_wide(total: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -139,7 +133,7 @@ def add_weight_gradient(total: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def _add(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    if dy.dtype == total.dtype and not uses_onednn(dy, x, total.numel()):
+    if dy.dtype == total.dtype and not uses_onednn(dy, x):
         total.addmm_(dy.t(), x)
     elif total.dtype == torch.float32 and _WIDE_ADDS.get(dy.device.type, False):
         _add_wide(total, dy, x)
