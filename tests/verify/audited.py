@@ -129,3 +129,11 @@ def dies(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     if mesh["tp"].get_local_rank() == 1:
         os._exit(7)
     return build(mesh)
+
+
+def no_module(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    return AuditSubject(module="x")  # type: ignore[arg-type]
+
+
+def no_loss(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    return AuditSubject(module=nn.Linear(4, 4), batch=torch.ones(3, 4))

@@ -80,7 +80,10 @@ def test_axes_are_audited_alone_where_the_layout_parts(tmp_path: Path) -> None:
         ("needs_cuda", "the subject needs CUDA"),
         ("random", "the subject is not deterministic: output of the module"),
         ("changes_batch", "the subject changes its batch in place"),
-        ("absent", "name FILE.py:FUNCTION"),
+        ("absent", "audited.py has no function absent; name one of it"),
+        ("HIDDEN", "HIDDEN is no function"),
+        ("no_module", "AuditSubject(module=…) is a str; give a torch.nn.Module"),
+        ("no_loss", "the loss is [3, 4]; let AuditSubject(loss=…) return one number"),
     ],
 )
 def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str, tmp_path: Path) -> None:
@@ -90,7 +93,9 @@ def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str,
     assert "\n" not in str(error)
 
 
-def test_more_ranks_than_a_host_runs_are_an_error() -> None:
+def test_one_rank_and_more_than_a_host_runs_are_errors() -> None:
+    with pytest.raises(UserError, match="is one process, with nothing to compare; set one, such as tp=2"):
+        audit(f"{SUBJECTS}:random")
     with pytest.raises(
         UserError, match=r"^tp=40 \* dp=2 = 80 ranks, but a CPU host runs 1 to 64; use smaller sizes$"
     ):

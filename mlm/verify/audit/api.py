@@ -21,7 +21,7 @@ from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.page.html import page, paragraph
 from mlm.tracking.page.html import table as html_table
 from mlm.util.errors import CheckFailedError, UserError
-from mlm.util.results import write_result
+from mlm.util.results import folder_problem, write_result
 from mlm.util.system import die_with_parent
 from mlm.util.terminal import add_row, console, table
 from mlm.verify.audit.host import Outcome
@@ -88,6 +88,8 @@ def audit(
             f"build={name}: a function of a module is needed; move it out of the function that holds it"
         )
     sizes = {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
+    if set(sizes.values()) == {1}:
+        raise UserError("tp=1 pp=1 dp=1 cp=1 is one process, with nothing to compare; set one, such as tp=2")
     if not 1 <= (ranks := math.prod(sizes.values())) <= MAX_CPU_RANKS:
         typed = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
         raise UserError(
@@ -129,6 +131,8 @@ def audit(
 
 def run(config: AuditConfig) -> None:
     """Audit, print and write. Raises CheckFailedError where the layout parts from one process."""
+    if problem := folder_problem(config.out):
+        raise UserError(problem)
     parallel = {axis: getattr(config, axis) for axis in ("tp", "pp", "dp", "cp")}
     report = audit(config.build, **parallel, steps=config.steps, seed=config.seed, timeout_s=config.timeout_s)
     screen = console()

@@ -40,8 +40,8 @@ CAUSES = {
     ),
     ("output", "affine"): (
         "local statistics",
-        "it is right but for a scale and a shift: a mean, variance or sum is that of a rank's part; reduce "
-        "it over the ranks that hold the others",
+        "it is right but for a scale and a shift: a mean, variance or sum is that of a rank's part, to be "
+        "reduced over the ranks that hold the others; or a sum is made twice before a bias is added",
     ),
     ("backward", "addends"): (
         "missing all-reduce of a gradient",
@@ -267,8 +267,9 @@ def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
     if kind == "output" and any(isinstance(how, Split) and how.axis != "dp" for how in splits):
         return (
             "shards permuted",
-            f"{name} before it is right in parts, which are not the parts that this takes them for; look at "
-            "the order of fused rows (q, k, v; gate, up), of heads and of ranks",
+            f"{name} before it is right in parts: these are not the parts that this takes them for, or what "
+            "is computed between them reads the size of a part; look at the order of fused rows (q, k, v; "
+            "gate, up), of heads and of ranks, and at divisors",
         )
     return (
         "depends on the layout",

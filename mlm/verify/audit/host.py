@@ -16,7 +16,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from difflib import get_close_matches
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -71,22 +74,40 @@ def main() -> None:
 
 
 def load_build(name: str) -> Callable[..., AuditSubject]:
-    """The function FILE:FUNCTION or MODULE:FUNCTION. Raises UserError where it cannot be imported."""
+    """The function FILE.py:FUNCTION or MODULE:FUNCTION. Raises UserError where it cannot be imported."""
     where, _, function = name.rpartition(":")
     file = next((f for f in (Path(where), Path(f"{where}.py")) if f.is_file()), None)
+    if not where or not function:
+        raise UserError(f"build={name}: names no function; type FILE.py:FUNCTION")
+    if file is None and (where.endswith(".py") or os.sep in where):
+        raise UserError(f"build={name}: {where} is no file; type FILE.py:FUNCTION")
     try:
-        if file is None:
-            module = importlib.import_module(where)
-        else:
-            sys.path.insert(0, str(file.resolve().parent))
-            spec = importlib.util.spec_from_file_location(file.stem, file)
-            assert spec is not None
-            assert spec.loader is not None
-            module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        return getattr(module, function)
+        module = importlib.import_module(where) if file is None else import_file(file)
     except (Exception, SystemExit) as error:
-        raise UserError(f"build={name}: {type(error).__name__}: {error}; name FILE.py:FUNCTION") from error
+        text = f"{type(error).__name__}: {error}"
+        raise UserError(f"build={name}: importing {where} fails: {first_line(text)}") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        near = get_close_matches(function, vars(module)) if found is None else []
+        problem = f"{where} has no function {function}" if found is None else f"{function} is no function"
+        raise UserError(f"build={name}: {problem}; name one of it" + (f", such as {near[0]}" if near else ""))
+    return found  # type: ignore[no-any-return]
+
+
+def import_file(file: Path) -> ModuleType:
+    """A file as a module, which may import its neighbours."""
+    sys.path.insert(0, str(file.resolve().parent))
+    loader = SourceFileLoader(file.stem, str(file))
+    spec = importlib.util.spec_from_loader(file.stem, loader)
+    assert spec is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def first_line(text: str) -> str:
+    """The first line, cut to a screen's width or three."""
+    return text.strip().split("\n")[0][:400]
 
 
 def audit_layouts(build: Callable[..., AuditSubject], job: Mapping[str, Any], folder: Path) -> list[Outcome]:
@@ -213,7 +234,9 @@ class World:
         return self.folder / f"{name}-{rank}"
 
     def _failure(self, failed: list[int], hung: list[int]) -> str:
-        """One line: the rank that failed itself, or where each waits."""
+        """One line: a user's mistake, the rank that failed itself, or where each waits."""
+        if mistake := next((f for rank in failed if (f := self._file(rank, "mistake")).exists()), None):
+            return mistake.read_text()
         errors = {
             rank: self._file(rank, "error").read_text()
             for rank in failed
@@ -230,14 +253,15 @@ class World:
             if "CUDA" in text or "cuda" in text:
                 return f"the subject needs CUDA ({text}); build it on mesh.device_type, which is cpu here"
             if self.size == 1:
-                return text
+                return f"the subject fails in {states[rank]} on one process: {text}"
             return f"rank {rank} of {self.size} fails in {states[rank]}: {text}" + (
                 "" if len(own) == self.size else "; other ranks do not"
             )
         if silent:
             return f"rank {silent[0]} of {self.size} died in {states[silent[0]]}"
         where = "; ".join(f"rank {rank}: {state}" for rank, state in states.items())
-        return f"deadlock: no progress in {self.job['timeout_s']:g} s ({where})"
+        limit = f"timeout_s={self.job['timeout_s']:g}"
+        return f"deadlock, or {limit} is too low: no progress in that time ({where})"
 
     def _rank(self, rank: int, host: int) -> None:
         """One rank's process, from the fork to its end."""
@@ -255,9 +279,9 @@ class World:
                 partial.rename(self._file(rank, "record"))
                 code = 0
             except BaseException as error:
-                text = f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error)
-                lines = text.strip().split("\n")
-                self._file(rank, "error").write_text(lines[0][:400])
+                if isinstance(error, UserError):
+                    self._file(rank, "mistake").write_text(str(error))
+                self._file(rank, "error").write_text(first_line(f"{type(error).__name__}: {error}"))
                 self._file(rank, "trace").write_text(traceback.format_exc())
         finally:
             os._exit(code)  # destructors could wait for a peer

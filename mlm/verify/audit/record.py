@@ -185,6 +185,11 @@ class Recorder:
                 output = subject.module(*(batch if isinstance(batch, tuple) else (batch,)))
             self.note("loss")
             loss = output if subject.loss is None else subject.loss(output)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                given = f"{list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+                raise UserError(
+                    f"the loss is {given}; let AuditSubject(loss=…) return one number as a tensor"
+                )
             self.note("backward")
             loss.backward()
         return loss
