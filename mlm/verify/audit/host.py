@@ -91,7 +91,7 @@ def load_build(name: str) -> Callable[..., AuditSubject]:
         near = get_close_matches(function, vars(module)) if found is None else []
         problem = f"{where} has no function {function}" if found is None else f"{function} is no function"
         raise UserError(f"build={name}: {problem}; name one of it" + (f", such as {near[0]}" if near else ""))
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def import_file(file: Path) -> ModuleType:
