@@ -12,10 +12,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,20 +66,27 @@ class Record:
     def save(self, path: Path) -> None:
         """Write it; what a subject recorded is never unpickled."""
         said = {
-            "keys": list(self.tensors),
+            "tensors": [(key, str(t.dtype).split(".")[1], t.shape) for key, t in self.tensors.items()],
             "splits": {name: s and [astuple(split) for split in s] for name, s in self.splits.items()},
             "precision": self.precision,
             "masks": [(name, x.hex(), mask.hex()) for name, x, mask in self.masks],
         }
-        numbered = {str(n): t.detach().clone().contiguous() for n, t in enumerate(self.tensors.values())}
-        save_file(numbered, path, metadata={"record": json.dumps(said)})
+        arrays = {
+            str(n): t.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+            for n, t in enumerate(self.tensors.values())
+        }
+        with path.open("wb") as f:
+            np.savez(f, allow_pickle=False, said=np.frombuffer(json.dumps(said).encode(), np.uint8), **arrays)
 
     @classmethod
     def load(cls, path: Path) -> "Record":
         """Read what `save` wrote."""
-        with safe_open(path, "pt") as f:
-            said = json.loads(f.metadata()["record"])
-            tensors = {Key(*key): f.get_tensor(str(n)) for n, key in enumerate(said["keys"])}
+        with np.load(path, allow_pickle=False) as arrays:
+            said = json.loads(arrays["said"].tobytes())
+            tensors = {
+                Key(*key): torch.from_numpy(arrays[str(n)]).view(getattr(torch, dtype)).reshape(shape)
+                for n, (key, dtype, shape) in enumerate(said["tensors"])
+            }
         splits = {name: s and tuple(Split(*split) for split in s) for name, s in said["splits"].items()}
         masks = [(name, bytes.fromhex(x), bytes.fromhex(mask)) for name, x, mask in said["masks"]]
         return cls(tensors, splits, said["precision"], masks)
