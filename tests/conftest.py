@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,13 @@ def blank(metrics_jsonl: Path, png: Path, unit: str = "") -> None:
 def one_thread(wanted: int | None, environ: Mapping[str, str], *, cores: int, local_ranks: int) -> int:
     """Threads of a run in this process: other workers of pytest use the other cores."""
     return wanted or 1
+
+
+@pytest.fixture
+def store(server: Any) -> Any:
+    """The object store of a file's `server` (tests/stores.py), without its failures."""
+    server.reset()
+    return server
 
 
 @pytest.fixture(scope="session", autouse=True)

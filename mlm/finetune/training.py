@@ -222,7 +222,6 @@ def finetune(
         claim(spec, ctx, stack)
         check_start(config.out, ctx)
         trainer = Trainer(spec, ctx, cast(Any, objective))
-        trainer.balance.routers = []  # padding would count, and differs by layout: loads are not balanced
         batcher = make_batcher(trainer.model, size, start.max_length, kind.batcher)
         reference = Reference(config, settings, material.splits) if is_compared(objective) else None
         resumed_from, progress = load_start(trainer, config, settings, start, reference, batcher)

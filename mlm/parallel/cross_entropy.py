@@ -67,13 +67,13 @@ def softmax_and_loss(
     column = columns_of(labels, table)
     index = column.clamp(min=0).unsqueeze(1)
     target = logits.gather(1, index).squeeze(1).to(loss_dtype(logits.dtype)).masked_fill_(column < 0, 0.0)
-    ones = (column >= 0).to(target.dtype).neg_().unsqueeze(1)
+    less_one = (column >= 0).to(target.dtype).neg_().unsqueeze(1)  # -1 where the label is here
     log_sum, largest = torch.empty_like(target), torch.empty_like(target)
     if true < logits.shape[1]:
         logits[:, true:] = -math.inf  # padding takes no probability, at every tp
     rows = len(logits) if wide is None else len(wide)
-    each = (logits, index, ones, log_sum, largest, target)
-    for block, at, one, total, top, own in zip(*(x.split(max(1, rows)) for x in each), strict=True):
+    each = (logits, index, less_one, log_sum, largest, target)
+    for block, at, less, total, top, own in zip(*(x.split(max(1, rows)) for x in each), strict=True):
         p = block if wide is None else wide[: len(block)].copy_(block)
         if true == 0:  # a shard of nothing but padding
             total.fill_(-math.inf)
@@ -90,7 +90,7 @@ def softmax_and_loss(
             total.copy_(of_all)
             own.copy_(parts[:, 1].sum(0))
         if less_label:
-            p.scatter_add_(1, at, one)
+            p.scatter_add_(1, at, less)
         if wide is not None:
             assert factor is not None
             round_gradient(p, factor, out=block)
@@ -159,11 +159,6 @@ def split_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     is_near = ((mantissa > 0.5) & (mantissa < 0.5 * (1 + 2**-5))) | (mantissa > 1 - 2**-6)  # itself is exact
     first = torch.where(is_near, OFF_LATTICE, one)
     return first, scale / first
-
-
-def fuses_grad(table: VocabParallelEmbedding) -> bool:
-    """True if the forward pass that begins adds the weight's gradient; one without gradients never does."""
-    return table.fuses_grad and table.weight.requires_grad and torch.is_grad_enabled()
 
 
 def add_to_grad(weight: nn.Parameter, part: Tensor, factor: Tensor | None) -> None:
@@ -305,7 +300,7 @@ def linear_cross_entropy(
     """
     hidden = enter(hidden, labels, table)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, table.weight, None, labels, scale, table, chunk_bytes, False, fuses_grad(table)
+        hidden, table.weight, None, labels, scale, table, chunk_bytes, False, table.fuses_now
     )[0]
     return loss
 
@@ -324,7 +319,7 @@ def cross_entropy_and_hits(
     """
     hidden = enter(hidden, labels, table)
     result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, table.weight, bias, labels, scale, table, chunk_bytes, True, fuses_grad(table)
+        hidden, table.weight, bias, labels, scale, table, chunk_bytes, True, table.fuses_now
     )
     return result
 

@@ -241,10 +241,14 @@ class VocabParallelEmbedding(TensorParallelLayer):
         """Rows of this shard that belong to tokens."""
         return min(max(self.true_rows - self.first, 0), self.weight.shape[0])
 
+    @property
+    def fuses_now(self) -> bool:
+        """True if a pass that begins adds to the gradient itself; one without gradients never does."""
+        return self.fuses_grad and self.weight.requires_grad and torch.is_grad_enabled()
+
     def forward(self, tokens: Tensor) -> Tensor:
         """[S, B] -> [S, B, H]."""
-        fuses = self.fuses_grad and self.weight.requires_grad and torch.is_grad_enabled()
-        lookup = lookup_into_grad if fuses and self.weight.is_cpu else embedding_lookup
+        lookup = lookup_into_grad if self.fuses_now and self.weight.is_cpu else embedding_lookup
         if self.tp.size == 1:
             return lookup(tokens, self.weight)
         local = tokens - self.first

@@ -159,11 +159,11 @@ class ExpertAdapter(nn.Module):
         self.down_b = nn.Parameter(torch.zeros(here, hidden, rank))  # [e, H, r]
 
     def up(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """What is added to W1 x: [R, H] -> [R, 2F/t]."""
+        """Return the term beside W1 x: [R, H] -> [R, 2F/t]."""
         return grouped_linear(grouped_linear(x, self.up_a, counts) * self.scale, self.up_b, counts)
 
     def down(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """What is added to this rank's term of W2 x: [R, F/t] -> [R, H]."""
+        """Return the term beside this rank's of W2 x: [R, F/t] -> [R, H]."""
         return grouped_linear(grouped_linear(x, self.down_a, counts) * self.scale, self.down_b, counts)
 
 

@@ -263,8 +263,8 @@ class CostModel:
         branch = software.branch_passes + (software.dropout_passes if self.model.hidden_dropout else 0)
         passes = 2 * (software.norm_passes + branch) * h / split
         inner = self.element * sum(m * width * n for m, width, n in mlps)
-        elementwise = self.element * rows * passes + (software.activation_passes + ups - 1) * inner
-        elementwise = self.elementwise(elementwise + 4 * moved)  # tokens are sorted, and added up
+        passed = self.element * rows * passes + (software.activation_passes + ups - 1) * inner
+        elementwise = self.elementwise(passed + 4 * moved)  # tokens are sorted, and added up
         size = self.element * rows * h
         each = self.all_reduce(layout, size, t, 1) * (1 - software.hidden_tp)
         forward_tp = 2 * each

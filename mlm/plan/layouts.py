@@ -131,7 +131,7 @@ def too_large(query: Query, result: SearchResult) -> str:
 
 
 def reasons(query: Query, result: SearchResult) -> list[str]:
-    """What rejected other layouts, and the parts of the best one's time."""
+    """Lines on why other layouts are not the answer, and on the parts of the best one's time."""
     lines = ["", "why not others:"]
     nearest = sorted(result.too_large, key=lambda each: each[1])
     lines += [f"  {layout.label}: does not fit by {gib(lacks)}" for layout, lacks in nearest[:MOST_REASONS]]

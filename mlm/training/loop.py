@@ -53,7 +53,7 @@ class Loop(ABC):
     is_stopping: bool = field(default=False, init=False)
     """True once any rank was asked to stop, as all ranks agree."""
     experts: ExpertWatch | None = field(default=None, init=False)
-    """What follows the loads of experts, where they are trained."""
+    """The observer of the loads of experts, where they are balanced."""
     stops_after: int = field(default=1, init=False)
     """Step after which a stop requested now takes effect, unless its vote has begun."""
 
@@ -119,7 +119,7 @@ class Loop(ABC):
             watching.append(Timeline(trainer, reporter))
         if config.profile and trainer.ctx.rank < PROFILED_RANKS:
             watching.append(Profiler(trainer, out, reporter))
-        if config.model.architecture.experts and not config.lora.rank:  # adapters leave routers as they are
+        if trainer.balances_experts:
             self.experts = ExpertWatch(trainer, incidents.report, self.is_log_due)
             watching.append(self.experts)
         watching += [saver, StepLogger(self), DivergenceStop(incidents, self.warmup_key)]

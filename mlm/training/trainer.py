@@ -72,7 +72,8 @@ def early_tables(model: PipelinedModel) -> list[VocabParallelEmbedding]:
     """Token tables whose gradient the loss may add to the sum in its forward pass.
 
     Not those that FSDP2 shards: it keeps their gradients elsewhere. Not in a family of the user's own, whose
-    loss may be scaled or recomputed.
+    loss may be scaled or recomputed. On a CPU the sum of one micro-batch is autograd's bit for bit; over
+    several, a table that the same chunk embeds tokens with gets its terms in another order.
     """
     tables: list[VocabParallelEmbedding] = []
     for chunk in model.chunks:
@@ -96,6 +97,8 @@ class Trainer(Generic[B]):
         observers: called at each point of a step.
         split_parts: whose attention masks this process draws where kernels draw them (`DropoutStream`).
         objective: what the model is trained for; None means what it is pretrained for.
+        balances_experts: True if loads of experts are counted and balanced. Not in finetuning, where padding
+            would count, which differs by layout; not of adapters, beside which routers are frozen.
         past: saves that the run descends from and changes of its settings; of rank 0, which writes them.
         extra_state: further state of checkpoints, as JSON values.
     """
@@ -112,6 +115,8 @@ class Trainer(Generic[B]):
         self.objective: Objective[Transformer, B] = objective or config.model.family.objective(
             config.data, ctx, self.model.dtype
         )
+        has_experts = config.model.architecture.experts > 0
+        self.balances_experts = has_experts and objective is None and not config.lora.rank
         self.past = Past()
         self.extra_state: dict[str, Any] = {}
         self.reducers = self._build_reducers()
@@ -132,10 +137,9 @@ class Trainer(Generic[B]):
                 for chunk in self.model.chunks
                 for layer, block in chunk.layers.items()
                 for router in routers(block)
-                if not config.lora.rank
+                if self.balances_experts
             },
             (ctx.replicas, ctx.tp) if config.parallel.sequence_parallel else (ctx.replicas,),
-            drops=objective is None,  # a padded text has no share of tokens that would not change with others
         )
         self.early_tables = early_tables(self.model)
         self.shards: Sequence[ParameterShard] = tuple(
@@ -188,7 +192,7 @@ class Trainer(Generic[B]):
         """
         self.ctx.watch.step = self.step + 1
         scale = self.scaler.scale / self.global_counts(batches)
-        if self.config.model.architecture.experts:
+        if self.balances_experts:
             self.balance.start(self.scaler.scale / self.global_tokens(batches))
         for reducer in self.reducers:
             reducer.start_step()

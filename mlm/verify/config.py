@@ -133,7 +133,7 @@ class AuditConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     build: str
-    """What takes a mesh with the axes pp, dp, cp, tp and returns an AuditSubject: FILE.py:FUNCTION."""
+    """Function of a mesh with the axes pp, dp, cp, tp that returns an AuditSubject: FILE.py:FUNCTION."""
     tp: TensorSize = 1
     """Tensor-parallel size."""
     pp: PipelineSize = 1

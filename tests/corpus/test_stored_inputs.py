@@ -23,12 +23,6 @@ def server() -> Iterator[Store]:
 
 
 @pytest.fixture
-def store(server: Store) -> Store:
-    server.reset()
-    return server
-
-
-@pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A folder with two parts, one compressed, and a file that is neither."""
     pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))

@@ -20,6 +20,7 @@ from tests.finetune.runs import (
     finetuning,
     losses,
     read,
+    records,
     run_and_look,
     weights,
     write_data,
@@ -113,6 +114,14 @@ def test_a_run_is_the_same_at_every_layout(
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp or 1, "ep": parallel.ep}
     for outputs in run_on_ranks(run_and_look, split, **sizes):
         check_same(Path(config.out), tmp_path / "out", want, outputs)
+
+
+def test_loads_of_experts_rest_in_finetuning(alone: Alone) -> None:
+    """Padding would count: no loads are counted, so none are reported as even or idle."""
+    alone.outputs("classification", "experts")
+    steps = records(alone.folder / "classification-experts", "step")
+    assert steps
+    assert not any("imbalance" in step for step in steps)
 
 
 @pytest.mark.parametrize(("kind", "size"), slow_but({3}, [*((kind, 1) for kind in KINDS), ("span", 100)]))

@@ -21,12 +21,6 @@ def server() -> Iterator[Store]:
 
 
 @pytest.fixture
-def store(server: Store) -> Store:
-    server.reset()
-    return server
-
-
-@pytest.fixture
 def numbers(store: Store) -> StoredObject:
     (found,) = list_objects(f"{BUCKET}/a")
     return found

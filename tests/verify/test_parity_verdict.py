@@ -57,6 +57,14 @@ def test_what_is_not_a_number_is_never_equal(bad: float) -> None:
     assert not judge(report(step(), weight=bad), "fp64").equal
 
 
+@pytest.mark.parametrize(("precision", "is_equal"), [("fp64", False), ("fp32", False), ("bf16", True)])
+def test_loads_of_experts_are_judged_where_rounding_moves_no_token(precision: str, is_equal: bool) -> None:
+    loads = (gradient("layers.0.mlp.router.load", 1.0),)
+    verdict = judge(Report((replace(step(), weights=loads),), loads, 0, ()), precision)
+    assert verdict.equal == is_equal
+    assert is_equal or "counts of the experts' loads" in verdict.hint
+
+
 def test_the_first_difference_on_the_way_back_is_named() -> None:
     verdict = judge(report(step(1), step(2, token=0.5, attention=0.25)), "fp64")
     assert verdict.sentence == (

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -133,15 +133,9 @@ def assemble(
 
     Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError.
     """
-    mapping, sizes = mappings()[kind], {"num_layers": held.num_layers}
-    present = set(held.names())
+    mapping, present = mappings()[kind], set(held.names())
     given = mapping.settings(args.values) if config is None else {"ffn_hidden_size": config.ffn_size}
-    for field, (name, is_split, dim) in mapping.sizes.items():
-        if name in present or field not in given:
-            _check_present(held.path, name, present)
-            sizes[field] = held.extent(name, dim, is_split)
-        else:  # no layer without experts shows it
-            sizes[field] = given[field]
+    sizes = _sizes(held, mapping, given)
     check_recorded(args, held.tp, held.pp, sizes)
     table_rows = sizes["vocab_size"]
     heads = args.number("num_attention_heads") or num_heads
@@ -172,6 +166,18 @@ def assemble(
         zeros=zeros,
         notes=(*remarks, *notes(args, mapping)),
     )
+
+
+def _sizes(held: HeldTensors, mapping: MegatronMapping, given: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of the model as its tensors show them, or as given where only experts are there to show one."""
+    sizes, present = {"num_layers": held.num_layers}, set(held.names())
+    for field, (name, is_split, dim) in mapping.sizes.items():
+        if name in present or field not in given:
+            _check_present(held.path, name, present)
+            sizes[field] = held.extent(name, dim, is_split)
+        else:
+            sizes[field] = given[field]
+    return sizes
 
 
 def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, GlobalTensor]:

@@ -1,4 +1,4 @@
-"""What the readers of all formats share: inputs, shards, documents, locations, and bad records."""
+"""Types that the readers of all formats share: inputs, shards, documents, locations, and bad records."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -16,12 +16,10 @@ class Balance:
     Args:
         routers: of this rank's layers, by their numbers.
         axes: those whose ranks route different tokens; the counts are summed over them.
-        drops: True if experts have their capacity.
     """
 
-    def __init__(self, routers: Mapping[int, Router], axes: Sequence[Axis], *, drops: bool = True) -> None:
-        self.layers, self.routers = list(routers), list(routers.values())
-        self.axes, self.drops = axes, drops
+    def __init__(self, routers: Mapping[int, Router], axes: Sequence[Axis]) -> None:
+        self.layers, self.routers, self.axes = list(routers), list(routers.values()), axes
         self.totals: Tensor | None = None
         """[routers, 2, E] int64: tokens that chose each expert, and those it dropped, of this rank, after
         `reduce` of all."""
@@ -38,7 +36,7 @@ class Balance:
         experts = self.routers[0].settings.num_experts
         self.totals = torch.zeros(len(self.routers), 2, experts, dtype=torch.int64, device=scale.device)
         for router, counts in zip(self.routers, self.totals, strict=True):
-            router.state = TrainingState(scale, counts, self.drops)
+            router.state = TrainingState(scale, counts)
 
     def reduce(self) -> None:
         """Sum the counts over ranks, one message for all layers; backward passes are over."""

@@ -60,7 +60,8 @@ class RouterSettings:
     z_loss: float = 0.0
     """Coefficient of the mean of log(sum(exp(logits)))^2 (arXiv:2202.08906, equation 5)."""
     capacity_factor: float = 0.0
-    """In training, tokens of a sequence that an expert takes, over its share of them; 0 takes all."""
+    """While `Router.state` has a scale, tokens of a sequence that an expert takes, over its share of them; 0
+    takes all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +82,6 @@ class TrainingState:
     """0-d: loss scale / tokens of the global batch, factor of each token's loss; None outside of training."""
     counts: Tensor | None = None
     """[2, E] int64: tokens that chose each expert, so far in the step, and of them those it dropped."""
-    drops: bool = False
-    """True if experts have their capacity."""
 
 
 class Router(nn.Module):
@@ -130,7 +129,7 @@ class Router(nn.Module):
         if self.settings.scale != 1:
             weights = weights * self.settings.scale
         taken, factor = experts, self.settings.capacity_factor
-        if self.state.drops and factor:
+        if self.state.scale is not None and factor:
             taken = drop_choices(experts, self.settings.num_experts, factor, *self.axes)
         if self.state.scale is not None and torch.is_grad_enabled():
             weights = self._inject(weights, experts, taken, logits, scores)

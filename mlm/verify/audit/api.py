@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -95,10 +96,15 @@ def audit(
         raise UserError(
             f"{typed} = {ranks} ranks, but a CPU host runs 1 to {MAX_CPU_RANKS}; use smaller sizes"
         )
-    job = {
-        **{"build": name, **sizes},
-        **{"steps": steps, "seed": seed, "timeout_s": timeout_s},
-    }
+    result = run_host({"build": name, **sizes, "steps": steps, "seed": seed, "timeout_s": timeout_s})
+    return AuditReport(tuple(map(Outcome.of, result)))
+
+
+def run_host(job: Mapping[str, object]) -> list[dict[str, Any]]:
+    """The outcomes of a job, from a process of its own, which imports the user's code.
+
+    Raises UserError as that process does, and CheckFailedError if it ends without a result.
+    """
     with tempfile.TemporaryDirectory(prefix="mlm-audit-") as folder:
         path = Path(folder, "job.json")
         path.write_text(json.dumps(job))
@@ -121,12 +127,13 @@ def audit(
         result_file = Path(folder, "result")
         if not result_file.exists():
             raise CheckFailedError(
-                f"the audit of {name} ended with {process.returncode}; its last lines are above"
+                f"the audit of {job['build']} ended with {process.returncode}; its last lines are above"
             )
         result = json.loads(result_file.read_text())
     if "error" in result:
         raise UserError(result["error"])
-    return AuditReport(tuple(map(Outcome.of, result["outcomes"])))
+    outcomes: list[dict[str, Any]] = result["outcomes"]
+    return outcomes
 
 
 def run(config: AuditConfig) -> None:

@@ -85,7 +85,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Where a layout parts from one process, and why."""
+    """First difference of a layout from one process, and its likely cause."""
 
     place: str
     """Module or parameters."""
@@ -390,7 +390,7 @@ def _tied(wrong: Sequence[Place]) -> str | None:
 
 
 def _norm(comparison: Comparison, place: Place) -> tuple[str, ...]:
-    """Which parameters the norm misses or repeats, by formula."""
+    """Name the parameters that the norm misses or repeats, by formula."""
     values = [float(part) for part in _parts(place).values()]
     right = float(next(iter(place.match.pairs.values()))[1])
     gradients = {p.key: p for p in comparison.places if p.key[:2] == (place.key.step, "gradient")}

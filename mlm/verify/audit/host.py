@@ -44,7 +44,7 @@ TIMED_OUT = ("Timed out waiting", "timed out", "Timeout")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the audit of one layout found."""
+    """Result of the audit of one layout."""
 
     layout: dict[str, int]
     finding: Finding | None
@@ -56,7 +56,7 @@ class Outcome:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "Outcome":
-        """That of JSON."""
+        """Read one back from JSON."""
         finding = fields["finding"] and Finding(**fields["finding"])
         return cls(**fields | {"finding": finding, "skipped": tuple(fields["skipped"])})
 
@@ -106,7 +106,7 @@ def import_file(file: Path) -> ModuleType:
 
 
 def first_line(text: str) -> str:
-    """The first line, cut to a screen's width or three."""
+    """The first line, at most 400 characters of it."""
     return text.strip().split("\n")[0][:400]
 
 
@@ -198,7 +198,7 @@ class World:
             self.pids[rank] = pid
 
     def wait(self) -> Ranks:
-        """What the ranks recorded, by coordinates. Raises UserError for one that failed or hangs."""
+        """Wait for the ranks and return their records. Raises UserError for one that failed or hangs."""
         left, failed, end = dict(self.pids), list[int](), math.inf
         while left and time.monotonic() < end and not self._is_stuck():
             for rank, pid in list(left.items()):
@@ -212,7 +212,7 @@ class World:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         if failed or left:
-            raise UserError(self._failure(failed, list(left)))
+            raise UserError(self._failure(failed))
         return self.records()
 
     def _is_stuck(self) -> bool:
@@ -222,7 +222,7 @@ class World:
         return time.time() - newest > STUCK * self.job["timeout_s"]
 
     def records(self) -> Ranks:
-        """What the ranks have written, by coordinates."""
+        """Records of the ranks by their coordinates, read from files."""
         return {
             tuple(map(int, np.unravel_index(rank, tuple(self.layout.values())))): Record.load(
                 self._file(rank, "record")
@@ -233,7 +233,7 @@ class World:
     def _file(self, rank: int, name: str) -> Path:
         return self.folder / f"{name}-{rank}"
 
-    def _failure(self, failed: list[int], hung: list[int]) -> str:
+    def _failure(self, failed: list[int]) -> str:
         """One line: a user's mistake, the rank that failed itself, or where each waits."""
         if mistake := next((f for rank in failed if (f := self._file(rank, "mistake")).exists()), None):
             return mistake.read_text()

@@ -53,7 +53,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Record:
-    """What one rank recorded, in the order of computation."""
+    """Tensors that one rank computed, in the order of computation."""
 
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     splits: dict[str, tuple[Split, ...] | None] = field(default_factory=dict)
@@ -288,7 +288,7 @@ def digest(tensor: Tensor) -> bytes:
 
 
 class StateFile:
-    """What a rank is doing, for the process that watches it."""
+    """File with the present activity of a rank, for the process that watches it."""
 
     def __init__(self, path: str) -> None:
         self.file = os.open(path, os.O_CREAT | os.O_RDWR)

@@ -1,4 +1,4 @@
-"""What a user describes for an audit: a module or a step, its batch, and where its tensors are split."""
+"""Description of code to audit: a module or a step, its batch, and the splits of its tensors."""
 
 import re
 from collections.abc import Callable, Mapping

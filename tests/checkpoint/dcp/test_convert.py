@@ -32,6 +32,15 @@ from tests.checkpoint.commands.hf_models import edit_config, make_model
 from tests.checkpoint.dcp.llamas import VOCAB, core_state, random_llama, torchtitan_state
 from tests.finetune.chats import write_llama
 
+QWEN: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+}
 TOKENS = torch.randint(0, VOCAB, (2, 19), generator=torch.Generator().manual_seed(1))
 
 
@@ -125,17 +134,7 @@ def test_config_of_fewer_layers_than_are_stored_is_rejected(llama: Path, tmp_pat
 
 
 def test_tied_qwen_around_torchtitan_gives_the_same_bytes(tmp_path: Path) -> None:
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-    )
+    config = Qwen3Config(**QWEN, intermediate_size=48, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "hf")
     titan = converted(tmp_path / "hf", tmp_path / "1", "torchtitan")
     torch_dist = converted(titan, tmp_path / "2", "torch_dist")
@@ -239,18 +238,7 @@ def test_experts_around_the_circle_give_the_same_bytes(mixtral: Path, tmp_path: 
 
 def test_qwen_with_experts_around_megatron_gives_the_same_bytes(tmp_path: Path) -> None:
     """Weights of a token's experts are not divided by their sum; norms of heads."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        max_position_embeddings=32,
-    )
+    config = Qwen3MoeConfig(**QWEN, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "hf")
     ranks = converted(tmp_path / "hf", tmp_path / "1", "torch", tp=2)
     torch_dist = converted(ranks, tmp_path / "2", "torch_dist")
