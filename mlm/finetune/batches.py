@@ -118,6 +118,8 @@ class Batcher:
     ) -> list[TaskBatch]:
         """Return this rank's micro-batches of the numbered examples; equally many on each rank.
 
+        Each text's dropout stream is that of its place in the batch, whatever the layout.
+
         Args:
             examples: all examples of a split.
             numbers: the batch, the longest first.
@@ -131,10 +133,9 @@ class Batcher:
         rows = -(-len(units) // (count * self.size))
         made = []
         for i in range(count):
-            first = i * rows * self.size
-            mine = units[first : first + rows * self.size][self.rank :: self.size]
-            sample = first_sample + first + self.rank * rows  # distinct for all micro-batches
-            made.append(self.batch(examples, mine, numbers[-1], sample))
+            first = (i * self.size + self.rank) * rows
+            mine = units[first : first + rows]
+            made.append(self.batch(examples, mine, numbers[-1], first_sample + first))
         return made
 
     def sequences(self, examples: Sequence[Example], numbers: Sequence[int]) -> list[list[int]]:
@@ -169,7 +170,7 @@ class Batcher:
             torch.from_numpy(types),
             lengths,
             labels,
-            first_sample,
+            first_sample * len(rows[0].texts),
             tuple(int(n) for n in numbers),
         )
 

@@ -219,7 +219,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (see matmul.weight_gradient); turned once
-        turned = uses_onednn(hidden, compute)
+        turned, is_trained = uses_onednn(hidden, compute), ctx.needs_input_grad[1]
         d_weight: Tensor | None = None  # summed over the chunks, so wide even where the weight is not
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=loss_dtype(bias.dtype))
         loss = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
@@ -239,21 +239,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += losses.sum()
             if d_bias is not None:
                 d_bias += (left * scored).sum(0, dtype=d_bias.dtype) * then
-            # the row scale multiplies H-wide operands rather than V-wide ones
-            right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
             torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
-            d_weight = sum_of_chunks(d_weight, left, right, turned=turned, dtype=loss_dtype(weight.dtype))
-        if d_weight is None:  # nothing to score
+            if is_trained:
+                # the row scale multiplies H-wide operands rather than V-wide ones
+                right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
+                d_weight = sum_of_chunks(d_weight, left, right, turned=turned, dtype=loss_dtype(weight.dtype))
+        if is_trained and d_weight is None:  # nothing to score
             d_weight, turned = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype)), False
-        d_weight = d_weight.t().contiguous() if turned else d_weight
+        d_weight = d_weight.t().contiguous() if d_weight is not None and turned else d_weight
         if d_bias is not None:
             d_bias = d_bias.to(weight.dtype)
         last: Tensor | None = then if half else None  # the weight's gradient has yet to be multiplied by it
-        if fuses_grad:
+        if fuses_grad and d_weight is not None:
             add_to_grad(table.weight, d_weight, last)
             d_weight = last = None
         ctx.save_for_backward(d_hidden, d_weight, d_bias, last)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.fuses_grad = weight.dtype, fuses_grad
         hits = hits * scale
         ctx.mark_non_differentiable(hits)
         return loss * scale, hits
@@ -262,16 +263,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias, then = ctx.saved_tensors
         is_one = dy.device.type == "cpu" and dy.item() == 1.0  # reading it would synchronise on a GPU
-        if d_weight is None:
-            if not is_one:
-                torch._assert_async(dy == 1.0, "the weight's gradient was added as of a seed of 1")
-            return d_hidden, None, d_bias, None, None, None, None, None, None
-        if not is_one:
+        if ctx.fuses_grad and not is_one:
+            torch._assert_async(dy == 1.0, "the weight's gradient was added as of a seed of 1")
+        elif not is_one:
             d_hidden, then = d_hidden.mul_(dy), dy if then is None else then * dy
             d_bias = None if d_bias is None else d_bias.mul_(dy)
-        if then is not None:  # both factors in one pass over [V/t, H]
-            d_weight = d_weight.mul_(then)
-        return d_hidden, d_weight.to(ctx.weight_dtype), d_bias, None, None, None, None, None, None
+        if d_weight is not None:
+            # both factors in one pass over [V/t, H]
+            d_weight = (d_weight if then is None else d_weight.mul_(then)).to(ctx.weight_dtype)
+        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
