@@ -23,7 +23,7 @@ from mlm.plan.dry_run_rank import batches_of, dry_run
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.trainer import Trainer
 
-STEPS = 3
+STEPS = 2
 LORA = ("precision=bf16", "lora.rank=16")
 RUNS: dict[str, tuple[str, ...]] = {
     "SmolLM2-135M, adapters, 4 x 512": (

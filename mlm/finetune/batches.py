@@ -174,8 +174,8 @@ class Batcher:
             tuple(int(n) for n in numbers),
         )
 
-    def all_batches(self, examples: Sequence[Example]) -> Iterator[list[TaskBatch]]:
-        """Yield this rank's micro-batches of all examples, a few at a time, the longest first.
+    def all_batches(self, examples: Sequence[Example]) -> Iterator[TaskBatch]:
+        """Yield this rank's micro-batches of all examples, the longest first.
 
         A lack of memory then shows at once.
         """
@@ -184,7 +184,7 @@ class Batcher:
         while first < len(order):
             rows = max(1, self.budget // self.tokens(examples, order[first : first + 1]))
             rows *= self.size * self.groups_of
-            yield self.micro_batches(examples, order[first : first + rows], first)
+            yield from self.micro_batches(examples, order[first : first + rows], first)
             first += rows
 
 

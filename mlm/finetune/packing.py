@@ -90,17 +90,17 @@ class Packer(Batcher):
             tuple(int(n) for pack in units for n in pack),
         )
 
-    def all_batches(self, examples: Sequence[Example]) -> Iterator[list[PackedBatch]]:  # type: ignore[override]
-        """Yield this rank's micro-batches of all conversations, a few at a time, the longest first."""
+    def all_batches(self, examples: Sequence[Example]) -> Iterator[PackedBatch]:  # type: ignore[override]
+        """Yield this rank's micro-batches of all conversations, the longest first."""
         order = sorted(range(len(examples)), key=lambda n: -example_tokens(examples[n]))
         room, first, tokens = self.budget * self.size * self.groups_of, 0, 0
         for i, number in enumerate(order):
             length = example_tokens(examples[number])
             if first < i and tokens + length > room:
-                yield self.micro_batches(examples, order[first:i], first)  # type: ignore[misc]
+                yield from self.micro_batches(examples, order[first:i], first)  # type: ignore[misc]
                 first, tokens = i, 0
             tokens += length
-        yield self.micro_batches(examples, order[first:], first)  # type: ignore[misc]
+        yield from self.micro_batches(examples, order[first:], first)  # type: ignore[misc]
 
 
 def example_tokens(example: Example) -> int:
@@ -165,6 +165,5 @@ def answer_scores(
     model: PipelinedModel, objective: AnswerLoss, examples: Sequence[Example], packer: Packer
 ) -> dict[str, float]:
     """Return the metrics of a split; the same on every rank. Collective."""
-    batches = (batch for step in packer.all_batches(examples) for batch in step)
-    means, _ = mean_parts(model, objective, batches)  # type: ignore[arg-type]
+    means, _ = mean_parts(model, objective, packer.all_batches(examples))  # type: ignore[arg-type]
     return objective.scores(means)

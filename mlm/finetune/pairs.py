@@ -7,7 +7,7 @@ no second model is held.
 Shapes: B sequences of a micro-batch, S tokens, E pairs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,15 +150,11 @@ def set_reference(
     """Let the model as it is be the reference of these pairs. Collective over all ranks."""
     flat = torch.zeros(len(examples), 2, dtype=torch.float64)  # each row is written by one rank
 
-    def batches() -> Iterator[PairBatch]:
-        for step in packer.all_batches(examples):
-            yield from step  # type: ignore[misc]
-
     def forward(chunk: GPT2, batch: PairBatch, x: Tensor | None) -> Tensor:
         return objective.likelihoods(chunk, batch, None, x)
 
     with torch.no_grad():
-        for batch, result in model.evaluate(batches(), forward):  # type: ignore[arg-type]
+        for batch, result in model.evaluate(packer.all_batches(examples), forward):  # type: ignore[arg-type]
             if model.ctx.tp.rank == 0 and batch.examples:
                 flat[list(batch.examples)] = result.double().cpu()
     for example, (chosen, rejected) in zip(examples, all_reduce(flat, model.ctx.world).tolist(), strict=True):

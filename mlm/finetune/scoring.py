@@ -1,7 +1,7 @@
 """Training on a type of task and scoring it: objective, outputs of all examples, predictions, metrics."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -117,11 +117,7 @@ def compute_outputs(
     def forward(chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:
         return chunk.outputs(objective.inputs(chunk, batch), None, x)
 
-    def batches() -> Iterator[TaskBatch]:
-        for step in batcher.all_batches(examples):
-            yield from step
-
-    for batch, result in model.evaluate(batches(), forward):
+    for batch, result in model.evaluate(batcher.all_batches(examples), forward):
         advance(len(batch.examples) * batcher.size)
         if model.ctx.tp.rank:
             continue  # tp ranks have equal outputs

@@ -55,11 +55,7 @@ class SpanTask(TaskType):
     head: Literal["classification", "span"] = "span"
     columns = ((2,), "the columns of context and question")
     modules = (MODULE,)
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of SQuAD's metrics."""
-        return METRICS
+    metric_names = METRICS
 
     def num_labels(self, task: TaskConfig) -> int:
         """Return the outputs per text."""

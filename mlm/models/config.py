@@ -34,6 +34,8 @@ class LoraConfig:
     """Dropout on the inputs of adapters, but those of routed experts."""
     rslora: Annotated[bool, Also("use_rslora")] = False
     """Scale by alpha / sqrt(rank), which keeps large ranks as strong (arXiv:2312.03732)."""
+    dora: Annotated[bool, Also("use_dora")] = False
+    """Train norms of a weight's rows, but of routed experts, apart from directions (arXiv:2402.09353)."""
 
     @property
     def scale(self) -> float:

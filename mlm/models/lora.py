@@ -11,7 +11,7 @@ from mlm.models.config import ALL_LINEAR, LoraConfig, ModelConfig
 from mlm.models.huggingface import Location
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter, weight_change
+from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter, WeightChange, weight_change
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.util.errors import ConfigError, Problem, show
@@ -65,6 +65,7 @@ def add_adapters(chunk: Transformer, lora: LoraConfig) -> None:
                     scale=lora.scale,
                     rows=rows,
                     dropout=lora.dropout,
+                    dora=lora.dora,
                     place=(int(number), f"{inner} adapter"),
                     cp=chunk.cp,
                 )
@@ -134,15 +135,18 @@ def _check_targets(chunk: Transformer, lora: LoraConfig) -> None:
 
 def merged_changes(
     model: ModelConfig, lora: LoraConfig, adapters: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name of a weight, what the adapters add to it), whole, from whole float32 adapters by name."""
+) -> Iterator[tuple[str, WeightChange]]:
+    """Yield (name of a weight, what adapters change in it), whole, from whole float32 adapters by name."""
     for shard, adapter in adapter_shards(model, lora):
         if isinstance(adapter, ExpertAdapter):
             if shard.name.endswith("_a"):
                 weight = shard.name.removesuffix("_a")
                 change = adapter.scale * (adapters[f"{weight}_b"] @ adapters[shard.name])
-                yield weight.replace(".lora.", "."), change
+                yield weight.replace(".lora.", "."), WeightChange(change)
         elif shard.name.endswith(".a"):
             layer = shard.name.removesuffix(".lora.a")
             a, b = adapters[shard.name], adapters[f"{layer}.lora.b"]
-            yield f"{layer}.weight", weight_change(a, b, adapter.scale, adapter.rows)
+            change = weight_change(a, b, adapter.scale, adapter.rows, adapter.size)
+            norms = adapters.get(f"{layer}.lora.magnitude")
+            in_order = None if norms is None else adapter.rows.in_order(norms, adapter.size)
+            yield f"{layer}.weight", WeightChange(change, in_order)

@@ -63,7 +63,7 @@ class TensorParallelLayer(ComputesInHalf):
 
     def adapted(self, y: Tensor, x: Tensor) -> Tensor:
         """Add to the layer's output `y` what its adapter (low_rank.py) makes of the input, if it has one."""
-        return y if self.lora is None else y + self.lora(x)
+        return y if self.lora is None else self.lora(x, y, self.weight, self.bias)
 
     def initialise(self, seed: int | None) -> None:
         """Fill the parameters with their initial values."""

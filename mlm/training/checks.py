@@ -1,6 +1,7 @@
 """Checks of the settings of a training run."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlm.launch.checks import (
     problems_of,
     stages_exist,
 )
-from mlm.models.config import ModelConfig
+from mlm.models.config import NO_ADAPTERS, ModelConfig
 from mlm.models.family import (
     SHIPPED,
     data_problem,
@@ -322,6 +323,16 @@ def _adapters_have_a_base(config: PretrainConfig, _: Launch) -> Problem | None:
     return Problem(("lora.rank", "ckpt"), problem, "set ckpt=… to one, or lora.rank=0")
 
 
+def adapters_have_a_rank(config: Any, _: Launch) -> Problem | None:
+    """The problem of settings of adapters without any."""
+    settings, plain = asdict(config.lora), asdict(NO_ADAPTERS)
+    for name in settings if not config.lora.rank else ():
+        if settings[name] != plain[name]:
+            problem = f"lora.{name}={show(settings[name])}: lora.rank=0 adds no adapters"
+            return Problem((f"lora.{name}", "lora.rank"), problem, "set lora.rank=16, or leave it out")
+    return None
+
+
 OWN_CODE_RULES = (optimizer_works, _patterns_fit, optimizer_fits_layout, _decay_works, _dataset_exists)
 """Conditions of the user's own code beside the model's family."""
 SETTINGS_RULES = (
@@ -339,6 +350,7 @@ SETTINGS_RULES = (
     _graphs_replay,
     lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
     _prompts_can_be_continued,
+    adapters_have_a_rank,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (

@@ -28,7 +28,7 @@ from tests.finetune.chats import chatting, write_chats, write_llama
 from tests.finetune.runs import losses, weights
 from tests.ranks import command, run_on_ranks
 
-LORA = LoraConfig(rank=4, alpha=32.0, dropout=0.2)
+LORA = LoraConfig(rank=4, alpha=32.0, dropout=0.2, dora=True)
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),
     "tp4-sp": ParallelConfig(tp=4, sequence_parallel=True),
