@@ -36,7 +36,7 @@ class Pending:
     axis: Axis
     out: Tensor
     """Result of `wait`; not to be read or written before."""
-    work: dist.Work | None
+    work: "dist.Work | _Swap | None"
     """None where there was nothing to communicate."""
     ranks: tuple[int, ...] = ()
     """Global ranks that take part; empty for all of the axis."""
@@ -91,8 +91,29 @@ def start_all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.R
     record(x, axis, is_sent=True)
     held = for_transport(x, axis)
     with _watched("all_reduce", axis):
+        if axis.swaps and op == dist.ReduceOp.SUM:
+            return Pending("all_reduce", axis, x, _Swap(held, axis), held=held)
         work = dist.all_reduce(held, op=op, group=axis.group, async_op=True)
     return Pending("all_reduce", axis, x, work, held=held)
+
+
+class _Swap:
+    """A sum over two ranks in place, for which each sends the other all that it has.
+
+    Its bits are those of gloo's sum, a ring in which the two wait for each other piece by piece.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        self.x, self.other = x, torch.empty_like(x)
+        peer = 1 - axis.rank
+        self.sent = dist.isend(x, group=axis.group, group_dst=peer)
+        self.received = dist.irecv(self.other, group=axis.group, group_src=peer)
+
+    def wait(self) -> None:
+        for work in (self.received, self.sent):
+            assert work is not None
+            work.wait()
+        self.x.add_(self.other)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
