@@ -66,7 +66,7 @@ class ParallelContext:
     pp: Axis = Axis("pp")
     dp: Axis = Axis("dp")
     cp: Axis = Axis("cp")
-    """Ranks that hold parts of the same sequences (mlm/parallel/context/zigzag.py)."""
+    """Ranks that hold parts of the same sequences (mlm/parallel/context.py)."""
     dp_cp: Axis | None = None
     """dp and cp as one axis; None where cp has one rank."""
     experts: ExpertAxes = ExpertAxes()
