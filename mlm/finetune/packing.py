@@ -20,10 +20,10 @@ from mlm.data.sampler import Batch
 from mlm.finetune.batches import Batcher
 from mlm.finetune.examples import Example
 from mlm.models.documents import Documents, document_positions, document_spans
-from mlm.models.gpt2.objective import NextToken
+from mlm.models.gpt2.model import NextToken
+from mlm.parallel.collectives import to_device
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.pipelined import evaluate as mean_parts
 

@@ -19,12 +19,11 @@ from mlm.finetune.examples import Example
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, PairLabel
 from mlm.finetune.preferences import REFERENCE_FREE
 from mlm.models.gpt2.model import GPT2
-from mlm.parallel.collectives import all_reduce
+from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import PipelinedModel
 
 

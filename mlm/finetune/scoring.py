@@ -20,12 +20,11 @@ from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import padding_spans
-from mlm.parallel.collectives import all_reduce
+from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import PipelinedModel
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import write_atomic

@@ -29,7 +29,7 @@ from mlm.finetune.scoring import Objective, evaluate, make_objective, one_label_
 from mlm.finetune.splits import TokenizedSplit
 from mlm.finetune.task_type import task_type
 from mlm.inference.base import Base, base_name
-from mlm.launch.doctor.quick import check_start
+from mlm.launch.doctor.folder import check_start
 from mlm.optim.config import ScheduleConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext

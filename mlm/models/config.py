@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
+from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, Options
 from mlm.models.family import SHIPPED, Architecture, ModelFamily, count_parameters, family_of
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ ALL_LINEAR = "all-linear"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
     """Low-rank adapters, trained in place of the weights (arXiv:2106.09685)."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     rank: Annotated[int, NOT_NEGATIVE, Also("lora_r", "lora_rank")] = 0
     """Rank r of the adapters; 0 trains the weights themselves."""
@@ -49,8 +47,6 @@ NO_ADAPTERS = LoraConfig()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Shape and regularisation of a transformer. `kind` picks its family."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     kind: Annotated[str, ImportPath(*SHIPPED)] = "gpt2"
     """Model family: gpt2 and llama (with Qwen and Mistral) read from left to right, bert both ways; or one of

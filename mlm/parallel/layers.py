@@ -185,11 +185,7 @@ class RowParallelLinear(TensorParallelLayer):
             )
         else:
             y = self.reduce_output(linear(x, self.weight, None, self.compute))
-        bias: Tensor | None = self.bias
-        copy = copy_of_dtype(self.compute.bias_copy, x.dtype)
-        if copy is not None and not torch.compiler.is_compiling():  # which fuses the cast
-            bias = copy
-        return y if bias is None else y + bias.to(x.dtype)
+        return y if self.bias is None else y + self.in_dtype("bias", x.dtype)
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
@@ -206,7 +202,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
     compiled: bool = False
-    """True if the loss may be computed by compiled passes (`mlm.parallel.fused_loss`)."""
+    """True if the loss may be computed by compiled passes (cross_entropy.py)."""
     fuses_grad: bool = False
     """True if a forward pass of the loss adds the weight's gradient to `weight.grad`, as its backward pass
     would from a seed of 1; nothing of the table's size is kept in between (`fuse_embedding_grad`). On a CPU

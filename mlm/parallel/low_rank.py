@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.parallel.collectives import all_reduce, copy_to_tp, gather_sequence
-from mlm.parallel.context.zigzag import local_positions
+from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.expert.experts import Experts, grouped_linear
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear

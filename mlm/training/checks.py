@@ -92,10 +92,6 @@ def optimizer_works(config: Any, _: Launch) -> Problem | None:
     return _own_code_problem(check_optimizer, config.optimizer)
 
 
-def _patterns_fit(config: PretrainConfig, _: Launch) -> Problem | None:
-    return _own_code_problem(_check_patterns, config.optimizer, config.model)
-
-
 def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
     """Raise OwnCodeError for patterns that fit no parameter of the model, built on the meta device."""
     named = {f"optimizer.groups: {each.names}": each.names for each in patterns(optimizer.groups)}
@@ -123,20 +119,12 @@ def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
         return None  # reported by `optimizer_works`
 
 
-def _decay_works(config: PretrainConfig, _: Launch) -> Problem | None:
-    return _own_code_problem(check_decay, config.schedule)
-
-
 def _observers_exist(config: PretrainConfig, _: Launch) -> Problem | None:
     if not config.train.observers:
         return None
     from mlm.training.observer import own_observers  # imports torch, which checks of settings need not
 
     return _own_code_problem(own_observers, config.train.observers)
-
-
-def _dataset_exists(config: PretrainConfig, _: Launch) -> Problem | None:
-    return _own_code_problem(imported, "data.kind", config.data.kind, SOURCES.shipped, Callable)
 
 
 def _own_code_problem(check: Callable[..., object], *arguments: object) -> Problem | None:
@@ -333,7 +321,13 @@ def adapters_have_a_rank(config: Any, _: Launch) -> Problem | None:
     return None
 
 
-OWN_CODE_RULES = (optimizer_works, _patterns_fit, optimizer_fits_layout, _decay_works, _dataset_exists)
+OWN_CODE_RULES = (
+    optimizer_works,
+    lambda config, _: _own_code_problem(_check_patterns, config.optimizer, config.model),
+    optimizer_fits_layout,
+    lambda config, _: _own_code_problem(check_decay, config.schedule),
+    lambda config, _: _own_code_problem(imported, "data.kind", config.data.kind, SOURCES.shipped, Callable),
+)
 """Conditions of the user's own code beside the model's family."""
 SETTINGS_RULES = (
     _warmup_ends,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.parallel import fused_loss, matmul
+from mlm.parallel import cross_entropy, matmul
 from mlm.parallel.chunks import CHUNK_BYTES, HALF_BLOCK_BYTES, HALF_CHUNKS, chunk_rows
 from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.cross_entropy import (
@@ -176,7 +176,7 @@ def test_two_passes_for_a_compiler_give_what_many_give(tp: int, chunk_bytes: int
 
 def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool = False) -> None:
     hidden, weight, labels = problem()
-    passes = (fused_loss.log_sum_and_target, fused_loss.gradient)
+    passes = (cross_entropy.log_sum_and_target, cross_entropy.gradient)
     if compile_them:
         passes = (torch.compile(passes[0]), torch.compile(passes[1]))
     for dtype in (torch.bfloat16, torch.float16):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from mlm.config.cli.compose import load_config
-from mlm.evaluate.checks import check_eval_loss
-from mlm.inference.generate.checks import check_generate
+from mlm.evaluate.command import check_eval_loss
+from mlm.inference.generate.command import check_generate
 from mlm.launch.checks import problems_of
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, Launch
