@@ -64,10 +64,6 @@ def _rows_exist(config: Any, _: Launch) -> Problem | None:
     return present.folder("data.path", config.data.path)
 
 
-def _tokenizer_exists(config: Any, _: Launch) -> Problem | None:
-    return present.tokenizer("data.tokenizer", config.data.tokenizer)
-
-
 def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
     key, given = "data.chat_template", config.data.chat_template
     if given is not None or config.task.kind != "chat":
@@ -146,7 +142,7 @@ EVAL_TASK_RULES = (
     loss_scale_can_fall,
     checkpoint_exists,
     _rows_exist,
-    _tokenizer_exists,
+    lambda config, _: present.tokenizer("data.tokenizer", config.data.tokenizer),
     _chat_template_exists,
 )
 FINETUNE_RULES = (

@@ -9,7 +9,6 @@ Shapes: B sequences of a micro-batch, S tokens.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +75,9 @@ class Packer(Batcher):
         for row, pack in enumerate(sequences):
             place = 0
             for n in pack:
-                for text, label in zip(examples[n].texts, text_labels(examples[n]), strict=True):
+                whole = examples[n].label
+                of_texts = whole.texts if isinstance(whole, PairLabel) else (whole,)
+                for text, label in zip(examples[n].texts, of_texts, strict=True):
                     tokens[row, place : place + len(text)] = text.tokens
                     if units:
                         labels[row, place : place + len(text)] = label
@@ -106,11 +107,6 @@ class Packer(Batcher):
 def example_tokens(example: Example) -> int:
     """Return the tokens of an example's texts, which are packed together."""
     return sum(map(len, example.texts))
-
-
-def text_labels(example: Example) -> tuple[Any, ...]:
-    """Return the labels of each text of an example."""
-    return example.label.texts if isinstance(example.label, PairLabel) else (example.label,)
 
 
 @dataclass(eq=False)

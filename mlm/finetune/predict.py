@@ -23,8 +23,6 @@ from mlm.training.state import FINETUNING
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, type_of
 
 PREFIX = "task."
-TEXT, PAIR = ("text",), ("text", "pair")
-"""Columns of a classifier that was not trained by a task of ours."""
 
 
 def predict(
@@ -96,7 +94,7 @@ def _foreign_task(trained: Trained, *, is_pair: bool) -> TaskConfig:
     labels = tuple(label_entries(model, known)["label2id"])
     return TaskConfig(
         name=path.name,
-        columns=PAIR if is_pair else TEXT,
+        columns=("text", "pair") if is_pair else ("text",),
         labels=labels,
         allow_empty=True,
         max_length=model.max_positions,

@@ -1,6 +1,7 @@
 """Layers of a model that have low-rank adapters, and the model that trains these alone."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,17 +72,13 @@ def add_adapters(chunk: Transformer, lora: LoraConfig) -> None:
                 )
                 added.append(module.lora)
         if lora.dropout:
-            layer.register_forward_pre_hook(_hand_stream(added))
+            layer.register_forward_pre_hook(partial(_hand_stream, added))
 
 
-def _hand_stream(adapters: list[LowRankAdapter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """Return a hook of a layer that gives its adapters the masks of each pass, recomputed ones too."""
-
-    def hook(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for adapter in adapters:
-            adapter.stream = inputs[1]
-
-    return hook
+def _hand_stream(adapters: list[LowRankAdapter], layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Give a layer's adapters the masks of each pass, recomputed ones too."""
+    for adapter in adapters:
+        adapter.stream = inputs[1]
 
 
 def freeze_base(chunk: Transformer, dtype: torch.dtype) -> None:
@@ -148,5 +145,5 @@ def merged_changes(
             a, b = adapters[shard.name], adapters[f"{layer}.lora.b"]
             change = weight_change(a, b, adapter.scale, adapter.rows, adapter.size)
             norms = adapters.get(f"{layer}.lora.magnitude")
-            in_order = None if norms is None else adapter.rows.in_order(norms, adapter.size)
+            in_order = None if norms is None else adapter.in_order(norms)
             yield f"{layer}.weight", WeightChange(change, in_order)

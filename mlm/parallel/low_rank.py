@@ -60,20 +60,10 @@ class AdaptedRows:
         """Rows of one part in one block of a whole weight with O rows."""
         return out_features // (self.blocks * self.parts)
 
-    def place(self, outputs: list[Tensor], size: int) -> Tensor:
-        """Put the outputs of adapted parts [..., O / P] in the weight's order, zeros for others: [..., O]."""
-        if self.parts == 1:
-            return outputs[0]
-        found = dict(zip(self.adapted, outputs, strict=True))
-        zeros = torch.zeros_like(outputs[0])
-        whole = [found.get(part, zeros).unflatten(-1, (-1, size)) for part in range(self.parts)]
-        return torch.stack(whole, -2).flatten(-3)
-
-    def in_order(self, values: Tensor, size: int) -> Tensor:
-        """Put values of the rows of B [p O / P, …] in the weight's order, zeros for others: [O, …]."""
-        parts = values.unflatten(0, (-1, len(self.adapted), size))  # [block, p, size, …]
-        whole = values.new_zeros(len(parts), self.parts, *parts.shape[2:])
-        return whole.index_copy(1, torch.tensor(self.adapted, device=values.device), parts).flatten(0, 2)
+    def place(self, adapted: Sequence[Tensor]) -> Tensor:
+        """Put values of adapted parts [..., block, size] in the weight's order, 0 for others: [..., O]."""
+        found, zeros = dict(zip(self.adapted, adapted, strict=True)), torch.zeros_like(adapted[0])
+        return torch.stack([found.get(part, zeros) for part in range(self.parts)], -2).flatten(-3)
 
 
 class LowRankAdapter(nn.Module):
@@ -124,16 +114,12 @@ class LowRankAdapter(nn.Module):
         self.register_buffer("places", site_keys([place]), persistent=False)
         self.stream: DropoutStream | None = None
 
-    def extra_repr(self) -> str:
-        """Rank, and the parts that have adapters."""
-        return f"rank={self.b.shape[1]}, parts={self.rows.adapted} of {self.rows.parts}"
-
     def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `y`, what the layer of this input, weight and bias gives, with the adapter: of its shape."""
         change = self._change(x)
         if self.magnitude is None:
             return y + change
-        wide, norms = weight.to(self.a.dtype), self.rows.in_order(self.magnitude, self.size)
+        wide, norms = weight.to(self.a.dtype), self.in_order(self.magnitude)
         whole = wide + weight_change(self.a.detach(), self.b.detach(), self.scale, self.rows, self.size)
         factors = row_factors(wide, whole, norms, Axis("tp") if self.by_column else self.tp).to(y.dtype)
         added = 0.0 if bias is None else bias.to(y.dtype)
@@ -150,7 +136,14 @@ class LowRankAdapter(nn.Module):
             return linear(z, self.b)
         blocks = self.b.unflatten(0, (-1, len(self.rows.adapted), self.size))  # [blocks/t, p, size, r]
         parts = zip(z.chunk(len(self.rows.adapted), -1), blocks.unbind(1), strict=True)
-        return self.rows.place([linear(each, b.flatten(0, 1)) for each, b in parts], self.size)
+        return self.rows.place(
+            [linear(each, b.flatten(0, 1)).unflatten(-1, (-1, self.size)) for each, b in parts]
+        )
+
+    def in_order(self, magnitude: Tensor) -> Tensor:
+        """Return magnitudes, ordered as the rows of B, as the weight's: [O/t], 0 for parts without."""
+        parts = magnitude.unflatten(0, (-1, len(self.rows.adapted), self.size))
+        return self.rows.place(parts.unbind(1))
 
     @skip_compile  # masks of another micro-batch are another graph
     def _drop(self, x: Tensor, stream: DropoutStream) -> Tensor:
@@ -205,7 +198,7 @@ def weight_change(a: Tensor, b: Tensor, scale: float, rows: AdaptedRows, size: i
     """Return s B A in the order of the layer's weight, [O, I], of whole A and B or a rank's."""
     count = len(rows.adapted)
     products = b.unflatten(0, (-1, count, size)) @ a.unflatten(0, (count, -1))  # [block, p, size, I]
-    return rows.in_order(scale * products.flatten(0, 2), size)
+    return rows.place((scale * products).movedim(-1, 0).unbind(-2)).t()
 
 
 def row_factors(weight: Tensor, changed: Tensor, magnitude: Tensor, tp: Axis) -> Tensor:
