@@ -65,6 +65,18 @@ def check_loss_and_gradients(ctx: ParallelContext, chunk_bytes: int) -> None:
     torch.testing.assert_close(table.weight.grad, shard_of(torch.cat([weight.grad, padding]), ctx.tp, 0))
 
 
+def test_no_gradient_of_a_frozen_table_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = problem()
+    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    (3 * expected).backward()
+    table = table_of(weight, Axis("tp")).requires_grad_(False)
+    monkeypatch.setattr("mlm.parallel.cross_entropy.sum_of_chunks", None)
+    x = hidden.detach().clone().requires_grad_()
+    (3 * linear_cross_entropy(x, labels, table, torch.ones((), dtype=torch.float64))).backward()
+    torch.testing.assert_close(x.grad, hidden.grad)
+    assert table.weight.grad is None
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * 4 * PADDED, 1 << 20])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_hits_and_the_gradient_of_the_bias_match_one_process(tp: int, chunk_bytes: int) -> None:
