@@ -6,8 +6,10 @@ from pathlib import Path
 
 from mlm.config.tree import HOISTED, leaves, sections
 from mlm.launch.typed import typed_settings
+from mlm.plan.candidates import Query, query_of
 from mlm.plan.config import PlanLayoutsConfig
-from mlm.plan.memory import MemoryModel, gib
+from mlm.plan.layout import PlannedLayout, model_flops
+from mlm.plan.memory import gib
 from mlm.plan.report import (
     Row,
     as_csv,
@@ -21,8 +23,7 @@ from mlm.plan.report import (
     time_caution,
     wide_screen,
 )
-from mlm.plan.search import LayoutForecast, Query, SearchResult, least_gpus, query_of, search
-from mlm.plan.shape import PlannedLayout, Shape
+from mlm.plan.search import LayoutForecast, SearchResult, least_gpus, search
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError, format_settings
 from mlm.util.results import target_name, write_result
@@ -74,13 +75,13 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
 
 def title(config: PlanLayoutsConfig, query: Query) -> str:
     """The heading: model, GPUs, batch."""
-    size = MemoryModel(config.model, query.seq).held(PlannedLayout(), 0).parameters
+    size = config.model.num_parameters()
     active = config.model.num_active_parameters()
     of = f"{format_amount(size)} parameters"
     of += f", {format_amount(active)} of a token" if config.model.architecture.experts else ""
     return (
         f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name} · "
-        f"{query.dtype} · {query.global_batch} x {query.seq} tokens a step"
+        f"{query.run.precision.dtype} · {query.global_batch} x {query.seq} tokens a step"
     )
 
 
@@ -190,10 +191,10 @@ def write(config: PlanLayoutsConfig, query: Query, result: SearchResult, rows: S
         "model": config.name,
         "hardware": query.hardware.name,
         "gpus": query.gpus,
-        "dtype": query.dtype,
+        "dtype": query.run.precision.dtype,
         "seq_length": query.seq,
         "global_batch_size": query.global_batch,
-        "model_flops_per_step": Shape(query.model, query.seq).model_flops(query.global_batch),
+        "model_flops_per_step": model_flops(query.model, query.seq, query.global_batch),
         "memory_bytes_per_gpu": query.memory_bytes,
         "valid_layouts": result.candidates,
         "time_error": query.hardware.time_error,

@@ -12,7 +12,7 @@ from mlm.parallel.mesh import shape_context
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.memory import GIB, MemoryModel
 from mlm.plan.schedule import simulate
-from mlm.plan.shape import PlannedLayout
+from mlm.plan.layout import PlannedLayout
 from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_memory, draw_schedule
 from mlm.tracking.page.runs import read_run
 from tests.tracking.page.made import LAYOUT, MODEL, some_run, started, stepped, write_run
