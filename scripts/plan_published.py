@@ -16,7 +16,7 @@ Stated before any error of this model was looked at:
    causal heads of 128: FlashAttention 2 on A100 0.55 (arXiv:2307.08691) and on H100 0.35, cuDNN on H100 0.5
    (arXiv:2407.08608).
 4. What another program does differently is a switch below, a fact of its code, or one of our own settings
-   (attention=math, tp_overlap, fp8). What a source leaves open is one rule per table, stated at its rows.
+   (tp_overlap, fp8). What a source leaves open is one rule per table, stated at its rows.
 5. Errors of all other tables are reported as they come: median and worst, beside the naive forecast, the
    table's FLOPs over its best TFLOP/s. The goal is 5 % median and 12 % worst.
 
@@ -70,7 +70,7 @@ class Row:
     software: Software
     hardware: str
     attention: float
-    """Share of the peak that its attention reaches."""
+    """Share of the peak that its fused attention reaches; 0 for attention by its formula."""
     seconds: float
     """Measured time of a step."""
     again: str = "none"
@@ -94,8 +94,10 @@ def predicted(row: Row, constants: dict[str, float]) -> float:
     """Predicted seconds of a step."""
     hardware: HardwareConfig = load_hardware(row.hardware)
     share = constants["matmul"] * ATTAINABLE[row.hardware]
-    efficiency = replace(hardware.efficiency, **{**constants, "matmul": share, "attention": row.attention})
-    counts = counts_of(row.run, "gpu")
+    efficiency = replace(
+        hardware.efficiency, **{**constants, "matmul": share, "attention": row.attention or 1.0}
+    )
+    counts = counts_of(row.run, "gpu" if row.attention else "unfused")
     model = CostModel(counts, replace(hardware, efficiency=efficiency), row.layout.gpus, row.software)
     return model.step(row.layout).total
 
@@ -106,13 +108,11 @@ def read(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(f))
 
 
-def run_of(model: ModelConfig, seq: int, dtype: str, attention: str = "auto") -> PretrainConfig:
+def run_of(model: ModelConfig, seq: int, dtype: str) -> PretrainConfig:
     """A pretraining run of a model."""
     data = DataConfig(kind="synthetic", seq_length=seq)
     precision = PrecisionConfig(dtype=dtype)  # type: ignore[arg-type]
-    return PretrainConfig(
-        name="published", out="", model=model, data=data, precision=precision, attention=attention
-    )  # type: ignore[arg-type]
+    return PretrainConfig(name="published", out="", model=model, data=data, precision=precision)  # type: ignore[arg-type]
 
 
 def gpt(row: dict[str, str], seq: int, vocab: int, dropout: float = 0.1) -> ModelConfig:
@@ -140,7 +140,7 @@ def sc21() -> list[Row]:
     """arXiv:2104.04473, table 1. It counts recomputed operations."""
     rows = []
     for row in read("sc21_table1"):
-        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16", "math")
+        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16")
         layout = PlannedLayout(
             tp=int(row["tp"]),
             pp=int(row["pp"]),
@@ -152,7 +152,7 @@ def sc21() -> list[Row]:
         )
         software = replace(MEGATRON_2021, overlaps_dp=row["ddp_impl"] == "torch")
         seconds = seconds_of(run, layout, float(row["tflops_per_gpu"]), "full")
-        rows.append(Row(row["model"], run, layout, software, "dgx_a100_80g", 1.0, seconds, "full"))
+        rows.append(Row(row["model"], run, layout, software, "dgx_a100_80g", 0.0, seconds, "full"))
     return rows
 
 
@@ -161,7 +161,7 @@ def january_2021() -> list[Row]:
     micro = {row["hidden"]: row["micro_batch"] for row in read("sc21_table1")}
     rows = []
     for row in read("megatron_jan2021"):
-        run = run_of(gpt(row, 2048, 51200), 2048, "fp16", "math")
+        run = run_of(gpt(row, 2048, 51200), 2048, "fp16")
         tp = min(8, int(row["model_parallel"]))
         pp = int(row["model_parallel"]) // tp
         layout = PlannedLayout(
@@ -174,7 +174,7 @@ def january_2021() -> list[Row]:
         )
         seconds = seconds_of(run, layout, float(row["tflops_per_gpu"]), "full")
         software = replace(MEGATRON_2021, overlaps_dp=pp == 1, splits_transfers=False)
-        rows.append(Row(row["model"], run, layout, software, "dgx_a100_80g", 1.0, seconds, "full"))
+        rows.append(Row(row["model"], run, layout, software, "dgx_a100_80g", 0.0, seconds, "full"))
     return rows
 
 
@@ -186,7 +186,7 @@ def v1() -> list[Row]:
     """arXiv:1909.08053, figure 5, with data parallelism: shares of 39 TFLOP/s, recomputation counted."""
     rows = []
     for row in read("v1_table1_fig5"):
-        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16", "math")
+        run = run_of(gpt(row, int(row["seq"]), int(row["vocab"])), int(row["seq"]), "fp16")
         tp, gpus = int(row["tp"]), int(row["gpus_mpdp"])
         layout = PlannedLayout(
             tp=tp, dp=gpus // tp, recompute="full", micro_batch=8, global_batch=int(row["batch_mpdp"])
@@ -194,7 +194,7 @@ def v1() -> list[Row]:
         tflops = V1_TFLOPS * float(row["eff_mpdp_pct"]) / 100
         seconds = seconds_of(run, layout, tflops, "full")
         software = replace(MEGATRON_2021, overlaps_dp=False)
-        rows.append(Row(f"{row['params_b']}B", run, layout, software, "dgx2h_v100_32g", 1.0, seconds, "full"))
+        rows.append(Row(f"{row['params_b']}B", run, layout, software, "dgx2h_v100_32g", 0.0, seconds, "full"))
     return rows
 
 

@@ -28,9 +28,8 @@ from mlm.training.checks import SETTINGS_RULES
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream, result_problems
 
-ENDINGS = (".svg", ".png", ".html", ".json")
-LAYOUT_ENDINGS = (".html", ".png", ".json", ".csv")
-MEMORY_ENDINGS = (".json", ".csv")
+ENDINGS = (".svg", ".html", ".json")
+TABLE_ENDINGS = (".json", ".csv")
 HARDWARE_ENDINGS = (".yaml", ".yml")
 MOST_TRIED = 128
 """Distance up to which a valid number of GPUs, or batch, is looked for."""
@@ -46,7 +45,7 @@ DRY_RUN_RULES = (
 )
 """Conditions of a layout on as many ranks as it asks for."""
 PLAINEST = {
-    **{"vp": 1, "pipeline": "1f1b", "zero": 0, "zero_reduce": "last", "sequence_parallel": False},
+    **{"cp": 1, "vp": 1, "pipeline": "1f1b", "zero": 0, "zero_reduce": "last", "sequence_parallel": False},
     **{"recompute": "none", "micro_batch": 1},
 }
 MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
@@ -65,7 +64,7 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     query = query_of(config)
     values = settings(query, {"sequence_parallel": False, "tp": 1})
     problems = [model_problem(config.model), _dtype_has_units(config)]
-    problems += [_out_ends_in(config.out, LAYOUT_ENDINGS, "plan"), _price_has_tokens(config)]
+    problems += [_out_ends_in(config.out, TABLE_ENDINGS, "plan"), _price_has_tokens(config)]
     problems += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
     if not outside and not any(problems):
         problems.append(_some_layout_is_valid(query))
@@ -78,7 +77,7 @@ def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
     parallel = config.parallel
     ranks = parallel.replica * (parallel.dp or 1)
     problems = [model_problem(config.model), _dtype_has_units(config)]
-    problems.append(_out_ends_in(config.out, MEMORY_ENDINGS, "memory"))
+    problems.append(_out_ends_in(config.out, TABLE_ENDINGS, "memory"))
     problems += layout_problems(values_of(config), Launch(max(ranks, 1), None), TRAIN_RULES, outside)
     if config.rank is not None and not outside and config.rank >= ranks:
         problems.append(

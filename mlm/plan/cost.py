@@ -92,6 +92,9 @@ class StageTimes:
     """Forward and backward of the last rank's stages."""
     ramps: float
     """Passes before the last rank's first, and after its last."""
+    forward: float
+    """Of the first rank's stages."""
+    backward: float
 
 
 class CostModel:
@@ -114,9 +117,10 @@ class CostModel:
         self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(dtype, 2)
         self.peak = hardware.peak(half)
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
-        self._homes: dict[tuple[Split, int, bool], dict[str, HomeTime]] = {}
+        self._homes: dict[tuple[Split, int, str], dict[str, HomeTime]] = {}
         self._priced: dict[Split, dict[tuple[str, str], tuple[Times, Times]]] = {}
         self._stages: dict[tuple[Split, int, str, int], StageTimes] = {}
+        self._updates: dict[Split, tuple[float, float]] = {}
         self._elements: dict[tuple[Split, int, int], tuple[float, float, float]] = {}
 
     # -- kernels and messages
@@ -125,7 +129,7 @@ class CostModel:
         """Products: the slower of arithmetic and memory."""
         constants, c = self.hardware.efficiency, self.hardware.efficiency.matmul_half
         share = constants.matmul * p.m / (p.m + c) * p.k / (p.k + c) * p.n / (p.n + c)
-        arithmetic = 2 * p.count * p.m * p.k * p.n / (self.peaks[p.operand] * share)
+        arithmetic = 2 * p.times * p.m * p.k * p.n / (self.peaks[p.operand] * share)
         return max(arithmetic, p.bytes / self.bandwidth)
 
     def traffic(self, work: Work, *, fused: bool) -> float:
@@ -245,7 +249,9 @@ class CostModel:
             p = layout.pp
             last = sum(cost.forward + cost.backward for cost in costs[p - 1 :: p])
             ramps = sum(cost.forward + cost.backward for cost in costs[: p - 1])
-            self._stages[key] = StageTimes(costs, last, ramps)
+            first_forward = sum(cost.forward for cost in costs[::p])
+            first_backward = sum(cost.backward for cost in costs[::p])
+            self._stages[key] = StageTimes(costs, last, ramps, first_forward, first_backward)
         return self._stages[key]
 
     def _stage_costs(self, layout: PlannedLayout, number: int) -> list[Cost]:
@@ -335,16 +341,8 @@ class CostModel:
         """Seconds of gradient reduction, of the optimizer, and of gathering sharded weights, that show."""
         software, t, replicas = self.software, layout.tp, layout.dp * layout.cp
         experts, weights, tied = self.elements(layout)
-        split, layers = layout.split, -(-self.run.model.num_layers // layout.pp)
-        counted = self.counts.counts(replace(split, recompute="none"))
-        trained = counted.trained / max(
-            sum(
-                e.size
-                for home in (BOTH, *map(str, set(self.counts.kinds)))
-                for e in self.counts.state(split, home)
-            ),
-            1,
-        )
+        layers = -(-self.run.model.num_layers // layout.pp)
+        trained, optimizer = self._update(replace(layout.split, recompute="none"))
         whole = folds_tp(t, layout.expert_tp)
         copies = replicas * (t if whole else 1) // layout.ep
 
@@ -353,23 +351,17 @@ class CostModel:
             return collective(size * weights, replicas, t) + collective(size * experts, copies, apart)
 
         times, m = self.stages(layout), layout.micro_batches
-        forward = sum(cost.forward for cost in times.costs[:: layout.pp])
-        backward = sum(cost.backward for cost in times.costs[:: layout.pp])
         hides = software.overlaps_dp and layout.pipeline != "zb_h1"
-        each = self.traffic(counted.per_step, fused=False) + sum(
-            self.price(counted.per_step, split, fused=False)[:2]
-        )
-        optimizer = each / max(counted.trained, 1) * trained
         reduction = gathers = 0.0
         if layout.zero == 0:
             if replicas > 1:
                 whole_time = over(self.all_reduce, software.gradient_bytes * trained)
-                reduction = exposed(whole_time, backward if hides else 0.0, layers)
+                reduction = exposed(whole_time, times.backward if hides else 0.0, layers)
             optimizer *= weights + experts
         else:
             scatter = over(self.gather, software.gradient_bytes * trained)
             gather = over(self.gather, self.element)
-            window_f, window_b = (forward, backward) if software.overlaps_dp else (0.0, 0.0)
+            window_f, window_b = (times.forward, times.backward) if software.overlaps_dp else (0.0, 0.0)
             every = m if layout.zero_reduce == "every" else 1
             if layout.zero == 3:
                 gathers = m * exposed(gather, window_f, layers)
@@ -383,6 +375,17 @@ class CostModel:
             rate, latency = self.link(2, layout.gpus // layout.pp * (layout.pp - 1))
             reduction += latency + software.gradient_bytes * tied / rate
         return reduction, optimizer, gathers
+
+    def _update(self, split: Split) -> tuple[float, float]:
+        """Share of elements that is trained, and seconds of the optimizer for each element that is held."""
+        if split not in self._updates:
+            counted = self.counts.counts(split)
+            homes = (BOTH, *map(str, set(self.counts.kinds)))
+            held = sum(e.size for home in homes for e in self.counts.state(split, home))
+            took = self.traffic(counted.per_step, fused=False)
+            took += sum(self.price(counted.per_step, split, fused=False)[:2])
+            self._updates[split] = counted.trained / held, took / held
+        return self._updates[split]
 
     def _parts(self, layout: PlannedLayout, busy: float) -> dict[str, float]:
         """Computation and exposed communication of the modules, of an average pipeline rank."""

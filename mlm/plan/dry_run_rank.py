@@ -292,8 +292,8 @@ class FusedAttention(TorchFunctionMode):
         return y
 
 
-class CPUAttention(TorchFunctionMode):
-    """Takes a CPU's way through attention: by its formula where probabilities are dropped, else fused."""
+class UnfusedAttention(TorchFunctionMode):
+    """Computes attention by its formula where probabilities are dropped, as on a CPU; else fused."""
 
     def __init__(self, *, recompute: bool) -> None:
         super().__init__()

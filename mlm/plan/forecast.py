@@ -70,20 +70,13 @@ class Forecast:
 
 def lines(config: PretrainConfig, ranks: int) -> list[str]:
     """Lines to print before a run builds its model; empty where nothing can be said. Never raises."""
-    try:
-        run = forecast_run(config, ranks, quick=True)
-        return [summary(run), *(() if run.fits else [warning(run)])]
-    except Exception as error:  # a forecast must not be in the way of a run
-        log.debug("no forecast: %r", error)
-        return []
+    run = try_forecast(config, ranks, quick=True)
+    return [] if run is None else [summary(run), *(() if run.fits else [warning(run)])]
 
 
 def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
-    try:
-        run = forecast_run(config, ranks)
-    except Exception as error:
-        log.debug("no forecast: %r", error)
+    if (run := try_forecast(config, ranks)) is None:
         return None
     name = "" if run.step_s is None else f"{run.machine.hardware.name} ({run.machine.source})"
     return Predicted(run.step_s, run.first_memory, run.mfu, name)
@@ -91,13 +84,19 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
 
 def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
     """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
-    try:
-        run = forecast_run(config, ranks, quick=True)
-    except Exception as error:
-        log.debug("no forecast: %r", error)
+    if (run := try_forecast(config, ranks, quick=True)) is None:
         return []
     memory = Models(run.query).memory
     return [memory.peak(run.layout, stage) for stage in range(min(run.layout.pp, MOST_STAGES))]
+
+
+def try_forecast(config: PretrainConfig, ranks: int, *, quick: bool = False) -> Forecast | None:
+    """The forecast of a run; None where there is none: it must not be in the way of a run."""
+    try:
+        return forecast_run(config, ranks, quick=quick)
+    except Exception as error:
+        log.debug("no forecast: %r", error)
+        return None
 
 
 def forecast_run(config: PretrainConfig, ranks: int, *, quick: bool = False) -> Forecast:
@@ -137,7 +136,7 @@ def speed(query: Query, layout: PlannedLayout, *, simulate: bool) -> tuple[float
     models = Models(query)
     step = models.cost.step(layout).total if simulate else models.cost.bound(layout)
     flops = model_flops(query.model, query.seq, layout.global_batch, layout.tp)
-    return step, flops / (step * layout.gpus * models.hardware.peak(dtype))
+    return step, flops / (step * layout.gpus * models.cost.hardware.peak(dtype))
 
 
 def machine_of(config: PretrainConfig, local_ranks: int) -> Machine:

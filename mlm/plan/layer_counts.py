@@ -6,11 +6,13 @@ schedule needs is composed of that elsewhere. Groups are those of the split alon
 is touched, so that a rank may ask while it trains.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any, cast
 from unittest.mock import patch
 
 from torch import nn
@@ -19,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlm.data.sampler import MicroBatch, collate
-from mlm.models.stage import PipelineStage
+from mlm.models.stage import PipelineStage, parameter_home
 from mlm.optim.adamw import moments
 from mlm.parallel import chunks
 from mlm.parallel.expert.router import Router
@@ -28,7 +30,7 @@ from mlm.parallel.mesh import Axis, ExpertAxes, ParallelContext, folds_tp
 from mlm.parallel.sharding import ParameterShard
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter, label_of
-from mlm.plan.dry_run_rank import META, CPUAttention, FusedAttention, tag_state
+from mlm.plan.dry_run_rank import META, FusedAttention, UnfusedAttention, tag_state
 from mlm.plan.layout import BOTH, FIRST, LAST, Split
 from mlm.plan.trace import Place, Trace, TracedWatch, Work, joined
 from mlm.training import pipelined
@@ -100,7 +102,10 @@ class Counts:
 
 
 class LayerCounts:
-    """Counts of one run's model by split, each made once when it is asked for."""
+    """Counts of one run's model by split, each made once when it is asked for.
+
+    `device` is gpu, cpu, or unfused: a GPU whose program computes attention by its formula.
+    """
 
     def __init__(self, run: PretrainConfig, device: str) -> None:
         self.run, self.device = replace(run, compile=False, deterministic=False, cuda_graphs=False), device
@@ -119,14 +124,15 @@ class LayerCounts:
         """The parameters of a home: FIRST, LAST, BOTH or the number of a kind of layer."""
         split = split.of_state
         if (split, home) not in self._state:
-            stage = PipelineStage(range(0), home in (FIRST, BOTH), home in (LAST, BOTH))
-            if home.isdigit():
-                stage = PipelineStage(range(int(home), int(home) + 1), False, False)
+            layer = int(home) if home.isdigit() else self.kinds[0]  # adapters alone make an optimizer
+            stage = PipelineStage(range(layer, layer + 1), home in (FIRST, BOTH), home in (LAST, BOTH))
             with self._trainer(split, stage) as (trainer, _):
-                cast = {getattr(module, name) for module, name, _ in trainer.model.casts.reads}
+                copied = {getattr(module, name) for module, name, _ in trainer.model.casts.reads}
                 size = trainer.model.dtype.itemsize
                 found = [
-                    held(shard, trainer, size if shard.parameter in cast else 0) for shard in trainer.shards
+                    held(shard, trainer, size if shard.parameter in copied else 0)
+                    for shard in trainer.shards
+                    if (parameter_home(shard.name) == layer) == home.isdigit()
                 ]
             self._state[split, home] = found
         return self._state[split, home]
@@ -137,34 +143,37 @@ class LayerCounts:
 
     def ends(self, split: Split, micro_batch: int) -> Counts:
         """The same of micro-batches of a size, without layers: the loss takes its rows in pieces."""
-        return self._count(split, (micro_batch,) * 3, layers=False)
+        return self._count(split, (micro_batch,) * 2, layers=False)
 
     def _count(self, split: Split, sizes: tuple[int, ...], *, layers: bool) -> Counts:
         key = split, sizes, layers
         if key not in self._counts:
-            numbers = sorted(set(self.kinds)) if layers else []
+            numbers = sorted(set(self.kinds)) if layers or self.run.lora.rank else []  # as above
             stage = PipelineStage(numbers, True, True)  # type: ignore[arg-type]  # any layers, in order
-            with self._trainer(split, stage) as (trainer, meter):
+            with self._trainer(split, stage, Trace() if layers else None) as (trainer, meter):
                 self._counts[key] = count_passes(trainer, meter, sizes)
         return self._counts[key]
 
     @contextmanager
-    def _trainer(self, split: Split, stage: PipelineStage) -> Iterator[tuple[Trainer[MicroBatch], Meter]]:
+    def _trainer(
+        self, split: Split, stage: PipelineStage, trace: Trace | None = None
+    ) -> Iterator[tuple[Trainer[MicroBatch], Meter]]:
         """The trainer of a rank that holds this stage alone, and the meter that follows it."""
         layout = replace(
             self.run.parallel,
-            **{name: getattr(split, name) for name in Split.__slots__},
-            **{"pp": 1, "vp": 1, "dp": 1, "zero": 0, "pipeline": "1f1b"},
+            **cast(Any, {name: getattr(split, name) for name in Split.__slots__}),
+            **cast(Any, {"pp": 1, "vp": 1, "dp": 1, "zero": 0, "pipeline": "1f1b"}),
         )
-        meter = Meter("meta", Trace())
+        meter = Meter("meta", trace)
         ctx = split_context(split, meter)
         prepare_products(META)
         with ExitStack() as stack:
             if self.device == "cpu":
                 stack.enter_context(patch.dict(chunks.CHUNK_BYTES, meta=chunks.CHUNK_BYTES["cpu"]))
-                stack.enter_context(CPUAttention(recompute=split.recompute == "selective"))
-            else:
+            if self.device == "gpu":
                 stack.enter_context(FusedAttention(self.run.attention))
+            else:
+                stack.enter_context(UnfusedAttention(recompute=split.recompute == "selective"))
             stack.enter_context(patch.object(pipelined, "split_layers", lambda *_: [stage]))
             with meter:
                 trainer: Trainer[MicroBatch] = Trainer(replace(self.run, parallel=layout), ctx)
@@ -222,10 +231,10 @@ def split_context(split: Split, meter: Meter) -> ParallelContext:
     def axis(name: str, size: int) -> Axis:
         if size == 1:
             return Axis(name)
-        backend = FakeProcessGroup._create_internal(rank=0, world_size=size)  # type: ignore[attr-defined]
+        backend = FakeProcessGroup._create_internal(rank=0, world_size=size)
         group = ProcessGroup(FakeStore(), 0, size)
         group._register_backend(META, ProcessGroup.BackendType.CUSTOM, backend)
-        group._set_group_name(f"counts of {name} {size}")
+        group._set_group_name(cast(Any, f"counts of {name} {size}"))
         meter.axes[group.group_name] = (name, size)
         return Axis(name, 0, size, group, tuple(range(size)), watch)
 
@@ -246,8 +255,7 @@ def count_passes(trainer: Trainer[MicroBatch], meter: Meter, sizes: tuple[int, .
     """Run micro-batches of these sizes and an optimizer's step, and take apart what the meter saw."""
     tag_state(trainer, meter)
     names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
-    samples, trace = train_dataset(trainer.config, sum(sizes)), meter.trace
-    assert trace is not None
+    samples, trace = train_dataset(trainer.config, sum(sizes)), meter.trace or Trace()
     batches, first = list[MicroBatch](), 0
     for size in sizes:
         batches.append(collate(samples.gather(list(range(first, first + size))), first))
@@ -258,10 +266,12 @@ def count_passes(trainer: Trainer[MicroBatch], meter: Meter, sizes: tuple[int, .
         parts = trainer.forward_backward(batches)
         begins = [*log.pass_begins, len(log.events)]
         trace.begin_pass()
-        with meter.during(OPTIMIZER):
-            trainer.reduce_gradients()
-            trainer.clip_and_update(parts)
+        if meter.trace is not None:
+            with meter.during(OPTIMIZER):
+                trainer.reduce_gradients()
+                trainer.clip_and_update(parts)
     casts, *works, update = trace.passes[before - 1 :]
+    works = works or [defaultdict(Work) for _ in sizes]  # of memory alone
     homes = [EMBEDDING, *trainer.model.chunks[0].layers, VOCABULARY]
     found = [
         PassCounts(by_home(work), *memory_of(log, begin, end, homes))
@@ -269,7 +279,7 @@ def count_passes(trainer: Trainer[MicroBatch], meter: Meter, sizes: tuple[int, .
     ]
     return Counts(
         alone=found[0],
-        passes=(found[1], found[2]),
+        passes=(found[1], found[-1]),
         trained=sum(shard.parameter.numel() for shard in trainer.shards if shard.is_trained),
         per_step=joined([*casts.values(), *update.values()]),
         accumulation=works[1][BACKWARD, OUTSIDE],

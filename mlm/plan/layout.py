@@ -45,7 +45,8 @@ class Split:
     @property
     def of_state(self) -> "Split":
         """All that parameters depend on."""
-        return Split(tp=self.tp, ep=self.ep, expert_tp=self.expert_tp)
+        split = self.sequence_parallel and self.expert_tp is not None  # whole experts need it
+        return Split(tp=self.tp, ep=self.ep, expert_tp=self.expert_tp, sequence_parallel=split)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,17 +5,13 @@ found without simulating the rest: the result is that of simulating all.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from mlm.parallel.layout_checks import TRAIN_RULES, Launch
-from mlm.plan.candidates import Query, Rejections, all_splits, batches, first_breach, layouts, settings
+from mlm.plan.candidates import Query, Rejections, layouts
 from mlm.plan.cost import CostModel, StepTime
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, DeviceMemory, MemoryModel
-
-MOST_NODES = 1 << 17
-"""Devices up to which a model that fits nowhere is tried."""
 
 
 @dataclass(frozen=True)
@@ -79,32 +75,3 @@ def search(
         best.append(models.forecast(layout))
         best.sort(key=lambda forecast: (forecast.step.total, forecast.memory.total))
     return SearchResult(best[:most], len(valid), too_large, rejections)
-
-
-def least_gpus(query: Query) -> int | None:
-    """The fewest devices on which some layout fits, whole nodes above one; None if there are none."""
-    node = query.hardware.devices_per_node
-    few = [n for n in range(1, node) if node % n == 0]
-    most = node
-    while most <= MOST_NODES and not _fits(replace(query, gpus=most)):
-        most *= 2
-    if most > MOST_NODES:
-        return None
-    least = most // 2 if most > node else 0
-    tried = few if most == node else range(least + node, most, max(node, most // 64 // node * node))
-    return next((n for n in tried if _fits(replace(query, gpus=n))), most)
-
-
-def _fits(query: Query) -> bool:
-    """True if a layout fits, looking at those that save most memory; any batch that its replicas divide."""
-    models = Models(query)
-    saving = {"recompute": "full", "zero_reduce": "every", "pipeline": "1f1b", "vp": 1, "micro_batch": 1}
-    for choice in all_splits(replace(query, fixed={**saving, **query.fixed})):
-        dp = choice["dp"]
-        train = replace(query.run.train, global_batch_size=dp * max(1, query.global_batch // dp))
-        each = replace(query, run=replace(query.run, train=train), fixed={**saving, **query.fixed})
-        if first_breach(TRAIN_RULES, settings(each, choice), Launch(query.gpus, None)):
-            continue
-        if any(models.lacks(layout) <= 0 for layout in batches(each, choice)):
-            return True
-    return False

@@ -30,9 +30,9 @@ Place = tuple[str, str]
 
 
 class Product(NamedTuple):
-    """`count` products [m, k] x [k, n]."""
+    """`times` products [m, k] x [k, n]."""
 
-    count: float
+    times: float
     m: float
     k: float
     n: float
