@@ -1,7 +1,6 @@
 """`mlm plan schedule`: simulate a pipeline schedule, draw it and print its cost. No torch, no model."""
 
 from dataclasses import asdict, dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from mlm.parallel.pipeline.actions import Action, Cost, Instruction, Plan, Recei
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.drawing import draw, svg_timeline
+from mlm.plan.drawing import draw, svg_file, svg_timeline
 from mlm.tracking.page import html
 from mlm.util.errors import writing_to
 from mlm.util.results import target_name, write_result
@@ -140,18 +139,13 @@ def show_numbers(plan: Plan, formula: BubbleFormula, screen: Screen) -> None:
 
 def write(plan: Plan, config: PlanScheduleConfig, out: Path) -> None:
     """Write the picture or, to a .json, a stream or a device, the record. Raises UserError."""
-    kind = out.suffix.removeprefix(".")
     with writing_to(str(out)):
         out.parent.mkdir(parents=True, exist_ok=True)
-    if kind in ("svg", "png"):
-        from mlm.plan import picture  # matplotlib takes half a second to import
-
+    if out.suffix == ".svg":
         caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
-        drawn = BytesIO()
-        picture.draw(plan, caption, drawn, kind)
-        write_result(out, drawn.getvalue())
+        write_result(out, svg_file(plan, caption))
     else:
-        write_result(out, schedule_page(plan, config) if kind == "html" else record(plan, config))
+        write_result(out, schedule_page(plan, config) if out.suffix == ".html" else record(plan, config))
 
 
 def schedule_page(plan: Plan, config: PlanScheduleConfig) -> bytes:
