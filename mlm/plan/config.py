@@ -9,6 +9,7 @@ from mlm.launch.config import DistConfig
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize, VirtualSize
+from mlm.plan.goodput import FailureConfig
 from mlm.plan.hardware import HardwareConfig
 from mlm.training.config import PretrainConfig
 
@@ -148,6 +149,7 @@ class PlanLayoutsConfig(PlannedModelConfig):
     """Tokens to train on, such as 300e9: adds days, energy and, with a price, cost."""
     price_per_gpu_hour: Annotated[float | None, POSITIVE] = None
     """Price of one GPU for an hour, in any currency; needs tokens."""
+    failures: FailureConfig = field(default_factory=FailureConfig)
     show: Annotated[int, POSITIVE] = 10
     """Layouts to show."""
     why: bool = False
