@@ -39,8 +39,8 @@ def goodput(config: FailureConfig, gpus: int) -> Goodput | None:
     """The goodput of so many GPUs; None without a mean time between failures.
 
     With failures at random, a mean of M apart, an interval t with its checkpoint c and restarts R takes
-    M e^(R/M) (e^((t + c)/M) - 1), all that is lost included (Daly 2006, Future Generation Computer Systems 22,
-    equation 13). The interval is his first-order one, sqrt(2 c M) - c, after Young 1974.
+    M e^(R/M) (e^((t + c)/M) - 1), all that is lost included (Daly 2006, Future Generation Computer Systems,
+    equation 13). The interval is his first-order one, sqrt(2 c M) - c.
     """
     if config.mtbf_hours is None:
         return None
