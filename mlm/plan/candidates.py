@@ -8,10 +8,12 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from mlm.config.suggest import divisors
+from mlm.config.tree import values_of
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.parallel.layout_checks import TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
@@ -53,6 +55,11 @@ class Query:
     def global_batch(self) -> int:
         """Samples of a step."""
         return self.run.train.global_batch_size
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The run's settings by key."""
+        return values_of(self.run)
 
     @property
     def memory_bytes(self) -> float:
@@ -131,22 +138,7 @@ def splits(query: Query, rejections: Rejections | None = None) -> Iterator[dict[
 
 def settings(query: Query, choice: Mapping[str, Any]) -> LayoutValues:
     """The settings that the rules read, of some fields of a layout."""
-    model = query.model
-    return LayoutValues(
-        {
-            **{"cp": 1, "ep": 1, "expert_tp": None, "tp_overlap": 1},
-            **choice,
-            "model.num_heads": model.num_heads,
-            "model.options": model.options,
-            "model.hidden_size": model.hidden_size,
-            "model.ffn_hidden_size": model.ffn_hidden_size,
-            "model.num_layers": model.num_layers,
-            "model.max_positions": model.max_positions,
-            "data.seq_length": query.seq,
-            "train.global_batch_size": query.global_batch,
-            "train.micro_batch_size": 1,
-        }
-    )
+    return LayoutValues({**query.values, **choice, "train.micro_batch_size": 1})
 
 
 def first_breach(

@@ -28,7 +28,7 @@ from mlm.training.checks import SETTINGS_RULES
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream, result_problems
 
-ENDINGS = (".svg", ".html", ".json")
+ENDINGS = (".svg", ".json")
 TABLE_ENDINGS = (".json", ".csv")
 HARDWARE_ENDINGS = (".yaml", ".yml")
 MOST_TRIED = 128

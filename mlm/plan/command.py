@@ -45,6 +45,11 @@ COMMANDS = (
                 "mlm plan layouts model=gpt2_8b gpus=64 tokens=300e9 price_per_gpu_hour=2.5",
             ),
             (
+                "The same with failures, and the interval of checkpoints that loses least",
+                "mlm plan layouts model=llama3_70b gpus=2048 hardware=dgx_h100 train.global_batch_size=2048 "
+                "data.seq_length=8192 tokens=2e12 price_per_gpu_hour=2.5 failures.mtbf_hours=50000",
+            ),
+            (
                 "What rejects other layouts, with tp=8 kept",
                 "mlm plan layouts model=gpt2_sc21_39b gpus=512 train.global_batch_size=1536 tp=8 why=true",
             ),
@@ -53,7 +58,8 @@ COMMANDS = (
         file_groups=("hardware",),
         own_files=HARDWARE_FILES,
         keys=(
-            *("gpus", "tokens", "price_per_gpu_hour", "show", "why", "out", "data.seq_length"),
+            *("gpus", "tokens", "price_per_gpu_hour", "failures.mtbf_hours", "failures.checkpoint_s"),
+            *("failures.interval_s", "failures.restart_s", "show", "why", "out", "data.seq_length"),
             *("train.global_batch_size", "train.micro_batch_size", "tp", "cp", "pp", "vp", "dp"),
             *("sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
         ),

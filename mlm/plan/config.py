@@ -9,6 +9,7 @@ from mlm.launch.config import DistConfig
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize, VirtualSize
+from mlm.plan.goodput import FailureConfig
 from mlm.plan.hardware import HardwareConfig
 from mlm.training.config import PretrainConfig
 
@@ -33,8 +34,7 @@ class PlanScheduleConfig:
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
     out: ResultFile | None = None
-    """File to write beside the printed picture: .svg, .html for a page with the numbers, or .json for
-    the whole plan; null writes none."""
+    """File to write beside the printed picture: .svg, or .json for the whole plan; null writes none."""
     forward_cost: Annotated[float, POSITIVE] = 1.0
     """Duration of one micro-batch forward through one chunk: 1/vp of a rank's layers."""
     backward_cost: Annotated[float, POSITIVE] = 2.0
@@ -149,6 +149,7 @@ class PlanLayoutsConfig(PlannedModelConfig):
     """Tokens to train on, such as 300e9: adds days, energy and, with a price, cost."""
     price_per_gpu_hour: Annotated[float | None, POSITIVE] = None
     """Price of one GPU for an hour, in any currency; needs tokens."""
+    failures: FailureConfig = field(default_factory=FailureConfig)
     show: Annotated[int, POSITIVE] = 10
     """Layouts to show."""
     why: bool = False

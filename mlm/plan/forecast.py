@@ -6,13 +6,11 @@ Nothing is rejected on an estimate.
 import logging
 import os
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
-from mlm.plan.candidates import Query, layouts
+from mlm.plan.candidates import Query
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
 from mlm.plan.layout import PlannedLayout, model_flops
 from mlm.plan.memory import GIB, DeviceMemory, gib
@@ -20,7 +18,6 @@ from mlm.plan.report import format_seconds, step_range
 from mlm.plan.search import Models
 from mlm.tracking.summary import Predicted
 from mlm.training.config import PretrainConfig
-from mlm.util.errors import format_settings
 from mlm.util.system import host_memory
 
 GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3
@@ -174,36 +171,8 @@ def summary(run: Forecast) -> str:
 
 
 def warning(run: Forecast) -> str:
-    """The nearest layout that fits, with what it changes."""
-    lacks, nearest = gib(run.memory - run.machine.capacity), nearest_fit(run)
-    if nearest is None:
-        return (
-            f"warning: {lacks} may be lacking, and no layout on this many ranks fits; start more, or train a "
-            "smaller model"
-        )
-    changed = nearest.settings_changed_from(run.layout)
-    return f"warning: {lacks} may be lacking; the nearest layout that fits: {format_settings(changed)}"
-
-
-def nearest_fit(run: Forecast) -> PlannedLayout | None:
-    """The layout on as many ranks that fits, with the fewest settings changed and the most memory used."""
-    memory = Models(run.query).memory
-    for fixed in narrowing(run.layout):
-        fitting = []
-        for layout in layouts(replace(run.query, fixed=fixed)):
-            if (size := memory.worst(layout).total) <= run.machine.capacity:
-                fitting.append((len(layout.settings_changed_from(run.layout)), -size, layout))
-        if fitting:
-            return min(fitting, key=lambda each: each[:2])[2]
-    return None
-
-
-def narrowing(layout: PlannedLayout) -> Iterator[dict[str, Any]]:
-    """Settings to keep while a layout that fits is looked for: the ranks' first, then only the batch's."""
-    ranks = ("tp", "pp", "vp", "dp", "cp", "ep", "expert_tp", "tp_overlap", "pipeline")
-    kept = {name: getattr(layout, name) for name in ranks}
-    yield {**kept, "zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
-    yield kept
-    least = {"vp": 1, "pipeline": "1f1b", "recompute": "full", "micro_batch": 1}
-    yield {**least, "zero_reduce": "every"}
-    yield {**least, "zero_reduce": "last"}
+    """What a layout that does not fit lacks, and the command that finds others."""
+    lacks = gib(run.memory - run.machine.capacity)
+    return (
+        f"warning: {lacks} may be lacking; `mlm plan layouts gpus={run.layout.gpus}` finds layouts that fit"
+    )

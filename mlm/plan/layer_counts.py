@@ -108,7 +108,10 @@ class LayerCounts:
     """
 
     def __init__(self, run: PretrainConfig, device: str) -> None:
-        self.run, self.device = replace(run, compile=False, deterministic=False, cuda_graphs=False), device
+        data = replace(run.data, kind="synthetic", path=None, train=None, blend=())
+        data = replace(data, eod_id=run.data.eod_id or 0)  # of random tokens any
+        self.run = replace(run, compile=False, deterministic=False, cuda_graphs=False, data=data)
+        self.device = device
         self._state: dict[tuple[Split, str], list[Held]] = {}
         self._counts: dict[tuple[Split, tuple[int, ...], bool], Counts] = {}
 

@@ -8,6 +8,7 @@ from mlm.config.tree import HOISTED, leaves, sections
 from mlm.launch.typed import typed_settings
 from mlm.plan.candidates import Query, query_of
 from mlm.plan.config import PlanLayoutsConfig
+from mlm.plan.goodput import Goodput, goodput
 from mlm.plan.layout import PlannedLayout, model_flops
 from mlm.plan.memory import gib
 from mlm.plan.report import (
@@ -30,6 +31,8 @@ from mlm.util.results import target_name, write_result
 
 FORMAT = "mlm-plan-layouts-1"
 MOST_REASONS = 8
+LEAST_SHARE = 1e-9
+"""Of time that is progress: of a run that never ends, days are a number too."""
 PLAN_KEYS = {HOISTED, *(key.partition(".")[0] for key in leaves(PlanLayoutsConfig))}
 PLAN_KEYS -= sections(PretrainConfig).keys() - {HOISTED}
 """Keys and sections of a search that its `mlm pretrain` does not have, or that the layout found sets."""
@@ -44,13 +47,15 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     result = search(query, config.show)
     if not result.best:
         raise UserError(too_large(query, result))
-    rows = [as_row(query, each, config.tokens, config.price_per_gpu_hour) for each in result.best]
+    progress = goodput(config.failures, query.gpus)
+    share = 1.0 if progress is None else max(progress.share, LEAST_SHARE)
+    rows = [as_row(query, each, config.tokens, config.price_per_gpu_hour, share) for each in result.best]
     screen.print(title(config, query))
     show_speed(rows, screen)
     show_time(rows, screen)
     peaks = {number: each.memory for number, each in enumerate(result.best, start=1)}
     show_memory(peaks, " #", query.memory_bytes, screen)
-    for line in (footnote(result), *notes(query, result.best[0])):
+    for line in (footnote(result), *failure_lines(progress), *notes(query, result.best[0])):
         screen.print(line)
     if config.why:
         for line in reasons(result):
@@ -105,6 +110,15 @@ def notes(query: Query, best: LayoutForecast) -> list[str]:
     """Lines on how far the best layout's numbers can be trusted."""
     cautions = layout_cautions(query.hardware, query.model, query.seq, best.layout)
     return [*time_caution(query.hardware, best.step.total), *cautions]
+
+
+def failure_lines(progress: Goodput | None) -> list[str]:
+    """A line on goodput, where a mean time between failures is given."""
+    if progress is None:
+        return []
+    times = (format_seconds(seconds) for seconds in (progress.failure_s, progress.interval_s))
+    line = "goodput {:.1%}: a failure every {}, a checkpoint every {}; days, energy and price include it"
+    return [line.format(progress.share, *times)]
 
 
 def too_large(query: Query, result: SearchResult) -> str:

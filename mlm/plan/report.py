@@ -41,18 +41,23 @@ Row = Mapping[str, Any]
 
 
 def as_row(
-    query: Query, forecast: LayoutForecast, tokens: float | None = None, price: float | None = None
+    query: Query,
+    forecast: LayoutForecast,
+    tokens: float | None = None,
+    price: float | None = None,
+    share: float = 1.0,
 ) -> Row:
     """A layout as a flat row: settings, numbers, seconds and bytes by part.
 
-    Days, energy and price are those of so many tokens, at the price of a GPU for an hour.
+    Days, energy and price are those of so many tokens, at the price of a GPU for an hour, with this share of
+    the time progress.
     """
     layout, step, memory = forecast.layout, forecast.step, forecast.memory
     counted = (query.model, query.seq, query.global_batch)
     rate, seconds = query.global_batch * query.seq / step.total, step.total
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
     model = model_flops(*counted, layout.tp) * per_gpu
-    length, power = None if tokens is None else tokens / rate, query.hardware.power_w
+    length, power = None if tokens is None else tokens / rate / share, query.hardware.power_w
     sizes = ("micro_batch", "global_batch")
     settings = {name: getattr(layout, name) for name in PlannedLayout.__slots__ if name not in sizes}
     return {

@@ -4,7 +4,6 @@ Candidates are taken in the order of a time that they cannot be below (`CostMode
 found without simulating the rest: the result is that of simulating all.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlm.plan.candidates import Query, Rejections, layouts
@@ -56,12 +55,10 @@ class Models:
         return self.memory.worst(layout).total - self.query.memory_bytes
 
 
-def search(
-    query: Query, most: int = 10, belongs: Callable[[PlannedLayout], bool] = lambda _: True
-) -> SearchResult:
-    """The fastest layouts that fit, of those that belong to a class."""
+def search(query: Query, most: int = 10) -> SearchResult:
+    """The fastest layouts that fit."""
     models, rejections = Models(query), Rejections()
-    valid = [layout for layout in layouts(query, rejections) if belongs(layout)]
+    valid = list(layouts(query, rejections))
     ordered = sorted((models.cost.bound(layout), n) for n, layout in enumerate(valid))
     best: list[LayoutForecast] = []
     too_large: list[tuple[PlannedLayout, float]] = []
