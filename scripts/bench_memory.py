@@ -1,4 +1,4 @@
-"""Peak memory of training steps on a CPU: a dry run's forecast, PyTorch's count, and the process's growth.
+"""Peak memory of training steps on a CPU: a dry run's forecast, PyTorch's count, and that of the process.
 
 python scripts/bench_memory.py --out scripts/results/bench_memory-cpu.json
 """
@@ -6,10 +6,10 @@ python scripts/bench_memory.py --out scripts/results/bench_memory-cpu.json
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from mlm.config.cli.compose import load_config
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.config import PlanDryRunConfig
+from mlm.plan.dry_run import CPU, PROCESS
 from mlm.plan.dry_run_rank import batches_of, dry_run
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.trainer import Trainer
@@ -43,33 +44,28 @@ RUNS: dict[str, tuple[str, ...]] = {
 
 def forecast(config: PlanDryRunConfig) -> int:
     """Bytes of tensors by the dry run."""
-    return dry_run(config, 0, device=torch.device("cpu")).log.peak().bytes
+    return dry_run(config, 0, device=CPU).log.peak().bytes
 
 
 def tensors(config: PlanDryRunConfig) -> int:
     """Bytes of tensors by PyTorch's allocator, which tells its profiler of every block."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         train(config)
-    total = most = 0
-    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            total += event.nbytes()
-            most = max(most, total)
-    return most
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
 def process(config: PlanDryRunConfig) -> int:
-    """Bytes by which the process grows at most."""
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        reuse_large_blocks()
-    before = status_bytes("VmRSS")
+    """Bytes of the process at most, where freed blocks go back to the system."""
     train(config)
-    return status_bytes("VmHWM") - before
+    return status_bytes("VmHWM")
 
 
-def libraries(config: PlanDryRunConfig) -> int:
-    """Bytes of a process that has imported what trains."""
-    return status_bytes("VmRSS")
+def process_that_keeps(config: PlanDryRunConfig) -> int:
+    """Bytes of the process at most, where it keeps freed blocks for the next, as `mlm pretrain` does."""
+    reuse_large_blocks()
+    return process(config)
 
 
 def train(config: PlanDryRunConfig) -> None:
@@ -81,21 +77,22 @@ def train(config: PlanDryRunConfig) -> None:
 
 
 MEASURES: dict[str, Callable[[PlanDryRunConfig], int]] = {
-    f.__name__: f for f in (forecast, tensors, process, libraries)
+    each.__name__: each for each in (forecast, tensors, process, process_that_keeps)
 }
 
 
-def measured(measure: str, run: str, **environment: str) -> int:
+def measured(measure: str, run: str) -> int:
     """One measure of a run, in a process of its own."""
     command = [sys.executable, __file__, "--measure", measure, "--run", run]
-    done = subprocess.run(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True
-    )
+    env = dict(os.environ)
+    if measure == "process":
+        env["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return int(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print, and write; a file that is there keeps its other runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--run", choices=RUNS)
@@ -105,14 +102,18 @@ def main() -> None:
         config: PlanDryRunConfig = load_config("plan_dry_run", list(RUNS[args.run]))
         print(MEASURES[args.measure](config))
         return
-    result = {"command": shlex.join(sys.argv), "torch": torch.__version__, "runs": {}}
+    found = json.loads(args.out.read_text())["runs"] if args.out and args.out.exists() else {}
     for run in RUNS if args.run is None else [args.run]:
-        bytes_of = {measure: measured(measure, run) for measure in MEASURES}
-        bytes_of["process, freed blocks unmapped"] = measured("process", run, MALLOC_MMAP_THRESHOLD_="65536")
-        result["runs"][run] = bytes_of
-        print(run, {name: f"{n / 1e9:.3f} GB" for name, n in bytes_of.items()}, flush=True)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        values = {measure: measured(measure, run) for measure in MEASURES}
+        over = (
+            values["forecast"] / values["tensors"] - 1,
+            (values["forecast"] + PROCESS) / values["process"] - 1,
+        )
+        found[run] = {"settings": RUNS[run], "bytes": values, "tensors_off": over[0], "process_off": over[1]}
+        print(f"{run}: tensors {over[0]:+.1%}, process {over[1]:+.1%}", flush=True)
+        if args.out is not None:
+            record = {"torch": torch.__version__, "threads": torch.get_num_threads(), "process": PROCESS}
+            args.out.write_text(json.dumps({**record, "runs": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

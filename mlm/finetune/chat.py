@@ -30,7 +30,7 @@ class Chat(TaskType):
     head = "language_model"
     batcher = "mlm.finetune.packing:Packer"
     loss_unit = "nats per token of the answers"
-    metric_names = ("loss", "perplexity")
+    metric_names: tuple[str, ...] = ("loss", "perplexity")
     errors = frozenset({"loss", "perplexity"})
     columns = ((1,), "one column, of messages")
     is_chat = True

@@ -123,10 +123,10 @@ def _check_targets(chunk: Transformer, lora: LoraConfig) -> None:
             names += [name, *(part.removesuffix(".weight") for part in (stored.names if stored else ()))]
         elif isinstance(module, Experts):
             names.append(name)
-    for target in lora.targets:
+    for target in lora.targets or ("",):
         if target != ALL_LINEAR and not any(_ends(name, target) for name in names):
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            problem = f"lora.targets={show(list(lora.targets))}: no layer is named {target}"
+            problem = f"lora.targets={show(list(lora.targets))}: no layer is named {target or 'there'}"
             raise ConfigError([Problem(("lora.targets",), problem, f"use {known} or {ALL_LINEAR}")])
 
 

@@ -6,6 +6,7 @@ Names and keys: https://huggingface.co/docs/peft/developer_guides/checkpoint
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.format import JSON
@@ -70,8 +71,9 @@ class StoredAdapter:
 
     def _norms(self, base: Read) -> Tensor:
         """Norms of the rows of the weight beside it that have adapters, in B's order."""
-        rows, norms = self.adapter.rows, base(f"{self.name}.weight").norm(dim=1)
-        return norms.unflatten(0, (-1, rows.parts, self.adapter.size))[:, list(rows.adapted)].flatten()
+        rows, norms = self.adapter.rows, torch.linalg.vector_norm(base(f"{self.name}.weight"), dim=1)
+        parts: Tensor = norms.unflatten(0, (-1, rows.parts, self.adapter.size))
+        return parts[:, list(rows.adapted)].flatten()
 
 
 def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]:
