@@ -3,9 +3,9 @@
 `run_on_ranks(check, …, tp=2, dp=2)` runs `check(ctx, …)` on four gloo ranks and returns their results; a
 failing rank fails the test with its traceback. `check` must be a module-level function.
 
-Importing torch, the trainer and a test file takes seconds of processor time, so one process, the nursery, does
-it and forks the ranks. Each test file has new ones: what ranks keep, threads of process groups above all, would
-cost processor time until the end.
+Importing torch, the trainer and a test file takes seconds of processor time, so a fork server does it once
+and forks the ranks. They are soon renewed: what a rank keeps, threads of process groups above all, costs
+processor time until its end.
 """
 
 import atexit
@@ -34,6 +34,8 @@ from mlm.tracking import curves
 from tests.conftest import blank
 
 TIMEOUT_S = 100.0
+RENEWED = 10
+"""Calls after which new ranks are forked, as for each test file."""
 LAZY = (
     "mlm.training.trainer",
     "torch.distributed.fsdp",
@@ -42,8 +44,8 @@ LAZY = (
 """What most checks import, or torch at a first use."""
 
 
-class Nursery:
-    """The process that forks ranks, and the ranks of the test file that runs now."""
+class RankPool:
+    """A fork server, and the ranks that the tests which run now have."""
 
     def __init__(self) -> None:
         spawning = mp.get_context("spawn")
@@ -59,11 +61,12 @@ class Nursery:
     def pipes(self, size: int, module: str) -> list[Connection]:
         """Pipes to `size` ranks of this test file, which have imported `module`, or can."""
         file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-        if file != self.file:
+        if file != self.file or self.calls % RENEWED == 0:
             self.end_ranks(kill=False)
             self.file = file
-        if missing := size - len(self.ranks):
-            self._fork(max(missing, 0), module)
+        if size > len(self.ranks):
+            self._fork(size - len(self.ranks), module)
+        self.calls += 1
         return [pipe for _, pipe in self.ranks[:size]]
 
     def _fork(self, count: int, module: str) -> None:
@@ -87,19 +90,19 @@ class Nursery:
 
 
 @cache
-def nursery() -> Nursery:
+def pool() -> RankPool:
     """The one of this process."""
-    made = Nursery()
+    made = RankPool()
     atexit.register(_end, made)
     return made
 
 
-def _end(nursery: Nursery) -> None:
-    nursery.end_ranks(kill=True)
-    nursery.control.close()
-    nursery.process.join(10)  # it waits for the ranks, so that their processor time is counted
-    nursery.process.kill()
-    nursery.process.join()
+def _end(ranks: RankPool) -> None:
+    ranks.end_ranks(kill=True)
+    ranks.control.close()
+    ranks.process.join(10)  # it waits for the ranks, so that their processor time is counted
+    with suppress(ProcessLookupError):
+        os.killpg(ranks.process.pid, signal.SIGKILL)
 
 
 def run_on_ranks(
@@ -115,9 +118,8 @@ def run_on_ranks(
 ) -> list[Any]:
     """Run `check(ctx, *args, **kwargs)` on tp * cp * pp * dp ranks; the results in rank order."""
     layout = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "expert_tp": expert_tp}
-    ranks = nursery()
+    ranks = pool()
     pipes = ranks.pipes(tp * cp * pp * dp, check.__module__)
-    ranks.calls += 1
     for rank, pipe in enumerate(pipes):
         pipe.send((ranks.store.port, ranks.calls, rank, layout, check, args, kwargs))
     answers = [_answer(pipe) for pipe in pipes]
@@ -147,6 +149,7 @@ def _answer(pipe: Connection) -> tuple[str, Any]:
 
 def _fork_ranks(control: Connection) -> None:
     """Import what most checks need; then fork ranks when told, a pipe each."""
+    os.setpgrp()  # to be ended together
     for name in LAZY:
         import_module(name)
     pytest.MonkeyPatch().setattr(curves, "plot_losses", blank)
@@ -191,7 +194,9 @@ def _serve(pipe: Connection) -> None:
             port, call, rank, layout, check, args, kwargs = pipe.recv()
         except EOFError:
             return
-        store = store or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        store = store or dist.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S)
+        )
         try:
             value, why = _run(dist.PrefixStore(str(call), store), rank, layout, check, args, kwargs), ""
         except BaseException:

@@ -48,9 +48,7 @@ def latest(out: Path) -> str | None:
     "words",
     [
         [],
-        ["checkpoint.save_every=2"],
-        ["checkpoint.asynchronous=false"],
-        ["precision=bf16"],
+        ["checkpoint.save_every=2", "checkpoint.asynchronous=false"],
         ["precision=fp16", "precision.initial_loss_scale=4"],
         ["train.steps=5"],
     ],
