@@ -14,6 +14,7 @@ import math
 import multiprocessing as mp
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,12 +37,9 @@ from tests.conftest import blank
 TIMEOUT_S = 100.0
 RENEWED = 10
 """Calls after which new ranks are forked, as for each test file."""
-LAZY = (
-    "mlm.training.trainer",
-    "torch.distributed.fsdp",
-    "torch.fx.experimental.symbolic_shapes",  # a first backward pass would
-)
-"""What most checks import, or torch at a first use."""
+SHARED = ("mlm", "torch", "transformers")
+"""Packages of which the fork server imports what a rank has imported, for the ranks after it: torch loads its
+compiler at the first recomputed layer, and much else at a first use."""
 
 
 class RankPool:
@@ -55,6 +53,8 @@ class RankPool:
         theirs.close()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.file, self.calls = "", 0
+        self.imports = ["mlm.training.trainer"]
+        """Modules that the fork server has not been told of yet."""
         self.ranks: list[tuple[int, Connection]] = []
         """Process id of each, and the pipe to it."""
 
@@ -71,7 +71,8 @@ class RankPool:
 
     def _fork(self, count: int, module: str) -> None:
         pairs = [mp.Pipe() for _ in range(count)]
-        self.control.send((module, count))
+        self.control.send(([*self.imports, module], count))
+        self.imports = []
         for _, theirs in pairs:
             send_handle(self.control, theirs.fileno(), self.process.pid)
             theirs.close()
@@ -123,11 +124,12 @@ def run_on_ranks(
     for rank, pipe in enumerate(pipes):
         pipe.send((ranks.store.port, ranks.calls, rank, layout, check, args, kwargs))
     answers = [_answer(pipe) for pipe in pipes]
-    errors = [f"--- rank {rank} of {layout} ---\n{why}" for rank, (why, _) in enumerate(answers) if why]
+    ranks.imports += dict.fromkeys(name for _, _, imports in answers for name in imports)
+    errors = [f"--- rank {rank} of {layout} ---\n{why}" for rank, (why, _, _) in enumerate(answers) if why]
     if errors:
         ranks.end_ranks(kill=True)
         raise AssertionError("\n".join(errors))
-    return [value for _, value in answers]
+    return [value for _, value, _ in answers]
 
 
 def command(ctx: ParallelContext, run: Callable[[Any, ParallelContext], Any], config: Any) -> None:
@@ -138,30 +140,29 @@ def command(ctx: ParallelContext, run: Callable[[Any, ParallelContext], Any], co
     run(config, ctx)
 
 
-def _answer(pipe: Connection) -> tuple[str, Any]:
-    """A rank's error and value."""
+def _answer(pipe: Connection) -> tuple[str, Any, list[str]]:
+    """A rank's error, value and imports."""
     try:
-        answer: tuple[str, Any] = pipe.recv() if pipe.poll(TIMEOUT_S) else ("hung", None)
+        answer: tuple[str, Any, list[str]] = pipe.recv() if pipe.poll(TIMEOUT_S) else ("hung", None, [])
     except EOFError:
-        return "died", None
+        return "died", None, []
     return answer
 
 
 def _fork_ranks(control: Connection) -> None:
-    """Import what most checks need; then fork ranks when told, a pipe each."""
+    """Import what ranks need and fork them, whenever told; a pipe each."""
     os.setpgrp()  # to be ended together
-    for name in LAZY:
-        import_module(name)
     pytest.MonkeyPatch().setattr(curves, "plot_losses", blank)
     living = 0
     while True:
         try:
-            module, count = control.recv()
+            modules, count = control.recv()
         except EOFError:
             break
         pipes = [Connection(recv_handle(control)) for _ in range(count)]
-        with suppress(Exception):  # a rank will say why
-            import_module(module)
+        for name in modules:
+            with suppress(Exception):  # a rank will say why
+                import_module(name)
         gc.freeze()  # so that ranks collect nothing but what checks leave
         control.send([_fork(pipe, [control, *pipes]) for pipe in pipes])
         for pipe in pipes:
@@ -188,7 +189,7 @@ def _fork(pipe: Connection, inherited: Sequence[Connection]) -> int:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    store = None
+    store, known = None, set(sys.modules)
     while True:
         try:
             port, call, rank, layout, check, args, kwargs = pipe.recv()
@@ -201,7 +202,9 @@ def _serve(pipe: Connection) -> None:
             value, why = _run(dist.PrefixStore(str(call), store), rank, layout, check, args, kwargs), ""
         except BaseException:
             value, why = None, traceback.format_exc()
-        pipe.send((why, value))
+        imports = [name for name in sys.modules if name not in known and name.split(".")[0] in SHARED]
+        pipe.send((why, value, imports))
+        known.update(imports)
         del value
         if dist.is_initialized():
             dist.destroy_process_group()
