@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect seldom, and leave out half a million objects of imported libraries and tests: 0.3 s each time."""
+    """Collect seldom, and not the half a million objects of imported libraries and tests: 0.3 s each time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
