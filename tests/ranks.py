@@ -3,9 +3,9 @@
 `run_on_ranks(check, …, tp=2, dp=2)` runs `check(ctx, …)` on four gloo ranks and returns their results; a
 failing rank fails the test with its traceback. `check` must be a module-level function.
 
-Importing torch, the trainer and a test file takes seconds of processor time, so one process, the nursery, does
-it and forks the ranks. Each test file has new ones: what ranks keep, threads of process groups above all, would
-cost processor time until the end.
+Importing torch, the trainer and a test file takes seconds of processor time, so a fork server does it once
+and forks the ranks. They are soon renewed: what a rank keeps, threads of process groups above all, costs
+processor time until its end.
 """
 
 import atexit
@@ -14,6 +14,7 @@ import math
 import multiprocessing as mp
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,16 +35,15 @@ from mlm.tracking import curves
 from tests.conftest import blank
 
 TIMEOUT_S = 100.0
-LAZY = (
-    "mlm.training.trainer",
-    "torch.distributed.fsdp",
-    "torch.fx.experimental.symbolic_shapes",  # a first backward pass would
-)
-"""What most checks import, or torch at a first use."""
+RENEWED = 10
+"""Calls after which new ranks are forked, as for each test file."""
+SHARED = ("mlm", "torch", "transformers")
+"""Packages of which the fork server imports what a rank has imported, for the ranks after it: torch loads its
+compiler at the first recomputed layer, and much else at a first use."""
 
 
-class Nursery:
-    """The process that forks ranks, and the ranks of the test file that runs now."""
+class RankPool:
+    """A fork server, and the ranks that the tests which run now have."""
 
     def __init__(self) -> None:
         spawning = mp.get_context("spawn")
@@ -53,22 +53,26 @@ class Nursery:
         theirs.close()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.file, self.calls = "", 0
+        self.imports = ["mlm.training.trainer"]
+        """Modules that the fork server has not been told of yet."""
         self.ranks: list[tuple[int, Connection]] = []
         """Process id of each, and the pipe to it."""
 
     def pipes(self, size: int, module: str) -> list[Connection]:
         """Pipes to `size` ranks of this test file, which have imported `module`, or can."""
         file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-        if file != self.file:
+        if file != self.file or self.calls % RENEWED == 0:
             self.end_ranks(kill=False)
             self.file = file
-        if missing := size - len(self.ranks):
-            self._fork(max(missing, 0), module)
+        if size > len(self.ranks):
+            self._fork(size - len(self.ranks), module)
+        self.calls += 1
         return [pipe for _, pipe in self.ranks[:size]]
 
     def _fork(self, count: int, module: str) -> None:
         pairs = [mp.Pipe() for _ in range(count)]
-        self.control.send((module, count))
+        self.control.send(([*self.imports, module], count))
+        self.imports = []
         for _, theirs in pairs:
             send_handle(self.control, theirs.fileno(), self.process.pid)
             theirs.close()
@@ -87,19 +91,19 @@ class Nursery:
 
 
 @cache
-def nursery() -> Nursery:
+def pool() -> RankPool:
     """The one of this process."""
-    made = Nursery()
+    made = RankPool()
     atexit.register(_end, made)
     return made
 
 
-def _end(nursery: Nursery) -> None:
-    nursery.end_ranks(kill=True)
-    nursery.control.close()
-    nursery.process.join(10)  # it waits for the ranks, so that their processor time is counted
-    nursery.process.kill()
-    nursery.process.join()
+def _end(ranks: RankPool) -> None:
+    ranks.end_ranks(kill=True)
+    ranks.control.close()
+    ranks.process.join(10)  # it waits for the ranks, so that their processor time is counted
+    with suppress(ProcessLookupError):
+        os.killpg(ranks.process.pid, signal.SIGKILL)
 
 
 def run_on_ranks(
@@ -115,17 +119,17 @@ def run_on_ranks(
 ) -> list[Any]:
     """Run `check(ctx, *args, **kwargs)` on tp * cp * pp * dp ranks; the results in rank order."""
     layout = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "expert_tp": expert_tp}
-    ranks = nursery()
+    ranks = pool()
     pipes = ranks.pipes(tp * cp * pp * dp, check.__module__)
-    ranks.calls += 1
     for rank, pipe in enumerate(pipes):
         pipe.send((ranks.store.port, ranks.calls, rank, layout, check, args, kwargs))
     answers = [_answer(pipe) for pipe in pipes]
-    errors = [f"--- rank {rank} of {layout} ---\n{why}" for rank, (why, _) in enumerate(answers) if why]
+    ranks.imports += dict.fromkeys(name for _, _, imports in answers for name in imports)
+    errors = [f"--- rank {rank} of {layout} ---\n{why}" for rank, (why, _, _) in enumerate(answers) if why]
     if errors:
         ranks.end_ranks(kill=True)
         raise AssertionError("\n".join(errors))
-    return [value for _, value in answers]
+    return [value for _, value, _ in answers]
 
 
 def command(ctx: ParallelContext, run: Callable[[Any, ParallelContext], Any], config: Any) -> None:
@@ -136,29 +140,29 @@ def command(ctx: ParallelContext, run: Callable[[Any, ParallelContext], Any], co
     run(config, ctx)
 
 
-def _answer(pipe: Connection) -> tuple[str, Any]:
-    """A rank's error and value."""
+def _answer(pipe: Connection) -> tuple[str, Any, list[str]]:
+    """A rank's error, value and imports."""
     try:
-        answer: tuple[str, Any] = pipe.recv() if pipe.poll(TIMEOUT_S) else ("hung", None)
+        answer: tuple[str, Any, list[str]] = pipe.recv() if pipe.poll(TIMEOUT_S) else ("hung", None, [])
     except EOFError:
-        return "died", None
+        return "died", None, []
     return answer
 
 
 def _fork_ranks(control: Connection) -> None:
-    """Import what most checks need; then fork ranks when told, a pipe each."""
-    for name in LAZY:
-        import_module(name)
+    """Import what ranks need and fork them, whenever told; a pipe each."""
+    os.setpgrp()  # to be ended together
     pytest.MonkeyPatch().setattr(curves, "plot_losses", blank)
     living = 0
     while True:
         try:
-            module, count = control.recv()
+            modules, count = control.recv()
         except EOFError:
             break
         pipes = [Connection(recv_handle(control)) for _ in range(count)]
-        with suppress(Exception):  # a rank will say why
-            import_module(module)
+        for name in modules:
+            with suppress(Exception):  # a rank will say why
+                import_module(name)
         gc.freeze()  # so that ranks collect nothing but what checks leave
         control.send([_fork(pipe, [control, *pipes]) for pipe in pipes])
         for pipe in pipes:
@@ -185,18 +189,22 @@ def _fork(pipe: Connection, inherited: Sequence[Connection]) -> int:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    store = None
+    store, known = None, set(sys.modules)
     while True:
         try:
             port, call, rank, layout, check, args, kwargs = pipe.recv()
         except EOFError:
             return
-        store = store or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        store = store or dist.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S)
+        )
         try:
             value, why = _run(dist.PrefixStore(str(call), store), rank, layout, check, args, kwargs), ""
         except BaseException:
             value, why = None, traceback.format_exc()
-        pipe.send((why, value))
+        imports = [name for name in sys.modules if name not in known and name.split(".")[0] in SHARED]
+        pipe.send((why, value, imports))
+        known.update(imports)
         del value
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -164,6 +164,7 @@ def test_two_ranks_of_their_own_answer_as_one(one_rank: MlmLM, two_ranks: MlmLM)
     assert two_ranks.loglikelihood([]) == []
 
 
+@pytest.mark.slow
 def test_ranks_leave_when_nothing_more_is_asked(two_ranks: MlmLM) -> None:
     model = two_ranks.model
     assert isinstance(model, lm_eval_ranks.RemoteModel)

@@ -27,6 +27,7 @@ from tests.checkpoint.native.helpers import edit_manifest
 from tests.finetune.chats import chatting, write_chats, write_llama
 from tests.finetune.runs import losses, weights
 from tests.ranks import command, run_on_ranks
+from tests.slow import slow_but
 
 LORA = LoraConfig(rank=4, alpha=32.0, dropout=0.2, dora=True)
 LAYOUTS = {
@@ -52,7 +53,7 @@ def adapting(folder: Path, **changes: Any) -> FinetuneConfig:
     return replace(chatting(folder), **{"lora": LORA} | changes)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but({2, 3, 4}, LAYOUTS))
 def test_a_run_with_adapters_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]
     config = adapting(folder, parallel=parallel, out=str(tmp_path / "out"))

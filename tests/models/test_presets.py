@@ -125,7 +125,7 @@ def test_parameters_counted_from_two_layers_are_those_of_all(name: str) -> None:
     assert built(config, 1, 0)[0] == config.num_parameters()
 
 
-@pytest.mark.parametrize("name", thinned(PRESETS, 4))
+@pytest.mark.parametrize("name", thinned(PRESETS, 8))
 def test_preset_splits_over_every_tp_that_its_papers_use(name: str) -> None:
     """The eight (or fewer) shards together hold each split parameter once and each replicated one each."""
     config = preset(name)

@@ -13,6 +13,7 @@ from mlm.training.config import PretrainConfig
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 from tests.training.test_trainer import steps_of
 from tests.verify.parity_layouts import Layout, parse_layouts
 
@@ -39,7 +40,7 @@ def train(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
     return steps_of(trainer, 4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", slow_but({1, 2}, LAYOUTS), ids=str)
 def test_adapters_of_experts_train_the_same_at_every_layout(layout: Layout) -> None:
     alone = train(shape_context(), adapting(Layout(moe="sigmoid", micro_batches=4)))
     assert len({round(loss, 6) for loss in alone}) == 4  # they learn

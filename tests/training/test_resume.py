@@ -185,7 +185,7 @@ def test_a_second_run_in_the_folder_is_rejected(out: Path, monkeypatch: pytest.M
 
 
 def test_the_folder_is_found_taken_before_any_rank_starts(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlm.training.resume.single_writer", lambda path: single_writer(path, wait_s=0.0))
+    monkeypatch.setattr("mlm.training.preflight.single_writer", lambda path: single_writer(path, wait_s=0.0))
     with single_writer(out / "checkpoints"):
         (problem,) = run_start_problems(spec(out))
     assert "in use by process" in problem

@@ -1,6 +1,7 @@
 """The layouts that are compared with one process, and the tiny run they are compared on."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
@@ -205,6 +206,7 @@ def pairs(axes: dict[str, Any], without: str = "") -> set[Pair]:
     }
 
 
+@cache
 def compatible_pairs() -> set[Pair]:
     """Every two values that any layout can combine."""
     all_axes = (dict(zip(AXES, values, strict=True)) for values in product(*AXES.values()))

@@ -15,7 +15,7 @@ from mlm.verify.compare import Comparison, Report, compare, one_process
 from mlm.verify.parity import judge
 from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
-from tests.slow import thinned
+from tests.slow import slow_but, thinned
 from tests.verify.parity_layouts import (
     BERT_LAYOUTS,
     LAYOUTS,
@@ -29,8 +29,11 @@ from tests.verify.parity_layouts import (
     verdict_of,
 )
 
+QUICK = {0, 8, 16, 24, 32, 40, 51, 64}
+"""Layouts of each family that `make test` compares; `make test-slow` compares the others."""
 
-@pytest.mark.parametrize("layout", thinned([*LAYOUTS, *BERT_LAYOUTS, *LLAMA_LAYOUTS], 8), ids=str)
+
+@pytest.mark.parametrize("layout", slow_but(QUICK, [*LAYOUTS, *BERT_LAYOUTS, *LLAMA_LAYOUTS]), ids=str)
 def test_layout_equals_one_process(layout: Layout) -> None:
     """Losses, gradients and weights of two steps; dropout, clipping and weight decay included."""
     for verdict, report in run_on_ranks(verdict_of, layout, **layout.sizes):
@@ -38,7 +41,7 @@ def test_layout_equals_one_process(layout: Layout) -> None:
         assert len(report.steps) == 2
 
 
-@pytest.mark.parametrize("layout", thinned(MOE_LAYOUTS, 6), ids=str)
+@pytest.mark.parametrize("layout", slow_but({0, 2, 15, 16}, MOE_LAYOUTS), ids=str)
 def test_experts_over_ranks_equal_one_process(layout: Layout) -> None:
     """Five steps: losses, gradients, weights and what balances the routers; in float64 to 1e-10."""
     verdict, report = run_on_ranks(verdict_of, layout, steps=5, **layout.sizes)[0]

@@ -37,7 +37,7 @@ SMALL = [
 ]
 EXPERTS = ["model=moe_tiny", "model.num_heads=4", "model.max_positions=32"]
 DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
-KILL = 12
+KILL = 30
 """Steps to the kill, and again to the end: in fewer a run is often over before it is killed."""
 
 

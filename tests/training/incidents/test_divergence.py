@@ -1,6 +1,7 @@
 """Runs that ruin their weights: what stops them, what is left of their checkpoints, and the way back."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,11 +30,18 @@ SANE = [
 RUINED = [*SANE, "optimizer.lr=1e30", "incident.patience=3"]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def sane(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sane run of four steps."""
-    assert pretrain(tmp_path / "run", *SANE, "train.steps=4") == 0
-    return tmp_path / "run"
+    out = tmp_path_factory.mktemp("sane") / "run"
+    assert pretrain(out, *SANE, "train.steps=4") == 0
+    return out
+
+
+@pytest.fixture
+def run(sane: Path, tmp_path: Path) -> Path:
+    """A copy of the sane run."""
+    return Path(shutil.copytree(sane, tmp_path / "run"))
 
 
 def names(out: Path) -> list[str]:
@@ -48,9 +56,7 @@ def latest(out: Path) -> str | None:
     "words",
     [
         [],
-        ["checkpoint.save_every=2"],
-        ["checkpoint.asynchronous=false"],
-        ["precision=bf16"],
+        ["checkpoint.save_every=2", "checkpoint.asynchronous=false"],
         ["precision=fp16", "precision.initial_loss_scale=4"],
         ["train.steps=5"],
     ],
@@ -105,8 +111,8 @@ def states(ctx: ParallelContext, out: str, zero: int) -> list[str]:
     return found
 
 
-def test_the_summary_of_a_failed_run_states_the_newest_good_checkpoint(run: Path) -> None:
-    assert str(run / "checkpoints" / step_name(4)) in (run / "README.md").read_text()
+def test_the_summary_of_a_failed_run_states_the_newest_good_checkpoint(sane: Path, run: Path) -> None:
+    assert str(sane / "checkpoints" / step_name(4)) in (sane / "README.md").read_text()
     pretrain(run, *RUINED)
     text = (run / "README.md").read_text()
     assert "Failed: 8 of 14 steps." in text

@@ -19,6 +19,7 @@ from mlm.training.incidents.comparisons import fault_begins_here
 from mlm.training.incidents.numbers import Recent
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
+from tests.slow import slow_but
 from tests.training.incidents.runs import folder, incident, losses, pretrain
 from tests.training.incidents.test_places import batches_of, layer
 from tests.training.incidents.test_replicas import watcher
@@ -98,7 +99,9 @@ def faulty_step(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[t
     return found
 
 
-@pytest.mark.parametrize("name, action", [*((name, "rewind") for name in LAYOUTS), ("dp", "skip")])
+@pytest.mark.parametrize(
+    "name, action", slow_but({1, 4, 6, 7}, [*((name, "rewind") for name in LAYOUTS), ("dp", "skip")])
+)
 def test_a_fault_of_one_pass_is_computed_again_and_its_rank_is_named(
     name: str, action: Any, tmp_path: Path
 ) -> None:
