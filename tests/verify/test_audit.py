@@ -88,6 +88,7 @@ def test_axes_are_audited_alone_where_the_layout_parts() -> None:
         ("absent", "audited.py has no function absent; name one of it"),
         ("HIDDEN", "HIDDEN is no function"),
         ("no_module", "AuditSubject(module=…) is a str; give a torch.nn.Module"),
+        ("not_finite", "the output of 1 in step 1 is not finite on one process either"),
         ("no_loss", "the loss is [3, 4]; let AuditSubject(loss=…) return one number"),
     ],
 )

@@ -11,6 +11,7 @@ from mlm.parallel.mesh import shape_context
 from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
 from mlm.verify.audit.record import Key, Record
+from mlm.verify.audit.subject import AXES
 from mlm.verify.compare import Report, StepComparer, batches_of, record_step
 from mlm.verify.parity import judge
 from mlm.verify.verdict import TOLERANCES, Verdict
@@ -40,11 +41,11 @@ def recorded(step: int, rank: int | None, precision: str, **changed: Change) -> 
     return record
 
 
-def report_of(*steps: tuple[Record, list[Record]], lr: float = LR) -> Report:
-    """The report on steps of one process and of both ranks."""
-    comparer = StepComparer({"pp": 1, "dp": 1, "cp": 1, "tp": 2}, eps=1e-8)
+def report_of(*steps: tuple[Record, list[Record]], lr: float = LR, axis: str = "tp") -> Report:
+    """The report on steps of one process and of both ranks of an axis."""
+    comparer = StepComparer({name: 1 + (name == axis) for name in AXES}, eps=1e-8)
     for reference, records in steps:
-        ranks = {(0, 0, 0, rank): record for rank, record in enumerate(records)}
+        ranks = {tuple(n * (name == axis) for name in AXES): record for n, record in enumerate(records)}
         comparer.add(reference, ranks, lr)
     return comparer.report(ranks)
 
@@ -84,6 +85,14 @@ def test_a_loss_is_judged_by_the_tolerance_of_the_precision(precision: str) -> N
     allowed = TOLERANCES[precision].loss
     assert judged({"loss": add(0.9 * allowed)}, precision=precision).equal
     assert not judged({"loss": add(1.1 * allowed)}, precision=precision).equal
+
+
+@pytest.mark.parametrize("factor", [1.001, 0.5, 2.0])
+def test_a_loss_that_both_replicas_have_wrong_is_a_difference(factor: float) -> None:
+    """Their mean and their sum are not tried: the loss of every rank is the global batch's."""
+    ranks = [recorded(0, None, "fp64", loss=lambda x: factor * x) for _ in range(2)]
+    report = report_of((recorded(0, None, "fp64"), ranks), axis="dp")
+    assert judge(report).hint.startswith("forward pass")
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)

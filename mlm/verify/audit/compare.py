@@ -65,8 +65,8 @@ class Comparison:
     """Every tensor that both have, compared in the order of the reference's computation.
 
     `units` are the sizes in which differences of some kinds are measured, in place of the largest element, to
-    the tolerance of the kind's name. `rounding` is that of the steps before. Raises UserError where names do
-    not match.
+    the tolerance of the kind's name; a loss that has one is the global batch's on every rank. `rounding` is
+    that of the steps before. Raises UserError where names do not match.
     """
 
     def __init__(

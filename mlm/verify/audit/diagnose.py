@@ -63,17 +63,18 @@ def diagnose(comparison: Comparison) -> Finding | None:
     if torn:
         return _torn(torn)
     wrong = comparison.wrong
-    if all(place.key.kind == "loss" and _is_own_loss(place) for place in wrong):
+    if all(place.key.kind == "loss" and _is_own_loss(comparison, place) for place in wrong):
         return _dropout(comparison)
     place = wrong[0]
     if place.key.kind == "gradient" and not _has_outputs(comparison):  # backward begins with the last
         place = [p for p in wrong if p.key[:2] == place.key[:2]][-1]
     functions = {"loss": _loss, "norm": _norm, "gradient": _gradients, "weight": _weights}
-    cause, sentence, *names = (
-        functions.get(place.key.kind, _activation)(comparison, place)
-        if place.match.pairs
-        else ("lost", "no rank has it; look at how layers are distributed")
-    )
+    if not place.match.pairs:
+        cause, sentence, *names = "lost", "no rank has it; look at how layers are distributed"
+    elif not all(bool(part.isfinite().all()) for part in _parts(place).values()):
+        cause, sentence, *names = "not finite", "it is NaN or infinite, and a number on one process"
+    else:
+        cause, sentence, *names = functions.get(place.key.kind, _activation)(comparison, place)
     name = names[0] if names else place.key.name or "the whole module"
     return Finding(name, KINDS[place.key.kind], place.key.step + 1, place.relative, cause, sentence)
 
@@ -295,12 +296,12 @@ def _around_bias(comparison: Comparison, place: Place) -> tuple[str, str] | None
     return None
 
 
-def _is_own_loss(place: Place) -> bool:
+def _is_own_loss(comparison: Comparison, place: Place) -> bool:
     """True if replicas report losses of their own, equal on all their tp ranks: no difference of training."""
     values: dict[tuple[int, ...], set[float]] = {}
     for at, part in _parts(place).items():
         values.setdefault(at[:2], set()).add(float(part.double().sum()))
-    is_own = len({min(v) for v in values.values()}) > 1
+    is_own = len(values) > 1 and "loss" not in comparison.units
     return is_own and all(max(v) - min(v) <= FIT * abs(max(v)) for v in values.values())
 
 
@@ -343,7 +344,7 @@ def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
     if tp > 1 and outputs and isinstance(outputs[-1].match.over("tp"), Split):
         return (
             "local statistics",
-            f"the logits are right, split over tp, and it is {shown} in place of {right:.6g}: it takes a "
+            f"the logits are right, split over tp, and it is {shown} in place of {right:.10g}: it takes a "
             "rank's part of the vocabulary for all; look at maxima, sums, means, sizes (label smoothing, "
             "z-loss)",
         )
