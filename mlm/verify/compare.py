@@ -1,46 +1,39 @@
-"""A layout against one process: the same few steps on both, every loss, gradient and weight compared.
+"""A layout against one process: the same few steps on both, recorded, and compared as an audit compares.
 
-Rank 0 runs the whole model a second time, alone, on the same micro-batches. After each backward pass it
-broadcasts the gradients, one whole parameter at a time, and each rank compares its own region. Dropout
-masks are functions of their place, so one process can draw exactly those of t tensor-parallel ranks.
+Rank 0 runs the whole model a second time, alone, on the same micro-batches. Each rank records the loss, its
+parts of every gradient and the norm before the update, and of every weight after it; rank 0 compares.
+Dropout masks are functions of their place, so one process can draw exactly those of t tensor-parallel ranks.
 
 The layout is run by the same `Trainer` as training: what is compared is what trains.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import repeat
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from mlm.checkpoint.native import exchange
 from mlm.checkpoint.native.save_load import resolve
 from mlm.data.sampler import Dataset, Loader, MicroBatch
-from mlm.optim.precision import parameter_dtype
-from mlm.parallel.collectives import all_gather, all_reduce, broadcast
-from mlm.parallel.config import ParallelConfig
-from mlm.parallel.layers import VocabParallelEmbedding
-from mlm.parallel.mesh import Axis, ParallelContext, shape_context
-from mlm.parallel.sharding import ParameterShard, parameter_shards
-from mlm.training.config import PretrainConfig
+from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.corpora import train_dataset
-from mlm.training.pipelined import PipelinedModel
-from mlm.training.state import is_stored, load_weights
+from mlm.training.state import load_weights
 from mlm.training.trainer import Trainer
+from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks, Rounding, magnitude
+from mlm.verify.audit.diagnose import LOADS, Finding, diagnose
+from mlm.verify.audit.record import Key, Record
+from mlm.verify.audit.subject import AXES
 from mlm.verify.config import ParityConfig, comparable
 
-ROUNDING = 1e-6
-"""Float64: where the two gradients of an element differ by more than this share of it (plus Adam's eps), it
-holds little but rounding. Keys' biases are such: softmax cancels them, so their true gradient is zero. Adam
-divides a gradient by its own size, which makes whole steps of rounding: these weights are not compared, their
-gradients are. The bound on weights in narrower formats allows for such steps."""
-
-Value = Callable[[Trainer, ParameterShard], Tensor]
-"""The compared value of a parameter: a tensor laid out like this rank's shard."""
+PIECES = 16
+"""Messages in which a rank's record travels, so that no copy of all is needed."""
+NARROW = ("bf16", "fp16", "fp8")
+"""Formats whose rounding sends a token between experts that score alike to the other one: loads differ."""
 
 
 @dataclass(frozen=True)
@@ -61,21 +54,26 @@ class Difference:
     """Difference of a parameter's gradient or weight between the layout and one process."""
 
     name: str
-    replicated: bool
-    """True if every tensor-parallel rank holds all of it."""
     largest: float
     """Largest magnitude of an element on one process."""
     difference: float
-    """Largest difference of an element, over all ranks and replicas. Infinite where one side is not finite,
-    or where the ranks together do not hold each element exactly once."""
-    factor: float
-    """The layout's is this many times that of one process, by least squares."""
-    cosine: float
-    """1 where the two have the same direction."""
-    norm: float = 0.0
+    """Largest difference of an element, over all ranks. Infinite where one side is not finite, or where the
+    ranks together do not hold each element."""
+    relative: float
+    """That of a gradient by its largest element, of a weight by the learning rates summed over steps."""
+    norm: float
     """Length of the vector of all elements on one process."""
-    distance: float = 0.0
+    distance: float
     """Length of the vector of all differences, replicas counted once."""
+
+    @classmethod
+    def of(cls, place: Place, whole: Tensor) -> "Difference":
+        """Sum up a compared tensor."""
+        match = place.match
+        once = {match.regions[at]: part.double() - right for at, (part, right) in match.pairs.items()}
+        far = math.hypot(*(float(off.norm()) for off in once.values()))
+        norm = float(whole.double().norm())
+        return cls(place.key.name, magnitude(whole), match.error, place.relative, norm, far)
 
 
 @dataclass(frozen=True)
@@ -88,31 +86,43 @@ class StepReport:
     grad_norm: Pair
     """Global gradient norm before clipping."""
     lr: float
-    gradients: tuple[Difference, ...]
-    """Of every parameter, in the order of the model."""
+    gradients: tuple[Difference, ...] = ()
+    """Of every parameter, in the order of the model; of none in a step that both skip."""
     weights: tuple[Difference, ...] = ()
     """Of every parameter, after the update."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """True if both sides skipped the step because its gradients overflow."""
+        return not (math.isfinite(self.grad_norm.one_process) or math.isfinite(self.grad_norm.layout))
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that was compared; the same on every rank."""
+    """All that was compared."""
 
     steps: tuple[StepReport, ...]
-    weights: tuple[Difference, ...]
-    """After the last step."""
     replicated: int
     """Parameters that several ranks hold copies of."""
     torn: tuple[str, ...]
     """Those of them whose copies are not equal bit for bit after the last step."""
     by_gradient: int = 0
     """Elements whose gradient is rounding, so that it is compared and the weight is not."""
+    wrong: int = 0
+    """Tensors beyond the tolerance in the first step that has one."""
+    blind: str = ""
+    """The first tensor that is not finite on both sides, in words."""
+    finding: Finding | None = None
+    """The first difference."""
 
 
-def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], None] = lambda: None) -> Report:
+def compare(
+    config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], None] = lambda: None
+) -> Report | None:
     """Run `config.steps` steps on the layout and, on rank 0, on one process. Collective over all ranks.
 
-    `on_step` is called after each. Raises UserError for what the user can fix.
+    Returns the report on rank 0, None on the others. `on_step` is called after each. Raises UserError for
+    what the user can fix.
     """
     config = comparable(config)
     layout: Trainer[MicroBatch] = Trainer(config, ctx)
@@ -121,15 +131,7 @@ def compare(config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], No
         load_weights(tuple(layout.shards), resolve(config.ckpt), ctx)
         if alone is not None:
             load_weights(tuple(alone.shards), resolve(config.ckpt), alone.ctx)
-    comparison = Comparison(layout, alone)
-    samples = train_dataset(config, config.steps * config.train.global_batch_size)
-    steps = []
-    with _batches(layout, samples) as own, _batches(alone, samples) as whole:
-        for _, batches, all_batches in zip(range(config.steps), own, whole, strict=False):
-            steps.append(_step(comparison, batches, all_batches))
-            on_step()
-    replicated, torn = comparison.torn_replicas()
-    return Report(tuple(steps), steps[-1].weights, replicated, torn, comparison.count_rounding())
+    return compare_trainers(layout, alone, config.steps, on_step)
 
 
 def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
@@ -139,7 +141,28 @@ def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
     return alone
 
 
-def _batches(trainer: Trainer | None, samples: Dataset) -> AbstractContextManager[Iterator[list[MicroBatch]]]:
+def compare_trainers(
+    layout: Trainer, alone: Trainer | None, steps: int, on_step: Callable[[], None] = lambda: None
+) -> Report | None:
+    """As `compare`; `alone` is that of rank 0."""
+    samples = train_dataset(layout.config, steps * layout.config.train.global_batch_size)
+    sizes = {axis: getattr(layout.ctx, axis).size for axis in AXES}
+    comparer = None if alone is None else StepComparer(sizes, layout.config.optimizer.eps)
+    with batches_of(layout, samples) as own, batches_of(alone, samples) as whole:
+        for _, batches, all_batches in zip(range(steps), own, whole, strict=False):
+            precision = layout.config.precision.dtype
+            record, lr = record_step(layout, batches, precision)
+            reference = None if alone is None else record_step(alone, all_batches, precision)[0]
+            ranks = gather_records(record, layout.ctx, tuple(sizes.values()))
+            if comparer is not None and reference is not None:
+                comparer.add(reference, ranks, lr)
+            on_step()
+    return None if comparer is None else comparer.report(ranks)
+
+
+def batches_of(
+    trainer: Trainer | None, samples: Dataset
+) -> AbstractContextManager[Iterator[list[MicroBatch]]]:
     """This rank's micro-batches of each step, for the trainer's layout; nothing, for ever, without one."""
     if trainer is None:
         return nullcontext(repeat([]))
@@ -155,171 +178,103 @@ def _batches(trainer: Trainer | None, samples: Dataset) -> AbstractContextManage
     )
 
 
-def _step(
-    comparison: "Comparison", batches: Sequence[MicroBatch], all_batches: Sequence[MicroBatch]
-) -> StepReport:
-    """One step on both sides, over this rank's micro-batches and over all of them."""
-    layout, alone = comparison.layout, comparison.alone
-    parts = layout.compute_gradients(batches)
-    expected_parts = None if alone is None else alone.compute_gradients(all_batches)
-    gradients = comparison.differences(_gradient, note_rounding=True)
-    outcome = layout.clip_and_update(parts)
-    numbers = [layout.mean_loss(outcome), float(outcome.grad_norm.item())]
-    expected = [0.0, 0.0]
-    if alone is not None:
-        assert expected_parts is not None
-        expected_outcome = alone.clip_and_update(expected_parts)
-        expected = [alone.mean_loss(expected_outcome), float(expected_outcome.grad_norm.item())]
-    expected = broadcast(torch.tensor(expected, dtype=torch.float64), comparison.everyone, 0).tolist()
-    loss_pair, norm_pair = map(Pair, expected, numbers)
-    weights = comparison.differences(lambda _, shard: shard.parameter.detach(), skip_rounding=True)
-    return StepReport(layout.step, loss_pair, norm_pair, outcome.lr, gradients, weights)
+def record_step(trainer: Trainer, batches: Sequence[MicroBatch], precision: str) -> tuple[Record, float]:
+    """Train a step; what it computed, and its learning rate. Weights are views of the live ones."""
+    step, record = trainer.step, Record(precision=precision)
+    parts = trainer.compute_gradients(batches)
+    for shard in trainer.shards:
+        if (grad := shard.parameter.grad) is not None:  # without the loss scale of half precision
+            own = shard.without_padding(grad) / trainer.scaler.scale
+            record.tensors[Key(step, "gradient", shard.name)] = own.cpu()
+    outcome = trainer.clip_and_update(parts)
+    for kind, value in ("loss", trainer.mean_loss(outcome)), ("norm", float(outcome.grad_norm.item())):
+        record.tensors[Key(step, kind, kind)] = torch.tensor(value, dtype=torch.float64)
+    for shard in trainer.shards:
+        record.offsets[shard.name] = shard.offset
+        if not (precision in NARROW and shard.name.endswith(LOADS)):
+            own = shard.without_padding(shard.parameter.detach())
+            record.tensors[Key(step, "weight", shard.name)] = own.cpu()
+    return record, outcome.lr
 
 
-def _gradient(trainer: Trainer, shard: ParameterShard) -> Tensor:
-    """Gradient of the loss itself, without the loss scale of half precision."""
-    grad = shard.parameter.grad
-    return torch.zeros_like(shard.parameter) if grad is None else grad / trainer.scaler.scale
+def gather_records(record: Record, ctx: ParallelContext, sizes: tuple[int, ...]) -> Ranks:
+    """Every rank's record by its coordinates, on rank 0; none on the others. Collective."""
+    gathered: Ranks = {}
+    items = list(record.tensors.items())
+    for piece in range(PIECES):
+        own = replace(record, tensors=dict(items[piece::PIECES]))
+        for rank, content in enumerate(exchange.Ranks.of(ctx).gather_bytes(own.to_bytes())):
+            at = tuple(map(int, np.unravel_index(rank, sizes)))
+            received = Record.of_bytes(content)
+            gathered.setdefault(at, received).tensors.update(received.tensors)
+    return gathered
 
 
-class Comparison:
-    """Compares what the layout's ranks hold with what rank 0 holds alone. Every method is collective."""
+class StepComparer:
+    """Compares steps one after the other, and keeps what the report says of them.
 
-    def __init__(self, layout: Trainer, alone: Trainer | None) -> None:
-        self.layout, self.alone = layout, alone
-        self.everyone = layout.ctx.world
-        self.whole = whole_parameters(layout.config)
-        self.shared = shared_over_tp(layout.config, layout.ctx.tp.size)
-        self.held: dict[str, list[ParameterShard]] = {name: [] for name in self.whole}
-        for shard in layout.shards:
-            self.held[shard.name].append(shard)
-        self.alone_held = {} if alone is None else {shard.name: shard for shard in alone.shards}
-        self.is_exact = parameter_dtype(layout.config.precision) == torch.float64
-        self.rounding: dict[ParameterShard, Tensor] = {}
-        """Mask of the true elements of a part whose gradient held rounding, see ROUNDING."""
+    `sizes` are those of the axes, `eps` is the optimizer's.
+    """
 
-    def differences(
-        self, value: Value, *, note_rounding: bool = False, skip_rounding: bool = False
-    ) -> tuple[Difference, ...]:
-        """Return how far each parameter's `value` is from that on one process; the same on every rank.
+    def __init__(self, sizes: Layout, eps: float) -> None:
+        self.sizes, self.eps = sizes, eps
+        self.rounding: Rounding = {}
+        self.steps: list[StepReport] = []
+        self.wrong, self.blind = 0, ""
+        self.finding: Finding | None = None
 
-        `note_rounding` remembers elements that hold rounding, `skip_rounding` leaves them out of the result.
-        """
-        maxima = torch.zeros(len(self.whole), 2, dtype=torch.float64)
-        sums = torch.zeros(len(self.whole), 5, dtype=torch.float64)
-        for row, (name, shards) in enumerate(self.held.items()):
-            expected = self._expected(name, value)
-            maxima[row, 0] = expected.abs().amax()
-            for shard in shards:
-                mine = shard.without_padding(value(self.layout, shard)).double().cpu()
-                part = _slice_of(expected, shard, mine.shape).double()
-                if mine.numel() == 0:
-                    continue
-                off = (mine - part).abs().nan_to_num(nan=torch.inf)  # a maximum over ranks drops NaN
-                if note_rounding and self.is_exact:
-                    self._note_rounding(shard, off, part)
-                if skip_rounding and shard in self.rounding:
-                    off = off.masked_fill(self.rounding[shard] & off.isfinite(), 0)
-                maxima[row, 1] = maxima[row, 1].maximum(off.amax())
-                if is_stored(shard, self.layout.ctx):
-                    x, y, z = mine.flatten(), part.flatten(), off.flatten()
-                    sums[row] += torch.stack([torch.tensor(float(x.numel())), x @ y, x @ x, y @ y, z @ z])
-        all_reduce(maxima, self.everyone, dist.ReduceOp.MAX)
-        all_reduce(sums, self.everyone)
-        rows = zip(self.whole.values(), maxima.tolist(), sums.tolist(), strict=True)
-        return tuple(_difference(*row, shared=row[0].name in self.shared) for row in rows)
+    def add(self, reference: Record, ranks: Ranks, lr: float) -> None:
+        """Compare a step."""
+        step, layout = len(self.steps), next(iter(ranks.values()))
+        loss, norm = (
+            Pair(*(float(record.tensors[Key(step, kind, kind)]) for record in (reference, layout)))
+            for kind in ("loss", "norm")
+        )
+        report = StepReport(step + 1, loss, norm, lr)
+        if report.is_skipped:
+            for record in (reference, *ranks.values()):
+                record.tensors = {k: x for k, x in record.tensors.items() if k.kind in ("loss", "weight")}
+        units = {"loss": 1.0, "norm": abs(norm.one_process), "weight": lr + sum(s.lr for s in self.steps)}
+        comparison = Comparison(
+            reference, ranks, self.sizes, units=units, eps=self.eps, rounding=self.rounding
+        )
+        gradients, weights = (differences(comparison, kind) for kind in ("gradient", "weight"))
+        self.steps.append(replace(report, gradients=gradients, weights=weights))
+        self.blind = self.blind or comparison.blind
+        if self.finding is None and not self.blind:
+            self.finding, self.wrong = diagnose(comparison), len(comparison.wrong)
 
-    def _note_rounding(self, shard: ParameterShard, off: Tensor, expected: Tensor) -> None:
-        holds = off > ROUNDING * (expected.abs() + self.layout.config.optimizer.eps)
-        before = self.rounding.get(shard)
-        self.rounding[shard] = holds if before is None else before | holds
-
-    def count_rounding(self) -> int:
-        """Elements of the whole model that hold rounding; the same on every rank."""
-        counts = [int(m.sum()) for shard, m in self.rounding.items() if is_stored(shard, self.layout.ctx)]
-        return int(all_reduce(torch.tensor(sum(counts)), self.everyone).item())
-
-    def _expected(self, name: str, value: Value) -> Tensor:
-        """The whole parameter's value on one process, on every rank's host."""
-        if self.alone is None:
-            dtype = parameter_dtype(self.layout.config.precision)
-            expected = torch.empty(self.whole[name].global_shape, dtype=dtype)
-        else:
-            shard = self.alone_held[name]
-            expected = shard.without_padding(value(self.alone, shard)).cpu().contiguous()
-        return broadcast(expected, self.everyone, 0)
-
-    def torn_replicas(self) -> tuple[int, tuple[str, ...]]:
-        """Return the number of replicated parameters, and the names of those with unequal copies."""
-        ctx, names = self.layout.ctx, list(self.whole)
-        replica_axes = dict.fromkeys(s.replica_axis(ctx.replicas) for s in self.layout.shards)
-        flags = torch.zeros(2, len(names))  # copied, torn
-        axes: list[tuple[Axis, Callable[[ParameterShard], int]]] = [
-            *((axis, partial(_copies_over, axis, ctx.replicas)) for axis in replica_axes),
-            (ctx.tp, lambda shard: ctx.tp.size if shard.tp_dim is None else shard.replicas),
-            (ctx.tied, lambda shard: ctx.tied.size if is_tied_table(shard, self.layout.config) else 1),
-        ]
-        for axis, copies in axes:
-            for shard in self.layout.shards:
-                if copies(shard) == 1:
-                    continue
-                row = names.index(shard.name)
-                flags[0, row] = 1
-                flags[1, row] += not _is_equal_over(axis, shard.parameter.detach(), copies(shard))
-        all_reduce(flags, self.everyone, dist.ReduceOp.MAX)
-        copied, torn = flags.bool().tolist()
-        return sum(copied), tuple(name for name, differs in zip(names, torn, strict=True) if differs)
+    def report(self, ranks: Ranks) -> Report:
+        """All of it; `ranks` are the records of the last step."""
+        copies: dict[str, dict[Hashable, list[Tensor]]] = {}
+        for record in ranks.values():
+            for key, x in record.tensors.items():
+                if key.kind == "weight":
+                    region = record.offsets[key.name], tuple(x.shape)
+                    copies.setdefault(key.name, {}).setdefault(region, []).append(x)
+        held = {name: [each for each in c.values() if len(each) > 1] for name, c in copies.items()}
+        torn = [n for n, c in held.items() if any(not torch.equal(x, y) for x, *ys in c for y in ys)]
+        masks = {
+            (name, ranks[stage, *at].offsets[name]): mask
+            for (name, stage), each in self.rounding.items()
+            for at, mask in each.items()
+        }
+        return Report(
+            tuple(self.steps),
+            replicated=sum(map(bool, held.values())),
+            torn=tuple(torn),
+            by_gradient=sum(int(mask.sum()) for mask in masks.values()),
+            wrong=self.wrong,
+            blind=self.blind,
+            finding=self.finding,
+        )
 
 
-def whole_parameters(config: PretrainConfig) -> dict[str, ParameterShard]:
-    """Every parameter of the unsplit model in its order, by name; shapes only."""
-    ctx = replace(shape_context(), device=torch.device("meta"))
-    model = PipelinedModel(config.model, ParallelConfig(), config.precision, ctx)
-    return {s.name: s for chunk in model.chunks for s in parameter_shards(chunk, ctx.tp)}
-
-
-def _slice_of(whole: Tensor, shard: ParameterShard, shape: Sequence[int]) -> Tensor:
-    """The slice of a whole tensor that a rank's shard covers."""
-    return whole[tuple(slice(o, o + n) for o, n in zip(shard.offset, shape, strict=True))]
-
-
-def shared_over_tp(config: PretrainConfig, tp: int) -> set[str]:
-    """Names of the parameters of which several of `tp` ranks hold the same part."""
-    ctx = replace(shape_context(tp=tp), device=torch.device("meta"))
-    model = PipelinedModel(config.model, ParallelConfig(tp=tp), config.precision, ctx)
-    shards = (shard for chunk in model.chunks for shard in parameter_shards(chunk, ctx.tp))
-    return {shard.name for shard in shards if shard.tp_dim is None or shard.replicas > 1}
-
-
-def _copies_over(axis: Axis, replicas: Axis, shard: ParameterShard) -> int:
-    """Number of ranks of the axis that hold the same part."""
-    is_copied = shard.dp_slice is None and shard.replica_axis(replicas) == axis
-    return axis.size if is_copied else 1
-
-
-def _difference(whole: ParameterShard, maxima: list[float], sums: list[float], *, shared: bool) -> Difference:
-    (largest, difference), (count, product, square, expected, off) = maxima, sums
-    size = math.prod(whole.global_shape)
-    lengths = (square * expected) ** 0.5
-    return Difference(
-        name=whole.name,
-        replicated=shared,
-        largest=largest,
-        difference=difference if count == size else torch.inf,
-        factor=product / expected if expected else torch.nan,
-        cosine=product / lengths if lengths else torch.nan,
-        norm=expected**0.5,
-        distance=off**0.5,
-    )
-
-
-def is_tied_table(shard: ParameterShard, config: PretrainConfig) -> bool:
-    """True for the token table of a model whose output layer it is too."""
-    return config.model.is_tied and isinstance(shard.module, VocabParallelEmbedding)
-
-
-def _is_equal_over(axis: Axis, x: Tensor, copies: int) -> bool:
-    """True if this rank's copy has the bits of the first of the `copies` neighbouring ranks that hold it."""
-    mine = x.contiguous().view(torch.uint8)
-    first = all_gather(mine, axis)[axis.rank // copies * copies]
-    return torch.equal(first, mine)
+def differences(comparison: Comparison, kind: str) -> tuple[Difference, ...]:
+    """The difference of each parameter, of one on two stages the larger."""
+    found: dict[str, Difference] = {}
+    for place in comparison.places:
+        if place.key.kind == kind:
+            each = Difference.of(place, comparison.reference.tensors[place.key])
+            found[each.name] = max(found.get(each.name, each), each, key=lambda d: d.difference)
+    return tuple(found.values())

@@ -57,6 +57,8 @@ NO_COUNTERS = ("config", "versions", LINEAGE)
 
 Records = Mapping[int, Mapping[str, Any]]
 """Step → its record of metrics.jsonl."""
+May = Tolerance | None
+"""How far the second half may be from the straight run's; None: not by a bit."""
 
 
 @dataclass(frozen=True)
@@ -81,58 +83,6 @@ class Runs:
         """|resumed - straight| of a step's loss; None where one of them is not finite or missing."""
         straight, resumed = (side.get(step, {}).get("loss") for side in (self.straight, self.resumed))
         return None if straight is None or resumed is None else float(abs(resumed - straight))
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """Tolerance between the second half and the straight run's."""
-
-    tolerance: Tolerance | None
-    """None: not by a bit."""
-    precision: str
-
-    @property
-    def words(self) -> str:
-        """Equality of runs within the tolerance, in words."""
-        if self.tolerance is None:
-            return " bit for bit"
-        return (
-            f" to the rounding of {self.precision} (losses {self.tolerance.loss:g}, weights "
-            f"{self.tolerance.weight:g} of the learning rates added up, moments {self.tolerance.later:g} of "
-            "the largest)"
-        )
-
-    def step_differs(self, field: str, straight: Any, resumed: Any) -> bool:
-        """True if a number of a step is beyond the tolerance; null (not finite) equals only null."""
-        if straight == resumed:
-            return False
-        if self.tolerance is None or straight is None or resumed is None:
-            return True
-        limits = {"loss": self.tolerance.loss, "grad_norm": self.tolerance.norm * abs(straight)}
-        return field not in limits or not abs(straight - resumed) <= limits[field]
-
-    def incidents_differ(self, straight: Any, resumed: Any) -> bool:
-        """True if the memories of incidents differ: losses and norms beyond the tolerance, counts at all."""
-        if isinstance(straight, Mapping) and isinstance(resumed, Mapping):
-            return straight.keys() != resumed.keys() or any(
-                self.incidents_differ(straight[key], resumed[key]) for key in straight
-            )
-        if isinstance(straight, list) and isinstance(resumed, list):
-            return len(straight) != len(resumed) or any(map(self.incidents_differ, straight, resumed))
-        if self.tolerance is None or not isinstance(straight, float) or not isinstance(resumed, float):
-            return bool(straight != resumed)
-        return not abs(straight - resumed) <= max(self.tolerance.loss, self.tolerance.norm * abs(straight))
-
-    def tensor_limit(self, tensor: TensorDifference, sum_lr: float, largest: Mapping[str, float]) -> float:
-        """The largest difference that an element may have; `largest` is the largest element of each kind."""
-        if self.tolerance is None:
-            return 0.0
-        kind = kind_of(tensor.name)
-        if kind == "model":
-            return self.tolerance.weight * sum_lr
-        # the second moment is a mean of squares: relative differences double
-        share = self.tolerance.later * (2 if kind.endswith(MOMENTS[1]) else 1)
-        return share * max(tensor.scale, FLOOR * largest[kind])
 
 
 def preflight(config: VerifyResumeConfig) -> list[str]:
@@ -167,7 +117,8 @@ def run(config: VerifyResumeConfig) -> None:
     """Run, kill, resume and compare; writes out/verify-resume.json. Raises CheckFailedError if not equal."""
     out, plan = Path(config.out), config.plan(first_step(config))
     devices = launch_facts(config.dist).local_devices
-    may = allowed(config.precision.dtype, same_layout=is_same_layout(config, local_devices=devices))
+    is_same = is_same_layout(config, local_devices=devices)
+    may = None if is_same else TOLERANCES[config.precision.dtype]
     with writing_to(config.out):
         claim_folder(out, TASK, writes=WRITES)
     with writing_to(config.out), single_writer(out, wait_s=0.0):
@@ -201,13 +152,13 @@ def read_starts(metrics: Path) -> tuple[int, ...]:
     return tuple(record["start_step"] for record in read_records(metrics) if record["kind"] == "run")
 
 
-def result(config: VerifyResumeConfig, runs: Runs, kill: Kill, may: Allowed) -> dict[str, Any]:
+def result(config: VerifyResumeConfig, runs: Runs, kill: Kill, may: May) -> dict[str, Any]:
     """Everything compared."""
     sides = {STRAIGHT: runs.straight, RESUMED: runs.resumed}
     state = {STRAIGHT: runs.final.first.state, RESUMED: runs.final.second.state}
     return {
         "layout": {"first_half": asdict(config.parallel), "second_half": asdict(config.resumed_parallel())},
-        "tolerance": None if may.tolerance is None else asdict(may.tolerance),
+        "tolerance": may and asdict(may),
         "plan": asdict(runs.plan),
         "kill": asdict(kill),
         "starts_of_the_resumed_run": list(runs.starts),
@@ -260,26 +211,27 @@ def table_of_steps(runs: Runs) -> Table:
     return rows
 
 
-def allowed(precision: str, *, same_layout: bool) -> Allowed:
-    """Bit for bit on the same layout; to the rounding of `precision` on another."""
-    return Allowed(None if same_layout else TOLERANCES[precision], precision)
-
-
 def kind_of(name: str) -> str:
     """`model`, `optimizer.exp_avg` or `optimizer.exp_avg_sq`: what a checkpoint's tensor is."""
     parts = name.split(".")
     return parts[0] if parts[0] == "model" else ".".join(parts[:2])
 
 
-def judge(runs: Runs, may: Allowed) -> Verdict:
+def judge(runs: Runs, may: May) -> Verdict:
     """The verdict, which names the first difference."""
     first = next(_differences(runs, may), None)
-    if first is None:
-        return Verdict("EQUAL", _agreement(runs, may), how=may.words)
-    return Verdict("DIFFERENT", *first)
+    if first is not None:
+        return Verdict("DIFFERENT", *first)
+    how = " bit for bit"
+    if may is not None:
+        how = (
+            f" to the rounding of the precision (losses {may.loss:g}, weights {may.weight:g} of the learning "
+            f"rates added up, moments {may.later:g} of the largest)"
+        )
+    return Verdict("EQUAL", _agreement(runs, may), how=how)
 
 
-def _differences(runs: Runs, may: Allowed) -> Iterator[tuple[str, str]]:
+def _differences(runs: Runs, may: May) -> Iterator[tuple[str, str]]:
     """Yield what is beyond the tolerance: a sentence and what to suspect."""
     plan = runs.plan
     if runs.starts != (plan.first, plan.kill):
@@ -293,7 +245,7 @@ def _differences(runs: Runs, may: Allowed) -> Iterator[tuple[str, str]]:
     yield from _differences_of_tensors(runs, may)
 
 
-def _differences_of_steps(runs: Runs, may: Allowed) -> Iterator[tuple[str, str]]:
+def _differences_of_steps(runs: Runs, may: May) -> Iterator[tuple[str, str]]:
     plan = runs.plan
     for step in range(plan.first + 1, plan.last + 1):
         a, b = runs.straight.get(step), runs.resumed.get(step)
@@ -301,15 +253,34 @@ def _differences_of_steps(runs: Runs, may: Allowed) -> Iterator[tuple[str, str]]
             which = "straight" if a is None else "resumed"
             yield f"the first difference is at step {step}: the {which} run has no record of it", ""
             return
-        limit, side = (may, "resumed") if step > plan.kill else (Allowed(None, ""), "before the kill")
+        limit, side = (may, "resumed") if step > plan.kill else (None, "before the kill")
         for field, words in FIELDS.items():
-            if limit.step_differs(field, a[field], b[field]):
+            if step_differs(limit, field, a[field], b[field]):
                 straight, other = ("not finite" if n is None else repr(n) for n in (a[field], b[field]))
                 yield (
                     f"the first difference is in the {words} of step {step}: {straight} straight, "
                     f"{other} {side}",
                     _hint_of_step(step, field, plan),
                 )
+
+
+def step_differs(may: May, field: str, straight: Any, resumed: Any) -> bool:
+    """True if a number of a step is beyond the tolerance; null (not finite) equals only null."""
+    if may is None or straight is None or resumed is None or field not in ("loss", "grad_norm"):
+        return bool(straight != resumed)
+    limit = may.loss if field == "loss" else may.norm * abs(straight)
+    return not abs(straight - resumed) <= limit
+
+
+def incidents_differ(may: May, straight: Any, resumed: Any) -> bool:
+    """True if the memories of incidents differ: losses and norms beyond the tolerance, counts at all."""
+    if isinstance(straight, Mapping) and isinstance(resumed, Mapping) and straight.keys() == resumed.keys():
+        return any(incidents_differ(may, straight[key], resumed[key]) for key in straight)
+    if isinstance(straight, list) and isinstance(resumed, list) and len(straight) == len(resumed):
+        return any(incidents_differ(may, *pair) for pair in zip(straight, resumed, strict=True))
+    if may is None or not isinstance(straight, float) or not isinstance(resumed, float):
+        return bool(straight != resumed)
+    return not abs(straight - resumed) <= max(may.loss, may.norm * abs(straight))
 
 
 def _hint_of_step(step: int, field: str, plan: KillPlan) -> str:
@@ -328,18 +299,18 @@ def _hint_of_step(step: int, field: str, plan: KillPlan) -> str:
     return "the step after the kill is right: suspect the moments, or the position in the data"
 
 
-def _differences_of_counters(runs: Runs, may: Allowed) -> Iterator[tuple[str, str]]:
+def _differences_of_counters(runs: Runs, may: May) -> Iterator[tuple[str, str]]:
     first, second = runs.final.first.state, runs.final.second.state
     for key in sorted((first.keys() | second.keys()) - set(NO_COUNTERS)):
         a, b = first.get(key), second.get(key)
-        if may.incidents_differ(a, b) if key == INCIDENTS else a != b:
+        if incidents_differ(may, a, b) if key == INCIDENTS else a != b:
             yield (
                 f"the first difference is in {key} of the last checkpoint's state: {a} straight, {b} resumed",
                 "every step was equal: suspect what is saved of this counter",
             )
 
 
-def _differences_of_tensors(runs: Runs, may: Allowed) -> Iterator[tuple[str, str]]:
+def _differences_of_tensors(runs: Runs, may: May) -> Iterator[tuple[str, str]]:
     final = runs.final
     forms = [form.name for form in final.forms]
     for name in sorted([*final.only_first, *final.only_second, *forms]):
@@ -354,25 +325,31 @@ def _differences_of_tensors(runs: Runs, may: Allowed) -> Iterator[tuple[str, str
         )
 
 
-def beyond(runs: Runs, may: Allowed) -> list[TensorDifference]:
+def beyond(runs: Runs, may: May) -> list[TensorDifference]:
     """Tensors of the last checkpoint that differ more than they may, the most different first."""
+    if may is None:
+        return list(runs.final.differing)
     largest: dict[str, float] = {}
     for tensor in runs.final.tensors:
+        largest[kind_of(tensor.name)] = max(largest.get(kind_of(tensor.name), 0.0), tensor.scale)
+
+    def limit(tensor: TensorDifference) -> float:
         kind = kind_of(tensor.name)
-        largest[kind] = max(largest.get(kind, 0.0), tensor.scale)
-    return [
-        tensor
-        for tensor in runs.final.differing
-        if may.tolerance is None or not tensor.largest <= may.tensor_limit(tensor, runs.sum_lr, largest)
-    ]
+        if kind == "model":
+            return may.weight * runs.sum_lr
+        # the second moment is a mean of squares: relative differences double
+        share = may.later * (2 if kind.endswith(MOMENTS[1]) else 1)
+        return share * max(tensor.scale, FLOOR * largest[kind])
+
+    return [tensor for tensor in runs.final.differing if not tensor.largest <= limit(tensor)]
 
 
-def _agreement(runs: Runs, may: Allowed) -> str:
+def _agreement(runs: Runs, may: May) -> str:
     """The agreement in words."""
     steps, tensors = runs.plan.last - runs.plan.first, runs.final.tensors
     elements = sum(tensor.elements for tensor in tensors)
     counted = f"{steps} steps, then {len(tensors)} tensors of {elements:,} elements"
-    if may.tolerance is None:
+    if may is None:
         return f"loss, gradient norm, learning rate, loss scale and samples of {counted}"
     losses = max((runs.loss_difference(step) or 0.0 for step in runs.straight), default=0.0)
     weights = max((t.largest for t in tensors if kind_of(t.name) == "model"), default=0.0)

@@ -24,6 +24,8 @@ BUGS = {
     "input_gradient_not_reduced": "the gradient of the MLP's input is not summed over tp",
     "reduce_again_in_backward": "the sum after the MLP sums its gradient again",
     "bias_on_every_rank": "the row-parallel bias is added before the sum over tp",
+    "reduced_twice_before_bias": "the product of the MLP is summed over tp twice, and then its bias is added",
+    "divided_by_root_of_ranks": "the output of the MLP is divided by the root of tp",
     "qkv_order": "fused rows are q, k, v of all heads, cut contiguously",
     "local_rms": "the norm over all heads takes the mean square of a rank's heads",
     "local_softmax": "the loss takes the sum of exponentials over a rank's vocabulary",
@@ -217,12 +219,10 @@ class MLP(nn.Module):
         y = self.down(F.gelu(self.up(shared.into(x, broken=bug == "input_gradient_not_reduced"))))
         if bug == "bias_on_every_rank":
             return shared.out(y + self.bias)
-        y = shared.out(
-            y,
-            forward=0.0 if bug == "mlp_output_not_reduced" else 1.0,
-            backward=1.0 if bug == "reduce_again_in_backward" else 0.0,
-        )
-        return y + self.bias
+        forward = {"mlp_output_not_reduced": 0.0, "reduced_twice_before_bias": float(shared.tp.size())}
+        backward = 1.0 if bug == "reduce_again_in_backward" else 0.0
+        y = shared.out(y, forward=forward.get(bug, 1.0), backward=backward) + self.bias
+        return y / math.sqrt(shared.tp.size()) if bug == "divided_by_root_of_ranks" else y
 
 
 class Block(nn.Module):

@@ -44,6 +44,8 @@ PLANTED = (
     ("input_gradient_not_reduced", TP, "missing all-reduce of a gradient"),
     ("reduce_again_in_backward", TP, "doubled all-reduce of a gradient"),
     ("bias_on_every_rank", TP, "bias added on every rank"),
+    ("reduced_twice_before_bias", TP, "doubled all-reduce"),
+    ("divided_by_root_of_ranks", TP, "wrong divisor"),
     ("qkv_order", TP, "shards permuted"),
     ("local_rms", TP, "local statistics"),
     ("local_softmax", TP, "local statistics"),

@@ -131,6 +131,17 @@ def dies(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     return build(mesh)
 
 
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+def not_finite(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
+    """Roots of negative numbers, in every run."""
+    model = nn.Sequential(nn.Linear(4, 4), Root(), nn.Tanh())
+    return AuditSubject(module=model, batch=-torch.ones(3, 4), loss=lambda y: y.square().mean())
+
+
 def no_module(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     return AuditSubject(module="x")  # type: ignore[arg-type]
 

@@ -34,9 +34,8 @@ from mlm.models.backbone import LearnedTable
 from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.corpora import train_dataset
 from mlm.training.trainer import StepOutcome, Trainer
-from mlm.verify.compare import Comparison, Difference, Report, _batches, _step, one_process
+from mlm.verify.compare import Difference, Report, compare_trainers, one_process
 from mlm.verify.config import ParityConfig, comparable
 from tests.ranks import run_on_ranks
 from tests.verify.parity_layouts import Layout
@@ -49,9 +48,9 @@ MOST_TOKENS = 256
 
 @dataclass(frozen=True)
 class Half:
-    """A comparison, and the parameters that hold nothing but numbers of half precision."""
+    """A comparison (rank 0's), and the parameters that hold nothing but numbers of half precision."""
 
-    report: Report
+    report: Report | None
     coarse_gradients: tuple[str, ...]
     coarse_weights: tuple[str, ...]
 
@@ -72,18 +71,19 @@ def compare_half(
     config = config_of(layout)
     trainer = Trainer(config, ctx)
     plant(trainer)
-    return _compare(config, trainer, one_process(config, ctx) if ctx.is_main else None)
+    return compare_noting(config, trainer, one_process(config, ctx) if ctx.is_main else None)
 
 
 def measure_rounding(ctx: ParallelContext, layout: Layout) -> Report:
     """Body of a rank: one process in the layout's precision against one in float64."""
     config = config_of(layout)
     exact = replace(config, precision=PrecisionConfig(dtype="fp64"))
-    return _compare(config, Trainer(config, ctx), Trainer(exact, ctx)).report
+    report = compare_noting(config, Trainer(config, ctx), Trainer(exact, ctx)).report
+    assert report is not None
+    return report
 
 
-def _compare(config: ParityConfig, layout: Trainer, alone: Trainer | None) -> Half:
-    comparison = Comparison(layout, alone)
+def compare_noting(config: ParityConfig, layout: Trainer, alone: Trainer | None) -> Half:
     half, coarse, update = DTYPES[config.precision.dtype], set[str](), layout.clip_and_update
 
     def noting(parts: Tensor) -> StepOutcome:  # the update overwrites gradients by clipped ones
@@ -94,11 +94,7 @@ def _compare(config: ParityConfig, layout: Trainer, alone: Trainer | None) -> Ha
         return update(parts)
 
     layout.clip_and_update = noting  # type: ignore[method-assign]
-    samples = train_dataset(config, config.steps * config.train.global_batch_size)
-    with _batches(layout, samples) as own, _batches(alone, samples) as whole:
-        steps = [_step(comparison, a, b) for _, a, b in zip(range(config.steps), own, whole, strict=False)]
-    weights = comparison.differences(lambda _, shard: shard.parameter.detach())
-    report = Report(tuple(steps), weights, *comparison.torn_replicas())
+    report = compare_trainers(layout, alone, config.steps)
     weights_in_half = tuple(s.name for s in layout.shards if _is_coarse(s.parameter, half))
     return Half(report, tuple(sorted(coarse)), weights_in_half)
 
@@ -127,7 +123,15 @@ def rounding_of(alone: Layout) -> Report:
 
 def problems(half: Half, layout: Layout, rounding: Report | None = None) -> Iterator[str]:
     """What rounding does not explain; `rounding` is that of one process."""
-    scale, u = rounding or rounding_of(one_process_of(layout)), ROUNDOFF[layout.precision]
+    if half.report is not None:
+        yield from differences(half.report, layout, rounding or rounding_of(one_process_of(layout)))
+    yield from (f"gradient in half precision: {name}" for name in half.coarse_gradients)
+    yield from (f"weight in half precision: {name}" for name in half.coarse_weights)
+
+
+def differences(report: Report, layout: Layout, scale: Report) -> Iterator[str]:
+    """The differences of a report that are beyond what one process's, `scale`, allow."""
+    u = ROUNDOFF[layout.precision]
     reorders = layout.tp == layout.cp == layout.ep == 1 and layout.zero == 0
     ordered = math.sqrt(MOST_TOKENS) * 2.0**-24
     of_scale, of_norm = (ordered / u, ordered) if reorders else (3.0, u)
@@ -139,7 +143,7 @@ def problems(half: Half, layout: Layout, rounding: Report | None = None) -> Iter
             if not mine.distance <= limit:
                 yield f"{step} of {mine.name}: {mine.distance:.2g} beyond {limit:.2g}"
 
-    for step, error in zip(half.report.steps, scale.steps, strict=True):
+    for step, error in zip(report.steps, scale.steps, strict=True):
         name = f"gradient {step.step}"
         if not step.loss.difference <= of_loss * step.loss.one_process:
             yield f"loss {step.step}: {step.loss.difference:.2g}"
@@ -150,10 +154,8 @@ def problems(half: Half, layout: Layout, rounding: Report | None = None) -> Iter
             yield f"all gradients {step.step}: {far:.2g} beyond {limit:.2g}"
         if not step.grad_norm.difference <= far + whole:
             yield f"gradient norm {step.step}: {step.grad_norm.difference:.2g}"
-    yield from beyond("weight", half.report.weights, scale.weights)
-    yield from (f"torn: {name}" for name in half.report.torn)
-    yield from (f"gradient in half precision: {name}" for name in half.coarse_gradients)
-    yield from (f"weight in half precision: {name}" for name in half.coarse_weights)
+    yield from beyond("weight", report.steps[-1].weights, scale.steps[-1].weights)
+    yield from (f"torn: {name}" for name in report.torn)
 
 
 def _of_namesakes(error: Difference, all_errors: Sequence[Difference]) -> float:

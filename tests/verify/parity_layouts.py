@@ -15,7 +15,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import TrainConfig
 from mlm.verify.compare import Report, compare
 from mlm.verify.config import ParityConfig
-from mlm.verify.parity import judge
+from mlm.verify.parity import shared_verdict
 from mlm.verify.verdict import Verdict
 
 VOCAB, SEQ, MICRO_BATCH = 61, 16, 2
@@ -213,10 +213,10 @@ def compatible_pairs() -> set[Pair]:
     return set().union(*(pairs(axes) for axes in all_axes if is_compatible(axes)))
 
 
-def verdict_of(ctx: ParallelContext, layout: Layout, steps: int = 2) -> tuple[Verdict, Report]:
+def verdict_of(ctx: ParallelContext, layout: Layout, steps: int = 2) -> tuple[Verdict, Report | None]:
     """Body of a rank: compare the layout with one process."""
     report = compare(layout.config(steps), ctx)
-    return judge(report, layout.precision), report
+    return shared_verdict(report, ctx), report
 
 
 def parse_layouts(*each: str) -> tuple[Layout, ...]:

@@ -19,7 +19,6 @@ SUBJECTS = Path(__file__).parent / "audited.py"
 
 
 def outcomes(
-    folder: Path,
     subject: str,
     *,
     file: Path = SUBJECTS,
@@ -29,22 +28,22 @@ def outcomes(
 ) -> list[Outcome] | UserError:
     """The audit of a subject, by a borrowed process that has imported torch."""
     job = {**dict.fromkeys(AXES, 1), **layout, "steps": steps, "seed": 0, "timeout_s": timeout_s}
-    (found,) = run_on_ranks(audited, f"{file}:{subject}", job, folder)
+    (found,) = run_on_ranks(audited, f"{file}:{subject}", job)
     return found
 
 
-def audited(_: ParallelContext, name: str, job: dict[str, Any], folder: Path) -> list[Outcome] | UserError:
+def audited(_: ParallelContext, name: str, job: dict[str, Any]) -> list[Outcome] | UserError:
     dist.destroy_process_group()  # ranks that are forked make their own
     try:
-        return audit_layouts(load_build(name), job, folder)
+        return audit_layouts(load_build(name), job)
     except UserError as error:
         return error
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def test_audit_of_a_healthy_layout_finds_nothing(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, "build", steps=2, tp=2, dp=2)
+def test_audit_of_a_healthy_layout_finds_nothing() -> None:
+    found = outcomes("build", steps=2, tp=2, dp=2)
     assert isinstance(found, list)
     (outcome,) = found
     assert outcome.finding is None
@@ -65,7 +64,7 @@ def test_audit_of_a_healthy_layout_finds_nothing(tmp_path: Path) -> None:
 def test_audit_names_the_place_and_the_cause(
     mistake: str, layout: dict[str, int], place: str, cause: str, tmp_path: Path
 ) -> None:
-    found = outcomes(tmp_path, mistake, **layout)
+    found = outcomes(mistake, **layout)
     assert isinstance(found, list)
     finding = found[0].finding
     assert finding is not None
@@ -73,8 +72,8 @@ def test_audit_names_the_place_and_the_cause(
 
 
 @pytest.mark.slow
-def test_axes_are_audited_alone_where_the_layout_parts(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, "replicas", tp=2, dp=2)
+def test_axes_are_audited_alone_where_the_layout_parts() -> None:
+    found = outcomes("replicas", tp=2, dp=2)
     assert isinstance(found, list)
     parts = {(o.layout["dp"], o.layout["tp"]): o.finding is not None for o in found}
     assert parts == {(2, 2): True, (2, 1): True, (1, 2): False}
@@ -89,11 +88,12 @@ def test_axes_are_audited_alone_where_the_layout_parts(tmp_path: Path) -> None:
         ("absent", "audited.py has no function absent; name one of it"),
         ("HIDDEN", "HIDDEN is no function"),
         ("no_module", "AuditSubject(module=…) is a str; give a torch.nn.Module"),
+        ("not_finite", "the output of 1 in step 1 is not finite on one process either"),
         ("no_loss", "the loss is [3, 4]; let AuditSubject(loss=…) return one number"),
     ],
 )
-def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str, tmp_path: Path) -> None:
-    error = outcomes(tmp_path, subject, tp=2)
+def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str) -> None:
+    error = outcomes(subject, tp=2)
     assert isinstance(error, UserError)
     assert words in str(error)
     assert "\n" not in str(error)
@@ -116,8 +116,8 @@ def test_one_rank_and_more_than_a_host_runs_are_errors() -> None:
         pytest.param("deadlocks", ("deadlock", "rank 0: allreduce", "rank 1: loss"), marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_fails_is_named(subject: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    found = outcomes(tmp_path, subject, tp=2, timeout_s=3.0)
+def test_a_rank_that_fails_is_named(subject: str, words: tuple[str, ...]) -> None:
+    found = outcomes(subject, tp=2, timeout_s=3.0)
     assert isinstance(found, list)
     finding = found[0].finding
     assert finding is not None
@@ -146,7 +146,7 @@ def test_audit_of_other_code_names_its_bugs_and_nothing_of_what_is_right(
         row = table.judge(file, function, layout, cause)
         assert row["holds"], row["sentence"]
         return
-    found = outcomes(tmp_path, function, file=table.HERE / f"{file}.py", steps=2, **layout)
+    found = outcomes(function, file=table.HERE / f"{file}.py", steps=2, **layout)
     assert isinstance(found, list), found
     finding = AuditReport(tuple(found)).smallest.finding
     assert ("" if finding is None else finding.cause) == cause, finding

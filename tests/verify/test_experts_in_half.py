@@ -23,10 +23,10 @@ from mlm.parallel.expert.router import routers
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
-from mlm.verify.compare import Report, _batches, one_process
+from mlm.verify.compare import Report, batches_of, one_process
 from tests.ranks import run_on_ranks
 from tests.slow import slow, slow_but
-from tests.verify.half_precision import Half, _compare, config_of, problems
+from tests.verify.half_precision import Half, compare_noting, config_of, problems
 from tests.verify.parity_layouts import Layout
 
 Choices = dict[tuple[int, int], Tensor]
@@ -71,7 +71,7 @@ def forced(ctx: ParallelContext, layout: Layout) -> tuple[Half, Report]:
     recorder = Trainer(exact, one)
     chooser = Chooser(recorder)
     samples = train_dataset(exact, exact.steps * exact.train.global_batch_size)
-    with _batches(recorder, samples) as steps:
+    with batches_of(recorder, samples) as steps:
         for _, batches in zip(range(exact.steps), steps, strict=False):
             recorder.train_step(batches)
 
@@ -79,9 +79,10 @@ def forced(ctx: ParallelContext, layout: Layout) -> tuple[Half, Report]:
         Chooser(trainer, chooser.noted)
         return trainer
 
-    rounding = _compare(alone, choosing(Trainer(alone, one)), choosing(Trainer(exact, one))).report
+    rounding = compare_noting(alone, choosing(Trainer(alone, one)), choosing(Trainer(exact, one))).report
+    assert rounding is not None
     mine = choosing(Trainer(config, ctx))
-    half = _compare(config, mine, choosing(one_process(config, ctx)) if ctx.is_main else None)
+    half = compare_noting(config, mine, choosing(one_process(config, ctx)) if ctx.is_main else None)
     return half, rounding
 
 
@@ -120,7 +121,7 @@ def free_choices(ctx: ParallelContext, layout: Layout) -> list[tuple[float, floa
 def choose_freely(trainer: Trainer) -> Chooser:
     """The choices of the first step."""
     chooser, config = Chooser(trainer), trainer.config
-    with _batches(trainer, train_dataset(config, config.train.global_batch_size)) as steps:
+    with batches_of(trainer, train_dataset(config, config.train.global_batch_size)) as steps:
         trainer.compute_gradients(next(steps))
     return chooser
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import chain
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 from mlm.data.sampler import RankSampler, SyntheticDataset
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import StepOutcome, Trainer
-from mlm.verify.compare import Comparison, Report, compare, one_process
+from mlm.verify.compare import Report, compare, compare_trainers, one_process
 from mlm.verify.parity import judge
-from mlm.verify.verdict import Verdict
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned
 from tests.verify.parity_layouts import (
@@ -31,14 +31,16 @@ from tests.verify.parity_layouts import (
 
 QUICK = {0, 8, 16, 24, 32, 40, 51, 64}
 """Layouts of each family that `make test` compares; `make test-slow` compares the others."""
+TRUE_UPDATE = Trainer.clip_and_update
 
 
 @pytest.mark.parametrize("layout", slow_but(QUICK, [*LAYOUTS, *BERT_LAYOUTS, *LLAMA_LAYOUTS]), ids=str)
 def test_layout_equals_one_process(layout: Layout) -> None:
     """Losses, gradients and weights of two steps; dropout, clipping and weight decay included."""
-    for verdict, report in run_on_ranks(verdict_of, layout, **layout.sizes):
-        assert verdict.equal, f"{verdict.sentence}; {verdict.hint}"
-        assert len(report.steps) == 2
+    (first, report), *others = run_on_ranks(verdict_of, layout, **layout.sizes)
+    assert first.equal, f"{first.sentence}; {first.hint}"
+    assert [verdict for verdict, _ in others] == [first] * len(others)
+    assert len(report.steps) == 2
 
 
 @pytest.mark.parametrize("layout", slow_but({0, 2, 15, 16}, MOE_LAYOUTS), ids=str)
@@ -142,75 +144,85 @@ def first_gradients(ctx: ParallelContext, layout: Layout) -> list[Tensor]:
     ids=str,
 )
 def test_a_copy_that_differs_in_one_bit_is_found(layout: Layout, name: str) -> None:
-    for before, after in run_on_ranks(tear, layout, name, **layout.sizes):
-        assert before == ()
-        assert after == (name,)
+    whole, torn = run_on_ranks(tear, layout, name, **layout.sizes)[0]
+    assert (whole.torn, torn.torn) == ((), (name,))
+    assert judge(torn).word == "DIFFERENT"
 
 
-def tear(ctx: ParallelContext, layout: Layout, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    comparison = Comparison(Trainer(layout.config(), ctx), None)
-    before = comparison.torn_replicas()[1]
-    if ctx.rank == ctx.world_size - 1:
-        (shard,) = comparison.held[name]
-        bits = shard.parameter.detach().view(torch.int64).view(-1)
-        bits[-1] ^= 1
-    return before, comparison.torn_replicas()[1]
+def tear(ctx: ParallelContext, layout: Layout, name: str) -> list[Report | None]:
+    """The comparison, and that of a run whose last rank ends a step with another bit."""
+    config = layout.config(steps=1)
+
+    def flip(trainer: Trainer) -> None:
+        if trainer.ctx.rank == trainer.ctx.world_size - 1 and trainer.ctx.world_size > 1:
+            (shard,) = (s for s in trainer.shards if s.name == name)
+            shard.parameter.detach().view(torch.int64).view(-1)[0] ^= 1
+
+    def tearing(trainer: Trainer, parts: Tensor) -> StepOutcome:
+        outcome = TRUE_UPDATE(trainer, parts)
+        flip(trainer)
+        return outcome
+
+    whole = compare(config, ctx)
+    with patch.object(Trainer, "clip_and_update", tearing):
+        return [whole, compare(config, ctx)]
 
 
 def test_what_no_rank_holds_is_no_equality() -> None:
     """A part of a layer that one rank forgot: comparing what is held would not miss it."""
-    for difference in run_on_ranks(forget, Layout(tp=2), tp=2):
-        assert difference == math.inf
+    report = run_on_ranks(forget, Layout(tp=2), "rank 1", tp=2)[0]
+    found = {weight.name: weight.difference for weight in report.steps[0].weights}
+    assert {name for name, off in found.items() if off == math.inf} == {"layers.1.mlp.up.weight"}
+    assert judge(report).word == "DIFFERENT"
+    report = run_on_ranks(forget, Layout(tp=2), "all", tp=2)[0]
+    assert report.finding.where.startswith("layers.1.mlp.up.weight (reduced gradient, step 1")
+    assert report.finding.cause == "lost"
 
 
-def forget(ctx: ParallelContext, layout: Layout) -> float:
-    config = layout.config()
-    comparison = Comparison(Trainer(config, ctx), one_process(config, ctx) if ctx.is_main else None)
-    if ctx.rank == 1:
-        comparison.held["layers.1.mlp.up.weight"] = []
-    weights = comparison.differences(lambda _, shard: shard.parameter.detach())
-    return {weight.name: weight.difference for weight in weights}["layers.1.mlp.up.weight"]
+def forget(ctx: ParallelContext, layout: Layout, who: str) -> Report | None:
+    config = layout.config(steps=1)
+    trainer, alone = Trainer(config, ctx), one_process(config, ctx) if ctx.is_main else None
+    if who == "all" or ctx.rank == 1:
+        trainer.shards = tuple(s for s in trainer.shards if s.name != "layers.1.mlp.up.weight")
+    return compare_trainers(trainer, alone, 1)
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero=2), Layout(pp=2)], ids=str)
 def test_rounding_that_adam_amplifies_is_compared_by_gradient(layout: Layout) -> None:
     """At eps=1e-30 the biases of keys, whose gradient is zero but for rounding, move by whole steps."""
-    for report, verdict in run_on_ranks(compare_with_tiny_eps, layout, **layout.sizes):
-        assert verdict.equal, verdict.sentence
-        # of each layer the keys' 16, but for those whose sum happens to round to 0; hardly any other
-        assert 4 * 16 - 4 <= report.by_gradient <= 4 * 16 + 20
-        assert f"{report.by_gradient} elements compared by gradient" in verdict.sentence
+    report = run_on_ranks(compare_with_tiny_eps, layout, **layout.sizes)[0]
+    verdict = judge(report)
+    assert verdict.equal, verdict.sentence
+    # of each layer the keys' 16, but for those whose sum happens to round to 0; hardly any other
+    assert 4 * 16 - 4 <= report.by_gradient <= 4 * 16 + 20
+    assert f"{report.by_gradient} elements compared by gradient" in verdict.sentence
 
 
-def compare_with_tiny_eps(ctx: ParallelContext, layout: Layout) -> tuple[Report, Verdict]:
+def compare_with_tiny_eps(ctx: ParallelContext, layout: Layout) -> Report | None:
     config = layout.config()
-    report = compare(replace(config, optimizer=replace(config.optimizer, eps=1e-30)), ctx)
-    return report, judge(report, "fp64")
+    return compare(replace(config, optimizer=replace(config.optimizer, eps=1e-30)), ctx)
 
 
 def test_a_wrong_update_of_a_weight_is_found_at_any_eps() -> None:
     """A weight that the optimizer forgets on one rank differs though its gradient does not."""
-    for report in run_on_ranks(forget_to_update, Layout(tp=2), tp=2):
-        wrong = {weight.name for weight in report.weights if weight.difference > 1e-5 * 1e-3}
-        assert wrong == {"layers.1.mlp.up.weight"}
-        assert judge(report, "fp64").word == "DIFFERENT"
+    report = run_on_ranks(forget_to_update, Layout(tp=2), tp=2)[0]
+    wrong = {weight.name for weight in report.steps[0].weights if weight.difference > 1e-5 * 1e-3}
+    assert wrong == {"layers.1.mlp.up.weight"}
+    assert judge(report).word == "DIFFERENT"
+    assert report.finding.place == "layers.1.mlp.up.weight"
 
 
-def forget_to_update(ctx: ParallelContext, layout: Layout) -> Report:
+def forget_to_update(ctx: ParallelContext, layout: Layout) -> Report | None:
     config = layout.config(steps=1)
-    update = Trainer.clip_and_update
 
     def without_one(trainer: Trainer, parts: Tensor) -> StepOutcome:
         held = [s.parameter for s in trainer.shards if s.name == "layers.1.mlp.up.weight"]
         before = [p.detach().clone() for p in held]
-        outcome = update(trainer, parts)
+        outcome = TRUE_UPDATE(trainer, parts)
         if trainer.ctx.tp.size == 2 and ctx.rank == 1:
             for p, value in zip(held, before, strict=True):
                 p.data.copy_(value)
         return outcome
 
-    Trainer.clip_and_update = without_one  # type: ignore[method-assign]
-    try:
+    with patch.object(Trainer, "clip_and_update", without_one):
         return compare(replace(config, optimizer=replace(config.optimizer, eps=1e-30)), ctx)
-    finally:
-        Trainer.clip_and_update = update  # type: ignore[method-assign]

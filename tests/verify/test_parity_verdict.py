@@ -1,35 +1,81 @@
-"""Verdicts on the numbers of a comparison."""
+"""Verdicts on recorded numbers: of a model of four parameters on two tensor-parallel ranks."""
 
-from dataclasses import replace
+from collections.abc import Callable
 from math import inf, nan
 
 import pytest
+import torch
+from torch import Tensor
 
-from mlm.verify.compare import Difference, Pair, Report, StepReport
-from mlm.verify.parity import judge, relative
-from mlm.verify.verdict import TOLERANCES
+from mlm.parallel.mesh import shape_context
+from mlm.training.corpora import train_dataset
+from mlm.training.trainer import Trainer
+from mlm.verify.audit.record import Key, Record
+from mlm.verify.audit.subject import AXES
+from mlm.verify.compare import Report, StepComparer, batches_of, record_step
+from mlm.verify.parity import judge
+from mlm.verify.verdict import TOLERANCES, Verdict
+from tests.verify.parity_layouts import Layout
 
 NAMES = ("token.weight", "layers.0.attention_norm.bias", "layers.0.mlp.up.weight", "final_norm.bias")
+LR = 0.1
+
+Change = Callable[[Tensor], Tensor]
 
 
-def gradient(name: str, difference: float = 0.0, factor: float = 1.0, largest: float = 1.0) -> Difference:
-    return Difference(name, name.endswith("norm.bias"), largest, difference, factor, 1.0)
+def recorded(step: int, rank: int | None, precision: str, **changed: Change) -> Record:
+    """What a step computes: of the whole, or of one of two ranks; what changes is named by a beginning."""
+    record = Record(precision=precision)
+    values = {("loss", "loss"): torch.tensor(4.0).double(), ("norm", "norm"): torch.tensor(1.0).double()}
+    for n, name in enumerate(NAMES):
+        numbers = torch.rand(8, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+        numbers[::4] = 1.0
+        values["gradient", name], values["weight", name] = numbers, numbers + step
+        record.offsets[name] = (4 * (rank or 0) if name.endswith("weight") else 0,)
+    for (kind, name), whole in values.items():
+        part = whole if rank is None or not name.endswith("weight") else whole.chunk(2)[rank]
+        for word, change in changed.items():
+            if (kind if word in ("loss", "norm") else f"{kind}_{name}".replace(".", "_")).startswith(word):
+                part = change(part)
+        record.tensors[Key(step, kind, name)] = part.clone()
+    return record
 
 
-def step(number: int = 1, *, loss: float = 4.0, norm: float = 1.0, **off: float) -> StepReport:
-    """A step in which the gradients named by a word of theirs are off by so much, twice too large."""
-    found = {name: by for name in NAMES for word, by in off.items() if word in name}
-    gradients = tuple(gradient(name, found.get(name, 0.0), 1.0 + (name in found)) for name in NAMES)
-    return StepReport(number, Pair(4.0, loss), Pair(1.0, norm), 0.1, gradients)
+def report_of(*steps: tuple[Record, list[Record]], lr: float = LR, axis: str = "tp") -> Report:
+    """The report on steps of one process and of both ranks of an axis."""
+    comparer = StepComparer({name: 1 + (name == axis) for name in AXES}, eps=1e-8)
+    for reference, records in steps:
+        ranks = {tuple(n * (name == axis) for name in AXES): record for n, record in enumerate(records)}
+        comparer.add(reference, ranks, lr)
+    return comparer.report(ranks)
 
 
-def report(*steps: StepReport, weight: float = 0.0, torn: tuple[str, ...] = ()) -> Report:
-    weights = (gradient("token.weight", weight),)
-    return Report((*steps[:-1], replace(steps[-1], weights=weights)), weights, 2, torn)
+def judged(*steps: dict[str, Change], precision: str = "fp64", lr: float = LR, both: bool = False) -> Verdict:
+    """The verdict on steps of which the layout, or `both` sides, have changed numbers."""
+    records = [
+        (
+            recorded(step, None, precision, **changed if both else {}),
+            [recorded(step, rank, precision, **changed) for rank in range(2)],
+        )
+        for step, changed in enumerate(steps)
+    ]
+    return judge(report_of(*records, lr=lr))
+
+
+def add(by: float, at: int = 0) -> Change:
+    """Add to one element."""
+    return lambda x: x.index_add(0, torch.tensor([at]), x.new_tensor([by])) if x.ndim else x + by
+
+
+def fill(value: float) -> Change:
+    return lambda x: torch.full_like(x, value)
+
+
+UP = "gradient_layers_0_mlp_up"
 
 
 def test_equal_numbers_are_equal() -> None:
-    verdict = judge(report(step(1), step(2)), "fp64")
+    verdict = judged({}, {})
     assert (verdict.word, verdict.hint) == ("EQUAL", "")
     assert verdict.sentence.endswith("2 parameters held in copies, all bit-equal")
 
@@ -37,101 +83,130 @@ def test_equal_numbers_are_equal() -> None:
 @pytest.mark.parametrize("precision", TOLERANCES)
 def test_a_loss_is_judged_by_the_tolerance_of_the_precision(precision: str) -> None:
     allowed = TOLERANCES[precision].loss
-    assert judge(report(step(loss=4.0 + 0.9 * allowed)), precision).equal
-    assert not judge(report(step(loss=4.0 + 1.1 * allowed)), precision).equal
+    assert judged({"loss": add(0.9 * allowed)}, precision=precision).equal
+    assert not judged({"loss": add(1.1 * allowed)}, precision=precision).equal
+
+
+@pytest.mark.parametrize("factor", [1.001, 0.5, 2.0])
+def test_a_loss_that_both_replicas_have_wrong_is_a_difference(factor: float) -> None:
+    """Their mean and their sum are not tried: the loss of every rank is the global batch's."""
+    ranks = [recorded(0, None, "fp64", loss=lambda x: factor * x) for _ in range(2)]
+    report = report_of((recorded(0, None, "fp64"), ranks), axis="dp")
+    assert judge(report).hint.startswith("forward pass")
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_a_norm_is_judged_by_the_tolerance_of_the_precision(precision: str) -> None:
+    allowed = TOLERANCES[precision].norm
+    assert judged({"norm": add(0.9 * allowed)}, precision=precision).equal
+    assert not judged({"norm": add(1.1 * allowed)}, precision=precision).equal
 
 
 @pytest.mark.parametrize("precision", TOLERANCES)
 def test_a_gradient_is_judged_more_strictly_before_weights_have_moved(precision: str) -> None:
     first, later = TOLERANCES[precision].gradient, TOLERANCES[precision].later
-    assert judge(report(step(1, up=0.9 * first), step(2, up=0.9 * later)), precision).equal
-    assert not judge(report(step(1, up=1.1 * first), step(2)), precision).equal
-    assert not judge(report(step(1), step(2, up=1.1 * later)), precision).equal
+    assert judged({UP: add(0.9 * first)}, {UP: add(0.9 * later)}, precision=precision).equal
+    assert not judged({UP: add(1.1 * first)}, {}, precision=precision).equal
+    assert not judged({}, {UP: add(1.1 * later)}, precision=precision).equal
+
+
+@pytest.mark.parametrize("what", ["loss", "norm", UP, "weight_token"])
+@pytest.mark.parametrize("bad", [nan, inf])
+def test_what_is_not_a_number_on_the_layout_is_never_equal(bad: float, what: str) -> None:
+    assert judged({what: add(bad)}).word == "DIFFERENT"
 
 
 @pytest.mark.parametrize("bad", [nan, inf])
-def test_what_is_not_a_number_is_never_equal(bad: float) -> None:
-    assert not judge(report(step(loss=bad)), "fp64").equal
-    assert not judge(report(step(norm=bad)), "fp64").equal
-    assert not judge(report(step(up=bad)), "fp64").equal
-    assert not judge(report(step(), weight=bad), "fp64").equal
+def test_what_is_not_a_number_on_either_side_decides_nothing(bad: float) -> None:
+    verdict = judged({}, {"loss": fill(bad), "gradient": fill(nan), "norm": fill(nan)}, both=True)
+    assert verdict.word == "UNDECIDED"
+    assert verdict.sentence.startswith("the loss in step 2 is not finite on one process either")
 
 
-@pytest.mark.parametrize(("precision", "is_equal"), [("fp64", False), ("fp32", False), ("bf16", True)])
-def test_loads_of_experts_are_judged_where_rounding_moves_no_token(precision: str, is_equal: bool) -> None:
-    loads = (gradient("layers.0.mlp.router.load", 1.0),)
-    verdict = judge(Report((replace(step(), weights=loads),), loads, 0, ()), precision)
-    assert verdict.equal == is_equal
-    assert is_equal or "counts of the experts' loads" in verdict.hint
+@pytest.mark.parametrize(("precision", "is_recorded"), [("fp64", True), ("fp32", True), ("bf16", False)])
+def test_loads_of_experts_are_compared_where_rounding_moves_no_token(
+    precision: str, is_recorded: bool
+) -> None:
+    config = Layout(precision=precision, moe="sigmoid", layers=2).config(steps=1)
+    trainer: Trainer = Trainer(config, shape_context())
+    with batches_of(trainer, train_dataset(config, config.train.global_batch_size)) as steps:
+        record, _ = record_step(trainer, next(steps), precision)
+    loads = [key for key in record.tensors if key.name.endswith((".router.bias", ".router.load"))]
+    assert bool(loads) == is_recorded
 
 
 def test_the_first_difference_on_the_way_back_is_named() -> None:
-    verdict = judge(report(step(1), step(2, token=0.5, attention=0.25)), "fp64")
+    verdict = judged({}, {"gradient_token": add(0.5, 1), "gradient_layers_0_attention": add(0.25, 1)})
     assert verdict.sentence == (
-        "the first difference is in the gradient of layers.0.attention_norm.bias at step 2: 0.25 of its "
-        "largest element; 2 of 4 parameters differ"
+        "first at layers.0.attention_norm.bias (reduced gradient, step 2, off by 0.25 of its largest "
+        "element); 1 more tensors of that step differ"
     )
-    assert verdict.hint.startswith("layers.0.mlp.up.weight is right and all before it is wrong")
+    assert "layers.0.mlp.up.weight is right and all before it is wrong" in verdict.hint
 
 
 @pytest.mark.parametrize(
     "off, hint",
     [
-        ({"token": 1.0}, "only the table that embedding and head share"),
-        ({"bias": 1.0}, "only parameters that every tp rank holds"),
-        ({"up": 1.0}, "gradients before and after it are right"),
-        ({"weight": 1.0, "bias": 1.0}, "all gradients are 2 times those of one process"),
+        ({"gradient_final": add(0.5, 1), "gradient_layers_0_att": add(0.5, 1)}, "gradients of copies: only"),
+        ({UP: add(1.0, 1)}, "one gradient: gradients before and after it are right"),
+        ({"gradient": lambda x: 2 * x}, "unscaled mean: those of all parameters are 2 times"),
+        ({"gradient": lambda x: 1.5 * x}, "wrong divisor: those of all parameters are 1.5 times"),
+        ({"gradient": lambda x: 1.5 * x, "loss": add(1.0)}, "wrong divisor: it is 5 in place of 4, and all"),
+        ({"gradient_final": lambda x: x / 2}, "divided twice: those of final_norm.bias are 1/2"),
+        ({"loss": add(1.0)}, "forward pass: it is 5 in place of 4"),
+        ({"norm": fill(0.5)}, "norm misses parameters"),
     ],
 )
-def test_the_pattern_of_differences_names_the_suspect(off: dict[str, float], hint: str) -> None:
-    assert judge(report(step(**off)), "fp64").hint.startswith(hint)
+def test_the_pattern_of_differences_names_the_suspect(off: dict[str, Change], hint: str) -> None:
+    assert judged(off).hint.startswith(hint)
 
 
 def test_weights_are_judged_in_units_of_the_learning_rate() -> None:
     """Two steps of 0.1."""
-    assert judge(report(step(1), step(2), weight=0.2 * 0.9e-5), "fp64").equal
-    verdict = judge(report(step(1), step(2), weight=0.2), "fp64")
-    assert "1 times what the learning rate moved them" in verdict.sentence
+    assert judged({}, {"weight_token": add(0.2 * 0.9e-5)}).equal
+    assert (
+        "(updated weight, step 2, off by 1.5 of what it moved)"
+        in judged({}, {"weight_token": add(0.3)}).sentence
+    )
 
 
 def test_an_update_that_differs_is_told_from_samples_that_differ() -> None:
     """Both show in the loss of the next step; weights are compared before."""
-    off = replace(step(1), weights=(gradient("token.weight", 0.1),))
-    verdict = judge(report(off, step(2, loss=4.1)), "fp64", "mine:Muon")
-    assert "token.weight differ by 0.1 after step 1" in verdict.sentence
-    assert (
-        verdict.hint == "suspect optimizer.kind=mine:Muon: an update of an element that reads other elements"
-    )
-    assert judge(report(step(1), step(2, loss=4.1)), "fp64").hint.endswith("suspect the samples of this step")
+    verdict = judged({"weight_token": add(0.15)}, {"loss": add(0.1)})
+    assert "token.weight (updated weight, step 1" in verdict.sentence
+    assert "updates of an element that read others" in verdict.hint
+    assert judged({}, {"loss": add(0.1)}).hint.endswith("look at the samples of this step")
 
 
 def test_unequal_copies_are_a_difference() -> None:
-    verdict = judge(report(step(), torn=("token.weight", "final_norm.bias")), "fp64")
-    assert verdict.sentence.startswith("the copies of token.weight on several ranks")
+    """By one bit, on one rank."""
+    ranks = [recorded(0, 0, "fp64"), recorded(0, 1, "fp64", weight=add(2.0**-52))]
+    report = report_of((recorded(0, None, "fp64"), ranks))
+    assert report.torn == ("layers.0.attention_norm.bias", "final_norm.bias")
+    verdict = judge(report)
+    assert verdict.sentence.startswith("the copies of layers.0.attention_norm.bias on several ranks")
     assert verdict.sentence.endswith("nor those of 1 more")
 
 
+OVERFLOW = {"norm": fill(inf), UP: add(inf)}
+
+
 def test_steps_that_both_sides_skip_decide_nothing() -> None:
-    overflow = replace(step(up=inf), grad_norm=Pair(inf, inf))
-    assert judge(report(overflow), "fp16").word == "UNDECIDED"
-    assert judge(report(overflow, step(2)), "fp16").equal
+    assert judged(OVERFLOW, precision="fp16", both=True).word == "UNDECIDED"
 
 
 def test_an_overflow_on_one_side_is_a_difference() -> None:
-    assert not judge(report(replace(step(up=inf), grad_norm=Pair(1.0, inf))), "fp16").equal
+    assert judged(OVERFLOW, precision="fp16").word == "DIFFERENT"
 
 
 def test_a_vanishing_gradient_is_measured_against_the_largest_of_the_model() -> None:
     """A difference of 1e-16 in a gradient that is itself 1e-16 is no difference of 100 %."""
-    small = gradient("layers.0.mlp.up.weight", difference=1e-16, largest=1e-16)
-    assert relative([gradient("token.weight"), small])[1] == pytest.approx(1e-13)
+    ranks = [recorded(0, rank, "fp64", **{UP: fill(2e-16)}) for rank in range(2)]
+    report = report_of((recorded(0, None, "fp64", **{UP: fill(1e-16)}), ranks))
+    found = {each.name: each.relative for each in report.steps[0].gradients}
+    assert found["layers.0.mlp.up.weight"] == pytest.approx(1e-13)
 
 
 def test_weights_that_no_learning_rate_moves_are_equal_or_not() -> None:
-    still = replace(step(), lr=0.0)
-    assert "weights to 0.0e+00, as every learning rate is 0" in judge(report(still), "fp64").sentence
-    verdict = judge(report(still, weight=1e-9), "fp64")
-    assert (verdict.word, verdict.sentence.count("inf times what the learning rate moved them")) == (
-        "DIFFERENT",
-        1,
-    )
+    assert "weights to the last bit, as every learning rate is 0" in judged({}, lr=0.0).sentence
+    assert judged({"weight_token": add(1e-9)}, lr=0.0).word == "DIFFERENT"

@@ -218,7 +218,7 @@ GROUPED = Layout(tp=4, llama="llama")
 EP = Layout(dp=2, ep=2, moe="softmax")
 CASES = {
     "f without its all-reduce": Sabotage(
-        "mlm.parallel.linear.start_all_reduce", not_summed, TP, "layers.3.mlp_norm.bias", "f, its sum over tp"
+        "mlm.parallel.linear.start_all_reduce", not_summed, TP, "layers.3.mlp_norm.bias", "operator f"
     ),
     "f of sequence parallelism without its sum": Sabotage(
         "mlm.parallel.linear.start_reduce_scatter",
@@ -228,131 +228,131 @@ CASES = {
         "f, its sum over tp",
     ),
     "no f before the head": Sabotage(
-        "mlm.parallel.cross_entropy.copy_to_tp", same, TP, "gradient of final_norm.bias", "the head"
+        "mlm.parallel.cross_entropy.copy_to_tp", same, TP, "final_norm.bias (reduced gradient", "operator f"
     ),
     "tied embedding not summed": Sabotage(
         "mlm.training.trainer.sum_tied_gradients",
         forgotten,
         PP,
-        "gradient of token.weight at step 1",
-        "over the first and the last stage",
+        "token.weight (reduced gradient, step 1",
+        "tied weights not summed: stages 0 and 1",
     ),
     "replicated gradients not summed over tp": Sabotage(
         "mlm.training.trainer.sum_replicated_gradients",
         forgotten,
         SP,
-        "gradient of final_norm.bias",
-        "every tp rank holds",
+        "position.weight",
+        "gradients not summed",
     ),
     "no f before a BERT's head": Sabotage(
         "mlm.parallel.cross_entropy.copy_to_tp",
         same,
         Layout(tp=2, bert="pre"),
-        "gradient of mlm_head.norm.bias",
-        "its own gradient",
+        "mlm_head.norm.bias (reduced gradient",
+        "operator f",
     ),
     "a pooler that every row's rank counts": Sabotage(
         "mlm.models.heads._GatherOutputs.backward",
         counted_by_every_rank,
         Layout(tp=2, sequence_parallel=True, bert="post"),
-        "gradient of sop_head",
-        "its own gradient",
+        "sop_head.bias (reduced gradient",
+        "it is 2 times",
     ),
     "qkv rows in another order": Sabotage(
-        "mlm.models.attention.fused_attention", qkv_before_heads, TP, "loss of step 1", "the qkv rows"
+        "mlm.models.attention.fused_attention", qkv_before_heads, TP, "loss (step 1", "the qkv rows"
     ),
     "bias added before the sum over tp": Sabotage(
         "mlm.parallel.layers.RowParallelLinear.forward",
         bias_before_sum,
         TP,
-        "layers.3.mlp.down.bias",
-        "a bias that each rank adds",
+        "mlp.down.bias",
+        "a bias is added before the sum",
     ),
     "loss divided by the tokens of the micro-batch": Sabotage(
         "mlm.models.gpt2.model.NextToken.output",
         mean_of_micro_batch,
         PP,
-        "loss of step 1",
+        "loss (step 1",
         "all gradients are 2 times",
     ),
     "loss divided by the tokens of the replica": Sabotage(
         "mlm.training.trainer.Trainer.global_counts",
         tokens_of_replica,
         DP,
-        "loss of step 1",
+        "loss (step 1",
         "all gradients are 2 times",
     ),
     "gradients not summed over dp": Sabotage(
-        "mlm.parallel.gradients.start_all_reduce", not_summed, DP, "gradient of final_norm.bias", "over dp"
+        "mlm.parallel.gradients.start_all_reduce", not_summed, DP, "all parameters", "gradients not summed"
     ),
     "sharded gradients not summed over dp": Sabotage(
         "mlm.parallel.sharded.scatter_flat",
         own_rows_only,
         Layout(dp=2, zero=2),
-        "gradient of final_norm.bias",
+        "final_norm.bias (reduced gradient",
         "over dp",
     ),
     "every replica reads the same samples": Sabotage(
         "mlm.data.sampler.RankSampler.step",
         samples_of_first_replica,
         DP,
-        "loss of step 1",
+        "loss (step 1",
         "each replica reads",
     ),
     "the same dropout masks on every tp rank's heads": Sabotage(
         "mlm.parallel.dropout.DropoutStream.probabilities",
         masks_of_first_heads,
         Layout(tp=2, dropout=0.1),
-        "loss of step 1",
+        "loss (step 1",
         "dropout masks",
     ),
     "the same dropout masks on every tp rank's rows": Sabotage(
         "mlm.parallel.dropout.DropoutStream.of_micro_batch",
         masks_of_first_rows,
         Layout(tp=2, sequence_parallel=True, dropout=0.1),
-        "loss of step 1",
+        "loss (step 1",
         "dropout masks",
     ),
     "shared key-value heads not summed over the ranks that hold them": Sabotage(
         "mlm.parallel.gradients._sum_over_neighbours",
         forgotten,
         GROUPED,
-        "layers.3.attention.kv.weight",
-        "several share",
+        "attention.kv.weight",
+        "gradients not summed",
     ),
     "norms of heads not summed over tp": Sabotage(
         "mlm.models.llama.attention.HeadNorm.is_partial",
         False,
         Layout(tp=2, llama="qwen"),
-        "layers.3.attention.key_norm.weight",
-        "every tp rank holds",
+        "attention.key_norm.weight",
+        "gradients not summed",
     ),
     "rotary positions of each tp rank's own rows": Sabotage(
         "mlm.models.llama.model.Llama.rotary",
         positions_of_own_rows,
         Layout(tp=2, sequence_parallel=True, llama="llama"),
-        "loss of step 1",
+        "loss (step 1",
         "rotary positions",
     ),
     "rotary positions of each cp rank's own tokens": Sabotage(
         "mlm.models.llama.model.Llama.rotary",
         positions_of_own_tokens,
         Layout(cp=2, llama="llama"),
-        "loss of step 1",
+        "loss (step 1",
         "rotary positions",
     ),
     "learned positions of each cp rank's own tokens": Sabotage(
-        "mlm.models.backbone.local_positions", rows_of_own_tokens, CP, "loss of step 1", "positions (learned"
+        "mlm.models.backbone.local_positions", rows_of_own_tokens, CP, "loss (step 1", "positions (learned"
     ),
     "dropout masks of each cp rank's own tokens": Sabotage(
         "mlm.training.trainer.local_positions",
         rows_of_own_tokens,
         Layout(cp=2, dropout=0.1),
-        "loss of step 1",
+        "loss (step 1",
         "dropout masks",
     ),
     "keys of other cp ranks merged without their sums": Sabotage(
-        "mlm.parallel.context._merge", sum_of_own_tokens, CP, "loss of step 1", "forward pass"
+        "mlm.parallel.context._merge", sum_of_own_tokens, CP, "loss (step 1", "forward pass"
     ),
     "gradients of keys and values not summed over cp": Sabotage(
         "mlm.parallel.context.reduce_scatter",
@@ -368,7 +368,7 @@ CASES = {
         "mlm.models.llama.model.Llama.rotary",
         positions_twice_as_far,
         Layout(pp=2, llama="llama"),
-        "loss of step 1",
+        "loss (step 1",
         "rotary positions",
     ),
     "gradient norm of one rank's part": Sabotage(
@@ -406,7 +406,7 @@ CASES = {
         "mlm.parallel.expert.dispatch._Permutation.inverse",
         same,
         EP,
-        "loss of step 1",
+        "loss (step 1",
         "come back from experts",
     ),
     "loads counted on one rank": Sabotage(
@@ -427,14 +427,14 @@ CASES = {
         "mlm.parallel.expert.router.Router._inject",
         bias_of_each_micro_batch,
         Layout(cp=2, ep=2, moe="sigmoid"),
-        "loss of step 1",
+        "loss (step 1",
         "the biases of routers",
     ),
     "capacity of a rank's own tokens": Sabotage(
         "mlm.parallel.expert.capacity.earlier_choices",
         no_earlier_choices,
         Layout(cp=2, ep=2, moe="capacity"),
-        "loss of step 1",
+        "loss (step 1",
         "capacity",
     ),
     "weight decay on one stage only": Sabotage(

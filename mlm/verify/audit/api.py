@@ -7,11 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from rich.table import Table
@@ -28,6 +27,8 @@ from mlm.util.terminal import add_row, console, table
 from mlm.verify.audit.host import Outcome
 from mlm.verify.audit.subject import AuditSubject
 from mlm.verify.config import AuditConfig
+
+HOST = "from mlm.verify.audit.host import main; main()"
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,7 @@ class AuditReport:
         if best.finding is None:
             return f"ALIKE: {describe(best)} in {best.compared} tensors of one process ({best.precision})"
         found = best.finding
-        is_spoken = found.size not in (0.0, 1.0, float("inf"))
-        size = f", off by {found.size:.2g} of its largest element" if is_spoken else ""
-        return (
-            f"PARTS at {found.place} ({found.kind}, step {found.step}{size}) with {describe(best)}: "
-            f"{found.cause}: {found.sentence}"
-        )
+        return f"PARTS at {found.where} with {describe(best)}: {found.cause}: {found.sentence}"
 
 
 def describe(outcome: Outcome) -> str:
@@ -105,17 +101,13 @@ def run_host(job: Mapping[str, object]) -> list[dict[str, Any]]:
 
     Raises UserError as that process does, and CheckFailedError if it ends without a result.
     """
-    with tempfile.TemporaryDirectory(prefix="mlm-audit-") as folder:
-        path = Path(folder, "job.json")
-        path.write_text(json.dumps(job))
-        variables = {
-            **environment_without_launcher(os.environ),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with TemporaryFile("w+") as result_file:
+        number = str(result_file.fileno())
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", "from mlm.verify.audit.host import main; main()", str(path)],
-            env=variables,
+            [sys.executable, "-P", "-c", HOST, json.dumps(job), number],
+            env=environment_without_launcher(os.environ) | own,
+            pass_fds=[result_file.fileno()],
             start_new_session=True,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
@@ -124,12 +116,14 @@ def run_host(job: Mapping[str, object]) -> list[dict[str, Any]]:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-        result_file = Path(folder, "result")
-        if not result_file.exists():
-            raise CheckFailedError(
-                f"the audit of {job['build']} ended with {process.returncode}; its last lines are above"
-            )
-        result = json.loads(result_file.read_text())
+                process.wait()
+        result_file.seek(0)
+        content = result_file.read()
+    if not content:
+        raise CheckFailedError(
+            f"the audit of {job['build']} ended with {process.returncode}; its last lines are above"
+        )
+    result: dict[str, Any] = json.loads(content)
     if "error" in result:
         raise UserError(result["error"])
     outcomes: list[dict[str, Any]] = result["outcomes"]

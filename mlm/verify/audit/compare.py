@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from mlm.verify.audit.parts import (
     difference,
     fill,
     match,
+    match_offsets,
     match_rows,
     placements,
 )
@@ -27,12 +28,15 @@ from mlm.verify.audit.subject import Split
 from mlm.verify.verdict import FLOOR, TOLERANCES
 
 ROUNDING = 1e4
-"""Gradients below this many tolerances of the largest hold rounding, of which Adam makes whole steps."""
+"""Where two gradients of an element differ by more than this many tolerances of it, it holds rounding. Keys'
+biases are such: softmax cancels them, so that their true gradient is zero."""
 
 Layout = Mapping[str, int]
 Rank = tuple[int, ...]
 """Coordinates over AXES."""
 Ranks = dict[Rank, Record]
+Rounding = dict[tuple[str, int], dict[Coordinates, Tensor]]
+"""Masks of the elements that hold rounding, of each rank's part of a parameter on a stage."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +58,29 @@ class Place:
     @property
     def relative(self) -> float:
         """The largest difference as a fraction of the largest element."""
-        return self.match.error / self.largest if self.largest else math.inf
+        return self.match.error / self.largest if self.largest else math.inf if self.match.error else 0.0
 
 
 class Comparison:
     """Every tensor that both have, compared in the order of the reference's computation.
 
-    Raises UserError if there is none.
+    `units` are the sizes in which differences of some kinds are measured, in place of the largest element, to
+    the tolerance of the kind's name; a loss that has one is the global batch's on every rank. `rounding` is
+    that of the steps before. Raises UserError where names do not match.
     """
 
-    def __init__(self, reference: Record, ranks: Ranks, layout: Layout) -> None:
+    def __init__(
+        self,
+        reference: Record,
+        ranks: Ranks,
+        layout: Layout,
+        *,
+        units: Mapping[str, float] | None = None,
+        eps: float = 0.0,
+        rounding: Rounding | None = None,
+    ) -> None:
         self.layout, self.reference, self.ranks = layout, reference, ranks
+        self.units, self.eps, self.rounding = units or {}, eps, {} if rounding is None else rounding
         self.places: list[Place] = []
         self.skipped: list[str] = []
         """What could not be compared, and why."""
@@ -72,19 +88,35 @@ class Comparison:
         """Of each step: the scale of replicas' gradients inside the model, which their reduction undoes."""
         formats = list(TOLERANCES)
         self.precision = max((r.precision for r in (reference, *ranks.values())), key=formats.index)
-        self._rounding: dict[str, Tensor] = {}
         self._largest: dict[tuple[int, str], float] = {}
         self._calls = {id(record): _count_calls(record) for record in (reference, *ranks.values())}
         for key, tensor in reference.tensors.items():
-            self._largest[key[:2]] = max(self._largest.get(key[:2], 0.0), magnitude(tensor))
+            size = self._moved(key) if key.kind == "weight" else magnitude(tensor)
+            self._largest[key[:2]] = max(self._largest.get(key[:2], 0.0), size)
         order = list(KINDS).index
         for key in sorted(reference.tensors, key=lambda key: (key.step, order(key.kind))):
             whole = reference.tensors[key]
             is_of_stage = layout["pp"] > 1 and not key.name  # the whole module is a stage
-            for stage, parts in {} if is_of_stage else held(ranks, key).items():
+            stages = {} if is_of_stage else held(ranks, key)
+            for stage, parts in stages.items():
                 self._compare(key, whole, stage, parts)
-        if not any(place.key.kind in ("output", "gradient") for place in self.places):
+            if not stages and key.name in reference.offsets:
+                self.places.append(Place(key, Match({}, {}, math.inf), 1.0, 0.0))
+        if not any(place.key.kind in ("output", "gradient", "weight") for place in self.places):
             raise UserError("no module or parameter of the layout has a name of one process; give names=")
+
+    @property
+    def blind(self) -> str:
+        """The first place that has no finite numbers on one process either, in words; empty without any."""
+        for place in self.places:
+            pairs = list(place.match.pairs.values())
+            if place.is_wrong or place.key.kind in ("loss", "norm"):
+                if any(all(bool((~x.isfinite()).any()) for x in pair) for pair in pairs):
+                    name = "" if place.key.name in KINDS else f" of {place.key.name or 'the whole module'}"
+                    return f"the {KINDS[place.key.kind]}{name} in step {place.key.step + 1}"
+                if place.is_wrong:
+                    break
+        return ""
 
     @property
     def wrong(self) -> list[Place]:
@@ -97,41 +129,53 @@ class Comparison:
         index = same.index(place)
         return same[index - 1] if index else None
 
+    def _moved(self, key: Key) -> float:
+        """How far the reference's weight has moved: its largest element."""
+        begin = self.reference.tensors.get(Key(0, "initial", key.name))
+        return 0.0 if begin is None else difference(self.reference.tensors[key], begin)
+
+    def _unit_and_limit(self, key: Key, whole: Tensor) -> tuple[float, float]:
+        """The size in which a difference is measured, and the tolerance in it."""
+        tolerance = TOLERANCES[self.precision]
+        if key.kind in self.units:
+            return self.units[key.kind], float(getattr(tolerance, key.kind))
+        size, floor = magnitude(whole), FLOOR * self._largest[key[:2]]
+        if key.kind == "weight":
+            return max(self._moved(key), floor, 1e-30), tolerance.weight
+        return max(size, floor) or 1.0, tolerance.gradient if key.step == 0 else tolerance.later
+
     def _compare(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> None:
+        unit, limit = self._unit_and_limit(key, whole)
+        if key.kind in ("initial", "gradient", "weight"):
+            self.places.append(Place(key, self._parameter(key, whole, stage, parts), unit, limit, stage))
+            return
         record = next(record for rank, record in self.ranks.items() if rank[0] == stage)
         if self._calls[id(self.reference)][_call_of(key)] != self._calls[id(record)][_call_of(key)]:
             self._skip(f"{key.name} is called another number of times than on one process")
-            return
-        if key.kind == "weight":
-            self.places.append(self._weight(key, whole, stage, parts))
-            return
-        tolerance = TOLERANCES[self.precision]
-        limit = tolerance.gradient if key.step == 0 else tolerance.later
-        largest = max(magnitude(whole), FLOOR * self._largest[key[:2]]) or 1.0
-        found: Match | None
-        if key.kind == "loss":
-            found = self._loss(parts, whole, limit * largest)
-        else:
-            is_backward = key.kind == "backward"
-            fits = is_backward and key.step not in self.factors
-            factors = self.factors.get(key.step) if is_backward else None
-            choices = self._choices(key, parts, whole)
-            found = match(parts, whole, choices, limit * largest, factors=factors, fits_factors=fits)
-            if fits and found is not None:
-                self.factors[key.step] = found.factors
-            is_right = found is not None and found.error <= limit * largest
-            if (
-                key.kind in ("output", "backward")
-                and self.layout["tp"] * self.layout["cp"] == 1
-                and not is_right
-            ):
-                rows = match_rows(parts, whole, factors or {})
-                found = rows if rows is not None and rows.error <= limit * largest else found
-        if found is None:
+        elif (
+            found := self._loss(parts, whole, limit * unit)
+            if key.kind == "loss" and key.kind not in self.units
+            else self._activation(key, parts, whole, limit * unit)
+        ) is None:
             shape = list(next(iter(parts.values())).shape)
             self._skip(f"{key.name}: {shape} is no part of {list(whole.shape)}")
         else:
-            self.places.append(Place(key, found, largest, limit, stage))
+            self.places.append(Place(key, found, unit, limit, stage))
+
+    def _activation(self, key: Key, parts: Parts, whole: Tensor, bound: float) -> Match | None:
+        """Compare an output, its gradient or the norm, at the placement that fits best."""
+        is_backward = key.kind == "backward"
+        fits = is_backward and key.step not in self.factors
+        factors = self.factors.get(key.step) if is_backward else None
+        choices = self._choices(key, parts, whole)
+        found = match(parts, whole, choices, bound, factors=factors, fits_factors=fits)
+        if fits and found is not None:
+            self.factors[key.step] = found.factors
+        is_wrong = found is None or not found.error <= bound
+        if is_wrong and key.kind != "norm" and self.layout["tp"] * self.layout["cp"] == 1:
+            rows = match_rows(parts, whole, factors or {})
+            found = rows if rows is not None and rows.error <= bound else found
+        return found
 
     def _skip(self, why: str) -> None:
         if why not in self.skipped:
@@ -139,8 +183,6 @@ class Comparison:
 
     def _choices(self, key: Key, parts: Parts, whole: Tensor) -> list[Placement]:
         """The placements that a tensor of this kind may have."""
-        if key.kind in ("gradient", "initial"):
-            return [placement_of(key.name, parts, whole, self.ranks, self.layout)]
         if not whole.ndim:
             return [{}]
         shape = next(iter(parts.values())).shape
@@ -166,26 +208,28 @@ class Comparison:
                 found = other if other is not None and other.error < found.error else found
         return found
 
-    def _weight(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> Place:
-        """Compare weights in units of the largest that an element of them moved, but for ROUNDING."""
-        limit = TOLERANCES[self.precision].weight
-        moved = max(difference(whole, self.reference.tensors[Key(0, "initial", key.name)]), 1e-30)
-        gradient = self.reference.tensors.get(Key(key.step, "gradient", key.name))
-        if gradient is not None:
-            tiny = gradient.abs() <= ROUNDING * TOLERANCES[self.precision].gradient * magnitude(gradient)
-            self._rounding[key.name] = tiny | self._rounding.get(key.name, torch.zeros_like(tiny))
-        placement = placement_of(key.name, parts, whole, self.ranks, self.layout)
-        found = match(parts, whole, [placement], 0.0)
-        assert found is not None
-        if key.name in self._rounding:
-            masks = match(parts, self._rounding[key.name].to(whole.dtype), [placement], 0.0)
-            assert masks is not None
-            pairs = {
-                at: (torch.where(masks.pairs[at][1] > 0, right, part), right)
-                for at, (part, right) in found.pairs.items()
-            }
-            found = Match(placement, pairs, max(difference(*pair) for pair in pairs.values()))
-        return Place(key, found, moved, limit, stage)
+    def _parameter(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> Match:
+        """Compare parts of a parameter, its gradient or its update.
+
+        Elements whose gradients differ by more than a share of themselves hold rounding, of which optimizers
+        make whole steps: the weights of these are not compared.
+        """
+        found = match_parameter(key.name, parts, whole, stage, self.ranks, self.layout)
+        masks = self.rounding.setdefault((key.name, stage), {})
+        if key.kind == "gradient":
+            share = ROUNDING * TOLERANCES[self.precision].gradient
+            for at, (part, right) in found.pairs.items():
+                part, right = part.double(), right.double()
+                tiny = (part - right).abs() > share * (right.abs() + self.eps)
+                masks[at] = tiny | masks[at] if at in masks else tiny
+        if key.kind != "weight" or not masks:
+            return found
+        pairs = {
+            at: (torch.where(masks[at] & part.isfinite(), right.to(part.dtype), part), right)
+            for at, (part, right) in found.pairs.items()
+        }
+        error = max(difference(*pair) for pair in pairs.values())
+        return replace(found, pairs=pairs, error=error if math.isfinite(found.error) else math.inf)
 
 
 def magnitude(tensor: Tensor) -> float:
@@ -202,12 +246,26 @@ def _count_calls(record: Record) -> Counter[tuple[int, str, str, int]]:
 
 
 def held(ranks: Ranks, key: Key) -> dict[int, Parts]:
-    """The parts of a tensor, by pipeline stage, on stages whose every rank has it."""
+    """The parts of a tensor by pipeline stage: where every rank of it has one, or offsets tell."""
     stages: dict[int, Parts] = {}
     for (stage, *at), record in ranks.items():
         if key in record.tensors:
             stages.setdefault(stage, {})[tuple(at)] = record.tensors[key]
-    return {s: p for s, p in stages.items() if len(p) == sum(rank[0] == s for rank in ranks)}
+    is_known = any(key.name in record.offsets for record in ranks.values())
+    return {s: p for s, p in stages.items() if is_known or len(p) == sum(rank[0] == s for rank in ranks)}
+
+
+def match_parameter(
+    name: str, parts: Parts, whole: Tensor, stage: int, ranks: Ranks, layout: Layout
+) -> Match:
+    """Parts of a parameter beside what they should be. Raises UserError as `placement_of` does."""
+    offsets = {rank[1:]: record.offsets.get(name) for rank, record in ranks.items() if rank[0] == stage}
+    known = {at: offset for at in parts if (offset := offsets[at]) is not None}
+    if len(known) == len(parts):
+        return match_offsets(parts, whole, known)
+    found = match(parts, whole, [placement_of(name, parts, whole, ranks, layout)], 0.0)
+    assert found is not None
+    return found
 
 
 def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: Layout) -> Placement:

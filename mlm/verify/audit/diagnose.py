@@ -8,79 +8,22 @@ the words for each.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mlm.verify.audit.causes import CAUSES, FORWARD
 from mlm.verify.audit.compare import Comparison, Place, magnitude
-from mlm.verify.audit.parts import SPLIT_AXES, Parts, add_over, are_copies, difference
+from mlm.verify.audit.parts import SPLIT_AXES, Parts, are_copies, difference, scale_of
 from mlm.verify.audit.record import KINDS
 from mlm.verify.audit.subject import Split
 
+LOADS = (".router.bias", ".router.load")
+"""Ends of the names of a router's state that the loads of its experts move, and no gradient."""
 FIT = 1e-6
 """Formulas hold to this fraction of the largest element, or to ten tolerances."""
 MOST_NAMES = 4
-CAUSES = {
-    ("output", "addends"): (
-        "missing all-reduce",
-        "each {axis} rank has one addend, and their sum is right; sum it over {axis}",
-    ),
-    ("output", "times"): (
-        "doubled all-reduce",
-        "it is {factor} times that of one process; sum it over {axis} once",
-    ),
-    ("output", "divided"): (
-        "averaged instead of summed",
-        "it is 1/{size} of that of one process; sum it over {axis} without a division",
-    ),
-    ("output", "permuted"): (
-        "shards permuted",
-        "it holds the right numbers in another order; look at the order in which parts are put together "
-        "(gather, all-to-all, order of ranks in the group)",
-    ),
-    ("output", "affine"): (
-        "local statistics",
-        "it is right but for a scale and a shift: a mean, variance or sum is that of a rank's part, to be "
-        "reduced over the ranks that hold the others; or a sum is made twice before a bias is added",
-    ),
-    ("backward", "addends"): (
-        "missing all-reduce of a gradient",
-        "each {axis} rank has one addend, and their sum is right; sum it over {axis} in backward (operator f "
-        "of arXiv:1909.08053)",
-    ),
-    ("backward", "times"): (
-        "doubled all-reduce of a gradient",
-        "it is {factor} times that of one process, and that of {before} is right; look at the backward of "
-        "the sum over {axis} between them, which must not sum again",
-    ),
-    ("backward", "divided"): (
-        "averaged instead of summed",
-        "it is 1/{size} of that of one process, and that of {before} is right; look for a mean over {axis} "
-        "in backward",
-    ),
-    ("backward", "permuted"): (
-        "shards permuted",
-        "it holds the right numbers in another order; look at the backward of a gather or a scatter",
-    ),
-    ("gradient", "addends"): (
-        "gradients not summed",
-        "those of {names} are of one {axis} rank alone, and their sum is right; sum them over {axis} (with "
-        "sequence parallelism those of norms, whose inputs are split)",
-    ),
-    ("gradient", "mean"): (
-        "gradients not reduced",
-        "those of {names} are of one {axis} rank alone, and their mean is right; reduce them over {axis}",
-    ),
-    ("gradient", "times"): (
-        "unscaled mean",
-        "those of {names} are {factor} times those of one process; a sum over {axis} lacks its division, or "
-        "is made twice",
-    ),
-    ("gradient", "divided"): (
-        "divided twice",
-        "those of {names} are 1/{size} of those of one process; look for a division by {axis} too many",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -100,6 +43,15 @@ class Finding:
     sentence: str
     """The pattern, and what to look at."""
 
+    @property
+    def where(self) -> str:
+        """`2.norm (gradient of the output, step 1, off by 0.46 of its largest element)`."""
+        of = "what it moved" if self.kind == KINDS["weight"] else "its largest element"
+        is_spoken = self.size not in (0.0, 1.0, math.inf) and self.kind != KINDS["loss"]
+        size = f", off by {self.size:.2g} of {of}" if is_spoken else ""
+        kind = "" if self.place in KINDS else f"{self.kind}, "
+        return f"{self.place} ({kind}step {self.step}{size})"
+
 
 def diagnose(comparison: Comparison) -> Finding | None:
     """The finding at the first place where the layout parts; None where it does not."""
@@ -111,29 +63,50 @@ def diagnose(comparison: Comparison) -> Finding | None:
     if torn:
         return _torn(torn)
     wrong = comparison.wrong
-    if all(place.key.kind == "loss" and _is_own_loss(place) for place in wrong):
+    if all(place.key.kind == "loss" and _is_own_loss(comparison, place) for place in wrong):
         return _dropout(comparison)
     place = wrong[0]
+    if place.key.kind == "gradient" and not _has_outputs(comparison):  # backward begins with the last
+        place = [p for p in wrong if p.key[:2] == place.key[:2]][-1]
     functions = {"loss": _loss, "norm": _norm, "gradient": _gradients, "weight": _weights}
-    cause, sentence, *names = functions.get(place.key.kind, _activation)(comparison, place)
+    if not place.match.pairs:
+        cause, sentence, *names = "lost", "no rank has it; look at how layers are distributed"
+    elif not all(bool(part.isfinite().all()) for part in _parts(place).values()):
+        cause, sentence, *names = "not finite", "it is NaN or infinite, and a number on one process"
+    else:
+        cause, sentence, *names = functions.get(place.key.kind, _activation)(comparison, place)
     name = names[0] if names else place.key.name or "the whole module"
     return Finding(name, KINDS[place.key.kind], place.key.step + 1, place.relative, cause, sentence)
 
 
-def pattern(comparison: Comparison, places: Sequence[Place]) -> tuple[str, str] | None:
-    """The formula that explains all places, and its axis ("" for those without); None without any."""
+class Pattern(NamedTuple):
+    """A formula that explains places."""
+
+    name: str
+    axis: str = ""
+    factor: float = 1.0
+
+
+def pattern(comparison: Comparison, places: Sequence[Place]) -> Pattern | None:
+    """The formula that explains all places; None without any."""
     pairs = [(place, part, right) for place in places for part, right in place.match.pairs.values()]
+
+    def is_scaled(factor: float) -> bool:
+        return all(is_close(part, factor * right, place) for place, part, right in pairs)
+
     for axis, size in axes_of(comparison):
         for name, factor in (("times", float(size)), ("divided", 1 / size)):
-            if all(is_close(part, factor * right, place) for place, part, right in pairs):
-                return name, axis
-        if all(place.match.over(axis) == "copy" for place in places):
-            for name, divisor in (("addends", 1), ("mean", size)):
-                if all(_adds_up(place, axis, divisor) for place in places):
-                    return name, axis
-    if all(_is_permuted(place) for place in places):
-        return "permuted", ""
-    return ("affine", "") if all(map(_is_affine, places)) else None
+            if is_scaled(factor):
+                return Pattern(name, axis, factor)
+        for name in ("addends", "mean"):
+            if all(_adds_up(place, axis, is_mean=name == "mean") for place in places):
+                return Pattern(name, axis)
+    _, part, right = max(pairs, key=lambda pair: magnitude(pair[2]))
+    if (factor := scale_of(part, right)) and is_scaled(factor):
+        return Pattern("scaled", factor=factor)
+    if all(map(_is_permuted, places)):
+        return Pattern("permuted")
+    return Pattern("affine") if all(map(_is_affine, places)) else None
 
 
 def axes_of(comparison: Comparison) -> list[tuple[str, int]]:
@@ -147,9 +120,14 @@ def is_close(part: Tensor, right: Tensor, place: Place) -> bool:
     return part.shape == right.shape and difference(part, right) <= bound
 
 
-def _adds_up(place: Place, axis: str, divisor: int) -> bool:
-    total = add_over(_parts(place), axis)
-    return all(is_close(total[at] / divisor, right, place) for at, (_, right) in place.match.pairs.items())
+def _adds_up(place: Place, axis: str, *, is_mean: bool) -> bool:
+    """True if the sum or mean of what ranks along an axis have for the same region is right."""
+    groups = place.match.copies(axis)
+    return any(len(group) > 1 for group in groups) and all(
+        is_close(torch.stack([*group.values()]).sum(0) / (len(group) if is_mean else 1), right, place)
+        for group in groups
+        for right in [place.match.pairs[next(iter(group))][1]]
+    )
 
 
 def _parts(place: Place) -> Parts:
@@ -180,8 +158,10 @@ def _is_affine(place: Place) -> bool:
 
 def unequal(place: Place) -> str | None:
     """An axis whose ranks hold copies that differ."""
-    copied = (axis for axis, how in place.match.placement.items() if how == "copy")
-    return next((axis for axis in copied if not are_copies(_parts(place), axis)), None)
+    groups = ((axis, list(group.values())) for axis in SPLIT_AXES for group in place.match.copies(axis))
+    return next(
+        (axis for axis, (first, *rest) in groups if any(not torch.equal(first, x) for x in rest)), None
+    )
 
 
 def equal(place: Place) -> str | None:
@@ -225,14 +205,12 @@ def _dropout(comparison: Comparison) -> Finding | None:
     return None
 
 
-def _worded(
-    comparison: Comparison, kind: str, found: tuple[str, str] | None, **words: str
-) -> tuple[str, str] | None:
-    if found is None or (kind, found[0]) not in CAUSES:
+def _worded(comparison: Comparison, kind: str, found: Pattern | None, **words: str) -> tuple[str, str] | None:
+    if found is None or (kind, found.name) not in CAUSES:
         return None
-    cause, sentence = CAUSES[kind, found[0]]
-    size = comparison.layout[found[1]] if found[1] else 1
-    return cause, sentence.format(axis=found[1], size=size, factor=size, **words)
+    cause, sentence = CAUSES[kind, found.name]
+    size = comparison.layout.get(found.axis, 1)
+    return cause, sentence.format(axis=found.axis, size=size, factor=found.factor, **words)
 
 
 def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
@@ -247,14 +225,14 @@ def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
             f"{name} before it is right, and it is wrong on {ranks} alone; look at what reads a rank's place "
             "(positions, masks, samples, random numbers)",
         )
-    if kind == "output" and (bias := _repeated_bias(comparison, place)):
+    if kind == "output" and (bias := _around_bias(comparison, place)):
         return bias
     if not place.match.sums and (
         found := _worded(comparison, kind, pattern(comparison, [place]), before=name)
     ):
         return found
     if before is not None and before.match.sums:  # right as addends, and taken for the sum
-        found = _worded(comparison, kind, ("addends", before.match.sums[0]), before=name)
+        found = _worded(comparison, kind, Pattern("addends", before.match.sums[0]), before=name)
         assert found is not None
         return (*found, name)
     if before is None and kind == "backward":
@@ -288,35 +266,68 @@ def _wrong_ranks(place: Place) -> str:
     return " ".join(f"{axis} rank {wrong[0][SPLIT_AXES.index(axis)]}" for axis in axes) or "some ranks"
 
 
-def _repeated_bias(comparison: Comparison, place: Place) -> tuple[str, str] | None:
+def _around_bias(comparison: Comparison, place: Place) -> tuple[str, str] | None:
+    """The cause of a wrong sum over an axis beside which a bias b is added: y is u·right + v·b."""
     tensors = comparison.reference.tensors
     biases = {key.name: x for key, x in tensors.items() if key.kind == "initial" and x.ndim == 1 and x.any()}
     pairs = [] if place.match.sums else list(place.match.pairs.values())
-    for axis, size in axes_of(comparison) if pairs else []:
+    for axis, n in axes_of(comparison) if pairs else []:
         for name, bias in biases.items():
-            if all(part.shape[-1] == len(bias) for part, _ in pairs) and all(
-                is_close(part - right, (size - 1) * bias.expand_as(part), place) for part, right in pairs
+            if any(right.shape[-1] != len(bias) for _, right in pairs):
+                continue
+            before = f"before the sum over {axis}; add it once, after the sum"
+            for cause, u, v, why in (
+                ("bias added on every rank", 1, n - 1, f"every {axis} rank adds {name} {before}"),
+                (
+                    "doubled all-reduce",
+                    n,
+                    1 - n,
+                    f"but for {name} it is {n} times right; sum over {axis} once",
+                ),
+                (
+                    "averaged instead of summed",
+                    1 / n,
+                    1 - 1 / n,
+                    f"but for {name} it is 1/{n} of what is right",
+                ),
             ):
-                why = f"every {axis} rank adds {name} before the sum over {axis}; add it once, after the sum"
-                return "bias added on every rank", why
+                if all(is_close(part, u * right + v * bias, place) for part, right in pairs):
+                    return cause, why
     return None
 
 
-def _is_own_loss(place: Place) -> bool:
+def _is_own_loss(comparison: Comparison, place: Place) -> bool:
     """True if replicas report losses of their own, equal on all their tp ranks: no difference of training."""
     values: dict[tuple[int, ...], set[float]] = {}
     for at, part in _parts(place).items():
         values.setdefault(at[:2], set()).add(float(part.double().sum()))
-    return len(values) > 1 and all(max(v) - min(v) <= FIT * abs(max(v)) for v in values.values())
+    is_own = len(values) > 1 and "loss" not in comparison.units
+    return is_own and all(max(v) - min(v) <= FIT * abs(max(v)) for v in values.values())
 
 
 def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
     shown, right = _means(place)
-    return _split_loss(comparison, place) or (
-        "wrong divisor",
-        f"the outputs are right, and it is {shown} in place of {right:.6g}; look at the count of tokens that "
-        "it is divided by, which should be that of the global batch, and at labels",
-    )
+    head = f"it is {shown} in place of {right:.10g}"
+    if cause := _split_loss(comparison, place):
+        return cause
+    gradients = [p for p in comparison.places if p.key[:2] == (place.key.step, "gradient")]
+    found = pattern(comparison, gradients) if any(p.is_wrong for p in gradients) else None
+    if found is not None and found.name in ("times", "divided", "scaled"):
+        scaled = f"{head}, and all gradients are {found.factor:.6g} times those of one process"
+        return "wrong divisor", f"{scaled}; look at what the loss is divided by, and at labels"
+    if _has_outputs(comparison):
+        divisor = (
+            "look at the count of tokens that it is divided by, which should be that of the global batch"
+        )
+        return "wrong divisor", f"the outputs are right, and {head}; {divisor}, and at labels"
+    if place.key.step == 0:
+        return "forward pass", f"{head}: {FORWARD}"
+    return "samples", f"{head}, and the steps before are right; look at the samples of this step"
+
+
+def _has_outputs(comparison: Comparison) -> bool:
+    """True if outputs of modules were recorded, not only what a step ends with."""
+    return any(place.key.kind == "output" for place in comparison.places)
 
 
 def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
@@ -333,7 +344,7 @@ def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
     if tp > 1 and outputs and isinstance(outputs[-1].match.over("tp"), Split):
         return (
             "local statistics",
-            f"the logits are right, split over tp, and it is {shown} in place of {right:.6g}: it takes a "
+            f"the logits are right, split over tp, and it is {shown} in place of {right:.10g}: it takes a "
             "rank's part of the vocabulary for all; look at maxima, sums, means, sizes (label smoothing, "
             "z-loss)",
         )
@@ -342,19 +353,21 @@ def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
 
 def _means(place: Place) -> tuple[str, float]:
     """Means of what ranks have, in words, and the right one."""
-    values = dict.fromkeys(f"{float(part.double().mean()):.6g}" for part in _parts(place).values())
+    values = dict.fromkeys(f"{float(part.double().mean()):.10g}" for part in _parts(place).values())
     right = float(next(iter(place.match.pairs.values()))[1].double().mean())
     return ", ".join(list(values)[:MOST_NAMES]), right
 
 
 def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
-    step = [p for p in comparison.places if p.key[:2] == place.key[:2]]
+    step = [p for p in comparison.places if p.key[:2] == place.key[:2] and p.match.pairs]
     wrong = [p for p in step if p.is_wrong]
     names = "all parameters" if len(wrong) == len(step) else _list(wrong)
     if (stages := _tied(wrong)) is not None:
         return "tied weights not summed", stages, _list(wrong[:1])
     if found := _worded(comparison, "gradient", pattern(comparison, wrong), names=names):
         return (*found, names)
+    if not _has_outputs(comparison):
+        return _along_the_model(comparison, step, wrong)
     factors = sorted({f"{value:.4g}" for value in comparison.factors.get(place.key.step, {}).values()})
     if len(factors) > 1:
         return (
@@ -374,6 +387,28 @@ def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
         f"inside the model gradients are right, those of {names} are not; look at how they are reduced",
         names,
     )
+
+
+def _along_the_model(
+    comparison: Comparison, step: Sequence[Place], wrong: Sequence[Place]
+) -> tuple[str, str]:
+    """The cause of wrong gradients by whose they are: backward begins at the end of the model."""
+    last, index = wrong[-1], step.index(wrong[-1])
+    after = step[index + 1].key.name if step[index + 1 :] else ""
+    if found := _worded(comparison, "backward", pattern(comparison, [last]), before=after or "the loss"):
+        return found
+    if all(".experts." in p.key.name for p in wrong):
+        case = "experts"
+    elif ".router." in last.key.name:
+        case = "router"
+    elif all(any(len(group) > 1 for group in p.match.copies("tp")) for p in wrong):
+        case = "copies"
+    elif any(not p.is_wrong for p in step[:index]):
+        case = "one"
+    else:
+        case = "layer" if after else "end"
+    cause, sentence = CAUSES["along", case]
+    return cause, sentence.format(before=after)
 
 
 def _tied(wrong: Sequence[Place]) -> str | None:
@@ -404,6 +439,7 @@ def _norm(comparison: Comparison, place: Place) -> tuple[str, ...]:
             (split + size * copied, "repeats", f"parameters that all {axis} ranks hold count {size} times"),
             (size * (split + copied), "repeats", f"every parameter counts {size} times"),
             (split, "misses", f"parameters that all {axis} ranks hold do not count"),
+            (copied, "misses", f"parameters that are split over {axis} do not count"),
             (copied + split / size, "misses", f"the squares of parts are averaged over {axis}"),
         ):
             if all(math.isclose(value, math.sqrt(square), rel_tol=FIT) for value in values):
@@ -417,6 +453,9 @@ def _norm(comparison: Comparison, place: Place) -> tuple[str, ...]:
 
 def _weights(comparison: Comparison, place: Place) -> tuple[str, ...]:
     wrong = [p for p in comparison.wrong if p.key[:2] == place.key[:2]]
+    if place.key.name.endswith(LOADS):
+        why = "the gradients are right, and what the loads of experts move is not; count these over all ranks"
+        return "loads of experts", f"{why} that hold other tokens, once a step", _list(wrong)
     if axis := next(filter(None, map(unequal, wrong)), None):
         return (
             "replicas drift",
@@ -427,6 +466,6 @@ def _weights(comparison: Comparison, place: Place) -> tuple[str, ...]:
     return (
         "update depends on the layout",
         "the gradients are right, the update is not; look at the optimizer (its state, decay, which "
-        "parameters it holds, updates that read a whole matrix) and at the clipping factor",
+        "parameters it holds, updates of an element that read others) and at the clipping factor",
         _list(wrong),
     )

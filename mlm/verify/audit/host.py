@@ -1,6 +1,7 @@
 """The process of an audit: it imports the user's code once, and forks the ranks of each layout.
 
-Ranks exchange files only with it, so that nothing here takes part in the subject's communication.
+Ranks exchange files only with it, so that nothing here takes part in the subject's communication. The files
+have no name: they end with the processes, however these end.
 """
 
 import importlib
@@ -11,27 +12,28 @@ import os
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from difflib import get_close_matches
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import ModuleType
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from mlm.config.suggest import nearest
 from mlm.util.errors import UserError
 from mlm.util.system import die_with_parent
 from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble_weights
 from mlm.verify.audit.diagnose import Finding, diagnose
-from mlm.verify.audit.record import KINDS, Record, Recorder, StateFile
+from mlm.verify.audit.record import KINDS, Record, Recorder
 from mlm.verify.audit.subject import AXES, AuditSubject
 
 GRACE_S = 5.0
@@ -40,6 +42,8 @@ STUCK = 1.5
 """Timeouts of a collective after which ranks that report nothing count as stuck."""
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 TIMED_OUT = ("Timed out waiting", "timed out", "Timeout")
+MISTAKE = "mistake: "
+"""Beginning of a rank's error that is the user's."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +66,15 @@ class Outcome:
 
 
 def main() -> None:
-    """Audit as the job of the first argument says; write the outcomes, or the error, beside it."""
-    path = Path(sys.argv[1])
-    job = json.loads(path.read_text())
+    """Audit as the job of the first argument says; write outcomes, or an error, to the file of the second."""
+    job = json.loads(sys.argv[1])
     try:
-        found = audit_layouts(load_build(job["build"]), job, path.parent)
+        found = audit_layouts(load_build(job["build"]), job)
         result: dict[str, object] = {"outcomes": [asdict(outcome) for outcome in found]}
     except UserError as error:
         result = {"error": str(error)}
-    (path.parent / "result").write_text(json.dumps(result))
+    with os.fdopen(int(sys.argv[2]), "w") as file:
+        json.dump(result, file)
 
 
 def load_build(name: str) -> Callable[..., AuditSubject]:
@@ -84,13 +88,12 @@ def load_build(name: str) -> Callable[..., AuditSubject]:
     try:
         module = importlib.import_module(where) if file is None else import_file(file)
     except (Exception, SystemExit) as error:
-        text = f"{type(error).__name__}: {error}"
-        raise UserError(f"build={name}: importing {where} fails: {first_line(text)}") from error
+        raise UserError(f"build={name}: importing {where} fails: {first_line(error)}") from error
     found = getattr(module, function, None)
     if not callable(found):
-        near = get_close_matches(function, vars(module)) if found is None else []
+        near = nearest(function, vars(module)) if found is None else None
         problem = f"{where} has no function {function}" if found is None else f"{function} is no function"
-        raise UserError(f"build={name}: {problem}; name one of it" + (f", such as {near[0]}" if near else ""))
+        raise UserError(f"build={name}: {problem}; name one of it" + (f", such as {near}" if near else ""))
     return found
 
 
@@ -105,43 +108,36 @@ def import_file(file: Path) -> ModuleType:
     return module
 
 
-def first_line(text: str) -> str:
-    """The first line, at most 400 characters of it."""
-    return text.strip().split("\n")[0][:400]
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of its text, at most 400 characters."""
+    return f"{type(error).__name__}: {error}".strip().split("\n")[0][:400]
 
 
-def audit_layouts(build: Callable[..., AuditSubject], job: Mapping[str, Any], folder: Path) -> list[Outcome]:
+def audit_layouts(build: Callable[..., AuditSubject], job: Mapping[str, Any]) -> list[Outcome]:
     """Audit the layout; where it parts, also its axes one by one, for the smallest layout that does."""
     layout = {axis: job[axis] for axis in AXES}
-    outcomes = [audit_layout(build, layout, job, folder)]
+    outcomes = [audit_layout(build, layout, job)]
     axes = [axis for axis in AXES if layout[axis] > 1]
     if outcomes[0].finding is not None and len(axes) > 1:
-        smaller = sorted(
-            (dict.fromkeys(AXES, 1) | {axis: layout[axis]} for axis in axes), key=lambda s: sorted(s.values())
-        )
-        for size in smaller:
+        alone = (dict.fromkeys(AXES, 1) | {axis: layout[axis]} for axis in axes)
+        for size in sorted(alone, key=lambda s: sorted(s.values())):
             try:
-                outcomes.append(audit_layout(build, size, job, folder))
+                outcomes.append(audit_layout(build, size, job))
             except UserError:  # code that needs several axes
                 continue
     return outcomes
 
 
-def audit_layout(
-    build: Callable[..., AuditSubject], layout: Layout, job: Mapping[str, Any], folder: Path
-) -> Outcome:
+def audit_layout(build: Callable[..., AuditSubject], layout: Layout, job: Mapping[str, Any]) -> Outcome:
     """Run a layout and one process twice, and compare."""
     begin = time.monotonic()
-    world = World(build, layout, job, folder / "layout-{}".format("-".join(map(str, layout.values()))))
-    failure: UserError | None = None
+    ones = dict.fromkeys(AXES, 1)
+    world, failure = World(build, layout, job), None
     try:
-        ranks = world.run()
+        ranks = world.wait()
     except UserError as error:
         failure = error
-    ones = dict.fromkeys(AXES, 1)
-    alone = [World(build, ones, job, world.folder / f"one-{i}", None if failure else world) for i in range(2)]
-    for each in alone:
-        each.start()
+    alone = [World(build, ones, job, None if failure else world) for _ in range(2)]
     (reference,), (again,) = (each.wait().values() for each in alone)
     if failure is not None:
         finding = Finding("the layout's ranks", "run", 1, math.inf, "failed", str(failure))
@@ -154,142 +150,142 @@ def audit_layout(
                 "seeded"
             )
     comparison = Comparison(reference, ranks, layout)
-    wrong = len(comparison.wrong)
+    if comparison.blind:
+        raise UserError(
+            f"{comparison.blind} is not finite on one process either, so that nothing after it says anything",
+            fix="give a batch and weights of which it is a number",
+        )
     return Outcome(
         dict(layout),
         diagnose(comparison),
         len(comparison.places),
-        wrong,
+        len(comparison.wrong),
         tuple(comparison.skipped),
         comparison.precision,
         time.monotonic() - begin,
     )
 
 
+class RankProcess(NamedTuple):
+    """A forked rank, and the files it writes."""
+
+    pid: int
+    state: IO[bytes]
+    """What it does at present."""
+    output: IO[bytes]
+    """Its record, or its error if it ends with another code than 0."""
+
+
+def unnamed_file() -> IO[bytes]:
+    """A file that ends with the processes that have it open."""
+    return TemporaryFile()
+
+
+def path_of(file: IO[bytes]) -> Path:
+    """The path of an open file, in this process."""
+    return Path(f"/proc/self/fd/{file.fileno()}")
+
+
+def text_of(file: IO[bytes]) -> str:
+    """What was written to an open file."""
+    return path_of(file).read_bytes().decode(errors="replace")
+
+
 class World:
-    """Forked ranks of one layout."""
+    """Ranks of one layout; `weights_of` is the layout whose initial weights they take."""
 
     def __init__(
         self,
         build: Callable[..., AuditSubject],
         layout: Layout,
         job: Mapping[str, Any],
-        folder: Path,
         weights_of: "World | None" = None,
     ) -> None:
-        self.build, self.layout, self.job, self.folder = build, layout, job, folder
-        self.weights_of = weights_of
-        """The layout whose initial weights these ranks take."""
-        self.size = math.prod(layout.values())
-        self.pids: dict[int, int] = {}
-        folder.mkdir(parents=True)
-
-    def run(self) -> Ranks:
-        """Start and wait."""
-        self.start()
-        return self.wait()
-
-    def start(self) -> None:
-        """Fork the ranks."""
-        host = os.getpid()
+        self.build, self.layout, self.job, self.weights_of = build, layout, job, weights_of
+        self.size, self.store, host = math.prod(layout.values()), unnamed_file(), os.getpid()
+        self.ranks: list[RankProcess] = []
         for rank in range(self.size):
+            state, output = unnamed_file(), unnamed_file()
             if (pid := os.fork()) == 0:
-                self._rank(rank, host)
-            self.pids[rank] = pid
+                self._run_rank(rank, host, partial(_note, state), output)
+            self.ranks.append(RankProcess(pid, state, output))
 
     def wait(self) -> Ranks:
         """Wait for the ranks and return their records. Raises UserError for one that failed or hangs."""
-        left, failed, end = dict(self.pids), list[int](), math.inf
+        left, failed, end = dict(enumerate(self.ranks)), list[int](), math.inf
         while left and time.monotonic() < end and not self._is_stuck():
-            for rank, pid in list(left.items()):
-                if os.waitpid(pid, os.WNOHANG)[0]:
-                    del left[rank]
-                    if not self._file(rank, "record").exists():
-                        failed.append(rank)
-                        end = min(end, time.monotonic() + GRACE_S)
+            for number, rank in list(left.items()):
+                pid, status = os.waitpid(rank.pid, os.WNOHANG)
+                if pid:
+                    del left[number]
+                if pid and (status or not os.fstat(rank.output.fileno()).st_size):
+                    failed.append(number)
+                    end = min(end, time.monotonic() + GRACE_S)
             time.sleep(0.02)
-        for pid in left.values():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        for rank in left.values():
+            os.kill(rank.pid, signal.SIGKILL)
+            os.waitpid(rank.pid, 0)
         if failed or left:
             raise UserError(self._failure(failed))
         return self.records()
 
     def _is_stuck(self) -> bool:
         """True if no rank has reported progress for longer than a collective may take."""
-        states = [self._file(rank, "state") for rank in self.pids]
-        newest = max((state.stat().st_mtime for state in states if state.exists()), default=time.time())
+        newest = max(os.fstat(rank.state.fileno()).st_mtime for rank in self.ranks)
         return time.time() - newest > STUCK * self.job["timeout_s"]
 
     def records(self) -> Ranks:
-        """Records of the ranks by their coordinates, read from files."""
-        return {
-            tuple(map(int, np.unravel_index(rank, tuple(self.layout.values())))): Record.load(
-                self._file(rank, "record")
-            )
-            for rank in range(self.size)
-        }
-
-    def _file(self, rank: int, name: str) -> Path:
-        return self.folder / f"{name}-{rank}"
+        """Records of the ranks by their coordinates."""
+        sizes = tuple(self.layout.values())
+        places = (tuple(map(int, np.unravel_index(rank, sizes))) for rank in range(self.size))
+        outputs = (path_of(rank.output).read_bytes() for rank in self.ranks)
+        return {at: Record.of_bytes(output) for at, output in zip(places, outputs, strict=True)}
 
     def _failure(self, failed: list[int]) -> str:
         """One line: a user's mistake, the rank that failed itself, or where each waits."""
-        if mistake := next((f for rank in failed if (f := self._file(rank, "mistake")).exists()), None):
-            return mistake.read_text()
-        errors = {
-            rank: self._file(rank, "error").read_text()
-            for rank in failed
-            if self._file(rank, "error").exists()
-        }
+        errors = {rank: text for rank in failed if (text := text_of(self.ranks[rank].output))}
+        states = [text_of(rank.state).rstrip(" \0") for rank in self.ranks]
         own = {r: e for r, e in errors.items() if not any(words in e for words in (*LOST_PEER, *TIMED_OUT))}
-        states = {
-            rank: self._file(rank, "state").read_bytes().decode(errors="replace").rstrip(" \0")
-            for rank in range(self.size)
-        }
         silent = [rank for rank in failed if rank not in errors]
+        if mistake := next((e for e in own.values() if e.startswith(MISTAKE)), ""):
+            return mistake.removeprefix(MISTAKE)
         if own:
             rank, text = next(iter(own.items()))
-            if "CUDA" in text or "cuda" in text:
+            if "cuda" in text.lower():
                 return f"the subject needs CUDA ({text}); build it on mesh.device_type, which is cpu here"
             if self.size == 1:
                 return f"the subject fails in {states[rank]} on one process: {text}"
-            return f"rank {rank} of {self.size} fails in {states[rank]}: {text}" + (
-                "" if len(own) == self.size else "; other ranks do not"
-            )
+            others = "" if len(own) == self.size else "; other ranks do not"
+            return f"rank {rank} of {self.size} fails in {states[rank]}: {text}{others}"
         if silent:
             return f"rank {silent[0]} of {self.size} died in {states[silent[0]]}"
-        where = "; ".join(f"rank {rank}: {state}" for rank, state in states.items())
+        where = "; ".join(f"rank {rank}: {state}" for rank, state in enumerate(states))
         limit = f"timeout_s={self.job['timeout_s']:g}"
         return f"deadlock, or {limit} is too low: no progress in that time ({where})"
 
-    def _rank(self, rank: int, host: int) -> None:
+    def _run_rank(self, rank: int, host: int, note: Callable[[str], None], output: IO[bytes]) -> None:
         """One rank's process, from the fork to its end."""
         code = 1
         try:
             die_with_parent(host)
             warnings.simplefilter("ignore")
-            note = StateFile(str(self._file(rank, "state")))
             note("build")
-            try:
-                record = self._record(rank, note)
-                note("the end")
-                partial = self._file(rank, "partial")
-                record.save(partial)
-                partial.rename(self._file(rank, "record"))
-                code = 0
-            except BaseException as error:
-                if isinstance(error, UserError):
-                    self._file(rank, "mistake").write_text(str(error))
-                self._file(rank, "error").write_text(first_line(f"{type(error).__name__}: {error}"))
-                self._file(rank, "trace").write_text(traceback.format_exc())
+            content = self._record(rank, note).to_bytes()
+            note("the end")
+            code = 0
+        except UserError as error:
+            content = f"{MISTAKE}{error}".encode()
+        except BaseException as error:
+            content = first_line(error).encode()
         finally:
+            output.write(content)
+            output.flush()
             os._exit(code)  # destructors could wait for a peer
 
-    def _record(self, rank: int, note: StateFile) -> Record:
+    def _record(self, rank: int, note: Callable[[str], None]) -> Record:
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float64)
-        store = dist.FileStore(str(self.folder / "store"), self.size)
+        store = dist.FileStore(str(path_of(self.store)), self.size)
         timeout = timedelta(seconds=self.job["timeout_s"])
         dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=timeout)
         mesh = init_device_mesh("cpu", tuple(self.layout.values()), mesh_dim_names=tuple(self.layout))
@@ -303,3 +299,8 @@ class World:
             weights = assemble_weights(shapes, self.weights_of.records(), self.weights_of.layout)
             recorder.load(weights)
         return recorder.run(self.job["steps"])
+
+
+def _note(state: IO[bytes], text: str) -> None:
+    """Write what a rank does over what it did: quickly, since each collective does."""
+    os.pwrite(state.fileno(), text.encode()[:200].ljust(200), 0)

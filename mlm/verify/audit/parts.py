@@ -1,6 +1,7 @@
 """Tensors of several ranks beside the whole one of the reference: each rank's part, and how far off it is."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal
@@ -28,6 +29,8 @@ class Match:
     """(a rank's tensor, what it should be), after sums."""
     error: float
     """Largest difference of an element; infinite where one is not finite."""
+    regions: Mapping[Coordinates, Hashable] = field(default_factory=dict)
+    """What each rank's part is of the whole: the same for ranks that hold copies."""
     factors: Mapping[Coordinates, float] = field(default_factory=dict)
     """Of gradients: the scale of each replica's, by coordinates over dp and cp."""
 
@@ -39,6 +42,13 @@ class Match:
     def sums(self) -> list[str]:
         """Axes of a split model over which ranks hold addends."""
         return [axis for axis, how in self.placement.items() if how == "sum" and axis != "dp"]
+
+    def copies(self, axis: str) -> list[Parts]:
+        """The parts, in groups of those that hold the same region on ranks along an axis."""
+        number, groups = SPLIT_AXES.index(axis), dict[Hashable, Parts]()
+        for at, (part, _) in self.pairs.items():
+            groups.setdefault((_aside(at, number), self.regions[at]), {})[at] = part
+        return list(groups.values())
 
 
 def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -> Tensor:
@@ -161,27 +171,53 @@ def match(
             pairs = {at: (part / (own[at[:2]] or 1.0), right) for at, (part, right) in pairs.items()}
         error = max(difference(*pair) for pair in pairs.values())
         if best is None or error < best.error:
-            best = Match(placement, pairs, error, own)
+            regions = {at: _region_of(placement, at) for at in pairs}
+            best = Match(placement, pairs, error, regions, own)
         if error <= limit:
             break
     return best
 
 
+def _region_of(placement: Placement, at: Coordinates) -> Hashable:
+    return tuple(i for axis, i in zip(SPLIT_AXES, at, strict=True) if placement.get(axis, "copy") != "copy")
+
+
+def match_offsets(parts: Parts, whole: Tensor, offsets: Mapping[Coordinates, tuple[int, ...]]) -> Match:
+    """Parts beside the regions that begin at known offsets; the error is infinite if these leave a hole."""
+    regions = {at: (offsets[at], tuple(part.shape)) for at, part in parts.items()}
+    pairs = {
+        at: (part, whole[tuple(slice(o, o + n) for o, n in zip(offsets[at], part.shape, strict=True))])
+        for at, part in parts.items()
+    }
+    placement: dict[str, How] = {}
+    for number, axis in enumerate(SPLIT_AXES):
+        firsts = {at: (*at[:number], 0, *at[number + 1 :]) for at in parts}
+        is_copy = all(regions.get(first) == regions[at] for at, first in firsts.items())
+        placement[axis] = "copy" if is_copy else Split(0, axis)
+    is_whole = sum(math.prod(shape) for _, shape in set(regions.values())) == whole.numel()
+    error = max(difference(*pair) for pair in pairs.values()) if is_whole else math.inf
+    return Match(placement, pairs, error, regions)
+
+
 def match_rows(parts: Parts, whole: Tensor, factors: Mapping[Coordinates, float]) -> Match | None:
     """Replicas' rows, in any order, beside those of the whole: of tokens that an expert receives, say."""
+    if whole.ndim < 2:
+        return None
     rows = torch.cat([part / (factors.get(at[:2]) or 1.0) for at, part in sorted(parts.items())])
-    if rows.shape != whole.shape or rows.ndim < 2:
+    if rows.shape != whole.shape:
         return None
     weights = torch.linspace(1, 2, rows[0].numel(), dtype=rows.dtype)
     part, right = (each[(each.flatten(1) @ weights).argsort()] for each in (rows, whole))
-    return Match({"dp": Split(0, "dp")}, {(0, 0, 0): (part, right)}, difference(part, right))
+    return Match({"dp": Split(0, "dp")}, {(0, 0, 0): (part, right)}, difference(part, right), {(0, 0, 0): 0})
 
 
 def difference(part: Tensor, right: Tensor) -> float:
     """Largest difference of an element; infinite where one is not finite."""
     if not part.numel():
         return 0.0
-    return float((part.double() - right.double()).abs().nan_to_num(nan=torch.inf).amax())
+    part, right = part.double(), right.double()
+    off = (part - right).abs().nan_to_num(nan=torch.inf)
+    return float(off.masked_fill(part == right, 0.0).amax())  # of masked scores, infinities are equal
 
 
 def scale_of(part: Tensor, right: Tensor) -> float:

@@ -1,7 +1,6 @@
 """One rank's run of a subject: every module's outputs and their gradients, parameters, norm and loss."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from dataclasses import astuple, dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
+from io import BytesIO
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,16 +57,19 @@ class Record:
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     splits: dict[str, tuple[Split, ...] | None] = field(default_factory=dict)
     """Of parameters; None where only shapes can show it."""
+    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of parameters whose region is known: that of this rank's part in the whole."""
     precision: str = "fp64"
     """The narrowest format that an operation of forward or backward returned."""
     masks: list[tuple[str, bytes, bytes]] = field(default_factory=list)
     """Of each dropout: its module, digests of its input and of its mask."""
 
-    def save(self, path: Path) -> None:
-        """Write it; what a subject recorded is never unpickled."""
+    def to_bytes(self) -> bytes:
+        """Encode it; what a subject recorded is never unpickled."""
         said = {
             "tensors": [(key, str(t.dtype).split(".")[1], t.shape) for key, t in self.tensors.items()],
             "splits": {name: s and [astuple(split) for split in s] for name, s in self.splits.items()},
+            "offsets": self.offsets,
             "precision": self.precision,
             "masks": [(name, x.hex(), mask.hex()) for name, x, mask in self.masks],
         }
@@ -75,21 +77,23 @@ class Record:
             str(n): t.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
             for n, t in enumerate(self.tensors.values())
         }
-        with path.open("wb") as f:
-            np.savez(f, allow_pickle=False, said=np.frombuffer(json.dumps(said).encode(), np.uint8), **arrays)
+        file = BytesIO()
+        np.savez(file, allow_pickle=False, said=np.frombuffer(json.dumps(said).encode(), np.uint8), **arrays)
+        return file.getvalue()
 
     @classmethod
-    def load(cls, path: Path) -> "Record":
-        """Read what `save` wrote."""
-        with np.load(path, allow_pickle=False) as arrays:
+    def of_bytes(cls, content: bytes) -> "Record":
+        """Decode what `to_bytes` returned."""
+        with np.load(BytesIO(content), allow_pickle=False) as arrays:
             said = json.loads(arrays["said"].tobytes())
-            tensors = {
-                Key(*key): torch.from_numpy(arrays[str(n)]).view(getattr(torch, dtype)).reshape(shape)
-                for n, (key, dtype, shape) in enumerate(said["tensors"])
-            }
+            tensors = {}
+            for n, (key, dtype, shape) in enumerate(said["tensors"]):
+                tensors[Key(*key)] = torch.empty(shape, dtype=getattr(torch, dtype))
+                tensors[Key(*key)].view(-1).view(torch.uint8).copy_(torch.from_numpy(arrays[str(n)]))
         splits = {name: s and tuple(Split(*split) for split in s) for name, s in said["splits"].items()}
+        offsets = {name: tuple(offset) for name, offset in said["offsets"].items()}
         masks = [(name, bytes.fromhex(x), bytes.fromhex(mask)) for name, x, mask in said["masks"]]
-        return cls(tensors, splits, said["precision"], masks)
+        return cls(tensors, splits, offsets, said["precision"], masks)
 
 
 class Watch(TorchDispatchMode):
@@ -285,14 +289,3 @@ def whole(tensor: Tensor) -> Tensor:
 def digest(tensor: Tensor) -> bytes:
     """A digest of the bits."""
     return blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
-
-
-class StateFile:
-    """File with the present activity of a rank, for the process that watches it."""
-
-    def __init__(self, path: str) -> None:
-        self.file = os.open(path, os.O_CREAT | os.O_RDWR)
-
-    def __call__(self, text: str) -> None:
-        """Replace the text."""
-        os.pwrite(self.file, text.encode()[:200].ljust(200), 0)

@@ -1,0 +1,114 @@
+"""Causes by kind of tensor and pattern: a short name, and the sentence with what to look at."""
+
+CAUSES = {
+    ("output", "addends"): (
+        "missing all-reduce",
+        "each {axis} rank has one addend, and their sum is right; sum it over {axis}",
+    ),
+    ("output", "times"): (
+        "doubled all-reduce",
+        "it is {factor:g} times that of one process; sum it over {axis} once",
+    ),
+    ("output", "divided"): (
+        "averaged instead of summed",
+        "it is 1/{size} of that of one process; sum it over {axis} without a division",
+    ),
+    ("output", "permuted"): (
+        "shards permuted",
+        "it holds the right numbers in another order; look at the order in which parts are put together "
+        "(gather, all-to-all, order of ranks in the group)",
+    ),
+    ("output", "affine"): (
+        "local statistics",
+        "it is right but for a scale and a shift: a mean, variance or sum is that of a rank's part, to be "
+        "reduced over the ranks that hold the others",
+    ),
+    ("output", "scaled"): (
+        "wrong divisor",
+        "it is {factor:.6g} times that of one process, and that of {before} before it is right; look at what "
+        "is multiplied or divided between them",
+    ),
+    ("backward", "addends"): (
+        "missing all-reduce of a gradient",
+        "each {axis} rank has one addend, and their sum is right; sum it over {axis} in backward (operator f "
+        "of arXiv:1909.08053)",
+    ),
+    ("backward", "times"): (
+        "doubled all-reduce of a gradient",
+        "it is {factor:g} times that of one process, and that of {before} is right; look at the backward of "
+        "the sum over {axis} between them, which must not sum again",
+    ),
+    ("backward", "divided"): (
+        "averaged instead of summed",
+        "it is 1/{size} of that of one process, and that of {before} is right; look for a mean over {axis} "
+        "in backward",
+    ),
+    ("backward", "permuted"): (
+        "shards permuted",
+        "it holds the right numbers in another order; look at the backward of a gather or a scatter",
+    ),
+    ("backward", "scaled"): (
+        "wrong divisor",
+        "it is {factor:.6g} times that of one process, and that of {before} is right; look at what is "
+        "multiplied or divided between them, in backward too",
+    ),
+    ("gradient", "addends"): (
+        "gradients not summed",
+        "those of {names} are of one {axis} rank alone, and their sum is right; sum them over {axis} (with "
+        "sequence parallelism those of norms, whose inputs are split)",
+    ),
+    ("gradient", "mean"): (
+        "gradients not reduced",
+        "those of {names} are of one {axis} rank alone, and their mean is right; reduce them over {axis}",
+    ),
+    ("gradient", "times"): (
+        "unscaled mean",
+        "those of {names} are {factor:g} times those of one process; a sum over {axis} lacks its division or "
+        "is made twice, or a bias is added before the sum",
+    ),
+    ("gradient", "divided"): (
+        "divided twice",
+        "those of {names} are 1/{size} of those of one process; look for a division by {axis} too many",
+    ),
+    ("gradient", "scaled"): (
+        "wrong divisor",
+        "those of {names} are {factor:.6g} times those of one process; look at what the loss is divided by",
+    ),
+    ("along", "experts"): (
+        "experts",
+        "only experts are wrong; look at the ranks that hold the same ones, over which alone their gradients "
+        "are summed, and once",
+    ),
+    ("along", "router"): (
+        "router",
+        "the router is the first that is wrong; look at a loss of balance (z-loss, loads), the order of a "
+        "token's weights, or the sum of its gradient over the ranks that route other tokens",
+    ),
+    ("along", "copies"): (
+        "gradients of copies",
+        "only parameters that several tp ranks hold are wrong; look at the sum of their gradients over tp, "
+        "which sequence parallelism, norms of heads and shared key-value heads need",
+    ),
+    ("along", "one"): (
+        "one gradient",
+        "gradients before and after it are right, so backward through the layers is right; look at how its "
+        "own gradient is computed, kept or reduced",
+    ),
+    ("along", "end"): (
+        "backward of the loss",
+        "everything is wrong; look at where backward begins, the loss and the head, or a sum over dp or cp "
+        "that is missing",
+    ),
+    ("along", "layer"): (
+        "gradient of an input",
+        "{before} is right and all before it is wrong; look at what is done to the gradient of that layer's "
+        "input (f, its sum over tp; its way to the stage before), or of keys and values (its sum over cp)",
+    ),
+}
+FORWARD = (
+    "the forward pass differs; look at how weights are split (the order of the qkv rows), a sum over tp, "
+    "positions (learned or rotary, of tp and cp ranks too), dropout masks, the order in which tokens come "
+    "back from experts, the biases of routers, which move once a step, the capacity of experts, which is of "
+    "a whole sequence, or which samples each replica reads"
+)
+"""Of a wrong loss where no output of a module was recorded."""
