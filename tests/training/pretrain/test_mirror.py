@@ -80,7 +80,7 @@ def test_a_run_from_its_mirror_is_the_run_from_its_folder_to_the_bit(
     def put(path: str) -> bytes | str | None:
         puts.append(path)
         errors = {1: b"500 InternalError", 4: b"503 SlowDown"}
-        is_first = step_of_put(path) == 2 and sum(step_of_put(each) == 2 for each in puts) == 1
+        is_first = step_of_put(path) == 4 and sum(step_of_put(each) == 4 for each in puts) == 1
         return "truncate" if is_first else errors.get(len(puts))
 
     store.put, store.fail = put, lambda number: "truncate" if number % 3 == 1 else None
@@ -90,6 +90,8 @@ def test_a_run_from_its_mirror_is_the_run_from_its_folder_to_the_bit(
     assert pretrain(f"resume={url}", f"out={tmp_path / 'b'}", "train.steps=8", "checkpoint.keep_every=4") == 0
     assert listed(url) == [4, 8]
     assert folders(url) == Mirror(url).checkpoints.keys()
+    assert pretrain(f"resume={url}", f"out={tmp_path / 'c'}", "train.steps=9", "checkpoint.keep_every=4") == 0
+    assert listed(url) == [4, 8, 9]
     assert pretrain(f"resume={tmp_path / 'a'}", "train.steps=8", "checkpoint.mirror=null") == 0
     here, there = tensors(tmp_path / "a"), tensors(tmp_path / "b")
     assert here.keys() == there.keys()
