@@ -183,11 +183,11 @@ def test_an_upload_that_fails_is_one_line_and_training_goes_on(
 def test_a_kill_in_an_upload_leaves_the_checkpoint_before(
     store: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """kill -9 of two ranks while the second shard of step 4 is sent; the same command continues elsewhere."""
+    """kill -9 of two ranks while a second shard is sent; the same command continues elsewhere."""
     url, begun, release = f"{BUCKET}/killed", threading.Event(), threading.Event()
 
     def put(path: str) -> None:
-        if step_of_put(path) == 4 and "rank-00001" in path:
+        if step_of_put(path) > 2 and "rank-00001" in path:
             begun.set()
             release.wait(60)
 
