@@ -1,8 +1,8 @@
 """Metadata of config fields, declared in annotations: bounds, purposes of paths, import paths, other names.
 
 A field is annotated `Annotated[int, POSITIVE]`, `InputPath | None` or `Annotated[int, Also("n_layer")]`. The
-engine reads the metadata: `build.py` checks bounds, expands `~` and rejects empty paths, `path_errors.py`
-looks at what exists at a path, and `suggest.py` knows the other names.
+engine reads the metadata: `build.py` checks bounds, expands `~`, rejects empty paths and looks at what exists
+at a path, and `suggest.py` knows the other names.
 """
 
 import os

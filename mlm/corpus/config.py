@@ -1,7 +1,7 @@
 """Run specs of the commands of `mlm data`: frozen dataclasses, one docstring per field; their checks."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from mlm.config.fields import (
     FRACTION,
@@ -11,7 +11,6 @@ from mlm.config.fields import (
     PROBABILITY,
     SEED,
     SHARE,
-    Forbid,
     InputPath,
     OutFolder,
     OutPlace,
@@ -24,8 +23,6 @@ from mlm.util.errors import Problem
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataTokenizerConfig:
     """The run spec of `mlm data tokenizer`: train a tokenizer on text, or convert a foreign one."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     input: StoredPath
     """Text as `mlm data build` takes it (held-out parts of a folder are not read), or a tokenizer to take
@@ -49,8 +46,6 @@ class DataTokenizerConfig:
 class NormaliseConfig:
     """Normalisation of a document, before every other step."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     ftfy: bool = True
     """Fix mojibake, curly quotes, ligatures, control characters and Unicode forms (library ftfy)."""
     languages: tuple[str, ...] = ()
@@ -66,8 +61,6 @@ MIN_TOKENS = 128
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilterConfig:
     """Rules a document must pass; null turns a rule off. Words are separated by white space."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     min_tokens: Annotated[int | Literal["auto"] | None, POSITIVE] = "auto"
     """Fewest tokens, the end-of-document token not counted; auto is 128 (arXiv:1909.08053, section 4.1), and
@@ -103,8 +96,6 @@ class FilterConfig:
 class DedupConfig:
     """Removal of near-duplicates: MinHash LSH proposes pairs, their exact Jaccard similarity decides."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     enabled: bool = True
     """Remove near-duplicates. The first in corpus order stays."""
     threshold: Annotated[float, FRACTION] = 0.7
@@ -122,8 +113,6 @@ class DedupConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecontaminateConfig:
     """Keeping the text of evaluation sets out (arXiv:2005.14165, appendix C)."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     against: tuple[InputPath, ...] = ()
     """Evaluation texts: wikitext103, lambada (from the Hub; needs mlm[data]), or files .jsonl, .txt, …"""
@@ -148,8 +137,6 @@ class DecontaminateConfig:
 class ExecutorConfig:
     """Executor of the tasks."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     kind: Literal["local", "slurm"] = "local"
     """local: processes of this machine; slurm: submitted jobs."""
     workers: Annotated[int | None, POSITIVE] = None
@@ -167,8 +154,6 @@ class ExecutorConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataBuildConfig:
     """The run spec of `mlm data build`: text to a clean corpus in Megatron's .bin/.idx."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     input: StoredPath
     """File, folder or glob of .jsonl, .ndjson, .txt (also .gz, .zst, .bz2, .xz), .json.gz or .parquet; or
@@ -262,8 +247,6 @@ def check_build(config: DataBuildConfig) -> list[Problem]:
 class DataInspectConfig:
     """The run spec of `mlm data inspect`: what a corpus holds."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     path: DataPath
     """Corpus folder, or prefix of a .bin/.idx pair."""
     tokenizer: InputPath | None = None
@@ -282,8 +265,6 @@ class DataInspectConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataVerifyConfig:
     """The run spec of `mlm data verify`: is a corpus whole?"""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     path: DataPath
     """Corpus folder, or prefix of a .bin/.idx pair."""

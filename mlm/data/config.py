@@ -1,7 +1,7 @@
 """Settings of the data that a run reads."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from mlm.config.fields import (
     NOT_NEGATIVE,
@@ -11,7 +11,6 @@ from mlm.config.fields import (
     Also,
     BlendEntry,
     CacheFolder,
-    Forbid,
     ImportPath,
     InputPath,
     Role,
@@ -42,8 +41,6 @@ MicroBatchSize = Annotated[
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     """Source of the training tokens."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     kind: Annotated[str, SOURCES] = "indexed"
     """indexed reads Megatron's .bin/.idx; synthetic draws random tokens, for throughput runs; or a function

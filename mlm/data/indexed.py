@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -301,9 +300,7 @@ class IndexedWriter:
                 raise ValueError(f"token ids {lowest} to {highest} do not fit {self.dtype.name}")
         return np.ascontiguousarray(tokens, dtype=self.dtype)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._open:
             if kind is None:
                 self._publish()

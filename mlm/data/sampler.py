@@ -1,4 +1,4 @@
-"""Assignment of samples to ranks, and a thread that reads them ahead.
+"""Assignment of samples to ranks, a thread that reads them ahead, and datasets without a corpus.
 
 Shapes: B micro-batch, S sequence. Micro-batch j of a step holds samples consumed + j * B and on; of a
 global batch of m * size micro-batches, data-parallel rank r takes j = r, size + r, 2 * size + r, … So the
@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mlm.config.imports import OwnCodeError
 from mlm.parallel.labels import IGNORE_INDEX
+from mlm.util.splitmix import GOLDEN, draw, mix, root
 
 if TYPE_CHECKING:  # corpora are checked without torch
     from torch import Tensor
@@ -268,3 +270,87 @@ def eval_batches(
             yield collate(np.where((ids < count)[:, None], samples, IGNORE_INDEX), first)
         else:
             yield collate(samples.unscored_from(filled), first)
+
+
+class SyntheticDataset:
+    """Uniform random samples. Sample i is a function of (seed, i): any rank draws any batch alone."""
+
+    def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int) -> None:
+        self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
+        self._key = mix(root(seed))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def gather(self, sample_ids: ArrayLike) -> NDArray[np.int64]:
+        """Return samples in bulk: int64 [n, seq_length + 1], in [0, vocab_size)."""
+        ids = np.asarray(sample_ids, dtype=np.uint64)
+        keys = mix(self._key + ids * np.uint64(GOLDEN))  # [n]
+        bits = draw(keys[:, None], np.arange(self.seq_length + 1)) >> np.uint64(32)
+        # Scaling 32 bits instead of taking a remainder: faster, and as even for any real vocabulary.
+        return ((bits * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class CheckedDataset:
+    """A dataset whose token ids are all in the vocabulary: others would train in silence.
+
+    The token table is padded and split over ranks, so that no lookup rejects them.
+    """
+
+    dataset: Dataset
+    kind: str
+    """data.kind."""
+    vocab_size: int
+    seq_length: int
+    noun: str = "sample"
+    """Name of its samples in errors."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def gather(self, sample_ids: ArrayLike, /) -> Samples:
+        """Return samples in bulk. Raises OwnCodeError (a UserError)."""
+        samples: Any = self.dataset.gather(sample_ids)
+        numbers = np.asarray(sample_ids).reshape(-1)
+        if isinstance(samples, np.ndarray):
+            self._check_shape(samples, len(numbers))
+            self._check_ids(samples, numbers, may_ignore=True)
+            return samples.astype(np.int64, copy=False)
+        if not hasattr(samples, "batch"):
+            self._fail(
+                f"gather() returned a {type(samples).__name__}", "return a NumPy array or a SampleBlock"
+            )
+        batch = collate(samples, 0)
+        self._check_ids(batch.tokens.numpy(), numbers, may_ignore=False)
+        if (labels := getattr(batch, "labels", None)) is not None:
+            self._check_ids(labels.numpy(), numbers, may_ignore=True, what="label")
+        return samples  # type: ignore[no-any-return]
+
+    def _check_shape(self, samples: NDArray[Any], count: int) -> None:
+        shape = (count, self.seq_length + 1)
+        if samples.dtype.kind in "iu" and samples.shape == shape:
+            return
+        fix = f"return whole numbers of shape {shape}: samples of data.seq_length + 1 tokens"
+        self._fail(f"gather() returned {samples.dtype} of shape {samples.shape}", fix)
+
+    def _check_ids(
+        self, ids: NDArray[Any], numbers: NDArray[Any], *, may_ignore: bool, what: str = "token"
+    ) -> None:
+        """Raise OwnCodeError for an id outside the vocabulary; IGNORE_INDEX is none where it `may_ignore`."""
+        if ids.size == 0 or (ids.min() >= 0 and ids.max() < self.vocab_size):
+            return
+        wrong = (ids < 0) | (ids >= self.vocab_size)
+        if may_ignore:
+            wrong &= ids != IGNORE_INDEX
+        for row, *places in np.argwhere(wrong)[:1]:
+            position, value = places[-1] if places else 0, ids[(row, *places)]
+            ignored = f", or {IGNORE_INDEX} where there is none" if may_ignore else ""
+            self._fail(
+                f"{self.noun} {numbers[row]} has {what} {value} at position {position}, and "
+                f"model.vocab_size={self.vocab_size}",
+                f"return ids from 0 to {self.vocab_size - 1}{ignored}, or raise model.vocab_size",
+            )
+
+    def _fail(self, problem: str, fix: str) -> None:
+        raise OwnCodeError(f"data.kind={self.kind}: {problem}; {fix}")

@@ -1,8 +1,57 @@
-"""The commands `mlm eval loss`, `wikitext103`, `lambada` and `all`."""
+"""The commands `mlm eval loss`, `wikitext103`, `lambada` and `all`, and the checks of their settings."""
+
+from dataclasses import asdict
+from typing import Any
 
 from mlm.config.command import Command
-from mlm.evaluate.checks import check_eval_loss, check_zero_shot
+from mlm.data import files_present as present
 from mlm.evaluate.config import EvalAllConfig, EvalLambadaConfig, EvalLossConfig, EvalWikitext103Config
+from mlm.launch.checks import (
+    checked_by,
+    checkpoint_exists,
+    devices_exist,
+    loss_scale_can_fall,
+    tokenizer_exists,
+)
+from mlm.parallel.layout_checks import RANK_RULES, READER_RULES, Launch
+from mlm.util.errors import Problem
+
+
+def _files_exist(config: Any, _: Launch) -> Problem | None:
+    named = ((f"data.{key}", path) for key, path in asdict(config.data).items())
+    return next((problem for key, path in named if (problem := present.file(key, path))), None)
+
+
+def _windows_overlap(config: Any, _: Launch) -> Problem | None:
+    stride, length = getattr(config, "overlapping_eval", 1), config.seq_length
+    if length is None or stride <= length:
+        return None
+    return Problem(
+        ("overlapping_eval", "seq_length"),
+        f"overlapping_eval={stride} is more than seq_length={length}, so tokens between windows would not be "
+        "scored",
+        f"use overlapping_eval={length} or less",
+    )
+
+
+check_eval_loss = checked_by(
+    RANK_RULES,
+    (
+        *(devices_exist, loss_scale_can_fall, checkpoint_exists),
+        lambda config, _: present.indexed("path", config.path),
+        tokenizer_exists,
+    ),
+)
+"""sequence_parallel, pipeline, zero and recompute are accepted and have no effect: the layout of the training
+can be given here too."""
+check_lm_eval = checked_by(READER_RULES, (devices_exist, checkpoint_exists, tokenizer_exists))
+check_zero_shot = checked_by(
+    READER_RULES,
+    (
+        *(devices_exist, loss_scale_can_fall, _windows_overlap, checkpoint_exists, tokenizer_exists),
+        _files_exist,
+    ),
+)
 
 ZERO_SHOT_KEYS = (
     *("out", "samples", "batch_size", "seq_length", "limit", "tokenizer", "force"),

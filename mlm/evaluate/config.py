@@ -1,9 +1,9 @@
 """Run specs of `mlm eval wikitext103`, `lambada`, `all` and `loss`, and the settings of lm-eval's adapter."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from mlm.config.fields import POSITIVE, SEED, CheckpointPath, Forbid, InputPath, ResultFile
+from mlm.config.fields import POSITIVE, SEED, CheckpointPath, InputPath, ResultFile
 from mlm.data.config import DataPath, MicroBatchSize, SeqLength
 from mlm.launch.config import DistConfig
 from mlm.optim.config import PrecisionConfig
@@ -13,8 +13,6 @@ from mlm.parallel.config import ParallelConfig
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WikitextDataConfig:
     """Source of WikiText."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     path: DataPath | None = None
     """wiki.test.tokens, or another file of its form (.tokens, .txt, .raw), or .jsonl or .parquet with `text`
@@ -27,8 +25,6 @@ class WikitextDataConfig:
 class LambadaDataConfig:
     """Source of LAMBADA."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     path: DataPath | None = None
     """Passages: .jsonl or .parquet with `text`, or .txt with one per line; null means the Hub's
     EleutherAI/lambada_openai, unless standard_path is given."""
@@ -40,8 +36,6 @@ class LambadaDataConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllDataConfig:
     """Sources of the data sets of `mlm eval all`."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     wikitext103: InputPath | None = None
     """As data.path of `mlm eval wikitext103`."""
@@ -56,8 +50,6 @@ class AllDataConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroShotConfig:
     """Settings common to the zero-shot evaluations."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
@@ -110,8 +102,6 @@ class EvalAllConfig(ZeroShotConfig):
 class EvalLossConfig:
     """The run spec of `mlm eval loss`: mean loss of a checkpoint over an indexed corpus."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     ckpt: CheckpointPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
     out: ResultFile | None = None
@@ -133,8 +123,6 @@ class EvalLossConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LmEvalConfig:
     """Settings of lm-eval's `--model mlm --model_args key=value,…` (mlm/evaluate/lm_eval/adapter.py)."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""

@@ -118,6 +118,8 @@ class Batcher:
     ) -> list[TaskBatch]:
         """Return this rank's micro-batches of the numbered examples; equally many on each rank.
 
+        Each text's dropout stream is that of its place in the batch, whatever the layout.
+
         Args:
             examples: all examples of a split.
             numbers: the batch, the longest first.
@@ -131,10 +133,9 @@ class Batcher:
         rows = -(-len(units) // (count * self.size))
         made = []
         for i in range(count):
-            first = i * rows * self.size
-            mine = units[first : first + rows * self.size][self.rank :: self.size]
-            sample = first_sample + first + self.rank * rows  # distinct for all micro-batches
-            made.append(self.batch(examples, mine, numbers[-1], sample))
+            first = (i * self.size + self.rank) * rows
+            mine = units[first : first + rows]
+            made.append(self.batch(examples, mine, numbers[-1], first_sample + first))
         return made
 
     def sequences(self, examples: Sequence[Example], numbers: Sequence[int]) -> list[list[int]]:
@@ -169,12 +170,12 @@ class Batcher:
             torch.from_numpy(types),
             lengths,
             labels,
-            first_sample,
+            first_sample * len(rows[0].texts),
             tuple(int(n) for n in numbers),
         )
 
-    def all_batches(self, examples: Sequence[Example]) -> Iterator[list[TaskBatch]]:
-        """Yield this rank's micro-batches of all examples, a few at a time, the longest first.
+    def all_batches(self, examples: Sequence[Example]) -> Iterator[TaskBatch]:
+        """Yield this rank's micro-batches of all examples, the longest first.
 
         A lack of memory then shows at once.
         """
@@ -183,7 +184,7 @@ class Batcher:
         while first < len(order):
             rows = max(1, self.budget // self.tokens(examples, order[first : first + 1]))
             rows *= self.size * self.groups_of
-            yield self.micro_batches(examples, order[first : first + rows], first)
+            yield from self.micro_batches(examples, order[first : first + rows], first)
             first += rows
 
 

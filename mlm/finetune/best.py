@@ -13,7 +13,7 @@ from typing import Any
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import BEST, latest_checkpoint
 from mlm.checkpoint.native.run_state import LINEAGE
-from mlm.checkpoint.native.save_load import read_manifest, resolve, save_checkpoint
+from mlm.checkpoint.native.save_load import read_manifest, save_checkpoint
 from mlm.config.build import from_dict
 from mlm.training.state import CHECKPOINTS, FINETUNING, counters, is_stored, model_shards, stored_shards
 from mlm.training.trainer import Trainer
@@ -48,13 +48,9 @@ class Progress:
 
         Of equals the earlier is the best; of a metric in `errors` less is better.
         """
-        if self.best_step is None or merit(scores, errors) > self.merit:
-            self.best_step, self.scores, self.merit, self.without_gain = (
-                step,
-                scores,
-                merit(scores, errors),
-                0,
-            )
+        value = merit(scores, errors)
+        if self.best_step is None or value > self.merit:
+            self.best_step, self.scores, self.merit, self.without_gain = step, scores, value, 0
             return True
         self.without_gain += 1
         return False
@@ -94,12 +90,6 @@ def save_best(trainer: Trainer, out: Path) -> None:
         keep_last=1,
         keep_every=0,
     )
-
-
-def read_best(out: Path) -> tuple[Path, Progress]:
-    """Return the best checkpoint and the validations up to it. Raises UserError."""
-    path = resolve(str(best_folder(out)))
-    return path, Progress.read(path)
 
 
 def best_folder(out: Path) -> Path:

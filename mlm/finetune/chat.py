@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,15 +30,10 @@ class Chat(TaskType):
     head = "language_model"
     batcher = "mlm.finetune.packing:Packer"
     loss_unit = "nats per token of the answers"
-    metrics: Mapping[str, Any] = MappingProxyType({})
+    metric_names: tuple[str, ...] = ("loss", "perplexity")
     errors = frozenset({"loss", "perplexity"})
     columns = ((1,), "one column, of messages")
     is_chat = True
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the metrics."""
-        return "loss", "perplexity"
 
     def num_labels(self, task: TaskConfig) -> int:
         """Return 0: the model keeps its output layer."""

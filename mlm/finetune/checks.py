@@ -17,7 +17,7 @@ from mlm.launch.checks import (
     stages_exist,
 )
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
-from mlm.training.checks import optimizer_fits_layout, optimizer_works
+from mlm.training.checks import adapters_have_a_rank, optimizer_fits_layout, optimizer_works
 from mlm.util.errors import Absent, Problem, UserError, show
 
 if TYPE_CHECKING:
@@ -64,10 +64,6 @@ def _rows_exist(config: Any, _: Launch) -> Problem | None:
     return present.folder("data.path", config.data.path)
 
 
-def _tokenizer_exists(config: Any, _: Launch) -> Problem | None:
-    return present.tokenizer("data.tokenizer", config.data.tokenizer)
-
-
 def _chat_template_exists(config: Any, _: Launch) -> Problem | None:
     key, given = "data.chat_template", config.data.chat_template
     if given is not None or config.task.kind != "chat":
@@ -109,7 +105,7 @@ def _label_range(task: TaskConfig) -> list[Problem]:
 
 
 def _metrics(task: TaskConfig, kind: "TaskType") -> list[Problem]:
-    known, problems = kind.metric_names, list[Problem]()
+    known, problems = kind.metric_names or tuple(kind.metrics), list[Problem]()
     if not task.metrics or len(set(task.metrics)) < len(task.metrics):
         problem = f"task.metrics={show(list(task.metrics))} must be one or more, all different"
         problems.append(Problem(("task.metrics",), problem))
@@ -146,7 +142,7 @@ EVAL_TASK_RULES = (
     loss_scale_can_fall,
     checkpoint_exists,
     _rows_exist,
-    _tokenizer_exists,
+    lambda config, _: present.tokenizer("data.tokenizer", config.data.tokenizer),
     _chat_template_exists,
 )
 FINETUNE_RULES = (
@@ -155,6 +151,7 @@ FINETUNE_RULES = (
     optimizer_fits_layout,
     _tests_are_named,
     _incidents_are_followed,
+    adapters_have_a_rank,
     lr_falls,
     *EVAL_TASK_RULES,
 )

@@ -58,7 +58,8 @@ class Labelling(TaskType):
     ) -> dict[str, float]:
         """Return the standard errors of task.metrics, by the jackknife."""
         labels, values = np.array([row.label for row in rows]), np.array([p.value for p in predictions])
-        return metrics.label_errors(task.metrics, labels, values)
+        known = [name for name in task.metrics if name in metrics.OF_LABELS and len(rows) > 1]
+        return {name: metrics.jackknife(metrics.OF_LABELS[name], labels, values) for name in known}
 
 
 class OneOrTwoTexts(TaskType):

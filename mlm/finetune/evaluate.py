@@ -161,7 +161,13 @@ def run(config: EvalTaskConfig, ctx: ParallelContext) -> None:
         return
     result = receipt(config, start, trained, scores, seconds=time.monotonic() - begin)
     if config.probabilities is not None:
-        write_result(config.probabilities, probabilities(task, scores).encode(), key="probabilities")
+        lines = [
+            {"split": scored.tokenized.split.name, "id": p.id, "probabilities": label_probabilities(task, p)}
+            for scored in scores
+            for p in scored.predictions
+        ]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_result(config.probabilities, text.encode(), key="probabilities")
     aside = None if config.out is not None else rename_earlier_result(out, result, result_identity)
     write_result(out, result)
     show_table(result, out)
@@ -188,17 +194,6 @@ def receipt(
         "config": to_dict(config),
         "seconds": round(seconds, 3),
     }
-
-
-def probabilities(task: TaskConfig, scores: Sequence[Scored]) -> str:
-    """Return a line of JSON per row: the softmax of the outputs, in float64, by the name of the label."""
-    lines = []
-    for scored in scores:
-        for each in scored.predictions:
-            chances = label_probabilities(task, each)
-            row = {"split": scored.tokenized.split.name, "id": each.id, "probabilities": chances}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    return "".join(lines)
 
 
 def split_result(task: TaskConfig, scored: Scored) -> dict[str, Any]:

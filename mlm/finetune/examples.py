@@ -5,7 +5,7 @@ figure 2). GPT-2 reads A eod or A eod B eod, without token types; its prediction
 Special tokens written out in a text are ordinary characters.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -76,17 +76,14 @@ class Frame:
 def frame(tokenizer: Tokenizer, *, causal: bool, max_length: int) -> Frame:
     """Return the special tokens that a model needs. Raises UserError if the tokenizer lacks them."""
     if causal:
-        return Frame(tokens([]), tokens([tokenizer.eod_id]), causal=True, max_length=max_length)
+        end = np.array([tokenizer.eod_id], dtype=np.int32)
+        return Frame(end[:0], end, causal=True, max_length=max_length)
     if tokenizer.cls_id is None or tokenizer.sep_id is None:
         raise UserError(
             "the tokenizer has no [CLS] and [SEP], which BERT reads: give the one of the checkpoint"
         )
-    return Frame(tokens([tokenizer.cls_id]), tokens([tokenizer.sep_id]), causal=False, max_length=max_length)
-
-
-def tokens(ids: Sequence[int]) -> Tokens:
-    """Return token ids as an array [n]."""
-    return np.array(ids, dtype=np.int32)
+    begin, end = np.array([[tokenizer.cls_id], [tokenizer.sep_id]], dtype=np.int32)
+    return Frame(begin, end, causal=False, max_length=max_length)
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Tokens]:

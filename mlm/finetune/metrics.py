@@ -6,7 +6,7 @@ the correlation of equal predictions, is 0.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,13 +101,6 @@ def ignore_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def label_errors(names: Iterable[str], labels: Values, values: Values) -> dict[str, float]:
-    """Return the standard errors of those metrics that are in OF_LABELS; {} for fewer than two rows."""
-    if len(labels) < 2:
-        return {}
-    return {name: jackknife(OF_LABELS[name], labels, values) for name in names if name in OF_LABELS}
 
 
 def jackknife(metric: Callable[..., float], labels: Values, values: Values) -> float:

@@ -9,7 +9,6 @@ Shapes: B sequences of a micro-batch, S tokens.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +19,10 @@ from mlm.data.sampler import Batch
 from mlm.finetune.batches import Batcher
 from mlm.finetune.examples import Example
 from mlm.models.documents import Documents, document_positions, document_spans
-from mlm.models.gpt2.objective import NextToken
+from mlm.models.gpt2.model import NextToken
+from mlm.parallel.collectives import to_device
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import PipelinedModel
 from mlm.training.pipelined import evaluate as mean_parts
 
@@ -76,7 +75,9 @@ class Packer(Batcher):
         for row, pack in enumerate(sequences):
             place = 0
             for n in pack:
-                for text, label in zip(examples[n].texts, text_labels(examples[n]), strict=True):
+                whole = examples[n].label
+                of_texts = whole.texts if isinstance(whole, PairLabel) else (whole,)
+                for text, label in zip(examples[n].texts, of_texts, strict=True):
                     tokens[row, place : place + len(text)] = text.tokens
                     if units:
                         labels[row, place : place + len(text)] = label
@@ -90,27 +91,22 @@ class Packer(Batcher):
             tuple(int(n) for pack in units for n in pack),
         )
 
-    def all_batches(self, examples: Sequence[Example]) -> Iterator[list[PackedBatch]]:  # type: ignore[override]
-        """Yield this rank's micro-batches of all conversations, a few at a time, the longest first."""
+    def all_batches(self, examples: Sequence[Example]) -> Iterator[PackedBatch]:  # type: ignore[override]
+        """Yield this rank's micro-batches of all conversations, the longest first."""
         order = sorted(range(len(examples)), key=lambda n: -example_tokens(examples[n]))
         room, first, tokens = self.budget * self.size * self.groups_of, 0, 0
         for i, number in enumerate(order):
             length = example_tokens(examples[number])
             if first < i and tokens + length > room:
-                yield self.micro_batches(examples, order[first:i], first)  # type: ignore[misc]
+                yield from self.micro_batches(examples, order[first:i], first)  # type: ignore[misc]
                 first, tokens = i, 0
             tokens += length
-        yield self.micro_batches(examples, order[first:], first)  # type: ignore[misc]
+        yield from self.micro_batches(examples, order[first:], first)  # type: ignore[misc]
 
 
 def example_tokens(example: Example) -> int:
     """Return the tokens of an example's texts, which are packed together."""
     return sum(map(len, example.texts))
-
-
-def text_labels(example: Example) -> tuple[Any, ...]:
-    """Return the labels of each text of an example."""
-    return example.label.texts if isinstance(example.label, PairLabel) else (example.label,)
 
 
 @dataclass(eq=False)
@@ -165,6 +161,5 @@ def answer_scores(
     model: PipelinedModel, objective: AnswerLoss, examples: Sequence[Example], packer: Packer
 ) -> dict[str, float]:
     """Return the metrics of a split; the same on every rank. Collective."""
-    batches = (batch for step in packer.all_batches(examples) for batch in step)
-    means, _ = mean_parts(model, objective, batches)  # type: ignore[arg-type]
+    means, _ = mean_parts(model, objective, packer.all_batches(examples))  # type: ignore[arg-type]
     return objective.scores(means)

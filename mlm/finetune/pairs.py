@@ -7,7 +7,7 @@ no second model is held.
 Shapes: B sequences of a micro-batch, S tokens, E pairs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,11 @@ from mlm.finetune.examples import Example
 from mlm.finetune.packing import AnswerLoss, PackedBatch, Packer, PairLabel
 from mlm.finetune.preferences import REFERENCE_FREE
 from mlm.models.gpt2.model import GPT2
-from mlm.parallel.collectives import all_reduce
+from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import PipelinedModel
 
 
@@ -150,15 +149,11 @@ def set_reference(
     """Let the model as it is be the reference of these pairs. Collective over all ranks."""
     flat = torch.zeros(len(examples), 2, dtype=torch.float64)  # each row is written by one rank
 
-    def batches() -> Iterator[PairBatch]:
-        for step in packer.all_batches(examples):
-            yield from step  # type: ignore[misc]
-
     def forward(chunk: GPT2, batch: PairBatch, x: Tensor | None) -> Tensor:
         return objective.likelihoods(chunk, batch, None, x)
 
     with torch.no_grad():
-        for batch, result in model.evaluate(batches(), forward):  # type: ignore[arg-type]
+        for batch, result in model.evaluate(packer.all_batches(examples), forward):  # type: ignore[arg-type]
             if model.ctx.tp.rank == 0 and batch.examples:
                 flat[list(batch.examples)] = result.double().cpu()
     for example, (chosen, rejected) in zip(examples, all_reduce(flat, model.ctx.world).tolist(), strict=True):

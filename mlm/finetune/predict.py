@@ -15,7 +15,7 @@ from mlm.finetune.config import TaskConfig
 from mlm.finetune.rows import RowError, TaskRow
 from mlm.finetune.scoring import Finetuning, compute_predictions, label_probabilities
 from mlm.finetune.splits import TaskSplit, tokenize
-from mlm.finetune.task_type import Prediction, task_type
+from mlm.finetune.task_type import task_type
 from mlm.inference.trained import Trained, is_model_folder
 from mlm.models.huggingface import label_entries
 from mlm.parallel.mesh import ParallelContext
@@ -23,8 +23,6 @@ from mlm.training.state import FINETUNING
 from mlm.util.errors import ConfigError, CorruptFileError, UserError, type_of
 
 PREFIX = "task."
-TEXT, PAIR = ("text",), ("text", "pair")
-"""Columns of a classifier that was not trained by a task of ours."""
 
 
 def predict(
@@ -48,8 +46,12 @@ def predict(
     tokenized = tokenize(task, split, tokenizer, causal=causal, max_length=length)
     objective = Finetuning(task_type(task.kind), ctx, trained.model.dtype)
     batcher = make_batcher(trained.model, batch_size, length)
+    predictions = compute_predictions(trained.model, objective, task, tokenized, batcher)
+    if not task_type(task.kind).gives_probabilities:
+        return [each.value for each in predictions]
     return [
-        answer(task, each) for each in compute_predictions(trained.model, objective, task, tokenized, batcher)
+        {"label": task.labels[int(each.value)], "probabilities": label_probabilities(task, each)}
+        for each in predictions
     ]
 
 
@@ -92,7 +94,7 @@ def _foreign_task(trained: Trained, *, is_pair: bool) -> TaskConfig:
     labels = tuple(label_entries(model, known)["label2id"])
     return TaskConfig(
         name=path.name,
-        columns=PAIR if is_pair else TEXT,
+        columns=("text", "pair") if is_pair else ("text",),
         labels=labels,
         allow_empty=True,
         max_length=model.max_positions,
@@ -133,14 +135,3 @@ def record_of(task: TaskConfig, row: Any, number: int) -> dict[str, Any]:
             f"{', '.join(task.columns)}"
         )
     return dict(zip(task.columns, values, strict=True))
-
-
-def answer(task: TaskConfig, prediction: Prediction) -> Any:
-    """Return a prediction as plain Python values."""
-    if not task_type(task.kind).gives_probabilities:
-        return prediction.value
-    assert isinstance(prediction.value, int)
-    return {
-        "label": task.labels[prediction.value],
-        "probabilities": label_probabilities(task, prediction),
-    }

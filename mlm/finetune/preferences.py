@@ -27,14 +27,10 @@ class Preferences(Chat):
 
     batcher = "mlm.finetune.pairs:PairPacker"
     loss_unit = "per pair"
+    metric_names = ("loss", "accuracy", "margin")
     errors = frozenset({"loss"})
     columns = ((3,), "three columns: of prompts, chosen and rejected answers")
     needs_template = False
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the metrics."""
-        return "loss", "accuracy", "margin"
 
     def parse(self, task: TaskConfig, record: Mapping[str, Any], id: str) -> TaskRow:
         """Return the checked row of a record. Raises RowError.

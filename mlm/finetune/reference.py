@@ -25,11 +25,6 @@ DEPENDS_ON = ("ckpt", "task.max_length", "precision.dtype")
 """Settings that it is a function of, with those of data.*."""
 
 
-def is_compared(objective: object) -> bool:
-    """True if an objective compares the model with the one that training began with."""
-    return isinstance(objective, PairLoss) and objective.has_reference
-
-
 class Reference:
     """Log-likelihoods of the answers of splits, in out/reference-….npy; the name digests their inputs."""
 

@@ -65,15 +65,13 @@ def finished(config: FinetuneConfig, settings: dict[str, Any]) -> Result | None:
 def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -> None:
     """Print the table, and write the medians of several seeds to out/result.json. Raises UserError."""
     several = len(results) > 1
-    title = f"finetune {config.task.name} · {one_line(config.ckpt)}"
-    made = table(title, *["seed"] * several, "split", "metric", "value#", "best step#")
-    for result in results:
-        rows(made, (result.seed,) * several, {**result.scores, **result.tests}, result.best_step)
-    screen = console()
+    lines: list[tuple[object, Scores, object]] = [
+        (result.seed, {**result.scores, **result.tests}, result.best_step) for result in results
+    ]
     if several:
         medians = median_scores([result.scores for result in results])
         tests = median_scores([result.tests for result in results])
-        rows(made, ("median",), {**medians, **tests}, "")
+        lines.append(("median", {**medians, **tests}, ""))
         document = {
             "task": config.task.name,
             "seeds": [result.seed for result in results],
@@ -84,6 +82,12 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
         with writing_to(config.out):
             claim_folder(config.out, "run", writes=(RESULT,))
             write_atomic(Path(config.out) / RESULT, dump_json(document))
+    title = f"finetune {config.task.name} · {one_line(config.ckpt)}"
+    made, screen = table(title, *["seed"] * several, "split", "metric", "value#", "best step#"), console()
+    for seed, scores, best_step in lines:
+        for split, metrics in scores.items():
+            for name, value in metrics.items():
+                add_row(made, *(seed,) * several, split, name, f"{value:.4f}", best_step)
     if not is_new:
         screen.print(f"{one_line(config.out)} is finished: set another out=… to train again")
     screen.print(made)
@@ -94,13 +98,6 @@ def report(config: FinetuneConfig, results: Sequence[Result], *, is_new: bool) -
     for result in results:
         for file in result.predictions:
             screen.print(f"predictions: {one_line(file)}")
-
-
-def rows(made: Any, before: tuple[object, ...], scores: Scores, best_step: object) -> None:
-    """Add a row to the table for each metric."""
-    for split, metrics in scores.items():
-        for name, value in metrics.items():
-            add_row(made, *before, split, name, f"{value:.4f}", best_step)
 
 
 def median_scores(each_seed: Sequence[Scores]) -> Scores:

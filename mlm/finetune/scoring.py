@@ -1,7 +1,7 @@
 """Training on a type of task and scoring it: objective, outputs of all examples, predictions, metrics."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,12 +20,11 @@ from mlm.finetune.splits import TaskSplit, TokenizedSplit
 from mlm.finetune.task_type import Output, Prediction, TaskType, task_type
 from mlm.models.backbone import Inputs, Transformer
 from mlm.models.documents import padding_spans
-from mlm.parallel.collectives import all_reduce
+from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import PipelinedModel
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import write_atomic
@@ -117,11 +116,7 @@ def compute_outputs(
     def forward(chunk: Transformer, batch: TaskBatch, x: Tensor | None) -> Tensor:
         return chunk.outputs(objective.inputs(chunk, batch), None, x)
 
-    def batches() -> Iterator[TaskBatch]:
-        for step in batcher.all_batches(examples):
-            yield from step
-
-    for batch, result in model.evaluate(batches(), forward):
+    for batch, result in model.evaluate(batcher.all_batches(examples), forward):
         advance(len(batch.examples) * batcher.size)
         if model.ctx.tp.rank:
             continue  # tp ranks have equal outputs

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 MODULE = "torchmetrics.functional.text"
 METRICS = ("f1", "exact_match", "has_answer_f1", "has_answer_exact_match", "no_answer_f1")
 OF_UNANSWERABLE = METRICS[2:]
-NO_ANSWER = "has no answer, as in SQuAD 2.0: use task=squad_v2, or set task.unanswerable=true"
-"""Problem of a question of SQuAD 2.0 in SQuAD 1.1."""
 
 
 class Answer(NamedTuple):
@@ -55,11 +53,7 @@ class SpanTask(TaskType):
     head: Literal["classification", "span"] = "span"
     columns = ((2,), "the columns of context and question")
     modules = (MODULE,)
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of SQuAD's metrics."""
-        return METRICS
+    metric_names = METRICS
 
     def num_labels(self, task: TaskConfig) -> int:
         """Return the outputs per text."""
@@ -97,7 +91,8 @@ class SpanTask(TaskType):
         answers = answers_of(task, record.get(task.label))
         if answers == () and not task.unanswerable:
             if record.get("is_impossible"):
-                raise RowError(NO_ANSWER)
+                fix = "use task=squad_v2, or set task.unanswerable=true"
+                raise RowError(f"has no answer, as in SQuAD 2.0: {fix}")
             answers = None
         for answer in answers or ():
             words = texts[0][answer.start : answer.start + len(answer.text)]
@@ -127,7 +122,7 @@ class SpanTask(TaskType):
                 ids, offsets = contexts[row.texts[0]]
                 size = frame.room(2) - len(asked)
                 windows = list[Example]()
-                for begin in window_starts(len(ids), size, task.doc_stride):
+                for begin in range(0, max(1, len(ids) - task.doc_stride), size - task.doc_stride):
                     part = slice(begin, begin + size)
                     text = frame.two(asked, ids[part])
                     null = len(text) - 1 if frame.causal else 0
@@ -205,7 +200,7 @@ class SpanTask(TaskType):
         if not task.unanswerable:
             return {}
         answers = [p.n_best[0].text if p.n_best else "" for p in predictions]
-        texts = [answer_texts(row) for row in rows]
+        texts = [[answer.text for answer in row.label] for row in rows]
         scores = [score_span(task, *pair) for pair in zip(texts, answers, strict=True)]
         order = sorted(range(len(answers)), key=lambda n: null_odds(predictions[n]))
         best_by_metric = {}
@@ -260,22 +255,15 @@ def answers_of(task: TaskConfig, value: Any) -> tuple[Answer, ...] | None:
     return tuple(answers)
 
 
-def window_starts(length: int, size: int, overlap: int) -> list[int]:
-    """Return the first tokens of windows of `size` that cover `length` tokens and share `overlap` of them."""
-    assert size > overlap
-    count = -(-max(0, length - size) // (size - overlap))
-    return [n * (size - overlap) for n in range(count + 1)]
-
-
-def span_label(answers: object, offsets: NDArray[np.int32], first: int, null: int) -> tuple[int, int] | None:
+def span_label(
+    answers: Sequence[Answer] | None, offsets: NDArray[np.int32], first: int, null: int
+) -> tuple[int, int] | None:
     """Return the first and last token of the first answer in a window; `null` twice if it is not inside."""
     if answers is None:
         return None
-    assert isinstance(answers, tuple)
     if not answers or not len(offsets):
         return null, null
     answer = answers[0]
-    assert isinstance(answer, Answer)
     end = answer.start + len(answer.text)
     if answer.start < offsets[0, 0] or end > offsets[-1, 1]:
         return null, null
@@ -309,7 +297,7 @@ def scores_by_question(
     """
     scores, answerable = list[tuple[float, float]](), list[bool]()
     for row, prediction in zip(rows, predictions, strict=True):
-        texts = answer_texts(row)
+        texts = [answer.text for answer in row.label]
         scores.append(score_span(task, texts, str(prediction.value)))
         answerable.append(bool(texts))
     f1, exact = np.array(scores).T
@@ -321,12 +309,6 @@ def scores_by_question(
         "has_answer_exact_match": exact[has_answer],
         "no_answer_f1": f1[~has_answer],
     }
-
-
-def answer_texts(row: TaskRow) -> list[str]:
-    """Return the texts of a row's answers."""
-    assert isinstance(row.label, tuple)
-    return [answer.text for answer in row.label if isinstance(answer, Answer)]
 
 
 def score_span(task: TaskConfig, texts: Sequence[str], value: str) -> tuple[float, float]:

@@ -77,6 +77,8 @@ class TaskType(ABC):
     """False if such rows may also be texts, for which no template is needed."""
     metrics: Mapping[str, Metric] = MappingProxyType({})
     """Metrics that task.metrics may name, of labels and predicted values."""
+    metric_names: tuple[str, ...] = ()
+    """Names of the metrics of a type that overrides `score`; else those of `metrics`."""
     errors: frozenset[str] = frozenset()
     """Those of the metrics of which less is better."""
     modules: tuple[str, ...] = ()
@@ -117,11 +119,6 @@ class TaskType(ABC):
         self, task: TaskConfig, row: TaskRow, examples: Sequence[Example], outputs: Sequence[Output]
     ) -> Prediction:
         """Return the prediction for a row, from the outputs for its examples."""
-
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the metrics; a type that overrides `score` may have others than `metrics`."""
-        return tuple(self.metrics)
 
     def row_id(self, task: TaskConfig, name: str, earlier: int) -> str:
         """Return the id of a row; `earlier` rows have the same name. Raises RowError."""

@@ -14,20 +14,22 @@ import torch
 
 import mlm
 from mlm.checkpoint.native.run_state import LORA, TOKENIZER
+from mlm.checkpoint.native.save_load import resolve
 from mlm.config.build import config_digest
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
 from mlm.finetune.batches import Batcher, Order, TaskBatch, make_batcher
-from mlm.finetune.best import BASE, DATA_PATH, Progress, Scores, best_folder, read_best, save_best
+from mlm.finetune.best import BASE, DATA_PATH, Progress, Scores, best_folder, save_best
 from mlm.finetune.config import FinetuneConfig
 from mlm.finetune.inputs import Settings, Start, load_body
-from mlm.finetune.reference import Reference, is_compared
+from mlm.finetune.pairs import PairLoss
+from mlm.finetune.reference import Reference
 from mlm.finetune.results import RESULT, Result, header
 from mlm.finetune.scoring import Objective, evaluate, make_objective, one_label_warning, score_split
 from mlm.finetune.splits import TokenizedSplit
 from mlm.finetune.task_type import task_type
 from mlm.inference.base import Base, base_name
-from mlm.launch.doctor.quick import check_start
+from mlm.launch.doctor.folder import check_start
 from mlm.optim.config import ScheduleConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
@@ -60,11 +62,6 @@ class Material:
     tests: Sequence[TokenizedSplit]
     """Predicted at the end."""
 
-    @property
-    def splits(self) -> list[TokenizedSplit]:
-        """Those that are trained or validated on."""
-        return [self.train, *self.validations]
-
     def notes(self) -> list[str]:
         """Return lines on the template and the choice of rows, and for each split with truncated rows."""
         template, splits = self.start.tokenizer.chat_template, (self.train, *self.validations, *self.tests)
@@ -85,11 +82,6 @@ class FinetuneLoop(Loop):
     progress: Progress
     rows: int = field(default=0, init=False)
     """Examples trained on since the last logged step."""
-
-    @property
-    def out(self) -> Path:
-        """The run directory."""
-        return Path(self.config.out)
 
     @property
     def validate_every(self) -> int:
@@ -154,7 +146,7 @@ class FinetuneLoop(Loop):
         is_best = self.progress.add(trainer.step, scores, task_type(task.kind).errors)
         if is_best:
             self.record_progress()
-            save_best(trainer, self.out)
+            save_best(trainer, Path(self.config.out))
         for name, metrics in scores.items():
             self.reporter.scores(trainer.step, name, metrics, is_best=is_best)
 
@@ -223,7 +215,9 @@ def finetune(
         check_start(config.out, ctx)
         trainer = Trainer(spec, ctx, cast(Any, objective))
         batcher = make_batcher(trainer.model, size, start.max_length, kind.batcher)
-        reference = Reference(config, settings, material.splits) if is_compared(objective) else None
+        compares = isinstance(objective, PairLoss) and objective.has_reference
+        splits = [material.train, *material.validations]
+        reference = Reference(config, settings, splits) if compares else None
         resumed_from, progress = load_start(trainer, config, settings, start, reference, batcher)
         if ctx.is_main:  # last, when all is checked and loaded: what is rejected stays as it was
             prepare_directory(config, start)
@@ -310,7 +304,8 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
     """
     config, trainer, tests = loop.config, loop.trainer, loop.material.tests
     task, out = config.task, Path(config.out)
-    best, progress = read_best(out)
+    best = resolve(str(best_folder(out)))
+    progress = Progress.read(best)
     assert progress.best_step is not None
     if tests:
         load_weights(stored_shards(trainer, trainer.shards), best, trainer.ctx)

@@ -21,7 +21,7 @@ from mlm.config.build import from_dict
 from mlm.data.files_present import hub_id
 from mlm.inference.hf_source import find_model, load_model_folder, open_tensors
 from mlm.models.lora import adapter_shards, merged_changes
-from mlm.parallel.mesh import ParallelContext
+from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.config import PretrainConfig
 from mlm.training.state import model_shards
@@ -138,7 +138,8 @@ def _add_adapters(
         if (shard := mine.get(name)) is not None:
             target = shard.without_padding(shard.parameter.detach())
             region = tuple(slice(o, o + n) for o, n in zip(shard.offset, target.shape, strict=True))
-            target.copy_(target.to(change.device, torch.float32) + change[region])
+            tp = ctx.tp if shard.tp_dim == 1 else Axis("tp")
+            target.copy_(change.added_to(target.to(change.change.device, torch.float32), region, tp))
     return found
 
 

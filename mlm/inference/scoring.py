@@ -28,9 +28,8 @@ from torch import Tensor
 from mlm.inference.trained import Trained
 from mlm.models.backbone import Transformer
 from mlm.models.gpt2.model import GPT2
-from mlm.parallel.collectives import all_reduce
+from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import to_device
 from mlm.training.pipelined import EVAL_ROUNDS, PipelinedModel
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import digest_name, write_atomic

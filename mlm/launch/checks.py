@@ -44,6 +44,15 @@ def problems_of(
     ]
 
 
+def checked_by(layout_rules: Iterable[LayoutRule], rules: Iterable[Rule]) -> Callable[..., list[Problem]]:
+    """Return the check of a command on ranks (`Command.check`): its problems by these rules."""
+
+    def check(config: Any, *, world_size: int | None, local_devices: int | None) -> list[Problem]:
+        return problems_of(config, Launch(world_size, local_devices), layout_rules, rules)
+
+    return check
+
+
 def data_parallel_size(parallel: ParallelConfig, *, world_size: int | None, local_devices: int | None) -> int:
     """Return dp with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU."""
     return num_replicas(parallel.replica, parallel.dp, Launch(world_size, local_devices))

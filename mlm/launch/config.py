@@ -1,9 +1,9 @@
 """Settings of devices, process groups and launching."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from mlm.config.fields import PORT, POSITIVE, SECONDS, Forbid
+from mlm.config.fields import PORT, POSITIVE, SECONDS
 
 NO_GPU = "torch sees no GPU on this host"
 NO_GPU_FIX = "start it on GPU nodes, check it here with --check, or set dist.device=auto"
@@ -12,8 +12,6 @@ NO_GPU_FIX = "start it on GPU nodes, check it here with --check, or set dist.dev
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistConfig:
     """Devices, process groups and launching."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses CUDA when a GPU is present."""

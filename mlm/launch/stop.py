@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 LAUNCHED = "MLM_LAUNCHED"
@@ -212,12 +212,7 @@ class StopRequest:
             self._restore.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

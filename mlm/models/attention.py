@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from mlm.models.blocked_attention import FUSED, causal_attention_in_blocks, pays_in_blocks
 from mlm.models.cache import Reading, merge_heads, split_heads
 from mlm.models.config import ModelConfig
-from mlm.models.documents import Spans
-from mlm.models.packed import packed_attention
+from mlm.models.documents import Spans, packed_attention
 from mlm.models.rotary import Rotary
-from mlm.parallel.context.attention import context_attention
+from mlm.parallel.context import context_attention
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import ColumnParallelLinear, FusedRows, RowParallelLinear
 from mlm.parallel.mesh import Axis

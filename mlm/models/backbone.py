@@ -18,7 +18,7 @@ from mlm.models.norms import LayerNorm
 from mlm.models.rotary import Rotary
 from mlm.models.stage import PipelineStage, split_layers
 from mlm.models.transformer import TransformerLayer
-from mlm.parallel.context.zigzag import local_positions, local_tokens
+from mlm.parallel.context import local_positions, local_tokens
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.layers import VocabParallelEmbedding, embedding_lookup
 from mlm.parallel.mesh import Axis, ExpertAxes
@@ -85,6 +85,7 @@ class Transformer(nn.Module):
         self.cp = cp or Axis("cp")
         self.config, self.tp, self.dtype, self.recompute = config, tp, dtype, recompute
         self.sequence_parallel = sequence_parallel and tp.size > 1
+        self.learns_positions = config.architecture.learned_positions
         self.stage = stage = stage or split_layers(config.num_layers, 1)[0]
         # from numbers alone: of tensors on the meta device, stacking loads the compiler, seconds of a start
         places = site_keys([(-1, "embedding"), (config.num_layers, "classifier")])
@@ -102,7 +103,7 @@ class Transformer(nn.Module):
                 init_seed=None,
             )
         if stage.is_first:
-            if config.architecture.learned_positions:
+            if self.learns_positions:
                 self.position = LearnedTable(config.max_positions, h, init_std=std)
             if config.token_types:
                 self.token_type = LearnedTable(config.token_types, h, init_std=std)
@@ -171,7 +172,7 @@ class Transformer(nn.Module):
         first = self.tp.rank * rows if self.sequence_parallel else 0
         mine = slice(first, first + rows)
         x = self.token(tokens.t())
-        if self.config.architecture.learned_positions:
+        if self.learns_positions:
             x = x + self.position(range(first, first + rows) if positions is None else positions.t()[mine])
         if token_types is not None:
             x = x + self.token_type(token_types.t()[mine])

@@ -2,9 +2,9 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
+from mlm.config.fields import EXTENT, FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, Options
 from mlm.models.family import SHIPPED, Architecture, ModelFamily, count_parameters, family_of
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """Low-rank adapters, trained in place of the weights (arXiv:2106.09685)."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     rank: Annotated[int, NOT_NEGATIVE, Also("lora_r", "lora_rank")] = 0
     """Rank r of the adapters; 0 trains the weights themselves."""
     alpha: Annotated[float, POSITIVE, Also("lora_alpha")] = 16.0
@@ -34,6 +32,8 @@ class LoraConfig:
     """Dropout on the inputs of adapters, but those of routed experts."""
     rslora: Annotated[bool, Also("use_rslora")] = False
     """Scale by alpha / sqrt(rank), which keeps large ranks as strong (arXiv:2312.03732)."""
+    dora: Annotated[bool, Also("use_dora")] = False
+    """Train norms of a weight's rows, but of routed experts, apart from directions (arXiv:2402.09353)."""
 
     @property
     def scale(self) -> float:
@@ -47,8 +47,6 @@ NO_ADAPTERS = LoraConfig()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Shape and regularisation of a transformer. `kind` picks its family."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     kind: Annotated[str, ImportPath(*SHIPPED)] = "gpt2"
     """Model family: gpt2 and llama (with Qwen and Mistral) read from left to right, bert both ways; or one of

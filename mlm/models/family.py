@@ -57,8 +57,6 @@ class Architecture:
     """Elements of attention's matrices; 0 for those of queries, keys, values and output of these sizes."""
     gated: bool = False
     """True for an MLP of three matrices: its input is multiplied by a gate (arXiv:2002.05202)."""
-    fused_qkv: bool = True
-    """True if queries, keys and values are of one weight; else queries of one, keys and values of another."""
     qkv_bias: bool = True
     """True if queries, keys and values have biases."""
     bias: bool = True
@@ -236,13 +234,13 @@ class ModelFamily(Generic[C, B]):
     samples: SampleSource
     """Samples of pretraining."""
     splits_sequences: bool = False
-    """True if its models and objective take sequences that cp ranks split (parallel/context/zigzag.py)."""
+    """True if its models and objective take sequences that cp ranks split (parallel/context.py)."""
     check_tokenizer: "Callable[[Tokenizer], object] | None" = None
     """Raises UserError if samples cannot be made with a tokenizer; None if they depend on none."""
     scored: float = 1.0
     """Share of the tokens of pretraining that go through the vocabulary projection."""
     packs: bool = True
-    """True if its attention takes packed sequences in place of a bias (mlm/models/packed.py)."""
+    """True if its attention takes packed sequences in place of a bias (mlm/models/documents.py)."""
     data_keys: tuple[str, ...] = ()
     """Keys of data.* that shape the samples of this family and not of others."""
     architecture: "Callable[[ModelConfig], Architecture]" = usual_architecture

@@ -1,6 +1,7 @@
 """Layers of a model that have low-rank adapters, and the model that trains these alone."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from mlm.models.config import ALL_LINEAR, LoraConfig, ModelConfig
 from mlm.models.huggingface import Location
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter, weight_change
+from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter, WeightChange, weight_change
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import ParameterShard, parameter_shards
 from mlm.util.errors import ConfigError, Problem, show
@@ -65,22 +66,19 @@ def add_adapters(chunk: Transformer, lora: LoraConfig) -> None:
                     scale=lora.scale,
                     rows=rows,
                     dropout=lora.dropout,
+                    dora=lora.dora,
                     place=(int(number), f"{inner} adapter"),
                     cp=chunk.cp,
                 )
                 added.append(module.lora)
         if lora.dropout:
-            layer.register_forward_pre_hook(_hand_stream(added))
+            layer.register_forward_pre_hook(partial(_hand_stream, added))
 
 
-def _hand_stream(adapters: list[LowRankAdapter]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """Return a hook of a layer that gives its adapters the masks of each pass, recomputed ones too."""
-
-    def hook(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for adapter in adapters:
-            adapter.stream = inputs[1]
-
-    return hook
+def _hand_stream(adapters: list[LowRankAdapter], layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Give a layer's adapters the masks of each pass, recomputed ones too."""
+    for adapter in adapters:
+        adapter.stream = inputs[1]
 
 
 def freeze_base(chunk: Transformer, dtype: torch.dtype) -> None:
@@ -125,24 +123,27 @@ def _check_targets(chunk: Transformer, lora: LoraConfig) -> None:
             names += [name, *(part.removesuffix(".weight") for part in (stored.names if stored else ()))]
         elif isinstance(module, Experts):
             names.append(name)
-    for target in lora.targets:
+    for target in lora.targets or ("",):
         if target != ALL_LINEAR and not any(_ends(name, target) for name in names):
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-            problem = f"lora.targets={show(list(lora.targets))}: no layer is named {target}"
+            problem = f"lora.targets={show(list(lora.targets))}: no layer is named {target or 'there'}"
             raise ConfigError([Problem(("lora.targets",), problem, f"use {known} or {ALL_LINEAR}")])
 
 
 def merged_changes(
     model: ModelConfig, lora: LoraConfig, adapters: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name of a weight, what the adapters add to it), whole, from whole float32 adapters by name."""
+) -> Iterator[tuple[str, WeightChange]]:
+    """Yield (name of a weight, what adapters change in it), whole, from whole float32 adapters by name."""
     for shard, adapter in adapter_shards(model, lora):
         if isinstance(adapter, ExpertAdapter):
             if shard.name.endswith("_a"):
                 weight = shard.name.removesuffix("_a")
                 change = adapter.scale * (adapters[f"{weight}_b"] @ adapters[shard.name])
-                yield weight.replace(".lora.", "."), change
+                yield weight.replace(".lora.", "."), WeightChange(change)
         elif shard.name.endswith(".a"):
             layer = shard.name.removesuffix(".lora.a")
             a, b = adapters[shard.name], adapters[f"{layer}.lora.b"]
-            yield f"{layer}.weight", weight_change(a, b, adapter.scale, adapter.rows)
+            change = weight_change(a, b, adapter.scale, adapter.rows, adapter.size)
+            norms = adapters.get(f"{layer}.lora.magnitude")
+            in_order = None if norms is None else adapter.in_order(norms)
+            yield f"{layer}.weight", WeightChange(change, in_order)

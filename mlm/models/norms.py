@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
+from mlm.parallel.compute_state import ComputesInHalf
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -27,15 +27,7 @@ class LayerNorm(ComputesInHalf, nn.LayerNorm):
         if x.device.type == "cpu" and x.dtype in HALF and not torch.compiler.is_compiling():
             y: Tensor = _WideSums.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
             return y
-        weight: Tensor = self.weight
-        bias: Tensor = self.bias
-        copies = (
-            copy_of_dtype(self.compute.weight_copy, x.dtype),
-            copy_of_dtype(self.compute.bias_copy, x.dtype),
-        )
-        if copies[0] is not None and copies[1] is not None and not torch.compiler.is_compiling():
-            weight, bias = copies[0], copies[1]  # a compiler fuses the casts
-        weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+        weight, bias = self.in_dtype("weight", x.dtype), self.in_dtype("bias", x.dtype)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -80,11 +72,8 @@ class RMSNorm(ComputesInHalf, nn.RMSNorm):
         """Normalise the last dimension of x."""
         assert self.eps is not None
         if x.device.type == "cuda" or torch.compiler.is_compiling():
-            weight: Tensor = self.weight
-            copy = copy_of_dtype(self.compute.weight_copy, x.dtype)
-            if copy is not None and not torch.compiler.is_compiling():  # which fuses the cast
-                weight = copy
-            y: Tensor = F.rms_norm(x, self.normalized_shape, weight.to(x.dtype), self.eps)
+            weight = self.in_dtype("weight", x.dtype)
+            y: Tensor = F.rms_norm(x, self.normalized_shape, weight, self.eps)
             return y
         y = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return y

@@ -1,9 +1,9 @@
 """Settings of the optimizer, its schedule and the precision of compute."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, Forbid, ImportPath, Options
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, Options
 
 OPTIMIZERS = ImportPath("adamw", "muon")
 DECAYS = ImportPath("cosine", "linear", "constant", "inverse_sqrt")
@@ -17,8 +17,6 @@ WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonConfig:
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum of matrices made orthogonal."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     matrices: str = "layers.*"
     """Names of the weights that Muon updates, those of two and more dimensions; AdamW updates the rest."""
@@ -46,8 +44,6 @@ class MuonConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """Adam with decoupled weight decay (arXiv:1909.08053, section 4.2), Muon, or an optimizer of your own."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     kind: Annotated[str, OPTIMIZERS] = "adamw"
     """adamw; muon, for the matrices of layers, with adamw for the rest; or your own by its import path: a
@@ -80,8 +76,6 @@ class OptimizerConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleConfig:
     """Learning rate over steps: linear warm-up to optimizer.lr, then decay to min_lr."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     decay: Annotated[str, DECAYS, DECAY_NAMES] = "cosine"
     """Shape of the decay: cosine, linear, constant or inverse_sqrt (lr sqrt(warmup_steps / step), as in
@@ -128,8 +122,6 @@ class ScheduleConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
     """Number format of compute. Master weights and optimizer state stay float32 (float64 under fp64)."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     dtype: Annotated[
         Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"],

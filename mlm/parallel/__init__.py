@@ -1,1 +1,1 @@
-"""Mesh, collectives, layers, loss, sharding, random numbers; pipeline/ and context/."""
+"""Mesh, collectives, layers, loss, sharding, random numbers, context; pipeline/ and expert/."""

@@ -3,7 +3,8 @@
 Tensor parallelism (arXiv:1909.08053, section 3): f = `copy_to_tp` is the identity forward and an all-reduce
 backward, g = `reduce_from_tp` its conjugate. Sequence parallelism (arXiv:2205.05198, section 4.2.2) puts an
 all-gather along the sequence in f's place and a reduce-scatter in g's: `gather_sequence`,
-`scatter_sequence`. On an axis of one rank all of them are nothing.
+`scatter_sequence`. On an axis of one rank all of them are nothing. At the end are copies
+between host and device that nobody waits for.
 """
 
 import math
@@ -36,7 +37,7 @@ class Pending:
     axis: Axis
     out: Tensor
     """Result of `wait`; not to be read or written before."""
-    work: dist.Work | None
+    work: "dist.Work | _Swap | None"
     """None where there was nothing to communicate."""
     ranks: tuple[int, ...] = ()
     """Global ranks that take part; empty for all of the axis."""
@@ -91,8 +92,29 @@ def start_all_reduce(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.R
     record(x, axis, is_sent=True)
     held = for_transport(x, axis)
     with _watched("all_reduce", axis):
+        if axis.swaps and op == dist.ReduceOp.SUM:
+            return Pending("all_reduce", axis, x, _Swap(held, axis), held=held)
         work = dist.all_reduce(held, op=op, group=axis.group, async_op=True)
     return Pending("all_reduce", axis, x, work, held=held)
+
+
+class _Swap:
+    """A sum over two ranks in place, for which each sends the other all that it has.
+
+    Its bits are those of gloo's sum, a ring in which the two wait for each other piece by piece.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        self.x, self.other = x, torch.empty_like(x)
+        peer = 1 - axis.rank
+        self.sent = dist.isend(x, group=axis.group, group_dst=peer)
+        self.received = dist.irecv(self.other, group=axis.group, group_src=peer)
+
+    def wait(self) -> None:
+        for work in (self.received, self.sent):
+            assert work is not None
+            work.wait()
+        self.x.add_(self.other)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -123,11 +145,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
 def start_all_to_all(x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int]) -> Pending:
     """Begin to send each rank its rows of `x`: [sum of given, …] -> [sum of taken, …], in rank order.
 
-    Args:
-        x: rows, those for one rank together.
-        axis: the ranks.
-        given: rows for each rank.
-        taken: rows from each rank, which are what it gives this one.
+    `given` are the rows for each rank, `taken` those from each rank, which are what it gives this one.
     """
     assert len(x) == sum(given)
     out = x.new_empty((sum(taken), *x.shape[1:]))
@@ -280,3 +298,32 @@ def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
 def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter of sequence parallelism (g): partial sums [S, …] -> rows of the sum [S/t, …]."""
     return x if axis.size == 1 else _ScatterSequence.apply(x, axis)  # type: ignore[no-untyped-call]
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor on a device, by way of page-locked memory; others would make the host wait."""
+    if device.type == "cuda" and x.device.type == "cpu" and not x.is_pinned():
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
+class ToHost:
+    """A copy of a device's tensor on its way to the host."""
+
+    def __init__(self, x: Tensor) -> None:
+        """Begin to copy what is computed so far."""
+        self.arrived: torch.cuda.Event | None = None
+        if x.device.type == "cuda":
+            self.x = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self.x.copy_(x, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+        else:
+            self.x = x
+
+    def read(self) -> list[float]:
+        """Return its numbers; wait for them, but for nothing that the device was given later."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        values: list[float] = self.x.tolist()
+        return values

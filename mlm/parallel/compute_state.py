@@ -72,6 +72,12 @@ class ComputesInHalf(nn.Module):
         """Names of parameters whose copies are read; True if gradients pass through the copy. None here."""
         return {}
 
+    def in_dtype(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a parameter in a dtype: its copy if there is one, but where a compiler fuses the cast."""
+        parameter: Tensor = getattr(self, name)
+        copy = None if torch.compiler.is_compiling() else getattr(self.compute, f"{name}_copy")
+        return parameter.to(dtype) if copy is None or copy.dtype != dtype else copy
+
 
 def copy_of_dtype(copy: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return the copy if it is of that dtype: inputs of others are multiplied by the parameter itself."""

@@ -1,9 +1,9 @@
 """Settings of the parallel layout."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from mlm.config.fields import POSITIVE, Also, Forbid
+from mlm.config.fields import POSITIVE, Also
 
 TensorSize = Annotated[
     int, POSITIVE, Also("tensor_model_parallel_size", "tensor_parallel", "tensor_parallel_size")
@@ -21,8 +21,6 @@ VirtualSize = Annotated[
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
     """Parallel degrees: tp * cp * pp * dp = world size (arXiv:2104.04473, section 3)."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     tp: TensorSize = 1
     """Tensor-parallel size, t: ranks that split each layer. Must divide model.num_heads."""
@@ -53,11 +51,6 @@ class ParallelConfig:
     kept, or in every micro-batch, which keeps 1/dp of it."""
     recompute: Annotated[Literal["none", "selective", "full"], Also("recompute_granularity")] = "none"
     """Activations that backward recomputes: selective the attention matrices, full each layer."""
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks that split each expert."""
-        return self.tp if self.expert_tp is None else self.expert_tp
 
     @property
     def replica(self) -> int:

@@ -7,10 +7,16 @@ backward pass, or in the sum over micro-batches alone (`VocabParallelEmbedding.f
 Ranks exchange two numbers per token, two more where hits are counted, and never a logit (arXiv:1909.08053,
 section 3).
 
+Where a compiler is at hand, half-precision logits are read in two passes. PyTorch's kernels, one after the
+other, read and write some 34 bytes a logit for cast, largest, softmax, label, scale and cast; compiled,
+`log_sum_and_target` and `gradient` read 2 bytes, then read 2 and write 2 (a compiler that makes two passes of
+a log-sum-exp reads 2 more).
+
 Shapes: R rows (tokens, S * B), H hidden, V padded vocabulary, t = tensor-parallel size.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +24,53 @@ from torch import Tensor, nn
 
 from mlm.parallel.chunks import chunk_rows
 from mlm.parallel.collectives import all_gather, copy_to_tp, gather_sequence
-from mlm.parallel.fused_loss import Gradient, LogSum, compiled
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.matmul import add_weight_gradient, product, uses_onednn, weight_gradient
+
+LogSum = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+
+
+def log_sum_and_target(logits: Tensor, column: Tensor, true: int) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of the first `true` columns, and each row's logit at `column`, 0 where that is -1.
+
+    [R, V/t] half, [R] int64 -> [R], [R] float32.
+    """
+    wide = logits[:, :true].float()
+    target = logits.gather(1, column.clamp(min=0).unsqueeze(1)).squeeze(1).float()
+    return torch.logsumexp(wide, -1), target.masked_fill(column < 0, 0.0)
+
+
+def gradient(logits: Tensor, log_sum: Tensor, column: Tensor, factor: Tensor, true: int) -> Tensor:
+    """Factor * (softmax - onehot(column)) in the dtype of `logits`: 0 from column `true` on.
+
+    Args:
+        logits: [R, V/t] half.
+        log_sum: [R] float32, over the whole vocabulary.
+        column: [R] int64, -1 where the label lives elsewhere.
+        factor: 0-d float32.
+        true: columns of this shard that belong to tokens.
+    """
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    p = torch.exp(logits.float() - log_sum.unsqueeze(1))
+    p = torch.where(columns < true, p, 0.0) - (columns == column.unsqueeze(1)).float()
+    return (p * factor).to(logits.dtype)
+
+
+_compiled: list[tuple[LogSum, Gradient]] = []
+
+
+def use_compiler() -> None:
+    """Compile the passes; half-precision losses of compiled models take them."""
+    if not _compiled:
+        _compiled.append((torch.compile(log_sum_and_target), torch.compile(gradient)))
+
+
+def compiled() -> tuple[LogSum, Gradient] | None:
+    """The compiled passes, if `use_compiler` was called."""
+    return _compiled[0] if _compiled else None
+
 
 HALF = (torch.bfloat16, torch.float16)
 ORDERED = ("cpu",)
@@ -106,7 +155,7 @@ def fused_losses(
 ) -> tuple[Tensor, Tensor]:
     """Each row's loss [R] (0 where ignored), and `factor` times its gradient [R, V/t] in the logits' dtype.
 
-    `passes` are the two of `mlm.parallel.fused_loss`. Other arguments as of `softmax_and_loss`.
+    `passes` are the compiled `log_sum_and_target` and `gradient`. Other arguments as of `softmax_and_loss`.
     """
     tp, true = table.tp, table.true_local_rows
     column = columns_of(labels, table)
@@ -219,7 +268,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         d_hidden = torch.empty_like(hidden)
         # [H, V/t] where the product is faster that way round (see matmul.weight_gradient); turned once
-        turned = uses_onednn(hidden, compute)
+        turned, is_trained = uses_onednn(hidden, compute), ctx.needs_input_grad[1]
         d_weight: Tensor | None = None  # summed over the chunks, so wide even where the weight is not
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=loss_dtype(bias.dtype))
         loss = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
@@ -239,21 +288,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += losses.sum()
             if d_bias is not None:
                 d_bias += (left * scored).sum(0, dtype=d_bias.dtype) * then
-            # the row scale multiplies H-wide operands rather than V-wide ones
-            right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
             torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
-            d_weight = sum_of_chunks(d_weight, left, right, turned=turned, dtype=loss_dtype(weight.dtype))
-        if d_weight is None:  # nothing to score
+            if is_trained:
+                # the row scale multiplies H-wide operands rather than V-wide ones
+                right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
+                d_weight = sum_of_chunks(d_weight, left, right, turned=turned, dtype=loss_dtype(weight.dtype))
+        if is_trained and d_weight is None:  # nothing to score
             d_weight, turned = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype)), False
-        d_weight = d_weight.t().contiguous() if turned else d_weight
+        d_weight = d_weight.t().contiguous() if d_weight is not None and turned else d_weight
         if d_bias is not None:
             d_bias = d_bias.to(weight.dtype)
         last: Tensor | None = then if half else None  # the weight's gradient has yet to be multiplied by it
-        if fuses_grad:
+        if fuses_grad and d_weight is not None:
             add_to_grad(table.weight, d_weight, last)
             d_weight = last = None
         ctx.save_for_backward(d_hidden, d_weight, d_bias, last)
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.fuses_grad = weight.dtype, fuses_grad
         hits = hits * scale
         ctx.mark_non_differentiable(hits)
         return loss * scale, hits
@@ -262,16 +312,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias, then = ctx.saved_tensors
         is_one = dy.device.type == "cpu" and dy.item() == 1.0  # reading it would synchronise on a GPU
-        if d_weight is None:
-            if not is_one:
-                torch._assert_async(dy == 1.0, "the weight's gradient was added as of a seed of 1")
-            return d_hidden, None, d_bias, None, None, None, None, None, None
-        if not is_one:
+        if ctx.fuses_grad and not is_one:
+            torch._assert_async(dy == 1.0, "the weight's gradient was added as of a seed of 1")
+        elif not is_one:
             d_hidden, then = d_hidden.mul_(dy), dy if then is None else then * dy
             d_bias = None if d_bias is None else d_bias.mul_(dy)
-        if then is not None:  # both factors in one pass over [V/t, H]
-            d_weight = d_weight.mul_(then)
-        return d_hidden, d_weight.to(ctx.weight_dtype), d_bias, None, None, None, None, None, None
+        if d_weight is not None:
+            # both factors in one pass over [V/t, H]
+            d_weight = (d_weight if then is None else d_weight.mul_(then)).to(ctx.weight_dtype)
+        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
 
 def linear_cross_entropy(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mlm.parallel.collectives import to_device
 from mlm.parallel.random import derive_seed
-from mlm.parallel.transfer import to_device
 from mlm.parallel.uncompiled import skip_compile
 
 FACTORS = -2048144789, -1028477387
@@ -209,16 +209,10 @@ class DropoutStream:
         rows: Tensor,
         columns: Tensor,
     ) -> Tensor:
-        """Dropout of some attention probabilities of each sample.
+        """Dropout of some attention probabilities of each sample: [B, heads, rows, columns].
 
-        Args:
-            x: [B, heads, rows, columns].
-            p: probability of dropping.
-            place: keys of the layer's attention.
-            length: S.
-            heads: their global numbers.
-            rows: places in the sequence of the queries.
-            columns: places in the sequence of the keys.
+        `heads` are global numbers, `rows` and `columns` places of queries and keys in the sequence of S =
+        `length`; `p` and `place` as of `probabilities`.
         """
         first = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) * length
         keys = (self.keys ^ place)[:, None, None]  # [B, 1, 1, 2]
@@ -228,15 +222,9 @@ class DropoutStream:
     def features(
         self, x: Tensor, p: float, place: Tensor, *, rows: Tensor, columns: range, width: int
     ) -> Tensor:
-        """Dropout of some features of activations, the same whoever holds the others.
+        """Dropout of some features of activations, the same whoever holds the others: [rows, B, columns].
 
-        Args:
-            x: [rows, B, columns].
-            p: probability of dropping.
-            place: keys of the activations.
-            rows: int64 places in the sequence.
-            columns: numbers of the features.
-            width: features of all ranks.
+        `rows` are int64 places in the sequence, `columns` numbers of features, of the `width` of all ranks.
         """
         numbers = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=x.device)
         keys = (self.keys ^ place)[None]  # [1, B, 2]

@@ -63,7 +63,7 @@ class TensorParallelLayer(ComputesInHalf):
 
     def adapted(self, y: Tensor, x: Tensor) -> Tensor:
         """Add to the layer's output `y` what its adapter (low_rank.py) makes of the input, if it has one."""
-        return y if self.lora is None else y + self.lora(x)
+        return y if self.lora is None else self.lora(x, y, self.weight, self.bias)
 
     def initialise(self, seed: int | None) -> None:
         """Fill the parameters with their initial values."""
@@ -185,11 +185,7 @@ class RowParallelLinear(TensorParallelLayer):
             )
         else:
             y = self.reduce_output(linear(x, self.weight, None, self.compute))
-        bias: Tensor | None = self.bias
-        copy = copy_of_dtype(self.compute.bias_copy, x.dtype)
-        if copy is not None and not torch.compiler.is_compiling():  # which fuses the cast
-            bias = copy
-        return y if bias is None else y + bias.to(x.dtype)
+        return y if self.bias is None else y + self.in_dtype("bias", x.dtype)
 
 
 class VocabParallelEmbedding(TensorParallelLayer):
@@ -206,7 +202,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     tp_dims: ClassVar[dict[str, int]] = {"weight": 0}
     compiled: bool = False
-    """True if the loss may be computed by compiled passes (`mlm.parallel.fused_loss`)."""
+    """True if the loss may be computed by compiled passes (cross_entropy.py)."""
     fuses_grad: bool = False
     """True if a forward pass of the loss adds the weight's gradient to `weight.grad`, as its backward pass
     would from a seed of 1; nothing of the table's size is kept in between (`fuse_embedding_grad`). On a CPU

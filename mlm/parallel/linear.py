@@ -253,11 +253,7 @@ def _weight_job(
 def gathered_products(x: Tensor, tp: Axis, parts: int, products: Sequence[Product]) -> list[Tensor]:
     """Return products of the rows of all ranks: [S/t, B, I] -> [S, B, O] each.
 
-    Args:
-        x: this rank's rows.
-        tp: the ranks.
-        parts: k, which must divide S/t.
-        products: maps of a part's rows [S/k, B, I].
+    `x` are this rank's rows; `products` map a part's rows [S/k, B, I], k = `parts`, which divides S/t.
     """
     arriving = [start_all_gather(part, tp) for part in x.chunk(parts)]
     found: list[Tensor] = []

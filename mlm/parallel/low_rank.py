@@ -6,6 +6,9 @@ rank's rows of the sequence, and its gradient is summed over tp like that of a n
 
 A fused weight has an adapter for each part, so that queries and values may have one and keys none.
 
+A trained magnitude is what each row of W + s B A has more of a norm than W's (arXiv:2402.09353, equation 5);
+both norms are constants in backward (section 4.3).
+
 Shapes: S sequence, B micro-batch, I in, O out, r rank, P fused parts of which p have adapters, t =
 tensor-parallel size; of experts as in expert/experts.py.
 """
@@ -17,8 +20,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from mlm.parallel.collectives import copy_to_tp, gather_sequence
-from mlm.parallel.context.zigzag import local_positions
+from mlm.parallel.collectives import all_reduce, copy_to_tp, gather_sequence
+from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.expert.experts import Experts, grouped_linear
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -26,6 +29,23 @@ from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import shard_of
 from mlm.parallel.uncompiled import skip_compile
+
+
+@dataclass(frozen=True)
+class WeightChange:
+    """What adapters add to a whole weight [O, I], or those of experts, and to the norms of its rows."""
+
+    change: Tensor
+    magnitude: Tensor | None = None
+
+    def added_to(self, weight: Tensor, region: tuple[slice, ...], tp: Axis) -> Tensor:
+        """Return a region of the weight, changed; ranks of `tp` have other columns. Collective."""
+        changed = weight + self.change[region]
+        if self.magnitude is None:
+            return changed
+        # in float64, so that the sums over ranks round alike at every tp
+        factors = row_factors(weight.double(), changed.double(), self.magnitude[region[0]], tp)
+        return (changed * factors[:, None]).to(changed.dtype)
 
 
 @dataclass(frozen=True)
@@ -40,18 +60,14 @@ class AdaptedRows:
         """Rows of one part in one block of a whole weight with O rows."""
         return out_features // (self.blocks * self.parts)
 
-    def place(self, outputs: list[Tensor], size: int) -> Tensor:
-        """Put the outputs of adapted parts [..., O / P] in the weight's order, zeros for others: [..., O]."""
-        if self.parts == 1:
-            return outputs[0]
-        found = dict(zip(self.adapted, outputs, strict=True))
-        zeros = torch.zeros_like(outputs[0])
-        whole = [found.get(part, zeros).unflatten(-1, (-1, size)) for part in range(self.parts)]
-        return torch.stack(whole, -2).flatten(-3)
+    def place(self, adapted: Sequence[Tensor]) -> Tensor:
+        """Put values of adapted parts [..., block, size] in the weight's order, 0 for others: [..., O]."""
+        found, zeros = dict(zip(self.adapted, adapted, strict=True)), torch.zeros_like(adapted[0])
+        return torch.stack([found.get(part, zeros) for part in range(self.parts)], -2).flatten(-3)
 
 
 class LowRankAdapter(nn.Module):
-    """s B A x, of this rank's output features, for the input of a linear layer; 0 at first, as B is.
+    """Adds s B A x, of this rank's output features, to the output of a linear layer; 0 at first, as B is.
 
     Args:
         layer: the layer beside it.
@@ -59,6 +75,7 @@ class LowRankAdapter(nn.Module):
         scale: s.
         rows: order of the layer's output features.
         dropout: probability of dropping elements of x on this path.
+        dora: train magnitudes too.
         place: the global number of the transformer layer, and a name in it: of the dropout masks.
         cp: axis that splits sequences.
     """
@@ -73,39 +90,42 @@ class LowRankAdapter(nn.Module):
         scale: float,
         rows: AdaptedRows,
         dropout: float = 0.0,
+        dora: bool = False,
         place: tuple[int, str] = (0, ""),
         cp: Axis | None = None,
     ) -> None:
         super().__init__()
-        self.tp, self.cp, self.scale, self.rows, self.dropout = (
-            layer.tp,
-            cp or Axis("cp"),
-            scale,
-            rows,
-            dropout,
-        )
+        self.tp, self.cp = layer.tp, cp or Axis("cp")
+        self.scale, self.rows, self.dropout = scale, rows, dropout
         self.by_column = isinstance(layer, ColumnParallelLinear)
         self.sequence_parallel, self.replicas = layer.sequence_parallel, layer.replicas
         self.reduce_output = layer.reduce_output
         out, inside = layer.weight.shape
         whole = out * self.tp.size // layer.replicas if self.by_column else out
-        self.size, self.columns = rows.size(whole), inside
+        self.size, self.columns = out if rows.parts == 1 else rows.size(whole), inside
         count = len(rows.adapted)
-        self.tp_dims = {"b": 0} if self.by_column else {"a": 1}
+        self.tp_dims = {"b": 0, "magnitude": 0} if self.by_column else {"a": 1}
         # the variance of peft's uniform A
         full = inside if self.by_column else inside * self.tp.size
-        self.init_stds = {"a": (3 * full) ** -0.5, "b": 0.0}
+        self.init_stds = {"a": (3 * full) ** -0.5, "b": 0.0, "magnitude": 0.0}
         self.a = nn.Parameter(torch.empty(count * rank, inside))  # [p r, I], by row [r, I/t]
         self.b = nn.Parameter(torch.zeros(out // rows.parts * count, rank))  # [p O / (P t), r], by row [O, r]
+        self.magnitude = nn.Parameter(torch.zeros(len(self.b))) if dora else None  # norm of a row less W's
         self.register_buffer("places", site_keys([place]), persistent=False)
         self.stream: DropoutStream | None = None
 
-    def extra_repr(self) -> str:
-        """Rank, and the parts that have adapters."""
-        return f"rank={self.b.shape[1]}, parts={self.rows.adapted} of {self.rows.parts}"
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `y`, what the layer of this input, weight and bias gives, with the adapter: of its shape."""
+        change = self._change(x)
+        if self.magnitude is None:
+            return y + change
+        wide, norms = weight.to(self.a.dtype), self.in_order(self.magnitude)
+        whole = wide + weight_change(self.a.detach(), self.b.detach(), self.scale, self.rows, self.size)
+        factors = row_factors(wide, whole, norms, Axis("tp") if self.by_column else self.tp).to(y.dtype)
+        added = 0.0 if bias is None else bias.to(y.dtype)
+        return factors * (y - added + change) + added
 
-    def forward(self, x: Tensor) -> Tensor:
-        """As the layer beside it: by column [S, B, I] -> [S, B, O/t], by row [S, B, I/t] -> [S, B, O]."""
+    def _change(self, x: Tensor) -> Tensor:
         if self.dropout and self.stream is not None:
             x = self._drop(x, self.stream)
         z = linear(x, self.a) * self.scale  # [S, B, p r]
@@ -116,7 +136,14 @@ class LowRankAdapter(nn.Module):
             return linear(z, self.b)
         blocks = self.b.unflatten(0, (-1, len(self.rows.adapted), self.size))  # [blocks/t, p, size, r]
         parts = zip(z.chunk(len(self.rows.adapted), -1), blocks.unbind(1), strict=True)
-        return self.rows.place([linear(each, b.flatten(0, 1)) for each, b in parts], self.size)
+        return self.rows.place(
+            [linear(each, b.flatten(0, 1)).unflatten(-1, (-1, self.size)) for each, b in parts]
+        )
+
+    def in_order(self, magnitude: Tensor) -> Tensor:
+        """Return magnitudes, ordered as the rows of B, as the weight's: [O/t], 0 for parts without."""
+        parts = magnitude.unflatten(0, (-1, len(self.rows.adapted), self.size))
+        return self.rows.place(parts.unbind(1))
 
     @skip_compile  # masks of another micro-batch are another graph
     def _drop(self, x: Tensor, stream: DropoutStream) -> Tensor:
@@ -167,12 +194,19 @@ class ExpertAdapter(nn.Module):
         return grouped_linear(grouped_linear(x, self.down_a, counts) * self.scale, self.down_b, counts)
 
 
-def weight_change(a: Tensor, b: Tensor, scale: float, rows: AdaptedRows) -> Tensor:
-    """Return s B A in the order of the layer's weight, [O, I], of whole A [p r, I] and B [p O / P, r]."""
-    if rows.parts == 1:
-        return scale * (b @ a)
+def weight_change(a: Tensor, b: Tensor, scale: float, rows: AdaptedRows, size: int) -> Tensor:
+    """Return s B A in the order of the layer's weight, [O, I], of whole A and B or a rank's."""
     count = len(rows.adapted)
-    size = len(b) // (count * rows.blocks)
-    parts = b.unflatten(0, (rows.blocks, count, size)).unbind(1)
-    products = [scale * (part.flatten(0, 1) @ each) for part, each in zip(parts, a.chunk(count), strict=True)]
-    return rows.place([product.t() for product in products], size).t()
+    products = b.unflatten(0, (-1, count, size)) @ a.unflatten(0, (count, -1))  # [block, p, size, I]
+    return rows.place((scale * products).movedim(-1, 0).unbind(-2)).t()
+
+
+def row_factors(weight: Tensor, changed: Tensor, magnitude: Tensor, tp: Axis) -> Tensor:
+    """Return what makes the norms of changed rows those of W's plus `magnitude`: [O]. Collective.
+
+    Each rank of `tp` has some columns of both weights.
+    """
+    with torch.no_grad():
+        squares = torch.stack([weight.square().sum(1), changed.square().sum(1)])
+        before, after = all_reduce(squares, tp).sqrt().unbind()
+    return (before + magnitude) / after.clamp(min=torch.finfo(after.dtype).tiny)

@@ -41,6 +41,8 @@ class Axis:
     through_host: bool = False
     """True if tensors are copied to host memory and back around each communication: gloo sends and receives
     nothing from device memory, and what else it takes from there differs by operation and PyTorch version."""
+    swaps: bool = False
+    """True if sums are made by sending each other whole tensors: between two ranks gloo's own are slower."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class ParallelContext:
     pp: Axis = Axis("pp")
     dp: Axis = Axis("dp")
     cp: Axis = Axis("cp")
-    """Ranks that hold parts of the same sequences (mlm/parallel/context/zigzag.py)."""
+    """Ranks that hold parts of the same sequences (mlm/parallel/context.py)."""
     dp_cp: Axis | None = None
     """dp and cp as one axis; None where cp has one rank."""
     experts: ExpertAxes = ExpertAxes()
@@ -230,8 +232,9 @@ def _make_axis(
             limit = timedelta(seconds=timeout_s)
             group = dist.new_group(line, timeout=limit, pg_options=_options(name, device, limit))
             if rank in line:
-                through_host = device.type == "cuda" and dist.get_backend(group) == "gloo"
-                own = Axis(name, line.index(rank), len(line), group, tuple(line), watch, through_host)
+                is_gloo = dist.get_backend(group) == "gloo"
+                through_host, swaps = is_gloo and device.type == "cuda", is_gloo and len(line) == 2
+                own = Axis(name, line.index(rank), len(line), group, tuple(line), watch, through_host, swaps)
     return own
 
 

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 TRANSPORT = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "broken pipe")
@@ -61,12 +60,7 @@ class Wait:
         self.since = time.monotonic()
         self.watch.waits[id(self)] = self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         del self.watch.waits[id(self)]
         if not self.watch.waits:  # a wait inside another is part of it
             spent = self.watch.spent

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, Bound, Forbid, InputPath, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, Bound, InputPath, ResultFile
 
 WAIT = Bound(lambda x: 0 < x <= 86_400, "above 0 and at most 86400, a day")
 """Longer waits overflow a browser's timer, which then reloads without a pause."""
@@ -13,8 +13,6 @@ WAIT = Bound(lambda x: 0 < x <= 86_400, "above 0 and at most 86400, a day")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
     """Reports during training. metrics.jsonl is always written."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     every: Annotated[int, POSITIVE, Also("log_interval", "logging_steps")] = 10
     """Steps between logged lines; numbers leave the device only then."""
@@ -32,8 +30,6 @@ class LogConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportConfig:
     """The run spec of `mlm report`: runs on one page."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     runs: tuple[InputPath, ...]
     """Run folders, at most 20; other paths among them are skipped."""

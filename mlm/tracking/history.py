@@ -58,28 +58,22 @@ class History(Sink):
         self.append("run", run)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take a logged step."""
         self.append("step", flatten_metrics(metrics))
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
-        """Take a validation."""
         self.append("validation", {"step": step, "loss": loss, "perplexity": perplexity, **name_parts(parts)})
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
-        """Take the metrics of a split."""
         self.append("scores", {"step": step, "split": split, **metrics, "is_best": is_best})
 
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
-        """Take a saved checkpoint."""
         times = {"seconds": round(seconds, 3), "waited": round(waited, 3)}
         self.append("saved", {"step": step, "path": str(path), **times})
 
     def save_failed(self, step: int, error: str) -> None:
-        """Take the error of a failed save."""
         self.append("save_failed", {"step": step, "error": error})
 
     def event(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Take what else happened."""
         self.append(kind, fields)
 
     def rewound(self, step: int) -> None:
@@ -114,7 +108,6 @@ class History(Sink):
                 self.warn(f"{self.path}: {error.strerror}; its lines wait in memory. Free some space.")
 
     def close(self) -> None:
-        """End."""
         if self.file is None:
             return
         self.flush()

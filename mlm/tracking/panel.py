@@ -89,7 +89,6 @@ class Display(Sink):
         self.eta = Eta(total_steps, clock)
 
     def start(self, run: dict[str, object]) -> None:
-        """Begin."""
         width = max((len(label) for label, _ in self.header), default=0)
         for label, value in self.header:
             self.line(f"{label:<{width}}  {value}")
@@ -101,7 +100,6 @@ class Display(Sink):
         self.console.print(Text(text), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Show a line."""
         self.line(text)
 
     def problem(self, text: str) -> None:
@@ -110,17 +108,14 @@ class Display(Sink):
             print(f"mlm: {text}", file=self.errors, flush=True)
 
     def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
-        """Take a saved checkpoint."""
         self.note(f"saved {path} ({seconds:.1f} s, training waited {waited:.1f} s)")
 
     def save_failed(self, step: int, error: str) -> None:
-        """Take the error of a failed save."""
         self.problem(
             f"SAVING FAILED at step {step}: {error}. Training continues; the next save is due as planned"
         )
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take a logged step."""
         self.done = metrics.step
         self.eta.update(metrics.step, metrics.step_time_s)
 
@@ -134,7 +129,6 @@ class PlainLines(Display):
     """True once a step is."""
 
     def start(self, run: dict[str, object]) -> None:
-        """Begin."""
         super().start(run)
         if self.header:
             width = max(len(label) for label, _ in self.header)
@@ -149,19 +143,16 @@ class PlainLines(Display):
             self.line(f"{self.counter(self.done + 1)}  {now}")
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take a logged step."""
         super().step(metrics)
         self.is_logged = True
         self.line(self.counter(metrics.step) + "  " + self.numbers(metrics))
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
-        """Take a validation."""
         pairs = [f"validation_loss {loss:.4f}", f"validation_ppl {perplexity:.2f}"]
         pairs += [f"{name} {part:.4f}" for name, part in name_parts(parts).items()]
         self.line("  ".join([self.counter(step), *pairs]))
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
-        """Take the metrics of a split."""
         pairs = [f"{name} {value:.4f}" for name, value in metrics.items()]
         self.line(
             "  ".join([self.counter(step), f"scored {split}", *pairs, *(["best yes"] if is_best else [])])
@@ -210,7 +201,6 @@ class LivePanel(Display):
     loss_unit = LOSS_UNIT
 
     def start(self, run: dict[str, object]) -> None:
-        """Begin."""
         super().start(run)
         self.loss_unit = str(run.get("loss_unit", LOSS_UNIT))
         self.live = Live(
@@ -223,16 +213,13 @@ class LivePanel(Display):
         self.console.show_cursor(True)  # kill -9 then leaves nothing to restore
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take a logged step."""
         super().step(metrics)
         self.metrics = metrics
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
-        """Take a validation."""
         self.validated = (step, loss, perplexity, parts)
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
-        """Take the metrics of a split."""
         self.scored = {**self.scored, split: (step, metrics, is_best)}
 
     def advance(self, step: int) -> None:
@@ -255,7 +242,6 @@ class LivePanel(Display):
         return self.live is not None and self.live.is_started
 
     def close(self) -> None:
-        """End."""
         self.end, self.announcement, self.working = self.clock(), None, None
         if self.live is not None:
             self.live.stop()

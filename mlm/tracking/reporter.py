@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
@@ -19,7 +20,7 @@ import mlm
 from mlm.tracking.config import LogConfig, missing_extras
 from mlm.tracking.history import FILE_NAME, History
 from mlm.tracking.metrics import NO_PARTS, Parts, Sink, StepMetrics, flatten_metrics, name_parts
-from mlm.tracking.panel import Display, LivePanel, PlainLines
+from mlm.tracking.panel import LivePanel, PlainLines
 from mlm.util.errors import UserError
 from mlm.util.system import LastingStream
 from mlm.util.terminal import Screen
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class Reporter:
+class Reporter(Sink):
     """Reports a run to metrics.jsonl, the terminal and the trackers, between `with` and its end.
 
     On ranks other than the main one every method returns at once. However the block ends, the terminal is
@@ -55,14 +56,22 @@ class Reporter:
         self.sinks: list[Sink] = []
         self.stack = ExitStack()
         self.done = start_step
+        for name in PASSED_ON:
+            setattr(self, name, partial(self._call_each, name))
         if not is_main:
             return
         versions = {"mlm": mlm.__version__, "torch": torch.__version__, "python": platform.python_version()}
         self.run = {"start_step": start_step, "total_steps": total_steps, "versions": versions, **(run or {})}
-        trackers = build_trackers(out, config, start_step)
-        display = make_display(
-            console or training_console(config.live, out / FILE_NAME),
-            live=config.live,
+        if missing := missing_extras(config):
+            raise UserError("; ".join(missing))
+        trackers: list[Sink] = [TensorBoard(out / "tensorboard", start_step)] if config.tensorboard else []
+        if config.wandb_project:
+            trackers.append(WeightsAndBiases(out, config.wandb_project))
+        console = console or training_console(config.live, out / FILE_NAME)
+        can_draw = console.is_terminal and not console.is_dumb_terminal
+        is_live = config.live == "on" or (config.live == "auto" and can_draw)
+        display = (LivePanel if is_live else PlainLines)(
+            console,
             title=dict(header).get("run", out.name),
             header=header,
             start_step=start_step,
@@ -86,65 +95,24 @@ class Reporter:
             self.event("failed", {"step": self.done, "error": f"{name}{error}".partition("\n")[0]})
         self.stack.close()
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Report a logged step."""
+    def _call_each(self, name: str, *arguments: Any, **keywords: Any) -> None:
         for sink in self.sinks:
-            sink.step(metrics)
-
-    def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
-        """Report a validation after `step`; `loss` in nats per token, `parts` that of a blend's corpora."""
-        for sink in self.sinks:
-            sink.validation(step, loss, perplexity, parts)
-
-    def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
-        """Report the metrics of a split of a task after `step`, and whether they are the best so far."""
-        for sink in self.sinks:
-            sink.scores(step, split, metrics, is_best=is_best)
-
-    def saved(self, step: int, path: Path, seconds: float, waited: float) -> None:
-        """Report a checkpoint of `step` written to `path` in `seconds`, for which training `waited`."""
-        for sink in self.sinks:
-            sink.saved(step, path, seconds, waited)
-
-    def save_failed(self, step: int, error: str) -> None:
-        """Report that the checkpoint of `step` could not be written."""
-        for sink in self.sinks:
-            sink.save_failed(step, error)
-
-    def event(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Record what else happened, such as an incident; `fields` has its step."""
-        for sink in self.sinks:
-            sink.event(kind, fields)
-
-    def rewound(self, step: int) -> None:
-        """Report that training returned to the checkpoint of `step`."""
-        for sink in self.sinks:
-            sink.rewound(step)
+            getattr(sink, name)(*arguments, **keywords)
 
     def announce(self, text: str) -> bool:
         """Show that a stop was requested; False if no display can. Safe inside a signal handler."""
         return sum(sink.announce(text) for sink in self.sinks) > 0
 
-    def note(self, text: str) -> None:
-        """Show the user a line."""
-        for sink in self.sinks:
-            sink.note(text)
-
-    def problem(self, text: str) -> None:
-        """Show the user a problem that does not end the run."""
-        for sink in self.sinks:
-            sink.problem(text)
-
     def advance(self, step: int) -> None:
         """Move the progress bar to `step` issued steps; reads nothing from the device."""
         self.done = step
-        for sink in self.sinks:
-            sink.advance(step)
+        self._call_each("advance", step)
 
-    def micro_batch(self, number: int, count: int) -> None:
-        """Note progress within a step; reads nothing from the device."""
-        for sink in self.sinks:
-            sink.micro_batch(number, count)
+
+PASSED_ON = tuple(
+    name for name in vars(Sink) if name[0] != "_" and name not in ("start", "announce", "advance", "close")
+)
+"""Reports that each sink takes as they are."""
 
 
 def training_console(live: str, metrics: Path) -> Console:
@@ -152,36 +120,6 @@ def training_console(live: str, metrics: Path) -> Console:
     stream = LastingStream(sys.stdout, f"training continues, its numbers are in {metrics}")
     options = {"force_terminal": True} if live == "on" else {}
     return Screen(file=cast(TextIO, stream), **options)
-
-
-def make_display(
-    console: Console,
-    *,
-    live: str,
-    title: str,
-    header: Sequence[tuple[str, str]],
-    start_step: int,
-    total_steps: int,
-    clock: Callable[[], float],
-) -> Display:
-    """Return the live panel if log.live and the terminal allow it, plain lines otherwise."""
-    can = console.is_terminal and not console.is_dumb_terminal
-    kind = LivePanel if live == "on" or (live == "auto" and can) else PlainLines
-    return kind(
-        console, title=title, header=header, start_step=start_step, total_steps=total_steps, clock=clock
-    )
-
-
-def build_trackers(out: Path, config: LogConfig, start_step: int) -> list[Sink]:
-    """Return the requested trackers. Raises UserError if one is not installed."""
-    if missing := missing_extras(config):
-        raise UserError("; ".join(missing))
-    trackers: list[Sink] = []
-    if config.tensorboard:
-        trackers.append(TensorBoard(out / "tensorboard", start_step))
-    if config.wandb_project:
-        trackers.append(WeightsAndBiases(out, config.wandb_project))
-    return trackers
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
@@ -199,15 +137,12 @@ class Tracker(Sink, ABC):
         """Queue values; the tracker's own thread writes them."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take a logged step."""
         self.log(metrics.step, scalars(metrics))
 
     def validation(self, step: int, loss: float, perplexity: float, parts: Parts = NO_PARTS) -> None:
-        """Take a validation."""
         self.log(step, {"validation/loss": loss, "validation/perplexity": perplexity, **name_parts(parts)})
 
     def scores(self, step: int, split: str, metrics: Parts, *, is_best: bool) -> None:
-        """Take the metrics of a split."""
         self.log(step, {f"{split}/{name}": value for name, value in metrics.items()})
 
 
@@ -220,19 +155,16 @@ class TensorBoard(Tracker):
         self.writer: SummaryWriter | None = None
 
     def start(self, run: dict[str, object]) -> None:
-        """Begin."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(log_dir=str(self.folder), purge_step=self.start_step + 1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue values."""
         assert self.writer is not None, "TensorBoard.start() comes first"
         for tag, value in values.items():
             self.writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """End."""
         if self.writer is not None:
             self.writer.close()
 
@@ -263,10 +195,8 @@ class WeightsAndBiases(Tracker):
         self.run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send values."""
         self.run.log({"step": step, **values})
 
     def close(self) -> None:
-        """End."""
         if self.run is not None:
             self.run.finish()

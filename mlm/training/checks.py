@@ -1,6 +1,7 @@
 """Checks of the settings of a training run."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,7 +18,7 @@ from mlm.launch.checks import (
     problems_of,
     stages_exist,
 )
-from mlm.models.config import ModelConfig
+from mlm.models.config import NO_ADAPTERS, ModelConfig
 from mlm.models.family import (
     SHIPPED,
     data_problem,
@@ -91,10 +92,6 @@ def optimizer_works(config: Any, _: Launch) -> Problem | None:
     return _own_code_problem(check_optimizer, config.optimizer)
 
 
-def _patterns_fit(config: PretrainConfig, _: Launch) -> Problem | None:
-    return _own_code_problem(_check_patterns, config.optimizer, config.model)
-
-
 def _check_patterns(optimizer: OptimizerConfig, model: ModelConfig) -> None:
     """Raise OwnCodeError for patterns that fit no parameter of the model, built on the meta device."""
     named = {f"optimizer.groups: {each.names}": each.names for each in patterns(optimizer.groups)}
@@ -122,20 +119,12 @@ def optimizer_fits_layout(config: Any, _: Launch) -> Problem | None:
         return None  # reported by `optimizer_works`
 
 
-def _decay_works(config: PretrainConfig, _: Launch) -> Problem | None:
-    return _own_code_problem(check_decay, config.schedule)
-
-
 def _observers_exist(config: PretrainConfig, _: Launch) -> Problem | None:
     if not config.train.observers:
         return None
     from mlm.training.observer import own_observers  # imports torch, which checks of settings need not
 
     return _own_code_problem(own_observers, config.train.observers)
-
-
-def _dataset_exists(config: PretrainConfig, _: Launch) -> Problem | None:
-    return _own_code_problem(imported, "data.kind", config.data.kind, SOURCES.shipped, Callable)
 
 
 def _own_code_problem(check: Callable[..., object], *arguments: object) -> Problem | None:
@@ -322,7 +311,23 @@ def _adapters_have_a_base(config: PretrainConfig, _: Launch) -> Problem | None:
     return Problem(("lora.rank", "ckpt"), problem, "set ckpt=… to one, or lora.rank=0")
 
 
-OWN_CODE_RULES = (optimizer_works, _patterns_fit, optimizer_fits_layout, _decay_works, _dataset_exists)
+def adapters_have_a_rank(config: Any, _: Launch) -> Problem | None:
+    """The problem of settings of adapters without any."""
+    settings, plain = asdict(config.lora), asdict(NO_ADAPTERS)
+    for name in settings if not config.lora.rank else ():
+        if settings[name] != plain[name]:
+            problem = f"lora.{name}={show(settings[name])}: lora.rank=0 adds no adapters"
+            return Problem((f"lora.{name}", "lora.rank"), problem, "set lora.rank=16, or leave it out")
+    return None
+
+
+OWN_CODE_RULES = (
+    optimizer_works,
+    lambda config, _: _own_code_problem(_check_patterns, config.optimizer, config.model),
+    optimizer_fits_layout,
+    lambda config, _: _own_code_problem(check_decay, config.schedule),
+    lambda config, _: _own_code_problem(imported, "data.kind", config.data.kind, SOURCES.shipped, Callable),
+)
 """Conditions of the user's own code beside the model's family."""
 SETTINGS_RULES = (
     _warmup_ends,
@@ -339,6 +344,7 @@ SETTINGS_RULES = (
     _graphs_replay,
     lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
     _prompts_can_be_continued,
+    adapters_have_a_rank,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (

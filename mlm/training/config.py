@@ -1,7 +1,7 @@
 """Settings of a training run: every section that a rank needs."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from mlm.config.fields import (
     NOT_NEGATIVE,
@@ -10,7 +10,6 @@ from mlm.config.fields import (
     Also,
     Bound,
     CheckpointPath,
-    Forbid,
     ImportPath,
     OutFolder,
     StoreFolder,
@@ -37,8 +36,6 @@ FALSE_ALARM = Bound(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """Length of training, batch sizes and validation."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     steps: Annotated[
         int,
@@ -76,8 +73,6 @@ class TrainConfig:
 class CheckpointConfig:
     """Intervals of saving, and checkpoints to keep."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     save_every: Annotated[int, NOT_NEGATIVE, Also("save_interval", "save_steps")] = 1000
     """Steps between checkpoints; 0 saves only the last."""
     keep_last: Annotated[int, POSITIVE] = 2
@@ -99,8 +94,6 @@ class CheckpointConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IncidentConfig:
     """Steps that go wrong, which leave a folder in out/incidents that `mlm replay` reads."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     action: Literal["log", "skip", "rewind", "stop"] = "log"
     """Action after an incident: log only reports it; skip leaves out the update; rewind returns to the last
@@ -125,8 +118,6 @@ class IncidentConfig:
 class CheckConfig:
     """Comparisons that find silent corruption and slow ranks during training."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     every: Annotated[int, NOT_NEGATIVE] = 500
     """Steps between comparisons of what must be equal bit for bit on several ranks; 0 never compares."""
     repeat: bool | None = None
@@ -146,8 +137,6 @@ class CheckConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainConfig:
     """The run spec of `mlm pretrain`: everything a rank needs to know."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     name: str
     """Name of the run; the default of `out` is runs/{name}."""

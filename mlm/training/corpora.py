@@ -20,9 +20,8 @@ from mlm.data.blend_history import (
 from mlm.data.config import SOURCES, DataConfig
 from mlm.data.files_present import pair_prefix, training_prefix
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
-from mlm.data.own_dataset import CheckedDataset
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
-from mlm.data.sampler import Dataset
+from mlm.data.sampler import CheckedDataset, Dataset
 from mlm.data.stored_corpus import stored_tokens
 from mlm.data.tokenizer import Tokenizer
 from mlm.training.config import PretrainConfig
@@ -61,18 +60,12 @@ class ValidationSet:
     """Its part in the loss of the blend."""
 
 
-def train_prefix(data: DataConfig) -> Path:
-    """Prefix of the training .bin/.idx of a run on one corpus."""
-    assert data.train is not None or data.path is not None, "checked with the configuration"
-    return training_prefix(data) if data.train is None else pair_prefix(data, "data.train", data.train)
-
-
 def corpora(data: DataConfig) -> list[Corpus]:
     """Corpora of data.blend in its order, or the one corpus there is; none for synthetic data."""
     if data.kind != "indexed":
         return []
     if not data.blend:
-        prefix = train_prefix(data)
+        prefix = training_prefix(data) if data.train is None else pair_prefix(data, "data.train", data.train)
         return [
             Corpus(corpus_names([prefix])[0], prefix, validation_prefix(data), None, tokenizer_path(data))
         ]

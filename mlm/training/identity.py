@@ -38,7 +38,7 @@ IDENTITY = (
         "max_ngram eod_id",
     ),
     "optimizer.kind",
-    *_keys("lora.", "rank alpha targets rslora"),
+    *_keys("lora.", "rank alpha targets rslora dora"),
 )
 """Keys that may not change: the run would be another one."""
 DATA = _keys("data.", "path train blend tokenizer")

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from mlm.models.packed import pack_sequences
+from mlm.models.documents import pack_sequences
 from mlm.optim.config import PrecisionConfig
-from mlm.parallel.fused_loss import use_compiler
+from mlm.parallel.cross_entropy import use_compiler
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.uncompiled import prepare_to_compile
 from mlm.training.config import AttentionKernel, PretrainConfig

@@ -4,7 +4,6 @@ What pretraining and finetuning do differently is in their subclasses of `Loop`.
 """
 
 import math
-import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -339,11 +338,6 @@ def own_code(config: Any) -> list[str]:
     values = values_of(config)
     named = {key: values[key] for key, leaf in leaves(spec).items() if leaf.shipped is not None}
     return [f"{key}={show(value)}" for key, value in named.items() if paths_in(value)]
-
-
-def resume_with(command: str, out: Path, config: Any) -> str:
-    """Return how to resume a stopped run, in two lines."""
-    return f" Resume with:\n  {shlex.join(resume_command(command, out, config))}"
 
 
 def run_row(name: str, out: Path) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from mlm.models.lora import add_adapters, freeze_base
 from mlm.models.stage import split_layers
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES, parameter_dtype
-from mlm.parallel.collectives import all_reduce
+from mlm.parallel.collectives import all_reduce, to_device
 from mlm.parallel.compute_state import CachedHalfParams, DeferredWeightGrads
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.dropout import DropoutStream
@@ -26,7 +26,6 @@ from mlm.parallel.pipeline.actions import Instruction
 from mlm.parallel.pipeline.engine import ChunkGradients, PlanObserver, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
-from mlm.parallel.transfer import to_device
 from mlm.training.kernels import attention_of_any_shape
 
 

@@ -6,8 +6,8 @@ Torch is imported only where there is a checkpoint, or a model folder, to read.
 import os
 from pathlib import Path
 
+from mlm.config.build import protected_from
 from mlm.config.command import resolve
-from mlm.config.path_errors import protected_from
 from mlm.launch.environment import read_rank_place
 from mlm.tracking.config import missing_extras
 from mlm.training.config import PretrainConfig

@@ -12,8 +12,7 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import candidates, checkpoint_problem, locate, step_directory_name
 from mlm.checkpoint.native.retention import checkpoint_doubt
 from mlm.checkpoint.native.save_load import CheckpointError, latest_checkpoint, read_manifest, resolve
-from mlm.config.build import to_dict
-from mlm.config.path_errors import protected_from
+from mlm.config.build import protected_from, to_dict
 from mlm.data.blend_history import changed_corpus_problem, continue_history, decode, describe_change, encode
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import PretrainConfig

@@ -17,18 +17,24 @@ from mlm.optim.adamw import apply, build_optimizer, set_lr
 from mlm.optim.clip import clip_factor, gradient_norm
 from mlm.optim.precision import LossScaler, parameter_dtype
 from mlm.optim.schedule import learning_rate
-from mlm.parallel.collectives import all_reduce, start_all_reduce
-from mlm.parallel.context.zigzag import local_positions
+from mlm.parallel.collectives import all_reduce, start_all_reduce, to_device
+from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream
 from mlm.parallel.expert.balance import Balance
 from mlm.parallel.expert.router import routers
-from mlm.parallel.gradients import Reducer, sum_replicated_gradients, sum_tied_gradients
+from mlm.parallel.gradients import (
+    FusedAccumulation,
+    ReducedGradients,
+    Reducer,
+    build_reducer,
+    fuse_embedding_grad,
+    sum_replicated_gradients,
+    sum_tied_gradients,
+)
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import CPU, ParallelContext
 from mlm.parallel.random import init_parameters
-from mlm.parallel.reducers import FusedAccumulation, ReducedGradients, build_reducer, fuse_embedding_grad
 from mlm.parallel.sharding import DP_SLICES, ParameterShard, parameter_shards, shard_of
-from mlm.parallel.transfer import to_device
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import fill_eod_id
 from mlm.training.identity import Past
@@ -149,6 +155,7 @@ class Trainer(Generic[B]):
             self.shards, config.optimizer, ctx.replicas, config.model.width_factor
         )
         self.scaler = LossScaler(config.precision, ctx.device)
+        self.wide = parameter_dtype(config.precision)
         self.split_parts: tuple[int, ...] = (ctx.tp.rank,)
         self.step = 0
         self.consumed_samples = 0
@@ -292,17 +299,18 @@ class Trainer(Generic[B]):
 
     def global_counts(self, batches: Iterable[B]) -> Tensor:
         """Divisor of each part of the objective over the global batch, such as scored tokens: [k] float."""
-        dtype = parameter_dtype(self.config.precision)
         # on the host: labels are not moved yet
         counts = torch.tensor([self.objective.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
-        total = all_reduce(to_device(counts.to(dtype), self.ctx.device), self.ctx.dp)
-        return total.clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
+        return self._sum_over_dp(counts).clamp_(min=1)  # nothing to score: a loss of 0, not of 0/0
 
     def global_tokens(self, batches: Iterable[B]) -> Tensor:
         """Tokens that the model reads in the global batch, padding included: 0-d float."""
-        dtype = parameter_dtype(self.config.precision)
-        tokens = torch.tensor(float(sum(batch.tokens.numel() for batch in batches)), dtype=dtype)
-        return all_reduce(to_device(tokens, self.ctx.device), self.ctx.dp)
+        tokens = sum(batch.tokens.numel() for batch in batches)
+        return self._sum_over_dp(torch.tensor(tokens, dtype=torch.float64))
+
+    def _sum_over_dp(self, x: Tensor) -> Tensor:
+        """Sum of the replicas' numbers, on the device, in the dtype of parameters."""
+        return all_reduce(to_device(x.to(self.wide), self.ctx.device), self.ctx.dp)
 
     def mean_parts(self, outcome: StepOutcome) -> list[float]:
         """Each part of the objective, mean over the global batch.

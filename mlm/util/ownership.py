@@ -103,7 +103,7 @@ def claim_folder(
     if problems := claim_problems(path, kind, key=key, inputs=inputs, writes=writes, same=same):
         raise UserError(problems[0])
     folder = Path(path)
-    if not is_folder_of_kind(folder, kind):
+    if kind_of_folder(folder) != kind:
         marker = {"format": FORMAT, "kind": kind, "created": not folder.exists()}
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / MARKER, (json.dumps(marker) + "\n").encode())
@@ -193,11 +193,6 @@ def kind_of_folder(folder: Path) -> str | None:
     """Return the type (a key of KINDS) of a folder that mlm made; None for others."""
     marker = read_marker(folder)
     return None if marker is None else str(marker["kind"])
-
-
-def is_folder_of_kind(folder: Path, kind: str) -> bool:
-    """True if mlm made `folder`, of this type."""
-    return kind_of_folder(folder) == kind
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:

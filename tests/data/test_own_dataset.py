@@ -11,8 +11,7 @@ import pytest
 
 from mlm.config.imports import TRUST, OwnCodeError
 from mlm.data.config import DataConfig
-from mlm.data.own_dataset import CheckedDataset
-from mlm.data.sampler import Loader, eval_batches
+from mlm.data.sampler import CheckedDataset, Loader, eval_batches
 from mlm.models.bert.samples import BERTSamples
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.training.corpora import dataset_without_corpus, train_dataset, validation_sets

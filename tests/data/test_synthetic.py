@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.sampler import SyntheticDataset
 
 
 def test_sample_depends_on_seed_and_number_alone() -> None:

@@ -28,9 +28,7 @@ from tests.finetune.chats import chatting, write_chats, write_llama
 from tests.finetune.runs import losses, weights
 from tests.ranks import command, run_on_ranks
 
-LORA = LoraConfig(rank=4, alpha=32.0, dropout=0.2)
-PLAIN = replace(LORA, dropout=0.0)
-"""Packed sequences are others over dp, and so are their masks."""
+LORA = LoraConfig(rank=4, alpha=32.0, dropout=0.2, dora=True)
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),
     "tp4-sp": ParallelConfig(tp=4, sequence_parallel=True),
@@ -47,7 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_llama(made / "llama")
     write_chats(made / "chat")
     run.run(adapting(made), ParallelContext())
-    run.run(adapting(made, lora=PLAIN, out=str(made / "plain")), ParallelContext())
     return made
 
 
@@ -58,11 +55,10 @@ def adapting(folder: Path, **changes: Any) -> FinetuneConfig:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_with_adapters_is_the_same_at_every_layout(folder: Path, tmp_path: Path, layout: str) -> None:
     parallel = LAYOUTS[layout]
-    lora, name = (PLAIN, "plain") if parallel.dp else (LORA, "out")
-    config = adapting(folder, lora=lora, parallel=parallel, out=str(tmp_path / "out"))
+    config = adapting(folder, parallel=parallel, out=str(tmp_path / "out"))
     run_on_ranks(command, run.run, config, tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1)
-    assert losses(tmp_path / "out") == pytest.approx(losses(folder / name), abs=1e-9)
-    alone, split = (weights(Path(out, "checkpoints")) for out in (folder / name, tmp_path / "out"))
+    assert losses(tmp_path / "out") == pytest.approx(losses(folder / "out"), abs=1e-9)
+    alone, split = (weights(Path(out, "checkpoints")) for out in (folder / "out", tmp_path / "out"))
     torch.testing.assert_close(split, alone, rtol=0, atol=1e-7)
 
 
@@ -120,6 +116,9 @@ def test_a_target_that_names_no_layer_is_an_error(folder: Path, tmp_path: Path) 
     lora = replace(LORA, targets=("q_proj", "proj"))
     (problem,) = run.preflight(adapting(folder, lora=lora, out=str(tmp_path / "out")))
     assert problem.startswith('lora.targets=["q_proj","proj"]: no layer is named proj; use ')
+    none = replace(LORA, targets=())
+    (problem,) = run.preflight(adapting(folder, lora=none, out=str(tmp_path / "out")))
+    assert problem.startswith("lora.targets=[]: no layer is named there; use ")
 
 
 def test_in_bfloat16_the_base_has_no_float32_copy(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """The rows of a step and the micro-batches of a batch: each example once, at any layout."""
 
 import random
-from collections import Counter
 from itertools import chain
 
 import numpy as np
@@ -82,9 +81,17 @@ def test_a_batch_is_dealt_out_whole(
     assert len(dealt[0]) % groups_of == 0
     every = [batch for batches in dealt for batch in batches]
     assert sorted(n for batch in every for n in batch.examples) == list(range(count))
-    assert max(Counter(batch.first_sample for batch in every).values()) == 1
+    (alone,) = Batcher(budget=1 << 40, rank=0, size=1).micro_batches(examples, numbers, first_sample=1 << 32)
+    streams = [each for batch in every for each in dropout_streams(batch)]
+    assert sorted(streams) == sorted(dropout_streams(alone))
     for batch in every:
         check_batch(batch, examples, budget, multiple, texts)
+
+
+def dropout_streams(batch: TaskBatch) -> list[tuple[int, int]]:
+    """(number of the masks of a text, its example), of those that are scored."""
+    numbers = [(batch.first_sample + text, batch.sample(text)) for text in range(len(batch.tokens))]
+    return [each for each in numbers if each[1] >= 0]
 
 
 def check_batch(batch: TaskBatch, examples: list[Example], budget: int, multiple: int, texts: int) -> None:
@@ -114,9 +121,9 @@ def test_an_evaluation_has_each_example_once(size: int, groups_of: int) -> None:
         list(Batcher(budget=60, rank=rank, size=size, groups_of=groups_of).all_batches(examples))
         for rank in range(size)
     ]
-    every = [n for steps in dealt for batches in steps for batch in batches for n in batch.examples]
+    every = [n for batches in dealt for batch in batches for n in batch.examples]
     assert sorted(every) == list(range(11))
-    assert {tuple(map(len, steps)) for steps in dealt} == {tuple(map(len, dealt[0]))}
+    assert {len(batches) for batches in dealt} == {len(dealt[0])}
 
 
 def test_chosen_rows_are_drawn_at_random_and_in_order() -> None:

@@ -44,6 +44,8 @@ CASES = {
     "llama-qv": ("llama", {"targets": ("q_proj", "v_proj")}),
     "llama-all": ("llama", {}),
     "gpt2-all": ("gpt2", {"rslora": True}),
+    "llama-dora": ("llama", {"dora": True}),
+    "gpt2-dora": ("gpt2", {"dora": True}),
 }
 
 
@@ -64,20 +66,28 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
     stored = stored_adapters(model, lora)
     targets = [module for each in stored for module in each.modules]
     adapted = get_peft_model(
-        theirs, TheirConfig(r=3, lora_alpha=5, target_modules=targets, use_rslora=lora.rslora)
+        theirs,
+        TheirConfig(r=3, lora_alpha=5, target_modules=targets, use_rslora=lora.rslora, use_dora=lora.dora),
     ).double()
-    values = {name.replace(".default", ""): p for name, p in adapted.named_parameters() if p.requires_grad}
+    values = {
+        name.replace(".default", "").replace("_vector.weight", "_vector"): p
+        for name, p in adapted.named_parameters()
+        if p.requires_grad
+    }
     mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for p in values.values():
             p.normal_(0, 0.1)
         for each in stored:
-            a, b = each.to_ours(lambda name: values[name])
-            mine[f"{each.name}.lora.a"].copy_(a)
-            mine[f"{each.name}.lora.b"].copy_(b)
+            for name, value in each.to_ours(values.__getitem__, dict(ours.named_parameters()).__getitem__):
+                mine[name].copy_(value)
     assert sum(p.numel() for p in mine.values()) == sum(p.numel() for p in values.values())
 
-    optimizers = [torch.optim.AdamW(each.values(), lr=1e-2) for each in (mine, values)]
+    def nothing(name: str) -> Tensor:
+        return torch.zeros_like(dict(ours.named_parameters())[name])
+
+    # without decay: it would draw our magnitudes to the norms of W, theirs to 0
+    optimizers = [torch.optim.AdamW(each.values(), lr=1e-2, weight_decay=0.0) for each in (mine, values)]
     tokens = torch.randint(64, (STEPS, 2, 9))
     for batch in tokens:
         for optimizer in optimizers:
@@ -88,9 +98,9 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
         their_loss.backward()
         torch.testing.assert_close(loss, their_loss, rtol=0, atol=1e-6)
         for each in stored:
-            a, b = each.to_ours(lambda name: grad_of(values[name]))
-            torch.testing.assert_close(mine[f"{each.name}.lora.a"].grad, a, rtol=0, atol=1e-6)
-            torch.testing.assert_close(mine[f"{each.name}.lora.b"].grad, b, rtol=0, atol=1e-6)
+            grads = each.to_ours(lambda name: grad_of(values[name]), nothing)
+            for name, grad in grads:
+                torch.testing.assert_close(mine[name].grad, grad, rtol=0, atol=1e-6)
         for optimizer in optimizers:
             optimizer.step()
     assert all(p.grad is None for p in ours.parameters() if not p.requires_grad)

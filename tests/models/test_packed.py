@@ -13,8 +13,14 @@ from torch import Tensor
 
 from mlm.models import documents
 from mlm.models.attention import fused_attention
-from mlm.models.documents import Boundaries, document_bias, padding_spans
-from mlm.models.packed import Packing, build_packing, packed_attention
+from mlm.models.documents import (
+    Boundaries,
+    Packing,
+    build_packing,
+    document_bias,
+    packed_attention,
+    padding_spans,
+)
 
 S, B, HEADS, HEAD_DIM, EOD = 12, 3, 2, 8, 7
 CPU = torch.device("cpu")

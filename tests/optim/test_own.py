@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mlm.config.imports import TRUST, OwnCodeError, trusting
-from mlm.data.sampler import collate
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.sampler import SyntheticDataset, collate
 from mlm.optim.config import OptimizerConfig
 from mlm.optim.own import (
     TORCH_ELEMENTWISE,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.parallel import fused_loss, matmul
+from mlm.parallel import cross_entropy, matmul
 from mlm.parallel.chunks import CHUNK_BYTES, HALF_BLOCK_BYTES, HALF_CHUNKS, chunk_rows
 from mlm.parallel.collectives import copy_to_tp, gather_sequence
 from mlm.parallel.cross_entropy import (
@@ -63,6 +63,18 @@ def check_loss_and_gradients(ctx: ParallelContext, chunk_bytes: int) -> None:
     torch.testing.assert_close(x.grad, hidden.grad)
     padding = torch.zeros(PADDED - VOCAB, HIDDEN, dtype=torch.float64)
     torch.testing.assert_close(table.weight.grad, shard_of(torch.cat([weight.grad, padding]), ctx.tp, 0))
+
+
+def test_no_gradient_of_a_frozen_table_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = problem()
+    expected = F.cross_entropy(hidden @ weight.t(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    (3 * expected).backward()
+    table = table_of(weight, Axis("tp")).requires_grad_(False)
+    monkeypatch.setattr("mlm.parallel.cross_entropy.sum_of_chunks", None)
+    x = hidden.detach().clone().requires_grad_()
+    (3 * linear_cross_entropy(x, labels, table, torch.ones((), dtype=torch.float64))).backward()
+    torch.testing.assert_close(x.grad, hidden.grad)
+    assert table.weight.grad is None
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 3 * 4 * PADDED, 1 << 20])
@@ -176,7 +188,7 @@ def test_two_passes_for_a_compiler_give_what_many_give(tp: int, chunk_bytes: int
 
 def check_two_passes(ctx: ParallelContext, chunk_bytes: int, compile_them: bool = False) -> None:
     hidden, weight, labels = problem()
-    passes = (fused_loss.log_sum_and_target, fused_loss.gradient)
+    passes = (cross_entropy.log_sum_and_target, cross_entropy.gradient)
     if compile_them:
         passes = (torch.compile(passes[0]), torch.compile(passes[1]))
     for dtype in (torch.bfloat16, torch.float16):

@@ -86,6 +86,21 @@ def check_operations(ctx: ParallelContext) -> None:
         assert not seen & {x.data_ptr(), found.data_ptr()}, f"{name}: the transport read device memory"
 
 
+def test_two_ranks_that_swap_tensors_have_the_bits_of_gloos_sum() -> None:
+    run_on_ranks(check_swap, tp=2)
+
+
+def check_swap(ctx: ParallelContext) -> None:
+    assert ctx.tp.swaps
+    torch.manual_seed(ctx.rank)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(999).exp().to(dtype)
+        pending = [collectives.start_all_reduce(x.clone(), ctx.tp), collectives.start_all_reduce(-x, ctx.tp)]
+        expected = collectives.all_reduce(x.clone(), replace(ctx.tp, swaps=False))
+        assert torch.equal(pending[0].wait(), expected), dtype
+        assert torch.equal(pending[1].wait(), -expected), dtype
+
+
 @pytest.mark.parametrize(
     "layout",
     thinned(

@@ -8,22 +8,25 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from mlm.config.cli.compose import load_config
-from mlm.parallel.mesh import shape_context
+from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.plan.checks import check_plan_dry_run
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run import flops_of, run
 from mlm.plan.dry_run_memory import ACTIVATIONS, GRADIENTS, PARTS, STATE, TABLES, VOCABULARY, WEIGHTS
 from mlm.plan.dry_run_meter import IN_ATTENTION, MessageType
-from mlm.plan.dry_run_rank import DryRun, dry_run
+from mlm.plan.dry_run_rank import DryRun, batches_of, dry_run
+from mlm.plan.layer_counts import counts_of
+from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import MemoryModel
-from mlm.plan.shape import PlannedLayout
 from mlm.training.trainer import Trainer
 from tests.slow import thinned
 
@@ -280,7 +283,7 @@ def test_the_parts_of_the_peak_are_all_of_it() -> None:
 @pytest.mark.parametrize(
     ("pp", "dp", "pipeline"), [(1, 1, "1f1b"), (2, 1, "1f1b"), (2, 1, "gpipe"), (2, 2, "gpipe")]
 )
-def test_the_last_stage_is_as_full_as_the_formulas_predict(
+def test_the_last_stage_is_as_full_as_plans_predict(
     pp: int, dp: int, pipeline: Literal["1f1b", "gpipe"], micro_batches: int
 ) -> None:
     """With a table that outweighs everything: how often it is held shows."""
@@ -288,10 +291,25 @@ def test_the_last_stage_is_as_full_as_the_formulas_predict(
     layout = f"pp={pp} dp={dp} pipeline={pipeline} model.vocab_size=8192 train.global_batch_size={batch}"
     config, rank = config_of(*layout.split()), (pp - 1) * dp
     found = dry_run(config, rank, in_full=True).log.peak()
-    predicted = MemoryModel(config.model, S, "bf16").peak(
+    predicted = MemoryModel(counts_of(config, "gpu")).peak(
         PlannedLayout(pp=pp, dp=dp, pipeline=pipeline, micro_batch=B, global_batch=batch), pp - 1
     )
     assert predicted.total - predicted.parts["allocator"] == pytest.approx(found.bytes, rel=0.02)
+
+
+def test_memory_of_a_cpu_is_that_of_its_own_tensors() -> None:
+    """As PyTorch tells its profiler; in half precision a loss takes other pieces than on a GPU."""
+    settings = ["dp=1", "model.vocab_size=8192", "train.global_batch_size=4", "dist.device=cpu"]
+    config = config_of(*settings)
+    found = run(config).log.peak().bytes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        trainer = Trainer(config, ParallelContext())
+        for _ in range(2):
+            trainer.train_step(batches_of(config, trainer.ctx, 2))
+    assert profiler.profiler is not None
+    blocks = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert found == pytest.approx(max(accumulate(blocks)), rel=0.02)
+    assert dry_run(config, 0).log.peak().bytes != pytest.approx(found, rel=0.05)
 
 
 def test_nothing_else_starts_and_stays() -> None:

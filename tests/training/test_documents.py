@@ -11,8 +11,7 @@ from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
 from mlm.config.cli import main
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.config import DataConfig
-from mlm.data.sampler import Batch, eval_batches
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.sampler import Batch, SyntheticDataset, eval_batches
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.corpora import corpus_problems, fill_eod_id
 from mlm.training.trainer import Trainer

@@ -12,10 +12,9 @@ from mlm.models.config import ModelConfig
 from mlm.parallel import cross_entropy
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import linear_cross_entropy
-from mlm.parallel.gradients import GradientReducer
+from mlm.parallel.gradients import GradientReducer, fuse_embedding_grad
 from mlm.parallel.layers import VocabParallelEmbedding
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.reducers import fuse_embedding_grad
 from mlm.plan.dry_run_rank import META, batches_of, dry_run
 from mlm.training import trainer as of_trainer
 from mlm.training.config import PretrainConfig

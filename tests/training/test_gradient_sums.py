@@ -12,8 +12,8 @@ from mlm.data.sampler import Batch
 from mlm.parallel import gradients, linear
 from mlm.parallel.compute_state import ComputeState
 from mlm.parallel.config import ParallelConfig
+from mlm.parallel.gradients import FusedAccumulation
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.reducers import FusedAccumulation
 from mlm.training.config import PretrainConfig
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from mlm.checkpoint.native.save_load import latest_checkpoint, read_manifest
-from mlm.data.sampler import Loader, eval_batches
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.sampler import Loader, SyntheticDataset, eval_batches
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig

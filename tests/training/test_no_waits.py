@@ -9,8 +9,8 @@ import torch
 
 from mlm.config.cli.compose import load_config
 from mlm.data.sampler import Loader
+from mlm.parallel.collectives import ToHost
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.transfer import ToHost
 from mlm.training import trainer as trainers
 from mlm.training.corpora import train_dataset
 from mlm.training.incidents import watcher

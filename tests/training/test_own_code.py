@@ -27,7 +27,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.sampler import SyntheticDataset
 from mlm.models.gpt2 import family as gpt2
 from mlm.models.gpt2.model import GPT2
 from mlm.models.transformer import MLP, TransformerLayer

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlm.config.cli.compose import load_config
 from mlm.data.sampler import Batch
-from mlm.models.gpt2.objective import NextToken
+from mlm.models.gpt2.model import NextToken
 from mlm.parallel.mesh import ParallelContext, build_mesh, coordinates, shape_context
 from mlm.parallel.pipeline.actions import Action, Op, Receive, Send
 from mlm.parallel.pipeline.lower import lower

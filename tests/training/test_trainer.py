@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mlm.data.config import DataConfig
-from mlm.data.sampler import Batch, Loader
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.sampler import Batch, Loader, SyntheticDataset
 from mlm.models.config import ModelConfig
 from mlm.optim.adamw import MOMENTS, moment
 from mlm.optim.clip import gradient_norm

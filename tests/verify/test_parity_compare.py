@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.data.sampler import RankSampler
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.sampler import RankSampler, SyntheticDataset
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import StepOutcome, Trainer
 from mlm.verify.compare import Comparison, Report, compare, one_process

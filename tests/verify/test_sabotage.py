@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mlm.data.sampler import Batch, RankSampler
-from mlm.models.gpt2.objective import NextToken
+from mlm.models.gpt2.model import NextToken
 from mlm.models.llama.model import Llama
 from mlm.models.rotary import Rotary
 from mlm.optim.clip import gradient_norm
@@ -269,7 +269,7 @@ CASES = {
         "a bias that each rank adds",
     ),
     "loss divided by the tokens of the micro-batch": Sabotage(
-        "mlm.models.gpt2.objective.NextToken.output",
+        "mlm.models.gpt2.model.NextToken.output",
         mean_of_micro_batch,
         PP,
         "loss of step 1",
@@ -352,10 +352,10 @@ CASES = {
         "dropout masks",
     ),
     "keys of other cp ranks merged without their sums": Sabotage(
-        "mlm.parallel.context.attention._merge", sum_of_own_tokens, CP, "loss of step 1", "forward pass"
+        "mlm.parallel.context._merge", sum_of_own_tokens, CP, "loss of step 1", "forward pass"
     ),
     "gradients of keys and values not summed over cp": Sabotage(
-        "mlm.parallel.context.attention.reduce_scatter",
+        "mlm.parallel.context.reduce_scatter",
         first_part,
         CP,
         "gradient of layers.3.attention.qkv.bias",
@@ -382,7 +382,7 @@ CASES = {
         "only experts",
     ),
     "experts summed over the replicas of the model": Sabotage(
-        "mlm.parallel.reducers.parameters_by_axis",
+        "mlm.parallel.gradients.parameters_by_axis",
         experts_as_the_rest,
         EP,
         "gradient of layers.3.mlp.experts.down at step 1",
@@ -396,7 +396,7 @@ CASES = {
         "each expert",
     ),
     "gradients of routers not summed": Sabotage(
-        "mlm.parallel.reducers.parameters_by_axis",
+        "mlm.parallel.gradients.parameters_by_axis",
         routers_of_one_rank,
         EP,
         "gradient of layers.3.mlp.router.weight at step 1",

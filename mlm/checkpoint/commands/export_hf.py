@@ -261,10 +261,11 @@ def stored_tensor(tensor: Exported, load: Load) -> Tensor:
 def write_adapters(source: ExportSource, weights: WholeWeights, folder: Path) -> dict[str, list[Exported]]:
     """Write adapters as `peft` does, with its settings; return no files of weights."""
     assert source.base is not None
+    assert weights.below is not None
     tensors = {
         name: value.contiguous()
         for each in peft.stored_adapters(source.model, source.lora)
-        for name, value in each.to_theirs(*(weights.read(f"{each.name}.lora.{part}") for part in "ab"))
+        for name, value in each.to_theirs(weights.read, weights.below.read)
     }
     forms = {name: Form(torch.float32, tuple(value.shape)) for name, value in tensors.items()}
     write_stream(folder / peft.WEIGHTS, forms, tensors.__getitem__, SAFETENSORS_FOR)

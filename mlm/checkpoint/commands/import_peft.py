@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mlm.checkpoint.commands.config import ImportHFConfig
 from mlm.checkpoint.commands.result import show_table
+from mlm.checkpoint.commands.weights import WholeWeights
 from mlm.checkpoint.huggingface import peft
 from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, read_json, reading
 from mlm.checkpoint.native.reader import copy_region
@@ -51,10 +52,12 @@ def run(config: ImportHFConfig) -> None:
             copy_region(f, stored[name], whole, whole, target)
         return target
 
-    tensors = dict[str, Tensor]()
-    for each in peft.stored_adapters(model, lora):
-        for part, value in zip("ab", each.to_ours(read), strict=True):
-            tensors[f"model.{each.name}.lora.{part}"] = value
+    with WholeWeights(base.path) as weights:
+        tensors = {
+            f"model.{name}": value
+            for each in peft.stored_adapters(model, lora)
+            for name, value in each.to_ours(read, weights.read)
+        }
     form = {}
     for shard, _ in adapter_shards(model, lora):
         name = f"model.{shard.name}"

@@ -15,6 +15,8 @@ from mlm.inference.base import Base, base_digest
 from mlm.inference.hf_source import open_tensors
 from mlm.inference.trained import is_model_folder, trained_config
 from mlm.models.lora import adapter_shards, merged_changes
+from mlm.parallel.low_rank import WeightChange
+from mlm.parallel.mesh import Axis
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.terminal import Advance
 
@@ -26,7 +28,7 @@ class WholeWeights:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.changes = path, dict[str, Tensor]()
+        self.path, self.changes = path, dict[str, WeightChange]()
         self.reader: Reader | None = None
         self.below: WholeWeights | None = None
         if is_model_folder(path):
@@ -53,7 +55,7 @@ class WholeWeights:
         if self.below is not None:
             self.below.__exit__(kind, error, traceback)
 
-    def _changes(self, manifest: Manifest) -> dict[str, Tensor]:
+    def _changes(self, manifest: Manifest) -> dict[str, WeightChange]:
         config = trained_config(manifest, self.path)
         adapters = {s.name: self._stored(s.name) for s, _ in adapter_shards(config.model, config.lora)}
         return dict(merged_changes(config.model, config.lora, adapters))
@@ -65,7 +67,8 @@ class WholeWeights:
         if self.below is None or f"model.{name}" in self.reader.manifest.tensors:
             return self._stored(name, rows)
         value = self.below.read(name, rows)
-        return value + self.changes[name][rows or slice(None)] if name in self.changes else value
+        change = self.changes.get(name)
+        return value if change is None else change.added_to(value, (rows or slice(None),), Axis("tp"))
 
     def _stored(self, name: str, rows: slice | None = None) -> Tensor:
         assert self.reader is not None

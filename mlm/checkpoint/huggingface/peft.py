@@ -1,4 +1,4 @@
-"""Adapters as `peft` stores them: adapter_config.json, and A and B of each layer in one safetensors file.
+"""Adapters as `peft` stores them: adapter_config.json, and tensors of each layer in one safetensors file.
 
 Names and keys: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -6,13 +6,14 @@ Names and keys: https://huggingface.co/docs/peft/developer_guides/checkpoint
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from mlm.checkpoint.native.format import JSON
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.huggingface import Location, show
 from mlm.models.lora import adapter_shards, layer_locations
-from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter
+from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter
 from mlm.util.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -20,7 +21,6 @@ PREFIX = "base_model.model."
 PLAIN: Mapping[str, tuple[JSON, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False,),
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
     "modules_to_save": (None, []),
@@ -30,6 +30,9 @@ PLAIN: Mapping[str, tuple[JSON, ...]] = {
     "lora_bias": (False,),
 }
 """Keys of adapter_config.json, and the values that our adapters compute; the first is the default."""
+
+
+Read = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,35 @@ class StoredAdapter:
     """Theirs, one per adapted part, as the class of the model names them."""
     rows: Location
     """How the rows of B are stored."""
+    adapter: LowRankAdapter
+    """Without memory."""
 
-    def to_theirs(self, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of A and B of each module."""
-        parts = zip(self.modules, a.chunk(len(self.modules)), self.rows.to_theirs(b), strict=True)
-        for module, one, other in parts:
-            yield f"{PREFIX}{module}.lora_A.weight", one
-            yield f"{PREFIX}{module}.lora_B.weight", other
+    @property
+    def forms(self) -> dict[str, tuple[str, Location]]:
+        """By our parameter: the end of its name in `peft`, and how its rows are stored."""
+        forms = {"a": (".lora_A.weight", Location(self.modules)), "b": (".lora_B.weight", self.rows)}
+        has_norms = self.adapter.magnitude is not None
+        return forms | ({"magnitude": (".lora_magnitude_vector", self.rows)} if has_norms else {})
 
-    def to_ours(self, read: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return A and B from what `read` returns for names of `peft`."""
-        a = Location(self.modules).to_ours([read(f"{PREFIX}{m}.lora_A.weight") for m in self.modules])
-        b = self.rows.to_ours([read(f"{PREFIX}{m}.lora_B.weight") for m in self.modules])
-        return a, b
+    def to_theirs(self, read: Read, base: Read) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of each module, by what `read` and `base` return for our names."""
+        for part, (end, location) in self.forms.items():
+            value = read(f"{self.name}.lora.{part}")
+            value = value + self._norms(base) if part == "magnitude" else value
+            for module, stored in zip(self.modules, location.to_theirs(value), strict=True):
+                yield f"{PREFIX}{module}{end}", stored
+
+    def to_ours(self, read: Read, base: Read) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of ours, by what `read` returns for theirs and `base` for ours."""
+        for part, (end, location) in self.forms.items():
+            value = location.to_ours([read(f"{PREFIX}{module}{end}") for module in self.modules])
+            yield f"{self.name}.lora.{part}", value - self._norms(base) if part == "magnitude" else value
+
+    def _norms(self, base: Read) -> Tensor:
+        """Norms of the rows of the weight beside it that have adapters, in B's order."""
+        rows, norms = self.adapter.rows, torch.linalg.vector_norm(base(f"{self.name}.weight"), dim=1)
+        parts: Tensor = norms.unflatten(0, (-1, rows.parts, self.adapter.size))
+        return parts[:, list(rows.adapted)].flatten()
 
 
 def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]:
@@ -73,7 +92,7 @@ def stored_adapters(model: ModelConfig, lora: LoraConfig) -> list[StoredAdapter]
             location = locations[name]
             theirs = [location.names[part] for part in adapter.rows.adapted]
             modules = tuple(mapping.stored_name(n.removesuffix(".weight"), model.head) for n in theirs)
-            found.append(StoredAdapter(name, modules, _rows(location, adapter.rows)))
+            found.append(StoredAdapter(name, modules, _rows(location, adapter.rows), adapter))
     return found
 
 
@@ -95,6 +114,7 @@ def write_config(model: ModelConfig, lora: LoraConfig, base: str) -> dict[str, J
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
         "target_modules": short_names(model, adapted),
         "fan_in_fan_out": any(location.transposed for location in layer_locations(model).values()),
         "bias": "none",
@@ -134,15 +154,19 @@ def read_config(config: Mapping[str, JSON], names: list[str], model: ModelConfig
     mapping = model.family.huggingface
     assert mapping is not None
     targets = [mapping.plain(name) for name in short_names(model, modules)]
-    is_rs = config.get("use_rslora", False) is True
     lora = LoraConfig(
-        rank=rank, alpha=float(alpha), targets=tuple(targets), dropout=float(dropout), rslora=is_rs
+        rank=rank,
+        alpha=float(alpha),
+        targets=tuple(targets),
+        dropout=float(dropout),
+        rslora=config.get("use_rslora", False) is True,
+        dora=config.get("use_dora", False) is True,
     )
     known = {
-        f"{PREFIX}{module}.lora_{part}.weight"
+        f"{PREFIX}{module}{end}"
         for each in stored_adapters(model, lora)
         for module in each.modules
-        for part in "AB"
+        for end, _ in each.forms.values()
     }
     if other := sorted(known ^ set(names)):
         where = "is not there" if other[0] in known else "is the adapter of no layer of this base"

@@ -71,7 +71,8 @@ def compose(
 
     With `saved`, the flat settings of a run, no group is chosen but by overrides. Raises COMPOSE_ERRORS.
     """
-    lowest, name = [defaults(SPECS[config])], _primary(config)
+    has_yaml = (CONFIG_DIR / f"{config}.yaml").is_file()  # one without has all defaults in its dataclass
+    lowest, name = [defaults(SPECS[config])], config if has_yaml else None
     if saved is not None:
         lowest.append(nested(saved))
         name = f"{config}_saved"
@@ -84,11 +85,6 @@ def compose(
     tree = OmegaConf.merge(*lowest, above)
     assert isinstance(tree, DictConfig)
     return Composition(typed, tree)
-
-
-def _primary(config: str) -> str | None:
-    """The name of a command's YAML; None for a command without: its dataclass has all its defaults."""
-    return config if (CONFIG_DIR / f"{config}.yaml").is_file() else None
 
 
 def _initialized() -> initialize_config_dir:

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 from omegaconf import OmegaConf
 
-from mlm.config.build import build
+from mlm.config.build import build, path_problems, streams_for
 from mlm.config.cli.arguments import Arguments, check_task, parse
 from mlm.config.cli.command_help import command_help
 from mlm.config.cli.commands import Command, resolve
@@ -33,7 +33,6 @@ from mlm.config.cli.groups import command_groups
 from mlm.config.cli.overrides import Overrides, prepare
 from mlm.config.cli.saved import SavedValues, take_saved, take_saved_task
 from mlm.config.imports import trusting
-from mlm.config.path_errors import path_problems, streams_for
 from mlm.config.suggest import divisors
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
 from mlm.launch.devices import first_gpu

@@ -24,7 +24,7 @@ from lm_eval.utils import simple_parse_args_string
 from tqdm import tqdm
 
 from mlm.config.build import build
-from mlm.evaluate.checks import check_lm_eval
+from mlm.evaluate.command import check_lm_eval
 from mlm.evaluate.config import LmEvalConfig
 from mlm.evaluate.lm_eval.ranks import LocalModel, Model, RemoteModel
 from mlm.inference.generation import Sampling

@@ -1,8 +1,64 @@
-"""The command `mlm generate`."""
+"""The command `mlm generate`, and the checks of its settings."""
 
 from mlm.config.command import Command
-from mlm.inference.generate.checks import check_generate
+from mlm.data import files_present as present
 from mlm.inference.generate.config import GenerateConfig
+from mlm.launch.checks import (
+    checked_by,
+    checkpoint_exists,
+    devices_exist,
+    loss_scale_can_fall,
+    tokenizer_exists,
+)
+from mlm.parallel.layout_checks import READER_RULES, Launch
+from mlm.util.errors import Problem
+
+
+def _one_source_of_prompts(config: GenerateConfig, _: Launch) -> Problem | None:
+    if config.prompts is None or not config.prompt:
+        return None
+    both = f"prompts={config.prompts} and prompt={config.prompt}: give one of the two"
+    return Problem(("prompts", "prompt"), both)
+
+
+def _least_below_most(config: GenerateConfig, _: Launch) -> Problem | None:
+    least, most = config.min_new_tokens, config.max_new_tokens
+    if least <= most:
+        return None
+    return Problem(
+        ("min_new_tokens", "max_new_tokens"),
+        f"min_new_tokens={least} is more than max_new_tokens={most}",
+        f"use min_new_tokens={most} or fewer",
+    )
+
+
+def _chat_settings_serve(config: GenerateConfig, _: Launch) -> Problem | None:
+    chat = {"chat_template": config.chat_template, "system": config.system}
+    if not config.chat:
+        for key, value in chat.items():
+            if value is not None:
+                return Problem((key, "chat"), f"{key}={value} is of chat=true", "set chat=true")
+        return None
+    if config.special_tokens:
+        problem = "special_tokens=true: in a message names of special tokens are text"
+        return Problem(("special_tokens", "chat"), problem, "use special_tokens=false")
+    if config.prompts is not None and config.system is not None:
+        problem = f"system={config.system}: the conversations of prompts={config.prompts} hold theirs"
+        return Problem(("system", "prompts"), problem, "remove system=")
+    if config.prompts is None and not config.prompt:
+        return Problem(("prompt", "chat"), "chat=true: no message to answer", "set prompt=… or prompts=FILE")
+    return None
+
+
+check_generate = checked_by(
+    READER_RULES,
+    (
+        *(devices_exist, loss_scale_can_fall, _one_source_of_prompts),
+        lambda config, _: present.file("prompts", config.prompts),
+        *(_least_below_most, checkpoint_exists, tokenizer_exists, _chat_settings_serve),
+        lambda config, _: present.chat_template("chat_template", config.chat_template),
+    ),
+)
 
 COMMANDS = (
     Command(

@@ -1,7 +1,7 @@
 """Settings of `mlm generate`."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from mlm.config.fields import (
     NOT_NEGATIVE,
@@ -10,7 +10,6 @@ from mlm.config.fields import (
     SEED,
     Also,
     CheckpointPath,
-    Forbid,
     InputPath,
     ResultFile,
 )
@@ -30,8 +29,6 @@ class GenerateConfig:
     When a text has filled the model's max_positions, the newest half of them is read again, and the text goes
     on from there.
     """
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""

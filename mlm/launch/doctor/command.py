@@ -1,23 +1,20 @@
 """The command `mlm doctor`: its settings, their checks and its help."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from mlm.config.command import Command
-from mlm.config.fields import SECONDS, Forbid, ResultFile
-from mlm.launch.checks import devices_exist, problems_of
+from mlm.config.fields import SECONDS, ResultFile
+from mlm.launch.checks import checked_by, devices_exist
 from mlm.launch.config import DistConfig
 from mlm.parallel.config import ParallelConfig
-from mlm.parallel.layout_checks import RANK_RULES, Launch
-from mlm.util.errors import Problem
+from mlm.parallel.layout_checks import RANK_RULES
 from mlm.util.results import folder_problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorConfig:
     """The run spec of `mlm doctor`: the hosts, disks and network of a run, before it."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     out: ResultFile | None = None
     """JSON file for the result. The disk that it is on is the one that is checked; null checks that of the
@@ -28,22 +25,13 @@ class DoctorConfig:
     dist: DistConfig = field(default_factory=DistConfig)
 
 
-def check_doctor(config: DoctorConfig, *, world_size: int | None, local_devices: int | None) -> list[Problem]:
-    """Problems of the settings. Arguments as of `check_pretrain`."""
-    return problems_of(config, Launch(world_size, local_devices), RANK_RULES, (devices_exist, _out_exists))
-
-
-def _out_exists(config: DoctorConfig, _: Launch) -> Problem | None:
-    return folder_problem(config.out)
-
-
 COMMANDS = (
     Command(
         words=("doctor",),
         config="doctor",
         spec=DoctorConfig,
         target="mlm.launch.doctor.run:run",
-        check=check_doctor,
+        check=checked_by(RANK_RULES, (devices_exist, lambda config, _: folder_problem(config.out))),
         forecast="mlm.launch.doctor.run:lines",
         tidy="mlm.launch.doctor.folder:tidy",
         summary="check hosts, disks, GPUs and the network of a layout before a run",

@@ -1,14 +1,28 @@
-"""Checks of the folder that ranks share: seen by all, written, renamed and locked as on one disk."""
+"""Checks of the folder that ranks share: seen by all, written, renamed and locked as on one disk.
+
+`check_start` is the part of `mlm doctor` that every training run begins with, in less than a second.
+"""
 
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from mlm.checkpoint.native.exchange import Ranks
 from mlm.launch.doctor.command import DoctorConfig
-from mlm.launch.doctor.findings import Control, Finding
+from mlm.launch.doctor.findings import (
+    SAME_VERSIONS,
+    Control,
+    Finding,
+    different_versions,
+    ranks_with_hosts,
+    versions,
+)
+from mlm.parallel.mesh import ParallelContext
+from mlm.util.errors import UserError
 from mlm.util.files import read_regular, write_atomic
 from mlm.util.lock import Lock, held_folder, remove_abandoned
 from mlm.util.results import is_stream
@@ -209,3 +223,31 @@ def _excluded(work: Path, finding: Finding, remedy: str) -> Finding:
     except OSError as error:
         return Finding(LOCKS, "fail", f"{error.strerror}", remedy)
     return finding
+
+
+def check_start(out: str, ctx: ParallelContext) -> None:
+    """Raise UserError on every rank unless all have the same versions and share the folder `out`.
+
+    Each writes a file there and looks for that of rank 0. Addresses and the port were checked when the ranks
+    came. Collective.
+    """
+    if ctx.world_size == 1:
+        return
+    ranks, folder = Ranks.of(ctx), Path(out)
+    with ExitStack() as stack:
+        problem, content = "", b""
+        try:
+            content = stack.enter_context(trial_file(folder, ctx.rank))
+        except OSError as error:
+            problem = f"cannot write to it: {error.strerror}"
+        first = str(ranks.broadcast(content.decode())).encode()
+        if not problem and not wait_for_content(trial_path(folder, 0), first):
+            problem = f"does not see what rank 0 wrote there within {SEEN_S:g} s"
+        each = ranks.all_gather([socket.gethostname(), versions(), problem])
+    hosts = [host for host, _, _ in each]
+    if differ := different_versions(hosts, [own for _, own, _ in each]):
+        raise UserError(f"{differ}: the ranks of a run need the same versions; {SAME_VERSIONS}")
+    bad = [rank for rank, (_, _, problem) in enumerate(each) if problem]
+    if bad:
+        same = [rank for rank in bad if each[rank][2] == each[bad[0]][2]]
+        raise UserError(f"out={out}: {ranks_with_hosts(same, hosts)}: {each[bad[0]][2]}; {SHARE}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.config.build import to_dict
+from mlm.launch.doctor import host
 from mlm.launch.doctor.command import DoctorConfig
 from mlm.launch.doctor.findings import (
     SAME_VERSIONS,
@@ -17,18 +18,6 @@ from mlm.launch.doctor.findings import (
     versions,
 )
 from mlm.launch.doctor.folder import check_folder, folder_of
-from mlm.launch.doctor.host import (
-    check_device,
-    clock,
-    device_name,
-    disk,
-    environment,
-    locked_memory,
-    memory,
-    names,
-    open_files,
-    shared_memory,
-)
 from mlm.launch.doctor.traffic import check_traffic, judge
 from mlm.launch.environment import RankPlace, read_rank_place
 from mlm.launch.network import LOOPBACK
@@ -63,13 +52,13 @@ def run(config: DoctorConfig, ctx: ParallelContext) -> None:
     folder = folder_of(config)
     note(ctx, f"{ctx.world_size} ranks are connected; looking at hosts and {folder}")
     mine = [*check_host(ctx, place, folder), *check_folder(folder, control)]
-    facts = {"versions": versions(), "device": device_name(ctx.device)}
+    facts = {"versions": versions(), "device": host.device_name(ctx.device)}
     each = control.all_gather("the host", [facts, [asdict(finding) for finding in mine]])
     skews = control.all_gather("the clock", control.skew())
     note(ctx, "comparing and timing collectives over each axis")
     traffic = check_traffic(ctx, control, config.timeout_s)
     findings = [
-        [*(Finding(**one) for one in own), clock(skew), *communication]
+        [*(Finding(**one) for one in own), host.clock(skew), *communication]
         for (_, own), skew, communication in zip(each, skews, judge(traffic), strict=True)
     ]
     all_facts = [fact for fact, _ in each]
@@ -89,14 +78,14 @@ def check_host(ctx: ParallelContext, place: RankPlace | None, folder: Path) -> l
     ranks_here = 1 if place is None else place.local_world_size
     on_gpu = ctx.device.type == "cuda"
     return [
-        *check_device(ctx.device),
-        memory(available_memory(), ranks_here),
-        disk(folder),
-        open_files(ctx.world_size),
-        locked_memory(on_gpu),
-        shared_memory(on_gpu),
-        names(place, os.environ),
-        *environment(os.environ, ranks_here),
+        *host.check_device(ctx.device),
+        host.memory(available_memory(), ranks_here),
+        host.disk(folder),
+        host.open_files(ctx.world_size),
+        host.locked_memory(on_gpu),
+        host.shared_memory(on_gpu),
+        host.names(place, os.environ),
+        *host.environment(os.environ, ranks_here),
     ]
 
 

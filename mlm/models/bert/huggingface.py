@@ -14,30 +14,10 @@ import torch
 from torch import Tensor
 
 from mlm.data.tokenizer import UNK, Tokenizer
+from mlm.models import huggingface as hf
 from mlm.models.backbone import Transformer
 from mlm.models.bert.model import BERT
 from mlm.models.config import ModelConfig
-from mlm.models.huggingface import (
-    EXACT_GELU,
-    JSON,
-    TANH_GELU,
-    UNSUPPORTED,
-    ConfigKeys,
-    FolderContent,
-    Head,
-    HuggingFaceMapping,
-    Location,
-    Note,
-    NumberKey,
-    Outputs,
-    ProbeSamples,
-    SizeKey,
-    TokenIds,
-    label_entries,
-    one_head,
-    show,
-    weight_and_bias,
-)
 from mlm.util.errors import UserError
 
 PREFIX = "bert."
@@ -72,33 +52,33 @@ def architecture(model: ModelConfig) -> str:
     return name if model.norm == "post" else f"Megatron{name}"
 
 
-def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
+def locations(model: ModelConfig) -> Iterator[tuple[str, hf.Location]]:
     """Yield (our name, location) of every parameter, in the order of the model."""
     tables = {"token": "word", "position": "position"} | (
         {"token_type": "token_type"} if model.token_types else {}
     )
     for kind, theirs in tables.items():
-        yield f"{kind}.weight", Location((f"embeddings.{theirs}_embeddings.weight",))
+        yield f"{kind}.weight", hf.Location((f"embeddings.{theirs}_embeddings.weight",))
     if model.norm == "post":
-        yield from weight_and_bias("embedding_norm", "embeddings.LayerNorm")
+        yield from hf.weight_and_bias("embedding_norm", "embeddings.LayerNorm")
     for layer in range(model.num_layers):
         ours, stored = f"layers.{layer}", f"encoder.layer.{layer}"
         qkv = [f"{stored}.attention.self.{part}" for part in ("query", "key", "value")]
-        yield from weight_and_bias(f"{ours}.attention.qkv", *qkv, num_heads=model.num_heads)
+        yield from hf.weight_and_bias(f"{ours}.attention.qkv", *qkv, num_heads=model.num_heads)
         for name, theirs in (_LAYER | _NORMS[model.norm]).items():
-            yield from weight_and_bias(f"{ours}.{name}", f"{stored}.{theirs}")
+            yield from hf.weight_and_bias(f"{ours}.{name}", f"{stored}.{theirs}")
     if model.norm == "pre":
-        yield from weight_and_bias("final_norm", "encoder.ln")
+        yield from hf.weight_and_bias("final_norm", "encoder.ln")
     if model.head != "span":
-        yield from weight_and_bias("pooler", _POOLER)
+        yield from hf.weight_and_bias("pooler", _POOLER)
     if model.head == "language_model":
         for name, theirs in _MASKED_LM.items():
-            yield from weight_and_bias(name, theirs)
-        yield "mlm_head.vocabulary.bias", Location(("cls.predictions.bias",))
-        yield from weight_and_bias("sop_head", _ORDER)
+            yield from hf.weight_and_bias(name, theirs)
+        yield "mlm_head.vocabulary.bias", hf.Location(("cls.predictions.bias",))
+        yield from hf.weight_and_bias("sop_head", _ORDER)
     if model.head in ("classification", "span"):
         stored = "classifier" if model.head == "classification" else "qa_outputs"
-        yield from weight_and_bias("classifier", stored)
+        yield from hf.weight_and_bias("classifier", stored)
 
 
 def plain_name(theirs: str) -> str:
@@ -112,31 +92,31 @@ def plain_name(theirs: str) -> str:
     )
 
 
-def _keys(vocabulary: int, width: int, layers: int, heads: int) -> ConfigKeys:
+def _keys(vocabulary: int, width: int, layers: int, heads: int) -> hf.ConfigKeys:
     """Keys of config.json with the defaults of one of the two model types."""
-    return ConfigKeys(
+    return hf.ConfigKeys(
         activation="hidden_act",
-        fixed=UNSUPPORTED
+        fixed=hf.UNSUPPORTED
         | {
-            "hidden_act": (*EXACT_GELU, *TANH_GELU),
+            "hidden_act": (*hf.EXACT_GELU, *hf.TANH_GELU),
             "position_embedding_type": ("absolute",),
             "is_decoder": (False,),
             "is_causal": (False,),
         },
         sizes={
-            "vocab_size": SizeKey("vocab_size", vocabulary, 1 << 24),
-            "hidden_size": SizeKey("hidden_size", width, 1 << 20),
-            "num_hidden_layers": SizeKey("num_layers", layers, 10_000),
-            "num_attention_heads": SizeKey("num_heads", heads, 1 << 20),
-            "intermediate_size": SizeKey("ffn_hidden_size", 4 * width, 1 << 24),
-            "max_position_embeddings": SizeKey("max_positions", 512, 1 << 24),
-            "type_vocab_size": SizeKey("token_types", 2, 1 << 16),
+            "vocab_size": hf.SizeKey("vocab_size", vocabulary, 1 << 24),
+            "hidden_size": hf.SizeKey("hidden_size", width, 1 << 20),
+            "num_hidden_layers": hf.SizeKey("num_layers", layers, 10_000),
+            "num_attention_heads": hf.SizeKey("num_heads", heads, 1 << 20),
+            "intermediate_size": hf.SizeKey("ffn_hidden_size", 4 * width, 1 << 24),
+            "max_position_embeddings": hf.SizeKey("max_positions", 512, 1 << 24),
+            "type_vocab_size": hf.SizeKey("token_types", 2, 1 << 16),
         },
         numbers={
-            "hidden_dropout_prob": NumberKey("hidden_dropout", 0.1),
-            "attention_probs_dropout_prob": NumberKey("attention_dropout", 0.1),
-            "layer_norm_eps": NumberKey("layer_norm_eps", 1e-12),
-            "initializer_range": NumberKey("init_std", 0.02, below=1e3),
+            "hidden_dropout_prob": hf.NumberKey("hidden_dropout", 0.1),
+            "attention_probs_dropout_prob": hf.NumberKey("attention_dropout", 0.1),
+            "layer_norm_eps": hf.NumberKey("layer_norm_eps", 1e-12),
+            "initializer_range": hf.NumberKey("init_std", 0.02, below=1e3),
         },
     )
 
@@ -144,7 +124,7 @@ def _keys(vocabulary: int, width: int, layers: int, heads: int) -> ConfigKeys:
 _KEYS = {"post": _keys(30522, 768, 12, 12), "pre": _keys(29056, 1024, 24, 16)}
 
 
-def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
+def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for a BertConfig or MegatronBertConfig, without a head, and notes on differences.
 
     Raises ConfigError.
@@ -158,35 +138,35 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
     last = config.get("classifier_dropout")
     if last is not None and last != values["hidden_dropout_prob"]:
         notes.append(
-            f"classifier_dropout={show(last)} is not kept: model.hidden_dropout is one number for all, "
+            f"classifier_dropout={hf.show(last)} is not kept: model.hidden_dropout is one number for all, "
             f"hidden_dropout_prob={values['hidden_dropout_prob']} is taken"
         )
     return ModelConfig(**settings, kind="bert", norm=norm, head="none"), notes
 
 
-def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return the config.json that the class of the model's head loads."""
     return {
         **_KEYS[model.norm].write(model, architecture(model)),
         "model_type": "bert" if model.norm == "post" else "megatron-bert",
         "intermediate_size": model.ffn_size,
         "pad_token_id": ids.pad,
-        **(label_entries(model, ids.labels) if model.head == "classification" else {}),
+        **(hf.label_entries(model, ids.labels) if model.head == "classification" else {}),
     }
 
 
-def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> hf.FolderContent:
     """Return the model that these tensors make.
 
     BertForMaskedLM has neither pooler nor sentence-order head, BertModel perhaps no pooler: missing
     parameters take initial values. Raises UserError for two heads, and for an unsupported one.
     """
-    heads: dict[Head, str] = {
+    heads: dict[hf.Head, str] = {
         "language_model": "cls.predictions.transform.dense.weight",
         "classification": "classifier.weight",
         "span": "qa_outputs.weight",
     }
-    head = one_head(heads, shapes, path)
+    head = hf.one_head(heads, shapes, path)
     modules = {name.rpartition(".")[0] for name in shapes}
     if head == "classification":
         if _POOLER not in modules:
@@ -195,23 +175,23 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
                 f"(…BertForTokenClassification) is not supported. Save its base model, and name that folder"
             )
         shape = shapes["classifier.weight"]
-        return FolderContent(replace(model, head=head, num_labels=shape[0] if shape else 0))
+        return hf.FolderContent(replace(model, head=head, num_labels=shape[0] if shape else 0))
     if head == "span":
         config = replace(model, head=head)
         unused = frozenset(name for name in shapes if name.startswith(f"{_POOLER}."))
         note = f"left out: {_POOLER}, which {architecture(config)} has no use for"
-        return FolderContent(config, left_out=unused, notes=(Note(note),) if unused else ())
+        return hf.FolderContent(config, left_out=unused, notes=(hf.Note(note),) if unused else ())
     wanted = {"pooler": _POOLER} | ({"sop_head": _ORDER} if head == "language_model" else {})
     missing = {ours: theirs for ours, theirs in wanted.items() if theirs not in modules}
     notes = [
-        Note(f"no {theirs} is there: {ours} takes initial values, which training moves", about=ours)
+        hf.Note(f"no {theirs} is there: {ours} takes initial values, which training moves", about=ours)
         for ours, theirs in missing.items()
     ]
     unused = frozenset(name for name in shapes if head is None and name.startswith(f"{_ORDER}."))
     if unused:
-        notes.append(Note(f"left out: {_ORDER}, as no masked-LM head is there", about="sop_head"))
+        notes.append(hf.Note(f"left out: {_ORDER}, as no masked-LM head is there", about="sop_head"))
     filled = frozenset(f"{ours}.{part}" for ours in missing for part in ("weight", "bias"))
-    return FolderContent(replace(model, head=head or "none"), filled, unused, tuple(notes))
+    return hf.FolderContent(replace(model, head=head or "none"), filled, unused, tuple(notes))
 
 
 def problem(model: ModelConfig) -> str | None:
@@ -223,7 +203,7 @@ def problem(model: ModelConfig) -> str | None:
     )
 
 
-def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return the special tokens that the vocabulary has, and the inputs of BERT."""
     named = {
         "cls": tokenizer.cls_id,
@@ -235,7 +215,7 @@ def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> d
     return {**tokens, "unk_token": UNK, "model_input_names": list(INPUTS)}
 
 
-def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
+def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
     """Logits of both pretraining heads, or hidden and pooled states of a model without a head."""
     assert isinstance(stage, BERT)
     rows = y.transpose(0, 1)[mask]  # [R, H]
@@ -245,7 +225,7 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
     return {"token logits": stage.token_logits(rows), "order logits": stage.sop_head(pooled)[0]}
 
 
-def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> Outputs:
+def their_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
     """Outputs of a BERT of `transformers`, but for heads that the folder lacks."""
     types = {} if probe.token_types is None else {"token_type_ids": probe.token_types}
     output = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)
@@ -264,7 +244,7 @@ def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> O
     return outputs | {"order logits": output.seq_relationship_logits}
 
 
-MAPPING = HuggingFaceMapping(
+MAPPING = hf.HuggingFaceMapping(
     model_types=("bert", "megatron-bert"),
     architecture=architecture,
     prefix=PREFIX,

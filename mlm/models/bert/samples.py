@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mlm.data.epochs import CACHE_FROM, EpochCache, permutation
 from mlm.data.indexed import IndexedDataset
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.sampler import SyntheticDataset
 from mlm.models.bert.masking import BERTVocab, mask_tokens
 from mlm.models.bert.pairs import Pairs, TargetLengths, find_spans, make_pairs
 from mlm.parallel.labels import IGNORE_INDEX
@@ -85,11 +85,6 @@ class BERTSamples:
         labels, is_swapped = self.labels.copy(), self.is_swapped.copy()
         labels[first:] = is_swapped[first:] = IGNORE_INDEX
         return BERTSamples(self.tokens, self.token_types, self.lengths, labels, is_swapped)
-
-    @property
-    def padding_mask(self) -> NDArray[np.bool_]:
-        """True at tokens, false at padding: bool [n, S]."""
-        return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 from mlm.data.config import DataConfig
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset
-from mlm.data.sampler import Batch, Dataset
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.sampler import Batch, Dataset, SyntheticDataset
 from mlm.data.tokenizer import Tokenizer
 from mlm.models.config import ModelConfig
 from mlm.models.family import ModelFamily
@@ -54,6 +53,11 @@ def model_problem(model: ModelConfig) -> Problem | None:
     if model.activation == "silu":
         problem = f"model.activation=silu is llama's, and model.kind={model.kind} has a GELU or relu2"
         return Problem(("model.activation", "model.kind"), problem, "use model.activation=gelu")
+    return decoder_problem(model)
+
+
+def decoder_problem(model: ModelConfig) -> Problem | None:
+    """Return the problem of settings that BERT alone has."""
     if model.norm == "post":
         problem = f"model.norm=post is BERT's, and model.kind={model.kind} has its norms first"
         return Problem(("model.norm", "model.kind"), problem, "use model.norm=pre")
@@ -71,7 +75,7 @@ def head_products(model: ModelConfig, tp: int) -> float:
 FAMILY: "ModelFamily[GPT2, Batch]" = ModelFamily(
     model="mlm.models.gpt2.model:GPT2",
     causal=True,
-    objective="mlm.models.gpt2.objective:NextToken.of",
+    objective="mlm.models.gpt2.model:NextToken.of",
     samples=Windows(),
     splits_sequences=True,
     head_products=head_products,

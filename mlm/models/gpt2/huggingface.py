@@ -13,29 +13,10 @@ import torch
 from torch import Tensor
 
 from mlm.data.tokenizer import Tokenizer
+from mlm.models import huggingface as hf
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.model import GPT2
-from mlm.models.huggingface import (
-    EXACT_GELU,
-    JSON,
-    RELU_SQUARED,
-    TANH_GELU,
-    UNSUPPORTED,
-    ConfigKeys,
-    FolderContent,
-    Head,
-    HuggingFaceMapping,
-    Location,
-    NumberKey,
-    Outputs,
-    ProbeSamples,
-    SizeKey,
-    TokenIds,
-    label_entries,
-    one_head,
-    weight_and_bias,
-)
 from mlm.parallel.cross_entropy import full_logits
 
 PREFIX = "transformer."
@@ -53,11 +34,11 @@ _LAYER = {  # ours -> (theirs, True if their weight is stored [in, out])
     "mlp.up": ("mlp.c_fc", True),
     "mlp.down": ("mlp.c_proj", True),
 }
-_KEYS = ConfigKeys(
+_KEYS = hf.ConfigKeys(
     activation="activation_function",
-    fixed=UNSUPPORTED
+    fixed=hf.UNSUPPORTED
     | {
-        "activation_function": (*TANH_GELU, *EXACT_GELU, *RELU_SQUARED),
+        "activation_function": (*hf.TANH_GELU, *hf.EXACT_GELU, *hf.RELU_SQUARED),
         "scale_attn_weights": (True,),
         "is_causal": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
@@ -66,19 +47,19 @@ _KEYS = ConfigKeys(
         # any reorder_and_upcast_attn: it chooses the precision and order of products, not the function
     },
     sizes={
-        "vocab_size": SizeKey("vocab_size", 50257, 1 << 24),
-        "n_positions": SizeKey("max_positions", 1024, 1 << 24),
-        "n_embd": SizeKey("hidden_size", 768, 1 << 20),
-        "n_layer": SizeKey("num_layers", 12, 10_000),
-        "n_head": SizeKey("num_heads", 12, 1 << 20),
-        "n_inner": SizeKey("ffn_hidden_size", None, 1 << 24),
+        "vocab_size": hf.SizeKey("vocab_size", 50257, 1 << 24),
+        "n_positions": hf.SizeKey("max_positions", 1024, 1 << 24),
+        "n_embd": hf.SizeKey("hidden_size", 768, 1 << 20),
+        "n_layer": hf.SizeKey("num_layers", 12, 10_000),
+        "n_head": hf.SizeKey("num_heads", 12, 1 << 20),
+        "n_inner": hf.SizeKey("ffn_hidden_size", None, 1 << 24),
     },
     numbers={
-        "embd_pdrop": NumberKey("hidden_dropout", 0.1),
-        "resid_pdrop": NumberKey("hidden_dropout", 0.1),
-        "attn_pdrop": NumberKey("attention_dropout", 0.1),
-        "layer_norm_epsilon": NumberKey("layer_norm_eps", 1e-5),
-        "initializer_range": NumberKey("init_std", 0.02, below=1e3),
+        "embd_pdrop": hf.NumberKey("hidden_dropout", 0.1),
+        "resid_pdrop": hf.NumberKey("hidden_dropout", 0.1),
+        "attn_pdrop": hf.NumberKey("attention_dropout", 0.1),
+        "layer_norm_epsilon": hf.NumberKey("layer_norm_eps", 1e-5),
+        "initializer_range": hf.NumberKey("init_std", 0.02, below=1e3),
     },
 )
 _ALIASES = {  # other names that GPT2Config accepts, and takes where both are given
@@ -89,26 +70,28 @@ _ALIASES = {  # other names that GPT2Config accepts, and takes where both are gi
 }
 
 
-def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
+def locations(model: ModelConfig) -> Iterator[tuple[str, hf.Location]]:
     """Yield (our name, location) of every parameter, in the order of the model.
 
     A classifier's bias has none: GPT2ForSequenceClassification computes as if it were zero.
     """
-    yield "token.weight", Location(("wte.weight",))
-    yield "position.weight", Location(("wpe.weight",))
+    yield "token.weight", hf.Location(("wte.weight",))
+    yield "position.weight", hf.Location(("wpe.weight",))
     for layer in range(model.num_layers):
         for ours, (theirs, transposed) in _LAYER.items():
             heads = model.num_heads if ours == "attention.qkv" else None
             name = f"h.{layer}.{theirs}"
-            yield from weight_and_bias(f"layers.{layer}.{ours}", name, transposed=transposed, num_heads=heads)
-    yield from weight_and_bias("final_norm", "ln_f")
+            yield from hf.weight_and_bias(
+                f"layers.{layer}.{ours}", name, transposed=transposed, num_heads=heads
+            )
+    yield from hf.weight_and_bias("final_norm", "ln_f")
     if model.head == "classification":
-        yield "classifier.weight", Location(("score.weight",))
+        yield "classifier.weight", hf.Location(("score.weight",))
     if model.head == "span":
-        yield from weight_and_bias("classifier", "qa_outputs")
+        yield from hf.weight_and_bias("classifier", "qa_outputs")
 
 
-def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
+def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for a GPT2Config, and notes on differences. Raises ConfigError."""
     config = dict(config) | {_ALIASES[k]: v for k, v in config.items() if k in _ALIASES}
     values = _KEYS.read(config, path, "GPT-2")
@@ -121,7 +104,7 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
     return ModelConfig(**_KEYS.settings(values)), notes
 
 
-def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return the config.json that the class of the model's head loads."""
     return {
         **_KEYS.write(model, ARCHITECTURES[model.head]),
@@ -131,26 +114,26 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
         # its classifier reads the last token before this padding, so that one trained on eod has none
         **({"pad_token_id": ids.eod} if model.head == "classification" and not ids.ends_texts else {}),
         **({} if ids.pad is None else {"pad_token_id": ids.pad}),
-        **(label_entries(model, ids.labels) if model.head == "classification" else {}),
+        **(hf.label_entries(model, ids.labels) if model.head == "classification" else {}),
     }
 
 
-def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> hf.FolderContent:
     """Return the model that these tensors make.
 
     Without another head it is GPT2LMHeadModel, whose output layer is the token table. Raises UserError if
     there are two heads.
     """
-    heads: dict[Head, str] = {"classification": "score.weight", "span": "qa_outputs.weight"}
-    head = one_head(heads, shapes, path)
+    heads: dict[hf.Head, str] = {"classification": "score.weight", "span": "qa_outputs.weight"}
+    head = hf.one_head(heads, shapes, path)
     if head == "classification":
         num_labels = shapes["score.weight"][0] if shapes["score.weight"] else 0
         filled = frozenset({"classifier.bias"})
-        return FolderContent(replace(model, head="classification", num_labels=num_labels), filled)
-    return FolderContent(replace(model, head="span") if head == "span" else model)
+        return hf.FolderContent(replace(model, head="classification", num_labels=num_labels), filled)
+    return hf.FolderContent(replace(model, head="span") if head == "span" else model)
 
 
-def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return GPT-2's one special token in all its roles, and the padding."""
     eod = tokenizer.decode([tokenizer.eod_id])
     pads_with_eod = ids.pad is None and model.head == "classification" and not ids.ends_texts
@@ -159,7 +142,7 @@ def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> d
     return {"bos_token": eod, "eos_token": eod, "unk_token": eod, **padded}
 
 
-def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
+def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
     """Logits, or hidden states of a model without a head."""
     assert isinstance(stage, GPT2)
     rows = y.transpose(0, 1)[mask]  # [R, H]
@@ -168,7 +151,7 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> Outputs:
     return {"logits": full_logits(rows, stage.vocabulary)}
 
 
-def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> Outputs:
+def their_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
     """Outputs of a causal model of `transformers`."""
     head = content.config.head
     if head == "classification":
@@ -183,7 +166,7 @@ def their_outputs(theirs: Any, probe: ProbeSamples, content: FolderContent) -> O
     return {"logits": output.logits[probe.mask]}
 
 
-MAPPING = HuggingFaceMapping(
+MAPPING = hf.HuggingFaceMapping(
     model_types=("gpt2",),
     architecture=lambda model: ARCHITECTURES[model.head],
     prefix=PREFIX,

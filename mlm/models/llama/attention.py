@@ -6,6 +6,7 @@ tensor-parallel size. n = N/t and k = K/t heads are of this rank; of K < t heads
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -75,25 +76,17 @@ class GroupedQueryAttention(SelfAttention):
         if kv_heads % tp.size and tp.size % kv_heads:
             raise ValueError(f"of num_kv_heads={kv_heads} and tp={tp.size} one must divide the other")
         self.kv_heads = max(1, kv_heads // tp.size)
-        self.query = ColumnParallelLinear(
+        split = partial(
+            ColumnParallelLinear,
             config.hidden_size,
-            heads * self.head_dim,
             tp=tp,
             sequence_parallel=sequence_parallel,
             init_std=config.hidden_std,
             init_seed=None,
             bias=settings.qkv_bias,
         )
-        self.kv = ColumnParallelLinear(
-            config.hidden_size,
-            2 * kv_heads * self.head_dim,
-            tp=tp,
-            sequence_parallel=sequence_parallel,
-            init_std=config.hidden_std,
-            init_seed=None,
-            bias=settings.qkv_bias,
-            replicas=max(1, tp.size // kv_heads),
-        )
+        self.query = split(heads * self.head_dim)
+        self.kv = split(2 * kv_heads * self.head_dim, replicas=max(1, tp.size // kv_heads))
         self.query.fused_rows = FusedRows(1, self.head_dim, are_heads=True)
         self.kv.fused_rows = FusedRows(2, self.head_dim, are_heads=True)
         self.query_norm: HeadNorm | WholeNorm | None = None

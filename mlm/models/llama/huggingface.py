@@ -10,26 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from mlm.data.tokenizer import Tokenizer
+from mlm.models import huggingface as hf
 from mlm.models.config import ModelConfig
 from mlm.models.gpt2.huggingface import our_outputs, their_outputs
-from mlm.models.huggingface import (
-    EXACT_GELU,
-    JSON,
-    NULL,
-    SILU,
-    TANH_GELU,
-    TYPES,
-    UNSUPPORTED,
-    ConfigKeys,
-    FolderContent,
-    HuggingFaceMapping,
-    Location,
-    Note,
-    NumberKey,
-    SizeKey,
-    TokenIds,
-    show,
-)
 from mlm.models.llama.huggingface_moe import (
     EXPERT_KEYS,
     expert_problem,
@@ -60,23 +43,23 @@ _NO_EXPERTS = {
     **{"num_experts": (None, 0, 1), "num_local_experts": (None, 0, 1)},
     "n_routed_experts": (None, 0),
 }
-_FIXED = UNSUPPORTED | {
+_FIXED = hf.UNSUPPORTED | {
     "is_causal": (True,),
-    "hidden_act": (*SILU, *EXACT_GELU, *TANH_GELU),
+    "hidden_act": (*hf.SILU, *hf.EXACT_GELU, *hf.TANH_GELU),
     "logit_scale": (None, 1.0),
     "attention_multiplier": (None,),
 }
-_TYPES = TYPES | {
-    "rope_parameters": (dict, NULL),
-    "sliding_window": (int, NULL),
+_TYPES = hf.TYPES | {
+    "rope_parameters": (dict, hf.NULL),
+    "sliding_window": (int, hf.NULL),
     "use_sliding_window": (bool,),
     "max_window_layers": (int,),
-    "mlp_only_layers": (list, NULL),
+    "mlp_only_layers": (list, hf.NULL),
 }
 _NUMBERS = {
-    "rms_norm_eps": NumberKey("layer_norm_eps", 1e-6),
-    "initializer_range": NumberKey("init_std", 0.02, below=1e3),
-    "attention_dropout": NumberKey("attention_dropout", 0.0),
+    "rms_norm_eps": hf.NumberKey("layer_norm_eps", 1e-6),
+    "initializer_range": hf.NumberKey("init_std", 0.02, below=1e3),
+    "attention_dropout": hf.NumberKey("attention_dropout", 0.0),
 }
 
 
@@ -88,21 +71,21 @@ def _keys(
     head_dim: int | None,
     *,
     experts: str | None = None,
-) -> ConfigKeys:
+) -> hf.ConfigKeys:
     """Keys of config.json with the defaults of one of the model types; `experts` names that of a mixture."""
     more = EXPERT_KEYS[experts] if experts else None
-    return ConfigKeys(
+    return hf.ConfigKeys(
         activation="hidden_act",
         fixed={**_FIXED, **_NO_BIASES, **(more.fixed if more else _NO_EXPERTS)},
         sizes={
-            "vocab_size": SizeKey("vocab_size", vocabulary, 1 << 24),
-            "hidden_size": SizeKey("hidden_size", 4096, 1 << 20),
-            "num_hidden_layers": SizeKey("num_layers", 32, MOST_LAYERS),
-            "num_attention_heads": SizeKey("num_heads", 32, 1 << 20),
-            "num_key_value_heads": SizeKey("", kv_heads, 1 << 20),
-            "intermediate_size": SizeKey("ffn_hidden_size", ffn, 1 << 24),
-            "max_position_embeddings": SizeKey("max_positions", positions, 1 << 30),
-            "head_dim": SizeKey("", head_dim, 1 << 16),
+            "vocab_size": hf.SizeKey("vocab_size", vocabulary, 1 << 24),
+            "hidden_size": hf.SizeKey("hidden_size", 4096, 1 << 20),
+            "num_hidden_layers": hf.SizeKey("num_layers", 32, MOST_LAYERS),
+            "num_attention_heads": hf.SizeKey("num_heads", 32, 1 << 20),
+            "num_key_value_heads": hf.SizeKey("", kv_heads, 1 << 20),
+            "intermediate_size": hf.SizeKey("ffn_hidden_size", ffn, 1 << 24),
+            "max_position_embeddings": hf.SizeKey("max_positions", positions, 1 << 30),
+            "head_dim": hf.SizeKey("", head_dim, 1 << 16),
             **({key: size._replace(ours="") for key, size in more.sizes.items()} if more else {}),
         },
         numbers={**_NUMBERS, **(more.numbers if more else {})},
@@ -153,44 +136,44 @@ def problem(model: ModelConfig) -> str | None:
         return f"its head={model.head} has a bias, which theirs lack: only a language model is exported"
     kind = model_type(model)
     if kind in EXPERT_KEYS:
-        again, _ = read_config(write_config(model, TokenIds()), "config.json")
+        again, _ = read_config(write_config(model, hf.TokenIds()), "config.json")
         return expert_problem(model, again, kind)
     if settings.qk_norm_whole:
         return "has model.options.qk_norm_whole without experts, as no model of transformers"
     return None
 
 
-def locations(model: ModelConfig) -> Iterator[tuple[str, Location]]:
+def locations(model: ModelConfig) -> Iterator[tuple[str, hf.Location]]:
     """Yield (our name, location) of every parameter, in the order of the model."""
     settings, kind = LlamaSettings.of(model), model_type(model)
-    yield "token.weight", Location(("embed_tokens.weight",))
+    yield "token.weight", hf.Location(("embed_tokens.weight",))
     for layer in range(model.num_layers):
         ours, stored = f"layers.{layer}", f"layers.{layer}"
-        yield f"{ours}.attention_norm.weight", Location((f"{stored}.input_layernorm.weight",))
+        yield f"{ours}.attention_norm.weight", hf.Location((f"{stored}.input_layernorm.weight",))
         if settings.kv_lora_rank:
             yield from latent_locations(f"{ours}.attention", f"{stored}.self_attn", settings)
         else:
             yield from _query_locations(f"{ours}.attention", f"{stored}.self_attn", settings)
-        yield f"{ours}.attention.out.weight", Location((f"{stored}.self_attn.o_proj.weight",))
-        yield f"{ours}.mlp_norm.weight", Location((f"{stored}.post_attention_layernorm.weight",))
+        yield f"{ours}.attention.out.weight", hf.Location((f"{stored}.self_attn.o_proj.weight",))
+        yield f"{ours}.mlp_norm.weight", hf.Location((f"{stored}.post_attention_layernorm.weight",))
         yield from mlp_locations(ours, stored, layer, model, settings, kind)
-    yield "final_norm.weight", Location(("norm.weight",))
+    yield "final_norm.weight", hf.Location(("norm.weight",))
     if model.head == "language_model" and not settings.tied:
-        yield "output.weight", Location(("lm_head.weight",))
+        yield "output.weight", hf.Location(("lm_head.weight",))
 
 
-def _query_locations(ours: str, stored: str, settings: LlamaSettings) -> Iterator[tuple[str, Location]]:
+def _query_locations(ours: str, stored: str, settings: LlamaSettings) -> Iterator[tuple[str, hf.Location]]:
     """Yield (our name, location) of queries, keys and values, and of their norms."""
     for part in ("weight", "bias") if settings.qkv_bias else ("weight",):
         q, k, v = (f"{stored}.{name}_proj.{part}" for name in "qkv")
-        yield f"{ours}.query.{part}", Location((q,))
-        yield f"{ours}.kv.{part}", Location((k, v), num_heads=settings.num_kv_heads, parts=2)
+        yield f"{ours}.query.{part}", hf.Location((q,))
+        yield f"{ours}.kv.{part}", hf.Location((k, v), num_heads=settings.num_kv_heads, parts=2)
     if settings.qk_norm:
-        yield f"{ours}.query_norm.weight", Location((f"{stored}.q_norm.weight",))
-        yield f"{ours}.key_norm.weight", Location((f"{stored}.k_norm.weight",))
+        yield f"{ours}.query_norm.weight", hf.Location((f"{stored}.q_norm.weight",))
+        yield f"{ours}.key_norm.weight", hf.Location((f"{stored}.k_norm.weight",))
 
 
-def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, list[str]]:
+def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for one of the configurations, and notes. Raises ConfigError."""
     kind = str(config["model_type"])
     experts = EXPERT_KEYS.get(kind)
@@ -236,7 +219,7 @@ def read_config(config: Mapping[str, JSON], path: str) -> tuple[ModelConfig, lis
     return model, notes
 
 
-def _window(config: Mapping[str, JSON], layers: int, kind: str, path: str) -> tuple[int, list[str]]:
+def _window(config: Mapping[str, hf.JSON], layers: int, kind: str, path: str) -> tuple[int, list[str]]:
     """Return the sliding window of all layers, 0 for none, and what is wrong with it."""
     is_qwen, has_none = kind.startswith("qwen"), kind in ("llama", "olmoe", "deepseek_v3")
     size = config.get("sliding_window", None if has_none or kind == "mixtral" else 4096)
@@ -244,26 +227,26 @@ def _window(config: Mapping[str, JSON], layers: int, kind: str, path: str) -> tu
         size = None
     if size is not None and (not 0 < size < 1 << 31 or has_none):
         name = NAMES[kind]
-        return 0, [f"{path}: sliding_window={show(size)} is not what our {name} computes; supported: null"]
+        return 0, [f"{path}: sliding_window={hf.show(size)} is not what our {name} computes; supported: null"]
     first = config.get("max_window_layers", 28) if is_qwen and kind != "qwen3_moe" else 0
     full = max(first, 0)
     sliding = 0 if size is None else max(layers - full, 0)
     usual = ["full_attention"] * (layers - sliding) + ["sliding_attention"] * sliding
     types = usual if config.get("layer_types") is None else config["layer_types"]
     if types not in (["full_attention"] * layers, ["sliding_attention"] * layers):
-        listed = show(types if types != usual else sorted(set(usual)))
+        listed = hf.show(types if types != usual else sorted(set(usual)))
         return 0, [f"{path}: layer_types={listed}: supported: one type of attention for all {layers} layers"]
     is_sliding = types[0] == "sliding_attention"
     if (is_sliding and size is None) or (types != usual and not is_qwen):
-        return 0, [f"{path}: layer_types={types[0]} does not go with sliding_window={show(size)}; fix one"]
+        return 0, [f"{path}: layer_types={types[0]} does not go with sliding_window={hf.show(size)}; fix one"]
     return size if is_sliding else 0, []
 
 
-def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+def write_config(model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return the config.json that the class of the model's head loads."""
     settings, kind = LlamaSettings.of(model), model_type(model)
     experts = EXPERT_KEYS.get(kind)
-    windowed: dict[str, JSON] = {}
+    windowed: dict[str, hf.JSON] = {}
     if kind in ("mistral", "mixtral"):
         windowed = {"sliding_window": settings.window or None}
     elif kind.startswith("qwen"):
@@ -291,7 +274,7 @@ def write_config(model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
     }
 
 
-def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> FolderContent:
+def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str) -> hf.FolderContent:
     """Return the model that these tensors make: a language model, or its layers alone.
 
     Raises UserError for a head that is no output layer.
@@ -301,18 +284,20 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
         raise UserError(f"{path}: holds {other}, a head that is not supported. Save the model with lm_head")
     left_out, notes = predictors(model, shapes)
     if "lm_head.weight" in shapes or LlamaSettings.of(model).tied:
-        return FolderContent(model, left_out=left_out, notes=notes)
-    note = Note("no lm_head.weight is there, nor tie_word_embeddings=true: the layers alone, without output")
-    return FolderContent(replace(model, head="none"), left_out=left_out, notes=(*notes, note))
+        return hf.FolderContent(model, left_out=left_out, notes=notes)
+    note = hf.Note(
+        "no lm_head.weight is there, nor tie_word_embeddings=true: the layers alone, without output"
+    )
+    return hf.FolderContent(replace(model, head="none"), left_out=left_out, notes=(*notes, note))
 
 
-def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: TokenIds) -> dict[str, JSON]:
+def special_tokens(tokenizer: Tokenizer, model: ModelConfig, ids: hf.TokenIds) -> dict[str, hf.JSON]:
     """Return the end and the beginning of a text, and the padding."""
     named = {"eos": tokenizer.eod_id, "bos": tokenizer.bos_id, "pad": ids.pad}
     return {f"{name}_token": tokenizer.decode([id]) for name, id in named.items() if id is not None}
 
 
-MAPPING = HuggingFaceMapping(
+MAPPING = hf.HuggingFaceMapping(
     model_types=tuple(NAMES),
     architecture=architecture,
     prefix=PREFIX,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture
+from mlm.models.gpt2.family import decoder_problem
 from mlm.models.llama.mixture_checks import mixture_problem, without_experts
 from mlm.util.errors import Problem, show
 
@@ -169,7 +170,6 @@ def architecture(model: ModelConfig) -> Architecture:
         value_dim=settings.v_head_dim,
         attention_weights=settings.attention_weights(model),
         gated=True,
-        fused_qkv=False,
         qkv_bias=settings.qkv_bias,
         bias=False,
         norm_bias=False,
@@ -200,12 +200,8 @@ def model_problem(model: ModelConfig) -> Problem | None:
     if model.activation == "relu2":
         problem = f"model.activation=relu2 is gpt2's, and model.kind={model.kind} has gates of SiLU or GELU"
         return Problem(("model.activation", "model.kind"), problem, "use model.activation=silu")
-    if model.norm == "post":
-        problem = f"model.norm=post is BERT's, and model.kind={model.kind} has its norms first"
-        return Problem(("model.norm", "model.kind"), problem, "use model.norm=pre")
-    if model.token_types:
-        problem = f"model.token_types={model.token_types}: model.kind={model.kind} has no segment types"
-        return Problem(("model.token_types", "model.kind"), problem, "use model.token_types=0")
+    if problem_of_decoder := decoder_problem(model):
+        return problem_of_decoder
     for name, value in model.options.items():
         if problem_of_type := _type_problem(name, value):
             return problem_of_type

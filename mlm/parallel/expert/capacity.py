@@ -36,7 +36,7 @@ def drop_choices(experts: Tensor, num_experts: int, factor: float, cp: Axis, tp:
 def earlier_choices(counts: Tensor, cp: Axis, tp: Axis) -> Tensor:
     """Sum of the counts of all tokens before each half of this rank's rows: [2, B, E] -> [2, B, E].
 
-    A half lies within one of the two pieces of a sequence that a cp rank holds (context/zigzag.py).
+    A half lies within one of the two pieces of a sequence that a cp rank holds (context.py).
     """
     table = all_gather(all_gather(counts, tp), cp).flatten(1, 2)  # [c, 2t, B, E]
     starts = [[_start(rank, half, cp, tp) for half in range(2 * tp.size)] for rank in range(cp.size)]

@@ -1,4 +1,4 @@
-"""A run's layout, its pipeline's schedule as planned and as measured, and its memory, drawn for a page."""
+"""A run's layout, pipeline schedule (planned and measured), memory and loads of experts, drawn for a page."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +15,9 @@ from mlm.models.stage import PipelineStage, split_layers
 from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, TimedAction
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.drawing import NAMES, svg, svg_legend, svg_timeline
+from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, MOMENTS, PARTS, DeviceMemory
 from mlm.plan.schedule import BubbleFormula, closed_bubble, rank_numbers, simulate, title
-from mlm.plan.shape import PlannedLayout
 from mlm.tracking.page.html import macro
 from mlm.tracking.page.runs import RunRecords, number
 from mlm.training.config import PretrainConfig
@@ -331,3 +331,36 @@ def read_span(row: object) -> TimedAction | None:
 def sort_key(action: Action) -> tuple[str, int, int]:
     """Return an action as a key to sort by."""
     return action.op.value, action.chunk, action.micro_batch
+
+
+MAX_CELLS = 4096
+"""Experts of all layers that are drawn, some 60 bytes each."""
+
+
+def draw_loads(runs: Sequence[RunRecords]) -> Markup:
+    """Draw the newest loads of each run that has experts. Empty without any."""
+    drawn = [(drawing, [run.name]) for run in runs for record in run.loads if (drawing := draw_load(record))]
+    return macro("sections.html", "drawings", drawn, 0)
+
+
+def draw_load(record: Mapping[str, Any]) -> Markup:
+    """Draw a record of kind `experts` as a heat map: a row for each layer, a cell for each expert.
+
+    Of a large model the least even layers; empty for a damaged record.
+    """
+    counts = record.get("counts")
+    rows = [row for each in counts.items() if (row := load_row(*each))] if isinstance(counts, dict) else []
+    if not rows:
+        return Markup()
+    most = max(1, MAX_CELLS // max(len(loads) for _, loads in rows))
+    uneven = sorted(rows, key=lambda row: -max(row[1]))[:most]
+    shown = [row for row in rows if row in uneven]
+    return macro("pipeline.html", "loads", record["step"], shown, len(rows) - len(shown))
+
+
+def load_row(layer: str, counts: object) -> tuple[str, list[float]] | None:
+    """Return a layer's number and the loads of its experts over their mean; None if they are damaged."""
+    loads = list(map(number, counts)) if isinstance(counts, list) else []
+    total = sum(loads)
+    is_sound = layer.isdecimal() and total > 0 and min(loads) >= 0  # a NaN makes the sum one
+    return (layer, [load * len(loads) / total for load in loads]) if is_sound else None

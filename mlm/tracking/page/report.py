@@ -18,8 +18,7 @@ from mlm.tracking.config import ReportConfig
 from mlm.tracking.history import FILE_NAME
 from mlm.tracking.page.command import choose
 from mlm.tracking.page.html import MAX_POINTS, curves_of, figure, macro, page, paragraph, text
-from mlm.tracking.page.loads import draw_loads
-from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_memory, draw_schedule
+from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_loads, draw_memory, draw_schedule
 from mlm.tracking.page.runs import CONFIG, MISSING, RESULT, RunRecords, names_of, number, read_run
 from mlm.tracking.panel import duration
 from mlm.tracking.summary import MAX_ATTEMPTS

@@ -1,10 +1,10 @@
 """The command `mlm replay` and its settings."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from mlm.config.command import Command
-from mlm.config.fields import Forbid, InputPath
+from mlm.config.fields import InputPath
 from mlm.launch.config import DistConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.training.config import PretrainConfig
@@ -13,8 +13,6 @@ from mlm.training.config import PretrainConfig
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayConfig:
     """The run spec of `mlm replay`: the step of an incident once more, from its checkpoint."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     incident: InputPath
     """Folder of an incident: out/incidents/step-…"""

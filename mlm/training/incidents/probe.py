@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.parallel.context.zigzag import local_positions
+from mlm.parallel.context import local_positions
 from mlm.parallel.mesh import CPU
 from mlm.parallel.sharding import ParameterShard
 from mlm.parallel.watch import name_ranks

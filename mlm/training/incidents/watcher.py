@@ -19,7 +19,7 @@ from mlm.checkpoint.native.save_load import CheckpointError
 from mlm.config.build import to_dict
 from mlm.launch.doctor.findings import versions
 from mlm.optim.adamw import can_defer
-from mlm.parallel.transfer import ToHost
+from mlm.parallel.collectives import ToHost
 from mlm.tracking.reporter import Reporter
 from mlm.training.incidents.comparisons import (
     SecondPass,

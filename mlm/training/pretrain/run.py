@@ -3,6 +3,7 @@
 import logging
 import math
 import operator
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,7 +27,7 @@ from mlm.data.sampler import Dataset, FromCorpus, Loader, MicroBatch, eval_batch
 from mlm.inference.base import Base, base_name, load_any_weights
 from mlm.inference.hf_source import load_model_folder
 from mlm.inference.trained import resolve_checkpoint
-from mlm.launch.doctor.quick import check_start
+from mlm.launch.doctor.folder import check_start
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
 from mlm.parallel.sharding import ParameterShard
@@ -54,7 +55,6 @@ from mlm.training.loop import (
     layout_row,
     model_row,
     resume_command,
-    resume_with,
     run_row,
     training_session,
 )
@@ -167,7 +167,8 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
         validation = validation_sets(config, trainer.history)
         code = 0
         if not PretrainLoop(*session, samples, validation).run():
-            code = session.note_stopped(resume_with("pretrain", out, config))
+            words = shlex.join(resume_command("pretrain", out, config))
+            code = session.note_stopped(f" Resume with:\n  {words}")
     if ctx.is_main and (left > 0 or not (out / SUMMARY).exists()):
         finish_directory(trainer, out, rows)
     return code

@@ -32,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_llama(made / "llama")
     write_chats(made / "chat", train=4, validation=2)
     for name, targets in (("out", ("all-linear",)), ("qv", ("q_proj", "v_proj"))):
-        config = replace(chatting(made), lora=LoraConfig(rank=4, alpha=32.0, targets=targets))
+        lora = LoraConfig(rank=4, alpha=32.0, targets=targets, dora=name == "qv")
+        config = replace(chatting(made), lora=lora)
         run.run(replace(config, out=str(made / name)), ParallelContext())
         export_hf(made / name, made / f"{name}-peft")
     return made
@@ -58,9 +59,10 @@ def test_peft_loads_what_is_exported(folder: Path, name: str) -> None:
     torch.testing.assert_close(theirs(folder / "llama", folder / f"{name}-peft"), ours(folder / name))
 
 
-def test_merged_weights_are_a_model_of_transformers(folder: Path, tmp_path: Path) -> None:
-    export_hf(folder / "out", tmp_path / "merged", merge=True)
-    torch.testing.assert_close(theirs(tmp_path / "merged"), ours(folder / "out"))
+@pytest.mark.parametrize("name", ["out", "qv"])
+def test_merged_weights_are_a_model_of_transformers(folder: Path, tmp_path: Path, name: str) -> None:
+    export_hf(folder / name, tmp_path / "merged", merge=True)
+    torch.testing.assert_close(theirs(tmp_path / "merged"), ours(folder / name))
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= {
         file.name for file in (tmp_path / "merged").iterdir()
     }
@@ -84,6 +86,6 @@ def test_adapters_that_ours_do_not_compute_are_rejected(folder: Path, tmp_path: 
     for file in (folder / "out-peft").iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     settings = json.loads((copy / "adapter_config.json").read_text())
-    (copy / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
-    with pytest.raises(UserError, match=r"adapter_config.json: use_dora=true is not supported"):
+    (copy / "adapter_config.json").write_text(json.dumps(settings | {"bias": "all"}))
+    with pytest.raises(UserError, match=r"adapter_config.json: bias=all is not supported"):
         import_hf.run(ImportHFConfig(source=str(copy), out=str(tmp_path / "run")))

@@ -13,7 +13,7 @@ import pytest
 from mlm.config.cli.compose import load_config
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.evaluate import loss
-from mlm.evaluate.checks import check_zero_shot
+from mlm.evaluate.command import check_zero_shot
 from mlm.evaluate.config import (
     AllDataConfig,
     EvalAllConfig,

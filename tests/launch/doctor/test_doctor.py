@@ -37,7 +37,7 @@ def test_a_failed_check_ends_with_1_and_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
 ) -> None:
     bad = Finding("ulimit -n", "fail", "12", "run `ulimit -n 260` before the start")
-    monkeypatch.setattr(doctor, "open_files", lambda world_size: bad)
+    monkeypatch.setattr(doctor.host, "open_files", lambda world_size: bad)
     out = tmp_path / "doctor.json"
     assert main(["doctor", *CPU, f"out={out}"]) == 1
     said = capsys.readouterr()

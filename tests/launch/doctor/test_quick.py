@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from mlm.launch.doctor import folder as folders
-from mlm.launch.doctor import quick
 from mlm.launch.doctor.findings import versions
-from mlm.launch.doctor.quick import check_start
+from mlm.launch.doctor.folder import check_start
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from tests.ranks import run_on_ranks
@@ -16,19 +15,19 @@ from tests.ranks import run_on_ranks
 
 def said(ctx: ParallelContext, folder: Path, fault: str = "") -> tuple[str, float]:
     """The error of a start and its seconds; rank 1 has the fault."""
-    before, waits = quick.versions, folders.SEEN_S
-    folders.SEEN_S = quick.SEEN_S = 0.2
+    before, waits = folders.versions, folders.SEEN_S
+    folders.SEEN_S = 0.2
     if ctx.rank == 1 and fault in ("local", "missing"):
         folder = folder / fault
     if ctx.rank == 1 and fault == "version":
-        quick.versions = lambda: {**versions(), "torch": "1.0"}
+        folders.versions = lambda: {**versions(), "torch": "1.0"}
     begin, found = time.monotonic(), ""
     try:
         check_start(str(folder), ctx)
     except UserError as error:
         found = str(error)
     finally:
-        quick.versions, folders.SEEN_S, quick.SEEN_S = before, waits, waits
+        folders.versions, folders.SEEN_S = before, waits
     return found.removeprefix(f"out={folder}: "), time.monotonic() - begin
 
 

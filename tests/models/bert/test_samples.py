@@ -74,7 +74,9 @@ def test_samples_are_cls_a_sep_b_sep_and_padding(corpus: IndexedDataset) -> None
 
 def test_masks_say_where_tokens_and_labels_are(corpus: IndexedDataset) -> None:
     samples = samples_of(corpus).gather(range(500))
-    np.testing.assert_array_equal(samples.padding_mask, samples.tokens != PAD)
+    np.testing.assert_array_equal(
+        np.arange(samples.tokens.shape[1]) < samples.lengths[:, None], samples.tokens != PAD
+    )
 
 
 def test_segments_are_runs_of_the_text_in_the_order_the_label_says(corpus: IndexedDataset) -> None:

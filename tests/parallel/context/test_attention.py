@@ -11,9 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mlm.models.cache import window_mask
-from mlm.parallel.context import attention as module
-from mlm.parallel.context.attention import GPUKernel, KeyBlock, attention_blocks, context_attention
-from mlm.parallel.context.zigzag import local_tokens, rank_positions
+from mlm.parallel import context as module
+from mlm.parallel.context import (
+    GPUKernel,
+    KeyBlock,
+    attention_blocks,
+    context_attention,
+    local_tokens,
+    rank_positions,
+)
 from mlm.parallel.dropout import DropoutStream, draw_keep_mask, dropped, site_keys
 from mlm.parallel.mesh import Axis, ParallelContext
 from tests.ranks import run_on_ranks

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlm.parallel.context import attention as module
-from mlm.parallel.context.attention import context_attention
-from mlm.parallel.context.zigzag import local_tokens
+from mlm.parallel import context as module
+from mlm.parallel.context import context_attention, local_tokens
 from mlm.parallel.mesh import Axis
 
 HALF = [torch.bfloat16, torch.float16]

@@ -6,8 +6,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mlm.parallel.context import attention as module
-from mlm.parallel.context.attention import (
+from mlm.parallel import context as module
+from mlm.parallel.context import (
     CPUKernel,
     GPUKernel,
     Kernel,

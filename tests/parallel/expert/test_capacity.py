@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlm.parallel.context.zigzag import local_tokens
+from mlm.parallel.context import local_tokens
 from mlm.parallel.expert.capacity import drop_choices
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.parallel.sharding import shard_of

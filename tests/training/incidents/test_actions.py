@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mlm.data.sampler import first_of_step
+from mlm.parallel.collectives import ToHost
 from mlm.parallel.mesh import shape_context
-from mlm.parallel.transfer import ToHost
 from mlm.training import trainer
 from mlm.training.config import IncidentConfig
 from mlm.training.incidents import watcher

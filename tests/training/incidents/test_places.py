@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlm.data.sampler import Loader, MicroBatch
-from mlm.data.synthetic import SyntheticDataset
+from mlm.data.sampler import Loader, MicroBatch, SyntheticDataset
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
 from mlm.training.incidents.probe import StepProbe

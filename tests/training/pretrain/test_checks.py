@@ -13,7 +13,7 @@ from mlm.launch.checks import data_parallel_size
 from mlm.parallel.config import ParallelConfig
 from mlm.training.checks import check_pretrain
 from mlm.training.config import PretrainConfig
-from mlm.training.corpora import corpus_folders, train_prefix, validation_prefixes
+from mlm.training.corpora import corpora, corpus_folders, validation_prefixes
 from mlm.training.pretrain.run import epochs_warning
 from mlm.util.errors import ConfigError
 
@@ -159,7 +159,7 @@ class TestFiles:
         prefix = tmp_path / "wiki_text_document"
         config = load_config("pretrain", ["model=gpt2_tiny", f"data.path={prefix}"])
         assert check_pretrain(config, world_size=None, local_devices=None) == []
-        assert (train_prefix(config.data), validation_prefixes(config.data)) == (prefix, {})
+        assert (corpora(config.data)[0].train, validation_prefixes(config.data)) == (prefix, {})
         assert corpus_folders(config.data) == [tmp_path]
         problem = self.problem(f"data.path={prefix}.bin")
         assert problem.endswith(f"use data.path={prefix}")

@@ -1,1 +1,0 @@
-"""Context parallelism: a sequence split over ranks."""
