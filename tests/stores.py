@@ -3,6 +3,7 @@
 It starts as `moto_server` does: werkzeug serves moto's DomainDispatcherApplication on a free port.
 """
 
+import io
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,28 +38,45 @@ class Store:
     """Requests for the content of an object."""
     fail: Callable[[int], bytes | str | None] = lambda number: None
     """What happens to the GET with this number: an HTTP status with its code, "truncate", or nothing."""
+    put: Callable[[str], bytes | str | None] = lambda path: None
+    """The same of the PUT to this path."""
     latency_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        is_content = environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].count("/") > 1
-        if not is_content:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        if method not in ("GET", "PUT") or path.count("/") < 2:
             return self.app(environ, start)
+        if method == "PUT":
+            return self.answer_put(environ, start, self.put(path))
         with self.lock:
             number, self.gets = self.gets, self.gets + 1
         time.sleep(self.latency_s)
         action = self.fail(number)
         if isinstance(action, bytes):
-            start(action.decode(), [("Content-Type", "application/xml")])
-            code = action.partition(b" ")[2]
-            return [ERROR % (code, KEY.encode())]
+            return self.answer_error(start, action)
         content = self.app(environ, start)
         return [b"".join(content)[:-1]] if action == "truncate" else content
 
-    def reset(self) -> None:
-        self.gets, self.fail, self.latency_s = 0, lambda number: None, 0.0
+    def answer_put(
+        self, environ: dict[str, Any], start: Callable[..., Any], action: bytes | str | None
+    ) -> Iterable[bytes]:
+        content = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+        if isinstance(action, bytes):
+            return self.answer_error(start, action)
+        if action == "truncate":
+            content = content[:-1]
+        environ |= {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
+        return self.app(environ, start)
 
-    def put(self, folder: Path, url: str) -> str:
+    def answer_error(self, start: Callable[..., Any], action: bytes) -> Iterable[bytes]:
+        start(action.decode(), [("Content-Type", "application/xml")])
+        return [ERROR % (action.partition(b" ")[2], KEY.encode())]
+
+    def reset(self) -> None:
+        self.gets, self.fail, self.put, self.latency_s = 0, lambda number: None, lambda path: None, 0.0
+
+    def upload(self, folder: Path, url: str) -> str:
         """Upload the files of a folder."""
         store = open_store(url)
         for path in sorted(folder.rglob("*")):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 from mlm.util.errors import Problem, show
-from mlm.util.object_store import is_stored, url_problem
+from mlm.util.object_store import url_problem
 from mlm.util.ownership import read_obstacle
 
 M = TypeVar("M")
@@ -27,6 +27,8 @@ Options = dict[str, bool | int | float | str]
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 """s3://…, gs://…, https://…, hf://…"""
+STORED = re.compile(r"s3:", re.IGNORECASE)
+"""Begins the URL of an object, or what was meant to be one."""
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 MOST = 2**31 - 1
 """Limit of whole numbers other than seeds and bytes: more is a slip of a finger."""
@@ -93,7 +95,9 @@ class Role(Enum):
     STORED = "read, from an object store too"
     """As INPUT, or s3://BUCKET/NAME."""
     BLEND = "read, after a weight"
-    """`0.3 corpora/wiki`, or the path alone."""
+    """`0.3 corpora/wiki`, or the path alone; as STORED."""
+    STORE = "a folder of an object store to write"
+    """s3://BUCKET/NAME."""
     RESULT = "a file to write"
     """`-` is standard output."""
     PLACE = "a file to write, or the folder to write it in"
@@ -118,6 +122,7 @@ ResultFile = Annotated[str, Role.RESULT, OUT_NAMES]
 OutPlace = Annotated[str, Role.PLACE, OUT_NAMES]
 OutFolder = Annotated[str, Role.FOLDER, OUT_NAMES]
 CacheFolder = Annotated[str, Role.CACHE]
+StoreFolder = Annotated[str, Role.STORE]
 
 
 def metadata(annotation: Any, kind: type[M]) -> M | None:
@@ -161,7 +166,7 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
         return Problem.at(
             key, value, f"{user} is no user's home folder", f"write the path in full, or ./{path}"
         )
-    if role is Role.STORED and is_stored(path):
+    if role is Role.STORE or (role in (Role.STORED, Role.BLEND) and STORED.match(path)):
         return url_problem(key, path)
     if REMOTE.match(path):
         fix = "copy it to this machine, or mount it, and name that path"

@@ -54,7 +54,7 @@ def read_text(path: Path) -> str:
         ) from error
 
 
-def parse(text: str, path: Path) -> dict[str, Any]:
+def parse(text: str, path: Path | str) -> dict[str, Any]:
     """YAML as nested dicts of plain values. Raises UserError."""
     try:
         check_events(text)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlm.data.config import DataConfig
-from mlm.data.files_present import WRITE_ONE, missing_pair
+from mlm.data.files_present import WRITE_ONE, cache_problem, missing_pair
 from mlm.util.errors import Absent, Problem
+from mlm.util.object_store import is_stored
 
 MAX_SOURCES = 1000
 MIN_SHARE = 1e-12
@@ -71,6 +72,8 @@ def blend_problems(data: DataConfig) -> list[Problem]:
     of_entries = [problem_of_weight(e) or problem_of_path(e) for e in entries]
     problems += [problem for problem in of_entries if problem]
     problems += problems_of_repeats(entries)
+    if any(is_stored(e.path) for e in entries):
+        problems += filter(None, [cache_problem(data, "data.blend")])
     weights = [e.weight for e in entries if e.weight is not None]
     if weights and len(weights) < len(entries):
         (bare, *_) = (e for e in entries if e.weight is None)
@@ -106,6 +109,8 @@ def problem_of_path(e: Entry) -> Problem | None:
     """The problem of what is neither a folder with train.bin/.idx nor the prefix of such a pair."""
     if not e.path:
         return Problem(BLEND, f"data.blend: '{e.text}' names no corpus", HOW)
+    if is_stored(e.path):
+        return None  # its local copy is made later
     stem, _, suffix = e.path.rpartition(".")
     if suffix in ("bin", "idx") and not missing_pair(stem):
         return Absent(BLEND, f"data.blend: '{e.text}': give the prefix of .bin and .idx, which is {stem}")

@@ -25,6 +25,7 @@ MASKED = 0.15
 DATA_NAMES = Also("dataset", "data_dir", "data_path", "train_file")
 DataPath = Annotated[InputPath, DATA_NAMES]
 StoredPath = Annotated[str, Role.STORED, DATA_NAMES]
+StoredPrefix = Annotated[str, Role.STORED]
 SeqLength = Annotated[
     int,
     POSITIVE,
@@ -50,10 +51,11 @@ class DataConfig:
     """Corpus folder written by `mlm data build`: train.bin/.idx, validation.bin/.idx, tokenizer.json; or the
     prefix of another .bin/.idx pair, which is then the training part. s3://BUCKET/NAME is one in an
     S3-compatible store, whose tokens are read as they are needed."""
-    train: InputPath | None = None
-    """Prefix of the training .bin/.idx; null means {path}/train."""
-    validation: InputPath | None = None
-    """Prefix of the validation .bin/.idx; null means {path}/validation, if it exists."""
+    train: StoredPrefix | None = None
+    """Prefix of the training .bin/.idx; null means {path}/train. s3://BUCKET/NAME as for path."""
+    validation: StoredPrefix | None = None
+    """Prefix of the validation .bin/.idx; null means {path}/validation, if it exists. s3://BUCKET/NAME as for
+    path."""
     tokenizer: InputPath | None = None
     """tokenizer.json the corpus was written with; null means {path}/tokenizer.json, if it exists."""
     cache: CacheFolder | None = None
@@ -64,8 +66,8 @@ class DataConfig:
     seq_length: SeqLength = 1024
     """Tokens per sample, S. At most model.max_positions."""
     blend: tuple[BlendEntry, ...] = ()
-    """Corpora to mix, each `WEIGHT FOLDER` such as [0.3 corpora/wiki, 0.7 corpora/web], in place of path and
-    train. Weights are scaled to sum to 1."""
+    """Corpora to mix, each `WEIGHT FOLDER` such as [0.3 corpora/wiki, 0.7 s3://bucket/web], in place of path
+    and train. Weights are scaled to sum to 1."""
     change: bool = False
     """Allow a resumed run other corpora or weights than before; what changed is recorded. Not kept for the
     next resume."""

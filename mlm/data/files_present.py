@@ -5,8 +5,8 @@ from pathlib import Path
 
 from mlm.data.chat_builtin import BUILT_IN
 from mlm.data.config import DataConfig
-from mlm.data.mirror import mirror
-from mlm.util.errors import Absent, Problem
+from mlm.data.local_copy import copy_locally
+from mlm.util.errors import Absent, Problem, UserError
 from mlm.util.object_store import is_stored
 
 HUB = "hub:"
@@ -23,14 +23,14 @@ def corpus(data: DataConfig) -> Problem | None:
     if data.kind != "indexed" or data.blend:
         return None
     if data.train is not None:
-        return indexed("data.train", data.train)
+        return stored_or_indexed(data, "data.train", data.train)
     if data.path is None:
         return Absent(
             ("data.path", "data.train", "data.blend"),
             f"data.path is not set: give a corpus folder, {WRITE_ONE}, or take data=synthetic",
         )
     if is_stored(data.path):
-        return None if data.cache is not None else Problem(("data.cache", "data.path"), NO_CACHE, A_CACHE)
+        return cache_problem(data, "data.path")
     if not Path(data.path).is_dir():
         missing = indexed("data.path", data.path)
         if missing is None or len(missing_pair(data.path)) == 1 or not missing_pair(_stem(data.path)):
@@ -42,24 +42,44 @@ def corpus(data: DataConfig) -> Problem | None:
     return None
 
 
-def training_prefix(data: DataConfig) -> Path:
-    """Prefix of the training .bin/.idx that data.path names: `train` in a folder, or the path itself.
+def training_prefix(data: DataConfig, path: str | None = None) -> Path:
+    """Prefix of the training .bin/.idx that a path, or data.path, names: `train` in a folder, or itself.
 
-    Of a corpus in a store it is that of its mirror, which is made. Raises UserError, OSError.
+    Of a corpus in a store it is that of its local copy, which is made. Raises UserError, OSError.
     """
-    assert data.path is not None
-    path = Path(data.path)
-    if is_stored(data.path):
+    path = path or data.path
+    assert path is not None
+    if is_stored(path):
         assert data.cache is not None, "checked with the configuration"
-        return mirror(data.path, data.cache, int(data.cache_gb * 1e9))
-    return Path(path, "train") if path.is_dir() or missing_pair(data.path) else path
+        return copy_locally(path, data.cache, int(data.cache_gb * 1e9))
+    return Path(path, "train") if Path(path).is_dir() or missing_pair(path) else Path(path)
+
+
+def pair_prefix(data: DataConfig, key: str, path: str) -> Path:
+    """As `training_prefix`, of a key that takes the prefix of a pair alone."""
+    if not is_stored(path):
+        return Path(path)
+    if (prefix := training_prefix(data, path)).name == path.rpartition("/")[2]:
+        return prefix
+    raise UserError(f"{key}={path}: a folder; give the prefix of .bin and .idx, such as {key}={path}/train")
+
+
+def cache_problem(data: DataConfig, key: str) -> Problem | None:
+    """The problem of a corpus in a store that no local folder is given for."""
+    return None if data.cache is not None else Problem(("data.cache", key), NO_CACHE, A_CACHE)
+
+
+def stored_or_indexed(data: DataConfig, key: str, prefix: str | None) -> Problem | None:
+    """As `indexed`, of a key that takes a URL too."""
+    return cache_problem(data, key) if is_stored(prefix) else indexed(key, prefix)
 
 
 def corpus_extras(data: DataConfig) -> Problem | None:
     """data.validation and data.tokenizer, where they are given."""
     if data.kind != "indexed":
         return None
-    return indexed("data.validation", data.validation) or tokenizer("data.tokenizer", data.tokenizer)
+    problem = stored_or_indexed(data, "data.validation", data.validation)
+    return problem or tokenizer("data.tokenizer", data.tokenizer)
 
 
 def indexed(key: str, prefix: str | None) -> Problem | None:

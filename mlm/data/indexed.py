@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.data.mirror import stored_pointer
+from mlm.data.local_copy import stored_pointer
 from mlm.data.stored_corpus import StoredTokens, stored_tokens
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import copy_bytes, digest_file, fsync_directory, sampled_digest, sync

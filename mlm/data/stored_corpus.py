@@ -1,6 +1,6 @@
-"""Tokens of a corpus in an object store: read by blocks, which are kept beside its mirror (mirror.py).
+"""Tokens of a corpus in an object store: read by blocks, kept beside its local copy (local_copy.py).
 
-All ranks of a host share them, and so does a run that resumes: a block is absent or whole.
+All ranks of a host share them, and so does a run that resumes: a block that is not whole is read again.
 """
 
 import os
@@ -12,19 +12,21 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from xxhash import xxh3_128_digest
 
-from mlm.data.mirror import REMAKE, stored_pointer
+from mlm.data.local_copy import REMAKE, stored_pointer
 from mlm.util.errors import CorruptFileError
 from mlm.util.files import digest_samples, parse_json, read_bounded
 from mlm.util.object_store import StoredObject, read_ranges
 
 BLOCK = 1 << 18  # bytes of a request: 256 KiB, about what a store sends while it answers
+DIGEST = 16  # bytes of a block's digest, which ends its file
 SLACK = 64  # the kept blocks are measured after a process has added this part of their limit
 BYTES = np.dtype("u1")
 
 
 def stored_tokens(bin_path: Path, dtype: np.dtype[Any] = BYTES) -> "StoredTokens | None":
-    """Return the tokens of a .bin that a mirror points to; None if there is a file, or nothing.
+    """Return the tokens of a .bin that a local copy points to; None if there is a file, or nothing.
 
     Raises CorruptFileError.
     """
@@ -95,12 +97,14 @@ class StoredTokens:
         return self.folder / f"{block:08d}"
 
     def _kept(self, block: int) -> NDArray[np.uint8] | None:
-        """Return a block that is on disk; None for one that is not, or not whole after a loss of power."""
+        """Return a block that is on disk; None for one that is not, or is damaged, as its digest tells."""
         try:
             content = np.fromfile(self._path(block), dtype=np.uint8)
         except FileNotFoundError:
             return None
-        return content if len(content) == min(BLOCK, self.source.bytes - block * BLOCK) else None
+        content, digest = content[:-DIGEST], content[-DIGEST:]
+        is_whole = len(content) == min(BLOCK, self.source.bytes - block * BLOCK)
+        return content if is_whole and xxh3_128_digest(content.data) == digest.tobytes() else None
 
     def _fetch(self, blocks: "Sequence[int] | NDArray[np.int64]") -> list[bytes]:
         """Read blocks from the store, and keep them."""
@@ -110,7 +114,7 @@ class StoredTokens:
         for block, content in zip(blocks, contents, strict=True):
             descriptor, path = tempfile.mkstemp(dir=self.folder)
             with open(descriptor, "wb") as f:
-                f.write(content)
+                f.write(content + xxh3_128_digest(content))
             os.replace(path, self._path(block))
         self._added += len(blocks) * BLOCK
         if self._added * SLACK > self.limit:

@@ -3,7 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, SEED, Also, Bound, CheckpointPath, ImportPath, OutFolder
+from mlm.config.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SEED,
+    Also,
+    Bound,
+    CheckpointPath,
+    ImportPath,
+    OutFolder,
+    StoreFolder,
+)
 from mlm.data.config import DataConfig, MicroBatchSize
 from mlm.launch.config import DistConfig
 from mlm.models.config import LoraConfig, ModelConfig
@@ -73,6 +83,12 @@ class CheckpointConfig:
     """Continue from the newest whole checkpoint in `out`; false rejects an `out` that already holds one."""
     asynchronous: bool = True
     """Copy the state to host memory and write it while training continues; false waits for the disk."""
+    mirror: StoreFolder | None = None
+    """s3://BUCKET/PREFIX of an S3-compatible store, to which each checkpoint is uploaded while training
+    continues; `resume=` of it continues the run on any machine. One run to a prefix."""
+    from_mirror: bool = False
+    """Begin with the newest checkpoint of the mirror if `out` lacks it, as resume=s3://… does. Not kept for
+    the next resume."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from mlm.data.blend_history import (
     seed_of,
 )
 from mlm.data.config import SOURCES, DataConfig
-from mlm.data.files_present import training_prefix
+from mlm.data.files_present import pair_prefix, training_prefix
 from mlm.data.indexed import IndexedDataset, bin_path, idx_path
 from mlm.data.receipt import RECEIPT, check_corpus, read_receipt
 from mlm.data.sampler import CheckedDataset, Dataset
@@ -65,21 +65,22 @@ def corpora(data: DataConfig) -> list[Corpus]:
     if data.kind != "indexed":
         return []
     if not data.blend:
-        prefix = Path(data.train) if data.train is not None else training_prefix(data)
+        prefix = training_prefix(data) if data.train is None else pair_prefix(data, "data.train", data.train)
         return [
             Corpus(corpus_names([prefix])[0], prefix, validation_prefix(data), None, tokenizer_path(data))
         ]
     entries = [parse_entry(text) for text in data.blend]
+    prefixes = [training_prefix(data, e.path) for e in entries]
     return [
-        Corpus(name, e.prefix, _beside(e.prefix, "validation"), e.weight, _tokenizer_of(e.prefix))
-        for name, e in zip(corpus_names([e.prefix for e in entries]), entries, strict=True)
+        Corpus(name, prefix, _beside(prefix, "validation"), e.weight, _tokenizer_of(prefix))
+        for name, prefix, e in zip(corpus_names(prefixes), prefixes, entries, strict=True)
     ]
 
 
 def validation_prefix(data: DataConfig) -> Path | None:
     """Prefix of the validation .bin/.idx of a run on one corpus, or of the one it names; None without."""
     if data.validation is not None:
-        return Path(data.validation)
+        return pair_prefix(data, "data.validation", data.validation)
     return _beside(training_prefix(data), "validation") if data.path is not None else None
 
 

@@ -5,7 +5,7 @@ What pretraining and finetuning do differently is in their subclasses of `Loop`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -278,6 +278,7 @@ def training_session(
     tokens_per_step: int,
     seq_length: int,
     loss_unit: str,
+    mirror: Callable[[Path], None] = lambda path: None,
 ) -> Iterator[Session]:
     """Report, listen to signals and save until the block ends.
 
@@ -292,6 +293,7 @@ def training_session(
         tokens_per_step: tokens of the global batch; 0 if the loop counts them.
         seq_length: tokens of a sequence, or their mean, for FLOP/s.
         loss_unit: unit of the loss, in words.
+        mirror: receives each checkpoint that is complete.
     """
     config, ctx = trainer.config, trainer.ctx
     throughput = Throughput(
@@ -309,7 +311,7 @@ def training_session(
         header=header,
         run={**record, **run_origin(), "loss_unit": loss_unit},
     )
-    with StopRequest(announce=ctx.is_main) as stop, reporter, Saver(trainer, out, reporter) as saver:
+    with StopRequest(announce=ctx.is_main) as stop, reporter, Saver(trainer, out, reporter, mirror) as saver:
         stop.show = reporter.announce
         for note in notes:
             reporter.note(note)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,8 @@ def write_imported(
     source: Mapping[str, JSON],
     tokenizer: Tokenizer | None,
     filled: Collection[str] = (),
+    moments: Mapping[str, Callable[[str, Region], Tensor]] = MappingProxyType({}),
+    applied_steps: int | None = None,
     check: Callable[[Path], None] = lambda run: None,
 ) -> Path:
     """Write weights of another library as the run directory `out`; return its step-00000000 directory.
@@ -77,6 +80,9 @@ def write_imported(
             it has one; None saves none.
         filled: Parameters that the source lacks: they take the initial values of the configuration's seed,
             and `state["source"]["filled"]` lists them.
+        moments: As `read`, by the name of each of the optimizer's moments, which a run that begins with the
+            weights takes too; none where some are filled.
+        applied_steps: Steps that the moments were made in.
         check: Called with the run directory under its working name, before it is published; its exceptions
             propagate, and no files are left.
 
@@ -87,13 +93,14 @@ def write_imported(
     initial = initial_values(model, filled, config.seed)
 
     def piece(name: str, region: Region) -> Tensor:
-        name = name.removeprefix("model.")
+        kind, _, name = name.removeprefix("optimizer.").partition(".")
         if name not in initial:
-            return read(name, region)
+            return (read if kind == "model" else moments[kind])(name, region)
         return initial[name][region.within(Region.whole(initial[name].shape))]
 
-    tensors = {f"model.{name}": tensor for name, tensor in parameters(model).items()}
-    state = imported_state(config, source, filled)
+    kinds = ("model", *(f"optimizer.{moment}" for moment in moments))
+    tensors = {f"{kind}.{name}": tensor for kind in kinds for name, tensor in parameters(model).items()}
+    state = imported_state(config, source, filled) | ({"applied_steps": applied_steps} if moments else {})
     return write_run(out, tensors, piece, state=state, tokenizer=tokenizer, check=check)
 
 

@@ -11,6 +11,7 @@ forward and backward pass of the next step, and `before_weights_change` waits fo
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,12 +91,20 @@ class Saver(Observer):
     leaves the training and the previous checkpoint as they are; the next is due as usual. Leaving the context
     waits for a save in flight, unless ranks are lost or the user interrupts.
 
+    Each checkpoint that is complete is passed to `mirror`, which returns at once.
+
     A save deletes older checkpoints only when the step after it is finite too, as its own weights may be what
     ruins the next (`Trainer.is_sound`).
     """
 
-    def __init__(self, trainer: Trainer, out: Path, reporter: Reporter) -> None:
-        self.trainer, self.out, self.reporter = trainer, out, reporter
+    def __init__(
+        self,
+        trainer: Trainer,
+        out: Path,
+        reporter: Reporter,
+        mirror: Callable[[Path], None] = lambda path: None,
+    ) -> None:
+        self.trainer, self.out, self.reporter, self.mirror = trainer, out, reporter, mirror
         self._pending: PendingSave | None = None
         self._failed: BaseException | None = None
         """Error of a save that training waited for."""
@@ -187,6 +196,7 @@ class Saver(Observer):
             self.reporter.saved(
                 pending.step, pending.path, pending.seconds, min(pending.waited, pending.seconds)
             )
+            self.mirror(pending.path)
         elif isinstance(pending.error, CheckpointError):
             self.reporter.save_failed(pending.step, str(pending.error))
         else:

@@ -12,7 +12,7 @@ import mlm
 from mlm.checkpoint.native import folders, run_state
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import descendants_set_aside
-from mlm.checkpoint.native.run_state import LINEAGE, LORA, TOKENIZER, Lineage, Save, check_run_state
+from mlm.checkpoint.native.run_state import LINEAGE, LORA, TOKENIZER, Lineage, check_run_state
 from mlm.checkpoint.native.save_load import (
     CheckpointError,
     Manifest,
@@ -109,7 +109,8 @@ def is_weights_only(manifest: Manifest) -> bool:
 def load(trainer: Trainer, path: Path) -> Manifest:
     """Continue from a checkpoint directory: weights, moments, loss scale and counters.
 
-    Where it holds weights alone, a run begins with them: step 0, no moments.
+    Where it is the start of a run, this begins with its weights at step 0, and with its moments, if it holds
+    some and the run has AdamW.
 
     Collective over all ranks. Raises ConfigError with a line for each setting of the run's identity that
     differs, or of the model's function for weights alone; UserError when the tensors do not fit;
@@ -117,19 +118,25 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     """
     ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
-    def check() -> tuple[bool, bool]:
+    def check() -> tuple[bool, bool, Any]:
         if not ranks.is_main:
-            return False, False
+            return False, False, None
         manifest = read_manifest(path)
         check_identity(trainer.config, path, manifest)
         dense = upcycled_from(trainer.config, path, manifest)
         check_base(trainer, path, manifest)
-        return is_weights_only(manifest), dense is not None
+        steps = manifest.state.get("applied_steps") if trainer.config.optimizer.kind == "adamw" else None
+        return is_weights_only(manifest), dense is not None, steps
 
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
-    is_start, is_dense = ranks.broadcast(checked)
+    is_start, is_dense, steps = ranks.broadcast(checked)
     if is_dense:
         return _upcycle(trainer, path)
+    if is_start and type(steps) is int and 0 < steps < run_state.MAX_COUNT:
+        shards = training_shards(trainer, trainer.shards)
+        manifest = load_checkpoint(path, shards, ranks=ranks, config=config, cast=True)
+        ensure_state(trainer.optimizer, trainer.shards, float(steps))
+        return manifest
     if is_start:
         return load_weights(trainer.shards, path, ctx, config=config)
     manifest = load_checkpoint(
@@ -229,7 +236,7 @@ def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
     if later := descendants_set_aside(path.parent, path):
         since += ({"step": manifest.step, "key": "rollback", "from": max(later), "to": manifest.step},)
     changes = (*recorded_changes(manifest.state), *since)[-MAX_CHANGES:]
-    return Past(Lineage.of(manifest.state), changes).after(Save(manifest.step, manifest.save_id))
+    return Past(Lineage.of(manifest.state), changes).after(manifest.save)
 
 
 def load_weights(

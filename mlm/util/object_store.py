@@ -1,4 +1,4 @@
-"""Objects of S3-compatible stores: listing, reading by ranges, and errors of a store in one line.
+"""Objects of S3-compatible stores: listing, reading by ranges, uploads, and errors of a store in one line.
 
 botocore finds endpoint, region and credentials as it does for every program (AWS_ENDPOINT_URL, AWS_PROFILE,
 ~/.aws): none is a setting of ours, so none is saved. What a store answers is not shown, but for its code.
@@ -8,6 +8,7 @@ s3fs and botocore retry with back-off; an object that changes while it is read i
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mlm.util.errors import Problem, UserError
@@ -20,6 +21,7 @@ store does not answer, and bodies that are truncated."""
 CONNECT_S, READ_S = 10, 30
 PART = 1 << 23  # bytes of a request when an object is read from end to end: 8 MiB
 CONCURRENT = 32  # requests at a time
+PARTS = 4  # of a file at a time, each held in memory
 DENIED = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
 
 
@@ -44,7 +46,9 @@ def is_stored(path: str | None) -> bool:
 
 
 def url_problem(key: str, url: str) -> Problem | None:
-    """The problem of a URL without a bucket, or with credentials, which are not repeated."""
+    """The problem of what is no URL of a bucket, or holds credentials, which are not repeated."""
+    if not is_stored(url):
+        return Problem.at(key, url, "no URL of an object store", f"write {key}=s3://BUCKET/NAME")
     bucket = url.removeprefix(S3).partition("/")[0]
     if "@" in bucket:
         fix = f"put them into the environment or ~/.aws, and write {key}=s3://BUCKET/NAME"
@@ -96,8 +100,42 @@ def open_object(url: str, etag: str | None = None) -> Any:
     return open_store(url, etag).open(url, "rb", block_size=PART, cache_type="readahead")
 
 
+def read_object(url: str, most: int) -> bytes | None:
+    """Return an object of at most `most` bytes; None if it is not there. Raises UserError."""
+    found = next((each for each in list_objects(url) if each.url == url), None)
+    if found is None:
+        return None
+    if found.bytes > most:
+        raise UserError(f"{url}: {found.bytes} bytes, {most} is the limit; name another")
+    return read_ranges(found, [0], most)[0]
+
+
+def write_object(url: str, content: bytes) -> None:
+    """Replace an object at once: readers see the old one or the new one. Raises UserError."""
+    with explain_store_errors(url, "write"):
+        open_store(url).pipe_file(url, content)
+
+
+def upload_file(path: str, url: str) -> None:
+    """Upload a file, in parts. Raises UserError, and OSError where the file cannot be read."""
+    with explain_store_errors(url, "write"):
+        open_store(url).put_file(path, url, chunksize=2 * PART, max_concurrency=PARTS)
+
+
+def download_file(url: str, path: Path) -> None:
+    """Download an object into a new file. Raises UserError."""
+    with explain_store_errors(url):
+        open_store(url).get_file(url, str(path))
+
+
+def delete_folder(url: str) -> None:
+    """Delete the objects below a URL. Raises UserError."""
+    with explain_store_errors(url, "write"):
+        open_store(url).rm(url, recursive=True)
+
+
 @contextmanager
-def explain_store_errors(url: str) -> Iterator[None]:
+def explain_store_errors(url: str, verb: str = "read") -> Iterator[None]:
     """Turn errors of a store into a UserError of one line, which quotes nothing that the store answered."""
     try:
         yield
@@ -109,13 +147,16 @@ def explain_store_errors(url: str) -> Iterator[None]:
             first = first.__cause__
         code = str(getattr(first, "response", {}).get("Error", {}).get("Code", ""))
         name = code if code.isalnum() else type(first).__name__
-        problem = f"not readable after several attempts ({name})"
-        fix = "check the network and AWS_ENDPOINT_URL, and run the same command again"
+        problem = f"not {'readable' if verb == 'read' else 'writable'} after several attempts ({name})"
+        again = ", and run the same command again" if verb == "read" else ""
+        fix = f"check the network and AWS_ENDPOINT_URL{again}"
         if isinstance(error, FileNotFoundError):
-            problem, fix = "no such object", "correct the URL"
+            what = "bucket" if code == "NoSuchBucket" else "object"
+            problem, fix = f"no such {what}", "correct the URL"
         elif isinstance(error, PermissionError) or name in DENIED:
             problem = f"access denied ({name})"
-            fix = "give credentials that may read it (AWS_PROFILE, ~/.aws), and run the same command again"
+            fix = f"give credentials that may {verb} it (AWS_PROFILE, ~/.aws){again}"
+            open_store(url).clear_instance_cache()  # another attempt looks for credentials again
         elif code == "PreconditionFailed":
             problem, fix = "changed while it was read", "start again with what it holds now"
         raise UserError(f"{url}: {problem}; {fix}") from None

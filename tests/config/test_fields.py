@@ -17,7 +17,12 @@ from mlm.util.errors import ConfigError
 
 A_PATH = re.compile(r"(?i)(\w+ )?(file|folder|path|run directory|prefix|tokenizer|checkpoint|corpus)\b")
 """Beginning of the docstring of a key that is a path."""
-PATHS = [(name, leaf) for name, spec in SPECS.items() for leaf in leaves(spec).values() if leaf.role]
+PATHS = [
+    (name, leaf)
+    for name, spec in SPECS.items()
+    for leaf in leaves(spec).values()
+    if leaf.role not in (None, Role.STORE)
+]
 IDS = [f"{name}-{leaf.key}" for name, leaf in PATHS]
 
 

@@ -40,7 +40,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("part", ["", "/more", "/train.jsonl"])
 def test_a_build_from_a_store_equals_one_from_a_disk(store: Store, source: Path, part: str) -> None:
-    url = store.put(source, f"{BUCKET}/text")
+    url = store.upload(source, f"{BUCKET}/text")
     config = plain(source)
     store.fail = lambda number: b"500 InternalError" if number % 3 == 0 else None
     for name, place in (("local", str(source)), ("stored", url)):
@@ -53,17 +53,17 @@ def test_a_build_from_a_store_equals_one_from_a_disk(store: Store, source: Path,
 def test_an_object_that_changed_rejects_the_build(store: Store, source: Path) -> None:
     from mlm.corpus.read.shards import check_unchanged
 
-    url = store.put(source, f"{BUCKET}/changing")
+    url = store.upload(source, f"{BUCKET}/changing")
     (first, *_) = search(url).inputs
     check_unchanged(first)
     write_jsonl(source / "train.jsonl", [*TEXTS, "another"])
-    store.put(source, url)
+    store.upload(source, url)
     with pytest.raises(UserError, match="changed while the build read it"):
         check_unchanged(first)
 
 
 def test_a_folder_without_text_is_named(store: Store, tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("none")
-    url = store.put(tmp_path, f"{BUCKET}/without")
+    url = store.upload(tmp_path, f"{BUCKET}/without")
     with pytest.raises(UserError, match=r"holds no .* only 1 others such as a\.md"):
         search(url)

@@ -1,7 +1,7 @@
 """Corpora in a store: the tokens, samples and digests of the same files on a disk."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from mlm.data.config import DataConfig
 from mlm.data.files_present import corpus, training_prefix
 from mlm.data.gpt import EvalWindows, GPTDataset
 from mlm.data.indexed import IndexedDataset
-from mlm.data.mirror import mirror
+from mlm.data.local_copy import copy_locally
 from mlm.data.sampler import Loader
 from mlm.util import files
 from mlm.util.errors import UserError
@@ -37,7 +37,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
 @pytest.fixture(scope="module")
 def server(local: IndexedDataset) -> Iterator[Store]:
     with serve() as store:
-        store.put(local.prefix.parent, f"{BUCKET}/corpora/plays")
+        store.upload(local.prefix.parent, f"{BUCKET}/corpora/plays")
         yield store
 
 
@@ -45,12 +45,12 @@ def server(local: IndexedDataset) -> Iterator[Store]:
 def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setattr(stored_corpus, "BLOCK", BLOCK)
     server.reset()
-    mirror.cache_clear()
+    copy_locally.cache_clear()
     return server
 
 
 def opened(cache: Path, limit: int = LIMIT, url: str = f"{BUCKET}/corpora/plays") -> IndexedDataset:
-    return IndexedDataset(mirror(url, str(cache), limit))
+    return IndexedDataset(copy_locally(url, str(cache), limit))
 
 
 def test_the_tokens_are_those_of_the_file(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
@@ -92,18 +92,20 @@ def test_kept_blocks_are_not_requested_again(store: Store, tmp_path: Path) -> No
     _ = first.tokens[:]
     blocks = -(-first.bin_bytes // BLOCK)
     assert store.gets == blocks + 2  # and both indices
-    mirror.cache_clear()  # as another process, and a run that resumes
+    copy_locally.cache_clear()  # as another process, and a run that resumes
     np.testing.assert_array_equal(opened(tmp_path).tokens[:], first.tokens[:])
     assert store.gets == blocks + 2
 
 
-def test_a_block_that_is_not_whole_is_requested_again(
-    store: Store, local: IndexedDataset, tmp_path: Path
+@pytest.mark.parametrize("damaged", [lambda block: b"", lambda block: block[:9] + b"?" + block[10:]])
+def test_a_block_that_is_damaged_is_requested_again(
+    store: Store, local: IndexedDataset, tmp_path: Path, damaged: Callable[[bytes], bytes]
 ) -> None:
     stored = opened(tmp_path)
     _ = stored.tokens[:]
     assert stored.stored is not None
-    (stored.stored.folder / "00000003").write_bytes(b"")
+    block = stored.stored.folder / "00000003"
+    block.write_bytes(damaged(block.read_bytes()))
     np.testing.assert_array_equal(stored.tokens[:], local.tokens)
 
 
@@ -119,17 +121,17 @@ def test_what_is_kept_stays_below_the_limit(store: Store, local: IndexedDataset,
     assert 10 * BLOCK < most <= limit
 
 
-def test_another_state_of_the_corpus_has_a_mirror_of_its_own(
+def test_another_state_of_the_corpus_has_a_copy_of_its_own(
     store: Store, local: IndexedDataset, tmp_path: Path
 ) -> None:
-    url = store.put(local.prefix.parent, f"{BUCKET}/changing")
+    url = store.upload(local.prefix.parent, f"{BUCKET}/changing")
     before = opened(tmp_path, url=url)
     (tmp_path / "other").mkdir()
     other = write_corpus(tmp_path / "other" / "train", [[5, 6, 7] * 100])
-    store.put(other.prefix.parent, url)
+    store.upload(other.prefix.parent, url)
     with pytest.raises(UserError, match="changed while it was read"):
         _ = before.tokens[:]
-    mirror.cache_clear()
+    copy_locally.cache_clear()
     after = opened(tmp_path, url=url)
     assert after.prefix != before.prefix
     np.testing.assert_array_equal(after.tokens[:], other.tokens)

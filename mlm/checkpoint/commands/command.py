@@ -9,10 +9,8 @@ from mlm.checkpoint.commands.config import (
     CkptRollbackConfig,
     CkptVerifyConfig,
     ConvertConfig,
-    ExportDCPConfig,
     ExportGGUFConfig,
     ExportHFConfig,
-    ExportMegatronConfig,
     ImportHFConfig,
     ImportMegatronConfig,
     ReshardConfig,
@@ -187,8 +185,8 @@ CONVERSION = (
         summary="import a Megatron-LM GPT-2, BERT or Llama (torch_dist or rank files) as a checkpoint",
         about=(
             "Makes one checkpoint of weights of a distributed (torch_dist) or classic (mp_rank_XX) one: "
-            "any layout trains, scores or samples it. The optimizer's state is left out. Its files are "
-            "pickles, which are read as data: what is not data in them is never run."
+            "any layout trains, scores or samples it. Adam's moments are taken where they are stored whole. "
+            "Its files are pickles, read as data: what is no data is never run."
         ),
         examples=(
             (
@@ -196,30 +194,6 @@ CONVERSION = (
                 "mlm import megatron checkpoints/gpt2_345m out=runs/gpt2_345m tokenizer=gpt2",
             ),
         ),
-    ),
-    Command(
-        words=("export", "megatron"),
-        config="export_megatron",
-        spec=ExportMegatronConfig,
-        target="mlm.checkpoint.commands.convert:run_megatron",
-        preflight="mlm.checkpoint.commands.convert:preflight_megatron",
-        positional=("ckpt",),
-        summary="export a checkpoint for Megatron-LM, as torch_dist or as classic rank files",
-        about="Writes weights under Megatron Core's names, and the arguments of the model. Reads them again.",
-        examples=(
-            ("Export a run's latest checkpoint", "mlm export megatron runs/shakespeare out=for_megatron"),
-        ),
-    ),
-    Command(
-        words=("export", "dcp"),
-        config="export_dcp",
-        spec=ExportDCPConfig,
-        target="mlm.checkpoint.commands.convert:run_dcp",
-        preflight="mlm.checkpoint.commands.convert:preflight_dcp",
-        positional=("ckpt",),
-        summary="export a checkpoint as a folder that torch.distributed.checkpoint loads",
-        about="Writes weights under torchtitan's or Megatron Core's names. Reads them again.",
-        examples=(("Export a Llama for torchtitan", "mlm export dcp runs/llama out=for_torchtitan"),),
     ),
     Command(
         words=("export", "hf"),

@@ -8,12 +8,17 @@ from typing import Literal
 from torch import Tensor
 
 from mlm.checkpoint.commands.import_hf import ids_as_json, ids_to_keep, read_tokenizer
-from mlm.checkpoint.commands.import_megatron import digest_files, find_checkpoint, open_megatron
-from mlm.checkpoint.dcp.metadata import METADATA
+from mlm.checkpoint.commands.import_megatron import (
+    digest_dcp,
+    digest_files,
+    find_checkpoint,
+)
+from mlm.checkpoint.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA
 from mlm.checkpoint.dcp.torchtitan import TOKEN_TABLE, TorchtitanReader
 from mlm.checkpoint.huggingface.folder import CONFIG, read_model, read_settings
 from mlm.checkpoint.huggingface.tensors import HFTensors
 from mlm.checkpoint.megatron.distributed import CoreTensors, open_distributed
+from mlm.checkpoint.megatron.merge import open_checkpoint
 from mlm.checkpoint.megatron.model import MegatronModel
 from mlm.checkpoint.native.folders import locate
 from mlm.checkpoint.native.format import JSON, read_manifest
@@ -26,6 +31,7 @@ from mlm.inference.base import Base
 from mlm.inference.trained import check_stored_parameters, run_directory, trained_config
 from mlm.models.config import ModelConfig
 from mlm.util.errors import UserError
+from mlm.util.files import read_bounded
 from mlm.util.terminal import progress_bar
 
 Format = Literal["native", "hf", "torch_dist", "torch", "torchtitan", "megatron_dcp"]
@@ -79,7 +85,7 @@ def open_source(path: str, settings: SourceSettings) -> Source:
     sizes = {"vocab_size": settings.vocab_size, "known": known, "num_heads": settings.num_heads}
     if isinstance(found, Path):
         return _megatron(found, open_distributed(found, config=config, **sizes), tokenizer)
-    return _megatron(found.path, open_megatron(found, **sizes), tokenizer)
+    return _megatron(found.path, open_checkpoint(found, **sizes), tokenizer)
 
 
 def _is_native(path: str) -> bool:
@@ -92,13 +98,7 @@ def _is_native(path: str) -> bool:
 
 def _has_torchtitan_names(folder: Path) -> bool:
     """Return True if `.metadata` holds torchtitan's name of the token table; it is parsed later."""
-    with open(folder / METADATA, "rb") as f:
-        before = b""
-        while block := f.read(1 << 20):
-            if TOKEN_TABLE.encode() in before + block:
-                return True
-            before = block[-64:]
-    return False
+    return TOKEN_TABLE.encode() in read_bounded(folder / METADATA, MAX_METADATA_BYTES, COPY_AGAIN)
 
 
 def _config(folder: Path, named: str | None) -> ModelConfig | None:
@@ -173,15 +173,9 @@ def _torchtitan(folder: Path, config: ModelConfig | None, tokenizer: Tokenizer |
             "of the model (that of its transformers version) or a run of mlm"
         )
     tensors = TorchtitanReader(folder, config)
-
-    def digests() -> dict[str, str]:
-        files = tensors.reader.files
-        with progress_bar(
-            "reading", sum((folder / f).stat().st_size for f in files), in_bytes=True
-        ) as advance:
-            return tensors.reader.verify(advance)
-
-    return Source("torchtitan", folder, config, tensors.read, digests, tokenizer=tokenizer)
+    return Source(
+        "torchtitan", folder, config, tensors.read, lambda: digest_dcp(tensors.reader), tokenizer=tokenizer
+    )
 
 
 def _megatron(path: Path, opened: MegatronModel, tokenizer: Tokenizer | None) -> Source:

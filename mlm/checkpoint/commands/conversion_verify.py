@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.checkpoint.commands.conversion_sources import Source
+from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
 from mlm.models.backbone import Transformer
@@ -18,8 +19,6 @@ from mlm.util.errors import CheckFailedError
 from mlm.util.terminal import progress_bar
 
 TOKENS = 64
-BLOCK = 1 << 26
-"""Bytes of a table compared, or multiplied, at a time."""
 Read = Callable[[str, Region], Tensor]
 
 
@@ -56,14 +55,7 @@ def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
 
 def _blocks(name: str, shape: tuple[int, ...]) -> list[Region]:
     """Return regions that tile a tensor: of a table, whose rows are read as they lie, rows."""
-    if name.startswith("layers.") or not shape:
-        return [Region.whole(shape)]
-    row = 4 * max(1, torch.Size(shape[1:]).numel())
-    step, rest = max(1, BLOCK // row), shape[1:]
-    return [
-        Region((first, *(0,) * len(rest)), (min(step, shape[0] - first), *rest))
-        for first in range(0, shape[0], step)
-    ]
+    return [Region.whole(shape)] if name.startswith("layers.") else list(row_blocks(shape, 4))
 
 
 @torch.no_grad()

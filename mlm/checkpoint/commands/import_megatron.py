@@ -5,7 +5,8 @@ from pathlib import Path
 
 from mlm.checkpoint.commands.config import ImportMegatronConfig
 from mlm.checkpoint.commands.result import model_columns, show_table
-from mlm.checkpoint.megatron.distributed import CoreTensors, is_distributed, open_distributed
+from mlm.checkpoint.dcp.storage import DCPReader
+from mlm.checkpoint.megatron.distributed import CoreTensors, is_distributed, open_distributed, open_moments
 from mlm.checkpoint.megatron.files import RankFiles, check_records, find_files, find_step, unreadable_error
 from mlm.checkpoint.megatron.merge import RankTensors, open_checkpoint
 from mlm.checkpoint.megatron.model import MegatronModel
@@ -15,6 +16,12 @@ from mlm.training.run_folder import out_problems, write_imported
 from mlm.util.errors import UserError
 from mlm.util.files import digest_file
 from mlm.util.terminal import progress_bar
+
+WEIGHTS_ONLY = "weights only: the optimizer's state is left out, a run that starts from it begins at step 0"
+WEIGHTS_AND_MOMENTS = (
+    "weights and Adam's moments after {} steps: a run that starts from it with optimizer.kind=adamw takes "
+    "both, at step 0 of its own schedule and data"
+)
 
 
 def preflight(config: ImportMegatronConfig) -> list[str]:
@@ -34,14 +41,6 @@ def find_checkpoint(source: str) -> RankFiles | Path:
     return step if is_distributed(step) else find_files(source)
 
 
-def open_megatron(
-    found: RankFiles | Path, *, vocab_size: int | None, known: int | None, num_heads: int | None
-) -> MegatronModel:
-    """Open a checkpoint of either format. Raises UserError."""
-    open_one: Callable[..., MegatronModel] = open_distributed if isinstance(found, Path) else open_checkpoint
-    return open_one(found, vocab_size=vocab_size, known=known, num_heads=num_heads)
-
-
 def read_tokenizer(config: ImportMegatronConfig) -> Tokenizer | None:
     """Return the tokenizer that the command names. Raises UserError if it cannot be read."""
     return None if config.tokenizer is None else Tokenizer.load(config.tokenizer)
@@ -50,22 +49,29 @@ def read_tokenizer(config: ImportMegatronConfig) -> Tokenizer | None:
 def run(config: ImportMegatronConfig) -> None:
     """Read, check, write, publish, and print a table. Raises UserError and leaves no files."""
     tokenizer = read_tokenizer(config)
-    megatron = open_megatron(
-        find_checkpoint(config.source),
+    found = find_checkpoint(config.source)
+    open_one: Callable[..., MegatronModel] = open_distributed if isinstance(found, Path) else open_checkpoint
+    megatron = open_one(
+        found,
         vocab_size=config.vocab_size,
         known=tokenizer.vocab_size if tokenizer else None,
         num_heads=config.num_heads,
     )
-    source = describe_source(config, megatron, digest_files(megatron))
+    moments, files = open_moments(megatron), digest_files(megatron)
+    for each in moments.values():
+        files |= digest_files(each)
     path = write_imported(
         Path(config.out),
         megatron.model,
         megatron.read,
-        source=source,
+        source=describe_source(config, megatron, files),
         tokenizer=tokenizer,
         filled=megatron.filled,
+        moments={name: opened.read for name, opened in moments.items()},
+        applied_steps=megatron.iteration,
     )
-    show(config, megatron, path, tokenizer)
+    notes = remarks(megatron, tokenizer, has_moments=bool(moments))
+    show(config, megatron, path, (*megatron.notes, *notes))
 
 
 def digest_files(megatron: MegatronModel) -> dict[str, str]:
@@ -75,9 +81,7 @@ def digest_files(megatron: MegatronModel) -> dict[str, str]:
     """
     held = megatron.held
     if isinstance(held, CoreTensors):
-        paths = [held.path / name for name in held.reader.files]
-        with progress_bar("reading", sum(path.stat().st_size for path in paths), in_bytes=True) as advance:
-            return held.reader.verify(advance)
+        return digest_dcp(held.reader)
     assert isinstance(held, RankTensors)
     paths, digests = list(held.files.files.values()), {}
     with progress_bar("reading", sum(path.stat().st_size for path in paths), in_bytes=True) as advance:
@@ -88,6 +92,13 @@ def digest_files(megatron: MegatronModel) -> dict[str, str]:
             except OSError as error:
                 raise unreadable_error(path, error) from error
     return digests
+
+
+def digest_dcp(reader: DCPReader) -> dict[str, str]:
+    """Return the digest of each file by its name; items are compared with their checksums."""
+    size = sum((reader.folder / name).stat().st_size for name in reader.files)
+    with progress_bar("reading", size, in_bytes=True) as advance:
+        return reader.verify(advance)
 
 
 def describe_source(
@@ -112,21 +123,18 @@ def layout_of(megatron: MegatronModel) -> dict[str, JSON]:
     return {"checkpoint_version": held.version, "layout": layout}
 
 
-def show(
-    config: ImportMegatronConfig, megatron: MegatronModel, path: Path, tokenizer: Tokenizer | None
-) -> None:
+def show(config: ImportMegatronConfig, megatron: MegatronModel, path: Path, notes: tuple[str, ...]) -> None:
     """Print the table and notes."""
     iteration = "" if megatron.iteration is None else f" · iteration {megatron.iteration}"
     held = megatron.held
     layout = f"tp={held.tp} pp={held.pp} vp={held.vp}" if isinstance(held, RankTensors) else "torch_dist"
     title = f"import megatron · {config.source}{iteration} · {layout}"
-    notes = (*megatron.notes, *remarks(megatron, tokenizer))
     show_table(title, model_columns(megatron.model), notes, f"written to {path}")
 
 
-def remarks(megatron: MegatronModel, tokenizer: Tokenizer | None) -> list[str]:
+def remarks(megatron: MegatronModel, tokenizer: Tokenizer | None, *, has_moments: bool) -> list[str]:
     """Return remarks on what was left out."""
-    lines = ["weights only: the optimizer's state is left out, a run that starts from it begins at step 0"]
+    lines = [WEIGHTS_AND_MOMENTS.format(megatron.iteration) if has_moments else WEIGHTS_ONLY]
     if padding := megatron.table_rows - megatron.model.vocab_size:
         lines.append(
             f"the last {padding:,} of {megatron.table_rows:,} rows of the token table are padding: left out"

@@ -14,6 +14,7 @@ from torch import Tensor
 from mlm.checkpoint.dcp.metadata import COPY_AGAIN, read_metadata
 from mlm.checkpoint.dcp.storage import DCPReader
 from mlm.checkpoint.dcp.writer import DCPTensor
+from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
 from mlm.checkpoint.woven import reweave
@@ -93,9 +94,7 @@ class TorchtitanReader:
         return value[region.within(Region.whole(value.shape))]
 
     def _check_tied(self, output: str) -> None:
-        rows, columns = self.shapes["token.weight"]
-        for first in range(0, rows, 4096):
-            region = Region((first, 0), (min(4096, rows - first), columns))
+        for region in row_blocks(self.shapes["token.weight"], 4):
             table = self._load("token.weight", region)
             if not torch.equal(table, self.reader.read(output, region, torch.float32)):
                 raise UserError(

@@ -14,6 +14,7 @@ core/transformer/transformer_block.py, mlp.py, moe/experts.py.
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -42,6 +43,7 @@ _WRAPPERS = re.compile(r"(?:(?:model\d*|module)\.)+")
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d)(.+)")
 _EXPERTS = re.compile(r"(.+\.mlp\.experts\.experts)\.(?!\d)(.+)")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_STACKED = 1 << 17
 """Layers times experts of a tensor."""
 Place = tuple[str, tuple[int, ...]]
@@ -69,7 +71,7 @@ class CoreTensors:
 
     def extent(self, name: str, dim: int, is_split: bool) -> int:
         """Return the size of a dim."""
-        shape = self._shape(name)
+        shape = self.shape(name)
         return shape[dim] if dim < len(shape) else 0
 
     def rename_head(self) -> None:
@@ -80,17 +82,17 @@ class CoreTensors:
         """Raise CorruptFileError for a wrong shape, or a tensor that the model does not have."""
         for name in self.places:
             tensor = wanted.get("token.weight" if name == HEAD else name)
-            if tensor is None or self._shape(name) != tensor.shape:
+            if tensor is None or self.shape(name) != tensor.shape:
                 needed = "none" if tensor is None else f"{list(tensor.shape)}"
                 raise CorruptFileError(
-                    f"{self.path}: {name} is {list(self._shape(name))}, {needed} is needed: {COPY_AGAIN}"
+                    f"{self.path}: {name} is {list(self.shape(name))}, {needed} is needed: {COPY_AGAIN}"
                 )
 
     def check_copies(self) -> None:
         """Raise UserError for an output layer that is not the token table that it is tied to."""
         if HEAD not in self.places:
             return
-        rows, columns = self._shape(HEAD)
+        rows, columns = self.shape(HEAD)
         for first in range(0, rows, 4096):
             region = Region((first, 0), (min(4096, rows - first), columns))
             if not torch.equal(self.load(HEAD, region), self.load("token.weight", region)):
@@ -104,7 +106,8 @@ class CoreTensors:
         part = Region((*index, *region.offset), (*(1 for _ in index), *region.size))
         return self.reader.read(stored, part, torch.float32).reshape(region.size)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         stored, index = self.places[name]
         return self.reader.tensors[stored].shape[len(index) :]
 
@@ -154,6 +157,32 @@ def open_distributed(
         known=known,
         num_heads=num_heads,
     )
+
+
+def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:
+    """Return Adam's moments by name, each read as the parameters are; empty if some are missing or not whole.
+
+    Whole ones are stored under the names of the parameters: optimizer.state.exp_avg.decoder.… . Raises as
+    `open_distributed`.
+    """
+    held, found, mapping = opened.held, dict[str, MegatronModel](), mappings()[opened.model.kind]
+    if not isinstance(held, CoreTensors) or not opened.iteration:
+        return {}
+    stored = read_metadata(held.path, lambda name: name.startswith("optimizer.state.exp_avg"))
+    for moment in MOMENTS:
+        prefix = f"optimizer.state.{moment}."
+        tensors = {n.removeprefix(prefix): tensor for n, tensor in stored.items() if n.startswith(prefix)}
+        places = {mapping.our_name(name): place for name, place in core_names(tensors).items()}
+        if HEAD in places and not opened.model.is_tied:
+            places["output.weight"] = places.pop(HEAD)
+        wanted = {*opened.shapes} - opened.zeros
+        if not wanted <= places.keys():
+            return {}
+        moments = CoreTensors(held.path, DCPReader(held.path, tensors), {n: places[n] for n in wanted})
+        if any(moments.shape(name) != opened.shapes[name] for name in wanted):
+            return {}
+        found[moment] = replace(opened, held=moments)
+    return found
 
 
 def core_names(tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:

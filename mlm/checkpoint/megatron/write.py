@@ -21,6 +21,7 @@ from mlm.checkpoint.megatron.args import mappings
 from mlm.checkpoint.megatron.distributed import BACKEND, COMMON
 from mlm.checkpoint.megatron.files import MODEL_FILES
 from mlm.checkpoint.megatron.model import stored_parameters
+from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.shard_file import Form
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
@@ -35,7 +36,6 @@ RELEASE = "release"
 """Folder of a checkpoint that Megatron-LM starts from without an optimizer."""
 TABLES = ("token.weight", "output.weight", "mlm_head.vocabulary.bias")
 """Tensors with a row per token."""
-ROWS = 4096
 Read = Callable[[str, Region], Tensor]
 
 
@@ -81,11 +81,8 @@ class MegatronWriter:
         if name not in TABLES:
             return self._read(name, shape).to(self.dtype)
         padded = torch.zeros(shape, dtype=self.dtype)
-        tokens, rest = self.model.vocab_size, shape[1:]
-        for first in range(0, tokens, ROWS):  # not two tables in memory
-            count = min(ROWS, tokens - first)
-            region = Region((first, *(0,) * len(rest)), (count, *rest))
-            padded[first : first + count] = self.read(name, region)
+        for region in row_blocks((self.model.vocab_size, *shape[1:]), 4):  # not two tables in memory
+            padded[region.within(Region.whole(shape))] = self.read(name, region)
         return padded
 
     def _load_ours(self, name: str) -> Tensor:

@@ -153,20 +153,24 @@ def descendants_set_aside(root: Path, head: Path) -> dict[int, Path]:
         manifest = read_manifest_head(head)
     except UserError:
         return {}
-    save = Save(manifest.step, manifest.save_id)
     aside = {int(match[1]): path for path in sorted(root.iterdir()) if (match := ASIDE.fullmatch(path.name))}
-    return {step: path for step, path in sorted(aside.items()) if save in ancestors_of(path)}
+    return {step: path for step, path in sorted(aside.items()) if manifest.save in ancestors_of(path)}
 
 
 def find_saves(root: Path, saves: Sequence[Save]) -> list[Path]:
     """The checkpoints left of these saves, in their order, set aside or not. Raises CheckpointError."""
+    found = saves_in(root)
+    return [found[save] for save in saves if save in found]
+
+
+def saves_in(root: Path) -> dict[Save, Path]:
+    """The checkpoints in `root` by their save, those set aside too. Raises CheckpointError."""
     paths, found = list(checkpoints(root).values()), dict[Save, Path]()
     paths += [path for path in root.iterdir() if ASIDE.fullmatch(path.name)] if root.is_dir() else []
     for path in paths:
         with suppress(UserError, OSError):
-            manifest = read_manifest_head(path)
-            found.setdefault(Save(manifest.step, manifest.save_id), path)
-    return [found[save] for save in saves if save in found]
+            found.setdefault(read_manifest_head(path).save, path)
+    return found
 
 
 def ancestors_of(path: Path) -> tuple[Save, ...]:

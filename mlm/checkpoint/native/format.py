@@ -29,6 +29,7 @@ from mlm.checkpoint.native.columns import (
     tiling_problem,
 )
 from mlm.checkpoint.native.run_state import RESTORE as RESTORE
+from mlm.checkpoint.native.run_state import Save
 from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import DIGEST, digest_bytes, parse_json, read_bounded, write_atomic
@@ -119,6 +120,11 @@ class Manifest:
     state: Mapping[str, JSON]
     digest: str = ""
     """Digest of the manifest, and through the files' digests of the whole checkpoint."""
+
+    @property
+    def save(self) -> Save:
+        """The save that wrote it."""
+        return Save(self.step, self.save_id)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

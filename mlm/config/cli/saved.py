@@ -11,12 +11,13 @@ from typing import Any
 from mlm.config.cli.arguments import Arguments, run_config, tasks_of
 from mlm.config.cli.commands import SPECS, Command
 from mlm.config.cli.groups import OWN_TASK, TASK, task_names
-from mlm.config.fields import expand_home, length_problem, permission_problem
+from mlm.config.fields import Role, expand_home, path_problem
 from mlm.config.paths import groups
-from mlm.config.plain_yaml import parse, problem_of, read_text
+from mlm.config.plain_yaml import MAX_BYTES, parse, problem_of, read_text
 from mlm.config.suggest import did_you_mean, unknown_key
 from mlm.config.tree import flatten, leaves
 from mlm.util.errors import ConfigError, UserError, show
+from mlm.util.object_store import is_stored, read_object
 
 CONFIG = "config.yaml"
 RESUME = "resume"
@@ -35,7 +36,7 @@ def take_saved(command: Command, arguments: Arguments) -> SavedValues | None:
         return None
     arguments.overrides = [text for text in arguments.overrides if text not in typed]
     resume = typed[-1].partition("=")[2]
-    if problem := length_problem(RESUME, resume) or permission_problem(RESUME, expand_home(resume)):
+    if resume and (problem := path_problem(RESUME, expand_home(resume), Role.STORED)):
         raise UserError(problem)
     if arguments.multirun:
         raise UserError(
@@ -80,6 +81,8 @@ def read_run(resume: str, config: str) -> SavedValues:
     """
     if not resume:
         raise UserError("resume=: empty; name a run folder, such as resume=runs/shakespeare")
+    if is_stored(resume):
+        return read_mirrored(resume.rstrip("/"), config)
     path = Path(expand_home(resume))
     file = path / CONFIG if path.is_dir() else path
     if not os.path.lexists(file):
@@ -96,13 +99,33 @@ def read_run(resume: str, config: str) -> SavedValues:
     return {**values, "out": str(file.parent)} if file.name == CONFIG else values
 
 
+def read_mirrored(url: str, config: str) -> SavedValues:
+    """The settings of the run whose checkpoint.mirror is `url`, to continue it. Raises UserError."""
+    file = f"{url}/{CONFIG}"
+    try:
+        content = read_object(file, MAX_BYTES)
+    except UserError as error:
+        raise UserError(f"{RESUME}={error}") from None
+    if content is None:
+        fix = "name a prefix that a run's checkpoint.mirror=… named"
+        raise UserError(f"{RESUME}={url}: holds no {CONFIG} of a run; {fix}")
+    values = values_in(content.decode(errors="replace"), file, config)
+    keys = {"mirror": url, "from_mirror": True, "resume": True}
+    return {**values, **{f"checkpoint.{key}": value for key, value in keys.items()}}
+
+
 def read_values(path: Path, config: str) -> SavedValues:
-    """The settings in a saved file of the command whose primary config is `config`.
+    """The settings in a saved file. Raises as `values_in`."""
+    return values_in(read_text(path), path, config)
+
+
+def values_in(text: str, path: Path | str, config: str) -> SavedValues:
+    """The settings in the text of a saved file of the command whose primary config is `config`.
 
     Raises UserError, ConfigError with several problems.
     """
     spec = SPECS[config]
-    tree = parse(read_text(path), path)
+    tree = parse(text, path)
     command = tree.pop("command", config)
     if command != config:
         raise UserError(f"{path}: the settings of a run of mlm {show(command)[:40]}; use that command")

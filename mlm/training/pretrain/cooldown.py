@@ -7,6 +7,7 @@ from typing import Any
 from mlm.checkpoint.native.folders import CHECKPOINTS, latest_checkpoint, resolve, step_of
 from mlm.config.plain_yaml import parse, read_text
 from mlm.training.loop import CONFIG
+from mlm.util.errors import UserError
 
 
 def settle_cooldown(values: dict[str, Any], typed: Collection[str]) -> str | None:
@@ -20,6 +21,10 @@ def settle_cooldown(values: dict[str, Any], typed: Collection[str]) -> str | Non
         return None
     out = Path(str(values["out"]))
     own = latest_checkpoint(out / CHECKPOINTS)
+    if values["checkpoint"].get("from_mirror"):
+        raise UserError(
+            f"schedule.cooldown={cooldown}: its steps from a mirror are not known; set train.steps too"
+        )
     if own is None and not isinstance(ckpt, str):
         return None
     start = step_of(own or resolve(str(ckpt)))

@@ -5,7 +5,7 @@ import math
 import operator
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -59,6 +59,7 @@ from mlm.training.loop import (
     training_session,
 )
 from mlm.training.memory import reuse_large_blocks, torch_errors_as_user_errors
+from mlm.training.mirror import mirroring
 from mlm.training.observer import Observer
 from mlm.training.pretrain.samples import PromptSampler
 from mlm.training.resume import claim, continue_data, model_folder, resume
@@ -84,6 +85,7 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
     with torch_errors_as_user_errors(config, "data.seq_length"), ExitStack() as stack:
         claim(config, ctx, stack)
         check_start(config.out, ctx)
+        mirror = stack.enter_context(mirroring(config, ctx))
         if ctx.is_main:  # before memory is taken
             for line in forecast.lines(config, ctx.world_size):
                 print(f"mlm pretrain: {line}", file=sys.stderr)
@@ -93,7 +95,7 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
         start = resume(trainer)
         if start is None and not config.lora.rank and (start := model_folder(config)) is not None:
             start_from_folder(trainer, start)
-        return train(trainer, out, start)
+        return train(trainer, out, start, mirror)
 
 
 def start_from_folder(trainer: Trainer, source: Path) -> None:
@@ -120,7 +122,7 @@ def load_base(trainer: Trainer) -> None:
     trainer.extra_state[LORA] = Base(base_name(ckpt, named.path), manifest.digest).encode()
 
 
-def train(trainer: Trainer, out: Path, start: Path | None) -> int:
+def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Path], None]) -> int:
     """Run the loop from the trainer's state and finish the run directory. Return the exit code."""
     config, ctx = trainer.config, trainer.ctx
     changed = continue_data(trainer)
@@ -159,6 +161,7 @@ def train(trainer: Trainer, out: Path, start: Path | None) -> int:
             tokens_per_step=config.train.global_batch_size * config.data.seq_length,
             seq_length=config.data.seq_length,
             loss_unit=config.model.family.loss_unit,
+            mirror=mirror,
         ) as session,
     ):
         validation = validation_sets(config, trainer.history)
@@ -194,7 +197,8 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
 
 def prepare_directory(config: PretrainConfig, out: Path) -> None:
     """Write the composed configuration and the tokenizer beside what will come. Raises UserError."""
-    saved = replace(config, data=replace(config.data, change=False))  # allowed once
+    data, checkpoint = replace(config.data, change=False), replace(config.checkpoint, from_mirror=False)
+    saved = replace(config, data=data, checkpoint=checkpoint)  # allowed once
     with writing_to(config.out):
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / CONFIG, composed_yaml(saved, "pretrain").encode())

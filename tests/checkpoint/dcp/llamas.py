@@ -106,7 +106,7 @@ def write_torch_dist(folder: Path, state: dict[str, Tensor], args: argparse.Name
     step = folder / "iter_0000007"
     extra = {"decoder.layers.mlp.linear_fc1._extra_state/shard_0_3": None}
     extra |= {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3)}
-    dcp.save(state | extra, checkpoint_id=step, no_dist=True)
+    dcp.save(extra | state, checkpoint_id=step, no_dist=True)
     common = {"args": args or arguments(), "iteration": 7, "checkpoint_version": 3.0}
     torch.save(common, step / "common.pt")
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

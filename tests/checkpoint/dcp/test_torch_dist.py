@@ -1,6 +1,8 @@
 """`mlm import megatron` of torch_dist and of legacy Llamas: it computes what `transformers` computes."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,11 @@ from torch import Tensor
 import mlm
 from mlm.checkpoint.commands.config import ImportMegatronConfig
 from mlm.checkpoint.commands.import_megatron import run
+from mlm.inference.trained import resolve_checkpoint
+from mlm.optim.adamw import applied_steps
+from mlm.parallel.mesh import shape_context
+from mlm.training.state import load
+from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.checkpoint.dcp.llamas import (
     VOCAB,
@@ -33,6 +40,14 @@ def import_to(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def started_from(run: Path) -> Trainer[Any]:
+    """A trainer that begins with an imported run."""
+    named = resolve_checkpoint(str(run))
+    trainer: Trainer[Any] = Trainer(replace(named.config, out=str(run / "next")), shape_context())
+    load(trainer, named.path)
+    return trainer
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "numbered"])
 def test_llama_of_torch_dist_computes_what_transformers_does(tmp_path: Path, stacked: bool) -> None:
@@ -50,6 +65,38 @@ def test_wrong_order_of_rows_is_seen_by_the_comparison(tmp_path: Path) -> None:
     write_torch_dist(tmp_path / "theirs", state)
     with pytest.raises(AssertionError):
         assert_same_logits(import_to(tmp_path), model(TOKENS).logits)
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "numbered"])
+def test_plain_moments_are_those_that_training_continues_with(tmp_path: Path, stacked: bool) -> None:
+    """They are made of the weights, so that each shows its place: twice a weight, and its square."""
+    state = core_state(random_llama(), stacked=stacked)
+    moments = {f"optimizer.state.exp_avg.{name}": 2 * x for name, x in state.items()}
+    moments |= {f"optimizer.state.exp_avg_sq.{name}": x * x for name, x in state.items()}
+    write_torch_dist(tmp_path / "theirs", {**state, **moments})
+    trainer = started_from(import_to(tmp_path))
+    assert (trainer.step, applied_steps(trainer.optimizer)) == (0, 7.0)
+    for shard in trainer.shards:
+        held, weight = trainer.optimizer.state[shard.parameter], shard.parameter.detach()
+        torch.testing.assert_close(held["exp_avg"], 2 * weight, rtol=0, atol=0)
+        torch.testing.assert_close(held["exp_avg_sq"], weight * weight, rtol=0, atol=0)
+        assert weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("change", ["missing", "flat"])
+def test_moments_that_are_not_whole_are_left_out_in_one_line(
+    tmp_path: Path, change: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    state = core_state(random_llama())
+    moments = {f"optimizer.state.{m}.{n}": x for m in ("exp_avg", "exp_avg_sq") for n, x in state.items()}
+    name = "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc2.weight"
+    value = moments.pop(name)
+    if change == "flat":
+        moments[name] = value.reshape(len(value), -1)
+    write_torch_dist(tmp_path / "theirs", {**state, **moments})
+    run = import_to(tmp_path)
+    assert "weights only: the optimizer's state is left out" in " ".join(capfd.readouterr().out.split())
+    assert applied_steps(started_from(run).optimizer) == 0
 
 
 def test_missing_layer_is_named(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""Mirrors: what is on this machine of corpora in an object store.
+"""Local copies of corpora in an object store, but for their tokens.
 
-A mirror is a folder of `data.cache` for one state of a corpus: its index, receipt and tokenizer whole, and in
+It is a folder of `data.cache` for one state of a corpus: its index, receipt and tokenizer whole, and in
 place of PREFIX.bin a PREFIX.bin.json that points to the object. Its tokens are read by stored_corpus.py.
 """
 
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 
 from mlm.data.config import SPLITS
@@ -19,21 +19,21 @@ BESIDE = ("corpus.json", "tokenizer.json")
 REMAKE = "delete its folder, which is made again"
 
 
-@lru_cache(maxsize=64)
-def mirror(url: str, cache: str, limit: int) -> Path:
-    """Make the mirror of a corpus; return the prefix of its training part. `limit` is in bytes.
+@cache
+def copy_locally(url: str, cache: str, limit: int) -> Path:
+    """Make the local copy of a corpus; return the prefix of its training part. `limit` is in bytes.
 
-    `url` is a folder with train.bin and .idx, or the prefix of a pair. Raises UserError, OSError.
+    `url` is a folder with train.bin and .idx, or the prefix of a pair; train.bin and .idx stand for their
+    folder. Raises UserError, OSError.
     """
     folder = url.rstrip("/")
     found, part = _corpus_files(folder, SPLITS), SPLITS[0]
     if not found:
         folder, _, part = folder.rpartition("/")
-        found = _corpus_files(folder, (part,))
+        found = _corpus_files(folder, SPLITS if part == SPLITS[0] else (part,))
     if not found:
-        raise UserError(
-            f"data.path={url}: neither train.bin and train.idx in it, nor {part}.bin and {part}.idx"
-        )
+        problem = f"neither train.bin and train.idx in it, nor {part}.bin and {part}.idx"
+        raise UserError(f"data: {url}: {problem}; name a folder or prefix that holds a corpus")
     identity = digest_bytes(dump_json({name: asdict(each) for name, each in found.items()}))
     place = Path(cache, identity.removeprefix("xxh3:")[:16], folder.rpartition("/")[2])
     place.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def mirror(url: str, cache: str, limit: int) -> Path:
         path = place / name
         if name.endswith(".bin"):
             write_atomic(stored_pointer(path), dump_json(asdict(each) | {"limit": limit}))
-        elif not path.is_file():
+        elif not path.is_file() or path.stat().st_size != each.bytes:
             with explain_store_errors(each.url), open_object(each.url, each.etag) as content:
                 write_atomic(path, partial(shutil.copyfileobj, content))
     return place / part
@@ -57,5 +57,5 @@ def _corpus_files(folder: str, parts: Sequence[str]) -> dict[str, StoredObject]:
 
 
 def stored_pointer(bin_path: Path) -> Path:
-    """Return the path of the file that a mirror has in place of a .bin."""
+    """Return the path of the file that a local copy has in place of a .bin."""
     return bin_path.with_name(f"{bin_path.name}.json")
