@@ -32,11 +32,14 @@ from bench.shapes import Shape as Sizes
 from bench.spec import Spec
 from rich.table import Table
 
+from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.hardware import HardwareConfig, hardware_of
+from mlm.plan.layer_counts import LayerCounts, counts_of
+from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import MemoryModel
-from mlm.plan.shape import PlannedLayout, Shape
+from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 
@@ -188,18 +191,23 @@ def calibrate(out: Path) -> Result:
     return values
 
 
+def counts(case: Case) -> LayerCounts:
+    """Counts of a case's model on CPUs."""
+    data = DataConfig(kind="synthetic", seq_length=case.model.max_positions)
+    train = TrainConfig(global_batch_size=BATCH)
+    return counts_of(PretrainConfig(name="bench", out="", model=case.model, data=data, train=train), "cpu")
+
+
 def predicted_time(case: Case, hardware: HardwareConfig) -> float:
     """Seconds of a step."""
     layout = case.layout
-    shape = Shape(case.model, case.model.max_positions, layout.tp)
     mine = hardware.for_ranks(layout.gpus) if case.threads > 1 else hardware
-    return CostModel(shape, mine, "fp32").step(layout).total
+    return CostModel(counts(case), mine, layout.gpus).step(layout).total
 
 
 def predicted_memory(case: Case) -> list[float]:
     """Bytes of each rank."""
-    layout = case.layout
-    model = MemoryModel(case.model, case.model.max_positions, "fp32", device="cpu")
+    layout, model = case.layout, MemoryModel(counts(case))
     return [
         model.peak(layout, rank // (layout.tp * layout.dp), rank // layout.tp % layout.dp).total
         for rank in range(layout.gpus)

@@ -3,7 +3,9 @@
 `run_on_ranks(check, …, tp=2, dp=2)` runs `check(ctx, …)` on four gloo ranks and returns their results; a
 failing rank fails the test with its traceback. `check` must be a module-level function.
 
-Importing torch and the trainer takes seconds of processor time, so one process does it and forks the ranks.
+Importing torch, the trainer and a test file takes seconds of processor time, so one process, the nursery, does
+it and forks the ranks. Each test file has new ones: what ranks keep, threads of process groups above all, would
+cost processor time until the end.
 """
 
 import atexit
@@ -12,13 +14,15 @@ import math
 import multiprocessing as mp
 import os
 import signal
-import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
+from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import pytest
@@ -30,9 +34,72 @@ from mlm.tracking import curves
 from tests.conftest import blank
 
 TIMEOUT_S = 100.0
-USUAL = 8
-_parents: list[BaseProcess] = []
-_pool: list[Connection] = []
+LAZY = (
+    "mlm.training.trainer",
+    "torch.distributed.fsdp",
+    "torch.fx.experimental.symbolic_shapes",  # a first backward pass would
+)
+"""What most checks import, or torch at a first use."""
+
+
+class Nursery:
+    """The process that forks ranks, and the ranks of the test file that runs now."""
+
+    def __init__(self) -> None:
+        spawning = mp.get_context("spawn")
+        self.control, theirs = spawning.Pipe()
+        self.process: BaseProcess = spawning.Process(target=_fork_ranks, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.file, self.calls = "", 0
+        self.ranks: list[tuple[int, Connection]] = []
+        """Process id of each, and the pipe to it."""
+
+    def pipes(self, size: int, module: str) -> list[Connection]:
+        """Pipes to `size` ranks of this test file, which have imported `module`, or can."""
+        file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+        if file != self.file:
+            self.end_ranks(kill=False)
+            self.file = file
+        if missing := size - len(self.ranks):
+            self._fork(max(missing, 0), module)
+        return [pipe for _, pipe in self.ranks[:size]]
+
+    def _fork(self, count: int, module: str) -> None:
+        pairs = [mp.Pipe() for _ in range(count)]
+        self.control.send((module, count))
+        for _, theirs in pairs:
+            send_handle(self.control, theirs.fileno(), self.process.pid)
+            theirs.close()
+        pids = self.control.recv() if self.control.poll(TIMEOUT_S) else []
+        assert len(pids) == count, f"{len(pids)} of {count} ranks were forked"
+        self.ranks += zip(pids, (ours for ours, _ in pairs), strict=True)
+
+    def end_ranks(self, *, kill: bool) -> None:
+        """End the ranks, which may be stuck in a collective if they have to be killed."""
+        while self.ranks:
+            pid, pipe = self.ranks.pop()
+            pipe.close()
+            if kill:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@cache
+def nursery() -> Nursery:
+    """The one of this process."""
+    made = Nursery()
+    atexit.register(_end, made)
+    return made
+
+
+def _end(nursery: Nursery) -> None:
+    nursery.end_ranks(kill=True)
+    nursery.control.close()
+    nursery.process.join(10)  # it waits for the ranks, so that their processor time is counted
+    nursery.process.kill()
+    nursery.process.join()
 
 
 def run_on_ranks(
@@ -47,18 +114,16 @@ def run_on_ranks(
     **kwargs: Any,
 ) -> list[Any]:
     """Run `check(ctx, *args, **kwargs)` on tp * cp * pp * dp ranks; the results in rank order."""
-    size = tp * cp * pp * dp
-    if len(_pool) < size:
-        close()
-        _start(max(size, USUAL))
-    with tempfile.TemporaryDirectory() as folder:
-        layout = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "expert_tp": expert_tp}
-        for rank, pipe in enumerate(_pool[:size]):
-            pipe.send((os.path.join(folder, "store"), rank, layout, check, args, kwargs))
-        answers = [_answer(pipe) for pipe in _pool[:size]]
+    layout = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep, "expert_tp": expert_tp}
+    ranks = nursery()
+    pipes = ranks.pipes(tp * cp * pp * dp, check.__module__)
+    ranks.calls += 1
+    for rank, pipe in enumerate(pipes):
+        pipe.send((ranks.store.port, ranks.calls, rank, layout, check, args, kwargs))
+    answers = [_answer(pipe) for pipe in pipes]
     errors = [f"--- rank {rank} of {layout} ---\n{why}" for rank, (why, _) in enumerate(answers) if why]
     if errors:
-        close()  # ranks may be stuck in a collective: the next test starts new ones
+        ranks.end_ranks(kill=True)
         raise AssertionError("\n".join(errors))
     return [value for _, value in answers]
 
@@ -80,75 +145,68 @@ def _answer(pipe: Connection) -> tuple[str, Any]:
     return answer
 
 
-def _start(size: int) -> None:
-    spawning = mp.get_context("spawn")
-    ours, theirs = zip(*(spawning.Pipe() for _ in range(size)), strict=True)
-    parent = spawning.Process(target=_fork, args=(theirs,), daemon=True)
-    parent.start()
-    for pipe in theirs:
-        pipe.close()
-    _parents.append(parent)
-    _pool.extend(ours)
-
-
-def _fork(pipes: Sequence[Connection]) -> None:
-    """Import what most checks need, fork a rank per pipe and wait for all."""
-    os.setpgrp()  # to be ended together
-    import_module("mlm.training.trainer")
-    import_module("torch.fx.experimental.symbolic_shapes")  # a first backward pass would
+def _fork_ranks(control: Connection) -> None:
+    """Import what most checks need; then fork ranks when told, a pipe each."""
+    for name in LAZY:
+        import_module(name)
     pytest.MonkeyPatch().setattr(curves, "plot_losses", blank)
-    gc.collect()
-    gc.freeze()  # so that ranks collect nothing but what a check leaves
-    for pipe in pipes:
-        if os.fork() == 0:
-            for other in pipes:
-                if other is not pipe:
-                    other.close()
-            _serve(pipe)
-            os._exit(0)
-    for pipe in pipes:
-        pipe.close()
-    for _ in pipes:
+    living = 0
+    while True:
+        try:
+            module, count = control.recv()
+        except EOFError:
+            break
+        pipes = [Connection(recv_handle(control)) for _ in range(count)]
+        with suppress(Exception):  # a rank will say why
+            import_module(module)
+        gc.freeze()  # so that ranks collect nothing but what checks leave
+        control.send([_fork(pipe, [control, *pipes]) for pipe in pipes])
+        for pipe in pipes:
+            pipe.close()
+        living += count
+        while living and os.waitpid(-1, os.WNOHANG)[0]:
+            living -= 1
+    for _ in range(living):
         os.wait()
+
+
+def _fork(pipe: Connection, inherited: Sequence[Connection]) -> int:
+    """Fork a rank that serves a pipe; its process id."""
+    if pid := os.fork():
+        return pid
+    try:
+        for other in inherited:
+            if other is not pipe:
+                other.close()
+        _serve(pipe)
+    finally:
+        os._exit(0)
 
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    store = None
     while True:
         try:
-            store, rank, layout, check, args, kwargs = pipe.recv()
+            port, call, rank, layout, check, args, kwargs = pipe.recv()
         except EOFError:
             return
+        store = store or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
         try:
-            value, why = _run(store, rank, layout, check, args, kwargs), ""
+            value, why = _run(dist.PrefixStore(str(call), store), rank, layout, check, args, kwargs), ""
         except BaseException:
             value, why = None, traceback.format_exc()
         pipe.send((why, value))
         del value
+        if dist.is_initialized():
+            dist.destroy_process_group()
         gc.collect()  # trainers hold process groups, each of which has a thread that polls
 
 
 def _run(
-    store: str, rank: int, layout: dict[str, int], check: Callable[..., Any], args: Any, kwargs: Any
+    store: dist.Store, rank: int, layout: dict[str, int], check: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     size = math.prod(layout[axis] for axis in ("tp", "cp", "pp", "dp"))
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    try:
-        ctx: ParallelContext = build_mesh(**layout, device=torch.device("cpu"), timeout_s=60)
-        return check(ctx, *args, **kwargs)
-    finally:
-        dist.destroy_process_group()
-
-
-@atexit.register
-def close() -> None:
-    """End the ranks."""
-    while _pool:
-        _pool.pop().close()
-    while _parents:
-        parent = _parents.pop()
-        assert parent.pid
-        with suppress(ProcessLookupError):  # it has not got as far as having a group
-            os.killpg(parent.pid, signal.SIGKILL)
-        parent.kill()
-        parent.join()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    ctx: ParallelContext = build_mesh(**layout, device=torch.device("cpu"), timeout_s=60)
+    return check(ctx, *args, **kwargs)

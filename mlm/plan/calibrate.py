@@ -26,8 +26,8 @@ from mlm.plan.hardware import (
     preset_of_gpu,
     unmeasured,
 )
+from mlm.plan.layer_counts import counts_of
 from mlm.plan.memory import GIB
-from mlm.plan.shape import Shape
 from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import UserError
@@ -91,8 +91,9 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | N
     base = memory_bytes(ctx.device) if ctx.device.type == "cpu" else 0
     measurements = Measurements(ctx, dtype, workload)
     timings = measure(ctx, measurements, config.max_waiting)
-    layer = Shape(measurements.model(1), measurements.workload.seq)
-    hardware = fit(timings, layer, blank(config.name, ctx, base), dtype)
+    device = "cpu" if ctx.device.type == "cpu" else "gpu"
+    counts = counts_of(measurements.run_of(1, 1), device)
+    hardware = fit(timings, counts, blank(config.name, ctx, base), dtype)
     if workload is None and (low := implausible(hardware)):
         raise UserError(
             f"measured {', '.join(low)}, which no working machine has: end other programs and start again"
@@ -147,10 +148,11 @@ def show(hardware: HardwareConfig, timings: Sequence[Timing], dtype: str) -> Non
         rates[product.name] = max(product.rate, rates.get(product.name, 0.0))
     for name in sorted(rates, key=lambda name: name != dtype):
         add_row(rows, f"{name} products", f"{rates[name] / 1e12:.3g}", "TFLOP/s")
-    (optimizer,) = of_kind(timings, "optimizer")
     add_row(rows, "attention", f"{hardware.efficiency.attention:.0%}", "of the peak")
     add_row(rows, "memory", f"{hardware.memory_gbps:.3g}", "GB/s")
-    add_row(rows, "optimizer", f"{1e-9 / optimizer.seconds:.3g}", "G parameters/s")
+    add_row(
+        rows, "kernels", f"{hardware.efficiency.memory:.0%}", f"of it, {hardware.kernel_us:.3g} us at least"
+    )
     for kind, where in (("within", "within a host"), ("across", "between hosts")):
         messages = of_kind(timings, kind)
         for name in dict.fromkeys(message.name for message in messages):

@@ -1,4 +1,4 @@
-"""Constants of hardware from measured times. No torch.
+"""Constants of hardware from measured times.
 
 Each is what its equation in cost.py gives the measured times with the least relative error.
 """
@@ -9,14 +9,16 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import NamedTuple
 
-from mlm.plan.cost import FLASH_BACKWARD, UNFUSED_BACKWARD, CostModel
+from mlm.plan.cost import CostModel
+from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig
-from mlm.plan.shape import PlannedLayout, Shape
+from mlm.plan.layer_counts import LayerCounts
+from mlm.plan.layout import PlannedLayout, Split
 
 HALVES = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 """Values of `matmul_half` that are tried."""
 LEAST_REMAINDER = 0.02
-"""Least share of a layer's time that its elementwise kernels, and work on its weights, are given."""
+"""Least share of a layer's time that kernels which are no products are given."""
 LEAST = {"gpu": {"memory_gbps": 50.0}, "cpu": {"memory_gbps": 1.0}}
 """Least numbers of real hardware by device; below them the measurement went wrong."""
 LEAST_SHARE = 0.03
@@ -28,9 +30,8 @@ class Timing(NamedTuple):
     """A measurement, all ranks of the host busy with the same."""
 
     kind: str
-    """product: a linear layer, forward and both gradients. fused, unfused: attention, forward and backward,
-    without and with dropout. copy. layer: forward and backward. optimizer: its step for each parameter.
-    within, across: a collective or a transfer on a host, between hosts."""
+    """product: a linear layer, forward and both gradients. fused: attention, forward and backward. copy.
+    layer: forward and backward. within, across: a collective or a transfer on a host, between hosts."""
     name: str
     """Format of a product; all_reduce, all_gather, reduce_scatter or send."""
     sizes: tuple[int, ...]
@@ -58,8 +59,8 @@ def of_kind(timings: Sequence[Timing], kind: str) -> list[Timing]:
     return [timing for timing in timings if timing.kind == kind]
 
 
-def fit(timings: Sequence[Timing], layer: Shape, blank: HardwareConfig, dtype: str) -> HardwareConfig:
-    """`blank`, which names the devices and their memory, with all that was measured; `layer` is that timed.
+def fit(timings: Sequence[Timing], counts: LayerCounts, blank: HardwareConfig, dtype: str) -> HardwareConfig:
+    """`blank` with all that was measured; `counts` are those of the layer that was timed.
 
     A peak that `blank` has already, from a datasheet, stays.
     """
@@ -69,12 +70,11 @@ def fit(timings: Sequence[Timing], layer: Shape, blank: HardwareConfig, dtype: s
     peak, matmul, half = fit_products(own, None if known is None else known * 1e12)
     peaks = {product.name: product.rate / 1e12 for product in products} | {dtype: peak / 1e12}
     given = {n: v for n in PeakConfig.__slots__ if (v := getattr(blank.peak_tflops, n)) is not None}
-    unfused, (copy,) = of_kind(timings, "unfused"), of_kind(timings, "copy")
+    (copy,) = of_kind(timings, "copy")
     efficiency = EfficiencyConfig(
         matmul=figures(matmul),
         matmul_half=half,
-        attention=figures(fused_share(of_kind(timings, "fused"), peak, half)),
-        unfused_attention=figures(unfused_share(unfused, peak)) if unfused else None,
+        attention=figures(fused_share(of_kind(timings, "fused"), peak)),
         memory=1.0,
         network=1.0,
     )
@@ -91,7 +91,7 @@ def fit(timings: Sequence[Timing], layer: Shape, blank: HardwareConfig, dtype: s
     if across := of_kind(timings, "across") or within:
         latency, rate = fit_link(across)
         fitted = replace(fitted, network_gbps=figures(rate / 1e9), network_latency_us=figures(latency * 1e6))
-    return replace(fitted, efficiency=fit_rest(timings, layer, fitted, dtype))
+    return fit_kernels(timings, counts, fitted)
 
 
 def implausible(hardware: HardwareConfig) -> list[str]:
@@ -115,24 +115,14 @@ def fit_products(products: Sequence[Timing], known: float | None) -> tuple[float
     return peak, min(limit / peak, 1.0), half
 
 
-def fused_share(measured: Sequence[Timing], peak: float, half: float) -> float:
-    """Share of the peak that causal attention reaches on full tiles."""
+def fused_share(measured: Sequence[Timing], peak: float) -> float:
+    """Share of the peak that causal attention reaches: seven products, of which half is masked."""
     rates = [
-        (1 + FLASH_BACKWARD) * 2 * batch * seq**2 * width / (each.seconds * seq / (seq + half))
+        3.5 * 2 * batch * seq**2 * width / each.seconds
         for each in measured
         for batch, seq, width in [each.sizes]
     ]
     return min(median(rates) / peak, 1.0)
-
-
-def unfused_share(measured: Sequence[Timing], peak: float) -> float:
-    """Share of the peak that attention with dropout reaches, all scores counted."""
-    rates = [
-        (1 + UNFUSED_BACKWARD) * 4 * batch * seq**2 * width / each.seconds
-        for each in measured
-        for batch, seq, width in [each.sizes]
-    ]
-    return median(rates) / peak
 
 
 def fit_link(messages: Sequence[Timing]) -> tuple[float, float]:
@@ -151,27 +141,29 @@ def fit_link(messages: Sequence[Timing]) -> tuple[float, float]:
     return latency, 1 / per_byte
 
 
-def fit_rest(
-    timings: Sequence[Timing], shape: Shape, hardware: HardwareConfig, dtype: str
-) -> EfficiencyConfig:
-    """The constants of elementwise kernels, from what a layer takes beyond the rest, and of the optimizer."""
+def fit_kernels(timings: Sequence[Timing], counts: LayerCounts, hardware: HardwareConfig) -> HardwareConfig:
+    """With the share of the memory bandwidth that kernels reach, and the least time of one.
+
+    They are what a layer takes beyond its products and attention, on a micro-batch of each of two sizes.
+    """
     measured = {timing.sizes[0]: timing.seconds for timing in of_kind(timings, "layer")}
-    (optimizer,) = of_kind(timings, "optimizer")
-    (small, small_s), (large, large_s) = sorted(measured.items())
-    model = CostModel(shape, hardware, dtype)
-    layers = {n: model.layer(PlannedLayout(micro_batch=n, global_batch=n)) for n in (small, large)}
-    first = layers[small]
-    # what products and attention do not explain: a share for each sample, and one for each micro-batch
-    rest = {size: measured[size] - layer.products for size, layer in layers.items()}
-    sample = max((rest[large] - rest[small]) / (large - small), LEAST_REMAINDER * large_s / large)
-    once = max(rest[small] - small * sample, LEAST_REMAINDER * small_s)
-    elementwise = (first.elementwise + first.elementwise_backward) / small
-    return replace(
-        hardware.efficiency,
-        elementwise=figures(elementwise / sample),
-        weights=figures(first.weights / once),
-        optimizer=figures(model.optimizer(1) / optimizer.seconds),
-    )
+    model, rows = CostModel(counts, replace(hardware, kernel_us=0.0), 1), []
+    fused, of_one = model.software.compiled, counts.counts(Split()).passes
+    for size, seconds in measured.items():
+        time = model.homes(PlannedLayout(micro_batch=size))["0"]
+        works = [[each.work[phase, "0"] for phase in (FORWARD, BACKWARD)] for each in of_one]
+        moved = [sum(w.fused_bytes if fused else w.eager_bytes for w in each) for each in works]
+        size_moved = moved[0] + (size - 1) * (moved[1] - moved[0])
+        explained = sum(time.forward[:2]) + sum(time.backward[:2])
+        kernels = 0 if fused else sum(w.kernels for w in works[0])
+        rows.append((max(seconds - explained, LEAST_REMAINDER * seconds), size_moved, kernels))
+    (small, small_bytes, kernels), (large, large_bytes, _) = sorted(rows)
+    rate = (large_bytes - small_bytes) / max(large - small, 1e-9)
+    rate = min(max(rate, small_bytes / small), hardware.memory_gbps * 1e9)
+    left = max(small - small_bytes / rate, 0.0) / kernels if kernels else 0.0
+    share = rate / (hardware.memory_gbps * 1e9)
+    efficiency = replace(hardware.efficiency, memory=figures(share))
+    return replace(hardware, efficiency=efficiency, kernel_us=figures(left * 1e6))
 
 
 def figures(value: float, digits: int = 3) -> float:

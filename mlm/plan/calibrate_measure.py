@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mlm.data.config import DataConfig
 from mlm.data.sampler import Batch
-from mlm.models.attention import fused_attention, unfused_attention
+from mlm.models.attention import fused_attention
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES
@@ -25,7 +25,6 @@ from mlm.parallel.collectives import (
     start_receive,
     start_send,
 )
-from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.plan.calibrate_fit import Timing
@@ -41,7 +40,6 @@ REPEATS = 4
 """Times that each measurement is taken at least; the least counts."""
 LAYER_S = 0.8
 """Seconds that a layer is measured at least."""
-DROPOUT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,15 +145,13 @@ class Measurements:
         """The kind, name and sizes of each measurement, as in Timing."""
         load, formats = self.workload, OTHER_FORMATS[self.device.type]
         largest = max(load.products, key=math.prod)
-        attention = ("fused", "unfused") if self.device.type == "cpu" else ("fused",)
         axes = (("within", self.ctx.tp.size), ("across", self.ctx.dp.size))
         return [
             *(("product", self.dtype, sizes) for sizes in load.products),
             *(("product", other, largest) for other in formats if other != self.dtype),
-            *((kind, "", sizes) for kind in attention for sizes in load.attention),
+            *(("fused", "", sizes) for sizes in load.attention),
             ("copy", "", (load.copy,)),
             *(("layer", "", (size,)) for size in load.micro_batches),
-            ("optimizer", "", ()),
             *(
                 (where, operation, (ranks, size))
                 for where, ranks in axes
@@ -184,15 +180,13 @@ class Measurements:
             return self.message(name, sizes[1], self.ctx.tp if kind == "within" else self.ctx.dp)
         if kind == "layer":
             return self.layer(*sizes)
-        if kind == "optimizer":
-            return self.optimizer()
         if kind == "product":
             run = self.product(DTYPES[name], *sizes)
         elif kind == "copy":
             source = torch.zeros(sizes[0] // 4, device=self.device)
             run = partial(torch.empty_like(source).copy_, source)
         else:
-            run = self.attention(kind, *sizes)
+            run = self.attention(*sizes)
         return best_time(run, self.device, self.workload.least_s)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None, grad: bool = False) -> Tensor:
@@ -211,21 +205,13 @@ class Measurements:
 
         return run
 
-    def attention(self, kind: str, batch: int, seq: int, width: int) -> Callable[[], object]:
-        """Causal attention over a fused projection, forward and backward.
-
-        Fused it has no dropout; unfused it has, as layers do it on a CPU.
-        """
+    def attention(self, batch: int, seq: int, width: int) -> Callable[[], object]:
+        """Causal attention over a fused projection, forward and backward."""
         heads = math.gcd(batch, 8)
         samples = batch // heads
         qkv = self.random(seq, samples, 3 * heads * width, grad=True)
         dy = self.random(seq, samples, heads * width)
         forward = partial(fused_attention, qkv, width, 0.0)
-        if kind == "unfused":
-            stream = DropoutStream.of_micro_batch(0, 0, samples, self.device)
-            (place,) = site_keys([(0, "attention")]).to(self.device)
-            drop = partial(stream.probabilities, p=DROPOUT, place=place, length=seq)
-            forward = partial(unfused_attention, qkv, width, drop)
 
         def run() -> None:
             qkv.grad = None
@@ -242,15 +228,6 @@ class Measurements:
         )
         return max(three - one, 0.1 * three) / 2
 
-    def optimizer(self) -> float:
-        """The optimizer's step, for each parameter."""
-        size = self.workload.micro_batches[-1]
-        trainer = self.trainer(3, size)
-        outcome = trainer.compute_gradients([self.batch(size)])
-        run = partial(trainer.clip_and_update, outcome)
-        parameters = sum(shard.parameter.numel() for shard in trainer.shards)
-        return best_time(run, self.device, self.workload.least_s) / parameters
-
     def model(self, layers: int) -> ModelConfig:
         """A small GPT-2 without dropout."""
         hidden = self.workload.hidden
@@ -264,9 +241,9 @@ class Measurements:
             attention_dropout=0.0,
         )
 
-    def trainer(self, layers: int, size: int) -> Trainer[Batch]:
-        """The trainer of one rank alone, with micro-batches of `size`."""
-        config = PretrainConfig(
+    def run_of(self, layers: int, size: int) -> PretrainConfig:
+        """The run of one rank alone, with micro-batches of `size`."""
+        return PretrainConfig(
             name="calibrate",
             out="",
             model=self.model(layers),
@@ -274,7 +251,10 @@ class Measurements:
             data=DataConfig(kind="synthetic", seq_length=self.workload.seq),
             precision=PrecisionConfig(dtype=self.dtype),
         )
-        return Trainer(config, ParallelContext(device=self.device))
+
+    def trainer(self, layers: int, size: int) -> Trainer[Batch]:
+        """Its trainer."""
+        return Trainer(self.run_of(layers, size), ParallelContext(device=self.device))
 
     def batch(self, size: int) -> Batch:
         """A micro-batch of random tokens."""

@@ -4,23 +4,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from mlm.config.imports import is_path
 from mlm.config.suggest import around, divisors, either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.data.blend_checks import blend_problems
 from mlm.launch.checks import problems_of
-from mlm.models.config import ModelConfig
-from mlm.models.family import SHIPPED, model_problem
+from mlm.models.family import model_problem
 from mlm.parallel.layout_checks import (
     MAX_CPU_RANKS,
     RANK_RULES,
     TRAIN_RULES,
-    Breach,
     Launch,
-    LayoutRule,
-    LayoutValues,
 )
 from mlm.parallel.nearest_layout import layout_problems
+from mlm.plan.candidates import Query, Rejections, layouts, query_of, settings, splits
 from mlm.plan.config import (
     PlanCalibrateConfig,
     PlanDryRunConfig,
@@ -28,44 +24,28 @@ from mlm.plan.config import (
     PlanMemoryConfig,
     PlanScheduleConfig,
 )
-from mlm.plan.search import Query, Rejections, layouts, query_of, settings, splits
 from mlm.training.checks import SETTINGS_RULES
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream, result_problems
 
-ENDINGS = (".svg", ".png", ".html", ".json")
-LAYOUT_ENDINGS = (".html", ".png", ".json", ".csv")
-MEMORY_ENDINGS = (".json", ".csv")
+ENDINGS = (".svg", ".json")
+TABLE_ENDINGS = (".json", ".csv")
 HARDWARE_ENDINGS = (".yaml", ".yml")
 MOST_TRIED = 128
 """Distance up to which a valid number of GPUs, or batch, is looked for."""
-SEARCHED = frozenset(("tp", "pp", "vp", "dp", "ep", "pipeline", "zero", "sequence_parallel"))
+SEARCHED = frozenset(
+    ("tp", "pp", "vp", "dp", "cp", "ep", "expert_tp", "tp_overlap", "pipeline", "zero", "sequence_parallel")
+)
 MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not SEARCHED & set(rule.reads))
 """Rules that no search can keep by another layout."""
 
 
-def _experts_are_split(values: LayoutValues, _: Launch) -> Breach | None:
-    typed = values.typed("expert_tp")
-    return (
-        Breach(f"{typed}: plans split experts over tp") if values["expert_tp"] == 1 < values["tp"] else None
-    )
-
-
-def _context_is_not_modelled(values: LayoutValues, _: Launch) -> Breach | None:
-    return None if values["cp"] == 1 else Breach(f"{values.typed('cp')}: plans have no context parallelism")
-
-
-UNSPLIT_CONTEXT = LayoutRule(("cp",), ("cp",), _context_is_not_modelled)
-"""Condition of plans: their formulas know no cp."""
-SPLIT_EXPERTS = LayoutRule(("expert_tp", "tp"), ("expert_tp",), _experts_are_split)
-MEMORY_RULES = (*TRAIN_RULES, UNSPLIT_CONTEXT, SPLIT_EXPERTS)
 DRY_RUN_RULES = (
     *(rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.reads) == {"pp", "vp"}),
-    UNSPLIT_CONTEXT,
 )
 """Conditions of a layout on as many ranks as it asks for."""
 PLAINEST = {
-    **{"vp": 1, "pipeline": "1f1b", "zero": 0, "zero_reduce": "last", "sequence_parallel": False},
+    **{"cp": 1, "vp": 1, "pipeline": "1f1b", "zero": 0, "zero_reduce": "last", "sequence_parallel": False},
     **{"recompute": "none", "micro_batch": 1},
 }
 MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
@@ -83,8 +63,8 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     outside = out_of_range(config)
     query = query_of(config)
     values = settings(query, {"sequence_parallel": False, "tp": 1})
-    problems = [_family_is_planned(config), _dtype_has_units(config)]
-    problems += [_out_ends_in(config.out, LAYOUT_ENDINGS, "plan"), _price_has_tokens(config)]
+    problems = [model_problem(config.model), _dtype_has_units(config)]
+    problems += [_out_ends_in(config.out, TABLE_ENDINGS, "plan"), _price_has_tokens(config)]
     problems += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
     if not outside and not any(problems):
         problems.append(_some_layout_is_valid(query))
@@ -96,9 +76,9 @@ def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
     outside = out_of_range(config)
     parallel = config.parallel
     ranks = parallel.replica * (parallel.dp or 1)
-    problems = [_family_is_planned(config), _dtype_has_units(config)]
-    problems.append(_out_ends_in(config.out, MEMORY_ENDINGS, "memory"))
-    problems += layout_problems(values_of(config), Launch(max(ranks, 1), None), MEMORY_RULES, outside)
+    problems = [model_problem(config.model), _dtype_has_units(config)]
+    problems.append(_out_ends_in(config.out, TABLE_ENDINGS, "memory"))
+    problems += layout_problems(values_of(config), Launch(max(ranks, 1), None), TRAIN_RULES, outside)
     if config.rank is not None and not outside and config.rank >= ranks:
         problems.append(
             Problem(("rank",), f"rank={config.rank} of {ranks} ranks", f"use rank={ranks - 1} or less")
@@ -135,23 +115,6 @@ def _without_followups(outside: Mapping[str, Problem], problems: Iterable[Proble
     return [*outside.values(), *(each for each in problems if each and not each.concerns(outside))]
 
 
-def _family_is_planned(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:
-    kind = config.model.kind
-    if kind in SHIPPED:
-        return _latents_are_not_modelled(config.model)
-    if not is_path(kind):
-        return model_problem(config.model)
-    problem = f"model.kind={kind}: plans by formulas know {', '.join(SHIPPED)} and no family of your own"
-    return Problem(("model.kind",), problem, "use `mlm plan dry-run`, which runs the family's own modules")
-
-
-def _latents_are_not_modelled(model: ModelConfig) -> Problem | None:
-    if model_problem(model) is not None or not model.architecture.attention_weights:
-        return None
-    problem = "model.options.kv_lora_rank: plans by formulas know no latent attention"
-    return Problem(("model.options.kv_lora_rank",), problem, "use `mlm plan dry-run`, which runs the model")
-
-
 def _dtype_has_units(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:
     dtype, peaks = config.precision.dtype, config.hardware.peak_tflops
     if getattr(peaks, dtype) is not None:
@@ -182,7 +145,7 @@ def _some_layout_is_valid(query: Query) -> Problem | None:
         fix = f"use {either('dp', around(dp, divisors(query.gpus)))}"
         return Problem(("dp", "gpus"), f"dp={dp} does not divide gpus={query.gpus}", fix)
     rejected = rejections.examples()
-    ranks = " * ".join(f"{key}={query.fixed[key]}" for key in ("tp", "pp", "dp") if key in query.fixed)
+    ranks = " * ".join(f"{key}={query.fixed[key]}" for key in ("tp", "cp", "pp", "dp") if key in query.fixed)
     why = rejected[0][0] if rejected else f"{ranks} do not make {query.gpus} ranks"
     near = {"gpus": _near_gpus(query), "train.global_batch_size": _near_batch(query)}
     fixes = [f"{name}={value}" for name, value in near.items() if value]
@@ -215,12 +178,13 @@ def _near_batch(query: Query) -> int | None:
 
 def _rank_exists(config: PlanDryRunConfig, _: Launch) -> Problem | None:
     layout = config.parallel
-    ranks = layout.tp * layout.pp * (layout.dp or 1)
+    ranks = layout.replica * (layout.dp or 1)
     if config.rank < ranks:
         return None
-    typed = " * ".join(f"{key}={getattr(layout, key) or 1}" for key in ("tp", "pp", "dp"))
+    keys = ("tp", "pp", "dp") if layout.cp == 1 else ("tp", "cp", "pp", "dp")
+    typed = " * ".join(f"{key}={getattr(layout, key) or 1}" for key in keys)
     return Problem(
-        ("rank", "tp", "pp", "dp"),
+        ("rank", *keys),
         f"rank={config.rank} is none of the {ranks} ranks of {typed}",
         f"use rank=0 to {ranks - 1}" if ranks > 1 else "use rank=0",
     )

@@ -28,11 +28,12 @@ COMMANDS = (
         local_check=check_plan_layouts,
         summary="find the fastest layouts of a model on some GPUs, with their time, memory and cost",
         about=(
-            "Searches every layout that `mlm pretrain` takes with cp=1 (tp, sequence parallelism, pp, vp, "
-            "schedule, dp, zero, recomputation, micro-batch) on a number of GPUs, and prints the fastest "
-            "that fit: step time, tokens per second, model and hardware TFLOP/s, MFU, memory by part, bubble "
-            "and exposed communication. Nothing is run: time is a formula, checked against published runs "
-            "(the guide Planning). A key that is set (tp=8) is kept, the others are searched."
+            "Searches the layouts that `mlm pretrain` takes (tp, sequence parallelism, cp, pp, vp, schedule, "
+            "dp, ep, zero, recomputation, micro-batch) on a number of GPUs, and prints the fastest that fit: "
+            "step time, tokens per second, model and hardware TFLOP/s, MFU, memory by part, bubble and "
+            "exposed communication. The model's own modules are counted, a layer at a time, without a GPU; "
+            "times are checked against published runs (the guide Planning). A key that is set (tp=8) is "
+            "kept, the others are searched."
         ),
         examples=(
             (
@@ -44,16 +45,22 @@ COMMANDS = (
                 "mlm plan layouts model=gpt2_8b gpus=64 tokens=300e9 price_per_gpu_hour=2.5",
             ),
             (
+                "The same with failures, and the interval of checkpoints that loses least",
+                "mlm plan layouts model=llama3_70b gpus=2048 hardware=dgx_h100 train.global_batch_size=2048 "
+                "data.seq_length=8192 tokens=2e12 price_per_gpu_hour=2.5 failures.mtbf_hours=50000",
+            ),
+            (
                 "What rejects other layouts, with tp=8 kept",
                 "mlm plan layouts model=gpt2_sc21_39b gpus=512 train.global_batch_size=1536 tp=8 why=true",
             ),
-            ("A page with a picture", "mlm plan layouts model=gpt2_2_5b gpus=16 out=plan.html"),
+            ("Every number as a file", "mlm plan layouts model=gpt2_2_5b gpus=16 out=plan.json"),
         ),
         file_groups=("hardware",),
         own_files=HARDWARE_FILES,
         keys=(
-            *("gpus", "tokens", "price_per_gpu_hour", "show", "why", "out", "data.seq_length"),
-            *("train.global_batch_size", "train.micro_batch_size", "tp", "pp", "vp", "dp"),
+            *("gpus", "tokens", "price_per_gpu_hour", "failures.mtbf_hours", "failures.checkpoint_s"),
+            *("failures.interval_s", "failures.restart_s", "show", "why", "out", "data.seq_length"),
+            *("train.global_batch_size", "train.micro_batch_size", "tp", "cp", "pp", "vp", "dp"),
             *("sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
         ),
     ),
@@ -65,10 +72,10 @@ COMMANDS = (
         local_check=check_plan_memory,
         summary="show the memory of one layout by part, on any rank, beside that of the device",
         about=(
-            "Memory of a GPU at its fullest moment: weights, gradients and optimizer state (exact), "
-            "activations of all micro-batches in flight, the vocabulary projection, communication buffers, "
-            "and what the driver and the allocator take. Shown for the first and the last pipeline stage, "
-            "and for rank=… where it is given."
+            "Memory of a GPU at its fullest moment, counted in the model's own modules: weights, gradients "
+            "and optimizer state (exact), activations of all micro-batches in flight, the vocabulary "
+            "projection, communication buffers, and what the driver and the allocator take. Shown for the "
+            "first and the last pipeline stage, and for rank=… where it is given."
         ),
         examples=(
             (

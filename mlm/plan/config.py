@@ -3,16 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Bound, Forbid, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Forbid, ResultFile
 from mlm.data.config import MicroBatchSize, SeqLength
 from mlm.launch.config import DistConfig
-from mlm.models.config import ModelConfig
+from mlm.models.config import LoraConfig, ModelConfig
 from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize, VirtualSize
+from mlm.plan.goodput import FailureConfig
 from mlm.plan.hardware import HardwareConfig
 from mlm.training.config import PretrainConfig
 
-FROM_ONE = Bound(lambda x: x >= 1, "1 or more")
 Format = Literal["bf16", "fp16", "fp32", "fp64"]
 
 
@@ -34,8 +34,7 @@ class PlanScheduleConfig:
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
     out: ResultFile | None = None
-    """File to write beside the printed picture: .svg, .png, .html for a page with the numbers, or .json for
-    the whole plan; null writes none."""
+    """File to write beside the printed picture: .svg, or .json for the whole plan; null writes none."""
     forward_cost: Annotated[float, POSITIVE] = 1.0
     """Duration of one micro-batch forward through one chunk: 1/vp of a rank's layers."""
     backward_cost: Annotated[float, POSITIVE] = 2.0
@@ -102,8 +101,15 @@ class SearchedLayoutConfig:
     """Virtual stages (chunks) per pipeline rank, v; null searches."""
     dp: Annotated[int | None, POSITIVE, Also("data_parallel", "data_parallel_size")] = None
     """Data-parallel size, d; null searches."""
+    cp: Annotated[int | None, POSITIVE, Also("context_parallel", "context_parallel_size")] = None
+    """Context-parallel size, c: ranks that split each sequence; null searches up to 8, without attention
+    dropout."""
     ep: Annotated[int | None, POSITIVE, Also("expert_model_parallel_size", "expert_parallel_size")] = None
-    """Expert-parallel size: ranks that split a layer's experts, of the dp replicas; null searches."""
+    """Expert-parallel size: ranks that split a layer's experts, of the dp * cp replicas; null searches."""
+    expert_tp: Annotated[int | None, POSITIVE, Also("expert_tensor_parallel_size")] = None
+    """Ranks that split each expert: 1 leaves experts whole; null searches tp and 1."""
+    tp_overlap: Annotated[int | None, POSITIVE] = None
+    """Parts of a sequence, communicated over tp while others are multiplied; null leaves it whole."""
     sequence_parallel: bool | None = None
     """Split activations outside the tensor-parallel regions along the sequence; null searches."""
     pipeline: Literal["1f1b", "gpipe", "zb_h1"] | None = None
@@ -118,20 +124,19 @@ class SearchedLayoutConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModelConfig:
-    """A model on hardware, as the commands share it that plan by formulas."""
+    """A model on hardware, as the commands share it that plan."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     name: str
     """Name of the model in reports."""
     model: ModelConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     hardware: HardwareConfig
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: PlanDataConfig = field(default_factory=PlanDataConfig)
-    imbalance: Annotated[float, FROM_ONE] = 1.0
-    """Of a mixture of experts: tokens that the fullest rank's experts get, over the mean of the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,12 +149,13 @@ class PlanLayoutsConfig(PlannedModelConfig):
     """Tokens to train on, such as 300e9: adds days, energy and, with a price, cost."""
     price_per_gpu_hour: Annotated[float | None, POSITIVE] = None
     """Price of one GPU for an hour, in any currency; needs tokens."""
+    failures: FailureConfig = field(default_factory=FailureConfig)
     show: Annotated[int, POSITIVE] = 10
     """Layouts to show."""
     why: bool = False
     """List also what rejected other layouts, and what limits the best."""
     out: ResultFile | None = None
-    """File to write beside the printed tables: .html, .png, .json or .csv; null writes none."""
+    """File to write beside the printed tables: .json or .csv; null writes none."""
     parallel: SearchedLayoutConfig = field(default_factory=SearchedLayoutConfig)
     train: SearchedBatchConfig = field(default_factory=SearchedBatchConfig)
 

@@ -1,153 +1,75 @@
-"""Time of a training step by formulas; the guide Planning has each term as an equation.
+"""Time of a training step, from what the modules were counted to do; the guide Planning has each term.
 
-Times are in seconds. A layer's forward and backward pass are sums of matrix products (a roofline with an
-efficiency that is smooth in each dimension), attention, elementwise kernels (bytes over bandwidth), and
-exposed tensor-parallel communication. A pipeline is simulated (pipeline_time.py) with the time of each stage.
-No torch, no measurement: constants are `EfficiencyConfig` and `Software`.
+Times are in seconds. A home's pass is the sum of its matrix products (a roofline with an efficiency that is
+smooth in each dimension), fused attention, other kernels (bytes over bandwidth) and the communication that
+what is computed between its start and its wait does not hide. All grow evenly with the micro-batch: one
+sample and two are counted, and others follow. A pipeline is simulated (pipeline_time.py) with the time of
+each stage.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
 from mlm.models.stage import split_layers
+from mlm.parallel.mesh import folds_tp
 from mlm.parallel.pipeline.actions import Cost
+from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY
+from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import HardwareConfig
+from mlm.plan.layer_counts import LayerCounts
+from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, Split
 from mlm.plan.pipeline_time import pipeline_time
-from mlm.plan.shape import PlannedLayout, Shape
+from mlm.plan.trace import Attention, Message, Product, Work
 
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "tf32": 4, "fp64": 8}
-"""Bytes of an activation."""
-BACKWARD_TRAFFIC = 1.5
-"""Bytes that backward moves over forward, of elementwise kernels: two operands are read rather than one."""
-FLASH_BACKWARD = 2.5
-"""Products of fused attention's backward over its forward: five instead of two (arXiv:2205.14135)."""
-UNFUSED_BACKWARD = 2.0
-"""The same of attention with dropout on CPUs: four products instead of two."""
-LOGIT_BYTES = 36
-"""Bytes moved per logit by cross-entropy and its gradient, besides the products' own."""
-
-PARTS = (
-    "matmul",
-    "attention",
-    "elementwise",
-    "recompute",
-    "vocabulary",
-    "tp",
-    "ep",
-    "pp",
-    "dp",
-    "bubble",
-    "optimizer",
-)
+COMPUTED = ("matmul", "attention", "elementwise", "tp", "cp", "ep")
+"""Parts of a pass: kernels, and communication by axis that no computation hides."""
+PARTS = (*COMPUTED[:3], "recompute", "vocabulary", *COMPUTED[3:], "pp", "dp", "bubble", "optimizer")
 """Parts of a step's time, in the order they are shown."""
+Times = tuple[float, ...]
+"""Seconds by COMPUTED."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
-    """The habits of a training program that change a step's time: of this one facts of its code.
+    """What a training program does; the defaults are this toolkit. Facts of its code, no fitted numbers."""
 
-    Of others partly guesses, made with published errors in view.
-
-    The defaults are this toolkit. Passes count reads and writes of a tensor of activations in forward.
-    """
-
-    fused_attention: bool = True
-    """True if scores never leave the chip."""
-    score_passes: float = 5.0
-    """Of scores: softmax, dropout. Unfused attention only."""
-    branch_passes: float = 7.5
-    """Of a residual branch's output: bias, dropout with its mask, addition."""
-    norm_passes: float = 2.0
-    """Of a norm's input and output."""
-    activation_passes: float = 2.0
-    """Of the MLP's activation."""
-    dropout_passes: float = 0.0
-    """Of a residual branch's output where it is dropped out, beyond `branch_passes`."""
-    weight_bytes: float = 12.0
-    """Bytes moved per weight and micro-batch besides the products: casts, addition to the gradient."""
-    gathered_weight_bytes: float = 14.0
-    """The same where sharded weights are gathered: they arrive cast."""
-    table_bytes: float = 0.0
-    """Bytes moved per element of the token table and micro-batch, to make and add its gradient."""
-    optimizer_bytes: float = 46.0
-    """Bytes moved per parameter and step: zeroing, norm, Adam, and the cast for the next step."""
-    gradient_bytes: float = 4.0
-    """Bytes of a gradient on the wire."""
-    tied_bytes: float = 4.0
-    """Bytes of a gradient of the token table between the pipeline's ends."""
-    overlaps_tp: bool = True
-    """True if the sum of an input's gradient hides behind the weight's gradient."""
-    hidden_tp: float = 0.0
-    """Share of all tensor-parallel communication hidden by splitting it beside its product (async TP)."""
+    compiled: bool = True
+    """True if kernels between products are fused."""
+    overlaps: bool = True
+    """True if computation between the start and the wait of a message hides it; False if all is waited
+    for."""
     overlaps_dp: bool = True
     """True if gradients are reduced while backward runs."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient on the wire and in memory."""
     splits_transfers: bool = False
     """True if tensor-parallel ranks send 1/t of a boundary each (arXiv:2104.04473, section 4.1)."""
-    loss_in_forward: bool = True
-    """True if the vocabulary projection's gradients are computed in forward."""
-    selective_products: float | None = None
-    """Share of forward's products that recompute=selective repeats, with all elementwise kernels; None for
-    one that repeats attention alone, where it is not fused."""
-    kernel_dtype: str | None = None
-    """Dtype of the layers' products; None for that of activations."""
+    repeated_products: float = 0.0
+    """Share of forward's products that recompute=selective repeats, with all other kernels."""
 
 
 MLM = Software()
 """This toolkit on GPUs."""
-MLM_ON_CPU = Software(
-    branch_passes=3,  # an addition
-    activation_passes=6,  # tanh is arithmetic
-    dropout_passes=12,  # masks are hashes of their places, in integer kernels
-    weight_bytes=12,
-    table_bytes=16,
-    overlaps_tp=False,
-    overlaps_dp=False,
-)
-"""This toolkit on CPUs: the ratios of its kernels; `EfficiencyConfig.elementwise` has their speed."""
+MLM_ON_CPU = Software(compiled=False, overlaps=False, overlaps_dp=False)
+"""This toolkit on CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTime:
-    """One layer on one micro-batch."""
+class HomeTime:
+    """A layer, or an end of the model, on one micro-batch."""
 
-    matmul: float
-    """Products of forward; backward has twice that."""
-    attention: float
-    attention_backward: float
-    elementwise: float
-    elementwise_backward: float
-    weights: float
-    """Casts of weights and addition of gradients, forward and backward together."""
-    tp: float
-    """Exposed in forward."""
-    tp_backward: float
-    ep: float
-    """All-to-all of tokens in a pass."""
-    recompute: float
-    """Computation and communication repeated in backward."""
-
-    @property
-    def forward(self) -> float:
-        """Forward pass."""
-        return self.matmul + self.attention + self.elementwise + self.tp + self.ep + self.weights / 5
-
-    @property
-    def backward(self) -> float:
-        """Backward pass, recomputation included."""
-        computed = 2 * self.matmul + self.attention_backward + self.elementwise_backward
-        return computed + self.tp_backward + self.ep + self.recompute + self.weights * 4 / 5
-
-    @property
-    def products(self) -> float:
-        """Matrix products and attention of both passes."""
-        return 3 * self.matmul + self.attention + self.attention_backward
+    forward: Times
+    backward: Times
+    accumulation: float
+    """Additions of weight gradients to their sums, a part of backward."""
 
     @property
     def weight_gradient(self) -> float:
-        """Part of backward that a zero-bubble schedule puts off."""
-        return self.matmul + self.weights * 3 / 5
+        """Part of backward that a zero-bubble schedule puts off: of two equal products, the weight's."""
+        return self.backward[0] / 2 + self.accumulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,54 +83,61 @@ class StepTime:
     """Idle over ideal time."""
 
 
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """The stages of a layout on one micro-batch."""
+
+    costs: list[Cost]
+    last: float
+    """Forward and backward of the last rank's stages."""
+    ramps: float
+    """Passes before the last rank's first, and after its last."""
+    forward: float
+    """Of the first rank's stages."""
+    backward: float
+
+
 class CostModel:
-    """Times of layouts of one model on one hardware."""
+    """Times of layouts of one run on a number of devices."""
 
     def __init__(
         self,
-        shape: Shape,
+        counts: LayerCounts,
         hardware: HardwareConfig,
-        dtype: str = "bf16",
+        gpus: int,
         software: Software | None = None,
     ) -> None:
-        on_cpu = hardware.device == "cpu"
-        software = software or (MLM_ON_CPU if on_cpu else MLM)
-        self.shape, self.hardware, self.software = shape, hardware, software
-        self.model = shape.model
-        self.peak = hardware.peak("bf16" if dtype == "fp8" else dtype)
-        self.kernel_peak = hardware.peak(software.kernel_dtype or dtype)
-        self.unfused = on_cpu and shape.model.attention_dropout > 0
-        self.element = ELEMENT_BYTES[dtype]
+        self.counts, self.hardware, self.gpus = counts, hardware, gpus
+        self.run, dtype = counts.run, counts.run.precision.dtype
+        self.software = software or (MLM_ON_CPU if hardware.device == "cpu" else MLM)
+        half, single = ("bf16" if dtype == "fp8" else dtype), ("tf32" if dtype == "tf32" else "fp32")
+        names = {1: "fp8", 2: half if half in ("bf16", "fp16") else "bf16", 4: single, 8: "fp64"}
+        known = {size: getattr(hardware.peak_tflops, name) for size, name in names.items()}
+        self.peaks = {size: (peak or hardware.peak(half) / 1e12) * 1e12 for size, peak in known.items()}
+        self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(dtype, 2)
+        self.peak = hardware.peak(half)
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
-        self.overlaps = hardware.device == "gpu"
-        self._heads: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._layers: dict[tuple[object, ...], LayerTime] = {}
+        self._homes: dict[tuple[Split, int, str], dict[str, HomeTime]] = {}
+        self._priced: dict[Split, dict[tuple[str, str], tuple[Times, Times]]] = {}
+        self._stages: dict[tuple[Split, int, str, int], StageTimes] = {}
+        self._updates: dict[Split, tuple[float, float]] = {}
+        self._elements: dict[tuple[Split, int, int], tuple[float, float, float]] = {}
 
-    # -- kernels
+    # -- kernels and messages
 
-    def product(self, m: float, k: int, n: int, *, count: float = 1, peak: float | None = None) -> float:
-        """`count` products [m, k] x [k, n]: the slower of arithmetic and memory."""
-        constants, half = self.hardware.efficiency, self.hardware.efficiency.matmul_half
-        share = constants.matmul * m / (m + half) * k / (k + half) * n / (n + half)
-        arithmetic = 2 * m * k * n / ((peak or self.peak) * share)
-        return count * max(arithmetic, self.element * (m * k + k * n + m * n) / self.bandwidth)
+    def product(self, p: Product) -> float:
+        """Products: the slower of arithmetic and memory."""
+        constants, c = self.hardware.efficiency, self.hardware.efficiency.matmul_half
+        share = constants.matmul * p.m / (p.m + c) * p.k / (p.k + c) * p.n / (p.n + c)
+        arithmetic = 2 * p.times * p.m * p.k * p.n / (self.peaks[p.operand] * share)
+        return max(arithmetic, p.bytes / self.bandwidth)
 
-    def traffic(self, size: float) -> float:
-        """Copies and additions that move `size` bytes."""
-        return size / self.bandwidth
+    def traffic(self, work: Work, *, fused: bool) -> float:
+        """Kernels that are not products."""
+        size = work.fused_bytes if fused else work.eager_bytes
+        return size / self.bandwidth + work.kernels * self.hardware.kernel_us * 1e-6
 
-    def elementwise(self, size: float) -> float:
-        """Norms, activation functions and the loss, which move `size` bytes."""
-        return size / (self.bandwidth * self.hardware.efficiency.elementwise)
-
-    def optimizer(self, parameters: float) -> float:
-        """The optimizer's step over `parameters`, the gradients' norm included."""
-        size = self.software.optimizer_bytes * parameters
-        return size / (self.bandwidth * self.hardware.efficiency.optimizer)
-
-    # -- communication
-
-    def link(self, layout: PlannedLayout, ranks: int, stride: int) -> tuple[float, float]:
+    def link(self, ranks: int, stride: int) -> tuple[float, float]:
         """Bytes/s of one rank and seconds of latency on an axis whose neighbours are `stride` ranks apart.
 
         An axis that crosses nodes has the network of those of a node's devices that are on it: one of 8 where
@@ -216,151 +145,150 @@ class CostModel:
         """
         hardware, share = self.hardware, self.hardware.efficiency.network * 1e9
         node, span = hardware.devices_per_node, ranks * stride
-        if layout.gpus <= node or node % span == 0:
+        if self.gpus <= node or node % span == 0:
             return hardware.node_gbps * share, hardware.node_latency_us * 1e-6
         across = hardware.network_gbps * max(1, math.gcd(span, node) // stride)
         return min(across, hardware.node_gbps) * share, hardware.network_latency_us * 1e-6
 
-    def gather(self, layout: PlannedLayout, size: float, ranks: int, stride: int) -> float:
-        """All-gather or reduce-scatter of `size` bytes (the whole): (k - 1)/k of them pass each rank."""
+    def gather(self, size: float, ranks: int, stride: int) -> float:
+        """All-gather, reduce-scatter or all-to-all of `size` bytes: (k - 1)/k of them pass each rank."""
         if ranks == 1 or not size:
             return 0.0
-        rate, latency = self.link(layout, ranks, stride)
+        rate, latency = self.link(ranks, stride)
         return latency * math.ceil(math.log2(ranks)) + (ranks - 1) / ranks * size / rate
 
-    def all_reduce(self, layout: PlannedLayout, size: float, ranks: int, stride: int) -> float:
+    def all_reduce(self, size: float, ranks: int, stride: int) -> float:
         """All-reduce: a reduce-scatter and an all-gather."""
-        return 2 * self.gather(layout, size, ranks, stride)
+        return 2 * self.gather(size, ranks, stride)
 
-    # -- a layer
+    # -- passes of layers and ends
 
-    def layer(self, layout: PlannedLayout) -> LayerTime:
-        """One layer of a layout on one micro-batch."""
-        sharded = layout.zero > 0
-        key = (
-            *(layout.tp, layout.ep, layout.sequence_parallel, layout.micro_batch, layout.recompute, sharded),
-            layout.gpus <= self.hardware.devices_per_node,
-        )
-        if key not in self._layers:
-            self._layers[key] = self._layer(layout)
-        return self._layers[key]
+    def price(self, work: Work, split: Split, *, fused: bool) -> Times:
+        """Seconds of work by COMPUTED."""
+        seconds, computed = dict.fromkeys(COMPUTED, 0.0), 0.0
+        under_way = dict[int, tuple[str, float, float]]()
+        strides = {"tp": 1, "cp": split.tp, "ep": 1 if folds_tp(split.tp, split.expert_tp) else split.tp}
 
-    def _layer(self, layout: PlannedLayout) -> LayerTime:
-        shape, sizes, software, t = self.shape, self.shape.sizes, self.software, layout.tp
-        rows, h = shape.seq * layout.micro_batch, self.model.hidden_size
-        queries, mlps = shape.query_size // t, self._mlps(layout)
-        qkv = queries + 2 * sizes.kv_size(t)
-        peak = self.kernel_peak
-        ups = 2 if sizes.gated else 1
-        qkv_time = self.product(rows, h, qkv, peak=peak)
-        up_time = sum(self.product(m, h, ups * width, count=n, peak=peak) for m, width, n in mlps)
-        down_time = sum(self.product(m, width, h, count=n, peak=peak) for m, width, n in mlps)
-        rest = self.product(rows, queries, h, peak=peak) + down_time
-        moved = self.element * rows * sizes.experts_per_token * shape.imbalance * h
-        exchange = 2 * self.gather(layout, moved, layout.ep, t)  # there and back
-        attention, attention_backward = self._attention(layout)
-        split = t if layout.sequence_parallel else 1
-        branch = software.branch_passes + (software.dropout_passes if self.model.hidden_dropout else 0)
-        passes = 2 * (software.norm_passes + branch) * h / split
-        inner = self.element * sum(m * width * n for m, width, n in mlps)
-        passed = self.element * rows * passes + (software.activation_passes + ups - 1) * inner
-        elementwise = self.elementwise(passed + 4 * moved)  # tokens are sorted, and added up
-        size = self.element * rows * h
-        each = self.all_reduce(layout, size, t, 1) * (1 - software.hidden_tp)
-        forward_tp = 2 * each
-        backward_tp = 2 * each
-        if software.overlaps_tp and self.overlaps:
-            backward_tp = max(each - qkv_time, 0) + max(each - up_time, 0)
-        if layout.sequence_parallel:  # the input is gathered again
-            again = self.gather(layout, size, t, 1) * (1 - software.hidden_tp)
-            hidden = (qkv_time, up_time) if software.overlaps_tp and self.overlaps else (0, 0)
-            backward_tp += sum(max(again - by, 0) for by in hidden)
-        recompute = 0.0
-        if layout.recompute == "full":
-            recompute = qkv_time + up_time + rest + attention + elementwise + forward_tp + exchange
-        elif layout.recompute == "selective" and software.selective_products is not None:
-            recompute = software.selective_products * (qkv_time + up_time + rest) + elementwise
-        elif layout.recompute == "selective" and (self.unfused or not software.fused_attention):
-            recompute = attention
-        weight_bytes = software.gathered_weight_bytes if layout.zero else software.weight_bytes
-        return LayerTime(
-            matmul=qkv_time + up_time + rest,
-            attention=attention,
-            attention_backward=attention_backward,
-            elementwise=elementwise,
-            elementwise_backward=BACKWARD_TRAFFIC * elementwise,
-            weights=self.traffic(weight_bytes * sum(shape.held_weights(layout.ep)) / t)
-            / self.hardware.efficiency.weights,
-            tp=forward_tp,
-            tp_backward=backward_tp,
-            ep=exchange,
-            recompute=recompute,
-        )
+        def end(number: int) -> None:
+            axis, length, begun = under_way.pop(number)
+            seconds[axis] += max(length - (computed - begun if self.software.overlaps else 0.0), 0.0)
 
-    def _mlps(self, layout: PlannedLayout) -> list[tuple[float, int, int]]:
-        """(rows, width, number) of a layer's MLPs on a rank, alike ones together."""
-        sizes, rows = self.shape.sizes, self.shape.seq * layout.micro_batch
-        if not sizes.experts:
-            return [(rows, self.model.ffn_size // layout.tp, 1)]
-        here = sizes.experts // layout.ep
-        each = rows * sizes.experts_per_token * self.shape.imbalance / here
-        shared = [(rows, sizes.shared_size // layout.tp, 1)] if sizes.shared_size else []
-        return [(each, sizes.expert_size // layout.tp, here), *shared]
+        for event in work.events:
+            if isinstance(event, Product):
+                seconds["matmul"] += (took := self.product(event))
+                computed += took
+            elif isinstance(event, Attention):
+                took = event.flops / (self.peak * self.hardware.efficiency.attention)
+                seconds["attention"] += (took := max(took, event.bytes / self.bandwidth))
+                computed += took
+            elif isinstance(event, Message):
+                collective = self.all_reduce if event.operation == "all-reduce" else self.gather
+                length = collective(event.bytes, event.ranks, strides[event.axis])
+                under_way[event.number] = event.axis, length, computed
+            elif event.number in under_way:
+                end(event.number)
+        for number in list(under_way):
+            end(number)
+        seconds["elementwise"] = self.traffic(work, fused=fused)
+        return tuple(seconds.values())
 
-    def _attention(self, layout: PlannedLayout) -> tuple[float, float]:
-        """Forward and backward of scores, softmax and values on one micro-batch."""
-        batch = layout.micro_batch * self.model.num_heads // layout.tp
-        s, d = self.shape.seq, self.shape.sizes.head_dim
-        if self.unfused:
-            constants = self.hardware.efficiency
-            rate = self.peak * (constants.unfused_attention or constants.attention)
-            forward = 4 * batch * s * s * d / rate
-            return forward, UNFUSED_BACKWARD * forward
-        if self.software.fused_attention:
-            constants = self.hardware.efficiency
-            attended = self.shape.sizes.attended(s)
-            work = 4 * batch * s * attended * d / (2 if self.model.family.causal else 1)
-            tile = s / (s + constants.matmul_half)
-            forward = work / (self.peak * constants.attention * tile)
-            forward = max(forward, self.traffic(4 * self.element * batch * s * d))
-            return forward, FLASH_BACKWARD * forward
-        products = self.product(s, d, s, count=batch) + self.product(s, s, d, count=batch)
-        passes = self.elementwise(self.element * self.software.score_passes * batch * s * s)
-        return products + passes, 2 * products + BACKWARD_TRAFFIC * passes
+    def homes(self, layout: PlannedLayout) -> dict[str, HomeTime]:
+        """Passes of each home on a micro-batch of a layout, what is recomputed in backward."""
+        split, again = layout.split, layout.recompute
+        if again == "full" or (again == "selective" and self.hardware.device == "gpu"):
+            split = replace(split, recompute="none")  # a layer's forward pass once more; nothing
+        key = split, layout.micro_batch, again
+        if key not in self._homes:
+            priced, more = self._price(split), layout.micro_batch - 1
+            found = {}
+            for home in {home for _, home in priced}:
+                forward, backward = (
+                    tuple(max(a + more * (b - a), 0.0) for a, b in zip(*priced[phase, home], strict=True))
+                    for phase in (FORWARD, BACKWARD)
+                )
+                if home.isdigit():
+                    backward = tuple(map(sum, zip(backward, self.repeated(forward, again), strict=True)))
+                found[home] = HomeTime(forward, backward, 0.0)
+            self._homes[key] = found
+        return self._homes[key]
 
-    def head(self, layout: PlannedLayout) -> tuple[float, float]:
-        """Forward and backward of the vocabulary projection and the loss, on the last stage."""
-        key = (layout.tp, layout.micro_batch, layout.gpus <= self.hardware.devices_per_node)
-        if key not in self._heads:
-            self._heads[key] = self._head(layout)
-        return self._heads[key]
+    def repeated(self, forward: Times, recompute: str) -> Times:
+        """The part of a layer's forward pass that recomputation adds to its backward pass."""
+        if recompute == "full":
+            return forward
+        share = self.software.repeated_products if recompute == "selective" else 0.0
+        return (share * forward[0], 0.0, forward[2] * (share > 0), *(0.0 for _ in forward[3:]))
 
-    def _head(self, layout: PlannedLayout) -> tuple[float, float]:
-        shape, t = self.shape, layout.tp
-        rows = max(1, round(shape.seq * layout.micro_batch * self.model.family.scored))
-        product = self.product(rows, self.model.hidden_size, max(shape.vocab // t, 1))
-        passes = self.elementwise(LOGIT_BYTES * rows * shape.vocab / t)
-        size = self.element * shape.seq * layout.micro_batch * self.model.hidden_size
-        communication = self.all_reduce(layout, size, t, 1) if t > 1 else 0.0
-        if self.software.loss_in_forward:
-            return 3 * product + passes, communication
-        return product + passes / 2, 2 * product + passes / 2 + communication
+    def _price(self, split: Split) -> dict[tuple[str, str], tuple[Times, Times]]:
+        """Seconds of one sample and of two by phase and home."""
+        if split not in self._priced:
+            one, two = self.counts.counts(split).passes
+            nothing, fused = Work(), self.software.compiled
+            self._priced[split] = {
+                (phase, home): (
+                    self.price(one.work.get((phase, home), nothing), split, fused=fused),
+                    self.price(two.work.get((phase, home), nothing), split, fused=fused),
+                )
+                for home in one.kept
+                for phase in (FORWARD, BACKWARD)
+            }
+        return self._priced[split]
+
+    def trained(self, split: Split, home: str) -> int:
+        """Elements that a home trains."""
+        return sum(each.size for each in self.counts.state(split, home) if each.is_trained)
 
     # -- a step
 
+    def stages(self, layout: PlannedLayout) -> StageTimes:
+        """Times of each stage (chunk) on one micro-batch."""
+        number = layout.pp * layout.vp
+        key = layout.split, layout.micro_batch, layout.recompute, number
+        if key not in self._stages:
+            costs = self._stage_costs(layout, number)
+            p = layout.pp
+            last = sum(cost.forward + cost.backward for cost in costs[p - 1 :: p])
+            ramps = sum(cost.forward + cost.backward for cost in costs[: p - 1])
+            first_forward = sum(cost.forward for cost in costs[::p])
+            first_backward = sum(cost.backward for cost in costs[::p])
+            self._stages[key] = StageTimes(costs, last, ramps, first_forward, first_backward)
+        return self._stages[key]
+
+    def _stage_costs(self, layout: PlannedLayout, number: int) -> list[Cost]:
+        homes, split = self.homes(layout), layout.split
+        counted = self.counts.counts(replace(split, recompute="none"))
+        each = self.traffic(counted.accumulation, fused=False) / max(counted.trained, 1)
+        each *= self.software.gradient_bytes / 4
+
+        def cost(home: str, of: str) -> tuple[float, float, float]:
+            time, added = homes[home], each * self.trained(split, of)
+            return sum(time.forward), sum(time.backward) + added, time.weight_gradient + added
+
+        layers = {str(kind): cost(str(kind), str(kind)) for kind in set(self.counts.kinds)}
+        first, last = cost(EMBEDDING, BOTH if number == 1 else FIRST), cost(VOCABULARY, LAST)
+        if number == 1:
+            last = (last[0], last[1] - each * self.trained(split, LAST), last[2])
+        costs = []
+        for n, kinds in enumerate(stage_layers(self.counts.kinds, number)):
+            parts = [tuple(count * x for x in layers[str(kind)]) for kind, count in kinds.items()]
+            parts += [first] if n == 0 else []
+            parts += [last] if n == number - 1 else []
+            f, b, w = map(sum, zip(*parts, strict=True))
+            costs.append(Cost(f, b, b - w, w))
+        return costs
+
     def step(self, layout: PlannedLayout) -> StepTime:
         """The time of a step, its pipeline simulated."""
-        times = self._stages(layout)
-        m, p = layout.micro_batches, layout.pp
-        transfer = self._transfer(layout)
+        times, m, p = self.stages(layout).costs, layout.micro_batches, layout.pp
+        transfer = self.transfer(layout)
         busy = m * sum(cost.forward + cost.backward for cost in times) / p
         if p == 1:
             elapsed = m * (times[0].forward + times[0].backward)
         else:
             costs = [replace(cost, transfer=transfer) for cost in times]
             elapsed = pipeline_time(layout.pipeline, p, layout.vp, m, costs)
-        reduction, optimizer, gathers = self._after(layout)
-        parts = self._parts(layout)
+        reduction, optimizer, gathers = self.after(layout)
+        parts = self._parts(layout, busy)
         parts |= {
             "pp": min(elapsed - busy, 2 * (p - 1) * transfer),  # there and back through the ramps
             "dp": reduction + gathers,
@@ -368,84 +296,72 @@ class CostModel:
         }
         parts["bubble"] = max(elapsed - busy - parts["pp"], 0.0)
         total = elapsed + reduction + gathers + optimizer
-        ordered = {name: parts[name] for name in PARTS}
-        return StepTime(total=total, parts=ordered, bubble=elapsed / busy - 1)
+        return StepTime(total, {name: parts[name] for name in PARTS}, elapsed / busy - 1)
 
     def bound(self, layout: PlannedLayout) -> float:
         """A time that no step of this layout is below: the last rank's work, and the pipeline's two ramps."""
-        layer, p, stages = self.layer(layout), layout.pp, layout.pp * layout.vp
-        counts = layer_counts(self.model.num_layers, stages)
-        head, ramp = sum(self.head(layout)), sum(counts[: p - 1])
-        ramps = ramp * (layer.forward + layer.backward)
-        if layout.pipeline == "zb_h1":  # weight gradients fill a part of them
-            ramps -= ramp * layer.weight_gradient + (p - 1) * counts[0] * layer.weight_gradient
-        last = sum(counts[p - 1 :: p]) * (layer.forward + layer.backward) + head
-        rest = sum(self._after(layout))
-        return layout.micro_batches * last + max(ramps, 0.0) + rest
+        times, ramps = self.stages(layout), 0.0
+        if layout.pp > 1:
+            ramps = times.ramps
+            if layout.pipeline == "zb_h1":  # weight gradients fill a part of them
+                weights = [cost.weight_gradient for cost in times.costs[: layout.pp - 1]]
+                ramps -= sum(weights) + len(weights) * max(weights)
+        return layout.micro_batches * times.last + max(ramps, 0.0) + sum(self.after(layout))
 
-    def _stages(self, layout: PlannedLayout) -> list[Cost]:
-        """Cost of each stage (chunk) on one micro-batch."""
-        layer = self.layer(layout)
-        head, head_backward = self.head(layout)
-        boundary = self.element * self.shape.seq * layout.micro_batch * self.model.hidden_size
-        embedding = self.traffic(4 * boundary) + self.all_reduce(layout, boundary, layout.tp, 1)
-        table = self.traffic(self.software.table_bytes * self.shape.table / layout.tp)
-        counts = layer_counts(self.model.num_layers, layout.pp * layout.vp)
-        forward, backward, weight = layer.forward, layer.backward, layer.weight_gradient
-        last = len(counts) - 1
-        stages = []
-        for number, count in enumerate(counts):
-            first_part = embedding if number == 0 else 0.0
-            f = count * forward + first_part + (head if number == last else 0.0)
-            b = count * backward + first_part + (head_backward if number == last else 0.0)
-            b += table * ((number == 0) + (number == last))
-            w = count * weight
-            stages.append(Cost(f, b, b - w, w))
-        return stages
-
-    def _transfer(self, layout: PlannedLayout) -> float:
+    def transfer(self, layout: PlannedLayout) -> float:
         """Seconds that a boundary tensor takes to the next pipeline rank."""
         if layout.pp == 1:
             return 0.0
-        size = self.element * self.shape.seq * layout.micro_batch * self.model.hidden_size
+        tokens = self.run.data.seq_length // layout.cp * layout.micro_batch
+        size = self.element * tokens * self.run.model.hidden_size
         divided = layout.sequence_parallel or self.software.splits_transfers
-        rate, latency = self.link(layout, layout.pp, layout.tp * layout.dp)
-        node = self.hardware.devices_per_node
-        rate = (
-            self.hardware.network_gbps * 1e9 * self.hardware.efficiency.network
-            if layout.gpus > node
-            else rate
-        )
+        rate, latency = self.link(layout.pp, layout.gpus // layout.pp)
+        if self.gpus > self.hardware.devices_per_node:
+            rate = self.hardware.network_gbps * 1e9 * self.hardware.efficiency.network
         return latency + size / (layout.tp if divided else 1) / rate
 
-    def _after(self, layout: PlannedLayout) -> tuple[float, float, float]:
-        """Seconds of gradient reduction, of the optimizer, and of gathering sharded weights, that show.
+    def elements(self, layout: PlannedLayout) -> tuple[float, float, float]:
+        """Elements of the first pipeline rank, which has the most: experts, the rest, and a tied table."""
+        key = layout.split.of_state, layout.pp, layout.vp
+        if key not in self._elements:
+            split, number = layout.split, layout.pp * layout.vp
+            kinds = Counter[int]()
+            for layers in stage_layers(self.counts.kinds, number)[:: layout.pp]:
+                kinds += layers
+            homes = Counter({str(kind): count for kind, count in kinds.items()})
+            homes[FIRST if layout.pp > 1 else BOTH] += 1
+            state = [(e, n) for home, n in homes.items() for e in self.counts.state(split, home)]
+            experts = sum(n * e.size for e, n in state if e.is_expert)
+            ends = {home: sum(e.size for e in self.counts.state(split, home)) for home in (FIRST, LAST, BOTH)}
+            tied = (ends[FIRST] + ends[LAST] - ends[BOTH]) if layout.pp > 1 else 0
+            self._elements[key] = experts, sum(n * e.size for e, n in state) - experts, tied
+        return self._elements[key]
 
-        Of the pipeline rank that holds the token table: it has the most parameters and ends last.
-        """
-        shape, software, t, d = self.shape, self.software, layout.tp, layout.dp
-        layers = -(-self.model.num_layers // layout.pp)
-        experts, rest = (layers * size / t for size in shape.held_weights(layout.ep))
-        weights = rest + shape.table / t
-        weights += shape.table / t if layout.pp == 1 and not shape.sizes.tied else 0
+    def after(self, layout: PlannedLayout) -> tuple[float, float, float]:
+        """Seconds of gradient reduction, of the optimizer, and of gathering sharded weights, that show."""
+        software, t, replicas = self.software, layout.tp, layout.dp * layout.cp
+        experts, weights, tied = self.elements(layout)
+        layers = -(-self.run.model.num_layers // layout.pp)
+        trained, optimizer = self._update(replace(layout.split, recompute="none"))
+        whole = folds_tp(t, layout.expert_tp)
+        copies = replicas * (t if whole else 1) // layout.ep
 
-        def over(collective: Callable[..., float], size: float) -> float:
-            whole: float = collective(layout, size * weights, d, t)
-            return whole + collective(layout, size * experts, d // layout.ep, t * layout.ep)
+        def over(collective: Callable[[float, int, int], float], size: float) -> float:
+            apart = layout.ep if whole else t * layout.ep
+            return collective(size * weights, replicas, t) + collective(size * experts, copies, apart)
 
-        hides = software.overlaps_dp and self.overlaps and layout.pipeline != "zb_h1"
-        m, layer = layout.micro_batches, self.layer(layout)
-        backward, forward = layers * layer.backward, layers * layer.forward
+        times, m = self.stages(layout), layout.micro_batches
+        hides = software.overlaps_dp and layout.pipeline != "zb_h1"
         reduction = gathers = 0.0
         if layout.zero == 0:
-            if d > 1:
-                whole = over(self.all_reduce, software.gradient_bytes)
-                reduction = exposed(whole, backward if hides else 0.0, layers)
-            optimizer = self.optimizer(weights + experts)
+            if replicas > 1:
+                whole_time = over(self.all_reduce, software.gradient_bytes * trained)
+                reduction = exposed(whole_time, times.backward if hides else 0.0, layers)
+            optimizer *= weights + experts
         else:
-            scatter = over(self.gather, software.gradient_bytes)
+            scatter = over(self.gather, software.gradient_bytes * trained)
             gather = over(self.gather, self.element)
-            window_f, window_b = (forward, backward) if self.overlaps else (0.0, 0.0)
+            window_f, window_b = (times.forward, times.backward) if software.overlaps_dp else (0.0, 0.0)
             every = m if layout.zero_reduce == "every" else 1
             if layout.zero == 3:
                 gathers = m * exposed(gather, window_f, layers)
@@ -454,29 +370,37 @@ class CostModel:
             else:
                 gathers = exposed(gather, window_f, layers)
                 reduction = every * exposed(scatter, window_b if hides else 0.0, layers)
-            optimizer = self.optimizer(weights / d + experts * layout.ep / d)
-        if layout.pp > 1 and shape.sizes.tied:
-            rate, latency = self.link(layout, 2, t * d * (layout.pp - 1))
-            reduction += latency + software.tied_bytes * shape.table / t / rate
+            optimizer *= weights / replicas + experts / copies
+        if tied:
+            rate, latency = self.link(2, layout.gpus // layout.pp * (layout.pp - 1))
+            reduction += latency + software.gradient_bytes * tied / rate
         return reduction, optimizer, gathers
 
-    def _parts(self, layout: PlannedLayout) -> dict[str, float]:
-        """Computation and exposed tensor-parallel communication of an average pipeline rank."""
-        layer, m, p = self.layer(layout), layout.micro_batches, layout.pp
-        each = m * self.model.num_layers / p
-        head, head_backward = self.head(layout)
-        stages = self._stages(layout)
-        whole = m * sum(cost.forward + cost.backward for cost in stages) / p
-        parts = {
-            "matmul": each * 3 * layer.matmul,
-            "attention": each * (layer.attention + layer.attention_backward),
-            "elementwise": each * (layer.elementwise + layer.elementwise_backward + layer.weights),
-            "recompute": each * layer.recompute,
-            "vocabulary": m * (head + head_backward) / p,
-            "tp": each * (layer.tp + layer.tp_backward),
-            "ep": each * 2 * layer.ep,
-        }
-        parts["elementwise"] += whole - sum(parts.values())  # the embedding
+    def _update(self, split: Split) -> tuple[float, float]:
+        """Share of elements that is trained, and seconds of the optimizer for each element that is held."""
+        if split not in self._updates:
+            counted = self.counts.counts(split)
+            homes = (BOTH, *map(str, set(self.counts.kinds)))
+            held = sum(e.size for home in homes for e in self.counts.state(split, home))
+            took = self.traffic(counted.per_step, fused=False)
+            took += sum(self.price(counted.per_step, split, fused=False)[:2])
+            self._updates[split] = counted.trained / held, took / held
+        return self._updates[split]
+
+    def _parts(self, layout: PlannedLayout, busy: float) -> dict[str, float]:
+        """Computation and exposed communication of the modules, of an average pipeline rank."""
+        homes, m, p = self.homes(layout), layout.micro_batches, layout.pp
+        parts = dict.fromkeys(PARTS, 0.0)
+        for home, count in Counter(map(str, self.counts.kinds)).items():
+            time, again = homes[home], self.repeated(homes[home].forward, layout.recompute)
+            for name, f, b, r in zip(COMPUTED, time.forward, time.backward, again, strict=True):
+                parts[name] += m / p * count * (f + b - r)
+            parts["recompute"] += m / p * count * sum(again)
+        for home in (EMBEDDING, VOCABULARY):
+            passes = (homes[home].forward, homes[home].backward)
+            for name, seconds in zip(COMPUTED, map(sum, zip(*passes, strict=True)), strict=True):
+                parts[name if home == EMBEDDING or name in COMPUTED[3:] else "vocabulary"] += m / p * seconds
+        parts["elementwise"] += busy - sum(parts.values())  # additions of gradients
         return parts
 
 
@@ -486,6 +410,6 @@ def exposed(whole: float, window: float, pieces: int) -> float:
 
 
 @cache
-def layer_counts(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage."""
-    return tuple(len(stage.layers) for stage in split_layers(layers, stages))
+def stage_layers(kinds: tuple[int, ...], stages: int) -> tuple[Counter[int], ...]:
+    """Layers of each stage by kind."""
+    return tuple(Counter(kinds[n] for n in stage.layers) for stage in split_layers(len(kinds), stages))

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mlm.parallel.pipeline.actions import Action, Op, Plan, TimedAction
+from mlm.util.results import CREATOR
 
 NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight gradient"}
 INPUT_GRADIENT = "input gradient"  # what BACKWARD is where there are WEIGHT actions
@@ -191,6 +192,26 @@ def svg(lines: Sequence[Sequence[TimedAction]], chunks: int, whole: float, name:
         f'role="img" viewBox="0 0 {PAGE_WIDTH} {height}" aria-label="a line per stage, time to the right">'
         f"{''.join(parts)}</svg></div>"
     )
+
+
+def svg_file(plan: Plan, caption: str) -> bytes:
+    """Draw a plan as a file of its own, with a caption and the colours of a terminal."""
+    lines, top = plan.timeline, 2 * ROW
+    drawn = svg(lines, plan.num_stages // len(lines), plan.makespan, "schedule")
+    inner = drawn[drawn.index(">", drawn.index("<svg")) + 1 : drawn.index("</svg>")]
+    colours = "".join(f".op{op.value}{{fill:rgb{hue}}}" for op, hue in HUES.items())
+    keys = "".join(
+        f'<text class="op{op.value}" x="{120 * n}" y="{top + ROW * len(lines) + 18}">{op.value} {name}</text>'
+        for n, (op, name) in enumerate(op_names(lines).items())
+    )
+    style = f".idle{{fill:#e8e8e8}}text{{font:11px sans-serif}}g text{{text-anchor:middle}}{colours}"
+    size = f"0 0 {PAGE_WIDTH} {top + ROW * (len(lines) + 1)}"
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:dc="http://purl.org/dc/elements/1.1/"'
+    return (
+        f'<svg {names} viewBox="{size}"><metadata><dc:title>{CREATOR} plan</dc:title></metadata>'
+        f'<style>{style}</style><text y="16">{escape(caption)}</text>'
+        f'<g transform="translate(0 {ROW})">{inner}</g>{keys}</svg>\n'
+    ).encode()
 
 
 def svg_legend(lines: Sequence[Sequence[TimedAction]]) -> Markup:

@@ -70,7 +70,7 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
         "settings": to_dict(config),
         "rank": ctx.rank,
         "ranks": ctx.world_size,
-        "place": {axis.name: axis.rank for axis in (ctx.tp, ctx.pp, ctx.dp)},
+        "place": {axis.name: axis.rank for axis in (ctx.tp, ctx.cp, ctx.pp, ctx.dp)},
         "layers": result.layers,
         "micro_batches": result.micro_batches,
         "micro_batches_run": result.micro_batches_run,
@@ -104,7 +104,7 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
 def show(result: DryRun, config: PlanDryRunConfig, screen: Screen) -> None:
     """Print the tables."""
     ctx, peak = result.ctx, result.log.peak()
-    layout = f"tp={ctx.tp.size} pp={ctx.pp.size} dp={ctx.dp.size}"
+    layout = f"tp={ctx.tp.size}{f' cp={ctx.cp.size}' * (ctx.cp.size > 1)} pp={ctx.pp.size} dp={ctx.dp.size}"
     place = f"tensor {ctx.tp.rank}, stage {ctx.pp.rank}, replica {ctx.dp.rank}"
     screen.print(f"{config.name}: rank {ctx.rank} of {ctx.world_size} ({layout}): {place}")
     chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in result.layers)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 WEIGHTS, CASTS, GRADIENTS, STATE = "weights", "weights in the compute dtype", "gradients", "optimizer state"
 ACTIVATIONS, AGAIN, VOCABULARY = "activations", "recomputed activations", "vocabulary projection"
+EMBEDDING = "embedding"
+"""Label of what the first stage computes before its layers."""
 TABLES = "tables of modules"
 BUFFERS, TEMPORARIES = "communication buffers", "temporaries"
 PARTS = (
@@ -80,8 +82,8 @@ class Log:
     """Tensors in memory, by the storage's address."""
     events: list[tuple[Allocation, int]] = field(default_factory=list)
     """(block, change of memory in bytes)."""
-    pass_begin: int = 0
-    """Number of events before the forward pass under way."""
+    pass_begins: list[int] = field(default_factory=list)
+    """Number of events before each forward pass."""
 
     def allocated(self, key: int, block: Allocation) -> None:
         """Note an allocation."""
@@ -96,7 +98,7 @@ class Log:
 
     def begin_pass(self, backward: str) -> None:
         """Begin a forward pass: what backward passes left until now are gradients that are added up."""
-        self.pass_begin = len(self.events)
+        self.pass_begins.append(len(self.events))
         self.tag_left(backward, GRADIENTS)
 
     def tag_left(self, phase: str, part: str) -> None:
@@ -108,7 +110,7 @@ class Log:
     def end_pass(self) -> None:
         """End it: what it made and is still there waits for backward."""
         live = {id(block) for block in self.live.values()}
-        for block, change in self.events[self.pass_begin :]:
+        for block, change in self.events[self.pass_begins[-1] :]:
             if change > 0 and block.phase == "forward" and id(block) in live:
                 block.is_kept = True
 

@@ -8,7 +8,7 @@ is not seen, nor what an allocator rounds up.
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from mlm.models.backbone import Transformer
-from mlm.plan.dry_run_memory import VOCABULARY, Allocation, Log
+from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Allocation, Log
+from mlm.plan.trace import Trace
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
     "forward",
@@ -136,11 +137,12 @@ class Meter(TorchDispatchMode):
         counts: FLOPs and messages so far.
         log: allocations and releases so far, on devices of type `device_type`.
         phase: of what runs outside passes; None tells by itself.
+        trace: work by place, where a model of time needs it.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, trace: Trace | None = None) -> None:
         super().__init__()
-        self.device_type = device_type
+        self.device_type, self.trace = device_type, trace
         self.counts, self.log, self.labels = Counts(), Log(), Labels()
         self.axes: dict[str, tuple[str, int]] = {}
         self.phase: str | None = None
@@ -173,10 +175,13 @@ class Meter(TorchDispatchMode):
             return NotImplemented  # it comes back as operations on its parts
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
-        formula = flop_registry.get(packet)
+        formula, flops = flop_registry.get(packet), 0
         if formula is not None:
-            self.count_flops(packet, formula(*args, **(kwargs or {}), out_val=out))
-        elif func.namespace == "c10d":
+            flops = formula(*args, **(kwargs or {}), out_val=out)
+            self.count_flops(packet, flops)
+        if self.trace is not None:
+            self.trace.operator((self.now(), self.labels.now()), func, args, kwargs or {}, out, flops)
+        if func.namespace == "c10d":
             self.count_message(func.__name__.split(".")[0], args)
         for tensor in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
             if isinstance(tensor, Tensor):
@@ -201,6 +206,8 @@ class Meter(TorchDispatchMode):
         axis, ranks = self.axes[dist.ProcessGroup.unbox(group).group_name]
         counted = max(tensor.nbytes for tensor in tensors)
         self.counts.messages[MessageType(axis, operation, ranks, counted)] += 1
+        if self.trace is not None:
+            self.trace.message((self.now(), self.labels.now()), axis, operation, ranks, counted)
         block = None if operation == "all-reduce" else self.block_of(tensors[0])  # what is filled, or sent
         if block is not None:
             block.is_transported = True
@@ -243,10 +250,12 @@ class Meter(TorchDispatchMode):
             self.follow(storage)
 
     @contextmanager
-    def watching(self, modules: Mapping[nn.Module, str]) -> Iterator[None]:
+    def watching(
+        self, modules: Mapping[nn.Module, str], label: Callable[[str], str] | None = None
+    ) -> Iterator[None]:
         """Label what these modules compute, from their names in a stage; count while inside."""
         labels = self.labels
-        labels.of = {module: label_of(name, module) for module, name in modules.items()}
+        labels.of = {module: (label or label_of)(name) for module, name in modules.items()}
 
         def enter(module: nn.Module, args: Any) -> None:
             if module not in labels.of:
@@ -291,16 +300,18 @@ class Meter(TorchDispatchMode):
     def _begin_pass(self, args: Any) -> None:
         """A stage begins a micro-batch: what it received belongs to the pass."""
         self.log.begin_pass(BACKWARD)
+        if self.trace is not None:
+            self.trace.begin_pass()
         for x in _flat(args):
             if isinstance(x, Tensor) and (block := self.block_of(x)) is not None:
                 block.is_input = True
 
 
-STAGE, EMBEDDING = "stage", "embedding"
+STAGE = "stage"
 PARTS = {"token": EMBEDDING, "position": EMBEDDING, "token_type": EMBEDDING, "embedding_norm": EMBEDDING}
 
 
-def label_of(name: str, module: nn.Module) -> str:
+def label_of(name: str) -> str:
     """The label of a module from its name in a stage: `layers.3.attention.qkv` is attention."""
     words = name.split(".")
     if not name:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 
 from mlm.data.sampler import MicroBatch, RankSampler
 from mlm.optim.adamw import moments
@@ -214,11 +215,19 @@ def count_late_work(trainer: Trainer[MicroBatch], meter: Meter) -> None:
 @contextlib.contextmanager
 def as_rank(rank: int, parallel: ParallelConfig, dp: int, device: torch.device) -> Iterator[ParallelContext]:
     """One rank of a layout, with groups that answer at once: no other process, no thread, no socket."""
-    tp, pp, ep, expert_tp = parallel.tp, parallel.pp, parallel.ep, parallel.expert_tp
-    dist.init_process_group("fake", rank=rank, world_size=tp * pp * dp, store=FakeStore())
+    p = parallel
+    dist.init_process_group("fake", rank=rank, world_size=p.replica * dp, store=FakeStore())
     try:
         yield build_mesh(
-            tp=tp, pp=pp, dp=dp, ep=ep, expert_tp=expert_tp, device=device, timeout_s=60, host_backend="fake"
+            tp=p.tp,
+            cp=p.cp,
+            pp=p.pp,
+            dp=dp,
+            ep=p.ep,
+            expert_tp=p.expert_tp,
+            device=device,
+            timeout_s=60,
+            host_backend="fake",
         )
     finally:
         dist.destroy_process_group()
@@ -227,7 +236,7 @@ def as_rank(rank: int, parallel: ParallelConfig, dp: int, device: torch.device) 
 def axes_of(ctx: ParallelContext) -> dict[str, tuple[str, int]]:
     """Name of each process group → name and size of its axis."""
     own = (ctx.experts.ep, *((ctx.experts.replicas,) if ctx.experts.replicas is not None else ()))
-    axes = (ctx.tp, ctx.pp, ctx.dp, ctx.tied, ctx.world, *own)
+    axes = (ctx.tp, ctx.cp, ctx.pp, ctx.dp, ctx.replicas, ctx.tied, ctx.world, *own)
     return {axis.group.group_name: (axis.name, axis.size) for axis in axes if axis.group is not None}
 
 
@@ -281,6 +290,33 @@ class FusedAttention(TorchFunctionMode):
         bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
         y = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
         return y
+
+
+class UnfusedAttention(TorchFunctionMode):
+    """Computes attention by its formula where probabilities are dropped, as on a CPU; else fused."""
+
+    def __init__(self, *, recompute: bool) -> None:
+        super().__init__()
+        self.fused, self.recompute = FusedAttention("efficient"), recompute
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        if not kwargs.get("dropout_p"):
+            return self.fused.attend(*args, **kwargs)
+        q, k, v = args
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        core = partial(dropped_attention, p=kwargs["dropout_p"])
+        return checkpoint(core, q, k, v, use_reentrant=False) if self.recompute else core(q, k, v)
+
+
+def dropped_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+    """Attention with dropout of the probabilities, as `unfused_attention` computes it on a CPU."""
+    scores = torch.matmul(q, k.mT).softmax(-1)
+    return torch.matmul(F.dropout(scores, p), v)
 
 
 class _Nothing:

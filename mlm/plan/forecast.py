@@ -1,27 +1,23 @@
 """Needs and expected speed of a pretraining run before it starts: a line, and a warning if it does not fit.
 
-Nothing is rejected on an estimate. Model families, context parallelism and adapters, which the formulas do
-not know, have no forecast.
+Nothing is rejected on an estimate.
 """
 
 import logging
 import os
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
-from mlm.models.family import SHIPPED
+from mlm.plan.candidates import Query
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
+from mlm.plan.layout import PlannedLayout, model_flops
 from mlm.plan.memory import GIB, DeviceMemory, gib
 from mlm.plan.report import format_seconds, step_range
-from mlm.plan.search import Models, Query, layouts
-from mlm.plan.shape import PlannedLayout
+from mlm.plan.search import Models
 from mlm.tracking.summary import Predicted
 from mlm.training.config import PretrainConfig
-from mlm.util.errors import format_settings
 from mlm.util.system import host_memory
 
 GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3
@@ -71,24 +67,13 @@ class Forecast:
 
 def lines(config: PretrainConfig, ranks: int) -> list[str]:
     """Lines to print before a run builds its model; empty where nothing can be said. Never raises."""
-    try:
-        run = forecast_run(config, ranks, quick=True)
-        if run is None:
-            return []
-        return [summary(run), *(() if run.fits else [warning(run)])]
-    except Exception as error:  # a forecast must not be in the way of a run
-        log.debug("no forecast: %r", error)
-        return []
+    run = try_forecast(config, ranks, quick=True)
+    return [] if run is None else [summary(run), *(() if run.fits else [warning(run)])]
 
 
 def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
-    try:
-        run = forecast_run(config, ranks)
-    except Exception as error:
-        log.debug("no forecast: %r", error)
-        return None
-    if run is None:
+    if (run := try_forecast(config, ranks)) is None:
         return None
     name = "" if run.step_s is None else f"{run.machine.hardware.name} ({run.machine.source})"
     return Predicted(run.step_s, run.first_memory, run.mfu, name)
@@ -96,48 +81,41 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
 
 def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
     """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
-    try:
-        run = forecast_run(config, ranks, quick=True)
-    except Exception as error:
-        log.debug("no forecast: %r", error)
-        return []
-    if run is None:
+    if (run := try_forecast(config, ranks, quick=True)) is None:
         return []
     memory = Models(run.query).memory
     return [memory.peak(run.layout, stage) for stage in range(min(run.layout.pp, MOST_STAGES))]
 
 
-def forecast_run(config: PretrainConfig, ranks: int, *, quick: bool = False) -> Forecast | None:
+def try_forecast(config: PretrainConfig, ranks: int, *, quick: bool = False) -> Forecast | None:
+    """The forecast of a run; None where there is none: it must not be in the way of a run."""
+    try:
+        return forecast_run(config, ranks, quick=quick)
+    except Exception as error:
+        log.debug("no forecast: %r", error)
+        return None
+
+
+def forecast_run(config: PretrainConfig, ranks: int, *, quick: bool = False) -> Forecast:
     """The forecast of a run of so many ranks that this host is part of. Raises OSError and UserError."""
     place = read_rank_place(os.environ)
     machine = machine_of(config, place.local_world_size if place else ranks)
     return forecast(config, ranks, machine, quick=quick)
 
 
-def forecast(config: PretrainConfig, ranks: int, machine: Machine, *, quick: bool = False) -> Forecast | None:
-    """The forecast of a run on so many ranks; None for custom families, latent attention and cp > 1.
+def forecast(config: PretrainConfig, ranks: int, machine: Machine, *, quick: bool = False) -> Forecast:
+    """The forecast of a run on so many ranks.
 
     `quick` takes the bound of a long pipeline's time, a few per cent below, and not its simulation.
     """
     parallel, train = config.parallel, config.train
-    if config.model.kind not in SHIPPED or parallel.cp > 1 or config.lora.rank:
-        return None
-    if config.model.architecture.attention_weights or parallel.expert_tp == 1 < parallel.tp:
-        return None
     layout = PlannedLayout.of(
         parallel,
-        dp=ranks // (parallel.tp * parallel.pp),
+        dp=ranks // parallel.replica,
         micro_batch=train.micro_batch_size,
         global_batch=train.global_batch_size,
     )
-    query = Query(
-        model=config.model,
-        hardware=machine.hardware,
-        gpus=ranks,
-        seq=config.data.seq_length,
-        global_batch=train.global_batch_size,
-        dtype=config.precision.dtype,
-    )
+    query = Query(run=config, hardware=machine.hardware, gpus=ranks)
     pairs = layout.pp * layout.vp * min(layout.micro_batches, 3 * layout.pp)
     step_s, mfu = speed(query, layout, simulate=not quick or pairs <= MOST_SIMULATED)
     memory = Models(query).memory
@@ -147,16 +125,15 @@ def forecast(config: PretrainConfig, ranks: int, machine: Machine, *, quick: boo
 
 def speed(query: Query, layout: PlannedLayout, *, simulate: bool) -> tuple[float | None, float | None]:
     """Step time and MFU; nothing where the hardware's peak is unknown, or CPU ranks share cores."""
-    hardware, dtype = query.hardware, query.dtype
+    hardware, dtype = query.hardware, query.run.precision.dtype
     if getattr(hardware.peak_tflops, dtype) is None:
         return None, None
     if hardware.device == "cpu" and layout.gpus > hardware.devices_per_node:
         return None, None
     models = Models(query)
-    cost = models.cost(layout.tp)
-    step = cost.step(layout).total if simulate else cost.bound(layout)
-    flops = cost.shape.model_flops(layout.global_batch)
-    return step, flops / (step * layout.gpus * models.hardware.peak(dtype))
+    step = models.cost.step(layout).total if simulate else models.cost.bound(layout)
+    flops = model_flops(query.model, query.seq, layout.global_batch, layout.tp)
+    return step, flops / (step * layout.gpus * models.cost.hardware.peak(dtype))
 
 
 def machine_of(config: PretrainConfig, local_ranks: int) -> Machine:
@@ -194,35 +171,8 @@ def summary(run: Forecast) -> str:
 
 
 def warning(run: Forecast) -> str:
-    """The nearest layout that fits, with what it changes."""
-    lacks, nearest = gib(run.memory - run.machine.capacity), nearest_fit(run)
-    if nearest is None:
-        return (
-            f"warning: {lacks} may be lacking, and no layout on this many ranks fits; start more, or train a "
-            "smaller model"
-        )
-    changed = nearest.settings_changed_from(run.layout)
-    return f"warning: {lacks} may be lacking; the nearest layout that fits: {format_settings(changed)}"
-
-
-def nearest_fit(run: Forecast) -> PlannedLayout | None:
-    """The layout on as many ranks that fits, with the fewest settings changed and the most memory used."""
-    memory = Models(run.query).memory
-    for fixed in narrowing(run.layout):
-        fitting = []
-        for layout in layouts(replace(run.query, fixed=fixed)):
-            if (size := memory.worst(layout).total) <= run.machine.capacity:
-                fitting.append((len(layout.settings_changed_from(run.layout)), -size, layout))
-        if fitting:
-            return min(fitting, key=lambda each: each[:2])[2]
-    return None
-
-
-def narrowing(layout: PlannedLayout) -> Iterator[dict[str, Any]]:
-    """Settings to keep while a layout that fits is looked for: the ranks' first, then only the batch's."""
-    kept = {"tp": layout.tp, "pp": layout.pp, "vp": layout.vp, "dp": layout.dp, "pipeline": layout.pipeline}
-    yield {**kept, "zero": layout.zero, "sequence_parallel": layout.sequence_parallel}
-    yield kept
-    least = {"vp": 1, "pipeline": "1f1b", "recompute": "full", "micro_batch": 1}
-    yield {**least, "zero_reduce": "every"}
-    yield {**least, "zero_reduce": "last"}
+    """What a layout that does not fit lacks, and the command that finds others."""
+    lacks = gib(run.memory - run.machine.capacity)
+    return (
+        f"warning: {lacks} may be lacking; `mlm plan layouts gpus={run.layout.gpus}` finds layouts that fit"
+    )

@@ -46,17 +46,9 @@ class EfficiencyConfig:
     matmul_half: Annotated[float, NOT_NEGATIVE] = 100.0
     """Size of one dimension of a product at which half of that is left: each counts x / (x + matmul_half)."""
     attention: Annotated[float, PROBABILITY] = 0.4
-    """Share of the peak that fused attention reaches on full tiles."""
+    """Share of the peak that fused attention reaches, forward and backward."""
     memory: Annotated[float, PROBABILITY] = 0.8
-    """Share of the memory bandwidth that elementwise kernels reach."""
-    elementwise: Annotated[float, POSITIVE] = 1.0
-    """Share of `memory` that norms, activation functions and the loss reach."""
-    weights: Annotated[float, POSITIVE] = 1.0
-    """Share of `memory` that casts of a layer's weights and additions to their gradients reach."""
-    optimizer: Annotated[float, POSITIVE] = 1.0
-    """Share of `memory` that the optimizer's step reaches."""
-    unfused_attention: Annotated[float | None, POSITIVE] = None
-    """CPUs: share of the peak that attention with dropout reaches, all scores counted; null: `attention`."""
+    """Share of the memory bandwidth that kernels reach which are no products."""
     network: Annotated[float, PROBABILITY] = 0.7
     """Share of the links' bandwidth that large collectives reach."""
 
@@ -90,6 +82,9 @@ class HardwareConfig:
     """Bandwidth between nodes for each device, one direction, GB/s: the node's network over its devices."""
     network_latency_us: Annotated[float, NOT_NEGATIVE]
     """Time of the smallest message between nodes, microseconds."""
+    kernel_us: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Time of the smallest kernel, with what starts it, microseconds; 0 where the host runs ahead of a
+    GPU."""
     power_w: Annotated[float | None, POSITIVE] = None
     """Power of a node under load for each device, W, without cooling; null leaves out the energy."""
     is_calibrated: bool = False

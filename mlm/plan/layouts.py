@@ -1,13 +1,16 @@
 """`mlm plan layouts`: the fastest layouts of a model on a number of GPUs that fit."""
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mlm.config.tree import HOISTED, leaves, sections
 from mlm.launch.typed import typed_settings
+from mlm.plan.candidates import Query, query_of
 from mlm.plan.config import PlanLayoutsConfig
-from mlm.plan.memory import MemoryModel, gib
+from mlm.plan.goodput import Goodput, goodput
+from mlm.plan.layout import PlannedLayout, model_flops
+from mlm.plan.memory import gib
 from mlm.plan.report import (
     Row,
     as_csv,
@@ -21,28 +24,18 @@ from mlm.plan.report import (
     time_caution,
     wide_screen,
 )
-from mlm.plan.search import LayoutForecast, Query, SearchResult, least_gpus, query_of, search
-from mlm.plan.shape import PlannedLayout, Shape
+from mlm.plan.search import LayoutForecast, SearchResult, search
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError, format_settings
 from mlm.util.results import target_name, write_result
 
 FORMAT = "mlm-plan-layouts-1"
 MOST_REASONS = 8
+LEAST_SHARE = 1e-9
+"""Of time that is progress: of a run that never ends, days are a number too."""
 PLAN_KEYS = {HOISTED, *(key.partition(".")[0] for key in leaves(PlanLayoutsConfig))}
 PLAN_KEYS -= sections(PretrainConfig).keys() - {HOISTED}
 """Keys and sections of a search that its `mlm pretrain` does not have, or that the layout found sets."""
-VARIATIONS: tuple[tuple[str, Callable[[int, PlannedLayout], bool]], ...] = (
-    ("tp crosses the node", lambda node, layout: layout.tp > node),
-    ("tp within the node", lambda node, layout: 1 < layout.tp <= node),
-    ("no tensor parallelism", lambda node, layout: layout.tp == 1),
-    ("no pipeline", lambda node, layout: layout.pp == 1),
-    ("a pipeline", lambda node, layout: layout.pp > 1),
-    ("nothing sharded over dp (zero=0)", lambda node, layout: layout.zero == 0),
-    ("weights sharded too (zero=3)", lambda node, layout: layout.zero == 3),
-    ("full recomputation", lambda node, layout: layout.recompute == "full"),
-)
-"""Classes of layouts on nodes of so many devices, whose best is compared with the best of all."""
 
 
 def run(config: PlanLayoutsConfig) -> SearchResult:
@@ -54,16 +47,18 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     result = search(query, config.show)
     if not result.best:
         raise UserError(too_large(query, result))
-    rows = [as_row(query, each, config.tokens, config.price_per_gpu_hour) for each in result.best]
+    progress = goodput(config.failures, query.gpus)
+    share = 1.0 if progress is None else max(progress.share, LEAST_SHARE)
+    rows = [as_row(query, each, config.tokens, config.price_per_gpu_hour, share) for each in result.best]
     screen.print(title(config, query))
     show_speed(rows, screen)
     show_time(rows, screen)
     peaks = {number: each.memory for number, each in enumerate(result.best, start=1)}
     show_memory(peaks, " #", query.memory_bytes, screen)
-    for line in (footnote(result), *notes(query, result.best[0])):
+    for line in (footnote(result), *failure_lines(progress), *notes(query, result.best[0])):
         screen.print(line)
     if config.why:
-        for line in reasons(query, result):
+        for line in reasons(result):
             screen.print(line)
     screen.print(f"\n{command_line(config, result.best[0].layout)}")
     if config.out is not None:
@@ -74,13 +69,13 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
 
 def title(config: PlanLayoutsConfig, query: Query) -> str:
     """The heading: model, GPUs, batch."""
-    size = MemoryModel(config.model, query.seq).held(PlannedLayout(), 0).parameters
+    size = config.model.num_parameters()
     active = config.model.num_active_parameters()
     of = f"{format_amount(size)} parameters"
     of += f", {format_amount(active)} of a token" if config.model.architecture.experts else ""
     return (
         f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name} · "
-        f"{query.dtype} · {query.global_batch} x {query.seq} tokens a step"
+        f"{query.run.precision.dtype} · {query.global_batch} x {query.seq} tokens a step"
     )
 
 
@@ -117,47 +112,34 @@ def notes(query: Query, best: LayoutForecast) -> list[str]:
     return [*time_caution(query.hardware, best.step.total), *cautions]
 
 
+def failure_lines(progress: Goodput | None) -> list[str]:
+    """A line on goodput, where a mean time between failures is given."""
+    if progress is None:
+        return []
+    times = (format_seconds(seconds) for seconds in (progress.failure_s, progress.interval_s))
+    line = "goodput {:.1%}: a failure every {}, a checkpoint every {}; days, energy and price include it"
+    return [line.format(progress.share, *times)]
+
+
 def too_large(query: Query, result: SearchResult) -> str:
     """The error of a model that no layout fits into memory."""
     layout, lacks = min(result.too_large, key=lambda each: each[1])
-    least = least_gpus(query)
-    fix = f"needs at least gpus={least} of this kind" if least else "no number of GPUs of this kind holds it"
-    if least is not None and least <= query.gpus:
-        fix = "allow other layouts or another train.global_batch_size"
     return (
         f"gpus={query.gpus}: no layout fits into {gib(query.memory_bytes)} per GPU (the smallest, "
-        f"{layout.label}, lacks {gib(lacks)}); {fix}"
+        f"{layout.label}, lacks {gib(lacks)}); use more GPUs, or free settings that are kept"
     )
 
 
-def reasons(query: Query, result: SearchResult) -> list[str]:
+def reasons(result: SearchResult) -> list[str]:
     """Lines on why other layouts are not the answer, and on the parts of the best one's time."""
     lines = ["", "why not others:"]
     nearest = sorted(result.too_large, key=lambda each: each[1])
     lines += [f"  {layout.label}: does not fit by {gib(lacks)}" for layout, lacks in nearest[:MOST_REASONS]]
     if len(nearest) > MOST_REASONS:
         lines.append(f"  … and {len(nearest) - MOST_REASONS:,} more that do not fit")
-    lines += [f"  {line}" for line in slower(query, result.best[0])]
     for why, count in result.rejections.examples():
         lines.append(f"  not valid: {why}" + (f" (and {count - 1:,} more by this rule)" if count > 1 else ""))
     return [*lines, "", limits(result.best[0])]
-
-
-def slower(query: Query, best: LayoutForecast) -> list[str]:
-    """The best of each class of layouts that the best of all is not in, beside it."""
-    node, lines = query.hardware.devices_per_node, []
-    for words, belongs in VARIATIONS:
-        if belongs(node, best.layout):
-            continue
-        result = search(query, 1, lambda layout, belongs=belongs: belongs(node, layout))  # type: ignore[misc]
-        if result.best:
-            (other,) = result.best
-            ratio = other.step.total / best.step.total
-            lines.append(f"{words}: {other.layout.label} takes {ratio:.2f} times as long")
-        elif result.too_large:
-            least = gib(min(lacks for _, lacks in result.too_large))
-            lines.append(f"{words}: none of {result.candidates:,} layouts fits, the smallest lacks {least}")
-    return lines
 
 
 def limits(best: LayoutForecast) -> str:
@@ -175,25 +157,15 @@ def write(config: PlanLayoutsConfig, query: Query, result: SearchResult, rows: S
     if ending == ".csv":
         write_result(config.out, as_csv(rows))
         return
-    if ending in (".png", ".html"):
-        from mlm.plan.charts import draw, layouts_page  # matplotlib takes half a second to import
-
-        words = title(config, query)
-        picture = draw(result.best, words, query.memory_bytes)
-        lines = [footnote(result), *notes(query, best)]
-        lines += reasons(query, result) if config.why else [limits(best)]
-        lines += ["", command_line(config, best.layout)]
-        write_result(config.out, picture if ending == ".png" else layouts_page(words, picture, rows, lines))
-        return
     values = {
         "format": FORMAT,
         "model": config.name,
         "hardware": query.hardware.name,
         "gpus": query.gpus,
-        "dtype": query.dtype,
+        "dtype": query.run.precision.dtype,
         "seq_length": query.seq,
         "global_batch_size": query.global_batch,
-        "model_flops_per_step": Shape(query.model, query.seq).model_flops(query.global_batch),
+        "model_flops_per_step": model_flops(query.model, query.seq, query.global_batch),
         "memory_bytes_per_gpu": query.memory_bytes,
         "valid_layouts": result.candidates,
         "time_error": query.hardware.time_error,

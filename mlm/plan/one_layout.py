@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+from mlm.plan.candidates import run_of
 from mlm.plan.config import PlanMemoryConfig
+from mlm.plan.layer_counts import counts_of
+from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, DeviceMemory, MemoryModel, gib, in_flight
 from mlm.plan.report import as_csv, format_amount, layout_cautions, memory_row, show_memory, wide_screen
-from mlm.plan.shape import PlannedLayout
 from mlm.util.results import target_name, write_result
 
 FORMAT = "mlm-plan-memory-1"
@@ -23,7 +25,8 @@ def run(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
         micro_batch=train.micro_batch_size,
         global_batch=train.global_batch_size,
     )
-    memory = MemoryModel.on(hardware, config.model, seq, config.precision.dtype, config.imbalance)
+    counts = counts_of(run_of(config, train.global_batch_size), hardware.device)
+    memory = MemoryModel(counts, hardware.reserved_gib * GIB)
     peaks = {rank: peak_of(memory, layout, rank) for rank in ranks(layout, config.rank)}
     capacity = hardware.memory_gib * GIB
     batch = f"{layout.micro_batches} micro-batches of {layout.micro_batch} x {seq} tokens"
@@ -41,18 +44,23 @@ def run(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
 
 def ranks(layout: PlannedLayout, wanted: int | None) -> list[int]:
     """The first rank of the pipeline's first stage and of its last, and the wanted one."""
-    last = (layout.pp - 1) * layout.tp * layout.dp
+    last = (layout.pp - 1) * layout.gpus // layout.pp
     return sorted({0, last, last if wanted is None else wanted})
 
 
 def peak_of(memory: MemoryModel, layout: PlannedLayout, rank: int) -> DeviceMemory:
-    """The peak of a global rank: rank = (stage * dp + replica) * tp + tensor-parallel rank."""
-    return memory.peak(layout, rank // (layout.tp * layout.dp), rank // layout.tp % layout.dp)
+    """The peak of a global rank: rank = (stage * dp * cp + replica) * tp + tensor-parallel rank."""
+    return memory.peak(layout, stage_of(layout, rank), rank // layout.tp % (layout.dp * layout.cp))
+
+
+def stage_of(layout: PlannedLayout, rank: int) -> int:
+    """The pipeline rank of a global rank."""
+    return rank // (layout.gpus // layout.pp)
 
 
 def describe(layout: PlannedLayout, rank: int, peak: DeviceMemory) -> str:
     """A rank's place, its parameters, what it has in flight, and when it is fullest."""
-    stage = rank // (layout.tp * layout.dp)
+    stage = stage_of(layout, rank)
     held = in_flight(layout, stage)
     unit = ("micro-batch", "micro-batches") if layout.vp == 1 else ("chunk", "chunks")
     moment = "when backward begins" if peak.moment == "backward" else "when the optimizer steps"
@@ -76,7 +84,7 @@ def write(config: PlanMemoryConfig, layout: PlannedLayout, peaks: dict[int, Devi
     rows = [
         {
             "rank": rank,
-            "stage": rank // (layout.tp * layout.dp),
+            "stage": stage_of(layout, rank),
             "parameters": peak.parameters,
             "moment": peak.moment,
             **memory_row(peak),

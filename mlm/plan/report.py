@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mlm.models.config import ModelConfig
+from mlm.plan.candidates import Query
 from mlm.plan.hardware import HardwareConfig
+from mlm.plan.layout import PlannedLayout, hardware_flops, model_flops
 from mlm.plan.memory import GIB, DeviceMemory
 from mlm.plan.memory import PARTS as MEMORY_PARTS
-from mlm.plan.search import LayoutForecast, Query
-from mlm.plan.shape import PlannedLayout, Shape
+from mlm.plan.search import LayoutForecast
 from mlm.util.terminal import PlainScreen, add_row, table
 
 HOUR, DAY = 3600.0, 86400.0
@@ -32,7 +33,7 @@ SHORT = {
 TIME_COLUMNS = (
     ("products", ("matmul", "vocabulary")),
     *((SHORT.get(part, part), (part,)) for part in ("attention", "elementwise", "recompute", "optimizer")),
-    ("tp+ep", ("tp", "ep")),
+    ("tp+cp+ep", ("tp", "cp", "ep")),
     *((part, (part,)) for part in ("pp", "dp", "bubble")),
 )
 """Columns of the table of time: heading, parts of a step."""
@@ -40,18 +41,23 @@ Row = Mapping[str, Any]
 
 
 def as_row(
-    query: Query, forecast: LayoutForecast, tokens: float | None = None, price: float | None = None
+    query: Query,
+    forecast: LayoutForecast,
+    tokens: float | None = None,
+    price: float | None = None,
+    share: float = 1.0,
 ) -> Row:
     """A layout as a flat row: settings, numbers, seconds and bytes by part.
 
-    Days, energy and price are those of so many tokens, at the price of a GPU for an hour.
+    Days, energy and price are those of so many tokens, at the price of a GPU for an hour, with this share of
+    the time progress.
     """
     layout, step, memory = forecast.layout, forecast.step, forecast.memory
-    shape = Shape(query.model, query.seq, layout.tp)
+    counted = (query.model, query.seq, query.global_batch)
     rate, seconds = query.global_batch * query.seq / step.total, step.total
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
-    model = shape.model_flops(query.global_batch) * per_gpu
-    length, power = None if tokens is None else tokens / rate, query.hardware.power_w
+    model = model_flops(*counted, layout.tp) * per_gpu
+    length, power = None if tokens is None else tokens / rate / share, query.hardware.power_w
     sizes = ("micro_batch", "global_batch")
     settings = {name: getattr(layout, name) for name in PlannedLayout.__slots__ if name not in sizes}
     return {
@@ -62,8 +68,8 @@ def as_row(
         "step_s": seconds,
         "tokens_per_s": rate,
         "model_tflops": model,
-        "hardware_tflops": shape.hardware_flops(layout.recompute, query.global_batch) * per_gpu,
-        "mfu": model * 1e12 / query.hardware.peak(query.dtype),
+        "hardware_tflops": hardware_flops(*counted, layout.recompute, layout.tp) * per_gpu,
+        "mfu": model * 1e12 / query.hardware.peak(query.run.precision.dtype),
         "days": None if length is None else length / DAY,
         "energy_mwh": None if length is None or power is None else length / HOUR * power * layout.gpus / 1e6,
         "price": None if length is None or price is None else length / HOUR * layout.gpus * price,

@@ -1,7 +1,6 @@
 """`mlm plan schedule`: simulate a pipeline schedule, draw it and print its cost. No torch, no model."""
 
 from dataclasses import asdict, dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,11 @@ from mlm.parallel.pipeline.actions import Action, Cost, Instruction, Plan, Recei
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.drawing import draw, svg_timeline
-from mlm.tracking.page import html
+from mlm.plan.drawing import draw, svg_file
 from mlm.util.errors import writing_to
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen, add_row, console, table
 
-MOST_DRAWN = 10_000
-"""Computations on a page: some 2 MB."""
 HEADINGS = ("rank", "idle", "peak in flight", "sends", "receives")
 
 
@@ -140,33 +136,13 @@ def show_numbers(plan: Plan, formula: BubbleFormula, screen: Screen) -> None:
 
 def write(plan: Plan, config: PlanScheduleConfig, out: Path) -> None:
     """Write the picture or, to a .json, a stream or a device, the record. Raises UserError."""
-    kind = out.suffix.removeprefix(".")
     with writing_to(str(out)):
         out.parent.mkdir(parents=True, exist_ok=True)
-    if kind in ("svg", "png"):
-        from mlm.plan import picture  # matplotlib takes half a second to import
-
+    if out.suffix == ".svg":
         caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
-        drawn = BytesIO()
-        picture.draw(plan, caption, drawn, kind)
-        write_result(out, drawn.getvalue())
+        write_result(out, svg_file(plan, caption))
     else:
-        write_result(out, schedule_page(plan, config) if kind == "html" else record(plan, config))
-
-
-def schedule_page(plan: Plan, config: PlanScheduleConfig) -> bytes:
-    """Return a page with the drawing and the numbers of a plan."""
-    count = sum(map(len, plan.timeline))
-    large = f"{count:,} computations are too many to draw here; out=schedule.svg draws all."
-    words = f"Bubble {plan.bubble:.2%} of the ideal time; {closed_bubble(config).compared(plan.bubble)}. "
-    words += f"Makespan {plan.makespan:.6g}. Numbers in the drawing are micro-batches."
-    drawn = svg_timeline(plan) if count <= MOST_DRAWN else html.paragraph(large)
-    rows = [(f"P{numbers.rank}", *numbers.cells[1:]) for numbers in rank_numbers(plan)]
-    parts = [
-        ("schedule", "Schedule", html.paragraph(words) + drawn),
-        ("ranks", "Ranks", html.table(HEADINGS, rows)),
-    ]
-    return html.page(title(config), parts)
+        write_result(out, record(plan, config))
 
 
 def record(plan: Plan, config: PlanScheduleConfig) -> dict[str, Any]:

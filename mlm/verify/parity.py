@@ -16,8 +16,9 @@ from mlm.launch.environment import read_rank_place
 from mlm.models.family import SHIPPED
 from mlm.optim.config import OPTIMIZERS
 from mlm.parallel.mesh import ParallelContext
+from mlm.plan.layer_counts import counts_of
+from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import MemoryModel
-from mlm.plan.shape import PlannedLayout
 from mlm.training.corpora import corpus_problems
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import CheckFailedError, UserError, writing_to
@@ -64,15 +65,13 @@ def memory_problem(config: ParityConfig, available: int) -> str | None:
 def needed_bytes(config: ParityConfig) -> float:
     """Memory of rank 0's whole model, and of the layout's ranks that share the same memory."""
     is_gpu, train = device_kind(config.dist) == "cuda", config.train
-    memory = MemoryModel(
-        config.model, config.data.seq_length, config.precision.dtype, device="gpu" if is_gpu else "cpu"
-    )
+    memory = MemoryModel(counts_of(config, "gpu" if is_gpu else "cpu"))
     micro_batch, global_batch = train.micro_batch_size, train.global_batch_size
     whole = PlannedLayout(micro_batch=micro_batch, global_batch=global_batch)
     dp = config.parallel.dp or 1
     layout = PlannedLayout.of(config.parallel, dp=dp, micro_batch=micro_batch, global_batch=global_batch)
     place = read_rank_place(os.environ)
-    ranks = layout.gpus * config.parallel.cp if place is None else place.local_world_size
+    ranks = layout.gpus if place is None else place.local_world_size
     split = memory.worst(layout).total * (1 if is_gpu else ranks)
     return memory.worst(whole).total + split
 

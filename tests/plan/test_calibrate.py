@@ -16,10 +16,13 @@ from mlm.plan.calibrate_fit import Timing, fit, fit_link, implausible, of_kind
 from mlm.plan.calibrate_measure import Measurements, Workload
 from mlm.plan.checks import check_plan_calibrate
 from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
-from mlm.plan.cost import FLASH_BACKWARD, UNFUSED_BACKWARD, CostModel
+from mlm.plan.cost import CostModel
 from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig, calibration_file
-from mlm.plan.shape import PlannedLayout, Shape
+from mlm.plan.layer_counts import counts_of
+from mlm.plan.layout import PlannedLayout
+from mlm.plan.trace import Product
 from mlm.util.errors import UserError
+from tests.plan.planned import planned_run
 from tests.ranks import run_on_ranks
 
 TRUE = HardwareConfig(
@@ -34,17 +37,8 @@ TRUE = HardwareConfig(
     network_gbps=1,
     network_latency_us=200,
     peak_tflops=PeakConfig(fp32=0.1),
-    efficiency=EfficiencyConfig(
-        matmul=0.8,
-        matmul_half=32,
-        attention=0.3,
-        unfused_attention=0.2,
-        memory=1,
-        network=1,
-        elementwise=0.4,
-        weights=0.1,
-        optimizer=1.5,
-    ),
+    kernel_us=20,
+    efficiency=EfficiencyConfig(matmul=0.8, matmul_half=32, attention=0.3, memory=0.4, network=1),
 )
 TINY = Workload(
     products=((16, 16, 16), (32, 16, 64)),
@@ -62,26 +56,24 @@ PLAN = ["plan", "layouts", "model=gpt2_tiny", "gpus=1", "precision=fp32", "train
 MODEL = ModelConfig(
     num_layers=1, hidden_size=512, num_heads=8, vocab_size=1024, hidden_dropout=0.0, attention_dropout=0.0
 )
-LAYER = Shape(MODEL, 256)
+LAYER = counts_of(planned_run(MODEL, 256, dtype="fp32"), "cpu")
 
 
 def times_of(hardware: HardwareConfig) -> list[Timing]:
     """The times that the model predicts of this hardware."""
-    model = CostModel(LAYER, hardware, "fp32")
-    layers = {size: model.layer(PlannedLayout(micro_batch=size, global_batch=size)) for size in (1, 4)}
-    e = hardware.efficiency
-    tile = 256 / (256 + e.matmul_half)
-    forward = 2 * 16 * 256**2 * 64 / (model.peak * e.attention * tile)
-    unfused = 4 * 16 * 256**2 * 64 / (model.peak * (e.unfused_attention or 0))
-    products = ((256, 128, 512), (512, 512, 512), (1024, 256, 2048), (128, 2048, 512))
+    model = CostModel(LAYER, hardware, 1)
+    layers = {size: model.homes(PlannedLayout(micro_batch=size))["0"] for size in (1, 4)}
+    attention = 7 * 16 * 256**2 * 64 / (model.peak * hardware.efficiency.attention)
+    shapes = ((256, 128, 512), (512, 512, 512), (1024, 256, 2048), (128, 2048, 512))
     return [
-        *(Timing("product", "fp32", sizes, 3 * model.product(*sizes)) for sizes in products),
+        *(Timing("product", "fp32", each, 3 * model.product(Product(1, *each, 0, 4))) for each in shapes),
         Timing("product", "bf16", (512, 512, 512), 6 * 512**3 / 2e11),
         Timing("copy", "", (1 << 20,), 2 * (1 << 20) / (hardware.memory_gbps * 1e9)),
-        Timing("fused", "", (16, 256, 64), (1 + FLASH_BACKWARD) * forward),
-        Timing("unfused", "", (16, 256, 64), (1 + UNFUSED_BACKWARD) * unfused),
-        *(Timing("layer", "", (size,), layer.forward + layer.backward) for size, layer in layers.items()),
-        Timing("optimizer", "", (), model.optimizer(1)),
+        Timing("fused", "", (16, 256, 64), attention),
+        *(
+            Timing("layer", "", (size,), sum(layer.forward) + sum(layer.backward))
+            for size, layer in layers.items()
+        ),
         *(
             time_of(Timing("within", operation, (4, size), 0.0), hardware)
             for operation in ("all_reduce", "all_gather", "send")
@@ -103,12 +95,11 @@ def test_constants_of_predicted_times_are_found_again() -> None:
     true, its = TRUE.efficiency, found.efficiency
     assert its.matmul_half == true.matmul_half
     peak = TRUE.peak_tflops.fp32 or 0
-    for name in ("matmul", "attention", "unfused_attention"):  # shares of a peak that no product reached
+    for name in ("matmul", "attention"):  # shares of a peak that no product reached
         rate = getattr(its, name) * (found.peak_tflops.fp32 or 0)
         assert rate == pytest.approx(getattr(true, name) * peak, rel=0.02), name
-    assert its.elementwise == pytest.approx(true.elementwise, rel=0.05)
-    assert its.weights == pytest.approx(true.weights, rel=0.05)
-    assert its.optimizer == pytest.approx(true.optimizer, rel=0.01)
+    assert its.memory == pytest.approx(true.memory, rel=0.05)
+    assert found.kernel_us == pytest.approx(20, rel=0.2)
     assert found.memory_gbps == pytest.approx(20)
     assert (found.node_gbps, found.node_latency_us) == pytest.approx((3, 50), rel=0.01)
     assert found.peak_tflops.bf16 == pytest.approx(0.2)

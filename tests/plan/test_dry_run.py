@@ -24,8 +24,9 @@ from mlm.plan.dry_run import flops_of, run
 from mlm.plan.dry_run_memory import ACTIVATIONS, GRADIENTS, PARTS, STATE, TABLES, VOCABULARY, WEIGHTS
 from mlm.plan.dry_run_meter import IN_ATTENTION, MessageType
 from mlm.plan.dry_run_rank import DryRun, batches_of, dry_run
+from mlm.plan.layer_counts import counts_of
+from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import MemoryModel
-from mlm.plan.shape import PlannedLayout
 from mlm.training.trainer import Trainer
 from tests.slow import thinned
 
@@ -282,7 +283,7 @@ def test_the_parts_of_the_peak_are_all_of_it() -> None:
 @pytest.mark.parametrize(
     ("pp", "dp", "pipeline"), [(1, 1, "1f1b"), (2, 1, "1f1b"), (2, 1, "gpipe"), (2, 2, "gpipe")]
 )
-def test_the_last_stage_is_as_full_as_the_formulas_predict(
+def test_the_last_stage_is_as_full_as_plans_predict(
     pp: int, dp: int, pipeline: Literal["1f1b", "gpipe"], micro_batches: int
 ) -> None:
     """With a table that outweighs everything: how often it is held shows."""
@@ -290,7 +291,7 @@ def test_the_last_stage_is_as_full_as_the_formulas_predict(
     layout = f"pp={pp} dp={dp} pipeline={pipeline} model.vocab_size=8192 train.global_batch_size={batch}"
     config, rank = config_of(*layout.split()), (pp - 1) * dp
     found = dry_run(config, rank, in_full=True).log.peak()
-    predicted = MemoryModel(config.model, S, "bf16").peak(
+    predicted = MemoryModel(counts_of(config, "gpu")).peak(
         PlannedLayout(pp=pp, dp=dp, pipeline=pipeline, micro_batch=B, global_batch=batch), pp - 1
     )
     assert predicted.total - predicted.parts["allocator"] == pytest.approx(found.bytes, rel=0.02)

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from mlm.config.cli import main
-from mlm.parallel.layout_checks import TRAIN_RULES, Launch
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast as module
-from mlm.plan.forecast import Forecast, Machine, forecast, lines, nearest_fit, summary, warning
+from mlm.plan.forecast import Forecast, Machine, forecast, lines, summary, warning
 from mlm.plan.hardware import preset
 from mlm.plan.memory import GIB
 from mlm.plan.report import step_range, time_caution
-from mlm.plan.search import Models, settings
 from mlm.tracking.summary import Predicted, compare_prediction
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError
@@ -34,9 +32,7 @@ def config_of(*words: str) -> PretrainConfig:
 def of_8b(ranks: int, *words: str, gibs: float = 79.15) -> Forecast:
     """The forecast of the 8.3 billion model on A100s."""
     machine = Machine(A100, gibs * GIB, "a preset")
-    found = forecast(config_of("model=gpt2_8b", *words), ranks, machine)
-    assert found is not None
-    return found
+    return forecast(config_of("model=gpt2_8b", *words), ranks, machine)
 
 
 def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
@@ -61,40 +57,13 @@ def test_times_by_measured_constants_have_no_caution() -> None:
     assert step_range(replace(A100, is_calibrated=True), 2.0) == ""
 
 
-@pytest.mark.parametrize(
-    ("ranks", "words", "gibs"),
-    [
-        (8, ("tp=2", "dp=4"), 79.15),
-        (8, ("dp=8",), 79.15),
-        (64, ("tp=4", "pp=4", "dp=4"), 20.0),
-        (8, ("tp=8",), 24.0),
-    ],
-)
-def test_what_is_proposed_fits_and_is_valid(ranks: int, words: tuple[str, ...], gibs: float) -> None:
-    found = of_8b(ranks, *words, gibs=gibs)
+def test_a_layout_that_does_not_fit_names_the_command_that_finds_others() -> None:
+    found = of_8b(8, "tp=2", "dp=4")
     assert not found.fits
-    layout = nearest_fit(found)
-    assert layout is not None
-    assert layout.gpus == ranks
-    memory = Models(found.query).memory
-    assert memory.worst(layout).total <= gibs * GIB
-    choice = {name: getattr(layout, name) for name in ("tp", "pp", "vp", "dp", "pipeline", "zero")}
-    values = settings(found.query, {**choice, "sequence_parallel": layout.sequence_parallel})
-    values["train.micro_batch_size"] = layout.micro_batch
-    assert not any(rule.breach(values, Launch(ranks, None)) for rule in TRAIN_RULES)
-    assert "the nearest layout that fits: " in warning(found)
+    assert warning(found).endswith("may be lacking; `mlm plan layouts gpus=8` finds layouts that fit")
 
 
-def test_a_micro_batch_is_lowered_before_a_layout_is_changed() -> None:
-    found = of_8b(8, "tp=2", "dp=4", "train.micro_batch_size=16")  # too large to fit with recompute=full
-    assert warning(found).endswith("fits: train.micro_batch_size=1")
-
-
-def test_a_model_that_fits_nowhere_is_said_to() -> None:
-    assert "no layout on this many ranks fits" in warning(of_8b(1))
-
-
-def test_a_forecast_of_a_trillion_parameters_takes_no_tenth_of_a_second(
+def test_a_forecast_of_a_trillion_parameters_takes_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = ["model=gpt2_sc21_1t", "parallel=sc21_1t", "train.global_batch_size=3072", "train.steps=9"]
@@ -104,11 +73,11 @@ def test_a_forecast_of_a_trillion_parameters_takes_no_tenth_of_a_second(
     assert config.model.family.causal  # the run imports its family anyway
     begin = time.process_time()
     found = lines(config, 3072)
-    assert time.process_time() - begin < 0.1
+    assert time.process_time() - begin < 10
     assert len(found) == 2
 
 
-def test_unknown_families_and_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("pretrain", TINY)
     assert isinstance(config, PretrainConfig)
     assert len(lines(config, 1)) == 1
@@ -116,6 +85,15 @@ def test_unknown_families_and_failures_are_silent(monkeypatch: pytest.MonkeyPatc
     assert lines(own, 1) == []
     monkeypatch.setattr(module, "forecast", lambda *_, **__: 1 / 0)
     assert lines(config, 1) == []
+
+
+def test_adapters_and_split_sequences_have_a_forecast() -> None:
+    """A base of frozen bf16 weights takes an eighth of what is trained with gradient and moments."""
+    whole = of_8b(8, "tp=8")
+    assert of_8b(8, "tp=8", "lora.rank=8").memory < whole.memory / 3
+    split = of_8b(16, "tp=8", "cp=2", "model.attention_dropout=0")
+    assert split.layout.cp == 2
+    assert split.step_s is not None
 
 
 def test_pretrain_says_what_it_needs_before_it_takes_memory(

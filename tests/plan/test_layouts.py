@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shlex
-from html import unescape
 from pathlib import Path
 
 import pytest
@@ -88,20 +87,6 @@ def test_files_hold_what_is_printed(tmp_path: Path) -> None:
         assert main([*LAYOUTS, f"out={tmp_path / name}"]) == 0
     parts = [name for name in first if name.endswith("_bytes") and name != "memory_bytes"]
     assert sum(first[name] for name in parts) == pytest.approx(first["memory_bytes"])
-
-
-@pytest.mark.parametrize("name", thinned(["plan.png", "plan.html"], 2))
-def test_pictures_are_written_and_replaced_and_a_users_file_is_not(name: str, tmp_path: Path) -> None:
-    for gpus in (4, 8):
-        assert main([*LAYOUTS, f"gpus={gpus}", f"out={tmp_path / name}"]) == 0
-    written = (tmp_path / name).read_bytes()
-    assert len(written) < 300_000
-    if name.endswith("html"):
-        assert not re.search(rb'(src|href)="(?!data:|#)', written)
-        assert "content=\"default-src 'none';" in unescape(written.decode())
-        assert b"mlm pretrain model=gpt2_355m" in written
-    (tmp_path / f"my_{name}").write_bytes(b"<!doctype html><p>mine")
-    assert main([*LAYOUTS, f"out={tmp_path / f'my_{name}'}"]) == 2
 
 
 def test_memory_of_both_ends_and_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +184,7 @@ def test_each_number_of_a_preset_names_its_source() -> None:
             ([*LAYOUTS, "hardware=dgx_a100"], "did you mean dgx_"),
             ([*LAYOUTS, "hardware=no/such.yaml"], "hardware=no/such.yaml: "),
             ([*LAYOUTS, "gpus=509"], "use gpus=512 or train.global_batch_size="),
-            ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "needs at least gpus="),
+            ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "no layout fits into 79.2 GiB per GPU"),
             ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),
             ([*LAYOUTS, "hardware=dgx2h_v100_32g"], "use precision=fp16"),
             ([*LAYOUTS, "out=plan.txt"], "out=plan.txt must end in "),

@@ -8,12 +8,11 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from matplotlib.image import imread
 
 from mlm.parallel.pipeline.actions import Plan, Send
-from mlm.plan import picture
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.schedule import closed_bubble, rank_numbers, run, simulate
 from mlm.util.errors import UserError
@@ -81,10 +80,11 @@ def test_ranks_hold_what_1f1b_promises() -> None:
 def test_svg_holds_every_cell_and_number(tmp_path: Path) -> None:
     plan, text = ran(pp=2, vp=2, micro_batches=4, out=str(tmp_path / "new/a.svg"))
     svg = (tmp_path / "new/a.svg").read_text()
-    labels = re.findall(r">(\d)</text>", svg)
-    assert labels.count("3") >= 2 * 2 * 2  # ranks, chunks, ops; the axes have numbers too
-    assert svg.count("<path") >= sum(map(len, plan.timeline))
-    assert "backward, chunk 1" in svg
+    ElementTree.fromstring(svg)
+    labels = re.findall(r">[FB]?(\d)</text>", svg)
+    assert labels.count("3") == 2 * 2 * 2  # ranks, chunks, ops
+    assert len(re.findall(r'<rect class="op[FB]"', svg)) == sum(map(len, plan.timeline))
+    assert "B backward" in svg
     assert "interleaved 1F1B · pp=2 vp=2 micro_batches=4   bubble 12.50%" in svg
     assert text.endswith(f"written to {tmp_path}/new/a.svg\n")
 
@@ -94,25 +94,6 @@ def test_equal_plans_give_equal_svgs(tmp_path: Path) -> None:
     for file in files:
         ran(pp=2, out=str(file))
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_a_page_has_every_computation_and_the_numbers_of_each_rank(tmp_path: Path) -> None:
-    for batches in (2, 4):  # what mlm wrote is replaced
-        plan, _ = ran(pp=2, micro_batches=batches, out=str(tmp_path / "a.html"))
-    page = (tmp_path / "a.html").read_text()
-    assert len(re.findall(r'<rect class="op[FB]"', page)) == sum(map(len, plan.timeline)) == 16
-    assert "Bubble 25.00% of the ideal time; formula (p-1)/m = 25.00%" in page
-    assert page.count('<th scope="row">P') == 2
-    ran(micro_batches=2000, out=str(tmp_path / "b.html"))
-    assert "16,000 computations are too many to draw" in (tmp_path / "b.html").read_text()
-
-
-def test_png_is_a_picture_with_nothing_beside_it(tmp_path: Path) -> None:
-    ran(micro_batches=400, out=str(tmp_path / "a.png"))
-    read = imread(tmp_path / "a.png")
-    assert read.std() > 0.01  # not blank
-    assert read.shape[1] == 150 * picture.LARGEST_INCHES  # a viewer opens it
-    assert [file.name for file in tmp_path.iterdir()] == ["a.png"]
 
 
 def test_json_holds_the_plan(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ SMALL = [
 ]
 EXPERTS = ["model=moe_tiny", "model.num_heads=4", "model.max_positions=32"]
 DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
+KILL = 12
+"""Steps to the kill, and again to the end: in fewer a run is often over before it is killed."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +67,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(Rehearsal, "run_resumed", keep_and_resume)
         for key in child_run.LAUNCHER_VARIABLES:
             patch.delenv(key, raising=False)
-        assert main(["verify-resume", *SMALL, *DROPOUT, f"out={out}"]) == 0
+        assert main(["verify-resume", *SMALL, *DROPOUT, f"steps={KILL}", f"out={out}"]) == 0
     return out
 
 
@@ -74,16 +76,16 @@ def test_a_killed_run_with_dropout_resumes_bit_for_bit(checked: Path) -> None:
     assert result["equal"] is True
     assert result["verdict"].startswith("EQUAL bit for bit: ")
     assert result["tolerance"] is None
-    assert result["starts_of_the_resumed_run"] == [0, 2]
-    assert [step["step"] for step in result["steps"]] == [1, 2, 3, 4]
+    assert result["starts_of_the_resumed_run"] == [0, KILL]
+    assert [step["step"] for step in result["steps"]] == list(range(1, 2 * KILL + 1))
     assert all(step["straight"] == step["resumed"] for step in result["steps"])
-    assert result["counters"]["resumed"]["consumed_samples"] == 4 * 8
+    assert result["counters"]["resumed"]["consumed_samples"] == 2 * KILL * 8
     assert (result["tensors"]["compared"], result["tensors"]["differing"]) == (84, [])
 
 
 def test_the_run_was_killed_with_its_second_checkpoint_unpublished(checked: Path) -> None:
     folder = checked.parent / "killed/checkpoints"
-    assert (folder / "latest").read_text().split()[0] == step_name(2)
+    assert (folder / "latest").read_text().split()[0] == step_name(KILL)
 
 
 @pytest.mark.slow
@@ -98,15 +100,15 @@ def test_a_counter_altered_before_resuming_is_different_from_the_first_step_on(
 
     def killed(self: Rehearsal) -> Kill:
         shutil.copytree(checked.parent / "killed", out / "resumed")
-        skip = out / "resumed/checkpoints" / step_name(2)
-        edit_manifest(skip, lambda body: body["state"].update(consumed_samples=3 * 8))
-        return Kill(0.0, 2, 1)
+        skip = out / "resumed/checkpoints" / step_name(KILL)
+        edit_manifest(skip, lambda body: body["state"].update(consumed_samples=(KILL + 1) * 8))
+        return Kill(0.0, KILL, 1)
 
     monkeypatch.setattr(Rehearsal, "run_straight", straight)
     monkeypatch.setattr(Rehearsal, "run_killed", killed)
-    assert main(["verify-resume", *SMALL, *DROPOUT, f"out={out}"]) == 1
+    assert main(["verify-resume", *SMALL, *DROPOUT, f"steps={KILL}", f"out={out}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "DIFFERENT: the first difference is in the loss of step 3" in line
+    assert f"DIFFERENT: the first difference is in the loss of step {KILL + 1}" in line
     assert json.loads((out / "verify-resume.json").read_text())["equal"] is False
 
 

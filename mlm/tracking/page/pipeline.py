@@ -15,9 +15,9 @@ from mlm.models.stage import PipelineStage, split_layers
 from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, TimedAction
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.drawing import NAMES, svg, svg_legend, svg_timeline
+from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, MOMENTS, PARTS, DeviceMemory
 from mlm.plan.schedule import BubbleFormula, closed_bubble, rank_numbers, simulate, title
-from mlm.plan.shape import PlannedLayout
 from mlm.tracking.page.html import macro
 from mlm.tracking.page.runs import RunRecords, number
 from mlm.training.config import PretrainConfig

@@ -10,16 +10,19 @@ import pytest
 from mlm.models.config import ModelConfig
 from mlm.parallel.mesh import shape_context
 from mlm.plan.config import PlanScheduleConfig
+from mlm.plan.layer_counts import counts_of
+from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, MemoryModel
 from mlm.plan.schedule import simulate
-from mlm.plan.shape import PlannedLayout
 from mlm.tracking.page.pipeline import RunPlan, draw_layout, draw_memory, draw_schedule
 from mlm.tracking.page.runs import read_run
+from tests.plan.planned import planned_run
 from tests.tracking.page.made import LAYOUT, MODEL, some_run, started, stepped, write_run
 
 LARGE = ModelConfig(**{**MODEL, "num_layers": 64, "hidden_size": 1024})
 LARGE_LAYOUT = PlannedLayout(tp=2, pp=2, dp=2, micro_batch=2, global_batch=16)
-PEAKS = [MemoryModel(LARGE, 32, "fp32", device="cpu").peak(LARGE_LAYOUT, stage) for stage in (0, 1)]
+MEMORY = MemoryModel(counts_of(planned_run(LARGE, 32, dtype="fp32"), "cpu"))
+PEAKS = [MEMORY.peak(LARGE_LAYOUT, stage) for stage in (0, 1)]
 
 
 def plans(

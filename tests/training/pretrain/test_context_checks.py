@@ -1,20 +1,14 @@
 """Sequences that ranks split: commands, models and settings that do not take them, each named in one line."""
 
-from dataclasses import replace
-
 import pytest
 
 from mlm.config.cli.compose import load_config
 from mlm.evaluate.command import check_eval_loss
 from mlm.inference.generate.command import check_generate
 from mlm.launch.checks import problems_of
-from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, Launch
 from mlm.plan.checks import check_plan_dry_run, check_plan_memory
-from mlm.plan.forecast import Machine, forecast
-from mlm.plan.hardware import preset
 from mlm.training.checks import check_pretrain
-from mlm.training.config import PretrainConfig
 from mlm.verify.config import ParityConfig, VerifyResumeConfig, check_halves, check_parity
 from tests.config.cli.doubles import Cli, make_cli
 
@@ -66,16 +60,9 @@ def test_commands_reject_what_they_cannot_split(cli: Cli, words: str) -> None:
     assert "cp=2 splits the sequences of pretraining and `mlm eval loss` alone; use cp=1" in cli.err
 
 
-def test_plans_and_forecasts_do_not_guess() -> None:
-    """The formulas know no cp."""
-    expected = ["cp=2: plans have no context parallelism; use cp=1"]
-    assert check_plan_memory(load_config("plan_memory", ["model=gpt2_tiny", "cp=2"])) == expected
-    assert check_plan_dry_run(load_config("plan_dry_run", TINY)) == expected
-    config, gib = load_config("pretrain", TINY), float(1 << 30)
-    assert isinstance(config, PretrainConfig)
-    machine = Machine(preset("dgx_a100_80g"), 80 * gib, "a preset")
-    assert forecast(config, 8, machine) is None
-    assert forecast(replace(config, parallel=ParallelConfig()), 8, machine) is not None
+def test_plans_take_split_sequences() -> None:
+    assert check_plan_memory(load_config("plan_memory", ["model=gpt2_tiny", "cp=2"])) == []
+    assert check_plan_dry_run(load_config("plan_dry_run", TINY)) == []
 
 
 def test_masks_that_a_gpu_draws_are_not_compared_with_masks_of_places() -> None:

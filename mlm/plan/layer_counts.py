@@ -1,0 +1,317 @@
+"""Counts of a model's layers and ends, of the modules themselves: state, work, and memory of a micro-batch.
+
+The trainer of one rank runs micro-batches of one sample and of two on the meta device, through one layer of
+each distinct kind between embedding and head; a `Meter` sees all that it does. What a whole model, stage or
+schedule needs is composed of that elsewhere. Groups are those of the split alone: no process group of the job
+is touched, so that a rank may ask while it trains.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, cast
+from unittest.mock import patch
+
+from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import ProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mlm.data.sampler import MicroBatch, collate
+from mlm.models.stage import PipelineStage, parameter_home
+from mlm.optim.adamw import moments
+from mlm.parallel import chunks
+from mlm.parallel.expert.router import Router
+from mlm.parallel.matmul import prepare_products
+from mlm.parallel.mesh import Axis, ExpertAxes, ParallelContext, folds_tp
+from mlm.parallel.sharding import ParameterShard
+from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Log
+from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter, label_of
+from mlm.plan.dry_run_rank import META, FusedAttention, UnfusedAttention, tag_state
+from mlm.plan.layout import BOTH, FIRST, LAST, Split
+from mlm.plan.trace import Place, Trace, TracedWatch, Work, joined
+from mlm.training import pipelined
+from mlm.training.config import PretrainConfig
+from mlm.training.corpora import train_dataset
+from mlm.training.trainer import Trainer
+
+HOMES = {"head": VOCABULARY}
+"""Homes of labels that are none: the last norm is a part of the head."""
+SIZES = (1, 1, 2)
+"""Samples of the micro-batches. The first makes the gradients that the others add to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter as one rank of its split holds it, before ZeRO shards it."""
+
+    rows: int
+    columns: int
+    weight_bytes: int
+    """Of an element."""
+    state_bytes: int
+    """Of an element: the optimizer's moments; 0 of a frozen one."""
+    cast_bytes: int
+    """Of an element: the copy that is cast once a step."""
+    is_trained: bool
+    is_whole: bool
+    """True for one that ZeRO leaves whole."""
+    is_expert: bool
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.rows * self.columns
+
+    def share(self, rank: int, ranks: int) -> int:
+        """Elements of one of `ranks` that shard the rows as torch.chunk does."""
+        each = -(-self.rows // ranks)
+        return min(each, self.rows - min(rank * each, self.rows)) * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class PassCounts:
+    """One micro-batch through embedding, a layer of each kind, and head."""
+
+    work: dict[tuple[str, str], Work]
+    """By phase and home."""
+    kept: dict[str, int]
+    """Bytes that wait from forward to backward, by home."""
+    working: dict[str, int]
+    """Most bytes on top of those, and of what is still kept by the homes before, while a home runs backward;
+    of the head also while it computes the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Micro-batches of a split."""
+
+    alone: PassCounts
+    """One sample, before there are gradients."""
+    passes: tuple[PassCounts, PassCounts]
+    """One sample and two, when gradients exist."""
+    trained: int
+    """Elements of the parameters that were trained here."""
+    per_step: Work
+    """The optimizer's step and casts, of all of them."""
+    accumulation: Work
+    """Additions to gradients outside any module, in one pass, of all of them."""
+
+
+class LayerCounts:
+    """Counts of one run's model by split, each made once when it is asked for.
+
+    `device` is gpu, cpu, or unfused: a GPU whose program computes attention by its formula.
+    """
+
+    def __init__(self, run: PretrainConfig, device: str) -> None:
+        data = replace(run.data, kind="synthetic", path=None, train=None, blend=())
+        data = replace(data, eod_id=run.data.eod_id or 0)  # of random tokens any
+        self.run = replace(run, compile=False, deterministic=False, cuda_graphs=False, data=data)
+        self.device = device
+        self._state: dict[tuple[Split, str], list[Held]] = {}
+        self._counts: dict[tuple[Split, tuple[int, ...], bool], Counts] = {}
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Of each layer the first that is like it: of parameters of the same names and shapes."""
+        model, firsts = self.run.model, dict[object, int]()
+        with META:
+            module = model.family.model(model, stage=PipelineStage(range(model.num_layers), False, False))
+        return tuple(firsts.setdefault(signature(layer), int(n)) for n, layer in module.layers.items())
+
+    def state(self, split: Split, home: str) -> list[Held]:
+        """The parameters of a home: FIRST, LAST, BOTH or the number of a kind of layer."""
+        split = split.of_state
+        if (split, home) not in self._state:
+            layer = int(home) if home.isdigit() else self.kinds[0]  # adapters alone make an optimizer
+            stage = PipelineStage(range(layer, layer + 1), home in (FIRST, BOTH), home in (LAST, BOTH))
+            with self._trainer(split, stage) as (trainer, _):
+                copied = {getattr(module, name) for module, name, _ in trainer.model.casts.reads}
+                size = trainer.model.dtype.itemsize
+                found = [
+                    held(shard, trainer, size if shard.parameter in copied else 0)
+                    for shard in trainer.shards
+                    if (parameter_home(shard.name) == layer) == home.isdigit()
+                ]
+            self._state[split, home] = found
+        return self._state[split, home]
+
+    def counts(self, split: Split) -> Counts:
+        """Micro-batches of one sample and of two through a layer of each kind and the ends."""
+        return self._count(split, SIZES, layers=True)
+
+    def ends(self, split: Split, micro_batch: int) -> Counts:
+        """The same of micro-batches of a size, without layers: the loss takes its rows in pieces."""
+        return self._count(split, (micro_batch,) * 2, layers=False)
+
+    def _count(self, split: Split, sizes: tuple[int, ...], *, layers: bool) -> Counts:
+        key = split, sizes, layers
+        if key not in self._counts:
+            numbers = sorted(set(self.kinds)) if layers or self.run.lora.rank else []  # as above
+            stage = PipelineStage(numbers, True, True)  # type: ignore[arg-type]  # any layers, in order
+            with self._trainer(split, stage, Trace() if layers else None) as (trainer, meter):
+                self._counts[key] = count_passes(trainer, meter, sizes)
+        return self._counts[key]
+
+    @contextmanager
+    def _trainer(
+        self, split: Split, stage: PipelineStage, trace: Trace | None = None
+    ) -> Iterator[tuple[Trainer[MicroBatch], Meter]]:
+        """The trainer of a rank that holds this stage alone, and the meter that follows it."""
+        layout = replace(
+            self.run.parallel,
+            **cast(Any, {name: getattr(split, name) for name in Split.__slots__}),
+            **cast(Any, {"pp": 1, "vp": 1, "dp": 1, "zero": 0, "pipeline": "1f1b"}),
+        )
+        meter = Meter("meta", trace)
+        ctx = split_context(split, meter)
+        prepare_products(META)
+        with ExitStack() as stack:
+            if self.device == "cpu":
+                stack.enter_context(patch.dict(chunks.CHUNK_BYTES, meta=chunks.CHUNK_BYTES["cpu"]))
+            if self.device == "gpu":
+                stack.enter_context(FusedAttention(self.run.attention))
+            else:
+                stack.enter_context(UnfusedAttention(recompute=split.recompute == "selective"))
+            stack.enter_context(patch.object(pipelined, "split_layers", lambda *_: [stage]))
+            with meter:
+                trainer: Trainer[MicroBatch] = Trainer(replace(self.run, parallel=layout), ctx)
+            yield trainer, meter
+
+
+KNOWN = dict[tuple[str, str], LayerCounts]()
+"""Counts that were made in this process, by what they depend on."""
+
+
+def counts_of(run: PretrainConfig, device: str) -> LayerCounts:
+    """The counts of a run's model on a type of device, from before if it was asked about."""
+    parts = (
+        run.model,
+        run.lora,
+        run.optimizer,
+        run.precision,
+        run.data,
+        run.attention,
+        run.fuse_accumulation,
+    )
+    return KNOWN.setdefault((repr(parts), device), LayerCounts(run, device))
+
+
+def signature(layer: nn.Module) -> object:
+    """Parameters of a layer, by name and shape, and the classes of its modules."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    return shapes, tuple(type(module) for module in layer.modules())
+
+
+def held(shard: ParameterShard, trainer: Trainer[MicroBatch], cast_bytes: int) -> Held:
+    """A parameter of a rank with its optimizer's state."""
+    p = shard.parameter
+    state = trainer.optimizer.state.get(p, {})
+    sizes = [state[name].element_size() for name in moments(trainer.optimizer, shard) if name in state]
+    rows = p.shape[0] if p.dim() else 1
+    is_whole = isinstance(shard.module, Router) or (bool(trainer.config.lora.rank) and p.requires_grad)
+    return Held(
+        rows,
+        p.numel() // max(rows, 1),
+        p.element_size(),
+        sum(sizes),
+        cast_bytes,
+        p.requires_grad,
+        is_whole,
+        shard.experts is not None,
+    )
+
+
+def split_context(split: Split, meter: Meter) -> ParallelContext:
+    """A rank among others that answer at once, without a default process group."""
+    watch = TracedWatch()
+    watch.trace = meter.trace
+
+    def axis(name: str, size: int) -> Axis:
+        if size == 1:
+            return Axis(name)
+        backend = FakeProcessGroup._create_internal(rank=0, world_size=size)
+        group = ProcessGroup(FakeStore(), 0, size)
+        group._register_backend(META, ProcessGroup.BackendType.CUSTOM, backend)
+        group._set_group_name(cast(Any, f"counts of {name} {size}"))
+        meter.axes[group.group_name] = (name, size)
+        return Axis(name, 0, size, group, tuple(range(size)), watch)
+
+    tp = axis("tp", split.tp)
+    whole = folds_tp(split.tp, split.expert_tp)
+    experts = ExpertAxes(ep=axis("ep", split.ep), tp=Axis("tp") if whole else tp)
+    size = split.tp * split.cp
+    return ParallelContext(tp=tp, cp=axis("cp", split.cp), experts=experts, world_size=size, device=META)
+
+
+def home_of(name: str) -> str:
+    """The home of a module by its name in a stage: a layer's number, the embedding or the head."""
+    words = name.split(".")
+    return words[1] if words[0] == "layers" and len(words) > 1 else label_of(name)
+
+
+def count_passes(trainer: Trainer[MicroBatch], meter: Meter, sizes: tuple[int, ...]) -> Counts:
+    """Run micro-batches of these sizes and an optimizer's step, and take apart what the meter saw."""
+    tag_state(trainer, meter)
+    names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
+    samples, trace = train_dataset(trainer.config, sum(sizes)), meter.trace or Trace()
+    batches, first = list[MicroBatch](), 0
+    for size in sizes:
+        batches.append(collate(samples.gather(list(range(first, first + size))), first))
+        first += size
+    with meter.watching(names, home_of):
+        trace.begin_pass()
+        before, log = len(trace.passes), meter.log
+        parts = trainer.forward_backward(batches)
+        begins = [*log.pass_begins, len(log.events)]
+        trace.begin_pass()
+        if meter.trace is not None:
+            with meter.during(OPTIMIZER):
+                trainer.reduce_gradients()
+                trainer.clip_and_update(parts)
+    casts, *works, update = trace.passes[before - 1 :]
+    works = works or [defaultdict(Work) for _ in sizes]  # of memory alone
+    homes = [EMBEDDING, *trainer.model.chunks[0].layers, VOCABULARY]
+    found = [
+        PassCounts(by_home(work), *memory_of(log, begin, end, homes))
+        for work, (begin, end) in zip(works, pairwise(begins), strict=True)
+    ]
+    return Counts(
+        alone=found[0],
+        passes=(found[1], found[-1]),
+        trained=sum(shard.parameter.numel() for shard in trainer.shards if shard.is_trained),
+        per_step=joined([*casts.values(), *update.values()]),
+        accumulation=works[1][BACKWARD, OUTSIDE],
+    )
+
+
+def by_home(work: dict[Place, Work]) -> dict[Place, Work]:
+    """Work of the modules by phase and home, what is recomputed in backward as a part of it."""
+    found = dict[Place, Work]()
+    for (phase, label), its in work.items():
+        if label != OUTSIDE:
+            place = (BACKWARD if phase == RECOMPUTED else phase, HOMES.get(label, label))
+            found[place] = joined([found[place], its]) if place in found else its
+    return found
+
+
+def memory_of(log: Log, begin: int, end: int, homes: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that are kept by home, and those that work on top of them, of the pass of these events."""
+    places = {home: n for n, home in enumerate(homes)}
+    kept = dict.fromkeys(homes, 0)
+    for block, change in log.events[begin:end]:
+        if change > 0 and block.is_kept and block.part is None:
+            kept[HOMES.get(block.label, block.label)] += block.size
+    until = dict(zip(homes, accumulate(kept.values()), strict=True))  # of the homes up to each
+    working, live, home = dict.fromkeys(homes, 0), 0, homes[0]
+    for block, change in log.events[begin:end]:
+        live += change
+        label = HOMES.get(block.label, block.label)
+        home = label if label in places and change > 0 else home
+        if change > 0 and (block.phase in (BACKWARD, RECOMPUTED) or home == homes[-1]):
+            working[home] = max(working[home], live - until[home])
+    return kept, working
