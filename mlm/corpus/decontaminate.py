@@ -77,7 +77,6 @@ class Contaminants:
     """The evaluation texts to keep out, indexed for search."""
 
     def __init__(self, config: DecontaminateConfig, texts: Sequence[EvaluationText]) -> None:
-        assert 1 <= config.min_ngram <= config.ngram
         self.config, self._texts = config, texts
         self._ngrams = NGrams([text.text for text in texts], ngram=config.ngram, min_ngram=config.min_ngram)
 

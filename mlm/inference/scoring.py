@@ -108,7 +108,6 @@ def score(
     Raises UserError for a score that is not finite, and where `kept` cannot be read or written.
     """
     model, longest = trained.model, trained.config.model.max_positions
-    assert batch_size >= 1
     assert all(is_valid(request, longest, model.vocab_size) for request in requests)
     if not requests:
         return []

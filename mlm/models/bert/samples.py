@@ -127,9 +127,6 @@ class BERTDataset:
         cache_dir: Path | None = None,
         cache_from: int = CACHE_FROM,
     ) -> None:
-        assert 0 < masked_lm_prob <= 1
-        assert 0 <= short_seq_prob <= 1
-        assert max_ngram >= 1
         if not SPECIAL + 2 <= seq_length < 1 << 20:
             raise UserError(
                 f"data.seq_length={seq_length}: a BERT sample has [CLS], two [SEP] and two tokens at least: "
@@ -247,7 +244,6 @@ class SyntheticBERT:
     """Random BERT samples, a tenth of them short, in place of a corpus. Sample i: a function of (seed, i)."""
 
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int) -> None:
-        assert seq_length >= 8
         self.vocab_size, self.seq_length, self.num_samples = vocab_size, seq_length, num_samples
         self._tokens = SyntheticDataset(vocab_size, seq_length, num_samples, seed)
         self._labels = SyntheticDataset(vocab_size, seq_length, num_samples, seed + 1)
