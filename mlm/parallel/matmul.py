@@ -116,6 +116,28 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return product(dy.t(), x.t()).to(dtype)
 
 
+NEW_SHAPE_FLOPS = 1 << 30
+"""FLOPs from which a product of varying size goes to oneDNN, which compiles a kernel for each shape (0.5 to
+2 ms on a Zen 4) and cannot write into a given matrix. MKL takes any shape at once, and writes where told."""
+
+
+def write_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Write x @ weight^T, of a varying number of rows, into `y`: [rows, I], [O, I] -> [rows, O]."""
+    if uses_onednn(x, weight) and 2 * y.numel() * x.shape[1] >= NEW_SHAPE_FLOPS:
+        y.copy_(product(x, weight))
+    else:
+        torch.mm(x, weight.t(), out=y)
+
+
+def write_weight_gradient(dw: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Write dy^T @ x, of a varying number of rows, into `dw`; 0 of none: [rows, O], [rows, I] -> [O, I]."""
+    is_large = uses_onednn(dy, x) and 2 * dw.numel() * len(x) >= NEW_SHAPE_FLOPS
+    if is_large or dy.dtype != dw.dtype:
+        dw.copy_(weight_gradient(dy, x, dw.dtype))
+    else:
+        torch.mm(dy.t(), x, out=dw)
+
+
 def _add_wide(total: Tensor, dy: Tensor, x: Tensor) -> None:
     torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
 

@@ -57,12 +57,11 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
         ctx.order, ctx.tokens = order, len(x)
-        return x[order.tokens]
+        return x.index_select(0, order.tokens)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        slots = _by_slot(dy, ctx.order, ctx.tokens)  # [T, k, H]
-        return slots.sum(1), None
+        return _sum_slots(_by_slot(dy, ctx.order, ctx.tokens)), None
 
 
 class _Combine(torch.autograd.Function):
@@ -80,7 +79,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
         y, weights = ctx.saved_tensors
         order: Order = ctx.order
-        d_rows = d_out[order.tokens]  # [R, H]
+        d_rows = d_out.index_select(0, order.tokens)  # [R, H]
         d_weights = torch.zeros_like(weights)
         d_weights.view(-1)[order.slots] = torch.linalg.vecdot(d_rows.to(weights.dtype), y.to(weights.dtype))
         dy = d_rows * weights.flatten()[order.slots, None]
@@ -90,10 +89,24 @@ class _Combine(torch.autograd.Function):
 def _by_slot(rows: Tensor, order: Order, tokens: int) -> Tensor:
     """Rows in the order of slots, zeros where a choice was dropped: [R, H] -> [T, k, H]."""
     total = tokens * order.per_token
+    if rows.is_cpu and len(rows) == total:  # which reads rows in any order faster than it writes them
+        row_of_slot = torch.empty_like(order.slots)
+        row_of_slot[order.slots] = torch.arange(total)
+        return rows.index_select(0, row_of_slot).view(tokens, order.per_token, -1)
     make = rows.new_empty if len(rows) == total else rows.new_zeros
     slots = make(total, rows.shape[-1])
     slots[order.slots] = rows
     return slots.view(tokens, order.per_token, -1)
+
+
+def _sum_slots(slots: Tensor) -> Tensor:
+    """Sum over a token's slots, added in float32 at least: [T, k, H] -> [T, H]."""
+    if not slots.is_cpu:
+        return slots.sum(1)
+    total = slots[:, 0].to(torch.promote_types(slots.dtype, torch.float32), copy=True)
+    for slot in range(1, slots.shape[1]):  # a tenth of the time of a CPU's `sum` over so few
+        total += slots[:, slot]
+    return total.to(slots.dtype)
 
 
 def permute(x: Tensor, order: Order) -> Tensor:
@@ -127,7 +140,7 @@ class Exchange:
         self.taken = [sum(row) for row in table]
         self.counts = tuple(map(sum, zip(*table, strict=True)))
         """Rows of each expert of this rank, from all ranks."""
-        self.order = _by_expert(table, device)
+        self.order = _by_expert(table, device) if ep.size > 1 else None
 
     def start(self, rows: Tensor) -> "Travelling":
         """Begin to send each expert's rows to its rank: [R, H]."""
@@ -138,7 +151,7 @@ class Exchange:
 
     def finish(self, travelling: "Travelling") -> Tensor:
         """Wait for the rows of this rank's experts, one expert's after the other's: [R', H]."""
-        if self.ep.size == 1:
+        if self.order is None:
             return travelling.rows
         rows, under_way = travelling.rows, travelling.under_way
         arrived: Tensor = _Finish.apply(rows, self.ep, self.given, self.taken, under_way)  # type: ignore[no-untyped-call]
@@ -146,7 +159,7 @@ class Exchange:
 
     def back(self, rows: Tensor) -> Tensor:
         """Return each row to the rank that sent it, in the order in which it was sent: [R', H] -> [R, H]."""
-        if self.ep.size == 1:
+        if self.order is None:
             return rows
         sent = _reordered(rows, self.order.inverse())
         returned: Tensor = _Exchanged.apply(sent, self.ep, self.taken, self.given)  # type: ignore[no-untyped-call]
@@ -201,11 +214,11 @@ class _Reordered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: _Permutation) -> Tensor:
         ctx.order = order
-        return x[order.forward]
+        return x.index_select(0, order.forward)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy[ctx.order.backward], None
+        return dy.index_select(0, ctx.order.backward), None
 
 
 def _reordered(x: Tensor, order: _Permutation) -> Tensor:
