@@ -139,7 +139,7 @@ def table_of_parameters(report: Report) -> Table:
 def shared_verdict(report: Report | None, ctx: ParallelContext) -> Verdict:
     """The verdict on the report of rank 0, on every rank. Collective."""
     verdict = None if report is None else list(astuple(judge(report)))
-    return Verdict(*Ranks.of(ctx).broadcast(verdict))  # type: ignore[misc]
+    return Verdict(*Ranks.of(ctx).broadcast(verdict))
 
 
 def judge(report: Report) -> Verdict:

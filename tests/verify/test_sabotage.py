@@ -358,11 +358,11 @@ CASES = {
         "mlm.parallel.context.reduce_scatter",
         first_part,
         CP,
-        "gradient of layers.3.attention.qkv.bias",
+        "layers.3.attention.qkv.bias (reduced gradient",
         "keys and values (its sum over cp)",
     ),
     "gradients not summed over cp": Sabotage(
-        "mlm.parallel.gradients.start_all_reduce", not_summed, CP, "gradient of final_norm.bias", "or cp"
+        "mlm.parallel.gradients.start_all_reduce", not_summed, CP, "all parameters", "sum them over cp"
     ),
     "other rotary positions in a later stage": Sabotage(
         "mlm.models.llama.model.Llama.rotary",
@@ -372,35 +372,35 @@ CASES = {
         "rotary positions",
     ),
     "gradient norm of one rank's part": Sabotage(
-        "mlm.optim.clip.all_reduce", same, TP, "gradient norm of step 1", "counts in the norm"
+        "mlm.optim.clip.all_reduce", same, TP, "norm (step 1", "norm misses parameters"
     ),
     "gradients of experts counted by every ep rank": Sabotage(
         "mlm.parallel.expert.experts.Experts.forward",
         gradients_of_experts_twice,
         EP,
-        "gradient of layers.3.mlp.experts.down at step 1",
-        "only experts",
+        "mlp.experts.down",
+        "are 2 times those",
     ),
     "experts summed over the replicas of the model": Sabotage(
         "mlm.parallel.gradients.parameters_by_axis",
         experts_as_the_rest,
         EP,
-        "gradient of layers.3.mlp.experts.down at step 1",
+        "layers.3.mlp.experts.down (reduced gradient",
         "the ranks that hold the same ones",
     ),
     "a gradient norm without experts": Sabotage(
         "mlm.training.trainer.gradient_norm",
         norm_without_experts,
         EP,
-        "gradient norm of step 1",
-        "each expert",
+        "norm (step 1",
+        "parameters that are split over dp do not count",
     ),
     "gradients of routers not summed": Sabotage(
         "mlm.parallel.gradients.parameters_by_axis",
         routers_of_one_rank,
         EP,
-        "gradient of layers.3.mlp.router.weight at step 1",
-        "over the ranks that route other tokens",
+        "layers.3.mlp.router.weight",
+        "sum them over dp",
     ),
     "tokens that come back from experts in another order": Sabotage(
         "mlm.parallel.expert.dispatch._Permutation.inverse",
@@ -413,14 +413,14 @@ CASES = {
         "mlm.parallel.expert.balance.all_reduce",
         same,
         replace(EP, moe="sigmoid"),
-        "router.bias differ",
+        "router.bias",
         "over all ranks that hold other tokens",
     ),
     "a z-loss dropped": Sabotage(
         "mlm.parallel.expert.router.Router.auxiliary_loss",
         without_z_loss,
         Layout(cp=2, ep=2, moe="softmax"),
-        "gradient of layers.3.mlp.router.weight at step 1",
+        "layers.3.mlp.router.weight (reduced gradient",
         "z-loss",
     ),
     "biases that move at each micro-batch": Sabotage(
@@ -441,8 +441,8 @@ CASES = {
         "mlm.training.trainer.Trainer.clip_and_update",
         decay_on_first_rank_only,
         PP,
-        "after step 1",
-        "suspect the optimizer",
+        "(updated weight, step 1",
+        "look at the optimizer",
     ),
 }
 

@@ -132,7 +132,8 @@ def audit_layout(build: Callable[..., AuditSubject], layout: Layout, job: Mappin
     """Run a layout and one process twice, and compare."""
     begin = time.monotonic()
     ones = dict.fromkeys(AXES, 1)
-    world, failure = World(build, layout, job), None
+    world = World(build, layout, job)
+    failure: UserError | None = None
     try:
         ranks = world.wait()
     except UserError as error:
