@@ -1,5 +1,6 @@
 """Muon against torch.optim.Muon on whole matrices, and at each layout against one process."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.models.config import ModelConfig
+from mlm.optim import muon
 from mlm.optim.adamw import build_optimizer
 from mlm.optim.config import MuonConfig, OptimizerConfig
 from mlm.optim.matrices import assign, matrices_of
@@ -142,6 +144,17 @@ def test_steps_are_those_of_torch_on_separate_matrices(family: str, scale: Any, 
     assert len(parts) > len(matrices)
 
 
+@pytest.mark.parametrize("shape", [(18, 18), (40, 17), (17, 40)])
+def test_strips_of_symmetric_products_are_the_whole_ones(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    whole = orthogonalise(x, MuonConfig())
+    monkeypatch.setattr(muon, "LEAST_ROWS", 4)
+    torch.testing.assert_close(orthogonalise(x, MuonConfig()), whole, rtol=0, atol=1e-12)
+
+
 def test_iterations_make_a_matrix_nearly_orthogonal_and_keep_its_bases() -> None:
     """Singular values 0.68 to 1.14 (Jordan et al. 2024), singular vectors those of the matrix."""
     torch.manual_seed(0)
@@ -179,6 +192,27 @@ def test_each_matrix_of_experts_is_orthogonalised_once(parallel: ParallelConfig)
     each = run_on_ranks(owned, spec_of(parallel, family="experts"), **sizes(parallel))
     assert sum(each) == owned(shape_context(), spec_of(family="experts")) == 2 * (7 + 1 + 3 * 4)
     assert max(each) - min(each) <= 4
+
+
+def test_matrices_in_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits of a step's weights; and further threads begin with as many as before."""
+    threads, weights = torch.get_num_threads(), []
+    monkeypatch.setattr(muon, "LEAST_ROWS", 4)  # strips, the last of them short
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            module = nn.Module()
+            module.layers = nn.ParameterList(nn.Parameter(torch.randn(18, n)) for n in (18, 40, 12))
+            for p in module.layers:
+                p.grad = torch.randn_like(p)
+            build_optimizer(list(parameter_shards(module, Axis("tp"))), spec_of().optimizer).step()
+            weights.append(list(module.layers))
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 6), (3, 6, 8)])
