@@ -95,18 +95,26 @@ class MatrixUpdates:
         self.buckets = buckets(shards, replicas, self.dtype, per_head=config.per_head)
 
     def apply(
-        self, momenta: Mapping[nn.Parameter, Tensor], rates: Mapping[nn.Parameter, tuple[float, float]]
+        self,
+        momenta: Mapping[nn.Parameter, Tensor],
+        rates: Mapping[nn.Parameter, tuple[float, float]],
+        *,
+        is_cautious: bool,
     ) -> None:
         """Take the gradients into `momenta` and move the weights, by (rate, decay) each. Collective."""
         config = self.config
         for bucket in self.buckets:
             averages = {s.parameter: self._average(s.parameter, momenta[s.parameter]) for s in bucket.shards}
-            for shard in bucket.shards:
+            for shard in bucket.shards if not is_cautious else ():
                 rate, decay = rates[shard.parameter]
                 shard.parameter.mul_(1 - rate * decay)
             for matrix, where, rows, update in bucket.transform(averages, lambda x: orthogonalise(x, config)):
                 p = matrix.shard.parameter
-                alpha = -rates[p][0] * shape_scale(matrix.shape, config)
+                scale = shape_scale(matrix.shape, config)
+                alpha = -rates[p][0] * scale
+                if is_cautious:
+                    x = p[where] if rows is None else p[where][rows]
+                    update = update + x * (x * update >= 0) * (rates[p][1] / scale)
                 if rows is None:
                     p[where].add_(update, alpha=alpha)
                 else:
