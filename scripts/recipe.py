@@ -46,6 +46,12 @@ MIXTURES = {
     "dense": ("llama_demo", ("model.ffn_hidden_size=400",)),
 }
 """Model and settings; the loss's coefficient is 0.01, the bias's step 0.001."""
+WIDTHS = {
+    "128": (128, ()),
+    "512 with muP": (512, ("model.mup_base_width=128",)),
+    "512 without": (512, ()),
+}
+"""Width and settings."""
 Curve = list[tuple[int, float]]
 """Step and validation loss."""
 
@@ -115,7 +121,7 @@ def first_at(curve: Curve, loss: float) -> float:
     return math.inf
 
 
-def optimizers(runs: Runs, steps: int, sizes: Sequence[str]) -> dict[str, Any]:
+def optimizers(runs: Runs, steps: int, sizes: Sequence[str], rates: Sequence[float]) -> dict[str, Any]:
     """Muon against AdamW: a sweep of learning rates by one seed, then the best of each by all seeds."""
     result: dict[str, Any] = {"steps": steps, "tokens_a_step": SEQ * SAMPLES, "sizes": {}}
     for size in sizes:
@@ -129,7 +135,7 @@ def optimizers(runs: Runs, steps: int, sizes: Sequence[str]) -> dict[str, Any]:
                     steps,
                     (*schedule, f"optimizer.lr={rate:g}", "seed=1"),
                 )
-                for rate in RATES
+                for rate in rates
             }
             best = min(sweep, key=lambda rate: sweep[rate]["curve"][-1][1])
             seeds = [
@@ -184,22 +190,21 @@ def cooldown(runs: Runs, steps: int, sizes: Sequence[str]) -> dict[str, Any]:
     return {"size": size, "at_the_end": result}
 
 
-def width(runs: Runs, steps: int, widths: Sequence[int] = (128, 512)) -> dict[str, Any]:
-    """The best learning rate by width, with muP of base 128 and without, one seed."""
-    found: dict[str, Any] = {}
-    for kind, settings in (("muP", ("model.mup_base_width=128",)), ("standard", ())):
-        for each in widths:
-            losses = {
-                f"{rate:g}": runs.train(
-                    f"width-{kind}-{each}-{rate:g}",
-                    (2, each, each // 32),
-                    steps,
-                    ("optimizer=adamw_demo", f"optimizer.lr={rate:g}", "schedule.min_lr=0", *settings),
-                )["curve"][-1][1]
-                for rate in RATES[1:-1]
-            }
-            found[f"{kind} {each}"] = {"losses": losses, "best": min(losses, key=lambda r: losses[r])}
-    return {"steps": steps, "widths": found}
+def width(runs: Runs, steps: int, rates: Sequence[float], seeds: int) -> dict[str, Any]:
+    """The best learning rate by width, with muP of base 128 and without: that of the seeds' mean loss."""
+    common = ("optimizer=adamw_demo", "schedule.min_lr=0", "schedule.warmup=0.1", "precision=bf16")
+    losses: dict[str, dict[str, list[float]]] = {name: {f"{rate:g}": [] for rate in rates} for name in WIDTHS}
+    for seed, name, rate in product(SEEDS[:seeds], WIDTHS, rates):
+        hidden, settings = WIDTHS[name]
+        run = runs.train(
+            f"width-{name.replace(' ', '-')}-{rate:g}-{seed}",
+            (2, hidden, hidden // 32),
+            steps,
+            (*common, f"optimizer.lr={rate:g}", f"seed={seed}", *settings),
+        )
+        losses[name][f"{rate:g}"].append(run["curve"][-1][1])
+    best = {name: min(each, key=lambda rate: mean(each[rate])) for name, each in losses.items()}
+    return {"steps": steps, "widths": {name: {"losses": losses[name], "best": best[name]} for name in WIDTHS}}
 
 
 def experts(runs: Runs, steps: int, seeds: int) -> dict[str, Any]:
@@ -217,6 +222,9 @@ def experts(runs: Runs, steps: int, seeds: int) -> dict[str, Any]:
             found.setdefault("imbalance", []).append(loads)
             last = mean(load for step, load in loads if step > steps * 3 // 4)
             found.setdefault("imbalance_of_last_quarter", []).append(last)
+    target = max(models["dense"]["at_the_end"])
+    for found in models.values():
+        found["steps_to_worst_dense"] = [first_at(curve, target) for curve in found["curves"]]
     return {"steps": steps, "tokens_a_step": SEQ * SAMPLES, "models": models}
 
 
@@ -228,7 +236,7 @@ def plot_experts(result: Mapping[str, Any], path: Path) -> None:
             for seed, curve in enumerate(found.get(key, [])):
                 axis.plot(*zip(*curve, strict=True), color=f"C{number}", label=None if seed else name, lw=1)
     left.set(xlabel="step", ylabel="largest over mean load, mean of layers")
-    right.set(xlabel="step", ylabel="validation loss, nats a token", ylim=(None, 7))
+    right.set(xlabel="step", ylabel="validation loss, nats a token")
     right.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
@@ -236,13 +244,12 @@ def plot_experts(result: Mapping[str, Any], path: Path) -> None:
 
 def plot_width(result: Mapping[str, Any], path: Path) -> None:
     """Loss over learning rate by width."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True)
+    figure, axis = plt.subplots(figsize=(5.5, 3.6))
     for name, each in result["widths"].items():
-        axis = axes[0 if name.startswith("standard") else 1]
-        axis.semilogx([float(r) for r in each["losses"]], each["losses"].values(), "o-", label=name)
-        axis.set_xlabel("learning rate")
-        axis.legend()
-    axes[0].set_ylabel("validation loss after the last step")
+        losses = [mean(found) for found in each["losses"].values()]
+        axis.semilogx([float(r) for r in each["losses"]], losses, "o-", label=name)
+    axis.set(xlabel="learning rate", ylabel="validation loss after the last step")
+    axis.legend(title="width")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -274,13 +281,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the result")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of experts: runs of each model")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of experts and width: runs of each")
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES, help="of optimizers and width")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--before", default="", help="words before each command, such as nice")
     args = parser.parse_args()
     runs = Runs(args.corpus, args.work, args.before)
     if args.what == "optimizers":
-        result = optimizers(runs, args.steps, args.sizes)
+        result = optimizers(runs, args.steps, args.sizes, args.rates)
         plot_optimizers(result, args.out.with_suffix(".png"))
     elif args.what == "cooldown":
         result = cooldown(runs, args.steps, args.sizes)
@@ -288,7 +296,7 @@ def main() -> None:
         result = experts(runs, args.steps, args.seeds)
         plot_experts(result, args.out.with_suffix(".png"))
     else:
-        result = width(runs, args.steps)
+        result = width(runs, args.steps, args.rates, args.seeds)
         plot_width(result, args.out.with_suffix(".png"))
     args.out.write_text(json.dumps({"command": shlex.join(sys.argv[1:]), **result}, indent=1) + "\n")
 

@@ -35,6 +35,8 @@ class AdamW(torch.optim.AdamW):
     """Divisor of the gradients: 0-d float32."""
     found_inf: Tensor | None = None
     """0-d float32: with 1.0 a step changes nothing."""
+    is_cautious = False
+    """True if an element decays only where its update moves it towards 0 (arXiv:2510.12402)."""
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
         """Names of a parameter's state of its shape."""
@@ -52,13 +54,21 @@ class AdamW(torch.optim.AdamW):
             first, second = ([self.state[p][moment] for p in parameters] for moment in MOMENTS)
             if not parameters:
                 continue
+            decay = group["weight_decay"]
+            if self.is_cautious and decay:
+                applies = 1.0 if self.found_inf is None else 1 - self.found_inf
+                for p, average in zip(parameters, first, strict=True):
+                    grad = p.grad if self.grad_scale is None else p.grad / self.grad_scale
+                    ahead = average.lerp(grad, 1 - group["betas"][0])  # the update has its sign
+                    p.addcmul_(p, (ahead.mul_(p) >= 0) * applies, value=-group["lr"] * decay)
+                decay = 0.0
             torch._fused_adamw_(
                 *(parameters, [p.grad for p in parameters], first, second, [], [count] * len(parameters)),
                 lr=group["lr"],
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
                 eps=group["eps"],
-                weight_decay=group["weight_decay"],
+                weight_decay=decay,
                 amsgrad=False,
                 maximize=False,
                 grad_scale=self.grad_scale,
@@ -70,7 +80,9 @@ class AdamW(torch.optim.AdamW):
 
 def adamw(groups: Groups, config: OptimizerConfig) -> AdamW:
     """AdamW, its fused kernel on any device."""
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    optimizer.is_cautious = config.cautious_decay
+    return optimizer
 
 
 class Muon(AdamW):
@@ -80,7 +92,7 @@ class Muon(AdamW):
 
     def __init__(self, groups: Groups, updates: MatrixUpdates, config: OptimizerConfig) -> None:
         super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        self.updates = updates
+        self.updates, self.is_cautious = updates, config.cautious_decay
         self._step_supports_amp_scaling = False  # the iterations take gradients that are scaled already
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
@@ -93,7 +105,7 @@ class Muon(AdamW):
         super().step()
         groups = [group for group in self.param_groups if group["is_matrix"]]
         of = {p: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
-        self.updates.apply({p: self.state[p][MOMENTUM] for p in of}, of)
+        self.updates.apply({p: self.state[p][MOMENTUM] for p in of}, of, is_cautious=self.is_cautious)
 
 
 def build_optimizer(

@@ -58,6 +58,8 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, NOT_NEGATIVE, Also("wd")] = 0.01
     """Decoupled weight decay; biases and norm parameters have none."""
+    cautious_decay: Annotated[bool, Also("cautious_weight_decay")] = False
+    """Decay an element only where its update moves it towards 0, too (arXiv:2510.12402, algorithm 1)."""
     clip_grad_norm: Annotated[
         float, NOT_NEGATIVE, Also("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val")
     ] = 1.0

@@ -51,6 +51,8 @@ def own_optimizer(config: OptimizerConfig) -> Callable[[Groups], Any] | None:
         _no_options("optimizer.kind", config.kind, "optimizer", config.options)
         return None
     name = f"optimizer.kind={config.kind}"
+    if config.cautious_decay:
+        raise OwnCodeError(f"optimizer.cautious_decay=true: {name} has its own decay; set it to false")
     if _is_optimizer_class(target):
         _check_torch_class(target, name)
         for key in OURS & config.options.keys():

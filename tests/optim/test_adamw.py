@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
-from mlm.optim.adamw import adamw, applied_steps, build_optimizer, can_defer, ensure_state, moment
+from mlm.optim.adamw import AdamW, adamw, applied_steps, build_optimizer, can_defer, ensure_state, moment
 from mlm.optim.config import OptimizerConfig
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import parameter_shards
@@ -41,6 +43,32 @@ def test_fused_steps_equal_plain_adamw_with_decay_on_matrices_only() -> None:
         reference.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_cautious_decay_is_of_elements_that_the_update_moves_towards_zero(scale: float | None) -> None:
+    """x - lr (u + decay [u x >= 0] x) with Adam's u (arXiv:2510.12402, algorithm 1), in four steps."""
+    model = model_with_gradients()
+    p = model[0].weight
+    x, m, v = p.detach().clone(), torch.zeros_like(p), torch.zeros_like(p)
+    config = replace(CONFIG, cautious_decay=True)
+    optimizer = build_optimizer(list(parameter_shards(model, Axis("tp"))), config)
+    assert isinstance(optimizer, AdamW)
+    optimizer.grad_scale = None if scale is None else torch.tensor(scale)
+    spared = 0
+    for step in range(1, 5):
+        grad = torch.randn_like(p)
+        p.grad = grad * (scale or 1.0)
+        optimizer.step()
+        m, v = 0.8 * m + 0.2 * grad, 0.95 * v + 0.05 * grad**2
+        u = m / (1 - 0.8**step) / ((v / (1 - 0.95**step)).sqrt() + 0.1)
+        spared += int((u * x < 0).sum())
+        x = x - 1e-2 * (u + 0.1 * (u * x >= 0) * x)
+        torch.testing.assert_close(p, x, rtol=0, atol=1e-10)  # the kernel rounds its constants to 1e-11
+    assert 16 < spared < 48
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    torch.testing.assert_close(p, x, rtol=0, atol=1e-10)
 
 
 def test_ensure_state_changes_no_weight_and_sets_the_step_count() -> None:

@@ -1,5 +1,6 @@
 """Muon against torch.optim.Muon on whole matrices, and at each layout against one process."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mlm.models.config import ModelConfig
+from mlm.optim import muon
 from mlm.optim.adamw import build_optimizer
 from mlm.optim.config import MuonConfig, OptimizerConfig
 from mlm.optim.matrices import assign, matrices_of
@@ -29,7 +31,9 @@ LLAMA = {"num_kv_heads": 2, "qk_norm": True}
 EXPERTS = {"num_experts": 4, "expert_ffn_size": 12, "shared_experts": 1, "balance": "bias"}
 
 
-def spec_of(parallel: ParallelConfig | None = None, *, family: str = "gpt2", **muon: Any) -> PretrainConfig:
+def spec_of(
+    parallel: ParallelConfig | None = None, *, family: str = "gpt2", cautious: bool = False, **muon: Any
+) -> PretrainConfig:
     """A tiny run in float64 with Muon; the gate and the up projection of a llama in four blocks."""
     spec = config()
     model = replace(spec.model, num_layers=2)
@@ -41,6 +45,7 @@ def spec_of(parallel: ParallelConfig | None = None, *, family: str = "gpt2", **m
             **{"max_positions": SEQ, "vocab_size": VOCAB, "hidden_dropout": 0.0, "attention_dropout": 0.0},
         )
     optimizer = replace(spec.optimizer, kind="muon", weight_decay=0.1, muon=MuonConfig(**muon))
+    optimizer = replace(optimizer, cautious_decay=cautious)
     return replace(spec, model=model, optimizer=optimizer, parallel=parallel or ParallelConfig())
 
 
@@ -60,7 +65,10 @@ def weights_after(
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, tuple[Any, Tensor]]]:
     families = ("gpt2", "llama", "experts")
-    return {family: weights_after(shape_context(), spec_of(family=family)) for family in families}
+    return {
+        family: weights_after(shape_context(), spec_of(family=family, cautious=family == "llama"))
+        for family in families
+    }
 
 
 LAYOUTS = [
@@ -84,8 +92,11 @@ LAYOUTS = [
 def test_five_steps_give_the_weights_of_one_process(
     alone: Any, family: str, parallel: ParallelConfig
 ) -> None:
-    """float64, to 1e-10: with tp=4 two ranks hold each head of keys, with dp=3 rows of blocks of heads."""
-    spec = spec_of(parallel, family=family)
+    """float64, to 1e-10: with tp=4 two ranks hold each head of keys, with dp=3 rows of blocks of heads.
+
+    The llama decays cautiously.
+    """
+    spec = spec_of(parallel, family=family, cautious=family == "llama")
     if parallel.dp == 3:
         spec = replace(spec, train=replace(spec.train, global_batch_size=6))
         whole = weights_after(shape_context(), replace(spec, parallel=ParallelConfig()))
@@ -142,6 +153,35 @@ def test_steps_are_those_of_torch_on_separate_matrices(family: str, scale: Any, 
     assert len(parts) > len(matrices)
 
 
+def test_cautious_decay_is_of_elements_that_the_update_moves_towards_zero() -> None:
+    """A step without decay gives the update u: x - u - lr decay [u x >= 0] x, of fused matrices too."""
+    spec = spec_of(family="llama")
+    initial, moved, found = (build_model(spec, shape_context()).chunks[0] for _ in range(3))
+    for model, decay in ((moved, 0.0), (found, 0.1)):
+        torch.manual_seed(0)
+        shards = [s for s in parameter_shards(model, Axis("tp")) if s.parameter.dim() > 1]
+        for shard in shards:
+            shard.parameter.grad = torch.randn_like(shard.parameter)
+        settings = replace(spec.optimizer, weight_decay=decay, cautious_decay=True)
+        build_optimizer(shards, settings).step()
+    for x, y, z in zip(initial.parameters(), moved.parameters(), found.parameters(), strict=True):
+        if x.dim() > 1:
+            decays = (x - y) * x >= 0
+            assert 0.3 < decays.double().mean() < 0.8  # padded rows are 0, which decays
+            torch.testing.assert_close(z, y - spec.optimizer.lr * 0.1 * decays * x, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(18, 18), (40, 17), (17, 40)])
+def test_strips_of_symmetric_products_are_the_whole_ones(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    whole = orthogonalise(x, MuonConfig())
+    monkeypatch.setattr(muon, "LEAST_ROWS", 4)
+    torch.testing.assert_close(orthogonalise(x, MuonConfig()), whole, rtol=0, atol=1e-12)
+
+
 def test_iterations_make_a_matrix_nearly_orthogonal_and_keep_its_bases() -> None:
     """Singular values 0.68 to 1.14 (Jordan et al. 2024), singular vectors those of the matrix."""
     torch.manual_seed(0)
@@ -179,6 +219,27 @@ def test_each_matrix_of_experts_is_orthogonalised_once(parallel: ParallelConfig)
     each = run_on_ranks(owned, spec_of(parallel, family="experts"), **sizes(parallel))
     assert sum(each) == owned(shape_context(), spec_of(family="experts")) == 2 * (7 + 1 + 3 * 4)
     assert max(each) - min(each) <= 4
+
+
+def test_matrices_in_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits of a step's weights; and further threads begin with as many as before."""
+    threads, weights = torch.get_num_threads(), []
+    monkeypatch.setattr(muon, "LEAST_ROWS", 4)  # strips, the last of them short
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            module = nn.Module()
+            module.layers = nn.ParameterList(nn.Parameter(torch.randn(18, n)) for n in (18, 40, 12))
+            for p in module.layers:
+                p.grad = torch.randn_like(p)
+            build_optimizer(list(parameter_shards(module, Axis("tp"))), spec_of().optimizer).step()
+            weights.append(list(module.layers))
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 6), (3, 6, 8)])

@@ -252,6 +252,11 @@ def test_betas_and_eps_reach_classes_that_take_them_and_are_errors_for_others(ow
         check_optimizer(OptimizerConfig(kind="mine:Elementwise", betas=(0.5, 0.6)))
 
 
+def test_cautious_decay_of_an_optimizer_with_its_own_decay_is_rejected() -> None:
+    with pytest.raises(OwnCodeError, match=r"optimizer.cautious_decay=true: .*set it to false"):
+        check_optimizer(OptimizerConfig(kind="torch.optim:Adam", cautious_decay=True))
+
+
 @pytest.mark.parametrize("key", ["lr", "weight_decay"])
 def test_an_option_that_would_have_no_effect_is_rejected(key: str) -> None:
     with pytest.raises(OwnCodeError, match=rf"optimizer.options.{key}: has no effect; set optimizer.{key}"):
