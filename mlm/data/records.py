@@ -67,7 +67,7 @@ def json_problem(error: ValueError | RecursionError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 ({error.reason} at byte {error.start + 1})"
     if isinstance(error, json.JSONDecodeError):
-        return f"not a line of JSON ({error.msg} at letter {error.colno})"
+        return f"not a line of JSON ({error.msg} at letter {error.pos + 1})"
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return f"holds a number of more than {sys.get_int_max_str_digits():,} digits"
