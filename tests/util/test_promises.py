@@ -35,6 +35,7 @@ PAGE = Path(__file__).resolve().parents[2] / "scripts/docs/pages/guides/file-saf
 OURS = json.dumps({"task": "loss", "versions": {"mlm": "0.1"}}).encode()
 KIND = {
     **dict.fromkeys(("pretrain", "finetune", "reshard", "import_hf", "import_megatron", "convert"), "run"),
+    **{"export_megatron": "exported-model", "export_dcp": "exported-model"},
     **{"data_build": "corpus", "export_hf": "exported-model", "verify_resume": "verify-resume"},
     **{"eval_task": "predictions", "parity": "verify-resume"},
 }

@@ -155,6 +155,9 @@ class ImportMegatronConfig:
     checkpoint."""
 
 
+DType = Literal["float32", "bfloat16", "float16"]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertConfig:
     """The run spec of `mlm convert`: a checkpoint of any format as one of any other."""
@@ -173,7 +176,7 @@ class ConvertConfig:
     """Tensor-parallel size of to=native and to=torch; the other formats have none."""
     pp: PipelineSize = 1
     """Pipeline-parallel size of to=native and to=torch."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: DType = "float32"
     """Numbers to write; native is float32."""
     config: InputPath | None = None
     """Model of a source that does not record it (torchtitan's): a folder with config.json of transformers, or
@@ -188,6 +191,42 @@ class ConvertConfig:
     """Largest file of hf and DCP folders, in 10^9 bytes; a larger tensor has its own."""
     verify: bool = True
     """Compare every parameter, and the logits of 64 tokens, with the source; refuse where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportMegatronConfig:
+    """The run spec of `mlm export megatron`: a checkpoint that Megatron-LM starts from."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: OutFolder
+    """Folder to write, for --load: release/ and latest_checkpointed_iteration.txt."""
+    format: Literal["torch_dist", "torch"] = "torch_dist"
+    """torch_dist loads at any layout; torch is the classic one, of a file per rank."""
+    tp: TensorSize = 1
+    """Tensor-parallel size of format=torch."""
+    pp: PipelineSize = 1
+    """Pipeline-parallel size of format=torch."""
+    dtype: DType = "float32"
+    """Numbers to write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportDCPConfig:
+    """The run spec of `mlm export dcp`: a folder that torch.distributed.checkpoint loads."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
+
+    ckpt: CheckpointPath
+    """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
+    out: OutFolder
+    """Folder to write: .metadata, __0_0.distcp, …"""
+    names: Literal["torchtitan", "megatron"] = "torchtitan"
+    """Names and order of rows: torchtitan's (of Llama 3 and Qwen 3), or Megatron Core's."""
+    dtype: DType = "float32"
+    """Numbers to write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""`mlm convert`: a checkpoint of any format as one of any other.
+"""`mlm convert`, `mlm export megatron` and `mlm export dcp`: a checkpoint of any format as one of any other.
 
 A tensor at a time is read, written and compared. Interrupted, the same command continues: files that are
 whole are kept.
@@ -11,7 +11,7 @@ import torch
 
 import mlm
 from mlm.checkpoint.commands import conversion_targets as targets
-from mlm.checkpoint.commands.config import ConvertConfig
+from mlm.checkpoint.commands.config import ConvertConfig, ExportDCPConfig, ExportMegatronConfig
 from mlm.checkpoint.commands.conversion_sources import Source, SourceSettings, open_source
 from mlm.checkpoint.commands.conversion_verify import compare
 from mlm.checkpoint.commands.import_megatron import WEIGHTS_ONLY
@@ -36,6 +36,43 @@ def preflight(config: ConvertConfig) -> list[str]:
     if source is not None:
         attempt(problems, lambda: check_target(config, source))
     return problems
+
+
+def preflight_megatron(config: ExportMegatronConfig) -> list[str]:
+    """Return what is wrong with the settings of `mlm export megatron`."""
+    return preflight(of_megatron(config))
+
+
+def preflight_dcp(config: ExportDCPConfig) -> list[str]:
+    """Return what is wrong with the settings of `mlm export dcp`."""
+    return preflight(of_dcp(config))
+
+
+def run_megatron(config: ExportMegatronConfig) -> None:
+    """Export a checkpoint for Megatron-LM. Raises UserError."""
+    run(of_megatron(config))
+
+
+def run_dcp(config: ExportDCPConfig) -> None:
+    """Export a checkpoint as a DCP folder. Raises UserError."""
+    run(of_dcp(config))
+
+
+def of_megatron(config: ExportMegatronConfig) -> ConvertConfig:
+    """Return the conversion that `mlm export megatron` is."""
+    return ConvertConfig(
+        source=config.ckpt, out=config.out, to=config.format, tp=config.tp, pp=config.pp, dtype=config.dtype
+    )
+
+
+def of_dcp(config: ExportDCPConfig) -> ConvertConfig:
+    """Return the conversion that `mlm export dcp` is."""
+    return ConvertConfig(
+        source=config.ckpt,
+        out=config.out,
+        to="megatron_dcp" if config.names == "megatron" else "torchtitan",
+        dtype=config.dtype,
+    )
 
 
 def open_(config: ConvertConfig) -> Source:

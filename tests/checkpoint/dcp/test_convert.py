@@ -141,11 +141,11 @@ def test_tied_qwen_around_torchtitan_gives_the_same_bytes(tmp_path: Path) -> Non
     assert_equal(weights(converted(torch_dist, tmp_path / "3", "hf")), weights(tmp_path / "hf"))
 
 
-def test_run_is_written_for_ranks_and_as_dcp(llama: Path, tmp_path: Path) -> None:
+def test_export_commands_write_a_run(llama: Path, tmp_path: Path) -> None:
     run = converted(llama, tmp_path / "run", "native", tp=2)
-    assert main(["convert", str(run), str(tmp_path / "m"), "to=torch", "tp=2"]) == 0
+    assert main(["export", "megatron", str(run), f"out={tmp_path / 'm'}", "format=torch", "tp=2"]) == 0
     assert (tmp_path / "m/release/mp_rank_01/model_optim_rng.pt").is_file()
-    assert main(["convert", str(run), str(tmp_path / "d"), "to=megatron_dcp"]) == 0
+    assert main(["export", "dcp", str(run), f"out={tmp_path / 'd'}", "names=megatron"]) == 0
     assert (tmp_path / "d/.metadata").is_file()
 
 
