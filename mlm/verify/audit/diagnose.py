@@ -69,6 +69,7 @@ def diagnose(comparison: Comparison) -> Finding | None:
     if place.key.kind == "gradient" and not _has_outputs(comparison):  # backward begins with the last
         place = [p for p in wrong if p.key[:2] == place.key[:2]][-1]
     functions = {"loss": _loss, "norm": _norm, "gradient": _gradients, "weight": _weights}
+    names: list[str]
     if not place.match.pairs:
         cause, sentence, *names = "lost", "no rank has it; look at how layers are distributed"
     elif not all(bool(part.isfinite().all()) for part in _parts(place).values()):
