@@ -19,8 +19,6 @@ from mlm.util.ownership import read_obstacle
 
 M = TypeVar("M")
 
-Forbid: dict[str, str] = {"extra": "forbid"}
-"""As `__pydantic_config__` of a dataclass: an unknown key is an error."""
 
 Options = dict[str, bool | int | float | str]
 """Settings by name, of code that is not ours."""

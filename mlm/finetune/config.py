@@ -1,7 +1,7 @@
 """A finetuning task, and the run specs of `mlm finetune` and `mlm eval TASK`."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from mlm.config.fields import (
     FRACTION,
@@ -11,7 +11,6 @@ from mlm.config.fields import (
     Also,
     Bound,
     CheckpointPath,
-    Forbid,
     ImportPath,
     InputPath,
     OutFolder,
@@ -43,8 +42,6 @@ SMOOTHING = Bound(lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
     """A finetuning task: its rows, its metrics, and the files of predictions it submits."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     name: str
     """Name of the task, such as sst2."""
@@ -138,8 +135,6 @@ class TaskConfig:
 class TaskDataConfig:
     """Source of a task's rows."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     path: DataPath | None = None
     """Folder with a file per split (train.jsonl, validation.jsonl; also .parquet, .csv, .tsv, .json), or one
     file, of which chat holds out task.held_out; null means the Hub's task.hub."""
@@ -166,8 +161,6 @@ class FinetuneDataConfig(TaskDataConfig):
 class FinetuneTrainConfig:
     """Length of training and batch sizes."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     epochs: Annotated[int, POSITIVE, Also("num_epochs", "num_train_epochs")] = 3
     """Passes over the training rows."""
     global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 32
@@ -193,8 +186,6 @@ class FinetuneScheduleConfig:
     With min_lr=0 the last step repeats the rate of the step before.
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     decay: Annotated[Literal["cosine", "linear", "constant"], DECAY_NAMES] = "linear"
     """Shape of the decay."""
     warmup: Annotated[float, FRACTION, WARMUP_NAMES] = 0.06
@@ -207,8 +198,6 @@ class FinetuneScheduleConfig:
 class FinetuneCheckpointConfig:
     """Intervals of saving, and checkpoints to keep. The best by the first metric is kept in out/best."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     save_every: Annotated[int, NOT_NEGATIVE, Also("save_interval", "save_steps")] = 0
     """Steps between checkpoints to resume from; 0 saves after each validation."""
     keep_last: Annotated[int, POSITIVE] = 1
@@ -220,8 +209,6 @@ class FinetuneCheckpointConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinetuneConfig:
     """The run spec of `mlm finetune`."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     name: str
     """Name of the run; the default of `out` is runs/{name}."""
@@ -258,8 +245,6 @@ class FinetuneConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalTaskConfig:
     """The run spec of `mlm eval TASK`: score a finetuned checkpoint, or write its predictions."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
     """Output of `mlm finetune`: its run directory (the best checkpoint), or a checkpoint (step-…); or a

@@ -1,9 +1,9 @@
 """Run specs of the commands of `mlm plan`, and of the job that calibration starts on each rank."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Forbid, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, ResultFile
 from mlm.data.config import MicroBatchSize, SeqLength
 from mlm.launch.config import DistConfig
 from mlm.models.config import LoraConfig, ModelConfig
@@ -22,8 +22,6 @@ class PlanScheduleConfig:
 
     Costs are durations in any one unit; the defaults are those of arXiv:2104.04473, figures 3 and 4.
     """
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     pp: PipelineSize = 4
     """Pipeline-parallel size, p: ranks in the pipeline."""
@@ -51,8 +49,6 @@ class PlanScheduleConfig:
 class PlanDataConfig:
     """The samples of a planned run."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     seq_length: SeqLength = 1024
     """Tokens per sample, S."""
 
@@ -60,8 +56,6 @@ class PlanDataConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalBatchConfig:
     """The batch of a planned run."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 512
     """Samples per step over all replicas. A multiple of dp * micro_batch_size."""
@@ -90,8 +84,6 @@ class PlannedBatchConfig(GlobalBatchConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchedLayoutConfig:
     """A layout of which null is searched; as ParallelConfig."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     tp: TensorSize | None = None
     """Tensor-parallel size, t; null searches."""
@@ -125,8 +117,6 @@ class SearchedLayoutConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModelConfig:
     """A model on hardware, as the commands share it that plan."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     name: str
     """Name of the model in reports."""
@@ -185,8 +175,6 @@ class PlanDryRunConfig(PretrainConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanCalibrateConfig:
     """The run spec of `mlm plan calibrate`: measure this machine, or the cluster that it is launched on."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     name: str | None = None
     """Name of the hardware in reports; null takes the processor's."""

@@ -2,16 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Forbid
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureConfig:
     """Failures of a long run, and what they cost."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     mtbf_hours: Annotated[float | None, POSITIVE] = None
     """Mean time between failures of one GPU with its share of a host, hours; null plans without failures.

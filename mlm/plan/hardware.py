@@ -6,11 +6,11 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Forbid
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY
 from mlm.config.paths import CONFIG_DIR
 from mlm.util.errors import Problem
 
@@ -18,8 +18,6 @@ from mlm.util.errors import Problem
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakConfig:
     """Dense peak of one device by dtype, in TFLOP/s; null where it has no such units."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     bf16: Annotated[float | None, POSITIVE] = None
     """bfloat16 products with float32 sums."""
@@ -39,8 +37,6 @@ class PeakConfig:
 class EfficiencyConfig:
     """Constants of software on this hardware: the few numbers that are fitted or measured."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     matmul: Annotated[float, PROBABILITY] = 0.8
     """Share of the peak that a very large matrix product reaches."""
     matmul_half: Annotated[float, NOT_NEGATIVE] = 100.0
@@ -56,8 +52,6 @@ class EfficiencyConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareConfig:
     """Devices of one type, in nodes."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     name: str
     """Name in reports."""

@@ -1,9 +1,9 @@
 """Run specs of `mlm parity` and `mlm verify-resume`: those of a pretraining run and more; their checks."""
 
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, CheckpointPath, Forbid, OutFolder, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, CheckpointPath, OutFolder, ResultFile
 from mlm.launch.checks import data_parallel_size
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize
 from mlm.parallel.layout_checks import Launch
@@ -52,8 +52,6 @@ class ParityConfig(PretrainConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumedLayout:
     """The layout a killed run is resumed with; null keeps that of the run."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     tp: int | None = None
     """Tensor-parallel size."""
@@ -129,8 +127,6 @@ class VerifyResumeConfig(PretrainConfig):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditConfig:
     """The run spec of `mlm audit`: a function that builds a part of any training step, and a layout."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     build: str
     """Function of a mesh with the axes pp, dp, cp, tp that returns an AuditSubject: FILE.py:FUNCTION."""

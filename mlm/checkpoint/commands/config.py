@@ -1,13 +1,12 @@
 """Settings of `mlm ckpt …`, `mlm reshard`, `mlm convert`, `mlm import` and `mlm export`."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from mlm.config.fields import (
     NOT_NEGATIVE,
     POSITIVE,
     CheckpointPath,
-    Forbid,
     InputPath,
     OutFolder,
     ResultFile,
@@ -18,8 +17,6 @@ from mlm.parallel.config import PipelineSize, TensorSize, VirtualSize
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CkptInspectConfig:
     """The run spec of `mlm ckpt inspect`: what is in a checkpoint, from its manifest alone."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
@@ -33,8 +30,6 @@ class CkptInspectConfig:
 class CkptVerifyConfig:
     """The run spec of `mlm ckpt verify`: whether checkpoints are whole, every byte read."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     ckpt: CheckpointPath
     """Checkpoint (step-…), or run directory: then every checkpoint in it."""
     out: ResultFile | None = None
@@ -44,8 +39,6 @@ class CkptVerifyConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CkptDiffConfig:
     """The run spec of `mlm ckpt diff`: how two checkpoints differ, whatever their layouts."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     first: InputPath
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
@@ -58,8 +51,6 @@ class CkptDiffConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CkptPruneConfig:
     """The run spec of `mlm ckpt prune`: delete old checkpoints of a run."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
     """Run directory, or folder of checkpoints."""
@@ -75,8 +66,6 @@ class CkptPruneConfig:
 class CkptRollbackConfig:
     """The run spec of `mlm ckpt rollback`: continue a run from an earlier checkpoint."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     ckpt: CheckpointPath
     """Run directory, or folder of checkpoints."""
     step: Annotated[int, NOT_NEGATIVE] | None = None
@@ -86,8 +75,6 @@ class CkptRollbackConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportHFConfig:
     """The run spec of `mlm import hf`: a Hugging Face model as a checkpoint to train, score or sample."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     source: InputPath
     """Folder with config.json and model.safetensors, or the id of a model on the Hugging Face Hub."""
@@ -106,8 +93,6 @@ class ImportHFConfig:
 class ExportHFConfig:
     """The run spec of `mlm export hf`: a checkpoint as a folder that `transformers` loads."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
     out: OutFolder
@@ -125,8 +110,6 @@ class ExportHFConfig:
 class ExportGGUFConfig:
     """The run spec of `mlm export gguf`: a Llama, Mistral or Qwen as a file for llama.cpp."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
     out: ResultFile
@@ -138,8 +121,6 @@ class ExportGGUFConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportMegatronConfig:
     """The run spec of `mlm import megatron`: a Megatron-LM checkpoint, of either format, as ours."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     source: InputPath
     """Its folder (its newest iteration is taken), or an iter_… or release folder in it."""
@@ -161,8 +142,6 @@ DType = Literal["float32", "bfloat16", "float16"]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertConfig:
     """The run spec of `mlm convert`: a checkpoint of any format as one of any other."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     source: InputPath
     """A run or checkpoint of mlm, a model folder of transformers, a Megatron-LM checkpoint (torch_dist or
@@ -197,8 +176,6 @@ class ConvertConfig:
 class ExportMegatronConfig:
     """The run spec of `mlm export megatron`: a checkpoint that Megatron-LM starts from."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
     out: OutFolder
@@ -217,8 +194,6 @@ class ExportMegatronConfig:
 class ExportDCPConfig:
     """The run spec of `mlm export dcp`: a folder that torch.distributed.checkpoint loads."""
 
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
-
     ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best)."""
     out: OutFolder
@@ -232,8 +207,6 @@ class ExportDCPConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReshardConfig:
     """The run spec of `mlm reshard`: write a checkpoint again as another layout would."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = Forbid
 
     ckpt: CheckpointPath
     """Checkpoint (step-…) or run directory (its latest checkpoint; of a finetuned run the best) to read."""
