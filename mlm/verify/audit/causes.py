@@ -107,8 +107,8 @@ CAUSES = {
 }
 FORWARD = (
     "the forward pass differs; look at how weights are split (the order of the qkv rows), a sum over tp, "
-    "positions (learned or rotary, of tp and cp ranks too), dropout masks, the order in which tokens come "
-    "back from experts, the biases of routers, which move once a step, the capacity of experts, which is of "
-    "a whole sequence, or which samples each replica reads"
+    "positions (learned or rotary positions, of tp and cp ranks too), dropout masks, the order in which "
+    "tokens come back from experts, the biases of routers, which move once a step, the capacity of experts, "
+    "which is of a whole sequence, or which samples each replica reads"
 )
 """Of a wrong loss where no output of a module was recorded."""
