@@ -185,9 +185,11 @@ def all_splits(query: Query) -> Iterator[dict[str, Any]]:
 def _context_sizes(query: Query) -> list[int]:
     """Ranks that split a sequence where none are typed.
 
-    Where attention has no dropout: else no fused kernel serves the blocks of several ranks.
+    Where attention has no dropout: else no fused kernel serves the blocks of several ranks. Of mixtures none:
+    each split of their experts is counted apart.
     """
-    if not query.model.family.splits_sequences or query.model.attention_dropout:
+    model = query.model
+    if not model.family.splits_sequences or model.attention_dropout or model.architecture.experts:
         return [1]
     return [cp for cp in CONTEXT_SIZES if query.gpus % cp == 0 and (cp == 1 or query.seq % (2 * cp) == 0)]
 
@@ -196,9 +198,7 @@ def _expert_splits(
     query: Query, tp: int, replicas: int, sequence_parallel: bool, experts: int
 ) -> Iterator[tuple[int | None, int]]:
     """Values of expert_tp and ep."""
-    for expert_tp in _among(
-        query, "expert_tp", [None, 1] if experts and tp > 1 and sequence_parallel else [None]
-    ):
+    for expert_tp in _among(query, "expert_tp", [None]):
         ranks = replicas * (tp if expert_tp == 1 else 1)
         for ep in _among(query, "ep", divisors(math.gcd(experts, ranks)) if experts else [1]):
             yield expert_tp, ep

@@ -99,7 +99,7 @@ class SearchedLayoutConfig:
     ep: Annotated[int | None, POSITIVE, Also("expert_model_parallel_size", "expert_parallel_size")] = None
     """Expert-parallel size: ranks that split a layer's experts, of the dp * cp replicas; null searches."""
     expert_tp: Annotated[int | None, POSITIVE, Also("expert_tensor_parallel_size")] = None
-    """Ranks that split each expert: 1 leaves experts whole; null searches tp and 1."""
+    """Ranks that split each expert: 1 leaves experts whole; null takes tp."""
     tp_overlap: Annotated[int | None, POSITIVE] = None
     """Parts of a sequence, communicated over tp while others are multiplied; null leaves it whole."""
     sequence_parallel: bool | None = None
