@@ -232,10 +232,12 @@ class MemoryModel:
         if stage_rank < layout.pp - 1:
             return kept + working, 0.0, 0.0
         ends = self.counts.ends(replace(layout.split, recompute="none"), micro)
-        head, held = ends.passes[0].working[VOCABULARY], ends.passes[0].kept[VOCABULARY]
+        held = ends.passes[0].kept[VOCABULARY]
+        alone, head = (
+            each.working[VOCABULARY] + each.kept[VOCABULARY] for each in (ends.alone, ends.passes[0])
+        )
         waiting = (last_in_flight(layout) - 1) * held
-        alone = ends.alone.working[VOCABULARY] - head
-        return kept + working, waiting + max(head - working, 0.0), alone if head > working else 0.0
+        return kept + working, waiting + max(head - working, 0.0), max(alone - head, 0.0)
 
     def _communication(self, layout: PlannedLayout) -> float:
         """Boundary tensors of the pipeline under way."""

@@ -5,6 +5,7 @@ found without simulating the rest: the result is that of simulating all.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from mlm.plan.candidates import Query, Rejections, layouts
 from mlm.plan.cost import CostModel, StepTime
@@ -40,11 +41,14 @@ class Models:
     """Models of time and memory of a query."""
 
     def __init__(self, query: Query) -> None:
-        self.query = query
-        hardware = query.hardware.for_ranks(query.gpus)
-        counts = counts_of(query.run, hardware.device)
-        self.memory = MemoryModel(counts, hardware.reserved_gib * GIB)
-        self.cost = CostModel(counts, hardware, query.gpus)
+        self.query, self.hardware = query, query.hardware.for_ranks(query.gpus)
+        self.counts = counts_of(query.run, self.hardware.device)
+        self.memory = MemoryModel(self.counts, self.hardware.reserved_gib * GIB)
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """The model of time, of hardware whose peaks are known."""
+        return CostModel(self.counts, self.hardware, self.query.gpus)
 
     def forecast(self, layout: PlannedLayout) -> LayoutForecast:
         """A layout with its step and its memory."""

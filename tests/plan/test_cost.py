@@ -144,7 +144,7 @@ def test_communication_across_nodes_shares_their_network() -> None:
 
 def test_what_is_computed_between_start_and_wait_hides_a_message() -> None:
     """Two that are alike, one waited for at once; a program that does not overlap waits for both."""
-    product, size = Product(1, 4096, 4096, 4096, 3 * 2 * 4096**2, 2), 1 << 24
+    product, size = Product(1, 4096, 4096, 4096, 3 * 2 * 4096**2, 2), 1 << 28
     events = [
         *(Message("tp", "all-reduce", 8, size, 1), Waited(1)),
         *(Message("tp", "all-reduce", 8, size, 2), product, Waited(2)),

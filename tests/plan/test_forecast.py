@@ -88,9 +88,9 @@ def test_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_adapters_and_split_sequences_have_a_forecast() -> None:
-    """A base of frozen bf16 weights takes an eighth of what is trained with gradient and moments."""
+    """A base of frozen bf16 weights has no gradient and no moments."""
     whole = of_8b(8, "tp=8")
-    assert of_8b(8, "tp=8", "lora.rank=8").memory < whole.memory / 3
+    assert of_8b(8, "tp=8", "lora.rank=8").memory < 0.7 * whole.memory
     split = of_8b(16, "tp=8", "cp=2", "model.attention_dropout=0")
     assert split.layout.cp == 2
     assert split.step_s is not None
