@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
+from mlm.models.family import count_parameters
 from mlm.plan.candidates import Query
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
 from mlm.plan.layout import PlannedLayout, model_flops
@@ -67,6 +68,8 @@ class Forecast:
 
 def lines(config: PretrainConfig, ranks: int) -> list[str]:
     """Lines to print before a run builds its model; empty where nothing can be said. Never raises."""
+    if most := most_of_small(config, ranks):
+        return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"]
     run = try_forecast(config, ranks, quick=True)
     return [] if run is None else [summary(run), *(() if run.fits else [warning(run)])]
 
@@ -81,10 +84,30 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
 
 def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
     """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
-    if (run := try_forecast(config, ranks, quick=True)) is None:
+    if most_of_small(config, ranks) or (run := try_forecast(config, ranks, quick=True)) is None:
         return []
     memory = Models(run.query).memory
     return [memory.peak(run.layout, stage) for stage in range(min(run.layout.pp, MOST_STAGES))]
+
+
+def most_of_small(config: PretrainConfig, ranks: int) -> float:
+    """Generous bound of the bytes that all ranks of a small run on CPUs take; 0.0 for other runs.
+
+    To count what layers do loads a compiler, two seconds of processor time in the start of every run.
+    Never raises.
+    """
+    model, train, seq = config.model, config.train, config.data.seq_length
+    try:
+        if device_kind(config.dist) != "cpu":
+            return 0.0
+        state = 24.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets
+        samples = train.micro_batch_size * min(config.parallel.pp + 1, train.global_batch_size)
+        layer = 400.0 * seq * model.hidden_size + 16.0 * model.num_heads * seq**2  # of a sample
+        most = ranks * (CPU_RESERVED_GIB * GIB + state + samples * (model.num_layers + 1) * layer)
+        return most if most < host_memory() / 4 else 0.0
+    except Exception as error:
+        log.debug("no bound: %r", error)
+        return 0.0
 
 
 def try_forecast(config: PretrainConfig, ranks: int, *, quick: bool = False) -> Forecast | None:

@@ -9,7 +9,16 @@ import pytest
 from mlm.config.cli import main
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast as module
-from mlm.plan.forecast import Forecast, Machine, forecast, lines, summary, warning
+from mlm.plan.forecast import (
+    Forecast,
+    Machine,
+    forecast,
+    forecast_run,
+    lines,
+    most_of_small,
+    summary,
+    warning,
+)
 from mlm.plan.hardware import preset
 from mlm.plan.memory import GIB
 from mlm.plan.report import step_range, time_caution
@@ -84,7 +93,19 @@ def test_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     own = replace(config, model=replace(config.model, kind="my_package.my_family:FAMILY"))
     assert lines(own, 1) == []
     monkeypatch.setattr(module, "forecast", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(module, "most_of_small", lambda *_: 0.0)
     assert lines(config, 1) == []
+
+
+def test_a_small_run_on_cpus_is_bounded_from_above_and_counted_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load_config("pretrain", TINY)
+    assert isinstance(config, PretrainConfig)
+    monkeypatch.setattr(module, "host_memory", lambda: 16 * GIB)
+    assert forecast_run(config, 1).memory < most_of_small(config, 1) < 4 * GIB
+    monkeypatch.setattr(module, "host_memory", lambda: 1 * GIB)
+    assert most_of_small(config, 1) == 0.0
 
 
 def test_adapters_and_split_sequences_have_a_forecast() -> None:

@@ -37,8 +37,6 @@ WRITERS = {
     "evaluate/lm_eval/ranks.py": "config.json in a temporary folder",
     "data/indexed.py": "parts of the pair that it writes",
     "launch/child_run.py": "logs of runs in the folder of a verify-resume",
-    "verify/audit/api.py": "job.json in a temporary folder",
-    "verify/audit/host.py": "what ranks recorded, in a temporary folder",
 }
 
 

@@ -24,6 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settled(out: Path, typed: set[str], *, ckpt: Path | None = None, cooldown: int | None = 5) -> int:
     values: dict[str, Any] = {"schedule": {"cooldown": cooldown}, "train": {"steps": 100}, "out": str(out)}
+    values["checkpoint"] = {}
     settle_cooldown(values | {"ckpt": ckpt and str(ckpt)}, typed)
     steps: int = values["train"]["steps"]
     return steps
