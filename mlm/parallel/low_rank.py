@@ -33,7 +33,7 @@ from mlm.parallel.uncompiled import skip_compile
 
 @dataclass(frozen=True)
 class WeightChange:
-    """What adapters add to a whole weight [O, I], or those of experts, and to the norms of its rows."""
+    """Sum that adapters add to a whole weight [O, I], or that of experts, and the new norms of its rows."""
 
     change: Tensor
     magnitude: Tensor | None = None

@@ -168,17 +168,17 @@ def all_splits(query: Query) -> Iterator[dict[str, Any]]:
             ):
                 for expert_tp, ep in _expert_splits(query, tp, dp * cp, sequence_parallel, experts):
                     yield {
-                        **{
-                            "tp": tp,
-                            "pp": pp,
-                            "vp": vp,
-                            "dp": dp,
-                            "cp": cp,
-                            "ep": ep,
-                            "expert_tp": expert_tp,
-                        },
-                        **{"pipeline": pipeline, "zero": zero, "sequence_parallel": sequence_parallel},
+                        "tp": tp,
+                        "pp": pp,
+                        "vp": vp,
+                        "dp": dp,
+                        "cp": cp,
+                        "ep": ep,
+                        "expert_tp": expert_tp,
+                        "sequence_parallel": sequence_parallel,
                         "tp_overlap": overlap,
+                        "pipeline": pipeline,
+                        "zero": zero,
                     }
 
 

@@ -34,7 +34,7 @@ Times = tuple[float, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Software:
-    """What a training program does; the defaults are this toolkit. Facts of its code, no fitted numbers."""
+    """Habits of a training program: facts of its code, no fitted numbers. The defaults are this toolkit's."""
 
     compiled: bool = True
     """True if kernels between products are fused."""

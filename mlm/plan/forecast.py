@@ -93,16 +93,20 @@ def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
 def most_of_small(config: PretrainConfig, ranks: int) -> float:
     """Generous bound of the bytes that all ranks of a small run on CPUs take; 0.0 for other runs.
 
-    To count what layers do loads a compiler, two seconds of processor time in the start of every run.
-    Never raises.
+    Never raises. To count what layers do loads a compiler: two seconds of processor time in the start of
+    every run. Whoever calibrated this machine wants times too, which need the counts.
     """
     model, train, seq = config.model, config.train, config.data.seq_length
     try:
-        if device_kind(config.dist) != "cpu":
+        if device_kind(config.dist) != "cpu" or calibrated() is not None:
             return 0.0
-        state = 24.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets
-        samples = train.micro_batch_size * min(config.parallel.pp + 1, train.global_batch_size)
-        layer = 400.0 * seq * model.hidden_size + 16.0 * model.num_heads * seq**2  # of a sample
+        parts, width = model.architecture, model.ffn_size
+        width = max(width, parts.experts_per_token * parts.expert_size + parts.shared_size)
+        channels = model.hidden_size * (1 + parts.experts_per_token) + width
+        state = 32.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets, temporaries
+        of_rank = train.global_batch_size * config.parallel.replica // ranks
+        samples = train.micro_batch_size if config.parallel.pp == 1 else of_rank  # in flight at most
+        layer = 100.0 * seq * channels + 16.0 * model.num_heads * seq**2  # of a sample
         most = ranks * (CPU_RESERVED_GIB * GIB + state + samples * (model.num_layers + 1) * layer)
         return most if most < host_memory() / 4 else 0.0
     except Exception as error:
@@ -194,7 +198,7 @@ def summary(run: Forecast) -> str:
 
 
 def warning(run: Forecast) -> str:
-    """What a layout that does not fit lacks, and the command that finds others."""
+    """The memory that a layout lacks, and the command that finds others."""
     lacks = gib(run.memory - run.machine.capacity)
     return (
         f"warning: {lacks} may be lacking; `mlm plan layouts gpus={run.layout.gpus}` finds layouts that fit"

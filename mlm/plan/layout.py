@@ -98,7 +98,7 @@ class PlannedLayout:
 
     @property
     def split(self) -> Split:
-        """What the counts of a layer depend on."""
+        """The fields on which the counts of a layer depend."""
         return Split(
             tp=self.tp,
             cp=self.cp,

@@ -97,14 +97,31 @@ def test_failures_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines(config, 1) == []
 
 
-def test_a_small_run_on_cpus_is_bounded_from_above_and_counted_nowhere(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("", 1),
+        ("model=llama_demo data.seq_length=512 recompute=full", 2),
+        ("model=moe_demo train.micro_batch_size=1 tp=2 sequence_parallel=true", 4),
+        ("model=bert_tiny model.vocab_size=4096 pp=2 pipeline=gpipe train.micro_batch_size=1", 2),
+        ("model.attention_dropout=0.1 model.num_heads=16", 1),
+    ],
+)
+def test_small_runs_on_cpus_need_less_than_their_bound(
+    words: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    config = load_config("pretrain", [*TINY, *words.split()])
+    assert isinstance(config, PretrainConfig)
+    monkeypatch.setattr(module, "host_memory", lambda: 64 * GIB)
+    assert ranks * forecast_run(config, ranks).memory < most_of_small(config, ranks) < 16 * GIB
+    monkeypatch.setattr(module, "host_memory", lambda: 1 * GIB)
+    assert most_of_small(config, ranks) == 0.0
+
+
+def test_calibrated_machines_are_asked_for_times_too(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("pretrain", TINY)
     assert isinstance(config, PretrainConfig)
-    monkeypatch.setattr(module, "host_memory", lambda: 16 * GIB)
-    assert forecast_run(config, 1).memory < most_of_small(config, 1) < 4 * GIB
-    monkeypatch.setattr(module, "host_memory", lambda: 1 * GIB)
+    monkeypatch.setattr(module, "calibrated", lambda: A100)
     assert most_of_small(config, 1) == 0.0
 
 

@@ -130,7 +130,7 @@ class Comparison:
         return same[index - 1] if index else None
 
     def _moved(self, key: Key) -> float:
-        """How far the reference's weight has moved: its largest element."""
+        """Largest change of an element of the reference's weight since the start."""
         begin = self.reference.tensors.get(Key(0, "initial", key.name))
         return 0.0 if begin is None else difference(self.reference.tensors[key], begin)
 

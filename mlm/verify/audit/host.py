@@ -188,7 +188,7 @@ def path_of(file: IO[bytes]) -> Path:
 
 
 def text_of(file: IO[bytes]) -> str:
-    """What was written to an open file."""
+    """All text in an open file."""
     return path_of(file).read_bytes().decode(errors="replace")
 
 
