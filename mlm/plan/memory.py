@@ -237,6 +237,10 @@ class MemoryModel:
             each.working[VOCABULARY] + each.kept[VOCABULARY] for each in (ends.alone, ends.passes[0])
         )
         waiting = (last_in_flight(layout) - 1) * held
+        if last_in_flight(layout) > 1 and layout.zero == 0 and layout.dp * layout.cp > 1:
+            # losses add to the head's gradient, which joins the flat buffer in the first backward pass
+            last = self.counts.state(layout.split, LAST)
+            waiting += sum(each.weight_bytes * each.size for each in last if each.is_trained)
         return kept + working, waiting + max(head - working, 0.0), max(alone - head, 0.0)
 
     def _communication(self, layout: PlannedLayout) -> float:
