@@ -14,6 +14,7 @@ from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
 from mlm.models.family import SHIPPED
 from mlm.parallel.mesh import ParallelContext
+from mlm.plan.forecast import most_of_small
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import MemoryModel
@@ -49,7 +50,10 @@ def preflight(config: ParityConfig) -> list[str]:
 
 def memory_problem(config: ParityConfig, available: int) -> str | None:
     """Why the whole model does not fit beside its layout; None where it does, and for custom families."""
-    if config.model.kind not in SHIPPED or (needed := needed_bytes(config)) <= available:
+    small = most_of_small(config, config.parallel.replica * (config.parallel.dp or 1))
+    if config.model.kind not in SHIPPED or 0 < 3 * small <= available:  # one process is in it, as a rank
+        return None
+    if (needed := needed_bytes(config)) <= available:
         return None
     return (
         f"model.num_layers={config.model.num_layers}: a model of {config.model.num_parameters() / 1e9:.2g} "
