@@ -35,6 +35,10 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("model=smollm2_135m", *LORA, "data.seq_length=1024", "recompute=full"),
         *("train.micro_batch_size=1", "train.global_batch_size=2"),
     ),
+    "SmolLM2-135M of 4 layers, adapters, 4 x 512": (
+        *("model=smollm2_135m", *LORA, "model.num_layers=4", "data.seq_length=512"),
+        *("train.micro_batch_size=4", "train.global_batch_size=8"),
+    ),
     "GPT-2 124M, all weights, 2 x 256": (
         *("model=gpt2_124m", "precision=bf16", "data.seq_length=256"),
         *("train.micro_batch_size=2", "train.global_batch_size=4"),
