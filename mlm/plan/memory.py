@@ -171,9 +171,9 @@ class MemoryModel:
 
     def backward_begins(self, layout: PlannedLayout, stage_rank: int, state: StageState) -> dict[str, float]:
         """Bytes by part when most micro-batches are in flight."""
-        activations, vocabulary, alone = self._activations(layout, stage_rank)
-        gradients = self._gradients_before(layout, state)
         unit = max(state.layer, state.ends) * (self.element + self.master) if layout.zero else 0
+        activations, vocabulary, alone = self._activations(layout, stage_rank, unit)
+        gradients = self._gradients_before(layout, state)
         return {
             "weights": state.weights,
             "optimizer": state.optimizer,
@@ -217,8 +217,12 @@ class MemoryModel:
             return self.element * state.gathered
         return self.element * min(state.gathered, state.ends + 2 * state.layer)
 
-    def _activations(self, layout: PlannedLayout, stage_rank: int) -> tuple[float, float, float]:
-        """Bytes of layers and embedding in flight, of the head, and more of that without gradients."""
+    def _activations(self, layout: PlannedLayout, stage_rank: int, unit: float) -> tuple[float, float, float]:
+        """Bytes of layers and embedding in flight, of the head, and more of that without gradients.
+
+        The head's temporaries are gone when a layer's backward pass, and the `unit` of gradients that is
+        reduced then, need theirs.
+        """
         counts = self.counts.counts(layout.split)
         micro, homes = layout.micro_batch, self.homes(layout, stage_rank)
         pairs = in_flight(layout, stage_rank) / layout.vp
@@ -241,7 +245,7 @@ class MemoryModel:
             # losses add to the head's gradient, which joins the flat buffer in the first backward pass
             last = self.counts.state(layout.split, LAST)
             waiting += sum(each.weight_bytes * each.size for each in last if each.is_trained)
-        return kept + working, waiting + max(head - working, 0.0), max(alone - head, 0.0)
+        return kept + working, waiting + max(head - working - unit, 0.0), max(alone - head, 0.0)
 
     def _communication(self, layout: PlannedLayout) -> float:
         """Boundary tensors of the pipeline under way."""

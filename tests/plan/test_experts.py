@@ -52,6 +52,7 @@ def test_floating_point_operations_are_those_that_the_dry_run_counts() -> None:
 
 def test_layouts_are_searched_over_ep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=mixtral_8x7b", "hardware=dgx_h100", "gpus=64", "zero=2", "pipeline=1f1b", "show=3"]
+    words += ["tp=4", "sequence_parallel=true", "train.micro_batch_size=1"]
     config = load_config("plan_layouts", [*words, "data.seq_length=4096", "train.global_batch_size=256"])
     assert check_plan_layouts(config) == []
     query = query_of(config)

@@ -15,7 +15,7 @@ from mlm.plan.hardware import PeakConfig, preset, preset_of_gpu
 from mlm.tracking.peak import table_peak
 from tests.slow import thinned
 
-LAYOUTS = ["plan", "layouts", "model=gpt2_355m", "gpus=8"]
+LAYOUTS = ["plan", "layouts", "model=gpt2_355m", "gpus=8", "cp=1"]
 MEMORY = ["plan", "memory", "model=gpt2_355m"]
 
 
@@ -46,7 +46,7 @@ def test_the_last_line_runs_the_model_that_was_planned(
     (tmp_path / "own/model").mkdir(parents=True)
     (tmp_path / "own/model/mine.yaml").write_text("num_layers: 3\nhidden_size: 64\nnum_heads: 4\n")
     typed = shlex.split(line)
-    ranks = ["gpus=8", "show=1"]
+    ranks = ["gpus=8", "show=1", "train.global_batch_size=8"]
     assert main(["plan", "layouts", *typed, *ranks]) == 0
     (printed,) = re.findall(r"^mlm (pretrain .*)", capsys.readouterr().out, re.MULTILINE)
     words = shlex.split(printed)
@@ -69,7 +69,7 @@ def test_the_last_line_of_a_job_of_a_sweep_is_its_own(
     for layers in ("4", "6"):
         (tmp_path / f"model.num_layers={layers}").mkdir()
     swept = ["-m", "model.num_layers=4,6", f"out={tmp_path}/plan.json"]
-    assert main(["plan", "layouts", "model=gpt2_tiny", *swept]) == 0
+    assert main(["plan", "layouts", "model=gpt2_tiny", "gpus=2", "train.global_batch_size=4", *swept]) == 0
     found = re.findall(r"^mlm pretrain .*model.num_layers=(\S+)", capsys.readouterr().out, re.MULTILINE)
     assert found == ["4", "6"]
 
@@ -184,7 +184,7 @@ def test_each_number_of_a_preset_names_its_source() -> None:
             ([*LAYOUTS, "hardware=dgx_a100"], "did you mean dgx_"),
             ([*LAYOUTS, "hardware=no/such.yaml"], "hardware=no/such.yaml: "),
             ([*LAYOUTS, "gpus=509"], "use gpus=512 or train.global_batch_size="),
-            ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "no layout fits into 79.2 GiB per GPU"),
+            ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "no layout fits into 79.1 GiB per GPU"),
             ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),
             ([*LAYOUTS, "hardware=dgx2h_v100_32g"], "use precision=fp16"),
             ([*LAYOUTS, "out=plan.txt"], "out=plan.txt must end in "),

@@ -30,10 +30,11 @@ def query(model: ModelConfig = SMALL, gpus: int = 8, batch: int = 32, seq: int =
     ("model", "gpus", "batch", "fixed"),
     [
         (SMALL, 1, 16, {}),
-        (SMALL, 8, 32, {}),
-        (SMALL, 12, 24, {"pp": 3}),
-        (LARGE, 8, 32, {}),
-        (LARGE, 16, 64, {"zero": 0}),
+        (SMALL, 4, 8, {}),
+        (SMALL, 8, 32, {"cp": 1}),
+        (SMALL, 12, 24, {"pp": 3, "cp": 1}),
+        (LARGE, 8, 8, {}),
+        (LARGE, 16, 16, {"zero": 0}),
     ],
 )
 def test_best_layouts_equal_those_of_brute_force(
