@@ -32,7 +32,6 @@ MAINTENANCE = (
     Command(
         words=("ckpt", "inspect"),
         also=("checkpoint",),
-        config="ckpt_inspect",
         spec=CkptInspectConfig,
         target="mlm.checkpoint.commands.inspect:run",
         local_check=check_out_file,
@@ -46,7 +45,6 @@ MAINTENANCE = (
     ),
     Command(
         words=("ckpt", "verify"),
-        config="ckpt_verify",
         spec=CkptVerifyConfig,
         target="mlm.checkpoint.commands.verify:run",
         local_check=check_out_file,
@@ -57,7 +55,6 @@ MAINTENANCE = (
     ),
     Command(
         words=("ckpt", "diff"),
-        config="ckpt_diff",
         spec=CkptDiffConfig,
         target="mlm.checkpoint.commands.diff:run",
         local_check=check_out_file,
@@ -73,7 +70,6 @@ MAINTENANCE = (
     ),
     Command(
         words=("ckpt", "prune"),
-        config="ckpt_prune",
         spec=CkptPruneConfig,
         target="mlm.checkpoint.commands.prune:run",
         positional=("ckpt",),
@@ -94,7 +90,6 @@ MAINTENANCE = (
     ),
     Command(
         words=("ckpt", "rollback"),
-        config="ckpt_rollback",
         spec=CkptRollbackConfig,
         target="mlm.checkpoint.commands.rollback:run",
         positional=("ckpt", "step"),
@@ -115,7 +110,6 @@ MAINTENANCE = (
 CONVERSION = (
     Command(
         words=("reshard",),
-        config="reshard",
         spec=ReshardConfig,
         target="mlm.checkpoint.commands.reshard:run",
         preflight="mlm.checkpoint.commands.reshard:preflight",
@@ -139,7 +133,6 @@ CONVERSION = (
     ),
     Command(
         words=("convert",),
-        config="convert",
         spec=ConvertConfig,
         target="mlm.checkpoint.commands.convert:run",
         preflight="mlm.checkpoint.commands.convert:preflight",
@@ -161,7 +154,6 @@ CONVERSION = (
     ),
     Command(
         words=("import", "hf"),
-        config="import_hf",
         spec=ImportHFConfig,
         target="mlm.checkpoint.commands.import_hf:run",
         preflight="mlm.checkpoint.commands.import_hf:preflight",
@@ -179,7 +171,6 @@ CONVERSION = (
     ),
     Command(
         words=("import", "megatron"),
-        config="import_megatron",
         spec=ImportMegatronConfig,
         target="mlm.checkpoint.commands.convert:run",
         preflight="mlm.checkpoint.commands.convert:preflight",
@@ -199,7 +190,6 @@ CONVERSION = (
     ),
     Command(
         words=("export", "megatron"),
-        config="export_megatron",
         spec=ExportMegatronConfig,
         target="mlm.checkpoint.commands.convert:run",
         preflight="mlm.checkpoint.commands.convert:preflight",
@@ -212,7 +202,6 @@ CONVERSION = (
     ),
     Command(
         words=("export", "dcp"),
-        config="export_dcp",
         spec=ExportDCPConfig,
         target="mlm.checkpoint.commands.convert:run",
         preflight="mlm.checkpoint.commands.convert:preflight",
@@ -223,7 +212,6 @@ CONVERSION = (
     ),
     Command(
         words=("export", "hf"),
-        config="export_hf",
         spec=ExportHFConfig,
         target="mlm.checkpoint.commands.export_hf:run",
         preflight="mlm.checkpoint.commands.export_hf:preflight",
@@ -242,7 +230,6 @@ CONVERSION = (
     ),
     Command(
         words=("export", "gguf"),
-        config="export_gguf",
         spec=ExportGGUFConfig,
         target="mlm.checkpoint.commands.export_gguf:run",
         local_check=check_out_file,
