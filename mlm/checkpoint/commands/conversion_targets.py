@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mlm.checkpoint.commands.conversion_sources import Source
 from mlm.checkpoint.commands.export_hf import (
-    Exported,
     ExportSource,
     into_files,
+    plan_tensors,
     token_ids,
     write_json,
     write_settings,
@@ -33,7 +33,6 @@ from mlm.checkpoint.megatron.write import (
     write_rank_file,
 )
 from mlm.checkpoint.native.format import JSON, FileEntry, Manifest
-from mlm.checkpoint.native.shard_file import Form
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import parameters
@@ -129,12 +128,7 @@ def write_hf(source: Source, folder: Path, dtype: torch.dtype, file_gb: float, a
     """Write a folder that `transformers` loads."""
     described = describe_for_hf(source)
     shapes = {name: one.shape for name, one in parameters(source.model).items()}
-    tensors = [
-        Exported(name, location, part, described.mapping.stored_name(theirs, source.model.head), form)
-        for name, location in described.mapping.locations(source.model)
-        for form in [Form(dtype, location.shape(shapes[name]))]
-        for part, theirs in enumerate(location.names)
-    ]
+    tensors = plan_tensors(source.model, described.mapping, dtype)
     progress = Progress(folder, advance)
 
     def load(name: str, rows: slice | None) -> Tensor:

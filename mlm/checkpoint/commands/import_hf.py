@@ -20,7 +20,7 @@ from mlm.data.files_present import HUB_NAME
 from mlm.inference.hf_source import commit_of, describe_source, fetch
 from mlm.training.run_folder import new_folder, out_problems
 from mlm.training.state import CHECKPOINTS
-from mlm.util.errors import ConfigError, UserError
+from mlm.util.errors import ConfigError, UserError, attempt
 from mlm.util.terminal import progress_bar
 
 
@@ -38,10 +38,7 @@ def preflight(config: ImportHFConfig) -> list[str]:
         return problems
     if config.base is not None:
         problems.append(f"base={config.base}: source={config.source} holds no adapters; remove base=")
-    try:
-        HFTensors(read_model(folder))
-    except UserError as error:
-        problems += error.problems
+    attempt(problems, lambda: HFTensors(read_model(folder)))
     return problems
 
 

@@ -115,5 +115,5 @@ def test_unsupported_argument_is_named(tmp_path: Path) -> None:
 
 def test_names_of_torchtitan_need_the_model_that_convert_takes(tmp_path: Path) -> None:
     write_torch_dist(tmp_path / "theirs", torchtitan_state(random_llama()))
-    with pytest.raises(UserError, match="torchtitan's names.*mlm convert"):
+    with pytest.raises(UserError, match=r"torchtitan's names.*mlm convert"):
         import_to(tmp_path)
