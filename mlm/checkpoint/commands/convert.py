@@ -5,7 +5,7 @@ whole are kept.
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -50,13 +50,11 @@ def as_conversion(config: AnyConversion) -> ConvertConfig:
         case ImportMegatronConfig():
             return ConvertConfig(**asdict(config))
         case ExportMegatronConfig():
-            sizes = {"tp": config.tp, "pp": config.pp}
-            return ConvertConfig(
-                source=config.ckpt, out=config.out, to=config.format, dtype=config.dtype, **sizes
-            )
+            kept = ConvertConfig(source=config.ckpt, out=config.out, to=config.format, dtype=config.dtype)
+            return replace(kept, tp=config.tp, pp=config.pp)
         case ExportDCPConfig():
-            to = "megatron_dcp" if config.names == "megatron" else "torchtitan"
-            return ConvertConfig(source=config.ckpt, out=config.out, to=to, dtype=config.dtype)
+            kept = ConvertConfig(source=config.ckpt, out=config.out, dtype=config.dtype)
+            return replace(kept, to="megatron_dcp" if config.names == "megatron" else "torchtitan")
     return config
 
 
