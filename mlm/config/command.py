@@ -25,8 +25,6 @@ class Command:
 
     words: tuple[str, ...]
     """As typed: ("eval", "loss")."""
-    config: str
-    """Name of its primary config in configs/."""
     spec: type
     """The dataclass that its config becomes."""
     target: str
@@ -79,6 +77,11 @@ class Command:
     def name(self) -> str:
         """`eval loss`."""
         return " ".join(self.words)
+
+    @property
+    def config(self) -> str:
+        """Name of its primary config in configs/: `eval_loss`."""
+        return "_".join(self.words).replace("-", "_")
 
     @property
     def usage(self) -> str:

@@ -13,7 +13,6 @@ COMMANDS = (
     Command(
         words=("data", "tokenizer"),
         also=("tokenize",),
-        config="data_tokenizer",
         spec=DataTokenizerConfig,
         target="mlm.corpus.train_tokenizer:run_tokenizer",
         preflight="mlm.corpus.train_tokenizer:preflight",
@@ -34,7 +33,6 @@ COMMANDS = (
     Command(
         words=("data", "build"),
         also=("prepare", "preprocess"),
-        config="data_build",
         spec=DataBuildConfig,
         target="mlm.corpus.build:run_build",
         local_check=check_build,
@@ -75,7 +73,6 @@ COMMANDS = (
     ),
     Command(
         words=("data", "inspect"),
-        config="data_inspect",
         spec=DataInspectConfig,
         target="mlm.corpus.inspect:run_inspect",
         summary="show what a corpus holds: documents, tokens, lengths, decoded samples",
@@ -95,7 +92,6 @@ COMMANDS = (
     ),
     Command(
         words=("data", "verify"),
-        config="data_verify",
         spec=DataVerifyConfig,
         target="mlm.corpus.verify:run_verify",
         summary="find truncation, bad pointers and token ids out of range in a corpus",

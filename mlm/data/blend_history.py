@@ -6,7 +6,6 @@ in each corpus where it stopped. A corpus is identified by its content, wherever
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
@@ -16,11 +15,11 @@ import xxhash
 
 from mlm.data.blend import MAX_SAMPLES, samples_per_source
 from mlm.data.blend_checks import MAX_SOURCES
+from mlm.util.files import DIGEST, whole_number
 
 MAX_SEGMENTS = 1000
 MAX_TEXT = 4096  # letters of a name or path
 SAME_SHARE = 1e-9  # weights written as 3, 7 and as 0.3, 0.7 differ in the last bits
-DIGEST = re.compile(r"xxh3:[0-9a-f]{32}|")
 ORDERS = (0, 1)
 DIGESTS = ("digest", "tokens", "sampled", "receipt", "recipe", "tokenizer")
 
@@ -210,7 +209,7 @@ def _segment(saved: Any) -> Segment:
     found = tuple(_source(value) for value in sources)
     if not math.isclose(math.fsum(s.weight for s in found), 1.0, rel_tol=SAME_SHARE):
         raise ValueError("the weights of a segment do not sum to 1")
-    return Segment(_whole_number(saved["from_sample"]), found)
+    return Segment(whole_number(saved["from_sample"], MAX_SAMPLES), found)
 
 
 def _source(saved: Any) -> BlendSource:
@@ -223,7 +222,7 @@ def _source(saved: Any) -> BlendSource:
             raise ValueError(f"{name} is not a digest")
     if type(saved["weight"]) is not float or not 0 < saved["weight"] <= 1:
         raise ValueError("a weight is out of range")
-    _whole_number(saved["first"])
+    whole_number(saved["first"], MAX_SAMPLES)
     if type(saved["order"]) is not int or saved["order"] not in ORDERS:
         raise ValueError("a sample order is not known")
     return BlendSource(**{field.name: saved[field.name] for field in fields(BlendSource)})
@@ -232,9 +231,3 @@ def _source(saved: Any) -> BlendSource:
 def known_digest(value: Any) -> str:
     """Return a digest that a file gives, or "" if it is not one."""
     return value if isinstance(value, str) and DIGEST.fullmatch(value) else ""
-
-
-def _whole_number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_SAMPLES:
-        raise ValueError(f"{str(value)[:40]} is not an integer in range")
-    return value

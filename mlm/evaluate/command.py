@@ -61,7 +61,6 @@ ZERO_SHOT_KEYS = (
 COMMANDS = (
     Command(
         words=("eval", "loss"),
-        config="eval_loss",
         spec=EvalLossConfig,
         target="mlm.evaluate.loss:run",
         check=check_eval_loss,
@@ -82,7 +81,6 @@ COMMANDS = (
     ),
     Command(
         words=("eval", "wikitext103"),
-        config="eval_wikitext103",
         spec=EvalWikitext103Config,
         target="mlm.evaluate.zero_shot.run:run",
         check=check_zero_shot,
@@ -108,7 +106,6 @@ COMMANDS = (
     ),
     Command(
         words=("eval", "lambada"),
-        config="eval_lambada",
         spec=EvalLambadaConfig,
         target="mlm.evaluate.zero_shot.run:run",
         check=check_zero_shot,
@@ -131,7 +128,6 @@ COMMANDS = (
     ),
     Command(
         words=("eval", "all"),
-        config="eval_all",
         spec=EvalAllConfig,
         target="mlm.evaluate.zero_shot.run:run",
         check=check_zero_shot,

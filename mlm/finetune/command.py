@@ -8,7 +8,6 @@ COMMANDS = (
     Command(
         words=("finetune",),
         also=("fine_tune",),
-        config="finetune",
         spec=FinetuneConfig,
         target="mlm.finetune.run:run",
         check=check_finetune,
@@ -57,7 +56,6 @@ COMMANDS = (
     Command(
         words=("eval",),
         also=("evaluate", "test"),
-        config="eval_task",
         spec=EvalTaskConfig,
         target="mlm.finetune.evaluate:run",
         check=check_eval_task,

@@ -22,7 +22,6 @@ HARDWARE_FILES = {"hardware=this": this_machine}
 COMMANDS = (
     Command(
         words=("plan", "layouts"),
-        config="plan_layouts",
         spec=PlanLayoutsConfig,
         target="mlm.plan.layouts:run",
         local_check=check_plan_layouts,
@@ -66,7 +65,6 @@ COMMANDS = (
     ),
     Command(
         words=("plan", "memory"),
-        config="plan_memory",
         spec=PlanMemoryConfig,
         target="mlm.plan.one_layout:run",
         local_check=check_plan_memory,
@@ -97,7 +95,6 @@ COMMANDS = (
     ),
     Command(
         words=("plan", "dry-run"),
-        config="plan_dry_run",
         spec=PlanDryRunConfig,
         target="mlm.plan.dry_run:run",
         local_check=check_plan_dry_run,
@@ -133,7 +130,6 @@ COMMANDS = (
     ),
     Command(
         words=("plan", "calibrate"),
-        config="plan_calibrate",
         spec=PlanCalibrateConfig,
         target="mlm.plan.calibrate:run",
         local_check=check_plan_calibrate,
@@ -157,7 +153,6 @@ COMMANDS = (
     ),
     Command(
         words=("plan", "schedule"),
-        config="plan_schedule",
         spec=PlanScheduleConfig,
         target="mlm.plan.schedule:run",
         local_check=check_plan_schedule,

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import mlm
-from mlm.checkpoint.native.format import JSON
+from mlm.checkpoint.native.format import JSON, FileEntry
 from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
-from mlm.checkpoint.parameters import build_on_meta, parameters
+from mlm.checkpoint.parameters import build_on_meta
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import Tokenizer
@@ -35,7 +35,6 @@ from mlm.util.errors import UserError, writing_to
 from mlm.util.files import fsync_directory, read_regular, write_atomic
 from mlm.util.lock import LOCK, single_writer
 from mlm.util.ownership import claim_folder, delete_owned
-from mlm.util.terminal import progress_bar
 
 GB = 1e9
 UNFINISHED = "unfinished"
@@ -55,85 +54,45 @@ def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dic
     return values
 
 
-def write_imported(
-    out: Path,
-    model: ModelConfig,
-    read: Callable[[str, Region], Tensor],
-    *,
-    source: Mapping[str, JSON],
-    tokenizer: Tokenizer | None,
-    filled: Collection[str] = (),
-    moments: Mapping[str, Callable[[str, Region], Tensor]] = MappingProxyType({}),
-    applied_steps: int | None = None,
-    check: Callable[[Path], None] = lambda run: None,
-) -> Path:
-    """Write weights of another library as the run directory `out`; return its step-00000000 directory.
-
-    Args:
-        out: New folder.
-        model: Settings of the model.
-        read: `read(name, region)` returns those elements of a parameter, float32 on CPU, by its name and
-            shape in `parameters(model)`, in any order; its OSError is reported as one of `out`.
-        source: Origin of the weights, for `state["source"]`: "kind"; "name", an id or a folder's last
-            component; "files", the digest of each file by its name; and more. It alone makes the checkpoint.
-        tokenizer: Saved as out/tokenizer.json, its digest in `state["tokenizer"]`, and its chat template if
-            it has one; None saves none.
-        filled: Parameters that the source lacks: they take the initial values of the configuration's seed,
-            and `state["source"]["filled"]` lists them.
-        moments: As `read`, by the name of each of the optimizer's moments, which a run that begins with the
-            weights takes too; none where some are filled.
-        applied_steps: Steps that the moments were made in.
-        check: Called with the run directory under its working name, before it is published; its exceptions
-            propagate, and no files are left.
-
-    Raises:
-        UserError: `out` is not free (`out_problems`), or the disk is too small or cannot be written.
-    """
-    config = run_config(str(source["name"]).rpartition("/")[2] or "imported", model)
-    initial = initial_values(model, filled, config.seed)
-
-    def piece(name: str, region: Region) -> Tensor:
-        kind, _, name = name.removeprefix("optimizer.").partition(".")
-        if name not in initial:
-            return (read if kind == "model" else moments[kind])(name, region)
-        return initial[name][region.within(Region.whole(initial[name].shape))]
-
-    kinds = ("model", *(f"optimizer.{moment}" for moment in moments))
-    tensors = {f"{kind}.{name}": tensor for kind in kinds for name, tensor in parameters(model).items()}
-    state = imported_state(config, source, filled) | ({"applied_steps": applied_steps} if moments else {})
-    return write_run(out, tensors, piece, state=state, tokenizer=tokenizer, check=check)
-
-
 def write_run(
-    out: Path,
+    run: Path,
     tensors: Mapping[str, GlobalTensor],
     read: Callable[[str, Region], Tensor],
     *,
     state: Mapping[str, JSON],
     tokenizer: Tokenizer | None,
-    check: Callable[[Path], None] = lambda run: None,
+    progress: Callable[[int], None] = lambda count: None,
+    tp: int = 1,
+    stage_ranks: Mapping[int | str, int] = MappingProxyType({}),
+    done: Callable[[str, Callable[[], FileEntry]], FileEntry] = lambda name, write: write(),
 ) -> Path:
-    """Write tensors as the run directory `out`; return its step-00000000 directory.
+    """Write tensors into `run`, which `new_folder` yields, as a run directory; return its step-00000000.
 
-    `state` alone, with the versions and the tokenizer, makes the checkpoint. Raises UserError as
-    `write_imported` does, of which the other arguments are those.
+    `state`, with the versions and the tokenizer, and the layout alone make the checkpoint. `stage_ranks` are
+    the pipeline ranks of layers, "first" and "last": one if it is empty. `read`, `progress` and `done` are as
+    in `write_streamed`.
     """
-    count = sum(tensor.num_bytes for tensor in tensors.values())
     whole: dict[str, JSON] = {
         **state,
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
         **({} if tokenizer is None else {TOKENIZER: digests_of_tokenizer(tokenizer).encode()}),
     }
-    with new_folder(out, count) as run, progress_bar(f"writing {out}", count, in_bytes=True) as advance:
-        written = write_streamed(
-            run / CHECKPOINTS, 0, tensors, read, save_id=derived_id(whole), state=whole, progress=advance
-        )
-        if tokenizer is not None:
-            tokenizer.save(run / "tokenizer.json")
-            if tokenizer.chat_template is not None:
-                tokenizer.chat_template.save(run)
-        check(run)
-    return out / CHECKPOINTS / written.name
+    if tokenizer is not None:
+        tokenizer.save(run / "tokenizer.json")
+        if tokenizer.chat_template is not None:
+            tokenizer.chat_template.save(run)
+    return write_streamed(
+        run / CHECKPOINTS,
+        0,
+        tensors,
+        read,
+        save_id=derived_id({"state": whole, "tp": tp, "pp": 1 + max(stage_ranks.values(), default=0)}),
+        state=whole,
+        tp=tp,
+        stage_rank=lambda stage: stage_ranks.get(stage, 0),
+        progress=progress,
+        done=done,
+    )
 
 
 def run_config(name: str, model: ModelConfig) -> PretrainConfig:

@@ -190,6 +190,13 @@ def digest_name(h: "xxhash.xxh3_128") -> str:
 # ---- untrusted files
 
 
+def whole_number(value: Any, most: int = (1 << 62) - 1) -> int:
+    """Return a number that a file gives. Raises ValueError for what is no integer from 0 to `most`."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{str(value)[:40]} is no whole number in range")
+    return value
+
+
 def read_bounded(path: Path, most: int, remedy: str) -> bytes:
     """Read a regular file of at most `most` bytes; a larger one, a pipe or a device is not read.
 

@@ -6,7 +6,6 @@ from mlm.verify.config import AuditConfig, ParityConfig, VerifyResumeConfig, che
 COMMANDS = (
     Command(
         words=("parity",),
-        config="parity",
         spec=ParityConfig,
         target="mlm.verify.parity:run",
         check=check_parity,
@@ -50,7 +49,6 @@ COMMANDS = (
     ),
     Command(
         words=("audit",),
-        config="audit",
         spec=AuditConfig,
         target="mlm.verify.audit.api:run",
         summary="find the first place where a layout of any PyTorch training code parts from one process",
@@ -69,7 +67,6 @@ COMMANDS = (
     ),
     Command(
         words=("verify-resume",),
-        config="verify_resume",
         spec=VerifyResumeConfig,
         target="mlm.verify.resume:run",
         local_check=check_verify_resume,

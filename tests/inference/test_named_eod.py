@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from mlm.checkpoint.native.save_load import read_manifest
+from mlm.checkpoint.parameters import parameters
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.data.config import DataConfig
 from mlm.data.tokenizer import EOD, Tokenizer
 from mlm.inference.trained import load_tokenizer
-from mlm.training.run_folder import write_imported
+from mlm.training.run_folder import imported_state, run_config, write_run
 from mlm.training.run_tokenizer import digests_of_tokenizer, tokenizer_now
 from tests.checkpoint.commands.hf_models import MODEL, TEXT
 
@@ -28,11 +29,11 @@ def tokenizer(tmp_path: Path) -> Path:
 
 def test_an_import_records_tokenizer_and_end_of_document(tokenizer: Path, tmp_path: Path) -> None:
     named = Tokenizer.load(tokenizer, eod=NAME)
-    run = write_imported(
+    run = write_run(
         tmp_path / "run",
-        MODEL,
+        {f"model.{name}": one for name, one in parameters(MODEL).items()},
         lambda name, part: torch.zeros(part.size),
-        source={"kind": "test", "name": "zeros", "files": {}},
+        state=imported_state(run_config("zeros", MODEL), {"kind": "test"}, ()),
         tokenizer=named,
     )
     assert read_manifest(run).state["tokenizer"] == digests_of_tokenizer(named).encode()

@@ -37,7 +37,7 @@ KIND = {
     **dict.fromkeys(("pretrain", "finetune", "reshard", "import_hf", "import_megatron", "convert"), "run"),
     **{"export_megatron": "exported-model", "export_dcp": "exported-model"},
     **{"data_build": "corpus", "export_hf": "exported-model", "verify_resume": "verify-resume"},
-    **{"eval_task": "predictions", "parity": "verify-resume"},
+    **{"eval": "predictions", "parity": "verify-resume"},
 }
 """Kind of the folder that a command's `out` becomes."""
 FILES = [(n, leaf) for n, leaf in PATHS if leaf.role in (Role.RESULT, Role.PLACE)]

@@ -32,7 +32,6 @@ MAINTENANCE = (
     Command(
         words=("ckpt", "inspect"),
         also=("checkpoint",),
-        config="ckpt_inspect",
         spec=CkptInspectConfig,
         target="mlm.checkpoint.commands.inspect:run",
         local_check=check_out_file,
@@ -46,7 +45,6 @@ MAINTENANCE = (
     ),
     Command(
         words=("ckpt", "verify"),
-        config="ckpt_verify",
         spec=CkptVerifyConfig,
         target="mlm.checkpoint.commands.verify:run",
         local_check=check_out_file,
@@ -57,7 +55,6 @@ MAINTENANCE = (
     ),
     Command(
         words=("ckpt", "diff"),
-        config="ckpt_diff",
         spec=CkptDiffConfig,
         target="mlm.checkpoint.commands.diff:run",
         local_check=check_out_file,
@@ -73,7 +70,6 @@ MAINTENANCE = (
     ),
     Command(
         words=("ckpt", "prune"),
-        config="ckpt_prune",
         spec=CkptPruneConfig,
         target="mlm.checkpoint.commands.prune:run",
         positional=("ckpt",),
@@ -94,7 +90,6 @@ MAINTENANCE = (
     ),
     Command(
         words=("ckpt", "rollback"),
-        config="ckpt_rollback",
         spec=CkptRollbackConfig,
         target="mlm.checkpoint.commands.rollback:run",
         positional=("ckpt", "step"),
@@ -115,7 +110,6 @@ MAINTENANCE = (
 CONVERSION = (
     Command(
         words=("reshard",),
-        config="reshard",
         spec=ReshardConfig,
         target="mlm.checkpoint.commands.reshard:run",
         preflight="mlm.checkpoint.commands.reshard:preflight",
@@ -139,7 +133,6 @@ CONVERSION = (
     ),
     Command(
         words=("convert",),
-        config="convert",
         spec=ConvertConfig,
         target="mlm.checkpoint.commands.convert:run",
         preflight="mlm.checkpoint.commands.convert:preflight",
@@ -161,7 +154,6 @@ CONVERSION = (
     ),
     Command(
         words=("import", "hf"),
-        config="import_hf",
         spec=ImportHFConfig,
         target="mlm.checkpoint.commands.import_hf:run",
         preflight="mlm.checkpoint.commands.import_hf:preflight",
@@ -179,10 +171,9 @@ CONVERSION = (
     ),
     Command(
         words=("import", "megatron"),
-        config="import_megatron",
         spec=ImportMegatronConfig,
-        target="mlm.checkpoint.commands.import_megatron:run",
-        preflight="mlm.checkpoint.commands.import_megatron:preflight",
+        target="mlm.checkpoint.commands.convert:run",
+        preflight="mlm.checkpoint.commands.convert:preflight",
         positional=("source",),
         summary="import a Megatron-LM GPT-2, BERT or Llama (torch_dist or rank files) as a checkpoint",
         about=(
@@ -199,10 +190,9 @@ CONVERSION = (
     ),
     Command(
         words=("export", "megatron"),
-        config="export_megatron",
         spec=ExportMegatronConfig,
-        target="mlm.checkpoint.commands.convert:run_megatron",
-        preflight="mlm.checkpoint.commands.convert:preflight_megatron",
+        target="mlm.checkpoint.commands.convert:run",
+        preflight="mlm.checkpoint.commands.convert:preflight",
         positional=("ckpt",),
         summary="export a checkpoint for Megatron-LM, as torch_dist or as classic rank files",
         about="Writes weights under Megatron Core's names, and the arguments of the model. Reads them again.",
@@ -212,10 +202,9 @@ CONVERSION = (
     ),
     Command(
         words=("export", "dcp"),
-        config="export_dcp",
         spec=ExportDCPConfig,
-        target="mlm.checkpoint.commands.convert:run_dcp",
-        preflight="mlm.checkpoint.commands.convert:preflight_dcp",
+        target="mlm.checkpoint.commands.convert:run",
+        preflight="mlm.checkpoint.commands.convert:preflight",
         positional=("ckpt",),
         summary="export a checkpoint as a folder that torch.distributed.checkpoint loads",
         about="Writes weights under torchtitan's or Megatron Core's names. Reads them again.",
@@ -223,7 +212,6 @@ CONVERSION = (
     ),
     Command(
         words=("export", "hf"),
-        config="export_hf",
         spec=ExportHFConfig,
         target="mlm.checkpoint.commands.export_hf:run",
         preflight="mlm.checkpoint.commands.export_hf:preflight",
@@ -242,7 +230,6 @@ CONVERSION = (
     ),
     Command(
         words=("export", "gguf"),
-        config="export_gguf",
         spec=ExportGGUFConfig,
         target="mlm.checkpoint.commands.export_gguf:run",
         local_check=check_out_file,

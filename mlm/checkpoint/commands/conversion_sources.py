@@ -1,24 +1,28 @@
 """Sources of `mlm convert`: any format as parameters of ours, one at a time."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
-from mlm.checkpoint.commands.import_hf import ids_as_json, ids_to_keep, read_tokenizer
-from mlm.checkpoint.commands.import_megatron import (
-    digest_dcp,
-    digest_files,
-    find_checkpoint,
-)
 from mlm.checkpoint.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA
+from mlm.checkpoint.dcp.storage import DCPReader
 from mlm.checkpoint.dcp.torchtitan import TOKEN_TABLE, TorchtitanReader
-from mlm.checkpoint.huggingface.folder import CONFIG, read_model, read_settings
+from mlm.checkpoint.huggingface.folder import (
+    CONFIG,
+    SAVE_AGAIN,
+    TOKENIZER,
+    HFModel,
+    find_file,
+    read_json,
+    read_model,
+    read_settings,
+)
 from mlm.checkpoint.huggingface.tensors import HFTensors
-from mlm.checkpoint.megatron.distributed import CoreTensors, open_distributed
-from mlm.checkpoint.megatron.merge import open_checkpoint
+from mlm.checkpoint.megatron.distributed import CoreTensors, is_distributed, open_distributed, open_moments
+from mlm.checkpoint.megatron.files import check_records, find_files, find_step, unreadable_error
+from mlm.checkpoint.megatron.merge import RankTensors, open_checkpoint
 from mlm.checkpoint.megatron.model import MegatronModel
 from mlm.checkpoint.native.folders import locate
 from mlm.checkpoint.native.format import JSON, read_manifest
@@ -26,15 +30,19 @@ from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.verify import check_whole
+from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.base import Base
 from mlm.inference.trained import check_stored_parameters, run_directory, trained_config
 from mlm.models.config import ModelConfig
-from mlm.util.errors import UserError
-from mlm.util.files import read_bounded
+from mlm.models.huggingface import TokenIds
+from mlm.models.huggingface import show as show_value
+from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import digest_file, read_bounded
 from mlm.util.terminal import progress_bar
 
-Format = Literal["native", "hf", "torch_dist", "torch", "torchtitan", "megatron_dcp"]
+SETTINGS = "tokenizer_config.json"
+Read = Callable[[str, Region], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,15 +52,17 @@ class Source:
     format: str
     path: Path
     model: ModelConfig
-    read: Callable[[str, Region], Tensor]
+    read: Read
     """Elements of a parameter of ours, by its name in `parameters(model)`, float32 on the CPU."""
     digests: Callable[[], dict[str, str]]
     """Compare every file with the checksums that it has; return the digest of each."""
     filled: frozenset[str] = frozenset()
     """Parameters that it lacks."""
     tokenizer: Tokenizer | None = None
+    moments: Mapping[str, Read] = field(default_factory=dict)
+    """Adam's, by name, if they are whole; `origin` has the iteration then."""
     origin: dict[str, JSON] = field(default_factory=dict)
-    """Ids and labels to keep."""
+    """What a checkpoint made of it records: ids and labels to keep; iteration and layout."""
     notes: tuple[str, ...] = ()
 
 
@@ -64,28 +74,27 @@ class SourceSettings:
     """Folder with the config.json of its model, or a run."""
     vocab_size: int | None = None
     num_heads: int | None = None
-    tokenizer: str | None = None
+    tokenizer: Tokenizer | None = None
 
 
 def open_source(path: str, settings: SourceSettings) -> Source:
     """Find the format of a checkpoint and open it. Raises UserError and CorruptFileError."""
-    folder = Path(path)
-    tokenizer = None if settings.tokenizer is None else Tokenizer.load(settings.tokenizer)
+    folder, tokenizer = Path(path), settings.tokenizer
     if _is_native(path):
         return _native(path, tokenizer)
     if not folder.is_dir():
         raise UserError(f"source={path}: no such folder; name a run, a model folder or a checkpoint folder")
     if (folder / CONFIG).is_file() and not (folder / METADATA).exists():
-        return _huggingface(folder, tokenizer)
-    found = find_checkpoint(path)
-    config = _config(folder, settings.config)
-    if isinstance(found, Path) and _has_torchtitan_names(found):
-        return _torchtitan(found, config, tokenizer)
+        return huggingface_source(read_model(folder), tokenizer)
+    step, config = find_step(path), _config(folder, settings.config)
+    is_core = is_distributed(step)
+    if is_core and TOKEN_TABLE.encode() in read_bounded(step / METADATA, MAX_METADATA_BYTES, COPY_AGAIN):
+        return _torchtitan(step, config, tokenizer)
     known = tokenizer.vocab_size if tokenizer else None
     sizes = {"vocab_size": settings.vocab_size, "known": known, "num_heads": settings.num_heads}
-    if isinstance(found, Path):
-        return _megatron(found, open_distributed(found, config=config, **sizes), tokenizer)
-    return _megatron(found.path, open_checkpoint(found, **sizes), tokenizer)
+    if is_core:
+        return _megatron(open_distributed(step, config=config, **sizes), tokenizer)
+    return _megatron(open_checkpoint(find_files(path), **sizes), tokenizer)
 
 
 def _is_native(path: str) -> bool:
@@ -94,11 +103,6 @@ def _is_native(path: str) -> bool:
     except UserError:
         return False
     return True
-
-
-def _has_torchtitan_names(folder: Path) -> bool:
-    """Return True if `.metadata` holds torchtitan's name of the token table; it is parsed later."""
-    return TOKEN_TABLE.encode() in read_bounded(folder / METADATA, MAX_METADATA_BYTES, COPY_AGAIN)
 
 
 def _config(folder: Path, named: str | None) -> ModelConfig | None:
@@ -142,8 +146,8 @@ def _native(path: str, tokenizer: Tokenizer | None) -> Source:
     )
 
 
-def _huggingface(folder: Path, tokenizer: Tokenizer | None) -> Source:
-    model = read_model(folder)
+def huggingface_source(model: HFModel, tokenizer: Tokenizer | None = None) -> Source:
+    """Return a folder of `transformers` as a source; its own tokenizer, unless one is given."""
     tensors = HFTensors(model)
     tensors.check()
     own, notes = (tokenizer, []) if tokenizer is not None else read_tokenizer(model)
@@ -155,22 +159,80 @@ def _huggingface(folder: Path, tokenizer: Tokenizer | None) -> Source:
 
     return Source(
         "hf",
-        folder,
+        model.folder,
         model.config,
         tensors.read,
         digests,
         tensors.filled,
         own,
-        ids_as_json(ids),
-        (*map(str, model.notes), *notes, *padding),
+        origin=ids_as_json(ids),
+        notes=(*map(str, model.notes), *notes, *padding),
     )
+
+
+def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
+    """Return the model's tokenizer if it is supported, and notes. Raises CorruptFileError."""
+    present = {name for name in TOKENIZER if find_file(model.folder, name)}
+    if not any(present.issuperset(kind) for kind in (TOKENIZER[:1], TOKENIZER[1:3], TOKENIZER[3:4])):
+        return None, ["no tokenizer is there: give tokenizer=… where text is read or written"]
+    try:
+        tokenizer = Tokenizer.load(model.folder)
+    except CorruptFileError:
+        raise
+    except UserError as error:
+        return None, [f"the tokenizer was not taken: {error}"]
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read: {error.strerror}. {SAVE_AGAIN}") from error
+    notes, size = unread_tokens(model.folder, tokenizer), model.config.vocab_size
+    try:
+        tokenizer.chat_template = ChatTemplate.find(model.folder, tokenizer)
+    except UserError as error:
+        notes.append(f"the chat template was not taken: {error}")
+    if tokenizer.vocab_size > size:
+        notes.append(
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model reads up to {size - 1}"
+        )
+    return tokenizer, notes
+
+
+def unread_tokens(folder: Path, tokenizer: Tokenizer) -> list[str]:
+    """Return a note if only tokenizer_config.json holds some tokens: `transformers` adds them at loading."""
+    settings = read_json(folder, SETTINGS) if find_file(folder, SETTINGS) else {}
+    listed = settings.get("added_tokens_decoder")
+    tokens = list(listed.values()) if isinstance(listed, dict) else []
+    names = [
+        name for token in tokens if isinstance(token, dict) and isinstance(name := token.get("content"), str)
+    ]
+    unread = [name for name in names if name not in tokenizer]
+    if not unread:
+        return []
+    return [
+        f"{SETTINGS} alone holds the token {show_value(unread[0])}, one of {len(unread)} not kept: to keep "
+        f"them, load the tokenizer by AutoTokenizer, save it by save_pretrained, and import it with the model"
+    ]
+
+
+def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, list[str]]:
+    """Return padding and labels of config.json to write at an export, and a note on what is not kept."""
+    ids = model.kept
+    is_usable = tokenizer is None or ids.pad is None or ids.pad in tokenizer.added_ids
+    if is_usable or not model.mapping.pads_with_special_token:
+        return ids, []
+    why = "is no special token of the tokenizer: an export names the end of document"
+    return replace(ids, pad=None), [f"pad_token_id={ids.pad} is not kept: it {why}"]
+
+
+def ids_as_json(ids: TokenIds) -> dict[str, JSON]:
+    """Return padding and labels as part of the checkpoint's source."""
+    pad: dict[str, JSON] = {} if ids.pad is None else {"pad_token_id": ids.pad}
+    return {**pad, **({"labels": list(ids.labels)} if ids.labels else {})}
 
 
 def _torchtitan(folder: Path, config: ModelConfig | None, tokenizer: Tokenizer | None) -> Source:
     if config is None:
         raise UserError(
-            f"{folder}: torchtitan's names, and no config.json: give config=…, a folder with the config.json "
-            "of the model (that of its transformers version) or a run of mlm"
+            f"{folder}: torchtitan's names, and no config.json: set config=… of mlm convert to a folder with "
+            "the config.json of the model (that of its transformers version) or a run of mlm"
         )
     tensors = TorchtitanReader(folder, config)
     return Source(
@@ -178,14 +240,54 @@ def _torchtitan(folder: Path, config: ModelConfig | None, tokenizer: Tokenizer |
     )
 
 
-def _megatron(path: Path, opened: MegatronModel, tokenizer: Tokenizer | None) -> Source:
+def digest_dcp(reader: DCPReader) -> dict[str, str]:
+    """Return the digest of each file by its name; items are compared with their checksums."""
+    size = sum((reader.folder / name).stat().st_size for name in reader.files)
+    with progress_bar("reading", size, in_bytes=True) as advance:
+        return reader.verify(advance)
+
+
+def _megatron(opened: MegatronModel, tokenizer: Tokenizer | None) -> Source:
+    held, moments = opened.held, open_moments(opened)
+    origin: dict[str, JSON] = {"iteration": opened.iteration}
+    if isinstance(held, RankTensors):
+        layout = {"tp": held.tp, "pp": held.pp, "vp": held.vp}
+        origin |= {"checkpoint_version": held.version, "layout": layout}
+    notes = list(opened.notes)
+    if padding := opened.table_rows - opened.model.vocab_size:
+        rows = f"the last {padding:,} of {opened.table_rows:,} rows of the token table"
+        notes.append(f"{rows} are padding: left out")
+    if tokenizer is None:
+        notes.append("no tokenizer was named: give tokenizer=… where text is read or written")
     return Source(
-        "torch_dist" if isinstance(opened.held, CoreTensors) else "torch",
-        path,
+        "torch" if isinstance(held, RankTensors) else "torch_dist",
+        held.path,
         opened.model,
         opened.read,
-        lambda: digest_files(opened),
+        lambda: {name: digest for each in (opened, *moments.values()) for name, digest in _digests(each)},
         opened.filled,
         tokenizer,
-        notes=opened.notes,
+        {name: each.read for name, each in moments.items()},
+        origin,
+        tuple(notes),
     )
+
+
+def _digests(opened: MegatronModel) -> Iterable[tuple[str, str]]:
+    """Return each file and its digest; its records are compared with their checksums.
+
+    Raises CorruptFileError where one differs, UserError where a file cannot be read.
+    """
+    held = opened.held
+    if isinstance(held, CoreTensors):
+        return digest_dcp(held.reader).items()
+    assert isinstance(held, RankTensors)
+    paths, digests = list(held.files.files.values()), {}
+    with progress_bar("reading", sum(path.stat().st_size for path in paths), in_bytes=True) as advance:
+        for path in paths:
+            try:
+                check_records(path)
+                digests[path.relative_to(held.path).as_posix()] = digest_file(path, advance)
+            except OSError as error:
+                raise unreadable_error(path, error) from error
+    return digests.items()

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mlm
 from mlm.checkpoint.commands.conversion_sources import Source
 from mlm.checkpoint.commands.export_hf import (
-    Exported,
     ExportSource,
     into_files,
+    plan_tensors,
     token_ids,
     write_json,
     write_settings,
@@ -34,14 +33,11 @@ from mlm.checkpoint.megatron.write import (
     write_rank_file,
 )
 from mlm.checkpoint.native.format import JSON, FileEntry, Manifest
-from mlm.checkpoint.native.run_state import TOKENIZER
-from mlm.checkpoint.native.shard_file import Form
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
+from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import parameters
 from mlm.models.family import family_of
-from mlm.training.run_folder import GB, imported_state, initial_values, run_config
-from mlm.training.run_tokenizer import digests_of_tokenizer
+from mlm.training.run_folder import GB, imported_state, initial_values, run_config, write_run
 from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import UserError
 from mlm.util.files import digest_file, parse_json, read_bounded, write_atomic
@@ -86,38 +82,45 @@ class Progress:
 
 
 def write_native(
-    source: Source, folder: Path, origin: Mapping[str, JSON], tp: int, pp: int, advance: Advance
-) -> None:
-    """Write a run directory as tp * pp ranks would have saved it."""
+    source: Source,
+    folder: Path,
+    origin: Mapping[str, JSON],
+    advance: Advance,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    resumes: bool = False,
+) -> Path:
+    """Write a run directory as tp * pp ranks would have saved it; return its checkpoint.
+
+    `origin` is where the weights are from, for `state["source"]`: "kind", "name", "files" and more. `resumes`
+    keeps whole files of an interrupted conversion.
+    """
     model = source.model
-    config = run_config(str(origin["name"]) or "imported", model)
-    state: dict[str, JSON] = {
-        **imported_state(config, origin, source.filled),
-        "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
-    }
-    if source.tokenizer is not None:
-        state[TOKENIZER] = digests_of_tokenizer(source.tokenizer).encode()
-        source.tokenizer.save(folder / "tokenizer.json")
+    config = run_config(str(origin["name"]).rpartition("/")[2] or "imported", model)
     initial = initial_values(model, source.filled, config.seed)
 
     def read(name: str, region: Region) -> Tensor:
-        short = name.removeprefix("model.")
-        if short in initial:
-            return initial[short][region.within(Region.whole(initial[short].shape))]
-        return source.read(short, region)
+        kind, _, name = name.removeprefix("optimizer.").partition(".")
+        if name in initial:
+            return initial[name][region.within(Region.whole(initial[name].shape))]
+        return (source.read if kind == "model" else source.moments[kind])(name, region)
 
-    progress, root = Progress(folder, advance), folder / CHECKPOINTS
-    write_streamed(
-        root,
-        0,
-        {f"model.{name}": one for name, one in parameters(model).items()},
+    kinds = ("model", *(f"optimizer.{moment}" for moment in source.moments))
+    progress, step = Progress(folder, advance), folder / CHECKPOINTS / "step-00000000"
+    return write_run(
+        folder,
+        {f"{kind}.{name}": one for kind in kinds for name, one in parameters(model).items()},
         read,
-        save_id=derived_id({"state": state, "tp": tp, "pp": pp}),
-        state=state,
-        tp=tp,
-        stage_rank=stage_ranks_of(model, pp, 1).__getitem__,
+        state={
+            **imported_state(config, origin, source.filled),
+            **({"applied_steps": origin["iteration"]} if source.moments else {}),
+        },
+        tokenizer=source.tokenizer,
         progress=advance,
-        done=lambda name, write: progress.shard(root / "step-00000000", name, write),
+        tp=tp,
+        stage_ranks=stage_ranks_of(model, pp, 1),
+        done=lambda name, write: progress.shard(step, name, write) if resumes else write(),
     )
 
 
@@ -125,12 +128,7 @@ def write_hf(source: Source, folder: Path, dtype: torch.dtype, file_gb: float, a
     """Write a folder that `transformers` loads."""
     described = describe_for_hf(source)
     shapes = {name: one.shape for name, one in parameters(source.model).items()}
-    tensors = [
-        Exported(name, location, part, described.mapping.stored_name(theirs, source.model.head), form)
-        for name, location in described.mapping.locations(source.model)
-        for form in [Form(dtype, location.shape(shapes[name]))]
-        for part, theirs in enumerate(location.names)
-    ]
+    tensors = plan_tensors(source.model, described.mapping, dtype)
     progress = Progress(folder, advance)
 
     def load(name: str, rows: slice | None) -> Tensor:

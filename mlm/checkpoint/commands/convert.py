@@ -1,24 +1,30 @@
-"""`mlm convert`, `mlm export megatron` and `mlm export dcp`: a checkpoint of any format as one of any other.
+"""`mlm convert`, `import megatron`, `export megatron`, `export dcp`: a checkpoint of any format as another.
 
 A tensor at a time is read, written and compared. Interrupted, the same command continues: files that are
 whole are kept.
 """
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 import mlm
 from mlm.checkpoint.commands import conversion_targets as targets
-from mlm.checkpoint.commands.config import ConvertConfig, ExportDCPConfig, ExportMegatronConfig
+from mlm.checkpoint.commands.config import (
+    ConvertConfig,
+    ExportDCPConfig,
+    ExportMegatronConfig,
+    ImportMegatronConfig,
+)
 from mlm.checkpoint.commands.conversion_sources import Source, SourceSettings, open_source
 from mlm.checkpoint.commands.conversion_verify import compare
-from mlm.checkpoint.commands.import_megatron import WEIGHTS_ONLY
 from mlm.checkpoint.commands.result import model_columns, show_table
 from mlm.checkpoint.dcp.torchtitan import stored_shapes
 from mlm.checkpoint.megatron.write import MegatronWriter, rank_files
 from mlm.checkpoint.native.format import JSON
+from mlm.data.tokenizer import Tokenizer
 from mlm.inference.trained import split_problems
 from mlm.parallel.config import ParallelConfig
 from mlm.training.run_folder import new_folder, out_problems
@@ -27,57 +33,50 @@ from mlm.util.terminal import Advance, progress_bar
 
 MEGATRON = ("torch_dist", "torch", "megatron_dcp")
 NOT_COMPARED = "not compared with the source (verify=false)"
+WEIGHTS_ONLY = "weights only: the optimizer's state is left out, a run that starts from it begins at step 0"
+WEIGHTS_AND_MOMENTS = (
+    "weights and Adam's moments after {} steps: a run that starts from it with optimizer.kind=adamw takes "
+    "both, at step 0 of its own schedule and data"
+)
 
 
-def preflight(config: ConvertConfig) -> list[str]:
+AnyConversion = ConvertConfig | ImportMegatronConfig | ExportMegatronConfig | ExportDCPConfig
+"""Settings of a command that is a conversion."""
+
+
+def as_conversion(config: AnyConversion) -> ConvertConfig:
+    """Return the conversion that a command is."""
+    match config:
+        case ImportMegatronConfig():
+            return ConvertConfig(**asdict(config))
+        case ExportMegatronConfig():
+            kept = ConvertConfig(source=config.ckpt, out=config.out, to=config.format, dtype=config.dtype)
+            return replace(kept, tp=config.tp, pp=config.pp)
+        case ExportDCPConfig():
+            kept = ConvertConfig(source=config.ckpt, out=config.out, dtype=config.dtype)
+            return replace(kept, to="megatron_dcp" if config.names == "megatron" else "torchtitan")
+    return config
+
+
+def preflight(config: AnyConversion) -> list[str]:
     """Return what is wrong with the settings, the source and `out`; no tensor is read."""
+    config = as_conversion(config)
     problems = out_problems(config.out)
-    source = attempt(problems, lambda: open_(config))
+    tokenizer = attempt(problems, lambda: load_tokenizer(config))
+    source = attempt(problems, lambda: open_(config, tokenizer))
     if source is not None:
         attempt(problems, lambda: check_target(config, source))
     return problems
 
 
-def preflight_megatron(config: ExportMegatronConfig) -> list[str]:
-    """Return what is wrong with the settings of `mlm export megatron`."""
-    return preflight(of_megatron(config))
+def load_tokenizer(config: ConvertConfig) -> Tokenizer | None:
+    """Return the tokenizer that the command names. Raises UserError."""
+    return None if config.tokenizer is None else Tokenizer.load(config.tokenizer)
 
 
-def preflight_dcp(config: ExportDCPConfig) -> list[str]:
-    """Return what is wrong with the settings of `mlm export dcp`."""
-    return preflight(of_dcp(config))
-
-
-def run_megatron(config: ExportMegatronConfig) -> None:
-    """Export a checkpoint for Megatron-LM. Raises UserError."""
-    run(of_megatron(config))
-
-
-def run_dcp(config: ExportDCPConfig) -> None:
-    """Export a checkpoint as a DCP folder. Raises UserError."""
-    run(of_dcp(config))
-
-
-def of_megatron(config: ExportMegatronConfig) -> ConvertConfig:
-    """Return the conversion that `mlm export megatron` is."""
-    return ConvertConfig(
-        source=config.ckpt, out=config.out, to=config.format, tp=config.tp, pp=config.pp, dtype=config.dtype
-    )
-
-
-def of_dcp(config: ExportDCPConfig) -> ConvertConfig:
-    """Return the conversion that `mlm export dcp` is."""
-    return ConvertConfig(
-        source=config.ckpt,
-        out=config.out,
-        to="megatron_dcp" if config.names == "megatron" else "torchtitan",
-        dtype=config.dtype,
-    )
-
-
-def open_(config: ConvertConfig) -> Source:
+def open_(config: ConvertConfig, tokenizer: Tokenizer | None) -> Source:
     """Open the source. Raises UserError."""
-    settings = SourceSettings(config.config, config.vocab_size, config.num_heads, config.tokenizer)
+    settings = SourceSettings(config.config, config.vocab_size, config.num_heads, tokenizer)
     source = open_source(config.source, settings)
     if source.model.architecture.attention_weights:
         raise UserError(
@@ -120,9 +119,10 @@ def dtype_of(config: ConvertConfig) -> torch.dtype:
     return dtype
 
 
-def run(config: ConvertConfig) -> None:
+def run(config: AnyConversion) -> None:
     """Read, write, compare, publish, and print a table. Raises UserError; what is whole is kept then."""
-    source = open_(config)
+    config = as_conversion(config)
+    source = open_(config, load_tokenizer(config))
     check_target(config, source)
     digests = source.digests()
     dtype, name = dtype_of(config), Path(config.source).resolve().name
@@ -144,7 +144,11 @@ def run(config: ConvertConfig) -> None:
         **model_columns(source.model),
     }
     title = f"convert · {config.source}"
-    notes = source.notes if source.format == "hf" else (*source.notes, WEIGHTS_ONLY)
+    notes = list(source.notes)
+    if source.moments and config.to == "native":
+        notes.append(WEIGHTS_AND_MOMENTS.format(source.origin["iteration"]))
+    elif source.format != "hf":
+        notes.append(WEIGHTS_ONLY)
     show_table(title, columns, notes, line, f"written to {config.out}")
 
 
@@ -162,7 +166,7 @@ def write(
     dtype, most = dtype_of(config), config.max_file_gb
     match config.to:
         case "native":
-            targets.write_native(source, folder, origin, config.tp, config.pp, advance)
+            targets.write_native(source, folder, origin, advance, tp=config.tp, pp=config.pp, resumes=True)
         case "hf":
             targets.write_hf(source, folder, dtype, most, advance)
         case "torchtitan":

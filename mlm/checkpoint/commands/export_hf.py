@@ -22,7 +22,7 @@ from mlm.checkpoint.commands.weights import WholeWeights
 from mlm.checkpoint.huggingface import peft
 from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from mlm.checkpoint.native.folders import best_note
-from mlm.checkpoint.native.format import JSON, RESTORE, FileEntry, Manifest, read_manifest
+from mlm.checkpoint.native.format import JSON, FileEntry, Manifest, read_manifest
 from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.shard_file import Form, write_stream
@@ -43,7 +43,7 @@ from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.family import family_of
 from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
 from mlm.training.run_folder import GB, new_folder, out_problems
-from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from mlm.util.errors import ConfigError, UserError, attempt
 from mlm.util.files import write_atomic
 from mlm.util.terminal import Advance, progress_bar
 
@@ -89,10 +89,7 @@ def preflight(config: ExportHFConfig) -> list[str]:
     problems = [*out_problems(config.out), *extra_problems(config.verify)]
     if not config.max_file_gb > 0:
         problems.append(f"max_file_gb={config.max_file_gb} must be greater than 0")
-    try:
-        plan_tensors(open_source(config.ckpt))
-    except UserError as error:
-        problems += error.problems
+    attempt(problems, lambda: open_source(config.ckpt))
     return problems
 
 
@@ -134,7 +131,7 @@ def convert(
 ) -> tuple[ExportSource, Mapping[str, list[Exported]], Agreement | None, bool]:
     """Verify the digests, write, compare logits and publish; return what `show` prints."""
     source = open_source(config.ckpt)
-    tensors = plan_tensors(source)
+    tensors = plan_tensors(source.model, source.mapping)
     count = sum(tensor.form.num_bytes for tensor in tensors)
     files = into_files(tensors, int(config.max_file_gb * GB))
     is_adapter = source.base is not None and not config.merge
@@ -180,17 +177,17 @@ def open_source(ckpt: str) -> ExportSource:
     return ExportSource(path, manifest, model, mapping, tokenizer, trained.lora, base)
 
 
-def plan_tensors(source: ExportSource) -> list[Exported]:
-    """Return every parameter in the order of the model. Raises CorruptFileError if one is missing."""
-    out, held = [], parameters(source.model)
-    for name, location in source.mapping.locations(source.model):
-        if source.base is None and f"model.{name}" not in source.manifest.tensors:
-            raise CorruptFileError(f"{source.path}: holds no model.{name}, its config has one. {RESTORE}")
-        form = Form(torch.float32, location.shape(held[name].shape))
-        for part, theirs in enumerate(location.names):
-            full = source.mapping.stored_name(theirs, source.model.head)
-            out.append(Exported(name, location, part, full, form))
-    return out
+def plan_tensors(
+    model: ModelConfig, mapping: HuggingFaceMapping, dtype: torch.dtype = torch.float32
+) -> list[Exported]:
+    """Return every parameter in the order of the model."""
+    held = parameters(model)
+    return [
+        Exported(name, location, part, mapping.stored_name(theirs, model.head), form)
+        for name, location in mapping.locations(model)
+        for form in [Form(dtype, location.shape(held[name].shape))]
+        for part, theirs in enumerate(location.names)
+    ]
 
 
 def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:

@@ -4,27 +4,24 @@ config.json, safetensors and the tokenizer are read without `transformers`. Its 
 checkpoint are compared before that gets its name.
 """
 
-from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from mlm.checkpoint.commands import import_peft
 from mlm.checkpoint.commands.config import ImportHFConfig
+from mlm.checkpoint.commands.conversion_sources import huggingface_source
+from mlm.checkpoint.commands.conversion_targets import tensor_bytes, write_native
 from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
 from mlm.checkpoint.commands.result import model_columns, show_table
-from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, TOKENIZER, HFModel, find_file, read_json, read_model
+from mlm.checkpoint.huggingface.folder import HFModel, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
-from mlm.checkpoint.native.format import JSON
-from mlm.data.chat_template import ChatTemplate
 from mlm.data.files_present import HUB_NAME
-from mlm.data.tokenizer import Tokenizer
 from mlm.inference.hf_source import commit_of, describe_source, fetch
-from mlm.models.huggingface import TokenIds
-from mlm.models.huggingface import show as show_value
-from mlm.training.run_folder import out_problems, write_imported
-from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from mlm.training.run_folder import new_folder, out_problems
+from mlm.training.state import CHECKPOINTS
+from mlm.util.errors import ConfigError, UserError, attempt
 from mlm.util.terminal import progress_bar
-
-SETTINGS = "tokenizer_config.json"
 
 
 def preflight(config: ImportHFConfig) -> list[str]:
@@ -41,10 +38,7 @@ def preflight(config: ImportHFConfig) -> list[str]:
         return problems
     if config.base is not None:
         problems.append(f"base={config.base}: source={config.source} holds no adapters; remove base=")
-    try:
-        HFTensors(read_model(folder))
-    except UserError as error:
-        problems += error.problems
+    attempt(problems, lambda: HFTensors(read_model(folder)))
     return problems
 
 
@@ -86,40 +80,15 @@ def convert(config: ImportHFConfig) -> tuple[HFModel, Path, list[str], Agreement
     """Read, write, verify and publish; return what `show` prints."""
     folder, revision = locate(config)
     name = folder.resolve().name if revision is None else config.source
-    model = read_model(folder)
-    tensors = HFTensors(model)
-    tensors.check()
-    tokenizer, notes = read_tokenizer(model)
-    ids, padding = ids_to_keep(model, tokenizer)
-    with progress_bar("reading", tensors.num_bytes, in_bytes=True) as advance:
-        files = tensors.digests(advance)
-    agreements: list[Agreement] = []
-    path = write_imported(
-        Path(config.out),
-        model.config,
-        tensors.read,
-        source=describe_source(name, revision, files) | ids_as_json(ids),
-        tokenizer=tokenizer,
-        filled=tensors.filled,
-        check=lambda run: agreements.append(compare_logits(folder, run)) if config.verify else None,
-    )
-    return model, path, [*notes, *padding], agreements[0] if agreements else None
-
-
-def ids_to_keep(model: HFModel, tokenizer: Tokenizer | None) -> tuple[TokenIds, list[str]]:
-    """Return padding and labels of config.json to write at an export, and a note on what is not kept."""
-    ids = model.kept
-    is_usable = tokenizer is None or ids.pad is None or ids.pad in tokenizer.added_ids
-    if is_usable or not model.mapping.pads_with_special_token:
-        return ids, []
-    why = "is no special token of the tokenizer: an export names the end of document"
-    return replace(ids, pad=None), [f"pad_token_id={ids.pad} is not kept: it {why}"]
-
-
-def ids_as_json(ids: TokenIds) -> dict[str, JSON]:
-    """Return padding and labels as part of the checkpoint's source."""
-    pad: dict[str, JSON] = {} if ids.pad is None else {"pad_token_id": ids.pad}
-    return {**pad, **({"labels": list(ids.labels)} if ids.labels else {})}
+    model, out = read_model(folder), Path(config.out)
+    source = huggingface_source(model)
+    origin = describe_source(name, revision, source.digests()) | source.origin
+    count = tensor_bytes(source, torch.float32)
+    with new_folder(out, count) as run:
+        with progress_bar(f"writing {out}", count, in_bytes=True) as advance:
+            path = write_native(source, run, origin, advance)
+        agreement = compare_logits(folder, run) if config.verify else None
+    return model, out / CHECKPOINTS / path.name, list(source.notes), agreement
 
 
 def locate(config: ImportHFConfig) -> tuple[Path, str | None]:
@@ -133,52 +102,10 @@ def locate(config: ImportHFConfig) -> tuple[Path, str | None]:
     return folder, commit_of(folder) or config.revision or "main"
 
 
-def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
-    """Return the model's tokenizer if it is supported, and notes. Raises CorruptFileError."""
-    present = {name for name in TOKENIZER if find_file(model.folder, name)}
-    if not any(present.issuperset(kind) for kind in (TOKENIZER[:1], TOKENIZER[1:3], TOKENIZER[3:4])):
-        return None, ["no tokenizer is there: give tokenizer=… where text is read or written"]
-    try:
-        tokenizer = Tokenizer.load(model.folder)
-    except CorruptFileError:
-        raise
-    except UserError as error:
-        return None, [f"the tokenizer was not taken: {error}"]
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read: {error.strerror}. {SAVE_AGAIN}") from error
-    notes, size = unread_tokens(model.folder, tokenizer), model.config.vocab_size
-    try:
-        tokenizer.chat_template = ChatTemplate.find(model.folder, tokenizer)
-    except UserError as error:
-        notes.append(f"the chat template was not taken: {error}")
-    if tokenizer.vocab_size > size:
-        notes.append(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model reads up to {size - 1}"
-        )
-    return tokenizer, notes
-
-
-def unread_tokens(folder: Path, tokenizer: Tokenizer) -> list[str]:
-    """Return a note if only tokenizer_config.json holds some tokens: `transformers` adds them at loading."""
-    settings = read_json(folder, SETTINGS) if find_file(folder, SETTINGS) else {}
-    listed = settings.get("added_tokens_decoder")
-    tokens = list(listed.values()) if isinstance(listed, dict) else []
-    names = [
-        name for token in tokens if isinstance(token, dict) and isinstance(name := token.get("content"), str)
-    ]
-    unread = [name for name in names if name not in tokenizer]
-    if not unread:
-        return []
-    return [
-        f"{SETTINGS} alone holds the token {show_value(unread[0])}, one of {len(unread)} not kept: to keep "
-        f"them, load the tokenizer by AutoTokenizer, save it by save_pretrained, and import it with the model"
-    ]
-
-
 def show(
     config: ImportHFConfig, model: HFModel, path: Path, notes: list[str], agreement: Agreement | None
 ) -> None:
     """Print the table and notes."""
     columns = {"class#": model.architecture, **model_columns(model.config)}
     lines = str(agreement or NOT_COMPARED), f"written to {path}"
-    show_table(f"import hf · {config.source}", columns, (*map(str, model.notes), *notes), *lines)
+    show_table(f"import hf · {config.source}", columns, notes, *lines)

@@ -22,7 +22,8 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.inference.base import Base, base_digest, base_name
 from mlm.inference.trained import is_model_folder, load_tokenizer, resolve_checkpoint, run_directory
 from mlm.models.lora import adapter_shards
-from mlm.training.run_folder import imported_state, run_config, write_run
+from mlm.training.run_folder import imported_state, new_folder, run_config, write_run
+from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import CorruptFileError, UserError
 
 
@@ -67,15 +68,17 @@ def run(config: ImportHFConfig) -> None:
         form[name] = GlobalTensor(shape, torch.float32, split_of(shard, model.vocab_multiple))
     run = replace(run_config(folder.resolve().name, model), lora=lora)
     from_base = Base(base_name(ckpt, base.path), base_digest(base.path)).encode()
-    path = write_run(
-        Path(config.out),
-        form,
-        lambda name, region: tensors[name][region.within(Region.whole(tensors[name].shape))],
-        state={**imported_state(run, {"kind": "peft", "name": run.name}, ()), LORA: from_base},
-        tokenizer=tokenizer_of_base(base.path),
-    )
+    with new_folder(Path(config.out), sum(one.num_bytes for one in form.values())) as out:
+        path = write_run(
+            out,
+            form,
+            lambda name, region: tensors[name][region.within(Region.whole(tensors[name].shape))],
+            state={**imported_state(run, {"kind": "peft", "name": run.name}, ()), LORA: from_base},
+            tokenizer=tokenizer_of_base(base.path),
+        )
+    where = Path(config.out) / CHECKPOINTS / path.name
     columns: dict[str, object] = {"rank#": lora.rank, "tensors#": len(tensors)}
-    show_table(f"import hf · {config.source}", columns, [], f"adapters of {ckpt}", f"written to {path}")
+    show_table(f"import hf · {config.source}", columns, [], f"adapters of {ckpt}", f"written to {where}")
 
 
 def tokenizer_of_base(base: Path) -> Tokenizer:

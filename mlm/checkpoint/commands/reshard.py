@@ -28,7 +28,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig
 from mlm.training.run_folder import new_folder, out_problems
-from mlm.util.errors import ConfigError, CorruptFileError, UserError
+from mlm.util.errors import ConfigError, CorruptFileError, UserError, attempt
 from mlm.util.files import read_bounded, write_atomic
 from mlm.util.terminal import Advance, format_bytes, progress_bar
 
@@ -65,10 +65,7 @@ class ReshardPlan:
 def preflight(config: ReshardConfig) -> list[str]:
     """Return what is wrong with the checkpoint, the layout or `out`; no tensor is read."""
     problems = out_problems(config.out)
-    try:
-        make_plan(config)
-    except UserError as error:
-        problems += error.problems
+    attempt(problems, lambda: make_plan(config))
     return problems
 
 

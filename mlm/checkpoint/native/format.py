@@ -32,7 +32,7 @@ from mlm.checkpoint.native.run_state import RESTORE as RESTORE
 from mlm.checkpoint.native.run_state import Save
 from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import DIGEST, digest_bytes, parse_json, read_bounded, write_atomic
+from mlm.util.files import DIGEST, digest_bytes, parse_json, read_bounded, whole_number, write_atomic
 
 JSON: TypeAlias = Any
 """A JSON value: null, boolean, finite number, string, list, or object with string keys."""
@@ -249,7 +249,7 @@ def decode_manifest(encoded: bytes, path: Path, *, with_chunks: bool = True) -> 
         body = parse_json(encoded)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise ValueError(f'its "format" is not "{FORMAT}"')
-        version, digest = _whole_number(body.get("version")), body.pop("digest", None)
+        version, digest = whole_number(body.get("version")), body.pop("digest", None)
         if version > VERSION:
             raise UserError(f"{path}: format version {version}, known up to {VERSION}. Upgrade mlm")
         if digest != digest_bytes(canonical(body)):
@@ -264,7 +264,7 @@ def decode_manifest(encoded: bytes, path: Path, *, with_chunks: bool = True) -> 
 
 
 def _build(body: dict[str, JSON], version: int, digest: str, with_chunks: bool) -> Manifest:
-    step, save_id = _whole_number(body["step"]), body["save_id"]
+    step, save_id = whole_number(body["step"]), body["save_id"]
     if version != VERSION or step > MAX_STEP:
         raise ValueError(f"version {version} or step {step} is not in range")
     if not isinstance(save_id, str) or not save_id.isprintable() or len(save_id) > MAX_SAVE_ID:
@@ -293,7 +293,7 @@ def _with_chunks(
 
 
 def _build_file(name: str, entry: JSON) -> FileEntry:
-    size, blocks = _whole_number(entry["bytes"]), entry["blocks"]
+    size, blocks = whole_number(entry["bytes"]), entry["blocks"]
     if not FILE_NAME.fullmatch(name):
         raise ValueError(f"file name {name!r} is not allowed")
     if not isinstance(blocks, list) or len(blocks) != -(-size // DIGEST_BLOCK):
@@ -310,7 +310,7 @@ def _build_tensor(name: str, entry: JSON) -> TensorEntry:
         raise ValueError(f"{name} has a shape that is no list of at most {MAX_DIMS} numbers")
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has unknown dtype {entry['dtype']!r}")
-    sizes = tuple(map(_whole_number, shape))
+    sizes = tuple(map(whole_number, shape))
     split = None if entry["split"] is None else _build_split(name, entry["split"], sizes)
     before, norm = (None, None) if entry["norms"] is None else map(_build_norm, entry["norms"])
     return TensorEntry(sizes, DTYPES[entry["dtype"]], (), split, norm, before)
@@ -325,19 +325,13 @@ def _build_norm(value: JSON) -> float | None:
 
 
 def _build_split(name: str, value: JSON, shape: tuple[int, ...]) -> TensorSplit:
-    split = TensorSplit(value["tp_dim"], value["stage"], _whole_number(value["multiple"]))
+    split = TensorSplit(value["tp_dim"], value["stage"], whole_number(value["multiple"]))
     dim = split.tp_dim
-    if (dim is not None and _whole_number(dim) >= len(shape)) or not split.multiple:
+    if (dim is not None and whole_number(dim) >= len(shape)) or not split.multiple:
         raise ValueError(f"{name} cannot be split along dim {dim} by {split.multiple}")
     if split.stage not in ("first", "last"):
-        _whole_number(split.stage)
+        whole_number(split.stage)
     return split
-
-
-def _whole_number(value: JSON) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{str(value)[:40]} is not a whole number in range")
-    return value
 
 
 def _digest(value: JSON) -> str:

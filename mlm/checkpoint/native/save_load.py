@@ -211,7 +211,6 @@ def load_checkpoint(
     wanted: Mapping[str, TensorShard],
     *,
     ranks: Ranks = ONE_RANK,
-    allow_missing: Callable[[str], bool] | None = None,
     allow_extra: Callable[[str], bool] | None = None,
     cast: bool = False,
     config: Mapping[str, JSON] | None = None,
@@ -221,9 +220,9 @@ def load_checkpoint(
     Collective over `ranks`. Before a tensor is touched, size, save id and header of every file, names,
     shapes, dtypes and coverage are checked. Every byte is compared with its
     digest: those that are used, on the way into the tensors; the others of each file by one rank.
-    A name in the checkpoint that no rank wants is rejected unless `allow_extra(name)`; a wanted one that it
-    lacks is rejected unless `allow_missing(name)`, and is then left as it is. `cast` converts between
-    floating dtypes. `config` is this run's, used to name the settings that differ from `state["config"]`.
+    A name in the checkpoint that no rank wants is rejected unless `allow_extra(name)`, and a wanted one that
+    it lacks always. `cast` converts between floating dtypes. `config` is this run's, used to name the
+    settings that differ from `state["config"]`.
 
     Raises on every rank alike: UserError when the checkpoint is of another model or precision,
     CorruptFileError when a file is damaged, CheckpointError when one cannot be read, LostPeer if a rank does
@@ -240,7 +239,7 @@ def load_checkpoint(
     unwanted = [name for name in extra if not (allow_extra and allow_extra(name))]
 
     def plan() -> dict[str, list[Reading]]:
-        _check_fit(path, manifest, wanted, unwanted, allow_missing, cast, config or {})
+        _check_fit(path, manifest, wanted, unwanted, cast, config or {})
         return plan_reading(manifest, wanted)
 
     readings = ranks.together(plan, explain)
@@ -282,7 +281,6 @@ def _check_fit(
     manifest: Manifest,
     wanted: Mapping[str, TensorShard],
     unwanted: list[str],
-    allow_missing: Callable[[str], bool] | None,
     cast: bool,
     config: Mapping[str, JSON],
 ) -> None:
@@ -291,8 +289,7 @@ def _check_fit(
     for name, shard in wanted.items():
         entry, dtype = manifest.tensors.get(name), shard.tensor.dtype
         if entry is None:
-            if not (allow_missing and allow_missing(name)):
-                problems.append(f"{name} is not in it")
+            problems.append(f"{name} is not in it")
         elif entry.shape != tuple(shard.global_shape):
             problems.append(f"{name} has shape {list(shard.global_shape)} here, {list(entry.shape)} there")
         elif entry.dtype != dtype and not (

@@ -6,18 +6,22 @@ is composed of a saved run, and nothing that YAML names is called.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.core_plugins import file_config_source, importlib_resources_config_source
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
@@ -88,15 +92,46 @@ def compose(
 
 
 def _initialized() -> initialize_config_dir:
-    _register_resolvers()
+    _prepare_hydra()
     GlobalHydra.instance().clear()
     return initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3")
 
 
 @cache
-def _register_resolvers() -> None:
-    """`${either:a,b}` is b where a is null."""
+def _prepare_hydra() -> None:
+    """Parse each YAML once; make `${either:a,b}` b where a is null."""
+    for source in (FileConfigSource, ImportlibResourcesConfigSource):
+        SourcesRegistry.instance().register(source)  # before Hydra's of these names, which then stay out
     OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Hydra's reader of files; parses one again only if it was written."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return what the file holds."""
+        file = Path(self.path, self._normalize_file_name(config_path))
+        status = file.stat() if file.is_file() else None
+        state = status and (status.st_ino, status.st_mtime_ns, status.st_size)
+        place = self.provider, self.full_path(), config_path
+        return deepcopy(_parsed(file_config_source.FileConfigSource, *place, state))
+
+
+class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
+    """Hydra's reader of its own files, a dozen for each composition."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return what the file holds."""
+        kind = importlib_resources_config_source.ImportlibResourcesConfigSource
+        return deepcopy(_parsed(kind, self.provider, self.full_path(), config_path, None))
+
+
+@lru_cache(maxsize=512)
+def _parsed(
+    kind: type[ConfigSource], provider: str, path: str, name: str, state: tuple[int, ...] | None
+) -> ConfigResult:
+    """What a config file of a source holds, when it was in a state."""
+    return kind(provider, path).load_config(name)
 
 
 def _hydra_words(config: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:

@@ -7,15 +7,20 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 
 from mlm import __version__
 from mlm.config.cli.arguments import COMPLETION, HELP, VERSION, find_command, second_words
 from mlm.config.cli.commands import COMMANDS, Command, resolve
 from mlm.config.cli.help import main_help
+from mlm.launch.stop import note_stop_requests, unblock_stop_signals
+from mlm.launch.typed import record_command_line
 from mlm.util.errors import UserError
 from mlm.util.system import writable_streams
 
+TRAINING = ("pretrain", "finetune")
+"""Commands that save when they are asked to stop."""
 OK, FAILED, MISTAKE, INTERRUPTED = 0, 1, 2, 130
 KILLED = 128
 """Exit codes from here on are those of a run that a signal ended."""
@@ -29,8 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     128 + n stopped by signal n. `mlm.config.cli.help.EXIT_CODES` has the details.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    with writable_streams() as output:
-        code = _main(words)
+    saves = words[:1] and words[0] in TRAINING
+    noting = note_stop_requests(ends_process=argv is None) if saves else nullcontext()
+    with noting, record_command_line(words):
+        unblock_stop_signals()  # what arrived before the handlers were there arrives now
+        try:
+            with writable_streams() as output:
+                code = _main(words)
+        except KeyboardInterrupt:
+            return INTERRUPTED
     return FAILED if code == OK and output.has_failed else code
 
 

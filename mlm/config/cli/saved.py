@@ -54,7 +54,7 @@ def take_saved_task(command: Command, arguments: Arguments) -> SavedValues | Non
     """
     typed = [text for text in arguments.overrides if text.startswith(f"{TASK}=")]
     file = run_config(arguments.overrides)
-    if command.config != "eval_task" or len(typed) != 1 or file is None or arguments.multirun:
+    if command.config != "eval" or len(typed) != 1 or file is None or arguments.multirun:
         return None
     name = typed[0].partition("=")[2]
     try:

@@ -64,7 +64,6 @@ COMMANDS = (
     Command(
         words=("generate",),
         also=("sample",),
-        config="generate",
         spec=GenerateConfig,
         target="mlm.inference.generate.run:run",
         check=check_generate,

@@ -28,7 +28,6 @@ class DoctorConfig:
 COMMANDS = (
     Command(
         words=("doctor",),
-        config="doctor",
         spec=DoctorConfig,
         target="mlm.launch.doctor.run:run",
         check=checked_by(RANK_RULES, (devices_exist, lambda config, _: folder_problem(config.out))),

@@ -92,7 +92,6 @@ COMMANDS = (
     Command(
         words=("report",),
         also=("dashboard", "plot", "tensorboard"),
-        config="report",
         spec=ReportConfig,
         target="mlm.tracking.page.report:run",
         local_check=check_report,

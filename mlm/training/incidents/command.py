@@ -57,7 +57,6 @@ class ReplayRun(PretrainConfig):
 COMMANDS = (
     Command(
         words=("replay",),
-        config="replay",
         spec=ReplayConfig,
         target="mlm.training.incidents.replay:run",
         positional=("incident",),

@@ -26,6 +26,7 @@ from mlm.parallel.collectives import all_reduce
 from mlm.training.state import INCIDENTS
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CorruptFileError
+from mlm.util.files import whole_number
 
 NORMAL = 1.4826  # standard deviation over median absolute deviation, of normally distributed numbers
 LEAST_SPREAD = 0.01  # of the median: a loss that hardly changes makes no incident of a change of a hundredth
@@ -218,16 +219,15 @@ def decode(saved: Any, window: int) -> Memory:
         return Memory(Recent(window))
     try:
         assert isinstance(saved, Mapping)
-        ranges = tuple((_whole(first), _whole(count)) for first, count in saved["left_out_samples"])
-        steps = [_whole(step) for step in saved["left_out_steps"]]
+        pairs = [map(whole_number, pair) for pair in saved["left_out_samples"]]
+        ranges = tuple((first, count) for first, count in pairs)
+        steps = [*map(whole_number, saved["left_out_steps"])]
         if len(ranges) > MOST_RANGES or len(steps) > MOST_STEPS:
             raise ValueError("too many entries")
         recent = Recent(window, saved["recent"])
-        failed, target = map(_whole, saved["returned"])
-        since = _whole(saved[NOT_FINITE_SINCE])
-        return Memory(
-            recent, ranges, steps, _whole(saved["rewinds"]), _whole(saved["streak"]), (failed, target), since
-        )
+        failed, target = map(whole_number, saved["returned"])
+        rewinds, streak, since = (whole_number(saved[k]) for k in ("rewinds", "streak", NOT_FINITE_SINCE))
+        return Memory(recent, ranges, steps, rewinds, streak, (failed, target), since)
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
             f"its state of incidents is damaged ({error!r}); take another checkpoint"
@@ -240,9 +240,3 @@ def spare_samples(trainer: Trainer) -> int:
     memory = decode(trainer.extra_state.get(INCIDENTS), settings.window)
     further = 2 * size * settings.rewinds if settings.action == "rewind" else 0
     return sum(count + size for _, count in memory.ranges) + further
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{str(value)[:40]} is no count")
-    return value

@@ -8,7 +8,6 @@ COMMANDS = (
     Command(
         words=("pretrain",),
         also=("train", "fit"),
-        config="pretrain",
         spec=PretrainConfig,
         target="mlm.training.pretrain.run:run",
         check=check_pretrain,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 from mlm.checkpoint.commands.config import ImportMegatronConfig
-from mlm.checkpoint.commands.import_megatron import preflight, run
+from mlm.checkpoint.commands.convert import preflight, run
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.inference.trained import load_trained
 from mlm.optim.config import PrecisionConfig
@@ -149,7 +149,7 @@ def test_preflight_names_every_problem(tmp_path: Path) -> None:
     problems = preflight(config(tmp_path, tokenizer=str(tmp_path / "none")))
     assert [problem.split(":")[0].split("=")[0] for problem in problems] == [
         "out",
-        str(tmp_path / "theirs"),
         f"no tokenizer at {tmp_path / 'none'}",
+        "source",
     ]
     assert all("\n" not in problem for problem in problems)

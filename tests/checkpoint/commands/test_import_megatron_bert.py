@@ -9,8 +9,8 @@ import torch
 from transformers import MegatronBertForPreTraining
 
 from mlm.checkpoint.commands.config import ImportMegatronConfig
+from mlm.checkpoint.commands.convert import run
 from mlm.checkpoint.commands.hf_verify import our_outputs, relative_difference
-from mlm.checkpoint.commands.import_megatron import run
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.inference.trained import resolve_checkpoint
 from mlm.models.config import ModelConfig

@@ -107,7 +107,7 @@ def test_megatron_names_are_read_by_pytorch_bit_equal(llama: Path, tmp_path: Pat
 
 def test_checkpoint_of_torchtitan_takes_the_model_of_config(llama: Path, tmp_path: Path) -> None:
     dcp.save(torchtitan_state(random_llama()), checkpoint_id=tmp_path / "titan", no_dist=True)
-    with pytest.raises(UserError, match="give config="):
+    with pytest.raises(UserError, match="config=… of mlm convert"):
         convert.run(ConvertConfig(source=str(tmp_path / "titan"), out=str(tmp_path / "x"), to="hf"))
     back = converted(tmp_path / "titan", tmp_path / "back", "hf", config=str(llama))
     assert_equal(weights(back), weights(llama))

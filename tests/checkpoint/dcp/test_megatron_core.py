@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import mlm
 from mlm.checkpoint.commands import convert
 from mlm.checkpoint.commands.config import ConvertConfig, ImportMegatronConfig
-from mlm.checkpoint.commands.import_megatron import run
+from mlm.checkpoint.commands.convert import run
 from tests.checkpoint.dcp import core_ranks
 from tests.checkpoint.dcp.core_ranks import TOKENS
 from tests.checkpoint.dcp.llamas import VOCAB, random_llama

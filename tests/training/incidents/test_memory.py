@@ -43,7 +43,7 @@ def test_of_too_many_steps_the_last_are_kept(monkeypatch: pytest.MonkeyPatch) ->
     ids=str,
 )
 def test_a_count_that_is_none_is_damage(change: dict[str, Any]) -> None:
-    with pytest.raises(CorruptFileError, match=r"state of incidents is damaged .* is no count"):
+    with pytest.raises(CorruptFileError, match=r"state of incidents is damaged .* is no whole number"):
         decode({**memory().encode(), **change}, 4)
 
 

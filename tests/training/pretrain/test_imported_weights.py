@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlm.checkpoint.commands.config import ImportMegatronConfig
-from mlm.checkpoint.commands.import_megatron import run as import_megatron
+from mlm.checkpoint.commands.convert import run as import_megatron
 from mlm.config.cli import main
 from tests.checkpoint.megatron.written import VOCAB, Layout, random_gpt2, write
 
