@@ -74,7 +74,7 @@ def load_tokenizer(config: ConvertConfig) -> Tokenizer | None:
     return None if config.tokenizer is None else Tokenizer.load(config.tokenizer)
 
 
-def open_(config: ConvertConfig, tokenizer: Tokenizer | None) -> Source:
+def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
     """Open the source. Raises UserError."""
     settings = SourceSettings(config.config, config.vocab_size, config.num_heads, tokenizer)
     source = open_source(config.source, settings)
