@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from mlm.checkpoint.commands import export_hf
-from mlm.checkpoint.commands.config import ExportHFConfig
+from mlm.checkpoint.commands import conversion_sources, convert, export_hf
+from mlm.checkpoint.commands.config import ConvertConfig, ExportHFConfig
 from mlm.checkpoint.commands.hf_verify import reference_outputs
 from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.native.compare import Reader
@@ -183,6 +184,18 @@ class TestRefusals:
         config = ExportHFConfig(**({"ckpt": str(run), "out": str(tmp_path / "out")} | named))  # type: ignore[arg-type]
         (problem,) = export_hf.preflight(config)
         assert re.search(said, problem)
+
+    def test_a_model_of_mup_is_neither_exported_nor_converted(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = conversion_sources.resolve_checkpoint(str(run))
+        model = replace(found.config.model, mup_base_width=8)
+        found = replace(found, config=replace(found.config, model=model))
+        monkeypatch.setattr(conversion_sources, "resolve_checkpoint", lambda path: found)
+        exported = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
+        to = ConvertConfig(source=str(run), out=str(tmp_path / "out"), to="hf")
+        for (problem,) in (exported, convert.preflight(to)):
+            assert "model.mup_base_width=8 divides what the output layer reads" in problem
 
 
 class TestHeads:
