@@ -117,7 +117,7 @@ class _ParsedOnce(ConfigSource):
         state = (s.st_ino, s.st_mtime_ns, s.st_size) if file.is_file() and (s := file.stat()) else None
         key = self.provider, self.full_path(), config_path, state
         if key not in self.parsed:
-            self.parsed[key] = super().load_config(config_path)
+            self.parsed[key] = super().load_config(config_path)  # type: ignore[safe-super]
         return deepcopy(self.parsed[key])
 
 

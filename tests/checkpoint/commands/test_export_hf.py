@@ -247,7 +247,7 @@ class TestHeads:
         make_model(tmp_path / "model", kind="GPT2ForSequenceClassification", num_labels=3)
         edit_tensors(tmp_path / "model", edit)
         values = lambda model, names, seed: {name: torch.tensor([1.0, -2.0, 0.5]) for name in names}  # noqa: E731
-        monkeypatch.setattr("mlm.training.run_folder.initial_values", values)
+        monkeypatch.setattr("mlm.checkpoint.commands.conversion_targets.initial_values", values)
         return import_model(tmp_path / "model", tmp_path / "run", verify=False)
 
     def test_bias_that_has_no_place_is_carried_by_the_norm(
