@@ -95,10 +95,6 @@ class Architecture:
         w = min(self.window or seq_length, seq_length)
         return w * (2 - w / seq_length)
 
-    def kv_size(self, tp: int = 1) -> int:
-        """Width of the keys on one tensor-parallel rank: beyond K ranks, heads are replicated."""
-        return self.head_dim * max(1, self.kv_heads // tp)
-
 
 def usual_architecture(model: "ModelConfig") -> Architecture:
     """The parts and sizes of GPT-2 and BERT."""

@@ -29,6 +29,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 def test_an_import_records_tokenizer_and_end_of_document(tokenizer: Path, tmp_path: Path) -> None:
     named = Tokenizer.load(tokenizer, eod=NAME)
+    (tmp_path / "run").mkdir()
     run = write_run(
         tmp_path / "run",
         {f"model.{name}": one for name, one in parameters(MODEL).items()},

@@ -1,7 +1,9 @@
 """Sources of `mlm convert`: any format as parameters of ours, one at a time."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
 
 from torch import Tensor
@@ -25,18 +27,23 @@ from mlm.checkpoint.megatron.files import check_records, find_files, find_step, 
 from mlm.checkpoint.megatron.merge import RankTensors, open_checkpoint
 from mlm.checkpoint.megatron.model import MegatronModel
 from mlm.checkpoint.native.folders import locate
-from mlm.checkpoint.native.format import JSON, read_manifest
+from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.native.verify import check_whole
+from mlm.checkpoint.parameters import parameters
 from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
-from mlm.inference.base import Base
-from mlm.inference.trained import check_stored_parameters, run_directory, trained_config
-from mlm.models.config import ModelConfig
+from mlm.inference.base import Base, base_digest
+from mlm.inference.trained import load_tokenizer, resolve_checkpoint, run_directory, trained_config
+from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.huggingface import TokenIds
 from mlm.models.huggingface import show as show_value
+from mlm.models.lora import adapter_shards, merged_changes
+from mlm.parallel.low_rank import WeightChange
+from mlm.parallel.mesh import Axis
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_file, read_bounded
 from mlm.util.terminal import progress_bar
@@ -64,6 +71,25 @@ class Source:
     origin: dict[str, JSON] = field(default_factory=dict)
     """What a checkpoint made of it records: ids and labels to keep; iteration and layout."""
     notes: tuple[str, ...] = ()
+    checkpoint: Manifest | None = None
+    """Of a checkpoint of ours."""
+    base: Base | None = None
+    """What the adapters of a checkpoint of ours change: `read` returns both together."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The checkpoint's; else one made up, whose state names the origin."""
+        made_up: dict[str, JSON] = {"source": {"name": self.path.name, **self.origin}}
+        return self.checkpoint or Manifest(0, "", {}, {}, made_up)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, GlobalTensor]:
+        """Every parameter of ours."""
+        return parameters(self.model)
+
+    def whole(self, name: str) -> Tensor:
+        """Return a parameter of ours."""
+        return self.read(name, Region.whole(self.parameters[name].shape))
 
 
 @dataclass(frozen=True)
@@ -81,7 +107,7 @@ def open_source(path: str, settings: SourceSettings) -> Source:
     """Find the format of a checkpoint and open it. Raises UserError and CorruptFileError."""
     folder, tokenizer = Path(path), settings.tokenizer
     if _is_native(path):
-        return _native(path, tokenizer)
+        return native_source(path, tokenizer)
     if not folder.is_dir():
         raise UserError(f"source={path}: no such folder; name a run, a model folder or a checkpoint folder")
     if (folder / CONFIG).is_file() and not (folder / METADATA).exists():
@@ -115,17 +141,28 @@ def _config(folder: Path, named: str | None) -> ModelConfig | None:
     return read_settings(Path(named or folder))[2]
 
 
-def _native(path: str, tokenizer: Tokenizer | None) -> Source:
+def native_source(path: str, tokenizer: Tokenizer | None = None) -> Source:
+    """Return a checkpoint of ours as a source: adapters on their base, and its tokenizer if none is given.
+
+    Raises UserError and CorruptFileError.
+    """
     step = resolve(path)
     manifest = read_manifest(step)
-    model = trained_config(manifest, step).model
-    if Base.of(manifest, step) is not None:
-        raise UserError(f"source={path}: holds adapters alone; convert what mlm export hf merge=true writes")
-    check_stored_parameters(manifest, model, step)
-    saved = run_directory(step) / "tokenizer.json"
-    if tokenizer is None and saved.is_file():
-        tokenizer = Tokenizer.load(saved)
+    trained, base = resolve_checkpoint(str(step)).config, Base.of(manifest, step)
+    if tokenizer is None and os.path.lexists(run_directory(step) / "tokenizer.json"):
+        tokenizer = load_tokenizer(None, step)
+        tokenizer.chat_template = ChatTemplate.find(run_directory(step), tokenizer)
     reader = Reader(step, manifest)
+
+    def read(name: str, region: Region) -> Tensor:
+        if f"model.{name}" not in manifest.tensors:
+            raise CorruptFileError(f"{step}: holds no model.{name}, its config has one. {RESTORE}")
+        try:
+            return reader.read(f"model.{name}", region).float()
+        except OSError as error:
+            raise CorruptFileError(
+                f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}"
+            ) from error
 
     def digests() -> dict[str, str]:
         size = sum(entry.bytes for entry in manifest.files.values())
@@ -135,15 +172,49 @@ def _native(path: str, tokenizer: Tokenizer | None) -> Source:
 
     origin = manifest.state.get("source")
     kept = origin if isinstance(origin, dict) else {}
-    return Source(
+    source = Source(
         "native",
         step,
-        model,
-        lambda name, region: reader.read(f"model.{name}", region).float(),
+        trained.model,
+        read,
         digests,
         tokenizer=tokenizer,
         origin={key: kept[key] for key in ("pad_token_id", "labels") if key in kept},
+        checkpoint=manifest,
+        base=base,
     )
+    return source if base is None else _on_base(source, manifest, base, trained.lora)
+
+
+def _on_base(adapters: Source, manifest: Manifest, base: Base, lora: LoraConfig) -> Source:
+    """Return adapters as the model that they make of their base, whose files are digested once."""
+    model, below = adapters.model, open_source(str(base.path), SourceSettings())
+
+    @cache
+    def changes() -> dict[str, WeightChange]:
+        if base_digest(base.path) != base.digest:
+            raise UserError(
+                f"{base.name}: is no longer the base of the adapters in {adapters.path}; bring it back"
+            )
+        shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora)}
+        stored = {name: adapters.read(name, Region.whole(shape)) for name, shape in shapes.items()}
+        return dict(merged_changes(model, lora, stored))
+
+    def read(name: str, region: Region) -> Tensor:
+        if f"model.{name}" in manifest.tensors:
+            return adapters.read(name, region)
+        change, value = changes().get(name), below.read(name, region)
+        if change is None:
+            return value
+        return change.added_to(value, region.within(Region.whole(region.size)), Axis("tp"))
+
+    def digests() -> dict[str, str]:
+        changes()
+        if below.checkpoint is not None:  # of a model folder `changes` has read every file
+            below.digests()
+        return adapters.digests()
+
+    return replace(adapters, read=read, digests=digests)
 
 
 def huggingface_source(model: HFModel, tokenizer: Tokenizer | None = None) -> Source:

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.commands.conversion_sources import Source
-from mlm.checkpoint.commands.export_hf import (
-    ExportSource,
-    into_files,
-    plan_tensors,
-    token_ids,
-    write_json,
-    write_settings,
-    write_weights,
-)
+from mlm.checkpoint.commands.huggingface_target import hf_mapping, token_ids, write_hf, write_json
 from mlm.checkpoint.commands.reshard import stage_ranks_of
 from mlm.checkpoint.dcp.torchtitan import torchtitan_tensors
 from mlm.checkpoint.dcp.writer import DCPTensor, plan_files, write_items, write_metadata
@@ -32,14 +24,10 @@ from mlm.checkpoint.megatron.write import (
     write_common,
     write_rank_file,
 )
-from mlm.checkpoint.native.format import JSON, FileEntry, Manifest
+from mlm.checkpoint.native.format import JSON, FileEntry
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor
-from mlm.checkpoint.parameters import parameters
-from mlm.models.family import family_of
 from mlm.training.run_folder import GB, imported_state, initial_values, run_config, write_run
 from mlm.training.state import CHECKPOINTS
-from mlm.util.errors import UserError
 from mlm.util.files import digest_file, parse_json, read_bounded, write_atomic
 from mlm.util.terminal import Advance
 
@@ -110,7 +98,7 @@ def write_native(
     progress, step = Progress(folder, advance), folder / CHECKPOINTS / "step-00000000"
     return write_run(
         folder,
-        {f"{kind}.{name}": one for kind in kinds for name, one in parameters(model).items()},
+        {f"{kind}.{name}": one for kind in kinds for name, one in source.parameters.items()},
         read,
         state={
             **imported_state(config, origin, source.filled),
@@ -124,41 +112,12 @@ def write_native(
     )
 
 
-def write_hf(source: Source, folder: Path, dtype: torch.dtype, file_gb: float, advance: Advance) -> None:
+def write_transformers(
+    source: Source, folder: Path, dtype: torch.dtype, file_gb: float, advance: Advance
+) -> None:
     """Write a folder that `transformers` loads."""
-    described = describe_for_hf(source)
-    shapes = {name: one.shape for name, one in parameters(source.model).items()}
-    tensors = plan_tensors(source.model, described.mapping, dtype)
     progress = Progress(folder, advance)
-
-    def load(name: str, rows: slice | None) -> Tensor:
-        first, *others = shapes[name]
-        start, stop = (0, first) if rows is None else (rows.start, rows.stop)
-        return source.read(name, Region((start, *(0 for _ in others)), (stop - start, *others)))
-
-    write_weights(
-        described,
-        into_files(tensors, int(file_gb * GB)),
-        folder,
-        advance,
-        load,
-        lambda name, write: progress.shard(folder, name, write),
-    )
-    write_settings(described, folder)
-    if dtype != torch.float32:
-        config = parse_json((folder / CONFIG).read_bytes())
-        write_json(folder / CONFIG, config | {"dtype": str(dtype).removeprefix("torch.")})
-
-
-def describe_for_hf(source: Source) -> ExportSource:
-    """Return the source as an export reads it. Raises UserError if `transformers` has no such model."""
-    mapping = family_of(source.model.kind).huggingface
-    if mapping is None:
-        raise UserError(f"model.kind={source.model.kind} has no counterpart in transformers")
-    if problem := mapping.problem(source.model):
-        raise UserError(f"{source.path}: {problem}")
-    manifest = Manifest(0, "", {}, {}, {"source": {"name": source.path.name, **source.origin}})
-    return ExportSource(source.path, manifest, source.model, mapping, source.tokenizer)
+    write_hf(source, folder, dtype, file_gb, advance, partial(progress.shard, folder))
 
 
 def write_dcp(
@@ -216,11 +175,9 @@ def write_torch(writer: MegatronWriter, folder: Path, advance: Advance) -> None:
 
 def write_config(source: Source, folder: Path) -> None:
     """Write the config.json of `transformers`, from which such a folder's model is known again."""
-    described = describe_for_hf(source)
-    write_json(folder / CONFIG, described.mapping.write(source.model, token_ids(described)))
+    write_json(folder / CONFIG, hf_mapping(source).write(source.model, token_ids(source)))
 
 
 def tensor_bytes(source: Source, dtype: torch.dtype) -> int:
     """Return the bytes of the parameters in `dtype`."""
-    tensors: Mapping[str, GlobalTensor] = parameters(source.model)
-    return sum(one.num_bytes // 4 * dtype.itemsize for one in tensors.values())
+    return sum(one.num_bytes // 4 * dtype.itemsize for one in source.parameters.values())

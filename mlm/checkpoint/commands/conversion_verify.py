@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from mlm.checkpoint.commands.conversion_sources import Source
 from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.parameters import parameters
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
@@ -27,7 +26,7 @@ def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
 
     `dtype` is the target's. Raises CheckFailedError for a difference.
     """
-    wanted = {name: one for name, one in parameters(source.model).items() if name not in source.filled}
+    wanted = {name: one for name, one in source.parameters.items() if name not in source.filled}
     size = sum(one.num_bytes for one in wanted.values())
     with progress_bar("comparing", size, in_bytes=True) as advance:
         for name, one in wanted.items():

@@ -20,6 +20,7 @@ from mlm.checkpoint.commands.config import (
 )
 from mlm.checkpoint.commands.conversion_sources import Source, SourceSettings, open_source
 from mlm.checkpoint.commands.conversion_verify import compare
+from mlm.checkpoint.commands.huggingface_target import hf_mapping
 from mlm.checkpoint.commands.result import model_columns, show_table
 from mlm.checkpoint.dcp.torchtitan import stored_shapes
 from mlm.checkpoint.megatron.write import MegatronWriter, rank_files
@@ -74,10 +75,14 @@ def load_tokenizer(config: ConvertConfig) -> Tokenizer | None:
     return None if config.tokenizer is None else Tokenizer.load(config.tokenizer)
 
 
-def open_(config: ConvertConfig, tokenizer: Tokenizer | None) -> Source:
+def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
     """Open the source. Raises UserError."""
     settings = SourceSettings(config.config, config.vocab_size, config.num_heads, tokenizer)
     source = open_source(config.source, settings)
+    if source.base is not None:
+        raise UserError(
+            f"source={config.source}: holds adapters alone; convert what mlm export hf merge=true writes"
+        )
     if source.model.architecture.attention_weights:
         raise UserError(
             f"source={config.source}: models of latent attention are not converted; use mlm import hf or "
@@ -105,7 +110,7 @@ def check_target(config: ConvertConfig, source: Source) -> None:
     if config.to == "torchtitan":
         stored_shapes(source.model)
     if config.to in ("hf", "torchtitan"):
-        targets.describe_for_hf(source)
+        hf_mapping(source)
 
 
 def writer_of(config: ConvertConfig, source: Source) -> MegatronWriter:
@@ -168,7 +173,7 @@ def write(
         case "native":
             targets.write_native(source, folder, origin, advance, tp=config.tp, pp=config.pp, resumes=True)
         case "hf":
-            targets.write_hf(source, folder, dtype, most, advance)
+            targets.write_transformers(source, folder, dtype, most, advance)
         case "torchtitan":
             targets.write_torchtitan(source, folder, dtype, most, advance)
         case "torch_dist":

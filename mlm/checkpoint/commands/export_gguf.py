@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.checkpoint.commands.config import ExportGGUFConfig
-from mlm.checkpoint.commands.export_hf import ExportSource, open_source, token_ids
+from mlm.checkpoint.commands.conversion_sources import Source, native_source
+from mlm.checkpoint.commands.huggingface_target import hf_mapping, token_ids
 from mlm.checkpoint.commands.result import show_table
-from mlm.checkpoint.commands.weights import WholeWeights
 from mlm.data.tokenizer import Tokenizer, merges_of
 from mlm.models.llama.huggingface import model_type
 from mlm.models.llama.rope import frequencies
@@ -29,7 +29,6 @@ from mlm.training.run_folder import GB
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 from mlm.util.results import result_problems
-from mlm.util.terminal import progress_bar
 
 EXTRA = "gguf"
 ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
@@ -62,7 +61,8 @@ def preflight(config: ExportGGUFConfig) -> list[str]:
     """Return what is wrong with the checkpoint and `out`; no tensor is read."""
     try:
         load_extra("gguf", "mlm export gguf", EXTRA)
-        source = open_source(config.ckpt)
+        source = native_source(config.ckpt)
+        hf_mapping(source)
         if problem := model_problem(source):
             return [f"{source.path}: {problem}"]
         if source.tokenizer is not None:
@@ -72,7 +72,7 @@ def preflight(config: ExportGGUFConfig) -> list[str]:
     return result_problems(config.out)
 
 
-def model_problem(source: ExportSource) -> str | None:
+def model_problem(source: Source) -> str | None:
     """Return why llama.cpp has no such model."""
     model = source.model
     if model.kind != "llama" or model.head != "language_model" or model.architecture.experts:
@@ -87,16 +87,14 @@ def model_problem(source: ExportSource) -> str | None:
 def run(config: ExportGGUFConfig) -> None:
     """Write the file, read it back and print a table. Raises UserError."""
     gguf: Any = load_extra("gguf", "mlm export gguf", EXTRA)
-    source, out = open_source(config.ckpt), Path(config.out)
+    source, out = native_source(config.ckpt), Path(config.out)
     work: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
         os.close(handle)
         work = Path(name)
-        with WholeWeights(source.path) as weights:
-            with progress_bar("verifying", weights.num_bytes, in_bytes=True) as advance:
-                weights.check(advance)
-            written = write(gguf, source, weights, work, config.type)
+        source.digests()
+        written = write(gguf, source, work, config.type)
         work.rename(out)
     except OSError as error:
         raise UserError(f"out={config.out}: {error.strerror}; name a file that can be written") from error
@@ -112,20 +110,21 @@ def run(config: ExportGGUFConfig) -> None:
     show_table(f"export gguf · {source.path}", columns, notes, f"written to {out}")
 
 
-def write(gguf: Any, source: ExportSource, weights: WholeWeights, path: Path, kind: str) -> str:
+def write(gguf: Any, source: Source, path: Path, kind: str) -> str:
     """Write all keys and tensors; return the architecture."""
     architecture = ARCHITECTURES[model_type(source.model)]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
     add_settings(gguf, writer, source, kind)
     if source.tokenizer is not None:
         add_tokenizer(gguf, writer, source, source.tokenizer)
+    mapping = hf_mapping(source)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], source.model.num_layers)
     settings = LlamaSettings.of(source.model)
     if settings.rope_scaling == "llama3":
         writer.add_tensor(names.get_name("rope_freqs") + ".weight", rope_factors(source))
-    for ours, location in source.mapping.locations(source.model):
-        for theirs, value in zip(location.names, location.to_theirs(weights.read(ours)), strict=True):
-            stored = source.mapping.stored_name(theirs, source.model.head)
+    for ours, location in mapping.locations(source.model):
+        for theirs, value in zip(location.names, location.to_theirs(source.whole(ours)), strict=True):
+            stored = mapping.stored_name(theirs, source.model.head)
             name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
             heads = {"q_proj": source.model.num_heads, "k_proj": settings.num_kv_heads}
             module = theirs.split(".")[-2]
@@ -156,7 +155,7 @@ def encoded(gguf: Any, value: Tensor, kind: str) -> tuple[NDArray[Any], Any]:
     return gguf.quants.quantize(numbers, types[kind.upper()]), types[kind.upper()]
 
 
-def add_settings(gguf: Any, writer: Any, source: ExportSource, kind: str) -> None:
+def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
     """Add the model's name, shape and rotary positions."""
     model, settings = source.model, LlamaSettings.of(source.model)
     writer.add_type("model")
@@ -179,7 +178,7 @@ def add_settings(gguf: Any, writer: Any, source: ExportSource, kind: str) -> Non
         writer.add_sliding_window(settings.window)
 
 
-def rope_factors(source: ExportSource) -> NDArray[np.float32]:
+def rope_factors(source: Source) -> NDArray[np.float32]:
     """Return what llama.cpp divides each frequency by, for Llama 3's long contexts."""
     settings, device = LlamaSettings.of(source.model), torch.device("cpu")
     scaled = frequencies(settings, torch.float64, device)[0]
@@ -188,7 +187,7 @@ def rope_factors(source: ExportSource) -> NDArray[np.float32]:
     return found
 
 
-def add_tokenizer(gguf: Any, writer: Any, source: ExportSource, tokenizer: Tokenizer) -> None:
+def add_tokenizer(gguf: Any, writer: Any, source: Source, tokenizer: Tokenizer) -> None:
     """Add tokens, their types, merges, special tokens and the chat template."""
     found, ids = vocabulary(tokenizer, source.model.vocab_size), token_ids(source)
     writer.add_tokenizer_model("gpt2")

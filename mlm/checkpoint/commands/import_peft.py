@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.commands.config import ImportHFConfig
+from mlm.checkpoint.commands.conversion_sources import SourceSettings, open_source
 from mlm.checkpoint.commands.result import show_table
-from mlm.checkpoint.commands.weights import WholeWeights
 from mlm.checkpoint.huggingface import peft
 from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, read_json, reading
 from mlm.checkpoint.native.reader import copy_region
@@ -53,12 +53,12 @@ def run(config: ImportHFConfig) -> None:
             copy_region(f, stored[name], whole, whole, target)
         return target
 
-    with WholeWeights(base.path) as weights:
-        tensors = {
-            f"model.{name}": value
-            for each in peft.stored_adapters(model, lora)
-            for name, value in each.to_ours(read, weights.read)
-        }
+    below = open_source(str(base.path), SourceSettings())
+    tensors = {
+        f"model.{name}": value
+        for each in peft.stored_adapters(model, lora)
+        for name, value in each.to_ours(read, below.whole)
+    }
     form = {}
     for shard, _ in adapter_shards(model, lora):
         name = f"model.{shard.name}"

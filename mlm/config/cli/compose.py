@@ -8,14 +8,15 @@ is composed of a saved run, and nothing that YAML names is called.
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra._internal.core_plugins import file_config_source, importlib_resources_config_source
+from hydra._internal.core_plugins import file_config_source as files
+from hydra._internal.core_plugins import importlib_resources_config_source as resources
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -105,33 +106,27 @@ def _prepare_hydra() -> None:
     OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
 
 
-class FileConfigSource(file_config_source.FileConfigSource):
-    """Hydra's reader of files; parses one again only if it was written."""
+class _ParsedOnce(ConfigSource):
+    """A reader of YAML that parses a file again only if it was written."""
+
+    parsed: ClassVar[dict[tuple[Any, ...], ConfigResult]] = {}
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Return what the file holds."""
-        file = Path(self.path, self._normalize_file_name(config_path))
-        status = file.stat() if file.is_file() else None
-        state = status and (status.st_ino, status.st_mtime_ns, status.st_size)
-        place = self.provider, self.full_path(), config_path
-        return deepcopy(_parsed(file_config_source.FileConfigSource, *place, state))
+        file = Path(self.path, self._normalize_file_name(config_path))  # Hydra's own are no files
+        state = (s.st_ino, s.st_mtime_ns, s.st_size) if file.is_file() and (s := file.stat()) else None
+        key = self.provider, self.full_path(), config_path, state
+        if key not in self.parsed:
+            self.parsed[key] = super().load_config(config_path)  # type: ignore[safe-super]
+        return deepcopy(self.parsed[key])
 
 
-class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
+class FileConfigSource(_ParsedOnce, files.FileConfigSource):
+    """Hydra's reader of files."""
+
+
+class ImportlibResourcesConfigSource(_ParsedOnce, resources.ImportlibResourcesConfigSource):
     """Hydra's reader of its own files, a dozen for each composition."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Return what the file holds."""
-        kind = importlib_resources_config_source.ImportlibResourcesConfigSource
-        return deepcopy(_parsed(kind, self.provider, self.full_path(), config_path, None))
-
-
-@lru_cache(maxsize=512)
-def _parsed(
-    kind: type[ConfigSource], provider: str, path: str, name: str, state: tuple[int, ...] | None
-) -> ConfigResult:
-    """What a config file of a source holds, when it was in a state."""
-    return kind(provider, path).load_config(name)
 
 
 def _hydra_words(config: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:

@@ -83,10 +83,10 @@ def _limit(value: int, unit: int = 1) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
 
 
-def shared_memory(on_gpu: bool, folder: Path = SHARED_MEMORY) -> Finding:
+def shared_memory(on_gpu: bool) -> Finding:
     """Judge the size of /dev/shm, through which NCCL connects the ranks of a host."""
     try:
-        status = os.statvfs(folder)
+        status = os.statvfs(SHARED_MEMORY)
     except OSError as error:
         return Finding("/dev/shm", "fail" if on_gpu else "warn", str(error.strerror), "mount a tmpfs there")
     whole, free = (count * status.f_frsize for count in (status.f_blocks, status.f_bavail))

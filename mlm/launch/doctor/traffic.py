@@ -80,9 +80,9 @@ def send_around(x: Tensor, axis: Axis) -> Tensor:
     return start_receive(out, axis, before).wait()
 
 
-def bandwidth(axis: Axis, device: torch.device, count: int | None = None) -> float:
+def bandwidth(axis: Axis, device: torch.device) -> float:
     """Return the bytes a second over each rank's link in an all-reduce (2 (n - 1) / n passes). Collective."""
-    count = BYTES[device.type] if count is None else count
+    count = BYTES[device.type]
     x, best = torch.zeros(count // 4, device=device), math.inf
     for _ in range(1 + REPEATS):  # the first connects
         all_reduce(x[:1], axis)

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -40,7 +41,7 @@ FEWEST_PEAKS, SHARE = 4, 16
 CEILING = math.log(1000)
 """Excess of a norm that is an outlier whatever the tail; clean runs had 400 times the level."""
 TINY = 1e-30
-MOST_STEPS, MOST_RANGES = 10_000, 10_000
+MOST_STEPS, MOST_RANGES, MOST_SAMPLES = 10_000, 10_000, (1 << 62) - 1
 
 
 @dataclass(frozen=True)
@@ -217,16 +218,16 @@ def decode(saved: Any, window: int) -> Memory:
     """Return the memory that a checkpoint holds. Raises CorruptFileError."""
     if saved is None:
         return Memory(Recent(window))
+    number = partial(whole_number, most=MOST_SAMPLES)
     try:
         assert isinstance(saved, Mapping)
-        pairs = [map(whole_number, pair) for pair in saved["left_out_samples"]]
-        ranges = tuple((first, count) for first, count in pairs)
-        steps = [*map(whole_number, saved["left_out_steps"])]
+        ranges = tuple((number(first), number(count)) for first, count in saved["left_out_samples"])
+        steps = [*map(number, saved["left_out_steps"])]
         if len(ranges) > MOST_RANGES or len(steps) > MOST_STEPS:
             raise ValueError("too many entries")
         recent = Recent(window, saved["recent"])
-        failed, target = map(whole_number, saved["returned"])
-        rewinds, streak, since = (whole_number(saved[k]) for k in ("rewinds", "streak", NOT_FINITE_SINCE))
+        failed, target = map(number, saved["returned"])
+        rewinds, streak, since = (number(saved[k]) for k in ("rewinds", "streak", NOT_FINITE_SINCE))
         return Memory(recent, ranges, steps, rewinds, streak, (failed, target), since)
     except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from mlm.checkpoint.commands import export_hf
+from mlm.checkpoint.commands import conversion_sources, export_hf
 from mlm.checkpoint.commands.config import ExportHFConfig
 from mlm.checkpoint.native.format import read_manifest
 from mlm.data.tokenizer import Tokenizer
@@ -69,10 +69,9 @@ def test_vocabulary_is_enough(tmp_path: Path) -> None:
 def test_model_without_token_types_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_bert(tmp_path / "model", "bert", "Model")
     run = import_model(tmp_path / "model", tmp_path / "run", verify=False)
-    real = export_hf.trained_config
-    monkeypatch.setattr(
-        export_hf, "trained_config", lambda *a: replace(real(*a), model=replace(MODEL, token_types=0))
-    )
+    found = conversion_sources.resolve_checkpoint(str(run))
+    config = replace(found.config, model=replace(MODEL, token_types=0))
+    monkeypatch.setattr(conversion_sources, "resolve_checkpoint", lambda path: replace(found, config=config))
     (problem,) = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
     assert "model.token_types=0" in problem
 

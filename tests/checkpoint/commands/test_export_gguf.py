@@ -13,10 +13,9 @@ from transformers import AutoTokenizer
 
 from mlm.checkpoint.commands import export_gguf
 from mlm.checkpoint.commands.config import ExportGGUFConfig
+from mlm.checkpoint.commands.conversion_sources import native_source
 from mlm.checkpoint.commands.export_hf import export_hf
 from mlm.checkpoint.commands.import_hf import import_hf
-from mlm.checkpoint.commands.weights import WholeWeights
-from mlm.checkpoint.native.save_load import resolve
 from tests.finetune.chats import write_llama
 from tests.finetune.runs import write_model
 
@@ -48,20 +47,20 @@ def test_tensors_are_those_of_the_model(folder: Path, tmp_path: Path, kind: str)
     reader = read(folder, kind, tmp_path / "model.gguf")
     stored = {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
     shapes = {t.name: tuple(int(n) for n in t.shape[::-1]) for t in reader.tensors}
-    with WholeWeights(resolve(str(folder / "run"))) as weights:
-        up = weights.read("layers.1.mlp.up.weight").unflatten(0, (-1, 2, 12))
-        want = {
-            "token_embd.weight": weights.read("token.weight"),
-            "output.weight": weights.read("output.weight"),
-            "blk.1.ffn_gate.weight": up[:, 0].flatten(0, 1),
-            "blk.1.ffn_down.weight": weights.read("layers.1.mlp.down.weight"),
-            "blk.0.attn_norm.weight": weights.read("layers.0.attention_norm.weight"),
-            # llama.cpp's converter: halves of a head become neighbours
-            "blk.0.attn_q.weight": weights.read("layers.0.attention.query.weight")
-            .view(4, 2, 4, 32)
-            .transpose(1, 2)
-            .reshape(32, 32),
-        }
+    whole = native_source(str(folder / "run")).whole
+    up = whole("layers.1.mlp.up.weight").unflatten(0, (-1, 2, 12))
+    want = {
+        "token_embd.weight": whole("token.weight"),
+        "output.weight": whole("output.weight"),
+        "blk.1.ffn_gate.weight": up[:, 0].flatten(0, 1),
+        "blk.1.ffn_down.weight": whole("layers.1.mlp.down.weight"),
+        "blk.0.attn_norm.weight": whole("layers.0.attention_norm.weight"),
+        # llama.cpp's converter: halves of a head become neighbours
+        "blk.0.attn_q.weight": whole("layers.0.attention.query.weight")
+        .view(4, 2, 4, 32)
+        .transpose(1, 2)
+        .reshape(32, 32),
+    }
     for name, value in want.items():
         assert shapes[name] == tuple(value.shape)
         limit = ERRORS[kind] * value.abs().max().item()

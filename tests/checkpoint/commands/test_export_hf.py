@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from mlm.checkpoint.commands import export_hf
-from mlm.checkpoint.commands.config import ExportHFConfig
+from mlm.checkpoint.commands import conversion_sources, convert, export_hf
+from mlm.checkpoint.commands.config import ConvertConfig, ExportHFConfig
 from mlm.checkpoint.commands.hf_verify import reference_outputs
 from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.native.compare import Reader
@@ -184,6 +185,18 @@ class TestRefusals:
         (problem,) = export_hf.preflight(config)
         assert re.search(said, problem)
 
+    def test_a_model_of_mup_is_neither_exported_nor_converted(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = conversion_sources.resolve_checkpoint(str(run))
+        model = replace(found.config.model, mup_base_width=8)
+        found = replace(found, config=replace(found.config, model=model))
+        monkeypatch.setattr(conversion_sources, "resolve_checkpoint", lambda path: found)
+        exported = export_hf.preflight(ExportHFConfig(ckpt=str(run), out=str(tmp_path / "out")))
+        to = ConvertConfig(source=str(run), out=str(tmp_path / "out"), to="hf")
+        for (problem,) in (exported, convert.preflight(to)):
+            assert "model.mup_base_width=8 divides what the output layer reads" in problem
+
 
 class TestHeads:
     """Those for finetuning."""
@@ -234,7 +247,7 @@ class TestHeads:
         make_model(tmp_path / "model", kind="GPT2ForSequenceClassification", num_labels=3)
         edit_tensors(tmp_path / "model", edit)
         values = lambda model, names, seed: {name: torch.tensor([1.0, -2.0, 0.5]) for name in names}  # noqa: E731
-        monkeypatch.setattr("mlm.training.run_folder.initial_values", values)
+        monkeypatch.setattr("mlm.checkpoint.commands.conversion_targets.initial_values", values)
         return import_model(tmp_path / "model", tmp_path / "run", verify=False)
 
     def test_bias_that_has_no_place_is_carried_by_the_norm(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.serialization import safe_globals
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -234,6 +235,13 @@ def test_experts_around_the_circle_give_the_same_bytes(mixtral: Path, tmp_path: 
     back, first = weights(converted(numbered, tmp_path / "5", "hf")), weights(mixtral)
     assert back.keys() == first.keys()
     assert_equal(back, first)
+
+
+def test_a_run_keeps_its_chat_template(mixtral: Path, tmp_path: Path) -> None:
+    back = converted(converted(mixtral, tmp_path / "run", "native"), tmp_path / "hf", "hf")
+    theirs, ours = (AutoTokenizer.from_pretrained(folder).chat_template for folder in (mixtral, back))
+    assert theirs
+    assert theirs == ours
 
 
 def test_qwen_with_experts_around_megatron_gives_the_same_bytes(tmp_path: Path) -> None:

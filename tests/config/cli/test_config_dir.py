@@ -52,6 +52,8 @@ def test_yaml_of_others_runs_nothing(
 
 def test_yaml_of_ones_own_may_set_values(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/my_model.yaml").write_text("hidden_size: 32\nnum_heads: 2\nnum_layers: 1\n")
-    assert main(["pretrain", "--config-dir", str(tmp_path), "--cfg", "job", "model=my_model"]) == 0
-    assert "hidden_size: 32" in capfd.readouterr().out
+    for size in (32, 64):  # a file that was rewritten is parsed again
+        file = tmp_path / "model/my_model.yaml"
+        file.write_text(f"hidden_size: {size}\nnum_heads: 2\nnum_layers: 1\n")
+        assert main(["pretrain", "--config-dir", str(tmp_path), "--cfg", "job", "model=my_model"]) == 0
+        assert f"hidden_size: {size}" in capfd.readouterr().out

@@ -1,0 +1,204 @@
+"""A folder that `transformers` loads, made of any checkpoint: tensors, settings, tokenizer and model card.
+
+Tensors are read and written one at a time; the vocabulary is not padded.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mlm.checkpoint.commands.conversion_sources import Source
+from mlm.checkpoint.commands.model_card import CARD, model_card
+from mlm.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
+from mlm.checkpoint.native.format import JSON, FileEntry
+from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
+from mlm.checkpoint.native.shard_file import Form, write_stream
+from mlm.checkpoint.native.slices import Region
+from mlm.data.chat_template import FILE as CHAT_TEMPLATE
+from mlm.inference.chat import end_of_turn_tokens
+from mlm.models.family import family_of
+from mlm.models.huggingface import HuggingFaceMapping, Location, TokenIds
+from mlm.training.run_folder import GB
+from mlm.util.errors import UserError
+from mlm.util.files import write_atomic
+from mlm.util.terminal import Advance
+
+SAFETENSORS_FOR = {"format": "pt"}
+"""`__metadata__` that transformers requires."""
+HEADER = 256  # bytes that a tensor needs in the header of its file, at most
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A tensor to write, and the parameter it is made of."""
+
+    ours: str
+    location: Location
+    part: int
+    """Number among the location's tensors."""
+    theirs: str
+    form: Form
+
+
+def hf_mapping(source: Source) -> HuggingFaceMapping:
+    """Return how `transformers` holds such a model. Raises UserError if it has none."""
+    model, mapping = source.model, family_of(source.model.kind).huggingface
+    if mapping is None:
+        raise UserError(f"{source.path}: its model.kind={model.kind} has no counterpart in transformers")
+    if model.mup_base_width is not None:
+        raise UserError(
+            f"{source.path}: model.mup_base_width={model.mup_base_width} divides what the output layer "
+            "reads, which no model of transformers does; export one trained without it"
+        )
+    if problem := mapping.problem(model):
+        raise UserError(f"{source.path}: {problem}")
+    return mapping
+
+
+Done = Callable[[str, Callable[[], FileEntry]], FileEntry]
+
+
+def write_hf(
+    source: Source,
+    folder: Path,
+    dtype: torch.dtype,
+    file_gb: float,
+    advance: Advance,
+    done: Done = lambda name, write: write(),
+) -> tuple[int, bool]:
+    """Write the whole folder; return its files of tensors, and True if a bias was folded.
+
+    `done(name, write)` writes a file of tensors, unless it is there.
+    """
+    mapping = hf_mapping(source)
+    files = into_files(plan_tensors(source, mapping, dtype), int(file_gb * GB))
+    shift = folded_bias(source, mapping)
+
+    def read(tensor: Exported) -> Tensor:
+        value = stored_tensor(tensor, source).to(dtype)
+        return value if shift is None or tensor.ours != "final_norm.bias" else value + shift
+
+    def write(name: str) -> FileEntry:
+        by_name = {tensor.theirs: tensor for tensor in files[name]}
+        forms = {theirs: tensor.form for theirs, tensor in by_name.items()}
+        return write_stream(
+            folder / name, forms, lambda theirs: read(by_name[theirs]), SAFETENSORS_FOR, advance
+        )
+
+    for name in files:
+        done(name, partial(write, name))
+    if len(files) > 1:
+        size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
+        listed = {tensor.theirs: name for name, tensors in files.items() for tensor in tensors}
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": listed})
+    own: dict[str, JSON] = {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
+    write_json(folder / CONFIG, mapping.write(source.model, token_ids(source)) | own)
+    write_settings(source, mapping, folder)
+    return len(files), shift is not None
+
+
+def plan_tensors(source: Source, mapping: HuggingFaceMapping, dtype: torch.dtype) -> list[Exported]:
+    """Return every parameter in the order of the model."""
+    return [
+        Exported(name, location, part, mapping.stored_name(theirs, source.model.head), form)
+        for name, location in mapping.locations(source.model)
+        for form in [Form(dtype, location.shape(source.parameters[name].shape))]
+        for part, theirs in enumerate(location.names)
+    ]
+
+
+def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
+    """Distribute tensors over files of at most `most` bytes, in order; a larger tensor has its own."""
+    groups: list[list[Exported]] = [[]]
+    size = 0
+    for tensor in tensors:
+        needed = tensor.form.num_bytes + HEADER
+        if groups[-1] and size + needed > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += needed
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
+
+
+def stored_tensor(tensor: Exported, source: Source) -> Tensor:
+    """Return a tensor to write, float32; of experts one is read."""
+    location, part = tensor.location, tensor.part
+    if not location.stacked:
+        return location.to_theirs(source.whole(tensor.ours))[part]
+    number, part = divmod(part, len(location.names) // location.stacked)
+    _, *others = source.parameters[tensor.ours].shape
+    expert = source.read(tensor.ours, Region((number, *(0 for _ in others)), (1, *others)))[0]
+    return location.of_expert(number).to_theirs(expert)[part]
+
+
+def folded_bias(source: Source, mapping: HuggingFaceMapping) -> Tensor | None:
+    """Return the term [H] to add to final_norm's bias if the class has no classifier bias, else None.
+
+    It is the smallest d with W d = b. Only the classifier W reads that norm's output, so its logits stay the
+    same up to rounding. Raises UserError if there is no such d.
+    """
+    if source.model.head not in mapping.heads_without_bias:
+        return None
+    weight, bias = (source.whole(f"classifier.{part}").double() for part in ("weight", "bias"))
+    if not bias.any():
+        return None
+    shift: Tensor = torch.linalg.pinv(weight) @ bias
+    if not torch.allclose(weight @ shift, bias, rtol=1e-6, atol=1e-9):
+        raise UserError(
+            f"{source.path}: {mapping.architecture(source.model)} has no bias in its classifier, "
+            f"and ours cannot be moved into the norm before it, as the labels' weights depend on each other. "
+            f"Finetune once more, with another seed"
+        )
+    return shift.float()
+
+
+def write_settings(source: Source, mapping: HuggingFaceMapping, folder: Path) -> None:
+    """Write the model card, and the tokenizer with settings of AutoTokenizer and generate()."""
+    tokenizer, model, ids = source.tokenizer, source.model, token_ids(source)
+    write_atomic(folder / CARD, model_card(source.manifest, model, mapping.architecture(model)).encode())
+    if tokenizer is None:
+        return
+    content = tokenizer.content_ending_texts() if ids.ends_texts else tokenizer.content
+    write_atomic(folder / "tokenizer.json", content)
+    template = tokenizer.chat_template
+    if template is not None:
+        write_atomic(folder / CHAT_TEMPLATE, template.source.encode())
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.max_positions,
+        "clean_up_tokenization_spaces": False,
+        **mapping.special_tokens(tokenizer, model, ids),
+        **({} if template is None else template.tokens),
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+    if family_of(model.kind).causal and model.head == "language_model":
+        config = mapping.write(model, ids)
+        named = {name: config.get(name) for name in ("bos_token_id", "eos_token_id")}
+        if template is not None:
+            named["eos_token_id"] = sorted(end_of_turn_tokens(template, tokenizer, source.path))
+        write_json(folder / "generation_config.json", {"_from_model_config": True, **named})
+
+
+def token_ids(source: Source) -> TokenIds:
+    """Return ids and labels for config.json: those of the imported folder, else of tokenizer and task."""
+    tokenizer, origin = source.tokenizer, source.manifest.state.get("source")
+    imported = origin if isinstance(origin, dict) else {}
+    eod, bos, pad = (getattr(tokenizer, f"{name}_id", None) for name in ("eod", "bos", "pad"))
+    kept = imported.get("pad_token_id")
+    names = label_names(source.manifest.state) or as_strings(imported.get("labels"))
+    on_texts = FINETUNING in source.manifest.state and source.model.head != "language_model"
+    ends = on_texts and family_of(source.model.kind).causal
+    return TokenIds(eod, bos, kept if isinstance(kept, int) else pad, names, ends_texts=ends)
+
+
+def write_json(path: Path, value: JSON) -> None:
+    """Write JSON as transformers formats it."""
+    write_atomic(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
