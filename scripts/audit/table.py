@@ -4,9 +4,11 @@
     python scripts/audit/table.py scripts/results/audit.json core  # those of core.py again
 
 A healthy case holds if the audit finds nothing, a bug if its cause is named. Exit code 1 if one does not.
+picotron's layouts are judged where PICOTRON names a checkout of it.
 """
 
 import json
+import os
 import sys
 import time
 from importlib.metadata import version
@@ -35,6 +37,7 @@ HEALTHY = (
     ("core", "healthy_per_token", {"dp": 2}),
     ("core", "healthy_mtp_per_token", {"dp": 2}),
     ("core", "healthy_moe", {"dp": 2}),
+    *(("picotron_llama", "build", layout) for layout in PARALLEL if "PICOTRON" in os.environ),
 )
 TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}
 PLANTED = (

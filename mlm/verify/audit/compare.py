@@ -112,8 +112,7 @@ class Comparison:
             pairs = list(place.match.pairs.values())
             if place.is_wrong or place.key.kind in ("loss", "norm"):
                 if any(all(bool((~x.isfinite()).any()) for x in pair) for pair in pairs):
-                    name = "" if place.key.name in KINDS else f" of {place.key.name or 'the whole module'}"
-                    return f"the {KINDS[place.key.kind]}{name} in step {place.key.step + 1}"
+                    return place.key.words
                 if place.is_wrong:
                     break
         return ""
