@@ -14,7 +14,10 @@ from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
 from mlm.models.family import SHIPPED
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.forecast import forecast_run, most_of_small
+from mlm.plan.forecast import most_of_small
+from mlm.plan.layer_counts import counts_of
+from mlm.plan.layout import PlannedLayout
+from mlm.plan.memory import MemoryModel
 from mlm.training.corpora import corpus_problems
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import CheckFailedError, UserError, writing_to
@@ -64,12 +67,16 @@ def needed_bytes(config: ParityConfig) -> float:
 
     Each has weights, gradients, two moments and a copy of gradients; rank 0 has what all ranks record, too.
     """
-    size = config.parallel.replica * (config.parallel.dp or 1)
-    runs = (config.on_one_process(), 1), (config, size)
-    whole, split = (forecast_run(run, ranks, quick=True).memory for run, ranks in runs)
+    is_gpu, train = device_kind(config.dist) == "cuda", config.train
+    memory = MemoryModel(counts_of(config, "gpu" if is_gpu else "cpu"))
+    micro_batch, global_batch = train.micro_batch_size, train.global_batch_size
+    whole = PlannedLayout(micro_batch=micro_batch, global_batch=global_batch)
+    dp = config.parallel.dp or 1
+    layout = PlannedLayout.of(config.parallel, dp=dp, micro_batch=micro_batch, global_batch=global_batch)
     place = read_rank_place(os.environ)
-    here = 1 if device_kind(config.dist) == "cuda" else size if place is None else place.local_world_size
-    return whole * 5 / 4 + here * split * 7 / 4
+    ranks = layout.gpus if place is None else place.local_world_size
+    split = memory.worst(layout).total * (1 if is_gpu else ranks)
+    return memory.worst(whole).total * 5 / 4 + split * 7 / 4
 
 
 def run(config: ParityConfig, ctx: ParallelContext) -> None:

@@ -160,7 +160,7 @@ def test_function_returns_the_report_of_the_command_and_raises_its_error() -> No
 def test_audit_of_other_code_names_its_bugs_and_nothing_of_what_is_right(
     file: str, function: str, layout: dict[str, int], cause: str, tmp_path: Path
 ) -> None:
-    if file in ("core", "plans"):  # they replace functions of torch, or load their model in a while
+    if file not in ("plain_trainer", "healthy"):  # they replace functions of torch, or load a model
         row = table.judge(file, function, layout, cause)
         assert row["holds"], row["sentence"]
         return
