@@ -1,7 +1,14 @@
 """The commands `mlm parity`, `mlm audit` and `mlm verify-resume`."""
 
 from mlm.config.command import Command
-from mlm.verify.config import AuditConfig, ParityConfig, VerifyResumeConfig, check_parity, check_verify_resume
+from mlm.verify.config import (
+    AuditConfig,
+    ParityConfig,
+    VerifyResumeConfig,
+    check_audit,
+    check_parity,
+    check_verify_resume,
+)
 
 COMMANDS = (
     Command(
@@ -51,6 +58,8 @@ COMMANDS = (
         words=("audit",),
         spec=AuditConfig,
         target="mlm.verify.audit.api:run",
+        local_check=check_audit,
+        preflight="mlm.verify.audit.api:preflight",
         summary="find the first place where a layout of any PyTorch training code parts from one process",
         about=(
             "Runs a function of yours, which builds a module or a training step for a mesh, on one process "

@@ -10,7 +10,7 @@ The layout is run by the same `Trainer` as training: what is compared is what tr
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 import numpy as np
@@ -97,14 +97,16 @@ class StepReport:
         return not (math.isfinite(self.grad_norm.one_process) or math.isfinite(self.grad_norm.layout))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """All that was compared."""
+    """All that was compared; `sizes` are those of the axes, `eps` is the optimizer's."""
 
-    steps: tuple[StepReport, ...]
-    replicated: int
+    sizes: Layout
+    eps: float
+    steps: list[StepReport] = field(default_factory=list)
+    replicated: int = 0
     """Parameters that several ranks hold copies of."""
-    torn: tuple[str, ...]
+    torn: tuple[str, ...] = ()
     """Those of them whose copies are not equal bit for bit after the last step."""
     by_gradient: int = 0
     """Elements whose gradient is rounding, so that it is compared and the weight is not."""
@@ -114,6 +116,52 @@ class Report:
     """The first tensor that is not finite on both sides, in words."""
     finding: Finding | None = None
     """The first difference."""
+
+    def __post_init__(self) -> None:
+        """Begin without a step."""
+        self._rounding: Rounding = {}
+
+    def add(self, reference: Record, ranks: Ranks, lr: float) -> None:
+        """Compare the next step."""
+        step, layout = len(self.steps), next(iter(ranks.values()))
+        loss, norm = (
+            Pair(*(float(record.tensors[Key(step, kind, kind)]) for record in (reference, layout)))
+            for kind in ("loss", "norm")
+        )
+        report = StepReport(step + 1, loss, norm, lr)
+        if report.is_skipped:
+            for record in (reference, *ranks.values()):
+                record.tensors = {k: x for k, x in record.tensors.items() if k.kind in ("loss", "weight")}
+        units = {"loss": 1.0, "norm": abs(norm.one_process), "weight": lr + sum(s.lr for s in self.steps)}
+        comparison = Comparison(
+            reference, ranks, self.sizes, units=units, eps=self.eps, rounding=self._rounding
+        )
+        gradients, weights = (differences(comparison, kind) for kind in ("gradient", "weight"))
+        self.steps.append(replace(report, gradients=gradients, weights=weights))
+        self.blind = self.blind or comparison.blind
+        if self.finding is None and not self.blind:
+            self.finding, self.wrong = diagnose(comparison), len(comparison.wrong)
+        self._compare_copies(ranks)
+
+    def _compare_copies(self, ranks: Ranks) -> None:
+        """What is held in copies, and whether these are equal."""
+        copies: dict[str, dict[Hashable, list[Tensor]]] = {}
+        for record in ranks.values():
+            for key, x in record.tensors.items():
+                if key.kind == "weight":
+                    region = record.offsets[key.name], tuple(x.shape)
+                    copies.setdefault(key.name, {}).setdefault(region, []).append(x)
+        held = {name: [each for each in c.values() if len(each) > 1] for name, c in copies.items()}
+        self.replicated = sum(map(bool, held.values()))
+        self.torn = tuple(
+            n for n, c in held.items() if any(not torch.equal(x, y) for x, *ys in c for y in ys)
+        )
+        masks = {
+            (name, ranks[stage, *at].offsets[name]): mask
+            for (name, stage), each in self._rounding.items()
+            for at, mask in each.items()
+        }
+        self.by_gradient = sum(int(mask.sum()) for mask in masks.values())
 
 
 def compare(
@@ -147,17 +195,17 @@ def compare_trainers(
     """As `compare`; `alone` is that of rank 0."""
     samples = train_dataset(layout.config, steps * layout.config.train.global_batch_size)
     sizes = {axis: getattr(layout.ctx, axis).size for axis in AXES}
-    comparer = None if alone is None else StepComparer(sizes, layout.config.optimizer.eps)
+    report = None if alone is None else Report(sizes, layout.config.optimizer.eps)
     with batches_of(layout, samples) as own, batches_of(alone, samples) as whole:
         for _, batches, all_batches in zip(range(steps), own, whole, strict=False):
             precision = layout.config.precision.dtype
             record, lr = record_step(layout, batches, precision)
             reference = None if alone is None else record_step(alone, all_batches, precision)[0]
             ranks = gather_records(record, layout.ctx, tuple(sizes.values()))
-            if comparer is not None and reference is not None:
-                comparer.add(reference, ranks, lr)
+            if report is not None and reference is not None:
+                report.add(reference, ranks, lr)
             on_step()
-    return None if comparer is None else comparer.report(ranks)
+    return report
 
 
 def batches_of(
@@ -208,66 +256,6 @@ def gather_records(record: Record, ctx: ParallelContext, sizes: tuple[int, ...])
             received = Record.of_bytes(content)
             gathered.setdefault(at, received).tensors.update(received.tensors)
     return gathered
-
-
-class StepComparer:
-    """Compares steps one after the other, and keeps what the report says of them.
-
-    `sizes` are those of the axes, `eps` is the optimizer's.
-    """
-
-    def __init__(self, sizes: Layout, eps: float) -> None:
-        self.sizes, self.eps = sizes, eps
-        self.rounding: Rounding = {}
-        self.steps: list[StepReport] = []
-        self.wrong, self.blind = 0, ""
-        self.finding: Finding | None = None
-
-    def add(self, reference: Record, ranks: Ranks, lr: float) -> None:
-        """Compare a step."""
-        step, layout = len(self.steps), next(iter(ranks.values()))
-        loss, norm = (
-            Pair(*(float(record.tensors[Key(step, kind, kind)]) for record in (reference, layout)))
-            for kind in ("loss", "norm")
-        )
-        report = StepReport(step + 1, loss, norm, lr)
-        if report.is_skipped:
-            for record in (reference, *ranks.values()):
-                record.tensors = {k: x for k, x in record.tensors.items() if k.kind in ("loss", "weight")}
-        units = {"loss": 1.0, "norm": abs(norm.one_process), "weight": lr + sum(s.lr for s in self.steps)}
-        comparison = Comparison(
-            reference, ranks, self.sizes, units=units, eps=self.eps, rounding=self.rounding
-        )
-        gradients, weights = (differences(comparison, kind) for kind in ("gradient", "weight"))
-        self.steps.append(replace(report, gradients=gradients, weights=weights))
-        self.blind = self.blind or comparison.blind
-        if self.finding is None and not self.blind:
-            self.finding, self.wrong = diagnose(comparison), len(comparison.wrong)
-
-    def report(self, ranks: Ranks) -> Report:
-        """All of it; `ranks` are the records of the last step."""
-        copies: dict[str, dict[Hashable, list[Tensor]]] = {}
-        for record in ranks.values():
-            for key, x in record.tensors.items():
-                if key.kind == "weight":
-                    region = record.offsets[key.name], tuple(x.shape)
-                    copies.setdefault(key.name, {}).setdefault(region, []).append(x)
-        held = {name: [each for each in c.values() if len(each) > 1] for name, c in copies.items()}
-        torn = [n for n, c in held.items() if any(not torch.equal(x, y) for x, *ys in c for y in ys)]
-        masks = {
-            (name, ranks[stage, *at].offsets[name]): mask
-            for (name, stage), each in self.rounding.items()
-            for at, mask in each.items()
-        }
-        return Report(
-            tuple(self.steps),
-            replicated=sum(map(bool, held.values())),
-            torn=tuple(torn),
-            by_gradient=sum(int(mask.sum()) for mask in masks.values()),
-            wrong=self.wrong,
-            blind=self.blind,
-            finding=self.finding,
-        )
 
 
 def differences(comparison: Comparison, kind: str) -> tuple[Difference, ...]:

@@ -1,16 +1,17 @@
 """Run specs of `mlm parity` and `mlm verify-resume`: those of a pretraining run and more; their checks."""
 
+import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Literal, TypeVar
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, CheckpointPath, OutFolder, ResultFile
 from mlm.launch.checks import data_parallel_size
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize
-from mlm.parallel.layout_checks import Launch
+from mlm.parallel.layout_checks import MAX_CPU_RANKS, Launch
 from mlm.tracking.config import LogConfig
 from mlm.training.checks import check_pretrain, pretraining_problems
 from mlm.training.config import PretrainConfig
-from mlm.util.errors import Problem
+from mlm.util.errors import Problem, format_settings
 
 FIRST_LOSS_SCALE = 2.0**14
 """Initial loss scale of a comparison in float16: above it gradients may overflow."""
@@ -182,6 +183,19 @@ def check_verify_resume(config: VerifyResumeConfig) -> list[Problem]:
     """Problems of both halves that are visible without this host's devices."""
     anywhere = replace(config.dist, device="auto", backend="auto")
     return check_halves(replace(config, dist=anywhere), local_devices=None)
+
+
+def check_audit(config: AuditConfig) -> list[Problem]:
+    """Problems of an audit's layout: nothing to compare, or more ranks than a host runs."""
+    sizes = {axis: getattr(config, axis) for axis in ("tp", "pp", "dp", "cp")}
+    if (ranks := math.prod(sizes.values())) == 1:
+        problem = f"{format_settings(sizes)} is one process, with nothing to compare"
+        return [Problem(sizes, problem, "set one, such as tp=2")]
+    if ranks <= MAX_CPU_RANKS:
+        return []
+    typed = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+    problem = f"{typed} = {ranks} ranks, but a CPU host runs 1 to {MAX_CPU_RANKS}"
+    return [Problem(sizes, problem, "use smaller sizes")]
 
 
 def check_halves(config: VerifyResumeConfig, *, local_devices: int | None) -> list[Problem]:

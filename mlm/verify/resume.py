@@ -241,7 +241,14 @@ def _differences(runs: Runs, may: May) -> Iterator[tuple[str, str]]:
             "the checkpoint was not found, or found damaged; see the log of the resumed run",
         )
     yield from _differences_of_steps(runs, may)
-    yield from _differences_of_counters(runs, may)
+    first, second = runs.final.first.state, runs.final.second.state
+    for key in sorted((first.keys() | second.keys()) - set(NO_COUNTERS)):
+        a, b = first.get(key), second.get(key)
+        if differs(may, key, a, b):
+            yield (
+                f"the first difference is in {key} of the last checkpoint's state: {a} straight, {b} resumed",
+                "every step was equal: suspect what is saved of this counter",
+            )
     yield from _differences_of_tensors(runs, may)
 
 
@@ -255,7 +262,7 @@ def _differences_of_steps(runs: Runs, may: May) -> Iterator[tuple[str, str]]:
             return
         limit, side = (may, "resumed") if step > plan.kill else (None, "before the kill")
         for field, words in FIELDS.items():
-            if step_differs(limit, field, a[field], b[field]):
+            if differs(limit, field, a[field], b[field]):
                 straight, other = ("not finite" if n is None else repr(n) for n in (a[field], b[field]))
                 yield (
                     f"the first difference is in the {words} of step {step}: {straight} straight, "
@@ -264,23 +271,20 @@ def _differences_of_steps(runs: Runs, may: May) -> Iterator[tuple[str, str]]:
                 )
 
 
-def step_differs(may: May, field: str, straight: Any, resumed: Any) -> bool:
-    """True if a number of a step is beyond the tolerance; null (not finite) equals only null."""
-    if may is None or straight is None or resumed is None or field not in ("loss", "grad_norm"):
-        return bool(straight != resumed)
-    limit = may.loss if field == "loss" else may.norm * abs(straight)
-    return not abs(straight - resumed) <= limit
+def differs(may: May, name: str, straight: Any, resumed: Any) -> bool:
+    """True if values of a field or counter are beyond the tolerance; null (not finite) equals only null.
 
-
-def incidents_differ(may: May, straight: Any, resumed: Any) -> bool:
-    """True if the memories of incidents differ: losses and norms beyond the tolerance, counts at all."""
+    Losses, norms, and those that incidents remember may be rounded; all else is exact.
+    """
     if isinstance(straight, Mapping) and isinstance(resumed, Mapping) and straight.keys() == resumed.keys():
-        return any(incidents_differ(may, straight[key], resumed[key]) for key in straight)
+        return any(differs(may, name, straight[key], resumed[key]) for key in straight)
     if isinstance(straight, list) and isinstance(resumed, list) and len(straight) == len(resumed):
-        return any(incidents_differ(may, *pair) for pair in zip(straight, resumed, strict=True))
+        return any(differs(may, name, *pair) for pair in zip(straight, resumed, strict=True))
     if may is None or not isinstance(straight, float) or not isinstance(resumed, float):
         return bool(straight != resumed)
-    return not abs(straight - resumed) <= max(may.loss, may.norm * abs(straight))
+    norm = may.norm * abs(straight)
+    limits = {"loss": may.loss, "grad_norm": norm, INCIDENTS: max(may.loss, norm)}
+    return not abs(straight - resumed) <= limits.get(name, 0.0)
 
 
 def _hint_of_step(step: int, field: str, plan: KillPlan) -> str:
@@ -297,17 +301,6 @@ def _hint_of_step(step: int, field: str, plan: KillPlan) -> str:
     if step == plan.kill + 1:
         return "the loss is right, so weights and samples are: suspect the backward pass of the layout"
     return "the step after the kill is right: suspect the moments, or the position in the data"
-
-
-def _differences_of_counters(runs: Runs, may: May) -> Iterator[tuple[str, str]]:
-    first, second = runs.final.first.state, runs.final.second.state
-    for key in sorted((first.keys() | second.keys()) - set(NO_COUNTERS)):
-        a, b = first.get(key), second.get(key)
-        if incidents_differ(may, a, b) if key == INCIDENTS else a != b:
-            yield (
-                f"the first difference is in {key} of the last checkpoint's state: {a} straight, {b} resumed",
-                "every step was equal: suspect what is saved of this counter",
-            )
 
 
 def _differences_of_tensors(runs: Runs, may: May) -> Iterator[tuple[str, str]]:

@@ -285,8 +285,8 @@ class Stage(nn.Module):
             self.table, self.positions = Table(shared), Positions(shared)
         own = range(LAYERS)[stage * LAYERS // stages : (stage + 1) * LAYERS // stages]
         self.layers = nn.ModuleDict({str(i): Block(shared, f"layer{i}") for i in own})
+        self.norm = Norm(shared, "final", HIDDEN) if self.is_last else nn.Identity()
         if self.is_last:
-            self.norm = Norm(shared, "final", HIDDEN)
             tied = self.table.weight if self.is_first else shared.draw("table", VOCAB, HIDDEN, dim=0)
             self.head = Head(shared, tied)
 
@@ -295,7 +295,8 @@ class Stage(nn.Module):
             x = self.positions(self.table(x))
         for layer in self.layers.values():
             x = layer(x)
-        return self.head(self.norm(x)) if self.is_last else x
+        x = self.norm(x)
+        return self.head(x) if self.is_last else x
 
 
 class Trainer:

@@ -4,9 +4,11 @@
     python scripts/audit/table.py scripts/results/audit.json core  # those of core.py again
 
 A healthy case holds if the audit finds nothing, a bug if its cause is named. Exit code 1 if one does not.
+picotron's layouts are judged where PICOTRON names a checkout of it.
 """
 
 import json
+import os
 import sys
 import time
 from importlib.metadata import version
@@ -35,6 +37,7 @@ HEALTHY = (
     ("core", "healthy_per_token", {"dp": 2}),
     ("core", "healthy_mtp_per_token", {"dp": 2}),
     ("core", "healthy_moe", {"dp": 2}),
+    *(("picotron_llama", "build", layout) for layout in PARALLEL[:4] if "PICOTRON" in os.environ),
 )
 TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}
 PLANTED = (
@@ -69,7 +72,13 @@ CORE = (
     ("gathered_logits", TP, "gathered logits in a split loss"),
     ("mean_of_local_means", DP, "wrong divisor"),
 )
-BUGS = (*(("plain_trainer", *case) for case in PLANTED), *(("core", *case) for case in CORE))
+PICOTRON = (("build", {"tp": 2, "pp": 2}, "shards begin equal"),) if "PICOTRON" in os.environ else ()
+"""Its PipelineParallel draws the weights of attention and MLPs anew: every tp rank's shards from one seed."""
+BUGS = (
+    *(("plain_trainer", *case) for case in PLANTED),
+    *(("core", *case) for case in CORE),
+    *(("picotron_llama", *case) for case in PICOTRON),
+)
 
 
 def judge(file: str, function: str, layout: dict[str, int], cause: str) -> dict:

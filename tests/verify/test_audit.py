@@ -1,7 +1,6 @@
 """`mlm audit`: what it finds in small subjects and in code that is not ours, and what it cannot judge."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,8 +11,9 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError
 from mlm.verify.audit.api import AuditReport, audit
 from mlm.verify.audit.host import Outcome, audit_layouts, load_build
-from mlm.verify.audit.subject import AXES
+from mlm.verify.config import AuditConfig, check_audit
 from tests.ranks import run_on_ranks
+from tests.verify import audited as audited_code
 
 SUBJECTS = Path(__file__).parent / "audited.py"
 
@@ -27,15 +27,15 @@ def outcomes(
     **layout: int,
 ) -> list[Outcome] | UserError:
     """The audit of a subject, by a borrowed process that has imported torch."""
-    job = {**dict.fromkeys(AXES, 1), **layout, "steps": steps, "seed": 0, "timeout_s": timeout_s}
-    (found,) = run_on_ranks(audited, f"{file}:{subject}", job)
+    config = AuditConfig(build=f"{file}:{subject}", steps=steps, timeout_s=timeout_s, **layout)
+    (found,) = run_on_ranks(audited, config)
     return found
 
 
-def audited(_: ParallelContext, name: str, job: dict[str, Any]) -> list[Outcome] | UserError:
+def audited(_: ParallelContext, config: AuditConfig) -> list[Outcome] | UserError:
     dist.destroy_process_group()  # ranks that are forked make their own
     try:
-        return audit_layouts(load_build(name), job)
+        return audit_layouts(load_build(config.build), config)
     except UserError as error:
         return error
     finally:
@@ -83,7 +83,7 @@ def test_axes_are_audited_alone_where_the_layout_parts() -> None:
     ("subject", "words"),
     [
         ("needs_cuda", "the subject needs CUDA"),
-        ("random", "the subject is not deterministic: output of the module"),
+        ("random", "the subject is not deterministic: the output of the whole module in step 1"),
         ("changes_batch", "the subject changes its batch in place"),
         ("absent", "audited.py has no function absent; name one of it"),
         ("HIDDEN", "HIDDEN is no function"),
@@ -99,13 +99,18 @@ def test_a_subject_that_cannot_be_judged_gets_one_line(subject: str, words: str)
     assert "\n" not in str(error)
 
 
-def test_one_rank_and_more_than_a_host_runs_are_errors() -> None:
-    with pytest.raises(UserError, match="is one process, with nothing to compare; set one, such as tp=2"):
-        audit(f"{SUBJECTS}:random")
-    with pytest.raises(
-        UserError, match=r"^tp=40 \* dp=2 = 80 ranks, but a CPU host runs 1 to 64; use smaller sizes$"
-    ):
-        audit(f"{SUBJECTS}:random", tp=40, dp=2)
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({}, "tp=1 pp=1 dp=1 cp=1 is one process, with nothing to compare; set one, such as tp=2"),
+        (
+            {"tp": 40, "dp": 2},
+            "tp=40 * dp=2 = 80 ranks, but a CPU host runs 1 to 64; use smaller sizes",
+        ),
+    ],
+)
+def test_one_rank_and_more_than_a_host_runs_are_errors(sizes: dict[str, int], problem: str) -> None:
+    assert check_audit(AuditConfig(build="a.py:f", **sizes)) == [problem]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +130,9 @@ def test_a_rank_that_fails_is_named(subject: str, words: tuple[str, ...]) -> Non
 
 
 def test_command_prints_a_table_writes_a_page_and_ends_with_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     page = tmp_path / "audit.html"
     assert main(["audit", f"{SUBJECTS}:forward", "--tp", "2", f"out={page}"]) == 1
     shown = capsys.readouterr()
@@ -136,13 +142,25 @@ def test_command_prints_a_table_writes_a_page_and_ends_with_1(
 
 
 @pytest.mark.slow
+def test_function_returns_the_report_of_the_command_and_raises_its_error() -> None:
+    report = audit(audited_code.crashes, tp=2, steps=1)
+    assert report.sentence.startswith(
+        "PARTS at the layout's ranks (run, step 1) with tp=2: failed: rank 1 of 2"
+    )
+    with pytest.raises(UserError, match="the subject changes its batch in place"):
+        audit(audited_code.changes_batch, tp=2, steps=1)
+    with pytest.raises(UserError, match="no function of a module"):
+        audit(audited_code.norm, tp=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "function", "layout", "cause"), [*((*case, "") for case in table.HEALTHY), *table.BUGS]
 )
 def test_audit_of_other_code_names_its_bugs_and_nothing_of_what_is_right(
     file: str, function: str, layout: dict[str, int], cause: str, tmp_path: Path
 ) -> None:
-    if file in ("core", "plans"):  # they replace functions of torch, or load their model in a while
+    if file not in ("plain_trainer", "healthy"):  # they replace functions of torch, or load a model
         row = table.judge(file, function, layout, cause)
         assert row["holds"], row["sentence"]
         return

@@ -12,7 +12,7 @@ from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
 from mlm.verify.audit.record import Key, Record
 from mlm.verify.audit.subject import AXES
-from mlm.verify.compare import Report, StepComparer, batches_of, record_step
+from mlm.verify.compare import Report, batches_of, record_step
 from mlm.verify.parity import judge
 from mlm.verify.verdict import TOLERANCES, Verdict
 from tests.verify.parity_layouts import Layout
@@ -43,11 +43,11 @@ def recorded(step: int, rank: int | None, precision: str, **changed: Change) -> 
 
 def report_of(*steps: tuple[Record, list[Record]], lr: float = LR, axis: str = "tp") -> Report:
     """The report on steps of one process and of both ranks of an axis."""
-    comparer = StepComparer({name: 1 + (name == axis) for name in AXES}, eps=1e-8)
+    report = Report({name: 1 + (name == axis) for name in AXES}, eps=1e-8)
     for reference, records in steps:
         ranks = {tuple(n * (name == axis) for name in AXES): record for n, record in enumerate(records)}
-        comparer.add(reference, ranks, lr)
-    return comparer.report(ranks)
+        report.add(reference, ranks, lr)
+    return report
 
 
 def judged(*steps: dict[str, Change], precision: str = "fp64", lr: float = LR, both: bool = False) -> Verdict:

@@ -4,31 +4,26 @@ import inspect
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from rich.table import Table
 
-from mlm.launch.child_run import environment_without_launcher
-from mlm.parallel.layout_checks import MAX_CPU_RANKS
+from mlm.launch.child_run import child_run
 from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.page.html import page, paragraph
 from mlm.tracking.page.html import table as html_table
 from mlm.util.errors import CheckFailedError, UserError
-from mlm.util.results import folder_problem, write_result
-from mlm.util.system import die_with_parent
+from mlm.util.results import folder_problem, result_problems, write_result
 from mlm.util.terminal import add_row, console, table
-from mlm.verify.audit.host import Outcome
+from mlm.verify.audit.diagnose import Finding
+from mlm.verify.audit.host import IMPORTING, Outcome, audit_layouts, load_build
 from mlm.verify.audit.subject import AuditSubject
 from mlm.verify.config import AuditConfig
-
-HOST = "from mlm.verify.audit.host import main; main()"
 
 
 @dataclass(frozen=True)
@@ -74,68 +69,49 @@ def audit(
     seed: int = 0,
     timeout_s: float = 60.0,
 ) -> AuditReport:
-    """Run `build(mesh)` on tp * cp * dp * pp processes of this host and on one, and compare.
+    """Run `build(mesh)` on tp * cp * dp * pp processes of this host and on one, and compare: `mlm audit`.
 
     `build` is a function of a module, or its name FILE.py:FUNCTION. Raises UserError for a subject that
     cannot be judged: one that needs CUDA, is not deterministic, changes its batch or fails on one process.
     """
-    name = build if isinstance(build, str) else f"{inspect.getsourcefile(build)}:{build.__qualname__}"
+    name = build if isinstance(build, str) else "<"
+    if inspect.isfunction(build):
+        name = f"{inspect.getsourcefile(build)}:{build.__qualname__}"
     if "<" in name:
-        raise UserError(
-            f"build={name}: a function of a module is needed; move it out of the function that holds it"
-        )
-    sizes = {"tp": tp, "pp": pp, "dp": dp, "cp": cp}
-    if set(sizes.values()) == {1}:
-        raise UserError("tp=1 pp=1 dp=1 cp=1 is one process, with nothing to compare; set one, such as tp=2")
-    if not 1 <= (ranks := math.prod(sizes.values())) <= MAX_CPU_RANKS:
-        typed = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
-        raise UserError(
-            f"{typed} = {ranks} ranks, but a CPU host runs 1 to {MAX_CPU_RANKS}; use smaller sizes"
-        )
-    result = run_host({"build": name, **sizes, "steps": steps, "seed": seed, "timeout_s": timeout_s})
-    return AuditReport(tuple(map(Outcome.of, result)))
-
-
-def run_host(job: Mapping[str, object]) -> list[dict[str, Any]]:
-    """The outcomes of a job, from a process of its own, which imports the user's code.
-
-    Raises UserError as that process does, and CheckFailedError if it ends without a result.
-    """
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with TemporaryFile("w+") as result_file:
-        number = str(result_file.fileno())
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", HOST, json.dumps(job), number],
-            env=environment_without_launcher(os.environ) | own,
-            pass_fds=[result_file.fileno()],
-            start_new_session=True,
-            preexec_fn=partial(die_with_parent, os.getpid()),
-        )
-        try:
+        raise UserError(f"build={build}: no function of a module; move it out of what holds it")
+    if IMPORTING in os.environ:
+        raise UserError("mlm.audit is called where its file is imported; guard it by __name__ == '__main__'")
+    keys = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "steps": steps, "seed": seed, "timeout_s": timeout_s}
+    with TemporaryDirectory(prefix="mlm-audit-") as folder:
+        out, log = Path(folder, "audit.json"), Path(folder, "log")
+        words = ["audit", name, f"out={out}", *(f"{key}={value}" for key, value in keys.items())]
+        with child_run(words, log) as process:
             process.wait()
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        result_file.seek(0)
-        content = result_file.read()
-    if not content:
-        raise CheckFailedError(
-            f"the audit of {job['build']} ended with {process.returncode}; its last lines are above"
-        )
-    result: dict[str, Any] = json.loads(content)
-    if "error" in result:
-        raise UserError(result["error"])
-    outcomes: list[dict[str, Any]] = result["outcomes"]
-    return outcomes
+        if out.exists():
+            return AuditReport(tuple(map(outcome_of, json.loads(out.read_text())["layouts"])))
+        line = log.read_text(errors="replace").rstrip().rpartition("\n")[2].removeprefix("mlm audit: ")
+    kind = UserError if process.returncode == UserError.exit_code else CheckFailedError
+    raise kind(line or f"the audit of {name} ended with {process.returncode}")
+
+
+def outcome_of(fields: dict[str, Any]) -> Outcome:
+    """Read an outcome back from a report's JSON, where infinity is null."""
+    found = fields["finding"]
+    finding = found and Finding(**found | {"size": math.inf if found["size"] is None else found["size"]})
+    return Outcome(**fields | {"finding": finding, "skipped": tuple(fields["skipped"])})
+
+
+def preflight(config: AuditConfig) -> list[str]:
+    """Problems of the file for the report; called before anything runs."""
+    problem = folder_problem(config.out)
+    return [problem] if problem else result_problems(config.out)
 
 
 def run(config: AuditConfig) -> None:
     """Audit, print and write. Raises CheckFailedError where the layout parts from one process."""
-    if problem := folder_problem(config.out):
-        raise UserError(problem)
-    parallel = {axis: getattr(config, axis) for axis in ("tp", "pp", "dp", "cp")}
-    report = audit(config.build, **parallel, steps=config.steps, seed=config.seed, timeout_s=config.timeout_s)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)  # before the user's code computes: threads do not outlive a fork
+    report = AuditReport(tuple(audit_layouts(load_build(config.build), config)))
     screen = console()
     screen.print(table_of(report))
     for line in report.smallest.skipped[:5]:

@@ -1,53 +1,31 @@
 """Causes by kind of tensor and pattern: a short name, and the sentence with what to look at."""
 
 CAUSES = {
-    ("output", "addends"): (
-        "missing all-reduce",
-        "each {axis} rank has one addend, and their sum is right; sum it over {axis}",
+    ("activation", "addends"): (
+        "missing all-reduce{of}",
+        "each {axis} rank has one addend, and their sum is right; sum it over {axis}{where}",
     ),
-    ("output", "times"): (
-        "doubled all-reduce",
-        "it is {factor:g} times that of one process; sum it over {axis} once",
+    ("activation", "times"): (
+        "doubled all-reduce{of}",
+        "it is {factor:g} times that of one process, and that of {before} is right; sum it over {axis} once "
+        "between them, and in backward not again",
     ),
-    ("output", "divided"): (
+    ("activation", "divided"): (
         "averaged instead of summed",
-        "it is 1/{size} of that of one process; sum it over {axis} without a division",
+        "it is 1/{size} of that of one process, and that of {before} is right; sum it over {axis} between "
+        "them without a division",
     ),
-    ("output", "permuted"): (
+    ("activation", "permuted"): (
         "shards permuted",
         "it holds the right numbers in another order; look at the order in which parts are put together "
-        "(gather, all-to-all, order of ranks in the group)",
+        "(gather, scatter, all-to-all, order of ranks in the group), in backward too",
     ),
-    ("output", "affine"): (
+    ("activation", "affine"): (
         "local statistics",
         "it is right but for a scale and a shift: a mean, variance or sum is that of a rank's part, to be "
         "reduced over the ranks that hold the others",
     ),
-    ("output", "scaled"): (
-        "wrong divisor",
-        "it is {factor:.6g} times that of one process, and that of {before} before it is right; look at what "
-        "is multiplied or divided between them",
-    ),
-    ("backward", "addends"): (
-        "missing all-reduce of a gradient",
-        "each {axis} rank has one addend, and their sum is right; sum it over {axis} in backward (operator f "
-        "of arXiv:1909.08053)",
-    ),
-    ("backward", "times"): (
-        "doubled all-reduce of a gradient",
-        "it is {factor:g} times that of one process, and that of {before} is right; look at the backward of "
-        "the sum over {axis} between them, which must not sum again",
-    ),
-    ("backward", "divided"): (
-        "averaged instead of summed",
-        "it is 1/{size} of that of one process, and that of {before} is right; look for a mean over {axis} "
-        "in backward",
-    ),
-    ("backward", "permuted"): (
-        "shards permuted",
-        "it holds the right numbers in another order; look at the backward of a gather or a scatter",
-    ),
-    ("backward", "scaled"): (
+    ("activation", "scaled"): (
         "wrong divisor",
         "it is {factor:.6g} times that of one process, and that of {before} is right; look at what is "
         "multiplied or divided between them, in backward too",

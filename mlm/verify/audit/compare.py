@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,8 +112,7 @@ class Comparison:
             pairs = list(place.match.pairs.values())
             if place.is_wrong or place.key.kind in ("loss", "norm"):
                 if any(all(bool((~x.isfinite()).any()) for x in pair) for pair in pairs):
-                    name = "" if place.key.name in KINDS else f" of {place.key.name or 'the whole module'}"
-                    return f"the {KINDS[place.key.kind]}{name} in step {place.key.step + 1}"
+                    return place.key.words
                 if place.is_wrong:
                     break
         return ""
@@ -181,8 +180,8 @@ class Comparison:
         if why not in self.skipped:
             self.skipped.append(why)
 
-    def _choices(self, key: Key, parts: Parts, whole: Tensor) -> list[Placement]:
-        """The placements that a tensor of this kind may have."""
+    def _choices(self, key: Key, parts: Parts, whole: Tensor) -> Iterable[Placement]:
+        """The placements that a tensor of this kind may have; each is built when it is tried."""
         if not whole.ndim:
             return [{}]
         shape = next(iter(parts.values())).shape
@@ -194,7 +193,7 @@ class Comparison:
         sums = ("cp", "tp") if key.name else ()
         if key.kind == "backward":  # of an output that is the same for all samples, such as positions
             sums = ("dp", *sums)
-        return list(placements(parts, whole, self.layout, blocks=choices, sums=sums))
+        return placements(parts, whole, self.layout, blocks=choices, sums=sums)
 
     def _loss(self, parts: Parts, whole: Tensor, bound: float) -> Match | None:
         """Compare the loss, of which replicas may each have their own: its mean or sum over them."""

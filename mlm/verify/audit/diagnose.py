@@ -24,6 +24,8 @@ LOADS = (".router.bias", ".router.load")
 FIT = 1e-6
 """Formulas hold to this fraction of the largest element, or to ten tolerances."""
 MOST_NAMES = 4
+BACKWARD = (" of a gradient", " in backward (operator f of arXiv:1909.08053)")
+"""What a cause and its sentence say of gradients."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ def pattern(comparison: Comparison, places: Sequence[Place]) -> Pattern | None:
         return Pattern("scaled", factor=factor)
     if all(map(_is_permuted, places)):
         return Pattern("permuted")
-    return Pattern("affine") if all(map(_is_affine, places)) else None
+    is_affine = places[0].key.kind == "output" and all(map(_is_affine, places))
+    return Pattern("affine") if is_affine else None
 
 
 def axes_of(comparison: Comparison) -> list[tuple[str, int]]:
@@ -206,12 +209,16 @@ def _dropout(comparison: Comparison) -> Finding | None:
     return None
 
 
-def _worded(comparison: Comparison, kind: str, found: Pattern | None, **words: str) -> tuple[str, str] | None:
-    if found is None or (kind, found.name) not in CAUSES:
+def _worded(
+    comparison: Comparison, kind: str, found: Pattern | None, **words: object
+) -> tuple[str, str] | None:
+    row = None if found is None else CAUSES.get((kind if kind == "gradient" else "activation", found.name))
+    if found is None or row is None:
         return None
-    cause, sentence = CAUSES[kind, found.name]
-    size = comparison.layout.get(found.axis, 1)
-    return cause, sentence.format(axis=found.axis, size=size, factor=found.factor, **words)
+    words |= {"axis": found.axis, "size": comparison.layout.get(found.axis, 1), "factor": found.factor}
+    of, where = BACKWARD if kind == "backward" else ("", "")
+    cause, sentence = (text.format(of=of, where=where, **words) for text in row)
+    return cause, sentence
 
 
 def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
@@ -236,12 +243,6 @@ def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
         found = _worded(comparison, kind, Pattern("addends", before.match.sums[0]), before=name)
         assert found is not None
         return (*found, name)
-    if before is None and kind == "backward":
-        return (
-            "backward of the loss",
-            "outputs and loss are right, the gradient with which backward begins is not; look at the "
-            "backward of the loss over each rank's vocabulary (local sums, sizes, smoothing)",
-        )
     splits = [] if before is None else [how for how in before.match.placement.values() if how != "copy"]
     if kind == "output" and any(isinstance(how, Split) and how.axis != "dp" for how in splits):
         return (
@@ -284,12 +285,6 @@ def _around_bias(comparison: Comparison, place: Place) -> tuple[str, str] | None
                     n,
                     1 - n,
                     f"but for {name} it is {n} times right; sum over {axis} once",
-                ),
-                (
-                    "averaged instead of summed",
-                    1 / n,
-                    1 - 1 / n,
-                    f"but for {name} it is 1/{n} of what is right",
                 ),
             ):
                 if all(is_close(part, u * right + v * bias, place) for part, right in pairs):
@@ -369,20 +364,6 @@ def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
         return (*found, names)
     if not _has_outputs(comparison):
         return _along_the_model(comparison, step, wrong)
-    factors = sorted({f"{value:.4g}" for value in comparison.factors.get(place.key.step, {}).values()})
-    if len(factors) > 1:
-        return (
-            "wrong divisor",
-            f"inside the model gradients are right but for a factor of each replica ({', '.join(factors)}): "
-            "each divides by its own count of tokens; divide by that of the global batch",
-            names,
-        )
-    if axis := next(filter(None, map(unequal, wrong)), None):
-        return (
-            "replicas drift",
-            f"the copies of {names} differ between {axis} ranks; reduce them over all of these",
-            names,
-        )
     return (
         "gradient",
         f"inside the model gradients are right, those of {names} are not; look at how they are reduced",
@@ -438,10 +419,7 @@ def _norm(comparison: Comparison, place: Place) -> tuple[str, ...]:
         split = sum(squares.values()) - copied
         for square, verb, what in (
             (split + size * copied, "repeats", f"parameters that all {axis} ranks hold count {size} times"),
-            (size * (split + copied), "repeats", f"every parameter counts {size} times"),
-            (split, "misses", f"parameters that all {axis} ranks hold do not count"),
             (copied, "misses", f"parameters that are split over {axis} do not count"),
-            (copied + split / size, "misses", f"the squares of parts are averaged over {axis}"),
         ):
             if all(math.isclose(value, math.sqrt(square), rel_tol=FIT) for value in values):
                 return f"norm {verb} parameters", f"{head}: {what}"

@@ -6,22 +6,20 @@ have no name: they end with the processes, however these end.
 
 import importlib
 import importlib.util
-import json
 import math
 import os
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import ModuleType
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +31,9 @@ from mlm.util.errors import UserError
 from mlm.util.system import die_with_parent
 from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble_weights
 from mlm.verify.audit.diagnose import Finding, diagnose
-from mlm.verify.audit.record import KINDS, Record, Recorder
+from mlm.verify.audit.record import Record, Recorder
 from mlm.verify.audit.subject import AXES, AuditSubject
+from mlm.verify.config import AuditConfig
 
 GRACE_S = 5.0
 """Seconds that ranks get to report after the first has failed."""
@@ -42,6 +41,8 @@ STUCK = 1.5
 """Timeouts of a collective after which ranks that report nothing count as stuck."""
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 TIMED_OUT = ("Timed out waiting", "timed out", "Timeout")
+IMPORTING = "MLM_AUDIT"
+"""Environment variable that is set while the user's code is imported."""
 MISTAKE = "mistake: "
 """Beginning of a rank's error that is the user's."""
 
@@ -52,43 +53,28 @@ class Outcome:
 
     layout: dict[str, int]
     finding: Finding | None
-    compared: int
-    wrong: int
-    skipped: tuple[str, ...]
-    precision: str
     seconds: float
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> "Outcome":
-        """Read one back from JSON."""
-        finding = fields["finding"] and Finding(**fields["finding"])
-        return cls(**fields | {"finding": finding, "skipped": tuple(fields["skipped"])})
-
-
-def main() -> None:
-    """Audit as the job of the first argument says; write outcomes, or an error, to the file of the second."""
-    job = json.loads(sys.argv[1])
-    try:
-        found = audit_layouts(load_build(job["build"]), job)
-        result: dict[str, object] = {"outcomes": [asdict(outcome) for outcome in found]}
-    except UserError as error:
-        result = {"error": str(error)}
-    with os.fdopen(int(sys.argv[2]), "w") as file:
-        json.dump(result, file)
+    compared: int = 0
+    wrong: int = 0
+    skipped: tuple[str, ...] = ()
+    precision: str = "fp64"
 
 
 def load_build(name: str) -> Callable[..., AuditSubject]:
     """The function FILE.py:FUNCTION or MODULE:FUNCTION. Raises UserError where it cannot be imported."""
     where, _, function = name.rpartition(":")
-    file = next((f for f in (Path(where), Path(f"{where}.py")) if f.is_file()), None)
+    file = Path(where if where.endswith(".py") else f"{where}.py")
     if not where or not function:
         raise UserError(f"build={name}: names no function; type FILE.py:FUNCTION")
-    if file is None and (where.endswith(".py") or os.sep in where):
+    if not file.is_file() and (where.endswith(".py") or os.sep in where):
         raise UserError(f"build={name}: {where} is no file; type FILE.py:FUNCTION")
+    os.environ[IMPORTING] = name
     try:
-        module = importlib.import_module(where) if file is None else import_file(file)
+        module = import_file(file) if file.is_file() else importlib.import_module(where)
     except (Exception, SystemExit) as error:
         raise UserError(f"build={name}: importing {where} fails: {first_line(error)}") from error
+    finally:
+        del os.environ[IMPORTING]
     found = getattr(module, function, None)
     if not callable(found):
         near = nearest(function, vars(module)) if found is None else None
@@ -100,11 +86,11 @@ def load_build(name: str) -> Callable[..., AuditSubject]:
 def import_file(file: Path) -> ModuleType:
     """A file as a module, which may import its neighbours."""
     sys.path.insert(0, str(file.resolve().parent))
-    loader = SourceFileLoader(file.stem, str(file))
-    spec = importlib.util.spec_from_loader(file.stem, loader)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
+    assert spec.loader is not None
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -113,42 +99,40 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().split("\n")[0][:400]
 
 
-def audit_layouts(build: Callable[..., AuditSubject], job: Mapping[str, Any]) -> list[Outcome]:
+def audit_layouts(build: Callable[..., AuditSubject], config: AuditConfig) -> list[Outcome]:
     """Audit the layout; where it parts, also its axes one by one, for the smallest layout that does."""
-    layout = {axis: job[axis] for axis in AXES}
-    outcomes = [audit_layout(build, layout, job)]
+    layout = {axis: getattr(config, axis) for axis in AXES}
+    outcomes = [audit_layout(build, layout, config)]
     axes = [axis for axis in AXES if layout[axis] > 1]
     if outcomes[0].finding is not None and len(axes) > 1:
         alone = (dict.fromkeys(AXES, 1) | {axis: layout[axis]} for axis in axes)
         for size in sorted(alone, key=lambda s: sorted(s.values())):
             try:
-                outcomes.append(audit_layout(build, size, job))
+                outcomes.append(audit_layout(build, size, config))
             except UserError:  # code that needs several axes
                 continue
     return outcomes
 
 
-def audit_layout(build: Callable[..., AuditSubject], layout: Layout, job: Mapping[str, Any]) -> Outcome:
+def audit_layout(build: Callable[..., AuditSubject], layout: Layout, config: AuditConfig) -> Outcome:
     """Run a layout and one process twice, and compare."""
     begin = time.monotonic()
-    ones = dict.fromkeys(AXES, 1)
-    world = World(build, layout, job)
-    failure: UserError | None = None
+    world, failure = World(build, layout, config), ""
     try:
         ranks = world.wait()
     except UserError as error:
-        failure = error
-    alone = [World(build, ones, job, None if failure else world) for _ in range(2)]
+        failure = str(error)
+    ones = dict.fromkeys(AXES, 1)
+    alone = [World(build, ones, config, None if failure else world) for _ in range(2)]
     (reference,), (again,) = (each.wait().values() for each in alone)
-    if failure is not None:
-        finding = Finding("the layout's ranks", "run", 1, math.inf, "failed", str(failure))
-        return Outcome(dict(layout), finding, 0, 0, (), "fp64", time.monotonic() - begin)
+    if failure:
+        finding = Finding("the layout's ranks", "run", 1, math.inf, "failed", failure)
+        return Outcome(dict(layout), finding, time.monotonic() - begin)
     for key, tensor in reference.tensors.items():
         if not torch.equal(tensor, again.tensors[key]) and not bool(tensor.isnan().any()):
             raise UserError(
-                f"the subject is not deterministic: {KINDS[key.kind]} of {key.name or 'the module'} differs "
-                "between two runs of one process; draw its random numbers from torch's generator, which is "
-                "seeded"
+                f"the subject is not deterministic: {key.words} differs between two runs of one process; "
+                "draw its random numbers from torch's generator, which is seeded"
             )
     comparison = Comparison(reference, ranks, layout)
     if comparison.blind:
@@ -159,11 +143,11 @@ def audit_layout(build: Callable[..., AuditSubject], layout: Layout, job: Mappin
     return Outcome(
         dict(layout),
         diagnose(comparison),
+        time.monotonic() - begin,
         len(comparison.places),
         len(comparison.wrong),
         tuple(comparison.skipped),
         comparison.precision,
-        time.monotonic() - begin,
     )
 
 
@@ -177,19 +161,9 @@ class RankProcess(NamedTuple):
     """Its record, or its error if it ends with another code than 0."""
 
 
-def unnamed_file() -> IO[bytes]:
-    """A file that ends with the processes that have it open."""
-    return TemporaryFile()
-
-
 def path_of(file: IO[bytes]) -> Path:
     """The path of an open file, in this process."""
     return Path(f"/proc/self/fd/{file.fileno()}")
-
-
-def text_of(file: IO[bytes]) -> str:
-    """All text in an open file."""
-    return path_of(file).read_bytes().decode(errors="replace")
 
 
 class World:
@@ -199,14 +173,15 @@ class World:
         self,
         build: Callable[..., AuditSubject],
         layout: Layout,
-        job: Mapping[str, Any],
+        config: AuditConfig,
         weights_of: "World | None" = None,
     ) -> None:
-        self.build, self.layout, self.job, self.weights_of = build, layout, job, weights_of
-        self.size, self.store, host = math.prod(layout.values()), unnamed_file(), os.getpid()
+        self.build, self.layout, self.config, self.weights_of = build, layout, config, weights_of
+        self.size, host = math.prod(layout.values()), os.getpid()
+        self.store = TemporaryFile()  # noqa: SIM115  # the files are open as long as this
         self.ranks: list[RankProcess] = []
         for rank in range(self.size):
-            state, output = unnamed_file(), unnamed_file()
+            state, output = TemporaryFile(), TemporaryFile()  # noqa: SIM115
             if (pid := os.fork()) == 0:
                 self._run_rank(rank, host, partial(_note, state), output)
             self.ranks.append(RankProcess(pid, state, output))
@@ -233,7 +208,7 @@ class World:
     def _is_stuck(self) -> bool:
         """True if no rank has reported progress for longer than a collective may take."""
         newest = max(os.fstat(rank.state.fileno()).st_mtime for rank in self.ranks)
-        return time.time() - newest > STUCK * self.job["timeout_s"]
+        return time.time() - newest > STUCK * self.config.timeout_s
 
     def records(self) -> Ranks:
         """Records of the ranks by their coordinates."""
@@ -244,8 +219,9 @@ class World:
 
     def _failure(self, failed: list[int]) -> str:
         """One line: a user's mistake, the rank that failed itself, or where each waits."""
-        errors = {rank: text for rank in failed if (text := text_of(self.ranks[rank].output))}
-        states = [text_of(rank.state).rstrip(" \0") for rank in self.ranks]
+        outputs = {rank: path_of(self.ranks[rank].output).read_text(errors="replace") for rank in failed}
+        errors = {rank: text for rank, text in outputs.items() if text}
+        states = [path_of(rank.state).read_text(errors="replace").rstrip(" \0") for rank in self.ranks]
         own = {r: e for r, e in errors.items() if not any(words in e for words in (*LOST_PEER, *TIMED_OUT))}
         silent = [rank for rank in failed if rank not in errors]
         if mistake := next((e for e in own.values() if e.startswith(MISTAKE)), ""):
@@ -261,7 +237,7 @@ class World:
         if silent:
             return f"rank {silent[0]} of {self.size} died in {states[silent[0]]}"
         where = "; ".join(f"rank {rank}: {state}" for rank, state in enumerate(states))
-        limit = f"timeout_s={self.job['timeout_s']:g}"
+        limit = f"timeout_s={self.config.timeout_s:g}"
         return f"deadlock, or {limit} is too low: no progress in that time ({where})"
 
     def _run_rank(self, rank: int, host: int, note: Callable[[str], None], output: IO[bytes]) -> None:
@@ -270,6 +246,7 @@ class World:
         try:
             die_with_parent(host)
             warnings.simplefilter("ignore")
+            os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{self.size}"}
             note("build")
             content = self._record(rank, note).to_bytes()
             note("the end")
@@ -287,10 +264,10 @@ class World:
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float64)
         store = dist.FileStore(str(path_of(self.store)), self.size)
-        timeout = timedelta(seconds=self.job["timeout_s"])
+        timeout = timedelta(seconds=self.config.timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=timeout)
         mesh = init_device_mesh("cpu", tuple(self.layout.values()), mesh_dim_names=tuple(self.layout))
-        torch.manual_seed(self.job["seed"])
+        torch.manual_seed(self.config.seed)
         subject = self.build(mesh)
         if not isinstance(subject, AuditSubject):
             raise UserError(f"build returns a {type(subject).__name__}; return an AuditSubject")
@@ -299,7 +276,7 @@ class World:
             shapes = {name: p.detach() for name, p in recorder.parameters.items()}
             weights = assemble_weights(shapes, self.weights_of.records(), self.weights_of.layout)
             recorder.load(weights)
-        return recorder.run(self.job["steps"])
+        return recorder.run(self.config.steps)
 
 
 def _note(state: IO[bytes], text: str) -> None:

@@ -49,6 +49,12 @@ class Key(NamedTuple):
     """Number of the module's call in this step, and of the tensor in its output."""
     item: int = 0
 
+    @property
+    def words(self) -> str:
+        """`the output of 2.norm in step 1`."""
+        of = "" if self.name in KINDS else f" of {self.name or 'the whole module'}"
+        return f"the {KINDS[self.kind]}{of} in step {self.step + 1}"
+
 
 @dataclass
 class Record:
@@ -61,7 +67,7 @@ class Record:
     """Of parameters whose region is known: that of this rank's part in the whole."""
     precision: str = "fp64"
     """The narrowest format that an operation of forward or backward returned."""
-    masks: list[tuple[str, bytes, bytes]] = field(default_factory=list)
+    masks: list[tuple[str, str, str]] = field(default_factory=list)
     """Of each dropout: its module, digests of its input and of its mask."""
 
     def to_bytes(self) -> bytes:
@@ -71,7 +77,7 @@ class Record:
             "splits": {name: s and [astuple(split) for split in s] for name, s in self.splits.items()},
             "offsets": self.offsets,
             "precision": self.precision,
-            "masks": [(name, x.hex(), mask.hex()) for name, x, mask in self.masks],
+            "masks": self.masks,
         }
         arrays = {
             str(n): t.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
@@ -92,8 +98,7 @@ class Record:
                 tensors[Key(*key)].view(-1).view(torch.uint8).copy_(torch.from_numpy(arrays[str(n)]))
         splits = {name: s and tuple(Split(*split) for split in s) for name, s in said["splits"].items()}
         offsets = {name: tuple(offset) for name, offset in said["offsets"].items()}
-        masks = [(name, bytes.fromhex(x), bytes.fromhex(mask)) for name, x, mask in said["masks"]]
-        return cls(tensors, splits, offsets, said["precision"], masks)
+        return cls(tensors, splits, offsets, said["precision"], said["masks"])
 
 
 class Watch(TorchDispatchMode):
@@ -133,6 +138,8 @@ class Recorder:
         self.record.splits = {name: self._splits(name, p) for name, p in self.parameters.items()}
         modules = {self._name(name): module for name, module in subject.module.named_modules()}
         for name, module in modules.items():  # of a wrapper and what it wraps, the latter
+            if isinstance(module, nn.Identity):  # in place of what other pipeline stages have
+                continue
             module.register_forward_pre_hook(partial(self._enter, name))
             module.register_forward_hook(partial(self._leave, name))
         if subject.optimizer is not None:
@@ -142,10 +149,10 @@ class Recorder:
         """Run some steps with dropout off, then one that records the masks of dropout."""
         self._record_parameters("initial")
         batch = [leaf for leaf in tree_leaves(self.subject.batch) if isinstance(leaf, Tensor)]
-        versions = [leaf._version for leaf in batch]
+        before = list(map(digest, batch))
         for self.step in range(steps):
             self._run_step()
-            if versions != [leaf._version for leaf in batch]:
+            if before != list(map(digest, batch)):
                 raise UserError("the subject changes its batch in place", fix="let it work on a clone of it")
         with self._dropout(self._note_mask):
             self.step = -1
@@ -266,7 +273,7 @@ class Recorder:
         mask = DROPOUT(torch.ones_like(x), p, training)
         if training and 0 < p < 1:
             name = self.watch.where[-1] if self.watch.where else ""
-            self.record.masks.append((name, digest(local(x)), digest(local(mask))))
+            self.record.masks.append((name, digest(x), digest(mask)))
         return x * mask
 
 
@@ -286,6 +293,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def digest(tensor: Tensor) -> bytes:
-    """A digest of the bits."""
-    return blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+def digest(tensor: Tensor) -> str:
+    """A digest of the bits of this rank's part."""
+    bits = local(tensor).reshape(-1).view(torch.uint8)
+    return blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
