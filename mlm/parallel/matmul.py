@@ -8,6 +8,8 @@ units are half as wide, 94 against 83. There we call oneDNN.
 Shapes: x [..., I], weight [O, I], y [..., O].
 """
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -121,21 +123,34 @@ NEW_SHAPE_FLOPS = 1 << 30
 2 ms on a Zen 4) and cannot write into a given matrix. MKL takes any shape at once, and writes where told."""
 
 
-def write_product(y: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Write x @ weight^T, of a varying number of rows, into `y`: [rows, I], [O, I] -> [rows, O]."""
-    if uses_onednn(x, weight) and 2 * y.numel() * x.shape[1] >= NEW_SHAPE_FLOPS:
-        y.copy_(product(x, weight))
-    else:
-        torch.mm(x, weight.t(), out=y)
+def _rows_for_onednn(x: Tensor, weight: Tensor, size: int) -> float:
+    """Return the rows from which a product goes to oneDNN; `size` is the FLOPs of one."""
+    return NEW_SHAPE_FLOPS / (2 * size) if uses_onednn(x, weight) else math.inf
 
 
-def write_weight_gradient(dw: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Write dy^T @ x, of a varying number of rows, into `dw`; 0 of none: [rows, O], [rows, I] -> [O, I]."""
-    is_large = uses_onednn(dy, x) and 2 * dw.numel() * len(x) >= NEW_SHAPE_FLOPS
-    if is_large or dy.dtype != dw.dtype:
-        dw.copy_(weight_gradient(dy, x, dw.dtype))
-    else:
-        torch.mm(dy.t(), x, out=dw)
+def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Runs of `counts` rows times one weight each, transposed: [R, I], [e, O, I] -> [R, O]."""
+    y = x.new_empty(len(x), weight.shape[1])
+    most = _rows_for_onednn(x, weight, y.shape[1] * x.shape[1])
+    parts = zip(counts, x.split(counts), y.split(counts), weight.transpose(1, 2), strict=True)
+    for count, rows, out, each in parts:
+        if count >= most:
+            out.copy_(product(rows, each.t()))
+        elif count:
+            torch.mm(rows, each, out=out)
+    return y
+
+
+def grouped_weight_gradient(dy: Tensor, x: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """dy^T x of runs of rows, 0 of none: [R, O], [R, I] -> [e, O, I] in `dtype`."""
+    dw = torch.empty(len(counts), dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
+    most = _rows_for_onednn(dy, x, dy.shape[1] * x.shape[1]) if dy.dtype == dtype else 0
+    for count, out, columns, rows in zip(counts, dw, dy.t().split(counts, 1), x.split(counts), strict=True):
+        if count >= most:
+            out.copy_(weight_gradient(columns.t(), rows, dtype))
+        else:
+            torch.mm(columns, rows, out=out)
+    return dw
 
 
 def _add_wide(total: Tensor, dy: Tensor, x: Tensor) -> None:

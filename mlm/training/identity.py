@@ -16,6 +16,7 @@ from mlm.training.config import PretrainConfig
 from mlm.training.corpora import SWITCHES, fill_eod_id
 from mlm.util.errors import Problem, format_settings, show
 
+OPTIONS = "model.options"
 MAX_CHANGES = 1000
 """Changes that a checkpoint records, the newest ones."""
 
@@ -103,10 +104,14 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
     Keys that the checkpoint does not hold are not compared.
     """
     now, then = current_settings(config), flat_settings(saved)
+    if isinstance(then.get(OPTIONS), Mapping):  # compared one by one, defaults filled in
+        for each in (now, then):
+            options = {**config.model.family.options, **each.pop(OPTIONS)}
+            each |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
     return [
         f"{key}={show(now[key])}: {run} was trained with {show(then[key])}; "
         f"set {key}={show(then[key])}, or another out=…"
-        for key in IDENTITY
+        for key in (*IDENTITY, *(key for key in now if key.startswith(f"{OPTIONS}.")))
         if key in then and now[key] != then[key] and _matters(key, config)
     ]
 

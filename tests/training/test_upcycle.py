@@ -108,5 +108,5 @@ def test_a_model_that_cannot_start_so_is_rejected(
 def test_a_dense_run_of_its_own_is_not_upcycled(dense: Any) -> None:
     """A run's folder continues that run alone."""
     path = dense[0]
-    (problem,) = start_problems(config_of(Layout(llama="llama"), path.parents[1], **EXPERTS))
-    assert "was trained with" in str(problem)
+    problem, *_ = start_problems(config_of(Layout(llama="llama"), path.parents[1], **EXPERTS))
+    assert str(problem).startswith("model.options.num_experts=4: the run in")

@@ -403,7 +403,7 @@ CASES = {
         "sum them over dp",
     ),
     "tokens that come back from experts in another order": Sabotage(
-        "mlm.parallel.expert.dispatch._Permutation.inverse",
+        "mlm.parallel.expert.dispatch.Order.inverse",
         same,
         EP,
         "loss (step 1",

@@ -12,6 +12,7 @@ from typing import Any
 from mlm.models.config import ModelConfig
 from mlm.models.llama.settings import LlamaSettings, num_blocks
 from mlm.models.megatron import Weaves, Woven
+from mlm.parallel.expert.settings import GROUP_MEMBERS
 from mlm.util.errors import UserError
 
 ARGS: Mapping[str, tuple[Any, ...]] = {
@@ -99,8 +100,6 @@ def write_args(settings: LlamaSettings) -> dict[str, Any]:
 
 def problem(settings: LlamaSettings) -> str | None:
     """Return why Megatron Core computes no such experts, or we do not convert them."""
-    from mlm.parallel.expert.router import GROUP_MEMBERS  # the list of commands needs no torch
-
     is_sigmoid, tops = settings.router_scores == "sigmoid", settings.experts_per_token
     if settings.dense_layers:
         return f"its dense_layers={settings.dense_layers}: layers with experts and without are not converted"

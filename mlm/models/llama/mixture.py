@@ -17,7 +17,7 @@ from mlm.models.llama.settings import LlamaSettings, num_blocks
 from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
 from mlm.parallel.expert.dispatch import Exchange, combine, permute, sort_by_expert
 from mlm.parallel.expert.experts import Experts
-from mlm.parallel.expert.router import Router, RouterSettings
+from mlm.parallel.expert.router import Router
 from mlm.parallel.layers import FusedRows
 from mlm.parallel.mesh import Axis, ExpertAxes
 from mlm.parallel.uncompiled import skip_compile
@@ -46,7 +46,7 @@ class MixtureOfExperts(nn.Module):
         width, h = settings.expert_ffn_size, config.hidden_size
         self.router = Router(
             h,
-            router_settings(settings),
+            settings,
             axes=(cp or Axis("cp"), tp if sequence_parallel else Axis("tp")),
             init_std=config.init_std,
         )
@@ -84,22 +84,3 @@ class MixtureOfExperts(nn.Module):
         if tp.size > 1:
             y = scatter_sequence(y, tp) if self.sequence_parallel else reduce_from_tp(y, tp)
         return y if beside is None else y + beside
-
-
-def router_settings(settings: LlamaSettings) -> RouterSettings:
-    """Return the router's settings of a model."""
-    return RouterSettings(
-        num_experts=settings.num_experts,
-        experts_per_token=settings.experts_per_token,
-        scores=settings.router_scores,
-        normalise=settings.router_normalise,
-        scale=settings.router_scale,
-        groups=settings.router_groups,
-        top_groups=settings.router_top_groups,
-        has_bias=settings.has_router_bias,
-        balance=settings.balance,
-        balance_rate=settings.balance_rate,
-        balance_coefficient=settings.balance_coefficient,
-        z_loss=settings.z_loss,
-        capacity_factor=settings.capacity_factor,
-    )

@@ -24,7 +24,8 @@ def mixture_problem(model: ModelConfig, settings: "LlamaSettings") -> Problem | 
 
     experts, groups = settings.num_experts, settings.router_groups
     if not experts:
-        return None
+        why = "is of experts, and model.options.num_experts=0"
+        return problem("capacity_factor", why, "remove it") if settings.capacity_factor else None
     for name, values in (("router_scores", ROUTER_SCORES), ("balance", BALANCES)):
         if getattr(settings, name) not in values:
             return problem(name, "is none of ours", f"use {', '.join(values[:-1])} or {values[-1]}")

@@ -7,6 +7,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture
 from mlm.models.gpt2.family import decoder_problem
 from mlm.models.llama.mixture_checks import mixture_problem, without_experts
+from mlm.parallel.expert.settings import RouterSettings
 from mlm.util.errors import Problem, show
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -14,7 +15,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LlamaSettings:
+class LlamaSettings(RouterSettings):
     """Differences between Llama, Mistral, Qwen 2 and Qwen 3; the defaults are the first Llama's."""
 
     num_kv_heads: int = 0
@@ -67,41 +68,12 @@ class LlamaSettings:
     """Of latent attention: dimensions of a head that are turned; those of keys are shared by all heads."""
     v_head_dim: int = 0
     """Of latent attention: width of a head's values; 0 means head_dim."""
-    num_experts: int = 0
-    """Experts of each layer, E, in place of its MLP; 0 for a dense model. A multiple of ep."""
-    experts_per_token: int = 2
-    """Experts that each token goes through, k."""
     expert_ffn_size: int = 0
     """Width of an expert; 0 means model.ffn_hidden_size. With expert_tp=tp a multiple of tp."""
     shared_experts: int = 0
     """Experts beside these that every token goes through (arXiv:2401.06066), as one MLP of their width."""
     dense_layers: int = 0
     """First layers that have an MLP of model.ffn_hidden_size and no experts."""
-    router_scores: str = "softmax"
-    """Scores of experts from their logits: softmax, or sigmoid (arXiv:2412.19437, section 2.1.2)."""
-    router_normalise: bool = True
-    """Divide the weights of a token's experts by their sum."""
-    router_scale: float = 1.0
-    """Factor of those weights."""
-    router_groups: int = 1
-    """Groups of consecutive experts, of which each token chooses some first (arXiv:2412.19437)."""
-    router_top_groups: int = 1
-    """Groups that a token's experts are of."""
-    router_bias: bool = False
-    """Add a bias to the scores for the choice alone; balance=bias has one too."""
-    balance: str = "none"
-    """What keeps the loads of experts even: none, bias (arXiv:2408.15664), or a loss of the loads of each
-    sequence (arXiv:2412.19437), of the global_batch before (arXiv:2501.11873), or of the micro_batch, which
-    makes training depend on the layout."""
-    balance_rate: float = 0.001
-    """Of bias: its step after each global batch."""
-    balance_coefficient: float = 0.01
-    """Of the losses: their coefficient."""
-    z_loss: float = 0.0
-    """Coefficient of the squared logarithm of the router's partition function (arXiv:2202.08906)."""
-    capacity_factor: float = 0.0
-    """In pretraining, tokens of a sequence that an expert takes, over its even share of them: later ones pass
-    it by (arXiv:2101.03961, section 2.2). 0 takes all, as evaluation, generation and finetuning do anyway."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "LlamaSettings":
@@ -116,11 +88,6 @@ class LlamaSettings:
         if given.get("num_experts"):
             given["expert_ffn_size"] = given.get("expert_ffn_size") or model.ffn_size
         return cls(**given)  # type: ignore[arg-type]
-
-    @property
-    def has_router_bias(self) -> bool:
-        """True if routers have a bias."""
-        return self.num_experts > 0 and (self.router_bias or self.balance == "bias")
 
     @property
     def rotary_dim(self) -> int:
@@ -188,6 +155,17 @@ def architecture(model: ModelConfig) -> Architecture:
 def dense_twin(model: ModelConfig) -> ModelConfig | None:
     """Return the dense model that a mixture of experts can start from; None for a dense model."""
     return without_experts(model, LlamaSettings.of(model))
+
+
+def warning(model: ModelConfig) -> str | None:
+    """Return a line on settings by which training depends on the layout."""
+    settings = LlamaSettings.of(model)
+    if not settings.num_experts or settings.balance != "micro_batch":
+        return None
+    return (
+        "warning: model.options.balance=micro_batch evens loads in a rank's micro-batches: training depends "
+        "on the layout; use global_batch, sequence or bias"
+    )
 
 
 def num_blocks(model: ModelConfig) -> int:

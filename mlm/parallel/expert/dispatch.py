@@ -11,9 +11,11 @@ Shapes: T tokens of this rank, H hidden, k experts per token, E experts, R rows:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from mlm.parallel.mesh import Axis
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Rows of a rank's tokens, sorted by expert; within an expert by token."""
+    """Rows of a rank's tokens, sorted by expert; within an expert by token. Numbers are computed once."""
 
     slots: Tensor
     """[R] int64: which of the T k slots (token, choice) each row is of."""
@@ -32,10 +34,21 @@ class Order:
     per_token: int
     """k."""
 
-    @property
+    def inverse(self) -> "Order":
+        """Order that brings rows back, of one choice a token."""
+        return Order(self.rows, self.counts, 1)
+
+    @cached_property
     def tokens(self) -> Tensor:
         """[R] int64: token of each row."""
-        return self.slots // self.per_token
+        return self.slots if self.per_token == 1 else self.slots // self.per_token
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[T k] int64: row of each slot, where every slot has one."""
+        rows = torch.empty_like(self.slots)
+        rows[self.slots] = torch.arange(len(rows), device=rows.device)
+        return rows
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> Order:
@@ -48,9 +61,15 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Order:
         share, rest = divmod(len(flat), num_experts)
         even = tuple(share + (expert < rest) for expert in range(num_experts))
         return Order(flat, even, experts.shape[1])
-    counts = tuple(torch.bincount(flat, minlength=num_experts + 1).tolist()[:num_experts])
-    slots = flat.argsort(stable=True)[: sum(counts)]
-    return Order(slots, counts, experts.shape[1])
+    if flat.is_cpu:  # NumPy sorts numbers of 8 or 16 bits by their digits
+        numbers = flat.numpy()
+        loads: list[int] = np.bincount(numbers, minlength=num_experts + 1).tolist()
+        slots = torch.from_numpy(numbers.astype(np.min_scalar_type(num_experts)).argsort(kind="stable"))
+    else:
+        loads = torch.bincount(flat, minlength=num_experts + 1).tolist()
+        slots = flat.argsort(stable=True)
+    counts = tuple(loads[:num_experts])
+    return Order(slots[: sum(counts)], counts, experts.shape[1])
 
 
 class _Permute(torch.autograd.Function):
@@ -61,7 +80,8 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _sum_slots(_by_slot(dy, ctx.order, ctx.tokens)), None
+        slots = _by_slot(dy, ctx.order, ctx.tokens)
+        return slots[:, 0] if slots.shape[1] == 1 else _sum_slots(slots), None
 
 
 class _Combine(torch.autograd.Function):
@@ -80,23 +100,20 @@ class _Combine(torch.autograd.Function):
         y, weights = ctx.saved_tensors
         order: Order = ctx.order
         d_rows = d_out.index_select(0, order.tokens)  # [R, H]
-        d_weights = torch.zeros_like(weights)
-        d_weights.view(-1)[order.slots] = torch.linalg.vecdot(d_rows.to(weights.dtype), y.to(weights.dtype))
-        dy = d_rows * weights.flatten()[order.slots, None]
+        dots = torch.linalg.vecdot(d_rows.to(weights.dtype), y.to(weights.dtype)).unsqueeze(-1)
+        d_weights = _by_slot(dots, order, len(weights)).squeeze(-1)
+        dy = d_rows * weights.flatten().index_select(0, order.slots).unsqueeze(-1)
         return dy.to(y.dtype), d_weights, None
 
 
 def _by_slot(rows: Tensor, order: Order, tokens: int) -> Tensor:
     """Rows in the order of slots, zeros where a choice was dropped: [R, H] -> [T, k, H]."""
     total = tokens * order.per_token
-    if rows.is_cpu and len(rows) == total:  # which reads rows in any order faster than it writes them
-        row_of_slot = torch.empty_like(order.slots)
-        row_of_slot[order.slots] = torch.arange(total)
-        return rows.index_select(0, row_of_slot).view(tokens, order.per_token, -1)
-    make = rows.new_empty if len(rows) == total else rows.new_zeros
-    slots = make(total, rows.shape[-1])
-    slots[order.slots] = rows
-    return slots.view(tokens, order.per_token, -1)
+    if len(rows) == total:
+        slots = rows.index_select(0, order.rows)
+    else:
+        slots = rows.new_zeros(total, rows.shape[-1]).index_copy_(0, order.slots, rows)
+    return slots.view(tokens, order.per_token, rows.shape[-1])
 
 
 def _sum_slots(slots: Tensor) -> Tensor:
@@ -141,29 +158,21 @@ class Exchange:
         self.counts = tuple(map(sum, zip(*table, strict=True)))
         """Rows of each expert of this rank, from all ranks."""
         self.order = _by_expert(table, device) if ep.size > 1 else None
+        """Of the rows that arrive, by expert."""
 
     def start(self, rows: Tensor) -> "Travelling":
         """Begin to send each expert's rows to its rank: [R, H]."""
-        under_way: list[Pending] = []
-        if self.ep.size > 1:
-            rows = _Start.apply(rows, self.ep, self.given, self.taken, under_way)  # type: ignore[no-untyped-call]
-        return Travelling(rows, under_way)
+        return _start(rows, self.ep, self.given, self.taken)
 
     def finish(self, travelling: "Travelling") -> Tensor:
         """Wait for the rows of this rank's experts, one expert's after the other's: [R', H]."""
-        if self.order is None:
-            return travelling.rows
-        rows, under_way = travelling.rows, travelling.under_way
-        arrived: Tensor = _Finish.apply(rows, self.ep, self.given, self.taken, under_way)  # type: ignore[no-untyped-call]
-        return _reordered(arrived, self.order)
+        arrived = _finish(travelling, self.ep, self.given, self.taken)
+        return arrived if self.order is None else permute(arrived, self.order)
 
     def back(self, rows: Tensor) -> Tensor:
         """Return each row to the rank that sent it, in the order in which it was sent: [R', H] -> [R, H]."""
-        if self.order is None:
-            return rows
-        sent = _reordered(rows, self.order.inverse())
-        returned: Tensor = _Exchanged.apply(sent, self.ep, self.taken, self.given)  # type: ignore[no-untyped-call]
-        return returned
+        sent = rows if self.order is None else permute(rows, self.order.inverse())
+        return _finish(_start(sent, self.ep, self.taken, self.given), self.ep, self.taken, self.given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,43 +196,27 @@ def _counts_of_all(ep: Axis, counts: Sequence[int], device: torch.device) -> lis
     return table
 
 
-@dataclass(frozen=True, eq=False)
-class _Permutation:
-    forward: Tensor
-    backward: Tensor
-
-    def inverse(self) -> "_Permutation":
-        return _Permutation(self.backward, self.forward)
-
-
-def _by_expert(table: Sequence[Sequence[int]], device: torch.device) -> _Permutation:
+def _by_expert(table: Sequence[Sequence[int]], device: torch.device) -> Order:
     """Order of rows [rank][expert] by expert, then rank."""
-    sizes = torch.tensor(table, dtype=torch.int64)  # [ep, e]
-    first = sizes.flatten().cumsum(0).view_as(sizes) - sizes
-    blocks = [
-        torch.arange(start, start + size)
-        for start, size in zip(first.t().flatten().tolist(), sizes.t().flatten().tolist(), strict=True)
-    ]
-    forward = torch.cat(blocks)
-    backward = torch.empty_like(forward)
-    backward[forward] = torch.arange(len(forward))
-    return _Permutation(forward.to(device), backward.to(device))
+    here = len(table[0])
+    experts = torch.arange(here).repeat(len(table)).repeat_interleave(torch.tensor(table).flatten())
+    order = sort_by_expert(experts.unsqueeze(1), here)
+    return replace(order, slots=order.slots.to(device))
 
 
-class _Reordered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: _Permutation) -> Tensor:
-        ctx.order = order
-        return x.index_select(0, order.forward)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy.index_select(0, ctx.order.backward), None
+def _start(rows: Tensor, ep: Axis, given: Sequence[int], taken: Sequence[int]) -> Travelling:
+    """Begin to send each rank its `given` rows; they wait for those `taken` in `_finish`."""
+    under_way: list[Pending] = []
+    if ep.size > 1:
+        rows = _Start.apply(rows, ep, given, taken, under_way)  # type: ignore[no-untyped-call]
+    return Travelling(rows, under_way)
 
 
-def _reordered(x: Tensor, order: _Permutation) -> Tensor:
-    y: Tensor = _Reordered.apply(x, order)  # type: ignore[no-untyped-call]
-    return y
+def _finish(travelling: Travelling, ep: Axis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+    rows = travelling.rows
+    if ep.size > 1:
+        rows = _Finish.apply(rows, ep, given, taken, travelling.under_way)  # type: ignore[no-untyped-call]
+    return rows
 
 
 class _Start(torch.autograd.Function):
@@ -257,16 +250,3 @@ class _Finish(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.under_way.append(start_all_to_all(dy, ctx.ep, ctx.taken, ctx.given))
         return dy, None, None, None, None  # of the right shape; its numbers are not read
-
-
-class _Exchanged(torch.autograd.Function):
-    """All-to-all of rows; that of their gradients the other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ep: Axis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        ctx.ep, ctx.given, ctx.taken = ep, given, taken
-        return all_to_all(x, ep, given, taken)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return all_to_all(dy, ctx.ep, ctx.taken, ctx.given), None, None, None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
 from mlm.parallel.layers import FusedRows, split
-from mlm.parallel.matmul import write_product, write_weight_gradient
+from mlm.parallel.matmul import grouped_product, grouped_weight_gradient
 from mlm.parallel.mesh import ExpertAxes
 
 
@@ -60,10 +60,7 @@ def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     if _uses_grouped_kernel(x) and weight.shape[1] % 8 == 0:
         y: Tensor = _grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts, x.device))
         return y
-    out = x.new_empty(len(x), weight.shape[1])
-    for rows, y, each in zip(x.split(counts), out.split(counts), weight, strict=True):
-        write_product(y, rows, each)
-    return out
+    return grouped_product(x, weight, counts)
 
 
 def _weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -71,10 +68,7 @@ def _weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int], dtype: torch
     if _uses_grouped_kernel(x) and dy.shape[1] % 8 == 0:
         dw: Tensor = _grouped_mm(dy.t(), x, offs=_ends(counts, x.device))
         return dw.to(dtype)
-    out = torch.empty(len(counts), dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
-    for dw, dy_rows, rows in zip(out, dy.split(counts), x.split(counts), strict=True):
-        write_weight_gradient(dw, dy_rows, rows)
-    return out
+    return grouped_weight_gradient(dy, x, counts, dtype)
 
 
 class Experts(ComputesInHalf):

@@ -28,40 +28,8 @@ from torch import Tensor, nn
 
 from mlm.parallel.collectives import all_reduce
 from mlm.parallel.expert.capacity import drop_choices
+from mlm.parallel.expert.settings import GROUP_MEMBERS, RouterSettings
 from mlm.parallel.mesh import Axis
-
-GROUP_MEMBERS = 2
-"""Experts of a group whose scores, added, are the group's (arXiv:2412.19437)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterSettings:
-    """Choice and balance of experts."""
-
-    num_experts: int
-    experts_per_token: int
-    scores: str = "softmax"
-    """softmax or sigmoid."""
-    normalise: bool = True
-    """Divide the weights of the chosen experts by their sum."""
-    scale: float = 1.0
-    """Factor of the weights."""
-    groups: int = 1
-    top_groups: int = 1
-    """Groups that a token's experts are chosen of."""
-    has_bias: bool = False
-    """True for scores corrected by a bias, for the choice alone; balance=bias moves it."""
-    balance: str = "none"
-    """One of those above, or none."""
-    balance_rate: float = 0.001
-    """Step of the bias."""
-    balance_coefficient: float = 0.01
-    """Coefficient of a loss of loads."""
-    z_loss: float = 0.0
-    """Coefficient of the mean of log(sum(exp(logits)))^2 (arXiv:2202.08906, equation 5)."""
-    capacity_factor: float = 0.0
-    """While `Router.state` has a scale, tokens of a sequence that an expert takes, over its share of them; 0
-    takes all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +75,7 @@ class Router(nn.Module):
         self.settings, self.axes, self.init_std = settings, axes, init_std
         self.state = TrainingState()
         self.weight = nn.Parameter(torch.empty(settings.num_experts, hidden_size))
-        self.bias = self._add_state() if settings.has_bias else None
+        self.bias = self._add_state() if settings.has_router_bias else None
         self.load = self._add_state() if settings.balance == "global_batch" else None
 
     def _add_state(self) -> nn.Parameter:
@@ -121,13 +89,13 @@ class Router(nn.Module):
         """[S, B, H] -> the experts of each of the S B tokens."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         logits = F.linear(x.to(wide), self.weight.to(wide))  # [S, B, E]
-        scores = logits.softmax(-1) if self.settings.scores == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if self.settings.router_scores == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         weights = scores.gather(-1, experts)
-        if self.settings.normalise:
+        if self.settings.router_normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        if self.settings.scale != 1:
-            weights = weights * self.settings.scale
+        if self.settings.router_scale != 1:
+            weights = weights * self.settings.router_scale
         taken, factor = experts, self.settings.capacity_factor
         if self.state.scale is not None and factor:
             taken = drop_choices(experts, self.settings.num_experts, factor, *self.axes)
@@ -140,10 +108,10 @@ class Router(nn.Module):
         settings = self.settings
         if self.bias is not None:
             scores = scores + self.bias.to(scores.dtype)
-        if settings.top_groups < settings.groups:
-            members = scores.unflatten(-1, (settings.groups, -1))  # [..., groups, E / groups]
+        if settings.router_top_groups < settings.router_groups:
+            members = scores.unflatten(-1, (settings.router_groups, -1))  # [..., groups, E / groups]
             best = members.topk(min(GROUP_MEMBERS, members.shape[-1]), dim=-1).values.sum(-1)
-            chosen = _highest(best, settings.top_groups)
+            chosen = _highest(best, settings.router_top_groups)
             is_open = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, True)
             scores = members.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(-2)
         return _highest(scores, settings.experts_per_token)
@@ -169,7 +137,7 @@ class Router(nn.Module):
         """
         settings, loss = self.settings, None
         if settings.balance in ("sequence", "global_batch", "micro_batch"):
-            shares = scores if settings.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+            shares = scores if settings.router_scores == "softmax" else scores / scores.sum(-1, keepdim=True)
             charged = (shares * self._loads(counts, shares.dtype)).sum()
             loss = settings.balance_coefficient * charged
         if settings.z_loss:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.expert.balance import Balance
-from mlm.parallel.expert.router import Router, RouterSettings
+from mlm.parallel.expert.router import Router
+from mlm.parallel.expert.settings import RouterSettings
 from mlm.parallel.mesh import Axis
 
 S, B, H, E, K = 6, 3, 10, 8, 2
@@ -43,13 +44,13 @@ def test_ties_go_to_the_lower_number() -> None:
 
 def test_only_experts_of_the_best_groups_are_chosen() -> None:
     """Four groups of two: the groups of the largest sums are open, whatever their highest score."""
-    router = make_router(replace(PLAIN, groups=4, top_groups=2, experts_per_token=3))
+    router = make_router(replace(PLAIN, router_groups=4, router_top_groups=2, experts_per_token=3))
     scores = torch.tensor([[0.9, 0.0, 0.6, 0.5, 0.5, 0.5, 0.1, 0.2]])  # sums 0.9, 1.1, 1.0, 0.3
     assert router.choose(scores).tolist() == [[2, 3, 4]]
 
 
 def test_a_bias_changes_the_choice_and_not_the_weights() -> None:
-    router = make_router(replace(PLAIN, scores="sigmoid", has_bias=True, scale=2.5))
+    router = make_router(replace(PLAIN, router_scores="sigmoid", router_bias=True, router_scale=2.5))
     assert router.bias is not None
     router.bias.data[7] = 10.0
     x = tokens()
@@ -71,7 +72,7 @@ def test_losses_of_balance_have_the_gradients_of_their_formulas(balance: str, sc
 
     Of the global batch, f is of the loads of the one before; z-loss is the mean of logsumexp squared.
     """
-    settings = replace(PLAIN, balance=balance, balance_coefficient=0.3, z_loss=0.1, scores=scores)
+    settings = replace(PLAIN, balance=balance, balance_coefficient=0.3, z_loss=0.1, router_scores=scores)
     router, x = make_router(settings), tokens()
     if router.load is not None:
         router.load.copy_(torch.arange(E))
@@ -95,7 +96,7 @@ def test_losses_of_balance_have_the_gradients_of_their_formulas(balance: str, sc
 
 def test_a_bias_moves_against_the_load_of_the_batch() -> None:
     """By the sign of mean - count (arXiv:2408.15664, algorithm 1); not in a skipped step."""
-    router = make_router(replace(PLAIN, has_bias=True, balance="bias", balance_rate=0.25))
+    router = make_router(replace(PLAIN, balance="bias", balance_rate=0.25))
     x = tokens()
     counts = chosen(router, x.detach()).sum((0, 1))
     _, balance = train(router, x, 1.0)

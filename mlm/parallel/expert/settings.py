@@ -1,0 +1,46 @@
+"""Settings of the choice and balance of experts: model.options.NAME of a mixture of experts."""
+
+from dataclasses import dataclass
+
+GROUP_MEMBERS = 2
+"""Experts of a group whose scores, added, are the group's (arXiv:2412.19437)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterSettings:
+    """How the experts of each token are chosen, and what keeps their loads even (router.py)."""
+
+    num_experts: int = 0
+    """Experts of each layer, E, in place of its MLP; 0 for a dense model. A multiple of ep."""
+    experts_per_token: int = 2
+    """Experts that each token goes through, k."""
+    router_scores: str = "softmax"
+    """Scores of experts from their logits: softmax, or sigmoid (arXiv:2412.19437, section 2.1.2)."""
+    router_normalise: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    router_scale: float = 1.0
+    """Factor of those weights."""
+    router_groups: int = 1
+    """Groups of consecutive experts, of which each token chooses some first (arXiv:2412.19437)."""
+    router_top_groups: int = 1
+    """Groups that a token's experts are of."""
+    router_bias: bool = False
+    """Add a bias to the scores for the choice alone; balance=bias has one too."""
+    balance: str = "none"
+    """What keeps the loads of experts even: none, bias (arXiv:2408.15664), or a loss of the loads of each
+    sequence (arXiv:2412.19437), of the global_batch before (arXiv:2501.11873), or of the micro_batch, which
+    makes training depend on the layout."""
+    balance_rate: float = 0.001
+    """Of bias: its step after each global batch."""
+    balance_coefficient: float = 0.01
+    """Of the losses: their coefficient."""
+    z_loss: float = 0.0
+    """Coefficient of the squared logarithm of the router's partition function (arXiv:2202.08906)."""
+    capacity_factor: float = 0.0
+    """In pretraining, tokens of a sequence that an expert takes, over its even share of them: later ones pass
+    it by (arXiv:2101.03961, section 2.2). 0 takes all, as evaluation, generation and finetuning do anyway."""
+
+    @property
+    def has_router_bias(self) -> bool:
+        """True if routers have a bias."""
+        return self.num_experts > 0 and (self.router_bias or self.balance == "bias")
