@@ -163,31 +163,28 @@ def optimizers(runs: Runs, steps: int, sizes: Sequence[str], rates: Sequence[flo
 
 def cooldown(runs: Runs, steps: int, sizes: Sequence[str]) -> dict[str, Any]:
     """Warm-up, stable, cooldown against cosine: three lengths from one stable run, a cosine run for each."""
-    size, result = sizes[0], dict[str, Any]()
-    common = ("optimizer=muon", "optimizer.lr=8e-3", "schedule.min_lr=0", "schedule.warmup_steps=15")
+    size, stable, lengths = sizes[0], steps * 4 // 5, [steps // 4, steps // 2, steps]
+    curves: dict[str, Any] = {"stable": [], "wsd": {}, "cosine": {}}
     for seed in SEEDS:
-        shared = (*common, f"seed={seed}")
-        stable, lengths = steps * 4 // 5, [steps // 4, steps // 2, steps]
-        saves = f"checkpoint.save_every={steps // 20}"
+        common = ("optimizer=muon", "optimizer.lr=8e-3", "schedule.min_lr=0", f"seed={seed}")
+        saves = (f"checkpoint.save_every={steps // 20}", "checkpoint.keep_last=99")
         name = f"{size}-stable-{seed}"
-        runs.train(
-            name,
-            SIZES[size],
-            stable,
-            (*shared, "schedule=stable", "schedule.warmup_steps=15", saves, "checkpoint.keep_last=99"),
-        )
+        settings = (*common, "schedule=stable", "schedule.warmup_steps=15", *saves)
+        curves["stable"].append(runs.train(name, SIZES[size], stable, settings)["curve"])
         for length in lengths:
-            start, out = length * 4 // 5, f"{size}-wsd-{length}-{seed}"
+            start = length * 4 // 5
             ckpt = runs.work / name / "checkpoints" / f"step-{start:08d}"
-            settings = (*shared, "schedule=wsd", "schedule.warmup_steps=15", f"ckpt={ckpt}")
-            cosine = (*shared, "schedule=cosine", "schedule.min_lr=0", "schedule.warmup_steps=15")
-            wsd = runs.train(
-                out, SIZES[size], length, (*settings, f"schedule.cooldown={length - start}"), given=False
-            )
-            other = runs.train(f"{size}-cosine-{length}-{seed}", SIZES[size], length, cosine)
-            for kind, run in (("wsd", wsd), ("cosine", other)):
-                result.setdefault(kind, {}).setdefault(str(length), []).append(run["curve"][-1][1])
-    return {"size": size, "at_the_end": result}
+            settings = (*common, "schedule=wsd", f"ckpt={ckpt}", f"schedule.cooldown={length - start}")
+            cosine = (*common, "schedule=cosine")
+            for kind, each, given in (("wsd", settings, False), ("cosine", cosine, True)):
+                words = (*each, "schedule.warmup_steps=15")
+                run = runs.train(f"{size}-{kind}-{length}-{seed}", SIZES[size], length, words, given=given)
+                curves[kind].setdefault(str(length), []).append(run["curve"])
+    ends = {
+        kind: {n: [curve[-1][1] for curve in each] for n, each in curves[kind].items()}
+        for kind in ("wsd", "cosine")
+    }
+    return {"size": size, "at_the_end": ends, "curves": curves}
 
 
 def width(runs: Runs, steps: int, rates: Sequence[float], seeds: int) -> dict[str, Any]:
@@ -242,6 +239,27 @@ def plot_experts(result: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def plot_cooldown(result: Mapping[str, Any], path: Path) -> None:
+    """Validation loss over steps, of all seeds: stable runs, what was finished from them, and cosine runs."""
+    figure, axis = plt.subplots(figsize=(6.5, 4))
+    curves = result["curves"]
+    for curve in curves["stable"]:
+        axis.plot(*zip(*curve, strict=True), color="0.6", lw=1, label="stable")
+    for kind, color in (("cosine", "tab:orange"), ("wsd", "tab:blue")):
+        for length, (seed, curve) in ((n, x) for n, each in curves[kind].items() for x in enumerate(each)):
+            if kind == "wsd":  # from the last validation of the stable run before
+                before = [point for point in curves["stable"][seed] if point[0] < curve[0][0]]
+                curve = [before[-1], *curve]
+            axis.plot(*zip(*curve, strict=True), color=color, lw=1, label=kind)
+            axis.plot(int(length), curve[-1][1], "o", color=color, ms=4)
+    axis.set(xlabel="step", ylabel="validation loss, nats a token", ylim=(4.6, 6.2))
+    handles, labels = axis.get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))
+    axis.legend(named.values(), named.keys())
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def plot_width(result: Mapping[str, Any], path: Path) -> None:
     """Loss over learning rate by width."""
     figure, axis = plt.subplots(figsize=(5.5, 3.6))
@@ -292,6 +310,7 @@ def main() -> None:
         plot_optimizers(result, args.out.with_suffix(".png"))
     elif args.what == "cooldown":
         result = cooldown(runs, args.steps, args.sizes)
+        plot_cooldown(result, args.out.with_suffix(".png"))
     elif args.what == "experts":
         result = experts(runs, args.steps, args.seeds)
         plot_experts(result, args.out.with_suffix(".png"))

@@ -93,7 +93,6 @@ class Muon(AdamW):
     def __init__(self, groups: Groups, updates: MatrixUpdates, config: OptimizerConfig) -> None:
         super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.updates, self.is_cautious = updates, config.cautious_decay
-        self._step_supports_amp_scaling = False  # the iterations take gradients that are scaled already
 
     def moments_of(self, parameter: Tensor) -> tuple[str, ...]:
         """Names of a parameter's state of its shape."""
@@ -103,9 +102,12 @@ class Muon(AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters. Collective over the ranks that share matrices."""
         super().step()
+        if self.found_inf is not None and not self.found_inf.is_meta and self.found_inf.item():
+            return
         groups = [group for group in self.param_groups if group["is_matrix"]]
         of = {p: (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
-        self.updates.apply({p: self.state[p][MOMENTUM] for p in of}, of, is_cautious=self.is_cautious)
+        momenta = {p: self.state[p][MOMENTUM] for p in of}
+        self.updates.apply(momenta, of, is_cautious=self.is_cautious, grad_scale=self.grad_scale)
 
 
 def build_optimizer(

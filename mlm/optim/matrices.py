@@ -298,7 +298,8 @@ class Bucket:
             where, rows = self.stacked[n], self.rows[n]
             x = x.new_empty(self.over_dp.held[n][self.over_dp.axis.rank].shape) if where is None else x[where]
             parts[n] = x if rows is None or where is None else x[rows]
-        whole = self.over_tp.gather(self.over_dp.gather(parts))
+        gathered = self.over_tp.gather(self.over_dp.gather(parts))
+        whole = dict(sorted(gathered.items(), key=lambda item: -item[1].numel()))  # so threads end together
         results = dict(zip(whole, _apply(function, list(whole.values())), strict=True))
         found = self.over_dp.scatter(self.over_tp.scatter(results))
         for n, matrix in enumerate(self.matrices):

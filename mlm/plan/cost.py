@@ -120,7 +120,7 @@ class CostModel:
         self._homes: dict[tuple[Split, int, str], dict[str, HomeTime]] = {}
         self._priced: dict[Split, dict[tuple[str, str], tuple[Times, Times]]] = {}
         self._stages: dict[tuple[Split, int, str, int], StageTimes] = {}
-        self._updates: dict[Split, tuple[float, float]] = {}
+        self._updates: dict[Split, tuple[float, float, float]] = {}
         self._elements: dict[tuple[Split, int, int], tuple[float, float, float]] = {}
 
     # -- kernels and messages
@@ -342,7 +342,7 @@ class CostModel:
         software, t, replicas = self.software, layout.tp, layout.dp * layout.cp
         experts, weights, tied = self.elements(layout)
         layers = -(-self.run.model.num_layers // layout.pp)
-        trained, optimizer = self._update(replace(layout.split, recompute="none"))
+        trained, optimizer, muon = self._update(replace(layout.split, recompute="none"))
         whole = folds_tp(t, layout.expert_tp)
         copies = replicas * (t if whole else 1) // layout.ep
 
@@ -371,20 +371,30 @@ class CostModel:
                 gathers = exposed(gather, window_f, layers)
                 reduction = every * exposed(scatter, window_b if hides else 0.0, layers)
             optimizer *= weights / replicas + experts / copies
+        if muon:
+            ends = self.counts.state(layout.split, FIRST if layout.pp > 1 else BOTH)
+            weights -= sum(e.size for e in ends)
+            optimizer += muon * (weights / replicas + experts / copies)
+            # In bf16, results to all replicas, or rows of gradients to owners and of results back.
+            optimizer += over(self.gather, 2.0 if layout.zero == 0 else 4.0 / replicas)
         if tied:
             rate, latency = self.link(2, layout.gpus // layout.pp * (layout.pp - 1))
             reduction += latency + software.gradient_bytes * tied / rate
         return reduction, optimizer, gathers
 
-    def _update(self, split: Split) -> tuple[float, float]:
-        """Share of elements that is trained, and seconds of the optimizer for each element that is held."""
+    def _update(self, split: Split) -> tuple[float, float, float]:
+        """Share of elements that is trained, and seconds of the optimizer for each element that is held.
+
+        Those of Muon's products, and of its messages over tp, are apart: for each element of a layer.
+        """
         if split not in self._updates:
             counted = self.counts.counts(split)
             homes = (BOTH, *map(str, set(self.counts.kinds)))
-            held = sum(e.size for home in homes for e in self.counts.state(split, home))
-            took = self.traffic(counted.per_step, fused=False)
-            took += sum(self.price(counted.per_step, split, fused=False)[:2])
-            self._updates[split] = counted.trained / held, took / held
+            ends, *layers = (sum(e.size for e in self.counts.state(split, home)) for home in homes)
+            products, _, elementwise, *messages = self.price(counted.per_step, split, fused=False)
+            muon = (products + sum(messages)) / sum(layers) if products else 0.0
+            held = ends + sum(layers)
+            self._updates[split] = counted.trained / held, elementwise / held, muon
         return self._updates[split]
 
     def _parts(self, layout: PlannedLayout, busy: float) -> dict[str, float]:

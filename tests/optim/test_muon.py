@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from mlm.models.config import ModelConfig
 from mlm.optim import muon
-from mlm.optim.adamw import build_optimizer
+from mlm.optim.adamw import apply, build_optimizer, moment
 from mlm.optim.config import MuonConfig, OptimizerConfig
 from mlm.optim.matrices import assign, matrices_of
-from mlm.optim.muon import orthogonalise
+from mlm.optim.muon import MOMENTUM, orthogonalise
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import Axis, ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
@@ -178,7 +178,7 @@ def test_strips_of_symmetric_products_are_the_whole_ones(
     torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64)
     whole = orthogonalise(x, MuonConfig())
-    monkeypatch.setattr(muon, "LEAST_ROWS", 4)
+    monkeypatch.setattr(muon, "STRIP", 4)
     torch.testing.assert_close(orthogonalise(x, MuonConfig()), whole, rtol=0, atol=1e-12)
 
 
@@ -224,7 +224,7 @@ def test_each_matrix_of_experts_is_orthogonalised_once(parallel: ParallelConfig)
 def test_matrices_in_several_threads_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits of a step's weights; and further threads begin with as many as before."""
     threads, weights = torch.get_num_threads(), []
-    monkeypatch.setattr(muon, "LEAST_ROWS", 4)  # strips, the last of them short
+    monkeypatch.setattr(muon, "STRIP", 4)  # strips, the last of them short
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
@@ -240,6 +240,29 @@ def test_matrices_in_several_threads_are_those_of_one(monkeypatch: pytest.Monkey
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_a_step_scales_gradients_and_skips_overflows() -> None:
+    """float32, bits: halved before or by a factor; then an overflow changes neither weights nor momentum."""
+    found = []
+    for before, factor in ((0.5, 1.0), (1.0, 0.5)):
+        torch.manual_seed(0)
+        model = nn.Module()
+        model.layers = nn.ParameterList([nn.Parameter(torch.randn(8, 6))])
+        model.token = nn.Parameter(torch.randn(5, 4))
+        shards = list(parameter_shards(model, Axis("tp")))
+        (matrix,) = (s for s in shards if s.name == "layers.0")
+        optimizer = build_optimizer(shards, OptimizerConfig(kind="muon", lr=0.1))
+        states = []
+        for overflow in (0.0, 1.0):
+            for p in model.parameters():
+                p.grad = torch.randn_like(p) * before
+            apply(optimizer, shards, torch.tensor(factor), torch.tensor(overflow))
+            tensors = [*model.parameters(), moment(optimizer, matrix, MOMENTUM)]
+            states.append([x.detach().clone() for x in tensors])
+        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+        found.append(states[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 6), (3, 6, 8)])
