@@ -102,7 +102,8 @@ def random(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
 
 class InPlace(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(2.0))
+        x.numpy()[:] *= 2.0  # which no version of the tensor counts
+        return super().forward(x)
 
 
 def changes_batch(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
