@@ -54,7 +54,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     a, b = x[..., :half], x[..., half : 2 * half]
-    torch.mul(a, cos, out=y[..., :half]).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=y[..., half : 2 * half]).addcmul_(a, sin)
+    torch.mul(x[..., : 2 * half], torch.cat([cos, cos], -1), out=y[..., : 2 * half])  # rows as long as may be
+    y[..., :half].addcmul_(b, sin, value=-1)
+    y[..., half : 2 * half].addcmul_(a, sin)
     y[..., 2 * half :] = x[..., 2 * half :]
     return y
