@@ -119,7 +119,7 @@ class CostModel:
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
         self._homes: dict[tuple[Split, int, str], dict[str, HomeTime]] = {}
         self._priced: dict[Split, dict[tuple[str, str], tuple[Times, Times]]] = {}
-        self._stages: dict[tuple[Split, int, str, int], StageTimes] = {}
+        self._stages: dict[tuple[Split, int, str, int, int], StageTimes] = {}
         self._updates: dict[Split, tuple[float, float]] = {}
         self._elements: dict[tuple[Split, int, int], tuple[float, float, float]] = {}
 
@@ -242,11 +242,10 @@ class CostModel:
 
     def stages(self, layout: PlannedLayout) -> StageTimes:
         """Times of each stage (chunk) on one micro-batch."""
-        number = layout.pp * layout.vp
-        key = layout.split, layout.micro_batch, layout.recompute, number
+        p = layout.pp
+        key = layout.split, layout.micro_batch, layout.recompute, p, layout.vp
         if key not in self._stages:
-            costs = self._stage_costs(layout, number)
-            p = layout.pp
+            costs = self._stage_costs(layout, p * layout.vp)
             last = sum(cost.forward + cost.backward for cost in costs[p - 1 :: p])
             ramps = sum(cost.forward + cost.backward for cost in costs[: p - 1])
             first_forward = sum(cost.forward for cost in costs[::p])

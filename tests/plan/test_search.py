@@ -44,6 +44,7 @@ def test_best_layouts_equal_those_of_brute_force(
     models = Models(asked)
     tried = [models.forecast(layout) for layout in layouts(asked)]
     fitting = sorted(p.step.total for p in tried if p.memory.total <= asked.memory_bytes)
+    assert all(models.cost.bound(p.layout) <= p.step.total * (1 + 1e-9) for p in tried)
     found = search(asked, most=10)
     assert found.candidates == len(tried)
     assert [p.step.total for p in found.best] == pytest.approx(fitting[:10], rel=1e-12)
