@@ -21,6 +21,7 @@ from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.layer_counts import LayerCounts
 from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, Split
+from mlm.plan.memory import homes_of
 from mlm.plan.pipeline_time import pipeline_time
 from mlm.plan.trace import Attention, Message, Product, Work
 
@@ -323,16 +324,10 @@ class CostModel:
         """Elements of the first pipeline rank, which has the most: experts, the rest, and a tied table."""
         key = layout.split.of_state, layout.pp, layout.vp
         if key not in self._elements:
-            split, number = layout.split, layout.pp * layout.vp
-            kinds = Counter[int]()
-            for layers in stage_layers(self.counts.kinds, number)[:: layout.pp]:
-                kinds += layers
-            homes = Counter({str(kind): count for kind, count in kinds.items()})
-            homes[FIRST if layout.pp > 1 else BOTH] += 1
+            split, homes = layout.split, homes_of(self.counts.kinds, layout.pp, layout.vp, 0)
             state = [(e, n) for home, n in homes.items() for e in self.counts.state(split, home)]
             experts = sum(n * e.size for e, n in state if e.is_expert)
-            ends = {home: sum(e.size for e in self.counts.state(split, home)) for home in (FIRST, LAST, BOTH)}
-            tied = (ends[FIRST] + ends[LAST] - ends[BOTH]) if layout.pp > 1 else 0
+            tied = self.counts.tied(split) if layout.pp > 1 else 0
             self._elements[key] = experts, sum(n * e.size for e, n in state) - experts, tied
         return self._elements[key]
 
@@ -380,7 +375,7 @@ class CostModel:
         if split not in self._updates:
             counted = self.counts.counts(split)
             homes = (BOTH, *map(str, set(self.counts.kinds)))
-            held = sum(e.size for home in homes for e in self.counts.state(split, home))
+            held = sum(self.counts.elements(split, home) for home in homes)
             took = self.traffic(counted.per_step, fused=False)
             took += sum(self.price(counted.per_step, split, fused=False)[:2])
             self._updates[split] = counted.trained / held, took / held
