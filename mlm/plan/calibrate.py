@@ -1,7 +1,6 @@
 """`mlm plan calibrate`: measure this machine, or the cluster that it is launched on, for `hardware=`."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from statistics import median
@@ -15,7 +14,7 @@ from mlm.launch.environment import THREADS, read_rank_place, typed_threads
 from mlm.launch.start import run_job
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.calibrate_fit import Timing, figures, fit, implausible, of_kind
+from mlm.plan.calibrate_fit import Timing, figures, fit
 from mlm.plan.calibrate_measure import Measurements, Workload
 from mlm.plan.config import CalibrationJob, Format, PlanCalibrateConfig
 from mlm.plan.hardware import (
@@ -34,7 +33,7 @@ from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
 from mlm.util.results import CALIBRATION_MARK, target_name, write_result
 from mlm.util.system import host_memory
-from mlm.util.terminal import add_row, console, progress_bar, table
+from mlm.util.terminal import console, progress_bar
 
 MOST_RANKS = 8
 """Ranks that are started on a CPU host without `ranks`."""
@@ -94,34 +93,22 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | N
     device = "cpu" if ctx.device.type == "cpu" else "gpu"
     counts = counts_of(measurements.run_of(1, 1), device)
     hardware = fit(timings, counts, blank(config.name, ctx, base), dtype)
-    if workload is None and (low := implausible(hardware)):
-        raise UserError(
-            f"measured {', '.join(low)}, which no working machine has: end other programs and start again"
-        )
     if ctx.is_main:
-        show(hardware, timings, dtype)
         write(hardware, config, ctx)
 
 
 def measure(ctx: ParallelContext, measurements: Measurements, most: float) -> list[Timing]:
-    """The medians of all ranks, on every rank, measured once more if other programs took the processors.
-
-    Raises UserError if they still do.
-    """
-    for is_last in (False, True):
-        with progress_bar("measuring", len(measurements.tasks), shown=ctx.is_main) as advance:
-            timings, waiting = measurements.run(advance)
-        each = Ranks.of(ctx).all_gather([waiting, *(timing.seconds for timing in timings)])
-        waits, *columns = zip(*each, strict=True)
-        if max(waits) <= most:
-            return [one._replace(seconds=median(its)) for one, its in zip(timings, columns, strict=True)]
-        busy = f"other programs had the processors for {max(waits):.0%} of the time"
-        if ctx.is_main and not is_last:
-            console().print(f"{busy}; measuring once more")
-    raise UserError(
-        f"max_waiting={most:g}: {busy}, so that nothing measured is this machine's own; end them and start "
-        "again, or start fewer ranks"
-    )
+    """The medians of all ranks, on every rank. Raises UserError if other programs took the processors."""
+    with progress_bar("measuring", len(measurements.tasks), shown=ctx.is_main) as advance:
+        timings, waiting = measurements.run(advance)
+    each = Ranks.of(ctx).all_gather([waiting, *(timing.seconds for timing in timings)])
+    waits, *columns = zip(*each, strict=True)
+    if max(waits) > most:
+        raise UserError(
+            f"max_waiting={most:g}: other programs had the processors for {max(waits):.0%} of the time, so "
+            "that nothing measured is this machine's own; end them and start again, or start fewer ranks"
+        )
+    return [one._replace(seconds=median(its)) for one, its in zip(timings, columns, strict=True)]
 
 
 def blank(name: str | None, ctx: ParallelContext, base: int) -> HardwareConfig:
@@ -139,32 +126,10 @@ def blank(name: str | None, ctx: ParallelContext, base: int) -> HardwareConfig:
     return replace(hardware, power_w=power, peak_tflops=PeakConfig(**peaks))
 
 
-def show(hardware: HardwareConfig, timings: Sequence[Timing], dtype: str) -> None:
-    """Print what was measured, for people."""
-    threads = f" of {torch.get_num_threads()} threads" if hardware.device == "cpu" else ""
-    rows = table(f"{hardware.name}: each of {hardware.devices_per_node} ranks{threads}", "measured", "#", "")
-    rates = dict[str, float]()
-    for product in of_kind(timings, "product"):
-        rates[product.name] = max(product.rate, rates.get(product.name, 0.0))
-    for name in sorted(rates, key=lambda name: name != dtype):
-        add_row(rows, f"{name} products", f"{rates[name] / 1e12:.3g}", "TFLOP/s")
-    add_row(rows, "attention", f"{hardware.efficiency.attention:.0%}", "of the peak")
-    add_row(rows, "memory", f"{hardware.memory_gbps:.3g}", "GB/s")
-    add_row(
-        rows, "kernels", f"{hardware.efficiency.memory:.0%}", f"of it, {hardware.kernel_us:.3g} us at least"
-    )
-    for kind, where in (("within", "within a host"), ("across", "between hosts")):
-        messages = of_kind(timings, kind)
-        for name in dict.fromkeys(message.name for message in messages):
-            mine = [message for message in messages if message.name == name]  # the smallest first
-            rate, least = mine[-1].passes[1] / mine[-1].seconds, mine[0].seconds
-            add_row(rows, f"{name}, {where}", f"{rate / 1e9:.3g}", f"GB/s, {least * 1e6:.0f} us at least")
-    console().print(rows)
-
-
 def write(hardware: HardwareConfig, config: CalibrationJob, ctx: ParallelContext) -> None:
-    """Keep the result for `hardware=this`, and write `out` where it is given. Raises UserError."""
+    """Print the result, keep it for `hardware=this`, and write `out` if given. Raises UserError."""
     content, out = as_yaml(hardware, ctx.world_size, ctx.dp.size), console()
+    out.print(content.decode())
     kept = calibration_file()
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -7,20 +7,21 @@ repeated.
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 from mlm.config.suggest import divisors
 from mlm.config.tree import values_of
-from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
-from mlm.plan.config import PlanLayoutsConfig, PlannedModelConfig
+from mlm.plan.config import PlanLayoutsConfig
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB
+from mlm.training.checks import context_problem
 from mlm.training.config import PretrainConfig, TrainConfig
 
 CONTEXT_SIZES = (1, 2, 4, 8)
@@ -56,6 +57,11 @@ class Query:
         """Samples of a step."""
         return self.run.train.global_batch_size
 
+    def with_batch(self, size: int) -> "Query":
+        """The same with another global batch."""
+        train = replace(self.run.train, global_batch_size=size)
+        return replace(self, run=replace(self.run, train=train))
+
     @cached_property
     def values(self) -> dict[str, Any]:
         """The run's settings by key."""
@@ -67,27 +73,16 @@ class Query:
         return self.hardware.for_ranks(self.gpus).memory_gib * GIB
 
 
-def run_of(config: PlannedModelConfig, global_batch: int) -> PretrainConfig:
-    """The pretraining run of a planned model, on random tokens."""
-    return PretrainConfig(
-        name=config.name,
-        out="",
-        model=config.model,
-        lora=config.lora,
-        optimizer=config.optimizer,
-        precision=config.precision,
-        data=DataConfig(kind="synthetic", seq_length=config.data.seq_length),
-        train=TrainConfig(global_batch_size=global_batch),
-    )
-
-
 def query_of(config: PlanLayoutsConfig) -> Query:
     """The search that the settings ask for."""
-    parallel = config.parallel
+    parallel, train = config.parallel, {n: getattr(config.train, n) for n in TrainConfig.__slots__}
     fixed = {name: getattr(parallel, name) for name in type(parallel).__dataclass_fields__}
     fixed["micro_batch"] = config.train.micro_batch_size
+    shared = {name: getattr(config, name) for name in PretrainConfig.__slots__}
+    train["micro_batch_size"] = train["micro_batch_size"] or 1
+    shared |= {"out": "", "parallel": ParallelConfig(), "train": TrainConfig(**train)}
     return Query(
-        run=run_of(config, config.train.global_batch_size),
+        run=PretrainConfig(**shared),
         hardware=config.hardware,
         gpus=config.gpus,
         fixed={name: value for name, value in fixed.items() if value is not None},
@@ -189,7 +184,8 @@ def _context_sizes(query: Query) -> list[int]:
     each split of their experts is counted apart.
     """
     model = query.model
-    if not model.family.splits_sequences or model.attention_dropout or model.architecture.experts:
+    is_whole = context_problem(2, model, query.run.data) is not None
+    if is_whole or model.attention_dropout or model.architecture.experts:
         return [1]
     return [cp for cp in CONTEXT_SIZES if query.gpus % cp == 0 and (cp == 1 or query.seq % (2 * cp) == 0)]
 

@@ -1,6 +1,6 @@
 """Checks of the settings of `mlm plan`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,23 +8,19 @@ from mlm.config.suggest import around, divisors, either, multiples_around, neare
 from mlm.config.tree import out_of_range, values_of
 from mlm.data.blend_checks import blend_problems
 from mlm.launch.checks import problems_of
-from mlm.models.family import model_problem
-from mlm.parallel.layout_checks import (
-    MAX_CPU_RANKS,
-    RANK_RULES,
-    TRAIN_RULES,
-    Launch,
-)
+from mlm.parallel.layout_checks import MAX_CPU_RANKS, RANK_RULES, TRAIN_RULES, Launch, LayoutValues
 from mlm.parallel.nearest_layout import layout_problems
-from mlm.plan.candidates import Query, Rejections, layouts, query_of, settings, splits
+from mlm.plan.candidates import Query, Rejections, first_breach, layouts, query_of, settings
 from mlm.plan.config import (
     PlanCalibrateConfig,
+    PlanCompareConfig,
     PlanDryRunConfig,
     PlanLayoutsConfig,
     PlanMemoryConfig,
     PlanScheduleConfig,
 )
-from mlm.training.checks import SETTINGS_RULES
+from mlm.plan.layout import PlannedLayout
+from mlm.training.checks import SETTINGS_RULES, context_problem
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream, result_problems
 
@@ -63,33 +59,45 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     outside = out_of_range(config)
     query = query_of(config)
     values = settings(query, {"sequence_parallel": False, "tp": 1})
-    problems = [model_problem(config.model), _dtype_has_units(config)]
-    problems += [_out_ends_in(config.out, TABLE_ENDINGS, "plan"), _price_has_tokens(config)]
+    problems = [rule(query.run, Launch(None, None)) for rule in SETTINGS_RULES]
+    problems += [_dtype_has_units(config), _out_ends_in(config.out, TABLE_ENDINGS, "plan")]
+    problems += [_price_has_tokens(config)]
+    if not any(problems):
+        problems.append(context_problem(config.parallel.cp or 1, config.model, config.data))
     problems += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
     if not outside and not any(problems):
         problems.append(_some_layout_is_valid(query))
     return _without_followups(outside, problems)
 
 
-def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
-    """Problems of `mlm plan memory`."""
+def check_plan_compare(config: PlanCompareConfig) -> list[Problem]:
+    """Problems of `mlm plan compare`."""
     outside = out_of_range(config)
-    parallel = config.parallel
-    ranks = parallel.replica * (parallel.dp or 1)
-    problems = [model_problem(config.model), _dtype_has_units(config)]
-    problems.append(_out_ends_in(config.out, TABLE_ENDINGS, "memory"))
-    problems += layout_problems(values_of(config), Launch(max(ranks, 1), None), TRAIN_RULES, outside)
-    if config.rank is not None and not outside and config.rank >= ranks:
-        problems.append(
-            Problem(("rank",), f"rank={config.rank} of {ranks} ranks", f"use rank={ranks - 1} or less")
-        )
+    problems = [rule(config, Launch(None, None)) for rule in SETTINGS_RULES]
+    problems += [_dtype_has_units(config), _out_ends_in(config.out, (".json",), "compare")]
+    if not outside and not any(problems):
+        problems += [_layout_is_valid(config, key) for key in ("a", "b")]
     return _without_followups(outside, problems)
 
 
+def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
+    """Problems of `mlm plan memory`: those of a dry run, and of the hardware."""
+    return _of_rank(config, [_dtype_has_units(config), _out_ends_in(config.out, TABLE_ENDINGS, "memory")])
+
+
 def check_plan_dry_run(config: PlanDryRunConfig) -> list[Problem]:
-    """Problems of `mlm plan dry-run`: those of `mlm pretrain`, without its devices and files."""
-    rules = (*SETTINGS_RULES, _rank_exists, _data_is_made_here, _record_can_be_written)
-    return [*problems_of(config, Launch(None, None), DRY_RUN_RULES, rules), *blend_problems(config.data)]
+    """Problems of `mlm plan dry-run`."""
+    return _of_rank(config, [_out_ends_in(config.out, (".json",), "rank", makes_folders=True)])
+
+
+def _of_rank(
+    config: PlanMemoryConfig | PlanDryRunConfig, problems: Iterable[Problem | None]
+) -> list[Problem]:
+    """Problems of `mlm pretrain` without its devices and files, of the rank, and others."""
+    found = problems_of(
+        config, Launch(None, None), DRY_RUN_RULES, (*SETTINGS_RULES, _rank_exists, _data_is_made_here)
+    )
+    return [*found, *blend_problems(config.data), *filter(None, problems)]
 
 
 def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
@@ -115,7 +123,7 @@ def _without_followups(outside: Mapping[str, Problem], problems: Iterable[Proble
     return [*outside.values(), *(each for each in problems if each and not each.concerns(outside))]
 
 
-def _dtype_has_units(config: PlanLayoutsConfig | PlanMemoryConfig) -> Problem | None:
+def _dtype_has_units(config: PlanLayoutsConfig | PlanCompareConfig | PlanMemoryConfig) -> Problem | None:
     dtype, peaks = config.precision.dtype, config.hardware.peak_tflops
     if getattr(peaks, dtype) is not None:
         return None
@@ -147,39 +155,29 @@ def _some_layout_is_valid(query: Query) -> Problem | None:
     rejected = rejections.examples()
     ranks = " * ".join(f"{key}={query.fixed[key]}" for key in ("tp", "cp", "pp", "dp") if key in query.fixed)
     why = rejected[0][0] if rejected else f"{ranks} do not make {query.gpus} ranks"
-    near = {"gpus": _near_gpus(query), "train.global_batch_size": _near_batch(query)}
+    plain = replace(query, fixed={**PLAINEST, **query.fixed})  # if any layout is valid, so is such a one
+    near = {
+        "gpus": _nearest(query.gpus, lambda n: replace(plain, gpus=n)),
+        "train.global_batch_size": _nearest(query.global_batch, plain.with_batch),
+    }
     fixes = [f"{name}={value}" for name, value in near.items() if value]
     fix = f"use {' or '.join(fixes)}" if fixes else "free some of the fixed settings"
     return Problem(("gpus", "train.global_batch_size"), f"gpus={query.gpus}: no layout is valid ({why})", fix)
 
 
-def _near_gpus(query: Query) -> int | None:
-    """The nearest number of GPUs for which there is a valid layout.
-
-    If any is valid, so is one with the plainest values of what is not fixed, which are few to try.
-    """
-    query = replace(query, fixed={**PLAINEST, **query.fixed})
+def _nearest(value: int, changed: Callable[[int], Query]) -> int | None:
+    """The nearest value with which there is a valid layout."""
     for distance in range(1, MOST_TRIED):
-        for gpus in (query.gpus - distance, query.gpus + distance):
-            if gpus > 0 and next(layouts(replace(query, gpus=gpus)), None):
-                return gpus
+        for n in (value - distance, value + distance):
+            if n > 0 and next(layouts(changed(n)), None):
+                return n
     return None
 
 
-def _near_batch(query: Query) -> int | None:
-    """The nearest batch for which there is a valid layout."""
-    fixed = {**PLAINEST, **query.fixed}
-    batches = []
-    for choice in splits(replace(query, fixed=fixed)):
-        quantum = choice["dp"] * fixed["micro_batch"] * (choice["pp"] if choice["vp"] > 1 else 1)
-        batches += multiples_around(query.global_batch, quantum)
-    return min(batches, key=lambda batch: abs(batch - query.global_batch), default=None)
-
-
-def _rank_exists(config: PlanDryRunConfig, _: Launch) -> Problem | None:
+def _rank_exists(config: PlanMemoryConfig | PlanDryRunConfig, _: Launch) -> Problem | None:
     layout = config.parallel
     ranks = layout.replica * (layout.dp or 1)
-    if config.rank < ranks:
+    if (config.rank or 0) < ranks:
         return None
     keys = ("tp", "pp", "dp") if layout.cp == 1 else ("tp", "cp", "pp", "dp")
     typed = " * ".join(f"{key}={getattr(layout, key) or 1}" for key in keys)
@@ -190,7 +188,20 @@ def _rank_exists(config: PlanDryRunConfig, _: Launch) -> Problem | None:
     )
 
 
-def _data_is_made_here(config: PlanDryRunConfig, _: Launch) -> Problem | None:
+def _layout_is_valid(config: PlanCompareConfig, key: str) -> Problem | None:
+    label = getattr(config, key)
+    try:
+        layout = PlannedLayout.named(label, config.train.global_batch_size)
+    except ValueError as error:
+        fix = "write it as `mlm plan layouts` does, such as tp8 pp4 dp16 sp mb2"
+        return Problem((key,), f"{key}={label}: {error}", fix)
+    values = LayoutValues({**values_of(config), **layout.settings(defaults=True)})
+    if broken := first_breach(TRAIN_RULES, values, Launch(layout.gpus, None)):
+        return Problem((key,), f"{key}={label}: {broken[1].why}", "use one that `mlm plan layouts` finds")
+    return context_problem(layout.cp, config.model, config.data)
+
+
+def _data_is_made_here(config: PlanMemoryConfig | PlanDryRunConfig, _: Launch) -> Problem | None:
     if config.data.kind != "indexed":
         return None
     return Problem(
@@ -198,10 +209,6 @@ def _data_is_made_here(config: PlanDryRunConfig, _: Launch) -> Problem | None:
         "data.kind=indexed reads a corpus, of which a dry run needs nothing but data.seq_length",
         "use data=synthetic",
     )
-
-
-def _record_can_be_written(config: PlanDryRunConfig, _: Launch) -> Problem | None:
-    return _out_ends_in(config.out, (".json",), "rank", makes_folders=True)
 
 
 def _interleaves(config: PlanScheduleConfig) -> Problem | None:

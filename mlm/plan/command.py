@@ -3,6 +3,7 @@
 from mlm.config.command import Command
 from mlm.plan.checks import (
     check_plan_calibrate,
+    check_plan_compare,
     check_plan_dry_run,
     check_plan_layouts,
     check_plan_memory,
@@ -10,6 +11,7 @@ from mlm.plan.checks import (
 )
 from mlm.plan.config import (
     PlanCalibrateConfig,
+    PlanCompareConfig,
     PlanDryRunConfig,
     PlanLayoutsConfig,
     PlanMemoryConfig,
@@ -18,6 +20,8 @@ from mlm.plan.config import (
 from mlm.plan.hardware import this_machine
 
 HARDWARE_FILES = {"hardware=this": this_machine}
+NO_DEVICES = ("data=synthetic", "cluster=local")
+"""Choices of a command that runs nothing on devices."""
 
 COMMANDS = (
     Command(
@@ -25,7 +29,8 @@ COMMANDS = (
         spec=PlanLayoutsConfig,
         target="mlm.plan.layouts:run",
         local_check=check_plan_layouts,
-        summary="find the fastest layouts of a model on some GPUs, with their time, memory and cost",
+        own_choices=NO_DEVICES,
+        summary="find the fastest, leanest or cheapest layouts of a model on some GPUs",
         about=(
             "Searches the layouts that `mlm pretrain` takes (tp, sequence parallelism, cp, pp, vp, schedule, "
             "dp, ep, zero, recomputation, micro-batch) on a number of GPUs, and prints the fastest that fit: "
@@ -52,22 +57,52 @@ COMMANDS = (
                 "What rejects other layouts, with tp=8 kept",
                 "mlm plan layouts model=gpt2_sc21_39b gpus=512 train.global_batch_size=1536 tp=8 why=true",
             ),
-            ("Every number as a file", "mlm plan layouts model=gpt2_2_5b gpus=16 out=plan.json"),
+            (
+                "What memory costs in time",
+                "mlm plan layouts model=gpt2_2_5b gpus=16 goal=memory out=a.json",
+            ),
+            ("How many GPUs are worth their price", "mlm plan layouts model=gpt2_8b gpus=512 goal=cost"),
         ),
         file_groups=("hardware",),
         own_files=HARDWARE_FILES,
         keys=(
-            *("gpus", "tokens", "price_per_gpu_hour", "failures.mtbf_hours", "failures.checkpoint_s"),
+            *("gpus", "goal", "tokens", "price_per_gpu_hour", "failures.mtbf_hours", "failures.checkpoint_s"),
             *("failures.interval_s", "failures.restart_s", "show", "why", "out", "data.seq_length"),
             *("train.global_batch_size", "train.micro_batch_size", "tp", "cp", "pp", "vp", "dp"),
             *("sequence_parallel", "pipeline", "zero", "zero_reduce", "recompute"),
         ),
     ),
     Command(
+        words=("plan", "compare"),
+        config="plan_compare",
+        spec=PlanCompareConfig,
+        target="mlm.plan.compare:run",
+        local_check=check_plan_compare,
+        own_choices=NO_DEVICES,
+        positional=("a", "b"),
+        summary="compare two layouts of a model: which parts of a step make their difference",
+        about=(
+            "Forecasts a step in two layouts, named as `mlm plan layouts` names them, and shows as a "
+            "waterfall how the time of A becomes that of B: products, attention, other kernels, exposed "
+            "communication over tp, cp, ep, pp and dp, idle time of the pipeline, the optimizer. Memory and "
+            "GPU-hours follow."
+        ),
+        examples=(
+            (
+                "Tensor parallelism against sharded weights",
+                "mlm plan compare 'tp8 pp1 dp64 mb4' 'tp1 pp1 dp512 zero3 mb1' model=gpt2_8b",
+            ),
+        ),
+        file_groups=("hardware",),
+        own_files=HARDWARE_FILES,
+        keys=("a", "b", "out", "data.seq_length", "train.global_batch_size"),
+    ),
+    Command(
         words=("plan", "memory"),
         spec=PlanMemoryConfig,
         target="mlm.plan.one_layout:run",
         local_check=check_plan_memory,
+        own_choices=NO_DEVICES,
         summary="show the memory of one layout by part, on any rank, beside that of the device",
         about=(
             "Memory of a GPU at its fullest moment, counted in the model's own modules: weights, gradients "
@@ -98,7 +133,7 @@ COMMANDS = (
         spec=PlanDryRunConfig,
         target="mlm.plan.dry_run:run",
         local_check=check_plan_dry_run,
-        own_choices=("data=synthetic", "cluster=local"),
+        own_choices=NO_DEVICES,
         summary="run a step of any rank of any layout here, without its GPUs; count all it does",
         about=(
             "Runs the trainer of one rank of a layout on this machine, on tensors that have shapes and no "

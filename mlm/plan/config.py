@@ -4,15 +4,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, ResultFile
-from mlm.data.config import MicroBatchSize, SeqLength
 from mlm.launch.config import DistConfig
-from mlm.models.config import LoraConfig, ModelConfig
-from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize, VirtualSize
 from mlm.plan.goodput import FailureConfig
 from mlm.plan.hardware import HardwareConfig
-from mlm.training.config import PretrainConfig
+from mlm.training.config import PretrainConfig, TrainConfig
 
+SearchedSize = Annotated[
+    int | None, POSITIVE, Also("batch_size", "per_device_train_batch_size", "micro_batch_size")
+]
 Format = Literal["bf16", "fp16", "fp32", "fp64"]
 
 
@@ -46,39 +46,11 @@ class PlanScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanDataConfig:
-    """The samples of a planned run."""
+class SearchedBatchConfig(TrainConfig):
+    """The batch of a search, and what a run sets beside it."""
 
-    seq_length: SeqLength = 1024
-    """Tokens per sample, S."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GlobalBatchConfig:
-    """The batch of a planned run."""
-
-    global_batch_size: Annotated[int, POSITIVE, Also("train_batch_size")] = 512
-    """Samples per step over all replicas. A multiple of dp * micro_batch_size."""
-    steps: Annotated[int, POSITIVE] = 300_000
-    """Optimizer steps; a plan does not depend on them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SearchedBatchConfig(GlobalBatchConfig):
-    """The batch of a search."""
-
-    micro_batch_size: Annotated[
-        int | None, POSITIVE, Also("batch_size", "per_device_train_batch_size", "micro_batch_size")
-    ] = None
+    micro_batch_size: SearchedSize = None  # type: ignore[assignment]  # null too
     """Samples one rank runs through the model at once, B; null searches."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedBatchConfig(GlobalBatchConfig):
-    """The batch of one layout."""
-
-    micro_batch_size: MicroBatchSize = 8
-    """Samples one rank runs through the model at once, B; the rest are accumulated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,26 +87,24 @@ class SearchedLayoutConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedModelConfig:
-    """A model on hardware, as the commands share it that plan."""
+class PlannedRunConfig(PretrainConfig):
+    """A pretraining run, of which a command tells something without its devices."""
 
-    name: str
-    """Name of the model in reports."""
-    model: ModelConfig
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    hardware: HardwareConfig
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    data: PlanDataConfig = field(default_factory=PlanDataConfig)
+    out: ResultFile | None = None  # type: ignore[assignment]  # a run folder in what it derives from
+    """File to write beside the printed tables, .json or where rows are printed .csv; null writes none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanLayoutsConfig(PlannedModelConfig):
+class PlanLayoutsConfig(PlannedRunConfig):
     """The run spec of `mlm plan layouts`: search the layouts of a model on a number of GPUs."""
 
+    hardware: HardwareConfig
     gpus: Annotated[int, POSITIVE, Also("world_size", "num_gpus", "n_gpus")] = 8
-    """GPUs to use, all of them."""
+    """GPUs to use, all of them; goal=cost tries its halves too."""
+    goal: Literal["time", "cost", "memory"] = "time"
+    """time: the fastest layouts. memory: from the leanest to the fastest, those that no other beats in both
+    memory and time. cost: of gpus, gpus/2, gpus/4, … the numbers that no other beats in both GPU-hours and
+    time, with their fastest layouts, the cheapest first."""
     tokens: Annotated[float | None, POSITIVE, Also("train_tokens", "max_tokens")] = None
     """Tokens to train on, such as 300e9: adds days, energy and, with a price, cost."""
     price_per_gpu_hour: Annotated[float | None, POSITIVE] = None
@@ -143,33 +113,37 @@ class PlanLayoutsConfig(PlannedModelConfig):
     show: Annotated[int, POSITIVE] = 10
     """Layouts to show."""
     why: bool = False
-    """List also what rejected other layouts, and what limits the best."""
-    out: ResultFile | None = None
-    """File to write beside the printed tables: .json or .csv; null writes none."""
-    parallel: SearchedLayoutConfig = field(default_factory=SearchedLayoutConfig)
+    """List also what rejected other layouts."""
+    parallel: SearchedLayoutConfig = field(default_factory=SearchedLayoutConfig)  # type: ignore[assignment]
     train: SearchedBatchConfig = field(default_factory=SearchedBatchConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanMemoryConfig(PlannedModelConfig):
-    """The run spec of `mlm plan memory`: the memory of one layout, part by part."""
+class PlanCompareConfig(PlannedRunConfig):
+    """The run spec of `mlm plan compare`: two layouts of a model, part by part."""
 
-    rank: Annotated[int | None, NOT_NEGATIVE] = None
-    """A rank to show beside the first and the last of the pipeline; null shows those two."""
-    out: ResultFile | None = None
-    """File to write beside the printed table: .json or .csv; null writes none."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    train: PlannedBatchConfig = field(default_factory=PlannedBatchConfig)
+    hardware: HardwareConfig
+    a: str
+    """A layout as `mlm plan layouts` names it, such as "tp8 pp4 dp16 sp mb2": its words are its settings."""
+    b: str
+    """The layout that it is compared with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanDryRunConfig(PretrainConfig):
+class PlanMemoryConfig(PlannedRunConfig):
+    """The run spec of `mlm plan memory`: the memory of one layout, part by part."""
+
+    hardware: HardwareConfig
+    rank: Annotated[int | None, NOT_NEGATIVE] = None
+    """A rank to show beside the first and the last of the pipeline; null shows those two."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanDryRunConfig(PlannedRunConfig):
     """The run spec of `mlm plan dry-run`: a step of one rank of a pretraining run, without its devices."""
 
     rank: Annotated[int, NOT_NEGATIVE] = 0
     """The rank to run, of tp * pp * dp; ranks of a tensor-parallel group are neighbours."""
-    out: ResultFile | None = None  # type: ignore[assignment]  # a run folder in what it derives from
-    """File to write beside the printed tables: .json; null writes none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +161,7 @@ class PlanCalibrateConfig:
     """Format whose products are measured; null: bf16 on a GPU, fp32 on a CPU."""
     max_waiting: Annotated[float, PROBABILITY] = 0.1
     """Share of the time that a rank may wait for a processor which another program has. Above it the
-    measurement is repeated once, and then rejected."""
+    measurement is rejected."""
     dist: DistConfig = field(default_factory=DistConfig)
 
 

@@ -21,6 +21,7 @@ from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.layer_counts import LayerCounts
 from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, Split
+from mlm.plan.memory import homes_of
 from mlm.plan.pipeline_time import pipeline_time
 from mlm.plan.trace import Attention, Message, Product, Work
 
@@ -119,7 +120,7 @@ class CostModel:
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
         self._homes: dict[tuple[Split, int, str], dict[str, HomeTime]] = {}
         self._priced: dict[Split, dict[tuple[str, str], tuple[Times, Times]]] = {}
-        self._stages: dict[tuple[Split, int, str, int], StageTimes] = {}
+        self._stages: dict[tuple[Split, int, str, int, int], StageTimes] = {}
         self._updates: dict[Split, tuple[float, float, float]] = {}
         self._elements: dict[tuple[Split, int, int], tuple[float, float, float]] = {}
 
@@ -242,11 +243,10 @@ class CostModel:
 
     def stages(self, layout: PlannedLayout) -> StageTimes:
         """Times of each stage (chunk) on one micro-batch."""
-        number = layout.pp * layout.vp
-        key = layout.split, layout.micro_batch, layout.recompute, number
+        p = layout.pp
+        key = layout.split, layout.micro_batch, layout.recompute, p, layout.vp
         if key not in self._stages:
-            costs = self._stage_costs(layout, number)
-            p = layout.pp
+            costs = self._stage_costs(layout, p * layout.vp)
             last = sum(cost.forward + cost.backward for cost in costs[p - 1 :: p])
             ramps = sum(cost.forward + cost.backward for cost in costs[: p - 1])
             first_forward = sum(cost.forward for cost in costs[::p])
@@ -324,16 +324,10 @@ class CostModel:
         """Elements of the first pipeline rank, which has the most: experts, the rest, and a tied table."""
         key = layout.split.of_state, layout.pp, layout.vp
         if key not in self._elements:
-            split, number = layout.split, layout.pp * layout.vp
-            kinds = Counter[int]()
-            for layers in stage_layers(self.counts.kinds, number)[:: layout.pp]:
-                kinds += layers
-            homes = Counter({str(kind): count for kind, count in kinds.items()})
-            homes[FIRST if layout.pp > 1 else BOTH] += 1
+            split, homes = layout.split, homes_of(self.counts.kinds, layout.pp, layout.vp, 0)
             state = [(e, n) for home, n in homes.items() for e in self.counts.state(split, home)]
             experts = sum(n * e.size for e, n in state if e.is_expert)
-            ends = {home: sum(e.size for e in self.counts.state(split, home)) for home in (FIRST, LAST, BOTH)}
-            tied = (ends[FIRST] + ends[LAST] - ends[BOTH]) if layout.pp > 1 else 0
+            tied = self.counts.tied(split) if layout.pp > 1 else 0
             self._elements[key] = experts, sum(n * e.size for e, n in state) - experts, tied
         return self._elements[key]
 
@@ -372,8 +366,7 @@ class CostModel:
                 reduction = every * exposed(scatter, window_b if hides else 0.0, layers)
             optimizer *= weights / replicas + experts / copies
         if muon:
-            ends = self.counts.state(layout.split, FIRST if layout.pp > 1 else BOTH)
-            weights -= sum(e.size for e in ends)
+            weights -= self.counts.elements(layout.split, FIRST if layout.pp > 1 else BOTH)
             optimizer += muon * (weights / replicas + experts / copies)
             # In bf16, results to all replicas, or rows of gradients to owners and of results back.
             optimizer += over(self.gather, 2.0 if layout.zero == 0 else 4.0 / replicas)
@@ -390,7 +383,7 @@ class CostModel:
         if split not in self._updates:
             counted = self.counts.counts(split)
             homes = (BOTH, *map(str, set(self.counts.kinds)))
-            ends, *layers = (sum(e.size for e in self.counts.state(split, home)) for home in homes)
+            ends, *layers = (self.counts.elements(split, home) for home in homes)
             products, _, elementwise, *messages = self.price(counted.per_step, split, fused=False)
             muon = (products + sum(messages)) / sum(layers) if products else 0.0
             held = ends + sum(layers)

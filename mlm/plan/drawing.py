@@ -4,9 +4,7 @@ In a terminal lines are folded to its width. A cell begins with the op's letter 
 the colour of its op and chunk; idle time is dots.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 from rich.console import Console
@@ -18,129 +16,67 @@ from mlm.util.results import CREATOR
 NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight gradient"}
 INPUT_GRADIENT = "input gradient"  # what BACKWARD is where there are WEIGHT actions
 IDLE = "."
-MOST_LINES = 60  # of a picture; longer ones lose their middle
+MOST_LINES = 60  # of a picture
 MOST_UNEQUAL = 8  # a computation this many times shorter than the longest is drawn without its number
-TICK_COLUMNS = 10  # between numbers on the time axis, at least
 HUES = {Op.FORWARD: (43, 108, 176), Op.BACKWARD: (39, 119, 73), Op.WEIGHT: (192, 86, 33)}
 LIGHTEST = 0.65  # share of white in the last chunk's colour
 PAGE_WIDTH, ROW = 1000, 24
 """Width of a drawing in a page, and height of a rank, in its own units."""
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Time and chunks in characters."""
-
-    num_chunks: int
-    columns_per_time: float
-
-    def column(self, time: float) -> int:
-        """Column of a time, counted from the start."""
-        return round(time * self.columns_per_time)
-
-
 def draw(plan: Plan, screen: Console) -> None:
-    """Print the timeline of all ranks and its legend."""
-    scale = scale_for(plan)
-    margin = len(row_name(len(plan.timeline) - 1)) + 2
-    all_windows = windows(scale.column(plan.makespan), max(screen.width - margin, 20))
-    shown = max(MOST_LINES // (len(plan.timeline) + 2), 2)
-    first = all_windows if len(all_windows) <= shown else all_windows[: shown - shown // 2]
-    last = [] if len(all_windows) <= shown else all_windows[-(shown // 2) :]
-    draw_windows(plan, scale, first, screen, margin)
-    if last:
-        since, until = (column / scale.columns_per_time for column in (first[-1][1], last[0][0]))
-        screen.print(f"… from {since:.6g} to {until:.6g} left out; out=schedule.svg draws all …\n")
-    draw_windows(plan, scale, last, screen, margin)
-    screen.print(legend(plan, scale))
-
-
-def draw_windows(plan: Plan, scale: Scale, some: list[tuple[int, int]], screen: Console, margin: int) -> None:
-    """Each window of time [first column, end) as a block: the time axis, a line per rank, an empty line."""
-    for start, end in some:
-        screen.print(Text(f"{'time':<{margin}}{axis(scale, start, end)}".rstrip(), style="dim"))
-        for rank, spans in enumerate(plan.timeline):
-            line = Text(f"{row_name(rank):<{margin}}")
-            screen.print(line.append_text(row(spans, scale, start, end)), soft_wrap=True)
+    """Print all ranks' timelines, folded to the screen's width, of long ones the start; and a legend."""
+    chunks, margin = plan.num_stages // len(plan.timeline), len(f"rank {len(plan.timeline) - 1}  ")
+    scale, width = columns_per_time(plan, chunks), max(screen.width - margin, 20)
+    columns = round(plan.makespan * scale)
+    shown = min(columns, width * max(MOST_LINES // (len(plan.timeline) + 1), 2))
+    lines = [row(spans, chunks, scale, shown) for spans in plan.timeline]
+    for start in range(0, shown, width):
+        for rank, line in enumerate(lines):
+            name = Text(f"{f'rank {rank}':<{margin}}")
+            screen.print(name.append_text(line[start : start + width]), soft_wrap=True)
         screen.print()
+    if shown < columns:
+        screen.print(f"… the rest, from {shown / scale:.6g} on, is left out; out=schedule.svg draws all …\n")
+    words = [f"{op.value} {name}" for op, name in op_names(plan.timeline).items()]
+    more = ("", "; small letters: the second chunk", "; after the point: chunks")[min(chunks, 3) - 1]
+    screen.print("   ".join([*words, f"{IDLE} idle", f"numbers: micro-batches{more}"]))
 
 
-def row_name(rank: int) -> str:
-    """Label at the start of a line."""
-    return f"rank {rank}"
-
-
-def windows(total: int, width: int) -> list[tuple[int, int]]:
-    """Columns 0 to `total` split into windows [start, end) of at most `width`."""
-    return [(start, min(start + width, total)) for start in range(0, total, width)]
-
-
-def scale_for(plan: Plan) -> Scale:
+def columns_per_time(plan: Plan, chunks: int) -> float:
     """As many columns per time as the shortest computation needs for its label."""
     spans = [span for rank in plan.timeline for span in rank]
-    num_chunks = plan.num_stages // len(plan.timeline)
-    cell = max(len(label(span.action, num_chunks)) for span in spans)
     lengths = [span.end - span.start for span in spans]
-    shortest = max(min(lengths), max(lengths) / MOST_UNEQUAL)
-    return Scale(num_chunks, cell / shortest)
+    cell = max(len(label(span.action, chunks)) for span in spans)
+    return cell / max(min(lengths), max(lengths) / MOST_UNEQUAL)
 
 
-def label(action: Action, num_chunks: int) -> str:
+def label(action: Action, chunks: int) -> str:
     """Label of a cell: F3, and on the second of two chunks f3; of more chunks F3.2."""
-    letter = action.op.value.lower() if num_chunks == 2 and action.chunk else action.op.value
-    return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if num_chunks > 2 else "")
+    letter = action.op.value.lower() if chunks == 2 and action.chunk else action.op.value
+    return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if chunks > 2 else "")
 
 
-def row(spans: tuple[TimedAction, ...], scale: Scale, start: int, end: int) -> Text:
-    """A rank's computations and idle times in columns [start, end)."""
-    line, at = Text(), start
+def row(spans: Sequence[TimedAction], chunks: int, scale: float, columns: int) -> Text:
+    """A rank's computations and idle times in the first columns."""
+    line = Text()
     for span in spans:
-        first, last = scale.column(span.start), scale.column(span.end)
-        if last <= at:
+        first, last = (min(round(time * scale), columns) for time in (span.start, span.end))
+        if last <= len(line):
             continue
-        if first >= end:
+        line.append(IDLE * (first - len(line)), style="dim")
+        text = label(span.action, chunks).ljust(last - first, "-")
+        line.append(text[: last - len(line)], style=style_of(span.action, chunks))
+        if last == columns:
             break
-        line.append(IDLE * (max(first, at) - at), style="dim")
-        colour = fill(span.action, scale.num_chunks)
-        text = label(span.action, scale.num_chunks).ljust(last - first, "-")
-        shown = text[max(at - first, 0) : min(last, end) - first]
-        line.append(shown, style=f"{ink(colour)} on {colour}")
-        at = min(last, end)
-    return line.append(IDLE * (end - at), style="dim")
+    return line.append(IDLE * (columns - len(line)), style="dim")
 
 
-def axis(scale: Scale, start: int, end: int) -> str:
-    """Times over their columns, at round distances."""
-    line = ""
-    step = round_step(TICK_COLUMNS / scale.columns_per_time)
-    for tick in ticks(start / scale.columns_per_time, end / scale.columns_per_time, step):
-        column = scale.column(tick) - start
-        if column >= 0 and column + len(f"{tick:.6g}") <= end - start:
-            line = f"{line:<{column}}{tick:.6g}"
-    return line
-
-
-def ticks(start: float, end: float, step: float) -> Iterator[float]:
-    """Multiples of `step` from `start` to `end`."""
-    for number in range(math.ceil(start / step - 1e-9), math.floor(end / step + 1e-9) + 1):
-        yield number * step
-
-
-def round_step(least: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is at least `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
-
-
-def legend(plan: Plan, scale: Scale) -> str:
-    """Legend of the cells."""
-    words = [f"{op.value} {name}" for op, name in op_names(plan.timeline).items()]
-    line = "   ".join([*words, f"{IDLE} idle", "numbers: micro-batches"])
-    if scale.num_chunks == 1:
-        return line
-    return (
-        f"{line}; {'small letters: the second chunk' if scale.num_chunks == 2 else 'after the point: chunks'}"
-    )
+def style_of(action: Action, chunks: int) -> str:
+    """Ink and colour of a computation's cell."""
+    white = LIGHTEST * action.chunk / max(chunks - 1, 1)
+    colour = "".join(f"{round(value + white * (255 - value)):02x}" for value in HUES[action.op])
+    return f"{'black' if white > 0.3 else 'white'} on #{colour}"
 
 
 def op_names(lines: Sequence[Sequence[TimedAction]]) -> dict[Op, str]:
@@ -148,18 +84,6 @@ def op_names(lines: Sequence[Sequence[TimedAction]]) -> dict[Op, str]:
     ops = {span.action.op for spans in lines for span in spans}
     names = NAMES | ({Op.BACKWARD: INPUT_GRADIENT} if Op.WEIGHT in ops else {})
     return {op: names[op] for op in Op if op in ops}
-
-
-def fill(action: Action, num_chunks: int) -> str:
-    """The colour of a computation's cell, as #rrggbb."""
-    white = LIGHTEST * action.chunk / max(num_chunks - 1, 1)
-    return "#" + "".join(f"{round(value + white * (255 - value)):02x}" for value in HUES[action.op])
-
-
-def ink(colour: str) -> str:
-    """Black or white, whichever reads better on a colour given as #rrggbb."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
 
 
 def svg_timeline(plan: Plan) -> Markup:

@@ -12,7 +12,7 @@ import torch
 
 from mlm.config.build import to_dict
 from mlm.plan.config import PlanDryRunConfig
-from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, OPTIMIZER, RECOMPUTED, MessageType
+from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, OPTIMIZER, RECOMPUTED
 from mlm.plan.dry_run_rank import META, DryRun, dry_run
 from mlm.util.errors import writing_to
 from mlm.util.results import target_name, write_result
@@ -36,11 +36,12 @@ def run(config: PlanDryRunConfig) -> DryRun:
     for name in ("torch.distributed", "torch.nn.parallel"):  # advice for real groups
         logging.getLogger(name).setLevel(logging.ERROR)
     result = dry_run(config, config.rank, device=CPU if config.dist.device == "cpu" else META)
-    show(result, config, screen)
+    found = record(result, config)
+    show(found, screen)
     if config.out is not None:
         with writing_to(str(config.out)):
             Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-        write_result(config.out, record(result, config))
+        write_result(config.out, found)
         screen.print(f"written to {target_name(config.out)}")
     return result
 
@@ -55,16 +56,11 @@ def flops_of(result: DryRun) -> dict[str, int]:
     return {**phases, "model": model, "hardware": sum(phases.values())}
 
 
-def messages_of(result: DryRun) -> list[tuple[MessageType, int]]:
-    """Messages by axis with their counts, the most bytes first."""
-    return sorted(
-        result.counts.messages.items(), key=lambda item: (item[0].axis, -item[0].bytes * item[1], item[0])
-    )
-
-
 def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
     """All of a dry run in values that JSON holds; bytes and FLOPs are of this rank and one step."""
-    ctx, peak = result.ctx, result.log.peak()
+    ctx, peak, counts = result.ctx, result.log.peak(), result.counts
+    messages = sorted(counts.messages.items(), key=lambda each: (each[0].axis, -each[0].bytes * each[1]))
+    most = {phase: result.log.peak(phase).bytes for phase in (FORWARD, BACKWARD, OPTIMIZER)}
     return {
         "format": "mlm-dry-run-1",
         "settings": to_dict(config),
@@ -75,17 +71,17 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
         "micro_batches": result.micro_batches,
         "micro_batches_run": result.micro_batches_run,
         "attention": result.attention,
-        "scope": scope(result),
+        "scope": SCOPE.format("CPU" if ctx.device == CPU else "GPU"),
         "parameters": result.parameters,
         "flops": flops_of(result),
         "flops_by_module": [
             {"phase": phase, "module": module, "flops": n}
-            for (phase, module), n in sorted(result.counts.flops.items())
+            for (phase, module), n in sorted(counts.flops.items())
             if n
         ],
         "communication": [
             {**message._asdict(), "count": n, "ring_bytes_each": message.ring_bytes}
-            for message, n in messages_of(result)
+            for message, n in messages
         ],
         "memory": {
             "peak": peak.bytes,
@@ -94,65 +90,51 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
             "parts": peak.parts,
             "by_module": peak.modules,
             "by_phase": peak.made_in,
-            "peak_of_phase": {
-                phase: result.log.peak(phase).bytes for phase in (FORWARD, BACKWARD, OPTIMIZER)
-            },
+            "peak_of_phase": most,
         },
     }
 
 
-def show(result: DryRun, config: PlanDryRunConfig, screen: Screen) -> None:
-    """Print the tables."""
-    ctx, peak = result.ctx, result.log.peak()
-    layout = f"tp={ctx.tp.size}{f' cp={ctx.cp.size}' * (ctx.cp.size > 1)} pp={ctx.pp.size} dp={ctx.dp.size}"
-    place = f"tensor {ctx.tp.rank}, stage {ctx.pp.rank}, replica {ctx.dp.rank}"
-    screen.print(f"{config.name}: rank {ctx.rank} of {ctx.world_size} ({layout}): {place}")
-    chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in result.layers)
-    screen.print(f"layers {chunks}; {result.parameters:,} parameters here")
-    ran = (
-        f", {result.micro_batches_run} of them run" if result.micro_batches_run < result.micro_batches else ""
-    )
-    screen.print(f"one step: {result.micro_batches} micro-batches{ran}; {result.attention} attention\n")
-    flops = [(name, f"{n:,}", f"{n / 1e12:,.3f}") for name, n in flops_of(result).items() if n]
+def show(found: dict[str, Any], screen: Screen) -> None:
+    """Print a record."""
+    place, memory = found["place"], found["memory"]
+    where = ", ".join(f"{axis} {rank}" for axis, rank in place.items())
+    screen.print(f"{found['settings']['name']}: rank {found['rank']} of {found['ranks']} ({where})")
+    chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in found["layers"])
+    screen.print(f"layers {chunks}; {found['parameters']:,} parameters here")
+    steps = f"{found['micro_batches']} micro-batches, {found['micro_batches_run']} of them run"
+    screen.print(f"one step: {steps}; {found['attention']} attention\n")
+    flops = [(name, n, f"{n / 1e12:,.3f}") for name, n in found["flops"].items() if n]
     show_table(screen, "Matrix products of a step", ("", "FLOPs#", "TFLOPs#"), flops)
     messages = [
         (
-            *(message.axis, message.operation, f"{n:,}", f"{message.bytes:,}", f"{n * message.bytes:,}"),
-            f"{n * message.ring_bytes / 1e9:,.6g}",
+            *(each["axis"], each["operation"], each["count"], each["bytes"], each["count"] * each["bytes"]),
+            f"{each['count'] * each['ring_bytes_each'] / 1e9:,.6g}",
         )
-        for message, n in messages_of(result)
+        for each in found["communication"]
     ]
     columns = ("axis", "operation", "count#", "bytes each#", "bytes#", "GB sent in a ring#")
     show_table(screen, "Communication of a step", columns, messages)
-    parts = [(part, f"{n:,}", _gib(n), f"{n / peak.bytes:.1%}") for part, n in peak.parts.items()]
-    parts.append(("peak", f"{peak.bytes:,}", _gib(peak.bytes), ""))
-    if ctx.device == CPU:
-        process = peak.bytes + PROCESS
-        parts.append(("process, if it keeps no freed blocks", f"{process:,}", _gib(process), ""))
-    for phase in (FORWARD, BACKWARD, OPTIMIZER):
-        most = result.log.peak(phase).bytes
-        parts.append((f"most while in {phase}", f"{most:,}", _gib(most), ""))
-    show_table(screen, f"Memory at its peak (in {peak.phase})", ("", "bytes#", "GiB#", "share#"), parts)
-    makers = [("made by", module, f"{n:,}", _gib(n)) for module, n in peak.modules.items()]
-    makers += [("made in", phase, f"{n:,}", _gib(n)) for phase, n in peak.made_in.items()]
+    sizes = {**memory["parts"], "peak": memory["peak"]}
+    if "process" in memory:
+        sizes["process, if it keeps no freed blocks"] = memory["process"]
+    sizes |= {f"most while in {phase}": most for phase, most in memory["peak_of_phase"].items()}
+    rows = [(name, n, f"{n / 2**30:.3f}", f"{n / memory['peak']:.1%}") for name, n in sizes.items()]
+    show_table(screen, f"Memory at its peak (in {memory['phase']})", ("", "bytes#", "GiB#", "of it#"), rows)
+    makers = [
+        (how, maker, n, f"{n / 2**30:.3f}")
+        for how, sizes in (("made by", memory["by_module"]), ("made in", memory["by_phase"]))
+        for maker, n in sizes.items()
+    ]
     title = "The same without weights, gradients and optimizer state, by module and by phase"
     show_table(screen, title, ("", "", "bytes#", "GiB#"), makers)
-    screen.print(scope(result))
+    screen.print(found["scope"])
 
 
-def scope(result: DryRun) -> str:
-    """Return what was counted, and what was not."""
-    return SCOPE.format("CPU" if result.ctx.device == CPU else "GPU")
-
-
-def show_table(screen: Screen, title: str, columns: Iterable[str], rows: Sequence[Sequence[str]]) -> None:
+def show_table(screen: Screen, title: str, columns: Iterable[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table if it has rows."""
     made = table(title, *columns)
     for row in rows:
-        add_row(made, *row)
+        add_row(made, *(f"{cell:,}" if isinstance(cell, int) else cell for cell in row))
     if rows:
         screen.print(made)
-
-
-def _gib(n: int) -> str:
-    return f"{n / 2**30:.3f}"

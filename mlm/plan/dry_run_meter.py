@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mlm.models.backbone import Transformer
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Allocation, Log
-from mlm.plan.trace import Trace
+from mlm.plan.trace import Trace, tensors_of
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
     "forward",
@@ -187,9 +187,8 @@ class Meter(TorchDispatchMode):
             self.trace.operator((self.now(), self.labels.now()), func, args, kwargs or {}, out, flops)
         if func.namespace == "c10d":
             self.count_message(func.__name__.split(".")[0], args)
-        for tensor in (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ():
-            if isinstance(tensor, Tensor):
-                self.see(tensor)
+        for tensor in tensors_of([out]):
+            self.see(tensor)
         return out
 
     def count_flops(self, packet: Any, flops: int) -> None:
@@ -205,7 +204,7 @@ class Meter(TorchDispatchMode):
         if name not in OPERATIONS:
             return
         operation = OPERATIONS[name]
-        tensors = [x for x in _flat(args[:2]) if isinstance(x, Tensor)]
+        tensors = list(tensors_of(args[:2]))
         group = next(x for x in args if isinstance(x, torch.ScriptObject))
         axis, ranks = self.axes[dist.ProcessGroup.unbox(group).group_name]
         counted = max(tensor.nbytes for tensor in tensors)
@@ -306,8 +305,8 @@ class Meter(TorchDispatchMode):
         self.log.begin_pass(BACKWARD)
         if self.trace is not None:
             self.trace.begin_pass()
-        for x in _flat(args):
-            if isinstance(x, Tensor) and (block := self.block_of(x)) is not None:
+        for x in tensors_of(args):
+            if (block := self.block_of(x)) is not None:
                 block.is_input = True
 
 
@@ -325,12 +324,3 @@ def label_of(name: str) -> str:
     if len(words) < 3:
         return "residual and dropout" if len(words) == 2 else OUTSIDE
     return "norm" if words[2].endswith("norm") else words[2]
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    """Values, and those in lists and tuples of them."""
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value

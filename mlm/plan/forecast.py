@@ -23,8 +23,6 @@ from mlm.util.system import host_memory
 
 GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3
 """GiB that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""
-MOST_SIMULATED = 1 << 12
-"""Pairs of stage and micro-batch up to which the line before a run simulates its pipeline."""
 MOST_STAGES = 16
 """Pipeline stages whose memory a run's page shows."""
 GPU_QUERY = ("nvidia-smi", "--id=0", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
@@ -70,7 +68,7 @@ def lines(config: PretrainConfig, ranks: int) -> list[str]:
     """Lines to print before a run builds its model; empty where nothing can be said. Never raises."""
     if most := most_of_small(config, ranks):
         return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"]
-    run = try_forecast(config, ranks, quick=True)
+    run = try_forecast(config, ranks)
     return [] if run is None else [summary(run), *(() if run.fits else [warning(run)])]
 
 
@@ -84,7 +82,7 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
 
 def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
     """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
-    if most_of_small(config, ranks) or (run := try_forecast(config, ranks, quick=True)) is None:
+    if most_of_small(config, ranks) or (run := try_forecast(config, ranks)) is None:
         return []
     memory = Models(run.query).memory
     return [memory.peak(run.layout, stage) for stage in range(min(run.layout.pp, MOST_STAGES))]
@@ -114,51 +112,40 @@ def most_of_small(config: PretrainConfig, ranks: int) -> float:
         return 0.0
 
 
-def try_forecast(config: PretrainConfig, ranks: int, *, quick: bool = False) -> Forecast | None:
+def try_forecast(config: PretrainConfig, ranks: int) -> Forecast | None:
     """The forecast of a run; None where there is none: it must not be in the way of a run."""
     try:
-        return forecast_run(config, ranks, quick=quick)
+        return forecast_run(config, ranks)
     except Exception as error:
         log.debug("no forecast: %r", error)
         return None
 
 
-def forecast_run(config: PretrainConfig, ranks: int, *, quick: bool = False) -> Forecast:
+def forecast_run(config: PretrainConfig, ranks: int) -> Forecast:
     """The forecast of a run of so many ranks that this host is part of. Raises OSError and UserError."""
     place = read_rank_place(os.environ)
     machine = machine_of(config, place.local_world_size if place else ranks)
-    return forecast(config, ranks, machine, quick=quick)
+    return forecast(config, ranks, machine)
 
 
-def forecast(config: PretrainConfig, ranks: int, machine: Machine, *, quick: bool = False) -> Forecast:
-    """The forecast of a run on so many ranks.
-
-    `quick` takes the bound of a long pipeline's time, a few per cent below, and not its simulation.
-    """
-    parallel, train = config.parallel, config.train
-    layout = PlannedLayout.of(
-        parallel,
-        dp=ranks // parallel.replica,
-        micro_batch=train.micro_batch_size,
-        global_batch=train.global_batch_size,
-    )
+def forecast(config: PretrainConfig, ranks: int, machine: Machine) -> Forecast:
+    """The forecast of a run on so many ranks."""
+    layout = PlannedLayout.of(config, ranks // config.parallel.replica)
     query = Query(run=config, hardware=machine.hardware, gpus=ranks)
-    pairs = layout.pp * layout.vp * min(layout.micro_batches, 3 * layout.pp)
-    step_s, mfu = speed(query, layout, simulate=not quick or pairs <= MOST_SIMULATED)
-    memory = Models(query).memory
-    most, first = memory.worst(layout).total, memory.peak(layout).total
+    models = Models(query)
+    step_s, mfu = speed(models, layout)
+    most, first = models.memory.worst(layout).total, models.memory.peak(layout).total
     return Forecast(query, layout, machine, most, first, step_s, mfu)
 
 
-def speed(query: Query, layout: PlannedLayout, *, simulate: bool) -> tuple[float | None, float | None]:
+def speed(models: Models, layout: PlannedLayout) -> tuple[float | None, float | None]:
     """Step time and MFU; nothing where the hardware's peak is unknown, or CPU ranks share cores."""
-    hardware, dtype = query.hardware, query.run.precision.dtype
+    query, hardware, dtype = models.query, models.query.hardware, models.query.run.precision.dtype
     if getattr(hardware.peak_tflops, dtype) is None:
         return None, None
     if hardware.device == "cpu" and layout.gpus > hardware.devices_per_node:
         return None, None
-    models = Models(query)
-    step = models.cost.step(layout).total if simulate else models.cost.bound(layout)
+    step = models.cost.step(layout).total
     flops = model_flops(query.model, query.seq, layout.global_batch, layout.tp)
     return step, flops / (step * layout.gpus * models.cost.hardware.peak(dtype))
 

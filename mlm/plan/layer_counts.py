@@ -37,7 +37,10 @@ from mlm.training import pipelined
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
+from mlm.util.errors import UserError
 
+LONGEST = 160
+"""Characters of another's error in one of ours."""
 HOMES = {"head": VOCABULARY}
 """Homes of labels that are none: the last norm is a part of the head."""
 SIZES = (1, 1, 2)
@@ -119,7 +122,7 @@ class LayerCounts:
     def kinds(self) -> tuple[int, ...]:
         """Of each layer the first that is like it: of parameters of the same names and shapes."""
         model, firsts = self.run.model, dict[object, int]()
-        with META:
+        with without_numbers(self.run), META:
             module = model.family.model(model, stage=PipelineStage(range(model.num_layers), False, False))
         return tuple(firsts.setdefault(signature(layer), int(n)) for n, layer in module.layers.items())
 
@@ -139,6 +142,14 @@ class LayerCounts:
                 ]
             self._state[split, home] = found
         return self._state[split, home]
+
+    def elements(self, split: Split, home: str) -> int:
+        """Elements of a home's parameters."""
+        return sum(each.size for each in self.state(split, home))
+
+    def tied(self, split: Split) -> int:
+        """Elements of the table that both ends of a pipeline hold."""
+        return self.elements(split, FIRST) + self.elements(split, LAST) - self.elements(split, BOTH)
 
     def counts(self, split: Split) -> Counts:
         """Micro-batches of one sample and of two through a layer of each kind and the ends."""
@@ -171,6 +182,7 @@ class LayerCounts:
         ctx = split_context(split, meter)
         prepare_products(META)
         with ExitStack() as stack:
+            stack.enter_context(without_numbers(self.run))
             if self.device == "cpu":
                 stack.enter_context(patch.dict(chunks.CHUNK_BYTES, meta=chunks.CHUNK_BYTES["cpu"]))
             if self.device == "gpu":
@@ -181,6 +193,25 @@ class LayerCounts:
             with meter:
                 trainer: Trainer[MicroBatch] = Trainer(replace(self.run, parallel=layout), ctx)
             yield trainer, meter
+
+
+@contextmanager
+def without_numbers(run: PretrainConfig) -> Iterator[None]:
+    """Raise UserError where the user's own code needs numbers, of which meta tensors have none."""
+    try:
+        yield
+    except Exception as error:
+        kinds = {"model.kind": run.model.kind, "optimizer.kind": run.optimizer.kind}
+        own = [f"{key}={kind}" for key, kind in kinds.items() if ":" in kind]
+        cause = error.__cause__ or error  # of a problem that own code met
+        if not own or isinstance(cause, UserError):
+            raise
+        why = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        raise UserError(
+            f"{' '.join(own)}: cannot be planned, as it does not run on tensors without numbers "
+            f"({why[:LONGEST]}); let no shape or branch depend on values (item(), nonzero(), if), or train "
+            "without a plan"
+        ) from error
 
 
 KNOWN = dict[tuple[str, str], LayerCounts]()

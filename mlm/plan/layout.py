@@ -1,10 +1,12 @@
 """A layout with its batch, as plans compare them, and a model's operations on it."""
 
-from dataclasses import dataclass, fields
-from typing import Literal
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
+from mlm.training.config import PretrainConfig
 
 Schedule = Literal["1f1b", "gpipe", "zb_h1"]
 Recompute = Literal["none", "selective", "full"]
@@ -50,46 +52,26 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlannedLayout:
+class PlannedLayout(ParallelConfig):
     """A layout with its batch: all that a step's time and memory depend on besides model and hardware."""
 
-    tp: int = 1
-    pp: int = 1
-    vp: int = 1
     dp: int = 1
-    cp: int = 1
-    ep: int = 1
-    expert_tp: int | None = None
-    sequence_parallel: bool = False
-    tp_overlap: int = 1
-    pipeline: Schedule = "1f1b"
-    zero: Literal[0, 2, 3] = 0
-    zero_reduce: Literal["last", "every"] = "last"
-    recompute: Recompute = "none"
     micro_batch: int = 1
     global_batch: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, *, dp: int, micro_batch: int, global_batch: int) -> "PlannedLayout":
-        """The layout of these settings, with dp filled in."""
-        zero = parallel.zero if dp * parallel.cp > 1 else 0
-        return cls(
-            tp=parallel.tp,
-            pp=parallel.pp,
-            vp=parallel.vp,
-            dp=dp,
-            cp=parallel.cp,
-            ep=parallel.ep,
-            expert_tp=parallel.expert_tp if parallel.tp > 1 else None,
-            sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
-            tp_overlap=parallel.tp_overlap if parallel.tp > 1 else 1,
-            pipeline=parallel.pipeline,
-            zero=zero,
-            zero_reduce=parallel.zero_reduce if zero else "last",
-            recompute=parallel.recompute,
-            micro_batch=micro_batch,
-            global_batch=global_batch,
-        )
+    def of(cls, run: PretrainConfig, dp: int) -> "PlannedLayout":
+        """The layout of a run, with dp filled in; settings without effect stay at their defaults."""
+        parallel, train = run.parallel, run.train
+        values: dict[str, Any] = {name: getattr(parallel, name) for name in ParallelConfig.__slots__}
+        if parallel.tp == 1:
+            values |= {"expert_tp": None, "sequence_parallel": False, "tp_overlap": 1}
+        if dp * parallel.cp == 1:
+            values["zero"] = 0
+        if not values["zero"]:
+            values["zero_reduce"] = "last"
+        values |= {"dp": dp, "micro_batch": train.micro_batch_size, "global_batch": train.global_batch_size}
+        return cls(**values)
 
     @property
     def gpus(self) -> int:
@@ -99,15 +81,7 @@ class PlannedLayout:
     @property
     def split(self) -> Split:
         """The fields on which the counts of a layer depend."""
-        return Split(
-            tp=self.tp,
-            cp=self.cp,
-            ep=self.ep,
-            expert_tp=self.expert_tp,
-            sequence_parallel=self.sequence_parallel,
-            tp_overlap=self.tp_overlap,
-            recompute=self.recompute,
-        )
+        return Split(**{name: getattr(self, name) for name in Split.__slots__})
 
     @property
     def micro_batches(self) -> int:
@@ -117,32 +91,48 @@ class PlannedLayout:
     @property
     def label(self) -> str:
         """The layout in few words: `tp8 pp4 vp2 dp16 sp zero2 full mb4`."""
-        words = [f"tp{self.tp}", f"pp{self.pp}"]
-        words += [f"vp{self.vp}"] if self.vp > 1 else []
-        words += [f"dp{self.dp}", *([f"cp{self.cp}"] if self.cp > 1 else [])]
-        words += [f"ep{self.ep}"] if self.ep > 1 else []
-        words += [f"etp{self.expert_tp}"] if self.expert_tp is not None else []
-        words += ["sp"] if self.sequence_parallel else []
-        words += [f"overlap{self.tp_overlap}"] if self.tp_overlap > 1 else []
-        words += [self.pipeline] if self.pipeline != "1f1b" else []
-        words += [f"zero{self.zero}"] if self.zero else []
-        words += ["every"] if self.zero_reduce == "every" else []
-        words += [self.recompute] if self.recompute != "none" else []
-        return " ".join([*words, f"mb{self.micro_batch}"])
+        changed = {name for name, default in DEFAULTS.items() if getattr(self, name) != default}
+        named = {name: form for name, form in WORDS.items() if name in changed or name in ALWAYS_SET}
+        return " ".join(form.format(getattr(self, name)) for name, form in named.items())
 
-    def settings(self) -> dict[str, object]:
-        """Settings of `mlm pretrain` that give this layout; those at their defaults left out."""
-        changed = self.settings_changed_from(PlannedLayout())
+    @classmethod
+    def named(cls, label: str, global_batch: int) -> "PlannedLayout":
+        """The layout of a label. Raises ValueError that names a word which is none."""
+        values: dict[str, Any] = {}
+        for word in label.split():
+            size = re.fullmatch(r"(\D+)([1-9]\d*)", word)
+            if word in CHOICES:
+                values |= CHOICES[word]
+            elif size is not None and size[1] in SIZES:
+                values[SIZES[size[1]]] = int(size[2])
+            else:
+                raise ValueError(f"{word} is no word of a layout's name")
+        return cls(**{"global_batch": global_batch, **values})
+
+    def settings(self, *, defaults: bool = False) -> dict[str, object]:
+        """Settings of `mlm pretrain` that give this layout; those at their defaults left out, or in."""
         return {
-            key: getattr(self, name) for name, key in SETTINGS.items() if key in changed or name in ALWAYS_SET
+            BATCH_NAMES.get(name, name): value
+            for name, default in DEFAULTS.items()
+            if (value := getattr(self, name)) != default or defaults or name in ALWAYS_SET
         }
-
-    def settings_changed_from(self, other: "PlannedLayout") -> dict[str, object]:
-        """Settings in which this layout differs from another, with its values."""
-        values = ((key, getattr(self, name), getattr(other, name)) for name, key in SETTINGS.items())
-        return {key: mine for key, mine, others in values if mine != others}
 
 
 BATCH_NAMES = {"micro_batch": "train.micro_batch_size", "global_batch": "train.global_batch_size"}
-SETTINGS = {each.name: BATCH_NAMES.get(each.name, each.name) for each in fields(PlannedLayout)}
-"""Settings of `mlm pretrain` by the field of a layout."""
+"""Settings of `mlm pretrain` by the field of a layout, where they differ."""
+DEFAULTS = asdict(PlannedLayout())
+WORDS = {
+    **{"tp": "tp{}", "pp": "pp{}", "vp": "vp{}", "dp": "dp{}", "cp": "cp{}", "ep": "ep{}"},
+    **{"expert_tp": "etp{}", "sequence_parallel": "sp", "tp_overlap": "overlap{}", "pipeline": "{}"},
+    **{"zero": "zero{}", "zero_reduce": "{}", "recompute": "{}", "micro_batch": "mb{}"},
+}
+"""Words of a layout's name by its fields, in their order."""
+SIZES = {form[:-2]: name for name, form in WORDS.items() if form not in ("{}", "zero{}", "sp")}
+CHOICES: dict[str, dict[str, Any]] = {
+    "sp": {"sequence_parallel": True},
+    **{name: {"pipeline": name} for name in get_args(Schedule)},
+    **{f"zero{stage}": {"zero": stage} for stage in (0, 2, 3)},
+    **{name: {"zero_reduce": name} for name in ("last", "every")},
+    **{name: {"recompute": name} for name in get_args(Recompute)},
+}
+"""Values of fields by the other words."""

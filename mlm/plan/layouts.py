@@ -1,19 +1,15 @@
 """`mlm plan layouts`: the fastest layouts of a model on a number of GPUs that fit."""
 
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
 
-from mlm.config.tree import HOISTED, leaves, sections
+from mlm.config.tree import HOISTED, leaves
 from mlm.launch.typed import typed_settings
 from mlm.plan.candidates import Query, query_of
-from mlm.plan.config import PlanLayoutsConfig
+from mlm.plan.config import PlanLayoutsConfig, SearchedLayoutConfig
 from mlm.plan.goodput import Goodput, goodput
 from mlm.plan.layout import PlannedLayout, model_flops
 from mlm.plan.memory import gib
 from mlm.plan.report import (
-    Row,
-    as_csv,
     as_row,
     format_amount,
     format_seconds,
@@ -23,18 +19,18 @@ from mlm.plan.report import (
     show_time,
     time_caution,
     wide_screen,
+    write_rows,
 )
-from mlm.plan.search import LayoutForecast, SearchResult, search
+from mlm.plan.search import LayoutForecast, SearchResult, search, search_cheapest, search_leanest
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError, format_settings
-from mlm.util.results import target_name, write_result
 
 FORMAT = "mlm-plan-layouts-1"
 MOST_REASONS = 8
 LEAST_SHARE = 1e-9
 """Of time that is progress: of a run that never ends, days are a number too."""
-PLAN_KEYS = {HOISTED, *(key.partition(".")[0] for key in leaves(PlanLayoutsConfig))}
-PLAN_KEYS -= sections(PretrainConfig).keys() - {HOISTED}
+PLAN_KEYS = {HOISTED, "out", *leaves(SearchedLayoutConfig)}
+PLAN_KEYS |= {key.partition(".")[0] for key in leaves(PlanLayoutsConfig).keys() - leaves(PretrainConfig)}
 """Keys and sections of a search that its `mlm pretrain` does not have, or that the layout found sets."""
 
 
@@ -43,27 +39,49 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
 
     Raises UserError if no layout fits, or if `out` cannot be written.
     """
+
+    def share(gpus: int) -> float:
+        progress = goodput(config.failures, gpus)
+        return 1.0 if progress is None else max(progress.share, LEAST_SHARE)
+
     screen, query = wide_screen(), query_of(config)
-    result = search(query, config.show)
+    if config.goal == "cost":
+        result = search_cheapest(query, config.show, share)
+    else:
+        result = (search_leanest if config.goal == "memory" else search)(query, config.show)
     if not result.best:
         raise UserError(too_large(query, result))
-    progress = goodput(config.failures, query.gpus)
-    share = 1.0 if progress is None else max(progress.share, LEAST_SHARE)
-    rows = [as_row(query, each, config.tokens, config.price_per_gpu_hour, share) for each in result.best]
+    priced = [(each, share(each.layout.gpus)) for each in result.best]
+    rows = [as_row(query, each, config.tokens, config.price_per_gpu_hour, its) for each, its in priced]
     screen.print(title(config, query))
     show_speed(rows, screen)
     show_time(rows, screen)
     peaks = {number: each.memory for number, each in enumerate(result.best, start=1)}
     show_memory(peaks, " #", query.memory_bytes, screen)
-    for line in (footnote(result), *failure_lines(progress), *notes(query, result.best[0])):
+    best = result.best[0]
+    failures = failure_lines(goodput(config.failures, best.layout.gpus))
+    for line in (footnote(result, config.goal), *failures, *notes(query, best)):
         screen.print(line)
     if config.why:
         for line in reasons(result):
             screen.print(line)
-    screen.print(f"\n{command_line(config, result.best[0].layout)}")
-    if config.out is not None:
-        write(config, query, result, rows)
-        screen.print(f"written to {target_name(config.out)}")
+    screen.print(f"\n{command_line(config, best.layout)}")
+    values = {
+        "format": FORMAT,
+        "model": config.name,
+        "hardware": query.hardware.name,
+        "gpus": query.gpus,
+        "goal": config.goal,
+        "dtype": query.run.precision.dtype,
+        "seq_length": query.seq,
+        "global_batch_size": query.global_batch,
+        "model_flops_per_step": model_flops(query.model, query.seq, query.global_batch),
+        "memory_bytes_per_gpu": query.memory_bytes,
+        "valid_layouts": result.candidates,
+        "time_error": query.hardware.time_error,
+        "notes": notes(query, best),
+    }
+    write_rows(config.out, values, "layouts", rows, screen)
     return result
 
 
@@ -98,11 +116,13 @@ def key_of(word: str) -> str:
     return word if value.startswith("{") else key
 
 
-def footnote(result: SearchResult) -> str:
-    """A line that counts the layouts."""
+def footnote(result: SearchResult, goal: str) -> str:
+    """A line that counts the layouts, and tells their order."""
     line = f"{result.candidates:,} valid layouts"
     if result.too_large:
-        line += f"; {len(result.too_large):,} as fast as these do not fit"
+        line += f"; {len(result.too_large):,} do not fit" + " that are as fast as these" * (goal != "memory")
+    if goal != "time":
+        line += f"; none beats one of these in both {'memory' if goal == 'memory' else 'GPU-hours'} and time"
     return f"{line}. MFU: model FLOPs over the dense peak. mb: micro-batch. sp: sequence parallelism."
 
 
@@ -131,7 +151,7 @@ def too_large(query: Query, result: SearchResult) -> str:
 
 
 def reasons(result: SearchResult) -> list[str]:
-    """Lines on why other layouts are not the answer, and on the parts of the best one's time."""
+    """Lines on why other layouts are not the answer."""
     lines = ["", "why not others:"]
     nearest = sorted(result.too_large, key=lambda each: each[1])
     lines += [f"  {layout.label}: does not fit by {gib(lacks)}" for layout, lacks in nearest[:MOST_REASONS]]
@@ -139,37 +159,4 @@ def reasons(result: SearchResult) -> list[str]:
         lines.append(f"  … and {len(nearest) - MOST_REASONS:,} more that do not fit")
     for why, count in result.rejections.examples():
         lines.append(f"  not valid: {why}" + (f" (and {count - 1:,} more by this rule)" if count > 1 else ""))
-    return [*lines, "", limits(result.best[0])]
-
-
-def limits(best: LayoutForecast) -> str:
-    """The parts of the best layout's time, largest first."""
-    total = best.step.total
-    parts = sorted(best.step.parts.items(), key=lambda part: -part[1])
-    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in parts if value > 0.01 * total)
-    return f"what limits the best ({format_seconds(total)}): {shares}"
-
-
-def write(config: PlanLayoutsConfig, query: Query, result: SearchResult, rows: Sequence[Row]) -> None:
-    """Write the layouts to `out`, by its ending. Raises UserError."""
-    assert config.out is not None
-    ending, best = Path(config.out).suffix, result.best[0]
-    if ending == ".csv":
-        write_result(config.out, as_csv(rows))
-        return
-    values = {
-        "format": FORMAT,
-        "model": config.name,
-        "hardware": query.hardware.name,
-        "gpus": query.gpus,
-        "dtype": query.run.precision.dtype,
-        "seq_length": query.seq,
-        "global_batch_size": query.global_batch,
-        "model_flops_per_step": model_flops(query.model, query.seq, query.global_batch),
-        "memory_bytes_per_gpu": query.memory_bytes,
-        "valid_layouts": result.candidates,
-        "time_error": query.hardware.time_error,
-        "notes": notes(query, best),
-        "layouts": rows,
-    }
-    write_result(config.out, values)
+    return lines

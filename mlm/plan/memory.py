@@ -9,6 +9,7 @@ rules of their own. The guide Planning lists the terms.
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from mlm.models.stage import split_layers
@@ -113,17 +114,6 @@ class MemoryModel:
 
     # -- what stays
 
-    def homes(self, layout: PlannedLayout, stage_rank: int) -> Counter[str]:
-        """Homes of a pipeline rank, and how many of each it has."""
-        kinds, number = self.counts.kinds, layout.pp * layout.vp
-        stages = split_layers(len(kinds), number)[stage_rank :: layout.pp]
-        homes = Counter(str(kinds[n]) for stage in stages for n in stage.layers)
-        if layout.pp == 1:
-            homes[BOTH] = 1
-        elif stage_rank in (0, layout.pp - 1):
-            homes[FIRST if stage_rank == 0 else LAST] = 1
-        return homes
-
     def state(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> StageState:
         """Parameters of one device, and what belongs to them."""
         key = (
@@ -141,10 +131,10 @@ class MemoryModel:
 
     def _state(self, layout: PlannedLayout, stage_rank: int, dp_rank: int) -> StageState:
         split = layout.split
-        homes = self.homes(layout, stage_rank)
+        homes = homes_of(self.counts.kinds, layout.pp, layout.vp, stage_rank)
         found = [(each, n) for home, n in homes.items() for each in self.counts.state(split, home)]
         own = [(each, n * self._share(each, layout, dp_rank)) for each, n in found]
-        sizes = {home: sum(e.size for e in self.counts.state(split, home)) for home in homes}
+        sizes = {home: self.counts.elements(split, home) for home in homes}
         return StageState(
             parameters=sum(size for _, size in own),
             weights=sum(each.weight_bytes * size for each, size in own),
@@ -186,12 +176,8 @@ class MemoryModel:
 
     def optimizer_steps(self, layout: PlannedLayout, stage_rank: int, state: StageState) -> dict[str, float]:
         """Bytes by part when the gradients are complete and the activations are gone."""
-        tied = 0
-        if layout.pp > 1 and stage_rank in (0, layout.pp - 1):
-            first, last, both = (
-                sum(e.size for e in self.counts.state(layout.split, home)) for home in (FIRST, LAST, BOTH)
-            )
-            tied = first + last - both  # the table that both ends hold
+        is_end = layout.pp > 1 and stage_rank in (0, layout.pp - 1)
+        tied = self.counts.tied(layout.split) if is_end else 0
         return {
             "weights": state.weights,
             "optimizer": state.optimizer,
@@ -205,9 +191,9 @@ class MemoryModel:
         alone = layout.micro_batches == 1
         if layout.zero == 0:
             return 0 if alone and layout.dp * layout.cp == 1 else state.whole_gradients  # or flat buffers
-        if layout.zero_reduce == "every":
-            return 0 if alone else state.gradients
-        return 0 if alone else state.whole_gradients
+        if alone:
+            return 0
+        return state.gradients if layout.zero_reduce == "every" else state.whole_gradients
 
     def _gathered(self, layout: PlannedLayout, state: StageState) -> float:
         """Weights in the dtype of activations: cast once a step, or gathered from data-parallel ranks."""
@@ -224,7 +210,7 @@ class MemoryModel:
         reduced then, need theirs.
         """
         counts = self.counts.counts(layout.split)
-        micro, homes = layout.micro_batch, self.homes(layout, stage_rank)
+        micro, homes = layout.micro_batch, homes_of(self.counts.kinds, layout.pp, layout.vp, stage_rank)
         pairs = in_flight(layout, stage_rank) / layout.vp
         kept = working = 0.0
         for home, n in homes.items():
@@ -256,6 +242,18 @@ class MemoryModel:
         return (
             self.element * tokens * self.run.model.hidden_size * (min(SENDS_KEPT, layout.micro_batches) + 2)
         )
+
+
+@cache
+def homes_of(kinds: tuple[int, ...], pp: int, vp: int, stage_rank: int) -> Counter[str]:
+    """Homes of a pipeline rank, and how many of each it has."""
+    stages = split_layers(len(kinds), pp * vp)[stage_rank::pp]
+    homes = Counter(str(kinds[n]) for stage in stages for n in stage.layers)
+    if pp == 1:
+        homes[BOTH] = 1
+    elif stage_rank in (0, pp - 1):
+        homes[FIRST if stage_rank == 0 else LAST] = 1
+    return homes
 
 
 def at(counts: "Counts", name: str, home: str, micro_batch: int) -> float:

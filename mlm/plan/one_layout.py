@@ -1,14 +1,10 @@
 """`mlm plan memory`: the memory of one layout by part, at both ends of its pipeline or any rank."""
 
-from pathlib import Path
-
-from mlm.plan.candidates import run_of
 from mlm.plan.config import PlanMemoryConfig
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, DeviceMemory, MemoryModel, gib, in_flight
-from mlm.plan.report import as_csv, format_amount, layout_cautions, memory_row, show_memory, wide_screen
-from mlm.util.results import target_name, write_result
+from mlm.plan.report import format_amount, layout_cautions, memory_row, show_memory, wide_screen, write_rows
 
 FORMAT = "mlm-plan-memory-1"
 
@@ -18,14 +14,9 @@ def run(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
 
     Raises UserError if `out` cannot be written.
     """
-    screen, hardware, train, seq = wide_screen(), config.hardware, config.train, config.data.seq_length
-    layout = PlannedLayout.of(
-        config.parallel,
-        dp=config.parallel.dp or 1,
-        micro_batch=train.micro_batch_size,
-        global_batch=train.global_batch_size,
-    )
-    counts = counts_of(run_of(config, train.global_batch_size), hardware.device)
+    screen, hardware, seq = wide_screen(), config.hardware, config.data.seq_length
+    layout = PlannedLayout.of(config, config.parallel.dp or 1)
+    counts = counts_of(config, hardware.device)
     memory = MemoryModel(counts, hardware.reserved_gib * GIB)
     peaks = {rank: peak_of(memory, layout, rank) for rank in ranks(layout, config.rank)}
     capacity = hardware.memory_gib * GIB
@@ -36,9 +27,23 @@ def run(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
     lines = [describe(layout, rank, peak) for rank, peak in peaks.items()]
     for line in (*lines, compare(peaks, capacity), *layout_cautions(hardware, config.model, seq, layout)):
         screen.print(line)
-    if config.out is not None:
-        write(config, layout, peaks)
-        screen.print(f"written to {target_name(config.out)}")
+    values = {
+        "format": FORMAT,
+        "model": config.name,
+        "layout": layout.settings(),
+        "memory_bytes_per_gpu": capacity,
+    }
+    rows = [
+        {
+            "rank": rank,
+            "stage": stage_of(layout, rank),
+            "parameters": peak.parameters,
+            "moment": peak.moment,
+            **memory_row(peak),
+        }
+        for rank, peak in peaks.items()
+    ]
+    write_rows(config.out, values, "ranks", rows, screen)
     return peaks
 
 
@@ -76,26 +81,3 @@ def compare(peaks: dict[int, DeviceMemory], capacity: float) -> str:
     left = capacity - peak.total
     fits = f"fits, {gib(left)} left" if left >= 0 else f"does not fit by {gib(-left)}"
     return f"rank {rank} needs {gib(peak.total)} of {gib(capacity)}: {fits}"
-
-
-def write(config: PlanMemoryConfig, layout: PlannedLayout, peaks: dict[int, DeviceMemory]) -> None:
-    """Write the peaks to `out`, by its ending. Raises UserError."""
-    assert config.out is not None
-    rows = [
-        {
-            "rank": rank,
-            "stage": stage_of(layout, rank),
-            "parameters": peak.parameters,
-            "moment": peak.moment,
-            **memory_row(peak),
-        }
-        for rank, peak in peaks.items()
-    ]
-    result = {
-        "format": FORMAT,
-        "model": config.name,
-        "layout": layout.settings(),
-        "memory_bytes_per_gpu": config.hardware.memory_gib * GIB,
-        "ranks": rows,
-    }
-    write_result(config.out, as_csv(rows) if Path(config.out).suffix == ".csv" else result)

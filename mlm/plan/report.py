@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -11,10 +12,11 @@ from rich.table import Table
 from mlm.models.config import ModelConfig
 from mlm.plan.candidates import Query
 from mlm.plan.hardware import HardwareConfig
-from mlm.plan.layout import PlannedLayout, hardware_flops, model_flops
+from mlm.plan.layout import DEFAULTS, PlannedLayout, hardware_flops, model_flops
 from mlm.plan.memory import GIB, DeviceMemory
 from mlm.plan.memory import PARTS as MEMORY_PARTS
 from mlm.plan.search import LayoutForecast
+from mlm.util.results import target_name, write_result
 from mlm.util.terminal import PlainScreen, add_row, table
 
 HOUR, DAY = 3600.0, 86400.0
@@ -59,7 +61,7 @@ def as_row(
     model = model_flops(*counted, layout.tp) * per_gpu
     length, power = None if tokens is None else tokens / rate / share, query.hardware.power_w
     sizes = ("micro_batch", "global_batch")
-    settings = {name: getattr(layout, name) for name in PlannedLayout.__slots__ if name not in sizes}
+    settings = {name: getattr(layout, name) for name in DEFAULTS if name not in sizes}
     return {
         "layout": layout.label,
         **settings,
@@ -71,6 +73,8 @@ def as_row(
         "hardware_tflops": hardware_flops(*counted, layout.recompute, layout.tp) * per_gpu,
         "mfu": model * 1e12 / query.hardware.peak(query.run.precision.dtype),
         "days": None if length is None else length / DAY,
+        "gpus": layout.gpus,
+        "gpu_hours_per_billion": 1e9 / rate / share / HOUR * layout.gpus,
         "energy_mwh": None if length is None or power is None else length / HOUR * power * layout.gpus / 1e6,
         "price": None if length is None or price is None else length / HOUR * layout.gpus * price,
         "bubble": step.bubble,
@@ -85,13 +89,22 @@ def memory_row(memory: DeviceMemory) -> Row:
     return {"memory_bytes": memory.total, **parts}
 
 
-def as_csv(rows: Sequence[Row]) -> bytes:
-    """Rows as CSV with a heading; nothing where a value is missing."""
+def write_rows(
+    out: str | None, values: Mapping[str, Any], name: str, rows: Sequence[Row], screen: Console
+) -> None:
+    """Write rows to `out` where it is given: a .csv, or a JSON of values with the rows by this name.
+
+    Raises UserError if it cannot be written.
+    """
+    if out is None:
+        return
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    return text.getvalue().encode()
+    is_table = Path(out).suffix == ".csv"
+    write_result(out, text.getvalue().encode() if is_table else {**values, name: rows})
+    screen.print(f"written to {target_name(out)}")
 
 
 def format_seconds(value: float) -> str:
@@ -156,8 +169,10 @@ def narrow_table(title: str, *columns: str) -> Table:
 
 
 def show_speed(rows: Sequence[Row], screen: Console) -> None:
-    """The table of layouts, fastest first."""
+    """The table of layouts."""
     headings = {"days": "days", "energy_mwh": "MWh", "price": "price"}
+    if len({row["gpus"] for row in rows}) > 1:
+        headings = {"gpus": "GPUs", "gpu_hours_per_billion": "GPUh/Gtok", **headings}
     more = [key for key in headings if rows[0][key] is not None]
     columns = ("step#", "tokens/s#", "TFLOP/s#", "MFU#", "GiB#", *(f"{headings[key]}#" for key in more))
     made = narrow_table("", " ##", "layout", *columns)

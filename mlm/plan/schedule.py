@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlm.parallel.pipeline.actions import Action, Cost, Instruction, Plan, Receive, Send
+from mlm.parallel.pipeline.actions import Cost, Plan, Receive, Send
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.plan.config import PlanScheduleConfig
@@ -146,36 +146,20 @@ def write(plan: Plan, config: PlanScheduleConfig, out: Path) -> None:
 
 
 def record(plan: Plan, config: PlanScheduleConfig) -> dict[str, Any]:
-    """All of a plan in values that JSON holds; times in the unit of the costs."""
-    formula = closed_bubble(config)
+    """All of a plan in values that JSON holds; times in the unit of the costs. F3.1 is of chunk 1."""
     ranks = zip(rank_numbers(plan), plan.instructions, plan.timeline, strict=True)
     return {
         "format": "mlm-schedule-1",
         "settings": {key: value for key, value in asdict(config).items() if key != "out"},
         "bubble": plan.bubble,
-        "bubble_formula": {"formula": formula.words, "value": formula.value, "exact": formula.holds},
+        "bubble_formula": asdict(closed_bubble(config)),
         "makespan": plan.makespan,
         "ranks": [
             {
                 **asdict(numbers),
-                "instructions": [instruction_record(instruction) for instruction in instructions],
-                "timeline": [
-                    {**action_record(span.action), "start": span.start, "end": span.end} for span in spans
-                ],
+                "instructions": [str(instruction) for instruction in instructions],
+                "timeline": [(str(span.action), span.start, span.end) for span in spans],
             }
             for numbers, instructions, spans in ranks
         ],
     }
-
-
-def instruction_record(instruction: Instruction) -> dict[str, Any]:
-    """An instruction of a rank: do (compute, send, receive), op, chunk, micro_batch, peer."""
-    if isinstance(instruction, Action):
-        return {"do": "compute", **action_record(instruction)}
-    verb = "send" if isinstance(instruction, Send) else "receive"
-    return {"do": verb, **action_record(instruction.action), "peer": instruction.peer}
-
-
-def action_record(action: Action) -> dict[str, Any]:
-    """An action's op as F, B or W, its chunk and micro-batch."""
-    return {"op": action.op.value, "chunk": action.chunk, "micro_batch": action.micro_batch}

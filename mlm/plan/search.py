@@ -1,10 +1,11 @@
-"""The best of the valid layouts of a number of devices.
+"""The best of the valid layouts of a number of devices, by time, memory or cost.
 
-Candidates are taken in the order of a time that they cannot be below (`CostModel.bound`), so the best are
-found without simulating the rest: the result is that of simulating all.
+What cannot be among them, by a time that it cannot be below (`CostModel.bound`), is not simulated: the result
+is that of simulating all.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mlm.plan.candidates import Query, Rejections, layouts
@@ -28,11 +29,11 @@ class SearchResult:
     """The best layouts, and what became of the others."""
 
     best: list[LayoutForecast]
-    """Fastest first."""
+    """As the goal orders them."""
     candidates: int
     """Valid layouts."""
     too_large: list[tuple[PlannedLayout, float]]
-    """Layouts faster than the slowest of `best` that do not fit, with the bytes that they lack."""
+    """Layouts that might be among the best and do not fit, with the bytes that they lack."""
     rejections: Rejections
     """Layouts that the rules do not allow."""
 
@@ -60,7 +61,7 @@ class Models:
 
 
 def search(query: Query, most: int = 10) -> SearchResult:
-    """The fastest layouts that fit."""
+    """The fastest layouts that fit, the fastest first."""
     models, rejections = Models(query), Rejections()
     valid = list(layouts(query, rejections))
     ordered = sorted((models.cost.bound(layout), n) for n, layout in enumerate(valid))
@@ -76,3 +77,50 @@ def search(query: Query, most: int = 10) -> SearchResult:
         best.append(models.forecast(layout))
         best.sort(key=lambda forecast: (forecast.step.total, forecast.memory.total))
     return SearchResult(best[:most], len(valid), too_large, rejections)
+
+
+def search_leanest(query: Query, most: int = 10) -> SearchResult:
+    """The layouts that no other beats in both memory and time, from the leanest to the fastest.
+
+    Of more than `most` both ends, and others evenly between them.
+    """
+    models, rejections = Models(query), Rejections()
+    valid = list(layouts(query, rejections))
+    sizes = [models.memory.worst(layout).total for layout in valid]
+    best: list[LayoutForecast] = []
+    for size, bound, n in sorted((sizes[n], models.cost.bound(each), n) for n, each in enumerate(valid)):
+        if size > query.memory_bytes:
+            break
+        if best and bound >= best[-1].step.total:
+            continue
+        found = models.forecast(valid[n])
+        if best and found.step.total >= best[-1].step.total:
+            continue
+        if best and size == best[-1].memory.total:
+            best.pop()
+        best.append(found)
+    lacking = [(layout, size - query.memory_bytes) for layout, size in zip(valid, sizes, strict=True)]
+    too_large = [(layout, lacks) for layout, lacks in lacking if lacks > 0]
+    few = min(most, len(best))
+    shown = [best[n * (len(best) - 1) // max(few - 1, 1)] for n in range(few)]
+    return SearchResult(shown, len(valid), too_large, rejections)
+
+
+def search_cheapest(query: Query, most: int, share: Callable[[int], float]) -> SearchResult:
+    """Of gpus, gpus/2, gpus/4, … those that no other beats in both GPU-hours and time, the cheapest first.
+
+    Each with its fastest layout. `share` is the progress in a number of GPUs' time.
+    """
+
+    def time(each: LayoutForecast) -> float:
+        return each.step.total / share(each.layout.gpus)
+
+    sizes = [query.gpus >> n for n in range(query.gpus.bit_length()) if query.gpus % (1 << n) == 0]
+    results = [search(replace(query, gpus=gpus), 1) for gpus in sizes]
+    found = [each for result in results for each in result.best]
+    best: list[LayoutForecast] = []
+    for each in sorted(found, key=lambda each: (time(each) * each.layout.gpus, time(each))):
+        if not best or time(each) < time(best[-1]):
+            best.append(each)
+    valid = sum(each.candidates for each in results)
+    return SearchResult(best[:most], valid, results[0].too_large, results[0].rejections)

@@ -45,7 +45,7 @@ MARKS = (b"Software\0" + CREATOR.encode(), f"<dc:title>{CREATOR}".encode(), HTML
 CALIBRATION_MARK = b"# Measured by `mlm plan calibrate`"
 """Beginning of a YAML of hardware that `mlm plan calibrate` writes."""
 BEGINNINGS = (
-    b"layout,tp,pp,vp,dp,cp,ep,expert_tp,",
+    b"layout,tp,cp,ep,expert_tp,pp,vp,dp,",
     b"rank,stage,parameters,moment,memory_bytes,",
     CALIBRATION_MARK,
 )

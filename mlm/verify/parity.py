@@ -67,12 +67,10 @@ def needed_bytes(config: ParityConfig) -> float:
 
     Each has weights, gradients, two moments and a copy of gradients; rank 0 has what all ranks record, too.
     """
-    is_gpu, train = device_kind(config.dist) == "cuda", config.train
+    is_gpu = device_kind(config.dist) == "cuda"
     memory = MemoryModel(counts_of(config, "gpu" if is_gpu else "cpu"))
-    micro_batch, global_batch = train.micro_batch_size, train.global_batch_size
-    whole = PlannedLayout(micro_batch=micro_batch, global_batch=global_batch)
-    dp = config.parallel.dp or 1
-    layout = PlannedLayout.of(config.parallel, dp=dp, micro_batch=micro_batch, global_batch=global_batch)
+    layout = PlannedLayout.of(config, config.parallel.dp or 1)
+    whole = PlannedLayout(micro_batch=layout.micro_batch, global_batch=layout.global_batch)
     place = read_rank_place(os.environ)
     ranks = layout.gpus if place is None else place.local_world_size
     split = memory.worst(layout).total * (1 if is_gpu else ranks)

@@ -12,7 +12,7 @@ from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.calibrate import measure, on_rank
-from mlm.plan.calibrate_fit import Timing, fit, fit_link, implausible, of_kind
+from mlm.plan.calibrate_fit import Timing, fit, fit_link, of_kind
 from mlm.plan.calibrate_measure import Measurements, Workload
 from mlm.plan.checks import check_plan_calibrate
 from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
@@ -134,6 +134,7 @@ def test_a_calibration_is_hardware_of_plans(
     for _ in range(2):
         on_rank(job, ParallelContext(), TINY)
     printed = capsys.readouterr().out
+    assert "name: 'my: box'" in printed
     assert f"kept for hardware=this in {calibration_file()}" in printed
     assert calibration_file().read_bytes() == (tmp_path / "mine.yaml").read_bytes()
     for hardware in (tmp_path / "mine.yaml", "this"):
@@ -181,14 +182,11 @@ def test_more_ranks_than_a_host_is_started_with_are_rejected() -> None:
     assert not check_plan_calibrate(PlanCalibrateConfig(ranks=64))
 
 
-def test_a_measurement_that_waited_for_processors_is_repeated_once_and_then_rejected(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    waits, ctx = [0.5, 0.05, 0.4, 0.3], ParallelContext()
+def test_a_measurement_that_waited_for_processors_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, ctx = [0.05, 0.3], ParallelContext()
     monkeypatch.setattr(Measurements, "run", lambda *_: (times_of(TRUE), waits.pop(0)))
     measurements = Measurements(ctx, "fp32", TINY)
     assert measure(ctx, measurements, 0.1) == times_of(TRUE)
-    assert "the processors for 50% of the time; measuring once more" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"max_waiting=0.1: other programs had the processors for 30%"):
         measure(ctx, measurements, 0.1)
 
@@ -208,12 +206,6 @@ def test_waiting_for_a_processor_is_counted() -> None:
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("this kernel does not count waits")
     assert float(done.stdout) > 0.05
-
-
-def test_numbers_that_no_machine_has_are_named() -> None:
-    assert implausible(TRUE) == []
-    slow = replace(TRUE, memory_gbps=0.4, efficiency=replace(TRUE.efficiency, attention=0.02))
-    assert implausible(slow) == ["memory_gbps=0.4", "efficiency.attention=0.02"]
 
 
 def interrupted(*_: object) -> None:

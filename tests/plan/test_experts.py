@@ -26,7 +26,7 @@ def dry(words: str) -> tuple[PlanDryRunConfig, PlannedLayout, DryRun]:
     )
     assert isinstance(config, PlanDryRunConfig)
     dp = config.parallel.dp or 1
-    layout = PlannedLayout.of(config.parallel, dp=dp, micro_batch=MICRO, global_batch=BATCH)
+    layout = PlannedLayout.of(config, dp)
     return config, layout, dry_run(config, 0, in_full=True)
 
 

@@ -144,7 +144,7 @@ DRY_RUNS = (
 def planned(words: str) -> tuple[PlanDryRunConfig, MemoryModel, PlannedLayout]:
     config = load_config("plan_dry_run", [*words.split(), *COMMON])
     assert isinstance(config, PlanDryRunConfig)
-    layout = PlannedLayout.of(config.parallel, dp=config.parallel.dp or 1, micro_batch=2, global_batch=16)
+    layout = PlannedLayout.of(config, config.parallel.dp or 1)
     return config, MemoryModel(counts_of(config, "gpu")), layout
 
 

@@ -27,7 +27,7 @@ def ran(**settings: Any) -> tuple[Plan, str]:
 
 def test_picture_and_numbers_are_printed() -> None:
     _, text = ran(vp=2)
-    assert text.startswith("interleaved 1F1B · pp=4 vp=2 micro_batches=8\n\ntime")
+    assert text.startswith("interleaved 1F1B · pp=4 vp=2 micro_batches=8\n\nrank 0  F0")
     assert "bubble    18.75% of the ideal time; formula (p-1)/(v*m) = 18.75%\n" in text
     assert "makespan  57; 48 without the bubble\n" in text
     assert re.search(r"3 +9 +5 +24 +24", text)
@@ -100,13 +100,13 @@ def test_json_holds_the_plan(tmp_path: Path) -> None:
     plan, _ = ran(pp=2, micro_batches=2, out=str(tmp_path / "a.json"))
     saved = json.loads((tmp_path / "a.json").read_text())
     assert (saved["bubble"], saved["makespan"]) == (0.5, 9.0)
-    assert saved["bubble_formula"] == {"formula": "(p-1)/m", "value": 0.5, "exact": "without transfers"}
+    assert saved["bubble_formula"] == {"words": "(p-1)/m", "value": 0.5, "holds": "without transfers"}
     assert saved["settings"]["micro_batches"] == 2
     assert [len(rank["instructions"]) for rank in saved["ranks"]] == [len(i) for i in plan.instructions]
     second = saved["ranks"][1]
-    assert second["timeline"][1] == {"op": "B", "chunk": 0, "micro_batch": 0, "start": 2.0, "end": 4.0}
-    assert {"do": "receive", "op": "F", "chunk": 0, "micro_batch": 1, "peer": 0} in second["instructions"]
-    sends = [i for i in second["instructions"] if i["do"] == "send"]
+    assert second["timeline"][1] == ["B0", 2.0, 4.0]
+    assert "receive for F1 from 0" in second["instructions"]
+    sends = [each for each in second["instructions"] if each.startswith("send of ")]
     assert len(sends) == sum(isinstance(i, Send) for i in plan.instructions[1]) == second["sends"]
 
 

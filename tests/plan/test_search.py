@@ -1,5 +1,6 @@
 """The search: exhaustive over valid layouts, and its best that of trying everything."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.plan.candidates import Query, layouts
 from mlm.plan.hardware import preset
-from mlm.plan.search import Models, search
+from mlm.plan.layout import PlannedLayout
+from mlm.plan.search import Models, search, search_cheapest, search_leanest
 from mlm.training.checks import check_pretrain
 from mlm.training.config import PretrainConfig, TrainConfig
 from tests.plan.planned import planned_run
@@ -44,9 +46,18 @@ def test_best_layouts_equal_those_of_brute_force(
     models = Models(asked)
     tried = [models.forecast(layout) for layout in layouts(asked)]
     fitting = sorted(p.step.total for p in tried if p.memory.total <= asked.memory_bytes)
+    assert all(models.cost.bound(p.layout) <= p.step.total * (1 + 1e-9) for p in tried)
     found = search(asked, most=10)
     assert found.candidates == len(tried)
     assert [p.step.total for p in found.best] == pytest.approx(fitting[:10], rel=1e-12)
+    pairs = sorted((p.memory.total, p.step.total) for p in tried if p.memory.total <= asked.memory_bytes)
+    front = [pair for n, pair in enumerate(pairs) if all(pair[1] < faster for _, faster in pairs[:n])]
+    leanest = search_leanest(asked, most=1000).best
+    assert [p.memory.total for p in leanest] == pytest.approx([memory for memory, _ in front], rel=1e-12)
+    assert [p.step.total for p in leanest] == pytest.approx([time for _, time in front], rel=1e-12)
+    few = search_leanest(asked, most=3).best
+    assert [few[0], few[-1]] == [leanest[0], leanest[-1]]
+    assert len(few) == min(3, len(leanest))
 
 
 @given(
@@ -111,3 +122,28 @@ def test_search_is_exhaustive_over_what_changes_a_step() -> None:
 def test_fixed_settings_are_kept() -> None:
     found = search(query(LARGE, 16, 64, fixed={"tp": 4, "recompute": "full"}))
     assert {(p.layout.tp, p.layout.recompute) for p in found.best} == {(4, "full")}
+
+
+def test_the_cheapest_are_the_fastest_of_fewer_gpus() -> None:
+    """By GPU-hours; of numbers that cost more and take longer none is left. Failures count."""
+    asked = query(LARGE, 16, 16, fixed={"zero": 0, "cp": 1})
+    each = {gpus: search(replace(asked, gpus=gpus), 1).best for gpus in (1, 2, 4, 8, 16)}
+    times = {gpus: best[0].step.total for gpus, best in each.items() if best}
+    found = [p.layout.gpus for p in search_cheapest(asked, 10, lambda gpus: 1.0).best]
+    costs = [gpus * times[gpus] for gpus in found]
+    assert costs == sorted(costs)
+    assert costs[0] == min(gpus * time for gpus, time in times.items())
+    assert [times[gpus] for gpus in found] == sorted((times[gpus] for gpus in found), reverse=True)
+    assert times[found[-1]] == min(times.values())
+    wasteful = search_cheapest(asked, 10, lambda gpus: 1e-6 if gpus == found[-1] else 1.0).best
+    assert found[-1] not in [p.layout.gpus for p in wasteful]
+
+
+def test_a_layout_is_read_from_its_name() -> None:
+    for layout in layouts(query(SMALL, 4, 8)):
+        assert PlannedLayout.named(layout.label, 8) == layout
+    experts = PlannedLayout(tp=2, dp=4, cp=2, ep=4, expert_tp=1, sequence_parallel=True, tp_overlap=4)
+    assert PlannedLayout.named(experts.label, 1) == experts
+    for word in ("tp", "tp0", "12", "zero1", "TP2", "tp=2"):
+        with pytest.raises(ValueError, match=f"{word} is no word"):
+            PlannedLayout.named(f"tp2 {word}", 8)

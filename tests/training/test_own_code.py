@@ -45,6 +45,12 @@ class Sgd(torch.optim.SGD):
 class Signed(torch.optim.SGD):
     pass
 
+class Asking(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert all(p.isfinite().all().item() for p in group["params"])
+        return super().step(closure)
+
 class Experts(nn.Module):
     def __init__(self, config, *, tp, sequence_parallel=False):
         super().__init__()
@@ -60,6 +66,18 @@ class Model(GPT2):
     layer_type = Layer
 
 FAMILY = replace(gpt2.FAMILY, model=Model, options={"experts": 4}, huggingface=None, megatron=None)
+
+class Loud(MLP):
+    def forward(self, x):
+        return super().forward(x) * (2.0 if x.abs().max().item() > 1e6 else 1.0)
+
+class LoudLayer(TransformerLayer):
+    mlp_type = Loud
+
+class LoudModel(GPT2):
+    layer_type = LoudLayer
+
+LOUD = replace(gpt2.FAMILY, model=LoudModel, huggingface=None, megatron=None)
 
 def build_of_one(groups): ...
 def build_nothing(groups, config): ...
@@ -101,6 +119,27 @@ def test_own_family_trains_alike_at_tp_1_and_tp_2(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "one")) == 4
     # float64: sums over tp are of two parts in another order
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-12)
+
+
+def test_own_code_that_asks_for_numbers_trains_and_is_not_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a forecast where a calibrated machine would have one; plans end with one line."""
+    monkeypatch.setattr("mlm.plan.forecast.most_of_small", lambda *_: 0.0)
+    own = ["model.kind=mine:LOUD", "optimizer.kind=mine:Asking"]
+    typed = ["model=gpt2_tiny", *own, "data=synthetic", *SHORT]
+    assert main(["pretrain", *typed, f"out={tmp_path / 'run'}"]) == 0
+    assert "needs" not in capsys.readouterr().err
+    for command, kind, *words in (
+        ("layouts", own[0], "gpus=2"),
+        ("memory", own[1], "rank=0"),
+        ("compare", own[0], "a=tp1 dp2", "b=tp2"),
+    ):
+        words += ["model=gpt2_tiny", kind, "train.global_batch_size=8"]
+        assert main(["plan", command, *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{kind}: cannot be planned, as it does not run on tensors without numbers" in line
+        assert "item() cannot be called on meta tensors" in line
 
 
 def test_option_of_own_family_changes_the_model(tmp_path: Path) -> None:

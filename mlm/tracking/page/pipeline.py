@@ -101,15 +101,7 @@ class RunPlan:
     @cached_property
     def layout(self) -> PlannedLayout | None:
         """The layout of a run whose settings are known."""
-        if self.config is None:
-            return None
-        train = self.config.train
-        return PlannedLayout.of(
-            self.config.parallel,
-            dp=self.sizes["dp"],
-            micro_batch=train.micro_batch_size,
-            global_batch=train.global_batch_size,
-        )
+        return None if self.config is None else PlannedLayout.of(self.config, self.sizes["dp"])
 
     @property
     def name(self) -> str:
