@@ -41,6 +41,7 @@ GB = 1e9
 UNFINISHED = "unfinished"
 JOURNAL = "journal.json"
 SPARE = 64 << 20  # bytes for manifest, tokenizer and the file system itself
+Read = Callable[[str, Region], Tensor]
 
 
 def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dict[str, Tensor]:
@@ -58,12 +59,12 @@ def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dic
 def write_imported(
     out: Path,
     model: ModelConfig,
-    read: Callable[[str, Region], Tensor],
+    read: Read,
     *,
     source: Mapping[str, JSON],
     tokenizer: Tokenizer | None,
     filled: Collection[str] = (),
-    moments: Mapping[str, Callable[[str, Region], Tensor]] = MappingProxyType({}),
+    moments: Mapping[str, Read] = MappingProxyType({}),
     applied_steps: int | None = None,
     check: Callable[[Path], None] = lambda run: None,
 ) -> Path:
@@ -90,7 +91,16 @@ def write_imported(
         UserError: `out` is not free (`out_problems`), or the disk is too small or cannot be written.
     """
     config = run_config(str(source["name"]).rpartition("/")[2] or "imported", model)
-    initial = initial_values(model, filled, config.seed)
+    tensors, piece = imported_tensors(model, read, filled=filled, moments=moments, seed=config.seed)
+    state = imported_state(config, source, filled) | ({"applied_steps": applied_steps} if moments else {})
+    return write_run(out, tensors, piece, state=state, tokenizer=tokenizer, check=check)
+
+
+def imported_tensors(
+    model: ModelConfig, read: Read, *, filled: Collection[str], moments: Mapping[str, Read], seed: int
+) -> tuple[dict[str, GlobalTensor], Read]:
+    """Return the tensors of a checkpoint by name, and what reads them; arguments as of `write_imported`."""
+    initial = initial_values(model, filled, seed)
 
     def piece(name: str, region: Region) -> Tensor:
         kind, _, name = name.removeprefix("optimizer.").partition(".")
@@ -99,15 +109,13 @@ def write_imported(
         return initial[name][region.within(Region.whole(initial[name].shape))]
 
     kinds = ("model", *(f"optimizer.{moment}" for moment in moments))
-    tensors = {f"{kind}.{name}": tensor for kind in kinds for name, tensor in parameters(model).items()}
-    state = imported_state(config, source, filled) | ({"applied_steps": applied_steps} if moments else {})
-    return write_run(out, tensors, piece, state=state, tokenizer=tokenizer, check=check)
+    return {f"{kind}.{name}": one for kind in kinds for name, one in parameters(model).items()}, piece
 
 
 def write_run(
     out: Path,
     tensors: Mapping[str, GlobalTensor],
-    read: Callable[[str, Region], Tensor],
+    read: Read,
     *,
     state: Mapping[str, JSON],
     tokenizer: Tokenizer | None,

@@ -1,6 +1,6 @@
 """Sources of `mlm convert`: any format as parameters of ours, one at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -13,11 +13,11 @@ from mlm.checkpoint.commands.import_megatron import (
     digest_files,
     find_checkpoint,
 )
-from mlm.checkpoint.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA
+from mlm.checkpoint.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA, MOMENTS
 from mlm.checkpoint.dcp.torchtitan import TOKEN_TABLE, TorchtitanReader
 from mlm.checkpoint.huggingface.folder import CONFIG, read_model, read_settings
 from mlm.checkpoint.huggingface.tensors import HFTensors
-from mlm.checkpoint.megatron.distributed import CoreTensors, open_distributed
+from mlm.checkpoint.megatron.distributed import CoreTensors, open_distributed, open_moments
 from mlm.checkpoint.megatron.merge import open_checkpoint
 from mlm.checkpoint.megatron.model import MegatronModel
 from mlm.checkpoint.native.folders import locate
@@ -30,10 +30,12 @@ from mlm.data.tokenizer import Tokenizer
 from mlm.inference.base import Base
 from mlm.inference.trained import check_stored_parameters, run_directory, trained_config
 from mlm.models.config import ModelConfig
+from mlm.training.state import is_weights_only
 from mlm.util.errors import UserError
 from mlm.util.files import read_bounded
 from mlm.util.terminal import progress_bar
 
+Read = Callable[[str, Region], Tensor]
 Format = Literal["native", "hf", "torch_dist", "torch", "torchtitan", "megatron_dcp"]
 
 
@@ -44,7 +46,7 @@ class Source:
     format: str
     path: Path
     model: ModelConfig
-    read: Callable[[str, Region], Tensor]
+    read: Read
     """Elements of a parameter of ours, by its name in `parameters(model)`, float32 on the CPU."""
     digests: Callable[[], dict[str, str]]
     """Compare every file with the checksums that it has; return the digest of each."""
@@ -54,6 +56,10 @@ class Source:
     origin: dict[str, JSON] = field(default_factory=dict)
     """Ids and labels to keep."""
     notes: tuple[str, ...] = ()
+    moments: Mapping[str, Read] = field(default_factory=dict)
+    """As `read`, of each of Adam's moments; empty where they are not there whole."""
+    applied_steps: int | None = None
+    """Steps that they were made in."""
 
 
 @dataclass(frozen=True)
@@ -129,16 +135,22 @@ def _native(path: str, tokenizer: Tokenizer | None) -> Source:
             check_whole(step, advance)
         return {name: entry.digest for name, entry in manifest.files.items()}
 
-    origin = manifest.state.get("source")
+    def read(kind: str) -> Read:
+        return lambda name, region: reader.read(f"{kind}.{name}", region).float()
+
+    origin, steps = manifest.state.get("source"), manifest.state.get("applied_steps")
     kept = origin if isinstance(origin, dict) else {}
+    has_moments = is_weights_only(manifest) and type(steps) is int
     return Source(
         "native",
         step,
         model,
-        lambda name, region: reader.read(f"model.{name}", region).float(),
+        read("model"),
         digests,
         tokenizer=tokenizer,
         origin={key: kept[key] for key in ("pad_token_id", "labels") if key in kept},
+        moments={name: read(f"optimizer.{name}") for name in MOMENTS} if has_moments else {},
+        applied_steps=steps if type(steps) is int else None,
     )
 
 
@@ -173,19 +185,31 @@ def _torchtitan(folder: Path, config: ModelConfig | None, tokenizer: Tokenizer |
             "of the model (that of its transformers version) or a run of mlm"
         )
     tensors = TorchtitanReader(folder, config)
+    moments, steps = tensors.open_moments()
+    readers = dict.fromkeys([tensors.reader, *(each.reader for each in moments.values())])
     return Source(
-        "torchtitan", folder, config, tensors.read, lambda: digest_dcp(tensors.reader), tokenizer=tokenizer
+        "torchtitan",
+        folder,
+        config,
+        tensors.read,
+        lambda: digest_dcp(*readers),
+        tokenizer=tokenizer,
+        moments={name: each.read for name, each in moments.items()},
+        applied_steps=steps,
     )
 
 
 def _megatron(path: Path, opened: MegatronModel, tokenizer: Tokenizer | None) -> Source:
+    moments = open_moments(opened)
     return Source(
         "torch_dist" if isinstance(opened.held, CoreTensors) else "torch",
         path,
         opened.model,
         opened.read,
-        lambda: digest_files(opened),
+        lambda: digest_files(opened, *moments.values()),
         opened.filled,
         tokenizer,
         notes=opened.notes,
+        moments={name: each.read for name, each in moments.items()},
+        applied_steps=opened.iteration,
     )

@@ -40,7 +40,7 @@ from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
 from mlm.checkpoint.parameters import parameters
 from mlm.models.family import family_of
-from mlm.training.run_folder import GB, imported_state, initial_values, run_config
+from mlm.training.run_folder import GB, imported_state, imported_tensors, run_config
 from mlm.training.run_tokenizer import digests_of_tokenizer
 from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import UserError
@@ -93,24 +93,20 @@ def write_native(
     config = run_config(str(origin["name"]) or "imported", model)
     state: dict[str, JSON] = {
         **imported_state(config, origin, source.filled),
+        **({"applied_steps": source.applied_steps} if source.moments else {}),
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
     }
     if source.tokenizer is not None:
         state[TOKENIZER] = digests_of_tokenizer(source.tokenizer).encode()
         source.tokenizer.save(folder / "tokenizer.json")
-    initial = initial_values(model, source.filled, config.seed)
-
-    def read(name: str, region: Region) -> Tensor:
-        short = name.removeprefix("model.")
-        if short in initial:
-            return initial[short][region.within(Region.whole(initial[short].shape))]
-        return source.read(short, region)
-
+    tensors, read = imported_tensors(
+        model, source.read, filled=source.filled, moments=source.moments, seed=config.seed
+    )
     progress, root = Progress(folder, advance), folder / CHECKPOINTS
     write_streamed(
         root,
         0,
-        {f"model.{name}": one for name, one in parameters(model).items()},
+        tensors,
         read,
         save_id=derived_id({"state": state, "tp": tp, "pp": pp}),
         state=state,

@@ -14,7 +14,7 @@ from mlm.checkpoint.commands import conversion_targets as targets
 from mlm.checkpoint.commands.config import ConvertConfig, ExportDCPConfig, ExportMegatronConfig
 from mlm.checkpoint.commands.conversion_sources import Source, SourceSettings, open_source
 from mlm.checkpoint.commands.conversion_verify import compare
-from mlm.checkpoint.commands.import_megatron import WEIGHTS_ONLY
+from mlm.checkpoint.commands.import_megatron import WEIGHTS_AND_MOMENTS, WEIGHTS_ONLY
 from mlm.checkpoint.commands.result import model_columns, show_table
 from mlm.checkpoint.dcp.torchtitan import stored_shapes
 from mlm.checkpoint.megatron.write import MegatronWriter, rank_files
@@ -128,6 +128,8 @@ def run(config: ConvertConfig) -> None:
     dtype, name = dtype_of(config), Path(config.source).resolve().name
     origin = {"kind": source.format, "name": name, "files": dict(sorted(digests.items())), **source.origin}
     count = targets.tensor_bytes(source, dtype)
+    has_moments = config.to == "native" and bool(source.moments)
+    count += has_moments * len(source.moments) * count
     kind = "run" if config.to == "native" else "exported-model"
     with new_folder(Path(config.out), count, kind, journal=journal(config, origin)) as folder:
         with progress_bar(f"writing {config.to}", count, in_bytes=True) as advance:
@@ -144,7 +146,8 @@ def run(config: ConvertConfig) -> None:
         **model_columns(source.model),
     }
     title = f"convert · {config.source}"
-    notes = source.notes if source.format == "hf" else (*source.notes, WEIGHTS_ONLY)
+    state = WEIGHTS_AND_MOMENTS.format(source.applied_steps) if has_moments else WEIGHTS_ONLY
+    notes = source.notes if source.format == "hf" else (*source.notes, state)
     show_table(title, columns, notes, line, f"written to {config.out}")
 
 

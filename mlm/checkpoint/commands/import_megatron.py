@@ -57,9 +57,8 @@ def run(config: ImportMegatronConfig) -> None:
         known=tokenizer.vocab_size if tokenizer else None,
         num_heads=config.num_heads,
     )
-    moments, files = open_moments(megatron), digest_files(megatron)
-    for each in moments.values():
-        files |= digest_files(each)
+    moments = open_moments(megatron)
+    files = digest_files(megatron, *moments.values())
     path = write_imported(
         Path(config.out),
         megatron.model,
@@ -74,14 +73,15 @@ def run(config: ImportMegatronConfig) -> None:
     show(config, megatron, path, (*megatron.notes, *notes))
 
 
-def digest_files(megatron: MegatronModel) -> dict[str, str]:
+def digest_files(megatron: MegatronModel, *moments: MegatronModel) -> dict[str, str]:
     """Return the digest of each file by its name; its records are compared with their checksums.
 
     Raises CorruptFileError where one differs, UserError where a file cannot be read.
     """
     held = megatron.held
     if isinstance(held, CoreTensors):
-        return digest_dcp(held.reader)
+        opened = (one.held for one in (megatron, *moments))
+        return digest_dcp(*(one.reader for one in opened if isinstance(one, CoreTensors)))
     assert isinstance(held, RankTensors)
     paths, digests = list(held.files.files.values()), {}
     with progress_bar("reading", sum(path.stat().st_size for path in paths), in_bytes=True) as advance:
@@ -94,11 +94,14 @@ def digest_files(megatron: MegatronModel) -> dict[str, str]:
     return digests
 
 
-def digest_dcp(reader: DCPReader) -> dict[str, str]:
+def digest_dcp(*readers: DCPReader) -> dict[str, str]:
     """Return the digest of each file by its name; items are compared with their checksums."""
-    size = sum((reader.folder / name).stat().st_size for name in reader.files)
+    size = sum((reader.folder / name).stat().st_size for reader in readers for name in reader.files)
+    digests: dict[str, str] = {}
     with progress_bar("reading", size, in_bytes=True) as advance:
-        return reader.verify(advance)
+        for reader in readers:
+            digests |= reader.verify(advance)
+    return digests
 
 
 def describe_source(
