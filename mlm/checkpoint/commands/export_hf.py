@@ -34,6 +34,7 @@ from mlm.inference.base import Base
 from mlm.inference.chat import end_of_turn_tokens
 from mlm.inference.trained import (
     check_stored_parameters,
+    is_model_folder,
     load_tokenizer,
     resolve_checkpoint,
     run_directory,
@@ -353,9 +354,12 @@ def show(
 ) -> None:
     """Print the table and notes."""
     size = sum(tensor.form.num_bytes for tensors in files.values() for tensor in tensors)
-    if not files:
-        lines = f"adapters of {source.base.name if source.base else ''}, for peft", f"written to {config.out}"
-        show_table(f"export hf · {source.path}", {"rank#": source.lora.rank}, [], *lines)
+    if not files and source.base is not None:
+        base = source.base.name
+        note = f"its base in the form that peft loads: mlm export hf ckpt={base} out=… merge=true"
+        lines = f"adapters of {base}, for peft", f"written to {config.out}"
+        beside = [] if is_model_folder(source.base.path) else [note]
+        show_table(f"export hf · {source.path}", {"rank#": source.lora.rank}, beside, *lines)
         return
     columns = {
         "class#": source.architecture,
