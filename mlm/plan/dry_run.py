@@ -4,6 +4,7 @@ On meta tensors, as on a GPU; with dist.device=cpu on real ones, as on this CPU.
 """
 
 import logging
+import resource
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mlm.config.build import to_dict
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, OPTIMIZER, RECOMPUTED, MessageType
 from mlm.plan.dry_run_rank import META, DryRun, dry_run
+from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import writing_to
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen, add_row, console, table
@@ -35,6 +37,8 @@ def run(config: PlanDryRunConfig) -> DryRun:
     screen = console()
     for name in ("torch.distributed", "torch.nn.parallel"):  # advice for real groups
         logging.getLogger(name).setLevel(logging.ERROR)
+    if config.dist.device == "cpu":
+        reuse_large_blocks()
     result = dry_run(config, config.rank, device=CPU if config.dist.device == "cpu" else META)
     show(result, config, screen)
     if config.out is not None:
@@ -89,7 +93,7 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
         ],
         "memory": {
             "peak": peak.bytes,
-            **({"process": peak.bytes + PROCESS} if ctx.device == CPU else {}),
+            **({"process": peak.bytes + PROCESS, "kept": peak_of_process()} if ctx.device == CPU else {}),
             "phase": peak.phase,
             "parts": peak.parts,
             "by_module": peak.modules,
@@ -129,6 +133,8 @@ def show(result: DryRun, config: PlanDryRunConfig, screen: Screen) -> None:
     if ctx.device == CPU:
         process = peak.bytes + PROCESS
         parts.append(("process, if it keeps no freed blocks", f"{process:,}", _gib(process), ""))
+        kept = peak_of_process()
+        parts.append(("this process, which keeps them", f"{kept:,}", _gib(kept), ""))
     for phase in (FORWARD, BACKWARD, OPTIMIZER):
         most = result.log.peak(phase).bytes
         parts.append((f"most while in {phase}", f"{most:,}", _gib(most), ""))
@@ -138,6 +144,11 @@ def show(result: DryRun, config: PlanDryRunConfig, screen: Screen) -> None:
     title = "The same without weights, gradients and optimizer state, by module and by phase"
     show_table(screen, title, ("", "", "bytes#", "GiB#"), makers)
     screen.print(scope(result))
+
+
+def peak_of_process() -> int:
+    """Return the bytes that this process had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def scope(result: DryRun) -> str:
