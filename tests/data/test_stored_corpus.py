@@ -155,7 +155,7 @@ def test_training_does_not_wait_for_a_slow_store_once_warm(
 
     def answer(number: int) -> None:
         arrived.release()
-        answers.wait()
+        answers.wait(30)  # by then the test fails
         answered.append(number)
 
     answers.set()
