@@ -76,7 +76,7 @@ def lines(config: PretrainConfig, ranks: int) -> list[str]:
 
 def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
-    if (run := try_forecast(config, ranks)) is None:
+    if most_of_small(config, ranks) or (run := try_forecast(config, ranks)) is None:
         return None
     name = "" if run.step_s is None else f"{run.machine.hardware.name} ({run.machine.source})"
     return Predicted(run.step_s, run.first_memory, run.mfu, name)
