@@ -5,7 +5,8 @@ place of PREFIX.bin a PREFIX.bin.json that points to the object. Its tokens are 
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -24,7 +25,7 @@ def copy_locally(url: str, cache: str, limit: int) -> Path:
     """Make the local copy of a corpus; return the prefix of its training part. `limit` is in bytes.
 
     `url` is a folder with train.bin and .idx, or the prefix of a pair; train.bin and .idx stand for their
-    folder. Raises UserError, OSError.
+    folder. Raises UserError.
     """
     folder = url.rstrip("/")
     found, part = _corpus_files(folder, SPLITS), SPLITS[0]
@@ -36,15 +37,26 @@ def copy_locally(url: str, cache: str, limit: int) -> Path:
         raise UserError(f"data: {url}: {problem}; name a folder or prefix that holds a corpus")
     identity = digest_bytes(dump_json({name: asdict(each) for name, each in found.items()}))
     place = Path(cache, identity.removeprefix("xxh3:")[:16], folder.rpartition("/")[2])
-    place.mkdir(parents=True, exist_ok=True)
-    for name, each in found.items():
-        path = place / name
-        if name.endswith(".bin"):
-            write_atomic(stored_pointer(path), dump_json(asdict(each) | {"limit": limit}))
-        elif not path.is_file() or path.stat().st_size != each.bytes:
-            with explain_store_errors(each.url), open_object(each.url, each.etag) as content:
-                write_atomic(path, partial(shutil.copyfileobj, content))
+    with writing_cache(place):
+        place.mkdir(parents=True, exist_ok=True)
+        for name, each in found.items():
+            path = place / name
+            if name.endswith(".bin"):
+                write_atomic(stored_pointer(path), dump_json(asdict(each) | {"limit": limit}))
+            elif not path.is_file() or path.stat().st_size != each.bytes:
+                with explain_store_errors(each.url), open_object(each.url, each.etag) as content:
+                    write_atomic(path, partial(shutil.copyfileobj, content))
     return place / part
+
+
+@contextmanager
+def writing_cache(place: Path) -> Iterator[None]:
+    """Turn an OSError of what is written below data.cache into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"data.cache: {error.filename or place}: {error.strerror}"
+        raise UserError(f"{problem}; name a folder with room in it that this user may write") from error
 
 
 def _corpus_files(folder: str, parts: Sequence[str]) -> dict[str, StoredObject]:

@@ -4,17 +4,17 @@ All ranks of a host share them, and so does a run that resumes: a block that is 
 """
 
 import os
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from xxhash import xxh3_128_digest
 
-from mlm.data.local_copy import REMAKE, stored_pointer
+from mlm.data.local_copy import REMAKE, stored_pointer, writing_cache
 from mlm.util.errors import CorruptFileError
 from mlm.util.files import digest_samples, parse_json, read_bounded
 from mlm.util.object_store import StoredObject, read_ranges
@@ -44,8 +44,8 @@ def stored_tokens(bin_path: Path, dtype: np.dtype[Any] = BYTES) -> "StoredTokens
 class StoredTokens:
     """Tokens of an object, as an array that is only read: by a slice, or by positions of any shape.
 
-    Of its blocks `limit` bytes are kept in `folder`. Raises UserError where the store cannot be read, OSError
-    where a block cannot be kept.
+    Of its blocks `limit` bytes are kept in `folder`. Raises UserError where the store cannot be read, or a
+    block cannot be kept.
     """
 
     def __init__(self, source: StoredObject, dtype: np.dtype[Any], limit: int, folder: Path) -> None:
@@ -111,11 +111,12 @@ class StoredTokens:
         if not len(blocks):
             return []
         contents = read_ranges(self.source, [int(block) * BLOCK for block in blocks], BLOCK)
-        for block, content in zip(blocks, contents, strict=True):
-            descriptor, path = tempfile.mkstemp(dir=self.folder)
-            with open(descriptor, "wb") as f:
-                f.write(content + xxh3_128_digest(content))
-            os.replace(path, self._path(block))
+        with writing_cache(self.folder):
+            for block, content in zip(blocks, contents, strict=True):
+                partial = self.folder / f".{block}.{os.getpid()}.{get_ident()}"
+                with open(partial, "wb") as f:
+                    f.write(content + xxh3_128_digest(content))
+                os.replace(partial, self._path(block))
         self._added += len(blocks) * BLOCK
         if self._added * SLACK > self.limit:
             self._delete_oldest()

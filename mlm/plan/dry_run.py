@@ -4,6 +4,7 @@ On meta tensors, as on a GPU; with dist.device=cpu on real ones, as on this CPU.
 """
 
 import logging
+import resource
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mlm.config.build import to_dict
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, OPTIMIZER, RECOMPUTED
 from mlm.plan.dry_run_rank import META, DryRun, dry_run
+from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import writing_to
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen, add_row, console, table
@@ -35,6 +37,8 @@ def run(config: PlanDryRunConfig) -> DryRun:
     screen = console()
     for name in ("torch.distributed", "torch.nn.parallel"):  # advice for real groups
         logging.getLogger(name).setLevel(logging.ERROR)
+    if config.dist.device == "cpu":
+        reuse_large_blocks()
     result = dry_run(config, config.rank, device=CPU if config.dist.device == "cpu" else META)
     found = record(result, config)
     show(found, screen)
@@ -85,7 +89,7 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
         ],
         "memory": {
             "peak": peak.bytes,
-            **({"process": peak.bytes + PROCESS} if ctx.device == CPU else {}),
+            **({"process": peak.bytes + PROCESS, "kept": peak_of_process()} if ctx.device == CPU else {}),
             "phase": peak.phase,
             "parts": peak.parts,
             "by_module": peak.modules,
@@ -118,6 +122,7 @@ def show(found: dict[str, Any], screen: Screen) -> None:
     sizes = {**memory["parts"], "peak": memory["peak"]}
     if "process" in memory:
         sizes["process, if it keeps no freed blocks"] = memory["process"]
+        sizes["this process, which keeps them"] = memory["kept"]
     sizes |= {f"most while in {phase}": most for phase, most in memory["peak_of_phase"].items()}
     rows = [(name, n, f"{n / 2**30:.3f}", f"{n / memory['peak']:.1%}") for name, n in sizes.items()]
     show_table(screen, f"Memory at its peak (in {memory['phase']})", ("", "bytes#", "GiB#", "of it#"), rows)
@@ -129,6 +134,11 @@ def show(found: dict[str, Any], screen: Screen) -> None:
     title = "The same without weights, gradients and optimizer state, by module and by phase"
     show_table(screen, title, ("", "", "bytes#", "GiB#"), makers)
     screen.print(found["scope"])
+
+
+def peak_of_process() -> int:
+    """Return the bytes that this process had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def show_table(screen: Screen, title: str, columns: Iterable[str], rows: Sequence[Sequence[object]]) -> None:

@@ -63,6 +63,7 @@ def open_store(url: str, etag: str | None = None) -> Any:
         use_listings_cache=False,
         config_kwargs={
             "retries": {"mode": "standard", "total_max_attempts": ATTEMPTS},
+            "max_pool_connections": CONCURRENT,  # botocore's 10 would let the others wait
             "connect_timeout": CONNECT_S,
             "read_timeout": READ_S,
         },

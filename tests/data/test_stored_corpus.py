@@ -1,7 +1,10 @@
 """Corpora in a store: the tokens, samples and digests of the same files on a disk."""
 
-import time
+import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from mlm.data.sampler import Loader
 from mlm.util import files
 from mlm.util.errors import UserError
 from mlm.util.files import sampled_digest
+from mlm.util.object_store import CONCURRENT
 from tests.data.corpora import write_corpus
 from tests.stores import BUCKET, Store, serve
 
@@ -95,6 +99,10 @@ def test_kept_blocks_are_not_requested_again(store: Store, tmp_path: Path) -> No
     copy_locally.cache_clear()  # as another process, and a run that resumes
     np.testing.assert_array_equal(opened(tmp_path).tokens[:], first.tokens[:])
     assert store.gets == blocks + 2
+    assert first.stored is not None
+    os.umask(mask := os.umask(0))
+    modes = {path.stat().st_mode & 0o777 for path in first.stored.folder.iterdir()}
+    assert modes == {0o666 & ~mask}  # as of any file: the host's other users may read them
 
 
 @pytest.mark.parametrize("damaged", [lambda block: b"", lambda block: block[:9] + b"?" + block[10:]])
@@ -140,27 +148,53 @@ def test_another_state_of_the_corpus_has_a_copy_of_its_own(
 def test_training_does_not_wait_for_a_slow_store_once_warm(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each step needs some 20 new blocks: requests of 40 ms, one after another 0.8 s. It computes 0.2 s."""
+    """What was read ahead is trained on while no request is answered, and those wait side by side."""
     monkeypatch.setattr(stored_corpus, "BLOCK", 256)
-    dataset = GPTDataset(opened(tmp_path), seq_length=64, num_samples=16 * 20, seed=1)
-    store.latency_s = 0.04
-    with Loader(
-        dataset, consumed_samples=0, global_batch_size=16, micro_batch_size=16, rank=0, size=1
-    ) as loader:
-        next(loader)
-        waits = []
-        for _ in range(8):
-            time.sleep(0.2)
-            began = time.perf_counter()
-            next(loader)
-            waits.append(time.perf_counter() - began)
-    assert store.gets > 100
-    assert sorted(waits)[4] < 0.05
+    dataset = GPTDataset(opened(tmp_path), seq_length=64, num_samples=64 * 8, seed=1)
+    answers, arrived, answered = threading.Event(), threading.Semaphore(0), list[int]()
+
+    def answer(number: int) -> None:
+        arrived.release()
+        answers.wait(30)  # by then the test fails
+        answered.append(number)
+
+    answers.set()
+    with (
+        Loader(
+            dataset, consumed_samples=0, global_batch_size=64, micro_batch_size=64, rank=0, size=1
+        ) as loader,
+        ExitStack() as at_end,
+    ):
+        at_end.callback(answers.set)
+        first = next(loader)
+        wait(loader._ahead)  # warm
+        answers.clear()
+        store.fail = answer
+        ahead = [next(loader) for _ in range(3)]
+        for _ in range(CONCURRENT):  # of the step after those: at once, though none is answered
+            assert arrived.acquire(timeout=20)
+        assert answered == []
+        answers.set()
+        rest = list(loader)
+    assert len(answered) > CONCURRENT
+    steps = [[int(batch.first_sample) for batch in step] for step in (first, *ahead, *rest)]
+    assert steps == [[64 * n] for n in range(8)]
 
 
 def test_a_corpus_that_is_not_there_is_named(store: Store, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither train\.bin and train\.idx in it, nor none\.bin and none"):
         opened(tmp_path, url=f"{BUCKET}/none")
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"data\.cache: \S+: Not a directory; name a folder with room"):
+        opened(tmp_path / "file")
+    stored = opened(tmp_path / "folder")
+    assert stored.stored is not None
+    stored.stored.folder.rmdir()
+    with pytest.raises(UserError, match=r"data\.cache: \S+blocks\S+: No such file or directory"):
+        _ = stored.tokens[:]
 
 
 def test_a_store_needs_a_local_folder() -> None:

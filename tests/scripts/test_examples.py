@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import mlm
 from mlm.config.cli import main
@@ -20,6 +23,7 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer
 from tests.checkpoint.commands.hf_models import TEXT, add_tokenizer, import_model, make_model
+from tests.pages import blocks
 from tests.ranks import run_on_ranks
 from tests.training.test_gradient_sums import SPEC, batches
 
@@ -136,6 +140,52 @@ def test_the_notebook_leads_from_a_base_to_merged_weights(
     exec(source.replace("STEPS = 300", "STEPS = 2"), {})
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+
+
+TINY = {
+    "data tokenizer": ["vocab_size=400"],
+    "pretrain": [
+        *("model.vocab_size=400", "model.num_layers=2", "model.hidden_size=32", "model.num_heads=4"),
+        *("model.ffn_hidden_size=64", "data.seq_length=64", "train.steps=3", "train.validate_batches=2"),
+    ],
+    "finetune chat": ["train.epochs=1", "train.global_batch_size=8"],
+    "finetune preferences": ["train.global_batch_size=8"],
+    "generate": ["max_new_tokens=8"],
+}
+"""What makes the commands of the tutorial small."""
+
+
+@pytest.mark.slow
+def test_commands_of_the_chat_tutorial_run_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To what other libraries load: merged weights, adapters on their base, and a file of llama.cpp."""
+    gguf, peft = pytest.importorskip("gguf"), pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    words = ["king", "queen", "sword", "crown", "night", "day", "heart", "storm"]
+    Path("book.txt").write_text("\n\n".join(f"The {a} and the {b}. " * 9 for a in words for b in words))
+    with open("conversations.jsonl", "w") as chats, open("pairs.jsonl", "w") as pairs:
+        for a in words:
+            answers = [{"role": "assistant", "content": text} for text in (f"The {a}.", "Nobody.")]
+            question = {"role": "user", "content": f"Who has the {a}?"}
+            chats.write(json.dumps({"messages": [question, answers[0]]}) + "\n")
+            row = {"prompt": [question], "chosen": answers[:1], "rejected": answers[1:]}
+            pairs.write(json.dumps(row) + "\n")
+    page = "scripts/docs/pages/tutorials/laptop-chat.md"
+    commands = [line for block in blocks((ROOT / page).read_text(), page) for line in block.commands]
+    assert len(commands) == 10
+    for line in commands:
+        _, *typed = shlex.split(line, comments=True)
+        small = [word for name in TINY if " ".join(typed).startswith(f"{name} ") for word in TINY[name]]
+        assert main([*typed, *small]) == 0, line
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained("merged").eval()(tokens).logits
+        base = AutoModelForCausalLM.from_pretrained("base")
+        adapted = peft.PeftModel.from_pretrained(base, "adapters").eval()(tokens).logits
+    torch.testing.assert_close(adapted, whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(mlm.load("runs/preferred").logits(tokens), whole, rtol=0, atol=1e-5)
+    assert {x.name for x in gguf.GGUFReader("model.gguf").tensors} >= {"token_embd.weight"}
 
 
 def test_load_and_score_prints_texts_and_scores(run: Path) -> None:

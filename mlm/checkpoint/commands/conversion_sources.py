@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from torch import Tensor
 
-from mlm.checkpoint.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA
+from mlm.checkpoint.dcp.metadata import COPY_AGAIN, MAX_METADATA_BYTES, METADATA, MOMENTS
 from mlm.checkpoint.dcp.storage import DCPReader
 from mlm.checkpoint.dcp.torchtitan import TOKEN_TABLE, TorchtitanReader
 from mlm.checkpoint.huggingface.folder import (
@@ -44,6 +44,7 @@ from mlm.models.huggingface import show as show_value
 from mlm.models.lora import adapter_shards, merged_changes
 from mlm.parallel.low_rank import WeightChange
 from mlm.parallel.mesh import Axis
+from mlm.training.state import is_weights_only
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import digest_file, read_bounded
 from mlm.util.terminal import progress_bar
@@ -154,11 +155,11 @@ def native_source(path: str, tokenizer: Tokenizer | None = None) -> Source:
         tokenizer.chat_template = ChatTemplate.find(run_directory(step), tokenizer)
     reader = Reader(step, manifest)
 
-    def read(name: str, region: Region) -> Tensor:
-        if f"model.{name}" not in manifest.tensors:
-            raise CorruptFileError(f"{step}: holds no model.{name}, its config has one. {RESTORE}")
+    def read(kind: str, name: str, region: Region) -> Tensor:
+        if f"{kind}.{name}" not in manifest.tensors:
+            raise CorruptFileError(f"{step}: holds no {kind}.{name}, its config has one. {RESTORE}")
         try:
-            return reader.read(f"model.{name}", region).float()
+            return reader.read(f"{kind}.{name}", region).float()
         except OSError as error:
             raise CorruptFileError(
                 f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}"
@@ -170,16 +171,19 @@ def native_source(path: str, tokenizer: Tokenizer | None = None) -> Source:
             check_whole(step, advance)
         return {name: entry.digest for name, entry in manifest.files.items()}
 
-    origin = manifest.state.get("source")
+    origin, steps = manifest.state.get("source"), manifest.state.get("applied_steps")
     kept = origin if isinstance(origin, dict) else {}
+    has_moments = is_weights_only(manifest) and type(steps) is int
     source = Source(
         "native",
         step,
         trained.model,
-        read,
+        partial(read, "model"),
         digests,
         tokenizer=tokenizer,
-        origin={key: kept[key] for key in ("pad_token_id", "labels") if key in kept},
+        moments={name: partial(read, f"optimizer.{name}") for name in MOMENTS} if has_moments else {},
+        origin={key: kept[key] for key in ("pad_token_id", "labels") if key in kept}
+        | ({"iteration": steps} if has_moments else {}),
         checkpoint=manifest,
         base=base,
     )
@@ -306,16 +310,28 @@ def _torchtitan(folder: Path, config: ModelConfig | None, tokenizer: Tokenizer |
             "the config.json of the model (that of its transformers version) or a run of mlm"
         )
     tensors = TorchtitanReader(folder, config)
+    moments, steps = tensors.open_moments()
+    readers = dict.fromkeys([tensors.reader, *(each.reader for each in moments.values())])
     return Source(
-        "torchtitan", folder, config, tensors.read, lambda: digest_dcp(tensors.reader), tokenizer=tokenizer
+        "torchtitan",
+        folder,
+        config,
+        tensors.read,
+        lambda: digest_dcp(*readers),
+        tokenizer=tokenizer,
+        moments={name: each.read for name, each in moments.items()},
+        origin={"iteration": steps} if moments else {},
     )
 
 
-def digest_dcp(reader: DCPReader) -> dict[str, str]:
+def digest_dcp(*readers: DCPReader) -> dict[str, str]:
     """Return the digest of each file by its name; items are compared with their checksums."""
-    size = sum((reader.folder / name).stat().st_size for name in reader.files)
+    size = sum((reader.folder / name).stat().st_size for reader in readers for name in reader.files)
+    digests: dict[str, str] = {}
     with progress_bar("reading", size, in_bytes=True) as advance:
-        return reader.verify(advance)
+        for reader in readers:
+            digests |= reader.verify(advance)
+    return digests
 
 
 def _megatron(opened: MegatronModel, tokenizer: Tokenizer | None) -> Source:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +28,16 @@ def compare(source: Source, target: Source, dtype: torch.dtype) -> str:
     `dtype` is the target's. Raises CheckFailedError for a difference.
     """
     wanted = {name: one for name, one in source.parameters.items() if name not in source.filled}
-    size = sum(one.num_bytes for one in wanted.values())
+    reads = [("", source.read, target.read)]
+    reads += [(f"{name} of ", source.moments[name], read) for name, read in target.moments.items()]
+    size = len(reads) * sum(one.num_bytes for one in wanted.values())
     with progress_bar("comparing", size, in_bytes=True) as advance:
-        for name, one in wanted.items():
+        for (kind, read, read_again), (name, one) in product(reads, wanted.items()):
             for region in _blocks(name, one.shape):
-                theirs = source.read(name, region).to(dtype)
-                if not torch.equal(theirs, target.read(name, region).to(dtype)):
-                    raise CheckFailedError(f"{name} differs from {source.path} after the conversion")
+                if not torch.equal(read(name, region).to(dtype), read_again(name, region).to(dtype)):
+                    raise CheckFailedError(f"{kind}{name} differs from {source.path} after the conversion")
                 advance(region.volume * 4)
-    names = f"{len(wanted)} parameters are equal bit for bit"
+    names = f"{len(wanted)} parameters are equal bit for bit" + ", their moments too" * bool(target.moments)
     if source.filled:
         return f"compared: {names}"
 

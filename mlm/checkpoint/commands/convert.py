@@ -133,6 +133,8 @@ def run(config: AnyConversion) -> None:
     dtype, name = dtype_of(config), Path(config.source).resolve().name
     origin = {"kind": source.format, "name": name, "files": dict(sorted(digests.items())), **source.origin}
     count = targets.tensor_bytes(source, dtype)
+    if config.to == "native":
+        count *= 1 + len(source.moments)
     kind = "run" if config.to == "native" else "exported-model"
     with new_folder(Path(config.out), count, kind, journal=journal(config, origin)) as folder:
         with progress_bar(f"writing {config.to}", count, in_bytes=True) as advance:

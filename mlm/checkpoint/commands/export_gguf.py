@@ -5,9 +5,7 @@ writes. Matrices are of the chosen type, norms and biases float32.
 """
 
 import json
-import os
 import re
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from mlm.models.llama.settings import LlamaSettings
 from mlm.training.run_folder import GB
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
+from mlm.util.files import partial_of
 from mlm.util.results import result_problems
 
 EXTRA = "gguf"
@@ -88,19 +87,15 @@ def run(config: ExportGGUFConfig) -> None:
     """Write the file, read it back and print a table. Raises UserError."""
     gguf: Any = load_extra("gguf", "mlm export gguf", EXTRA)
     source, out = native_source(config.ckpt), Path(config.out)
-    work: Path | None = None
+    work = partial_of(out)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
-        os.close(handle)
-        work = Path(name)
         source.digests()
         written = write(gguf, source, work, config.type)
         work.rename(out)
     except OSError as error:
         raise UserError(f"out={config.out}: {error.strerror}; name a file that can be written") from error
     finally:
-        if work is not None:
-            work.unlink(missing_ok=True)
+        work.unlink(missing_ok=True)
     columns: dict[str, object] = {
         "architecture#": written,
         "type#": config.type,

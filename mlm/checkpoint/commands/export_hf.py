@@ -26,7 +26,7 @@ from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
 from mlm.inference.base import Base
-from mlm.inference.trained import run_directory, trained_config
+from mlm.inference.trained import is_model_folder, run_directory, trained_config
 from mlm.training.run_folder import GB, new_folder, out_problems
 from mlm.util.errors import ConfigError, attempt
 from mlm.util.terminal import progress_bar
@@ -84,7 +84,10 @@ def export(config: ExportHFConfig) -> tuple[Source, dict[str, object], list[str]
         if source.base is not None and not config.merge:
             rank = write_adapters(source, source.base, folder)
             write_settings(source, mapping, folder)
-            return source, {"rank#": rank}, [], f"adapters of {source.base.name}, for peft"
+            name = source.base.name
+            note = f"its base in the form that peft loads: mlm export hf ckpt={name} out=… merge=true"
+            notes = [] if is_model_folder(source.base.path) else [note]
+            return source, {"rank#": rank}, notes, f"adapters of {name}, for peft"
         with progress_bar("exporting", count, in_bytes=True) as advance:
             files, is_folded = write_hf(source, folder, torch.float32, config.max_file_gb, advance)
         line = str(compare_logits(folder, source.path)) if config.verify else NOT_COMPARED

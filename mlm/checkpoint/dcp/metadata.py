@@ -10,7 +10,8 @@ https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/metada
 
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,15 @@ from mlm.util.files import read_bounded
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 28
+MAX_OBJECT_BYTES = 1 << 24
 PACKAGE = "torch.distributed.checkpoint"
 CLASSES = f"{PACKAGE}.metadata"
 STORAGE_INFO = f"{PACKAGE}.filesystem._StorageInfo"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.distcp", re.ASCII)
 DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES.values()}
 COPY_AGAIN = "copy the whole folder again"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's, by PyTorch's names."""
 
 _DATA = re.compile(
     r"torch\.distributed\.checkpoint\.(metadata|planner|filesystem|_fsspec_filesystem)\.\w+"
@@ -71,13 +75,7 @@ def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, S
     Raises UserError if there is no `.metadata`, CorruptFileError if it is not data, does not fit the files,
     or the pieces of a tensor have a hole or overlap.
     """
-    path = folder / METADATA
-    try:
-        _check_regular(path)
-        value = read_pickle(read_bounded(path, MAX_METADATA_BYTES, COPY_AGAIN), _is_data)
-        fields = value.fields(f"{CLASSES}.Metadata") if type(value) is Record else None
-        if fields is None:
-            raise PickleError("holds no Metadata")
+    with _reading(folder) as fields:
         wanted = {
             _name(name): entry
             for name, entry in _dict(fields.get("state_dict_metadata")).items()
@@ -89,11 +87,42 @@ def read_metadata(folder: Path, is_wanted: Callable[[str], bool]) -> dict[str, S
         tensors = {name: _tensor(name, entry, infos) for name, entry in wanted.items()}
         _check_items(folder, tensors)
         _check_tiled(tensors)
+    return tensors
+
+
+def read_objects(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Return items that are no tensors, as torch.save wrote them. Raises as `read_metadata`."""
+    found: dict[str, bytes] = {}
+    with _reading(folder) as fields:
+        for index, info in _dict(fields.get("storage_data")).items():
+            place = index.fields(f"{CLASSES}.MetadataIndex") if type(index) is Record else {}
+            name = str(place.get("fqn"))
+            if name not in names or place.get("offset") is not None:
+                continue
+            file, begin, length = _storage_info(name, info)
+            _check_regular(folder / file)
+            if length > MAX_OBJECT_BYTES:
+                raise PickleError(f"{name}: {length} bytes, {MAX_OBJECT_BYTES} is the limit")
+            with open(folder / file, "rb") as f:
+                f.seek(begin)
+                found[name] = f.read(length)
+    return found
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the fields of `.metadata`; errors become UserError and CorruptFileError that name it."""
+    path = folder / METADATA
+    try:
+        _check_regular(path)
+        value = read_pickle(read_bounded(path, MAX_METADATA_BYTES, COPY_AGAIN), _is_data)
+        if type(value) is not Record:
+            raise PickleError("holds no Metadata")
+        yield value.fields(f"{CLASSES}.Metadata")
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror}: {COPY_AGAIN}") from error
     except PickleError as error:
         raise CorruptFileError(f"{path}: {error}; nothing was executed: {COPY_AGAIN}") from error
-    return tensors
 
 
 def _is_data(name: str) -> bool:

@@ -6,12 +6,13 @@ those of 2026, attention.qkv_linear.wq and lm_head, are read.
 """
 
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.dcp.metadata import COPY_AGAIN, read_metadata
+from mlm.checkpoint.dcp.metadata import COPY_AGAIN, MOMENTS, read_metadata
 from mlm.checkpoint.dcp.storage import DCPReader
 from mlm.checkpoint.dcp.writer import DCPTensor
 from mlm.checkpoint.native.compare import row_blocks
@@ -25,6 +26,7 @@ from mlm.util.errors import CorruptFileError, UserError
 
 TOKEN_TABLE = TORCHTITAN["token.weight"]
 OUTPUT = TORCHTITAN["output.weight"]
+STATE = "optimizer.state."
 _OTHER = ("optimizer.", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
 Read = Callable[[str, Region], Tensor]
 
@@ -92,6 +94,25 @@ class TorchtitanReader:
             lambda one: self._load(one, Region.whole(self.shapes[one])),
         )
         return value[region.within(Region.whole(value.shape))]
+
+    def open_moments(self) -> tuple[dict[str, "TorchtitanReader"], int | None]:
+        """Return readers of Adam's moments by name, and its count of steps; none if some are not there whole.
+
+        They are stored as optimizer.state.layers.0.attention.wq.weight.exp_avg, the count as …step.
+        """
+        folder, found = self.reader.folder, dict[str, TorchtitanReader]()
+        stored = read_metadata(folder, lambda name: name.startswith(STATE))
+        reader, first = DCPReader(folder, stored), f"{STATE}{self.names['token.weight']}.step"
+        for moment in MOMENTS:
+            opened = copy(self)
+            opened.names = {name: f"{STATE}{theirs}.{moment}" for name, theirs in self.names.items()}
+            opened.reader = reader
+            if any(n not in stored or stored[n].shape != self.shapes[k] for k, n in opened.names.items()):
+                return {}, None
+            found[moment] = opened
+        if first not in stored or stored[first].shape != ():
+            return {}, None
+        return found, int(reader.read(first, Region((), ())).item())
 
     def _check_tied(self, output: str) -> None:
         for region in row_blocks(self.shapes["token.weight"], 4):

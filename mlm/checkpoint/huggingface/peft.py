@@ -18,6 +18,7 @@ from mlm.util.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+MOST_ALPHA = 1e9
 PLAIN: Mapping[str, tuple[JSON, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -28,6 +29,10 @@ PLAIN: Mapping[str, tuple[JSON, ...]] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
     "lora_bias": (False,),
+    "init_lora_weights": (True, False, "gaussian", "eva"),  # others change the weights of the base
+    "use_qalora": (False,),
+    **dict.fromkeys(("use_bdlora", "layer_replication", "alora_invocation_tokens", "arrow_config"), (None,)),
+    **dict.fromkeys(("kasa_config", "velora_config", "monteclora_config"), (None,)),
 }
 """Keys of adapter_config.json, and the values that our adapters compute; the first is the default."""
 
@@ -145,7 +150,7 @@ def read_config(config: Mapping[str, JSON], names: list[str], model: ModelConfig
         if (value := config.get(key, allowed[0])) not in allowed:
             raise UserError(f"{path}: {key}={show(value)} is not supported; supported: {show(allowed[0])}")
     rank, alpha, dropout = config.get("r"), config.get("lora_alpha"), config.get("lora_dropout", 0.0)
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not 0 < alpha < MOST_ALPHA:
         raise UserError(f"{path}: r={show(rank)}, lora_alpha={show(alpha)} must be numbers above 0")
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise UserError(f"{path}: lora_dropout={show(dropout)} must be a number from 0 to 1")

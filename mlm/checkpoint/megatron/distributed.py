@@ -7,8 +7,10 @@
 Names are those with Transformer Engine. The layers of a usual model are one tensor with the layer as its
 first dim, decoder.layers.mlp.linear_fc1.weight; with other settings, and in fsdp_dtensor, each has a
 number. So are experts, in the dim after that of the layers. The rows of a fused gate and input are
-[gate, up], whatever the tensor-parallel size. Source: NVIDIA/Megatron-LM, core/dist_checkpointing,
-core/transformer/transformer_block.py, mlp.py, moe/experts.py.
+[gate, up], whatever the tensor-parallel size; fsdp_dtensor has them as two tensors, …weight_w and …weight_v,
+and args and iteration in place of common.pt as items of .metadata. Source: NVIDIA/Megatron-LM,
+core/dist_checkpointing, core/transformer/transformer_block.py, mlp.py, moe/experts.py,
+core/transformer/fsdp_dtensor_checkpoint.py, training/checkpointing.py.
 """
 
 import math
@@ -17,14 +19,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.dcp.metadata import COPY_AGAIN, METADATA, StoredTensor, read_metadata
+from mlm.checkpoint.dcp.metadata import (
+    COPY_AGAIN,
+    METADATA,
+    MOMENTS,
+    StoredTensor,
+    read_metadata,
+    read_objects,
+)
 from mlm.checkpoint.dcp.storage import DCPReader
 from mlm.checkpoint.megatron.args import MegatronArgs, mappings
-from mlm.checkpoint.megatron.files import read_file
+from mlm.checkpoint.megatron.files import read_file, read_value
 from mlm.checkpoint.megatron.model import MegatronModel, assemble, kind_of, no_part
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
@@ -43,7 +53,8 @@ _WRAPPERS = re.compile(r"(?:(?:model\d*|module)\.)+")
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d)(.+)")
 _EXPERTS = re.compile(r"(.+\.mlp\.experts\.experts)\.(?!\d)(.+)")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MOMENTS = ("exp_avg", "exp_avg_sq")
+_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])")
+_MOMENT = re.compile(r"optimizer\.state\.(?:(exp_avg(?:_sq)?)\.(.+)|(.+)\.(exp_avg(?:_sq)?))")
 MOST_STACKED = 1 << 17
 """Layers times experts of a tensor."""
 Place = tuple[str, tuple[int, ...]]
@@ -130,9 +141,9 @@ def open_distributed(
     `config` is the model of a folder without common.pt; the others are as in `open_checkpoint`. Raises
     UserError and CorruptFileError.
     """
-    common = read_file(folder / COMMON) if (folder / COMMON).is_file() else {}
+    common = read_common(folder)
     args = MegatronArgs(common.get("args"), folder / COMMON)
-    tensors = read_metadata(folder, lambda name: not _OTHER.fullmatch(name))
+    tensors = joined(read_metadata(folder, lambda name: not _OTHER.fullmatch(name)))
     for name, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
             raise CorruptFileError(
@@ -162,16 +173,18 @@ def open_distributed(
 def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:
     """Return Adam's moments by name, each read as the parameters are; empty if some are missing or not whole.
 
-    Whole ones are stored under the names of the parameters: optimizer.state.exp_avg.decoder.… . Raises as
-    `open_distributed`.
+    Whole ones are stored under the names of the parameters: optimizer.state.exp_avg.decoder.…, in
+    fsdp_dtensor optimizer.state.module.decoder.….exp_avg. Raises as `open_distributed`.
     """
     held, found, mapping = opened.held, dict[str, MegatronModel](), mappings()[opened.model.kind]
     if not isinstance(held, CoreTensors) or not opened.iteration:
         return {}
-    stored = read_metadata(held.path, lambda name: name.startswith("optimizer.state.exp_avg"))
+    by_moment: dict[str, dict[str, StoredTensor]] = {moment: {} for moment in MOMENTS}
+    for stored, tensor in read_metadata(held.path, lambda name: bool(_MOMENT.fullmatch(name))).items():
+        before, name_after, name_before, after = _MOMENT.fullmatch(stored).groups()  # type: ignore[union-attr]
+        by_moment[before or after][name_after or name_before] = tensor
     for moment in MOMENTS:
-        prefix = f"optimizer.state.{moment}."
-        tensors = {n.removeprefix(prefix): tensor for n, tensor in stored.items() if n.startswith(prefix)}
+        tensors = joined(by_moment[moment])
         places = {mapping.our_name(name): place for name, place in core_names(tensors).items()}
         if HEAD in places and not opened.model.is_tied:
             places["output.weight"] = places.pop(HEAD)
@@ -182,6 +195,32 @@ def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:
         if any(moments.shape(name) != opened.shapes[name] for name in wanted):
             return {}
         found[moment] = replace(opened, held=moments)
+    return found
+
+
+def read_common(folder: Path) -> Mapping[str, Any]:
+    """Return args and iteration of a folder, from common.pt or items; empty without. Raises as above."""
+    if (folder / COMMON).is_file():
+        return read_file(folder / COMMON)
+    saved = read_objects(folder, ("args", "iteration"))
+    return {name: read_value(folder / METADATA, content) for name, content in saved.items()}
+
+
+def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors with each …weight_w and …weight_v as one, w's rows first."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        half = _HALF.fullmatch(name)
+        other = tensors.get(f"{half[1]}_v") if half and half[2] == "w" else None
+        if half is None or other is None or (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
+            continue
+        rows, *rest = tensor.shape
+        pieces = list(tensor.pieces)
+        for piece in other.pieces:
+            first, *offset = piece.region.offset
+            pieces.append(replace(piece, region=piece.region._replace(offset=(rows + first, *offset))))
+        del found[name], found[f"{half[1]}_v"]
+        found[half[1]] = StoredTensor((2 * rows, *rest), tensor.dtype, tuple(pieces))
     return found
 
 

@@ -15,6 +15,7 @@ builds tensors and plain containers. Beside these it is given `argparse.Namespac
 """
 
 import argparse
+import io
 import re
 import warnings
 import zipfile
@@ -233,15 +234,28 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Raises CorruptFileError when it is damaged, or names anything that is not data: nothing in it is run.
     """
+    content = read_value(path)
+    if type(content) is not dict or not all(type(key) is str for key in content):
+        raise CorruptFileError(f"{path}: holds no named parts: is it a Megatron-LM checkpoint?")
+    return content
+
+
+def read_value(path: Path, saved: bytes | None = None) -> Any:
+    """Return what torch.save wrote to a file, or `saved` of it. Raises as `read_file`."""
+
+    def source() -> Any:
+        return path if saved is None else io.BytesIO(saved)
+
     try:
-        mapped = is_zip(path)
-        if mapped:
-            _check_stored(path)
+        has_records = saved is not None or is_zip(path)
+        if has_records:
+            _check_stored(path, source())
         with _restricted_globals(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the age of the format
-            if mapped and (named := serialization.get_unsafe_globals_in_checkpoint(path)):
+            if has_records and (named := serialization.get_unsafe_globals_in_checkpoint(source())):
                 raise rejected_error(path, ", ".join(sorted(named)[:3]))
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            mapped = has_records and saved is None
+            return torch.load(source(), map_location="cpu", weights_only=True, mmap=mapped)
     except UserError:
         raise
     except OSError as error:
@@ -250,14 +264,11 @@ def read_file(path: Path) -> dict[str, Any]:
         if named_one := re.search(r"GLOBAL (\S+)", str(error)):
             raise rejected_error(path, named_one[1]) from None
         raise damaged_error(path, error) from error
-    if type(content) is not dict or not all(type(key) is str for key in content):
-        raise CorruptFileError(f"{path}: holds no named parts: is it a Megatron-LM checkpoint?")
-    return content
 
 
-def _check_stored(path: Path) -> None:
+def _check_stored(path: Path, source: Any) -> None:
     """Reject compression, which torch never uses: it could unpack to any size, and cannot be mapped."""
-    with zipfile.ZipFile(path) as records:
+    with zipfile.ZipFile(source) as records:
         if any(info.compress_type != zipfile.ZIP_STORED for info in records.infolist()):
             raise CorruptFileError(f"{path}: is compressed, which torch.save never does: copy the original")
 

@@ -263,5 +263,5 @@ def no_part(path: Path, theirs: str) -> UserError:
     """Return the error of a name that no family has."""
     return UserError(
         f"{path}: {printable(theirs)} is no part of {family_names(last='or')} as mlm has them: only these "
-        "are imported"
+        "are imported, and torchtitan's names by mlm convert"
     )

@@ -80,12 +80,22 @@ def test_what_peft_wrote_is_imported_beside_its_base(folder: Path, tmp_path: Pat
     torch.testing.assert_close(ours(out), ours(folder / name))
 
 
-def test_adapters_that_ours_do_not_compute_are_rejected(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"bias": "all"}, "bias=all is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not supported"),
+        ({"lora_alpha": float("inf")}, "lora_alpha=Infinity must be numbers above 0"),
+    ],
+)
+def test_adapters_that_ours_do_not_compute_are_rejected(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], problem: str
+) -> None:
     copy = tmp_path / "peft"
     copy.mkdir()
     for file in (folder / "out-peft").iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     settings = json.loads((copy / "adapter_config.json").read_text())
-    (copy / "adapter_config.json").write_text(json.dumps(settings | {"bias": "all"}))
-    with pytest.raises(UserError, match=r"adapter_config.json: bias=all is not supported"):
+    (copy / "adapter_config.json").write_text(json.dumps(settings | changes))
+    with pytest.raises(UserError, match=f"adapter_config.json: .*{problem}"):
         import_hf.run(ImportHFConfig(source=str(copy), out=str(tmp_path / "run")))

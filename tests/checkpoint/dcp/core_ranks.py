@@ -86,7 +86,7 @@ def start(rank: int, world: int, port: int) -> None:
     replace_cuda()
 
 
-def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
+def build(args: argparse.Namespace, tp: int, pp: int, ep: int = 1) -> Any:
     """Megatron Core's model of some arguments at a layout, random weights."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -94,7 +94,7 @@ def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
     experts = {name: getattr(args, name) for name in EXPERTS if hasattr(args, name)}
     num_experts = experts.pop("num_experts", None)
     if num_experts:
@@ -107,6 +107,7 @@ def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
         ffn_hidden_size=args.ffn_hidden_size,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=ep,
         pipeline_dtype=torch.float32,
         gated_linear_unit=args.swiglu,
         activation_func=F.silu if args.swiglu else F.gelu,
@@ -136,6 +137,7 @@ def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
         is_split = getattr(parameter, "tensor_model_parallel", False)
         split = parallel_state.get_tensor_model_parallel_rank() if is_split else 0
         seed = zlib.crc32(name.encode()) + split + 100 * parallel_state.get_pipeline_model_parallel_rank()
+        seed += 10_000 * parallel_state.get_expert_model_parallel_rank() if "local_experts" in name else 0
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         parameter.data.add_(noise * 0.2)
     return model.eval()
@@ -150,15 +152,15 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def save(rank: int, world: int, port: int, folder: Path, layouts: list[tuple[str, int, int]]) -> None:
-    """Save a model at each layout (kind, tp, pp) in folder/kind-tp-pp."""
+def save(rank: int, world: int, port: int, folder: Path, layouts: list[tuple[str, int, int, int]]) -> None:
+    """Save a model at each layout (kind, tp, pp, ep) in folder/kind-tp-pp-ep."""
     from megatron.core import dist_checkpointing
 
     start(rank, world, port)
-    for kind, tp, pp in layouts:
-        out = folder / f"{kind}-{tp}-{pp}"
+    for kind, tp, pp, ep in layouts:
+        out = folder / f"{kind}-{tp}-{pp}-{ep}"
         out.mkdir(exist_ok=True)
-        model = build(arguments(kind), tp, pp)
+        model = build(arguments(kind), tp, pp, ep)
         state = {"args": arguments(kind), "iteration": 3, "checkpoint_version": 3.0}
         dist_checkpointing.save(state | {"model": model.sharded_state_dict()}, str(out))
     torch.distributed.destroy_process_group()

@@ -21,14 +21,15 @@ from tests.megatron_core import megatron_core
 
 pytestmark = pytest.mark.slow
 LAYOUTS = [
-    ("llama", 1, 2),
-    ("llama", 2, 1),
-    ("gpt", 1, 2),
-    ("gpt", 2, 1),
-    ("experts", 1, 2),
-    ("experts", 2, 1),
+    ("llama", 1, 2, 1),
+    ("llama", 2, 1, 1),
+    ("gpt", 1, 2, 1),
+    ("gpt", 2, 1, 1),
+    ("experts", 1, 2, 1),
+    ("experts", 2, 1, 1),
+    ("experts", 1, 1, 2),
 ]
-ONE = [("llama", 1, 1), ("gpt", 1, 1), ("experts", 1, 1), ("unscaled", 1, 1), ("sigmoid", 1, 1)]
+ONE = [(kind, 1, 1, 1) for kind in ("llama", "gpt", "experts", "unscaled", "sigmoid")]
 
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> None:
@@ -49,16 +50,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_llama(out / "mixtral", kind="Mixtral")
     for source, exported in (("hf", "ours"), ("mixtral", "ours-experts")):
         convert.run(ConvertConfig(source=str(out / source), out=str(out / exported), to="torch_dist"))
-    made = [out / f"{kind}-{tp}-{pp}" for kind, tp, pp in LAYOUTS + ONE]
+    made = [out / "-".join(map(str, layout)) for layout in LAYOUTS + ONE]
     on_ranks(core_ranks.load, 1, [*made, out / "ours/release", out / "ours-experts/release"])
     return out
 
 
-@pytest.mark.parametrize("kind, tp, pp", LAYOUTS + ONE)
-def test_logits_of_an_import_are_those_of_megatron_core(folder: Path, kind: str, tp: int, pp: int) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS + ONE, ids=lambda layout: "-".join(map(str, layout)))
+def test_logits_of_an_import_are_those_of_megatron_core(
+    folder: Path, layout: tuple[str, int, int, int]
+) -> None:
     """Within 1e-4 of the largest: float32 sums in another order."""
-    source = folder / f"{kind}-{tp}-{pp}"
-    out = folder / f"run-{kind}-{tp}-{pp}"
+    source = folder / "-".join(map(str, layout))
+    out = folder / f"run-{source.name}"
     run(ImportMegatronConfig(source=str(source), out=str(out)))
     theirs = torch.load(source / "logits.pt")
     ours = mlm.load(str(out)).logits(TOKENS)
