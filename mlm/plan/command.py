@@ -74,7 +74,6 @@ COMMANDS = (
     ),
     Command(
         words=("plan", "compare"),
-        config="plan_compare",
         spec=PlanCompareConfig,
         target="mlm.plan.compare:run",
         local_check=check_plan_compare,
