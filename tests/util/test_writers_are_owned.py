@@ -36,6 +36,7 @@ WRITERS = {
     "launch/process.py": "/dev/null, while torch says that a store is gone",
     "evaluate/lm_eval/ranks.py": "config.json in a temporary folder",
     "data/indexed.py": "parts of the pair that it writes",
+    "data/stored_corpus.py": "blocks of its own cache, under a name of the thread that writes",
     "launch/child_run.py": "logs of runs in the folder of a verify-resume",
 }
 

@@ -7,7 +7,6 @@ Unix socket in a folder only this user can enter. Rank 0 broadcasts each request
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -133,11 +132,15 @@ class RemoteModel:
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
         self._end = weakref.finalize(self, kill, self.process)  # also when Python ends
+        listener.settimeout(POLL_S)  # select knows descriptors below 1,024 only
+        connected: socket.socket | None = None
         with listener:
-            while not select.select([listener], [], [], POLL_S)[0]:
-                if self.process.poll() is not None:
+            while connected is None:
+                with suppress(TimeoutError):
+                    connected = listener.accept()[0]
+                if connected is None and self.process.poll() is not None:
                     raise self._failure()
-            self.connection = Connection(listener.accept()[0].detach())
+        self.connection = Connection(connected.detach())
         self._reply(lambda count: None)
 
     def score(self, requests: Sequence[Request], advance: Advance) -> list[Score]:
