@@ -32,7 +32,7 @@ def query(model: ModelConfig = SMALL, gpus: int = 8, batch: int = 32, seq: int =
     ("model", "gpus", "batch", "fixed"),
     [
         (SMALL, 1, 16, {}),
-        (SMALL, 4, 8, {}),
+        pytest.param(SMALL, 4, 8, {}, marks=pytest.mark.slow),
         (SMALL, 8, 32, {"cp": 1}),
         (SMALL, 12, 24, {"pp": 3, "cp": 1}),
         (LARGE, 8, 8, {}),
