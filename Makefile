@@ -46,7 +46,7 @@ demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over
 test: $(VENV)/.installed-dev  ## the tests, eight minutes on two cores
 	$(PYTEST)
 
-test-slow: $(VENV)/.installed-dev  ## the long tests that `make test` leaves out, eleven minutes
+test-slow: $(VENV)/.installed-dev  ## the long tests that `make test` leaves out, fourteen minutes
 	$(PYTEST) -m slow
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
