@@ -123,6 +123,7 @@ def test_numbers_are_those_of_the_hf_model(folder: Path) -> None:
     assert texts[-count:] == their_texts[-count:]  # generated
 
 
+@pytest.mark.slow
 def test_numbers_of_a_mixture_are_those_of_the_hf_model(folder: Path) -> None:
     """Of a Mixtral, exported with a beginning of texts that both name."""
     pytest.importorskip("accelerate", reason="lm-eval's own hf model needs it: pip install 'lm-eval[hf]'")

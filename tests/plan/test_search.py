@@ -35,7 +35,7 @@ def query(model: ModelConfig = SMALL, gpus: int = 8, batch: int = 32, seq: int =
         pytest.param(SMALL, 4, 8, {}, marks=pytest.mark.slow),
         (SMALL, 8, 32, {"cp": 1}),
         (SMALL, 12, 24, {"pp": 3, "cp": 1}),
-        (LARGE, 8, 8, {}),
+        pytest.param(LARGE, 8, 8, {}, marks=pytest.mark.slow),
         (LARGE, 16, 16, {"zero": 0}),
     ],
 )

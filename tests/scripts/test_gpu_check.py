@@ -318,6 +318,7 @@ def test_compiled_steps_that_would_run_uncompiled_are_a_problem(
     assert "FailOnRecompileLimitHit" in entries_of(case)[-1]["problem"]
 
 
+@pytest.mark.slow
 def test_each_trainee_is_compiled_anew() -> None:
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for n in range(20):

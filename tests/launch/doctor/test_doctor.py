@@ -128,6 +128,7 @@ def test_ranks_that_a_launcher_starts_are_checked_together(tmp_path: Path) -> No
     assert {"bandwidth over tp", "shared folder"} <= {row["check"] for row in found["checks"]}
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_ends_no_rank(tmp_path: Path) -> None:
     """As `mlm doctor tp=2 | head -1`: rank 0 loses its table, and the others their rank 0."""
     reader, writer = os.pipe()

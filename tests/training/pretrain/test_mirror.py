@@ -180,6 +180,7 @@ def test_an_upload_that_fails_is_one_line_and_training_goes_on(
     assert listed(url) == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_kill_in_an_upload_leaves_the_checkpoint_before(
     store: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
