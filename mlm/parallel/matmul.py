@@ -131,7 +131,7 @@ NEW_SHAPE_FLOPS = 1 << 30
 
 
 def _rows_for_onednn(x: Tensor, weight: Tensor, size: int) -> float:
-    """Return the rows from which a product goes to oneDNN; `size` is the FLOPs of one."""
+    """Return the rows from which a product goes to oneDNN; `size` is the multiplications of one row."""
     return NEW_SHAPE_FLOPS / (2 * size) if uses_onednn(x, weight) else math.inf
 
 

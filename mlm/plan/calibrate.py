@@ -14,7 +14,7 @@ from mlm.launch.environment import THREADS, read_rank_place, typed_threads
 from mlm.launch.start import run_job
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.calibrate_fit import Timing, figures, fit
+from mlm.plan.calibrate_fit import Timing, figures, fit, implausible
 from mlm.plan.calibrate_measure import Measurements, Workload
 from mlm.plan.config import CalibrationJob, Format, PlanCalibrateConfig
 from mlm.plan.hardware import (
@@ -93,6 +93,10 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | N
     device = "cpu" if ctx.device.type == "cpu" else "gpu"
     counts = counts_of(measurements.run_of(1, 1), device)
     hardware = fit(timings, counts, blank(config.name, ctx, base), dtype)
+    if workload is None and (low := implausible(hardware)):
+        raise UserError(
+            f"measured {', '.join(low)}, which no working machine has: end other programs and start again"
+        )
     if ctx.is_main:
         write(hardware, config, ctx)
 

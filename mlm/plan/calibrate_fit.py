@@ -19,6 +19,11 @@ HALVES = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 """Values of `matmul_half` that are tried."""
 LEAST_REMAINDER = 0.02
 """Least share of a layer's time that kernels which are no products are given."""
+LEAST = {"gpu": {"memory_gbps": 50.0}, "cpu": {"memory_gbps": 1.0}}
+"""Least numbers of real hardware by device; below them the measurement went wrong."""
+LEAST_SHARE = 0.03
+"""Least share of the peak that products and attention reach."""
+LEAST_LINK_GBPS = 1e-3
 
 
 class Timing(NamedTuple):
@@ -87,6 +92,15 @@ def fit(timings: Sequence[Timing], counts: LayerCounts, blank: HardwareConfig, d
         latency, rate = fit_link(across)
         fitted = replace(fitted, network_gbps=figures(rate / 1e9), network_latency_us=figures(latency * 1e6))
     return fit_kernels(timings, counts, fitted)
+
+
+def implausible(hardware: HardwareConfig) -> list[str]:
+    """Fitted numbers that no working machine has, as `key=value`."""
+    efficiency = hardware.efficiency
+    least = {"node_gbps": LEAST_LINK_GBPS, "network_gbps": LEAST_LINK_GBPS, **LEAST[hardware.device]}
+    low = [f"{key}={value:g}" for key, floor in least.items() if (value := getattr(hardware, key)) < floor]
+    shares = {"matmul": efficiency.matmul, "attention": efficiency.attention}
+    return low + [f"efficiency.{key}={value:g}" for key, value in shares.items() if value < LEAST_SHARE]
 
 
 def fit_products(products: Sequence[Timing], known: float | None) -> tuple[float, float, float]:

@@ -340,7 +340,9 @@ class CostModel:
         whole = folds_tp(t, layout.expert_tp)
         copies = replicas * (t if whole else 1) // layout.ep
 
-        def over(collective: Callable[[float, int, int], float], size: float) -> float:
+        def over(
+            collective: Callable[[float, int, int], float], size: float, weights: float = weights
+        ) -> float:
             apart = layout.ep if whole else t * layout.ep
             return collective(size * weights, replicas, t) + collective(size * experts, copies, apart)
 
@@ -366,10 +368,10 @@ class CostModel:
                 reduction = every * exposed(scatter, window_b if hides else 0.0, layers)
             optimizer *= weights / replicas + experts / copies
         if muon:
-            weights -= self.counts.elements(layout.split, FIRST if layout.pp > 1 else BOTH)
-            optimizer += muon * (weights / replicas + experts / copies)
+            matrices = weights - self.counts.elements(layout.split, FIRST if layout.pp > 1 else BOTH)
+            optimizer += muon * (matrices / replicas + experts / copies)
             # In bf16, results to all replicas, or rows of gradients to owners and of results back.
-            optimizer += over(self.gather, 2.0 if layout.zero == 0 else 4.0 / replicas)
+            optimizer += over(self.gather, 2.0 if layout.zero == 0 else 4.0 / replicas, matrices)
         if tied:
             rate, latency = self.link(2, layout.gpus // layout.pp * (layout.pp - 1))
             reduction += latency + software.gradient_bytes * tied / rate

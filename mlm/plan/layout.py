@@ -102,11 +102,14 @@ class PlannedLayout(ParallelConfig):
         for word in label.split():
             size = re.fullmatch(r"(\D+)([1-9]\d*)", word)
             if word in CHOICES:
-                values |= CHOICES[word]
+                named = CHOICES[word]
             elif size is not None and size[1] in SIZES:
-                values[SIZES[size[1]]] = int(size[2])
+                named = {SIZES[size[1]]: int(size[2])}
             else:
                 raise ValueError(f"{word} is no word of a layout's name")
+            if named.keys() & values.keys():
+                raise ValueError(f"{word} comes after another word of the same setting")
+            values |= named
         return cls(**{"global_batch": global_batch, **values})
 
     def settings(self, *, defaults: bool = False) -> dict[str, object]:

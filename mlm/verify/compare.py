@@ -144,7 +144,7 @@ class Report:
         self._compare_copies(ranks)
 
     def _compare_copies(self, ranks: Ranks) -> None:
-        """What is held in copies, and whether these are equal."""
+        """Count the weights that ranks hold in copies, and name those whose copies differ."""
         copies: dict[str, dict[Hashable, list[Tensor]]] = {}
         for record in ranks.values():
             for key, x in record.tensors.items():

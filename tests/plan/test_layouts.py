@@ -238,6 +238,7 @@ def test_each_number_of_a_preset_names_its_source() -> None:
             ([*LAYOUTS, "tp=2", "pp=2", "dp=1"], "use gpus=4"),
             ([*LAYOUTS, "dp=8", "train.global_batch_size=12"], "use train.global_batch_size=8"),
             ([*COMPARE, "tp3 dp4"], "b=tp3 dp4: tp=3 does not divide model.num_heads=16; use one that"),
+            ([*COMPARE, "tp2 dp4 tp4"], "b=tp2 dp4 tp4: tp4 comes after another word of the same setting"),
             ([*COMPARE, "tp2 zero4"], "b=tp2 zero4: zero4 is no word of a layout's name; write it as"),
             ([*MEMORY, "tp=2", "rank=2"], "use rank=0 to 1"),
             ([*MEMORY, "pp=25"], "pp=25 stages are more than model.num_layers=24"),

@@ -61,12 +61,17 @@ def as_conversion(config: AnyConversion) -> ConvertConfig:
 
 def preflight(config: AnyConversion) -> list[str]:
     """Return what is wrong with the settings, the source and `out`; no tensor is read."""
-    config = as_conversion(config)
+    given, config = config, as_conversion(config)
     problems = out_problems(config.out)
     tokenizer = attempt(problems, lambda: load_tokenizer(config))
     source = attempt(problems, lambda: open_(config, tokenizer))
-    if source is not None:
-        attempt(problems, lambda: check_target(config, source))
+    if source is None:
+        return problems
+    if isinstance(given, ImportMegatronConfig) and source.format not in ("torch_dist", "torch"):
+        is_ours = source.format == "native"
+        what = "a checkpoint of mlm already" if is_ours else f"of the format {source.format}"
+        problems.append(f"source={given.source}: is {what}, not Megatron-LM's; convert it by mlm convert")
+    attempt(problems, lambda: check_target(config, source))
     return problems
 
 
@@ -144,19 +149,13 @@ def run(config: AnyConversion) -> None:
             settings = SourceSettings(config=config.config, vocab_size=source.model.vocab_size)
             line = compare(source, open_source(str(folder), settings), dtype)
         (folder / targets.DONE).unlink(missing_ok=True)
-    columns = {
-        "from#": source.format,
-        "to#": config.to,
-        "dtype#": config.dtype,
-        **model_columns(source.model),
-    }
-    title = f"convert · {config.source}"
+    title = f"convert · {config.source} · {source.format} to {config.to}, {config.dtype}"
     notes = list(source.notes)
     if source.moments and config.to == "native":
         notes.append(WEIGHTS_AND_MOMENTS.format(source.origin["iteration"]))
     elif source.format != "hf":
         notes.append(WEIGHTS_ONLY)
-    show_table(title, columns, notes, line, f"written to {config.out}")
+    show_table(title, model_columns(source.model), notes, line, f"written to {config.out}")
 
 
 def journal(config: ConvertConfig, origin: dict[str, JSON]) -> bytes:

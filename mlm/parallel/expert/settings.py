@@ -8,7 +8,7 @@ GROUP_MEMBERS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSettings:
-    """How the experts of each token are chosen, and what keeps their loads even (router.py)."""
+    """Choice of the experts of each token, and balance of their loads (router.py)."""
 
     num_experts: int = 0
     """Experts of each layer, E, in place of its MLP; 0 for a dense model. A multiple of ep."""

@@ -153,3 +153,11 @@ def test_preflight_names_every_problem(tmp_path: Path) -> None:
         "source",
     ]
     assert all("\n" not in problem for problem in problems)
+
+
+def test_a_run_of_ours_is_not_taken_for_one_of_megatron(tmp_path: Path) -> None:
+    run_folder = imported(tmp_path, Layout())
+    problems = preflight(config(tmp_path, source=str(run_folder), out=str(tmp_path / "again")))
+    assert problems == [
+        f"source={run_folder}: is a checkpoint of mlm already, not Megatron-LM's; convert it by mlm convert"
+    ]
