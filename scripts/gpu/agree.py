@@ -1,11 +1,13 @@
 """One training step of each precision against the same step in float64 on the CPU: loss, every gradient.
 
 Initial weights and samples are functions of the seed, so both sides have the same. Three further steps
-compare losses, which see the optimizer, clipping and the loss scale of the device.
+compare losses, which see the optimizer, clipping and the loss scale of the device. Of a mixture the narrow
+formats choose other experts where two are almost equal: there the products of experts are compared alone.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from bench.equality import Reference
@@ -20,6 +22,7 @@ from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig, ScheduleConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.config import ParallelConfig
+from mlm.parallel.expert.experts import grouped_linear
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.corpora import train_dataset
@@ -30,9 +33,13 @@ from mlm.verify.verdict import FLOOR, TOLERANCES
 STEPS = 4
 DROPOUT = 0.1
 SAMPLES, MICRO_BATCH = 16, 8
+EXPERTS_BOUND = 2**-7
+"""Of a product of bf16 inputs, rounded to bf16 once, as a fraction of the largest."""
 LATER = 10
 """Bound of later losses, in units of the first's: weights have moved by then."""
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+KINDS = {"gpt2": PRECISIONS, "bert": PRECISIONS, "llama": PRECISIONS[:-1], "mixtral": PRECISIONS[:2]}
+"""Precisions of each family; a mixtral is a llama with experts."""
 SWITCHES: dict[str, dict[str, Change]] = {
     "gpt2": {
         "fuse_accumulation=true": lambda config: replace(config, fuse_accumulation=True),
@@ -47,9 +54,14 @@ cancel to 2e-3 of the model's largest, so that they hold a fifth of rounding."""
 
 
 def model_of(kind: str, *, quick: bool) -> ModelConfig:
-    """A small GPT-2 or BERT, with heads that fused attention takes."""
+    """A small model, with heads that fused attention takes."""
+    options = {"num_kv_heads": 1 if quick else 2} if kind in ("llama", "mixtral") else {}
+    if kind == "mixtral":
+        options |= {"num_experts": 4, "experts_per_token": 2}
     return ModelConfig(
-        kind=kind,
+        kind="llama" if options else kind,
+        options=options,
+        activation="silu" if options else "gelu_tanh",
         token_types=2 if kind == "bert" else 0,
         num_layers=2 if quick else 4,
         hidden_size=32 if quick else 256,
@@ -116,18 +128,20 @@ def train(config: PretrainConfig, device: str) -> tuple[Reference, list[float]]:
 
 
 def run(case: Case) -> None:
-    """Both families, every precision."""
+    """Every family, every precision."""
     if case.is_cuda:
         torch.cuda.set_device(0)
-    for kind in ("gpt2", "bert"):
+    for kind, precisions in KINDS.items():
         expected = train(config_of(kind, "fp64", quick=case.quick), "cpu")
-        for precision in PRECISIONS if case.is_cuda else ("fp32", "bf16"):
+        for precision in precisions if case.is_cuda else set(precisions) & {"fp32", "bf16"}:
             compare(case, kind, precision, *expected)
-        for words, change in SWITCHES[kind].items():
+        for words, change in SWITCHES.get(kind, {}).items():
             if "compile" in words and (not case.is_cuda or compiler_problem()):
                 continue  # compiling for a CPU takes minutes
             compare(case, kind, "bf16", *expected, words=words, change=change)
     masks(case)
+    muon(case)
+    experts(case)
 
 
 def masks(case: Case) -> None:
@@ -142,6 +156,46 @@ def masks(case: Case) -> None:
             words=f"model.hidden_dropout={DROPOUT} compile={str(compiled).lower()}",
             change=lambda config, compiled=compiled: replace(with_dropout(config), compile=compiled),
         )
+
+
+def muon(case: Case) -> None:
+    """The update of matrices, whose iterations are in bf16 on a GPU unless told otherwise."""
+
+    def by_muon(config: PretrainConfig, dtype: str) -> PretrainConfig:
+        settings = replace(config.optimizer.muon, dtype=dtype)  # type: ignore[arg-type]
+        return replace(config, optimizer=replace(config.optimizer, kind="muon", muon=settings))
+
+    expected = train(by_muon(config_of("gpt2", "fp64", quick=case.quick), "auto"), "cpu")
+    for precision, dtype in (("fp32", "fp32"), ("bf16", "auto")):
+        compare(
+            case,
+            "gpt2",
+            precision,
+            *expected,
+            words=f"optimizer=muon optimizer.muon.dtype={dtype}",
+            change=partial(by_muon, dtype=dtype),
+        )
+
+
+def experts(case: Case) -> None:
+    """Products of experts in bf16, one kernel for all of them on a GPU: output and both gradients."""
+    generator = torch.Generator().manual_seed(1)
+    counts = [37, 0, 1, 218]  # unequal, none, one
+    rows, weights, dy = (
+        torch.randn(size, generator=generator).bfloat16()
+        for size in ((sum(counts), 256), (len(counts), 512, 256), (sum(counts), 512))
+    )
+    parts = []
+    for device, dtype in (("cpu", torch.float64), (case.device, torch.bfloat16)):
+        leaves = [leaf.to(device, dtype).requires_grad_() for leaf in (rows, weights)]
+        y = grouped_linear(*leaves, counts)
+        y.backward(dy.to(device, dtype))
+        parts.append([part.detach().double().cpu() for part in (y, *(leaf.grad for leaf in leaves))])
+    for name, expected, found in zip(("output", "input gradient", "weight gradient"), *parts, strict=True):
+        by = float((found - expected).abs().max() / expected.abs().max())
+        case.row("products of experts in bf16", of=name, **{"differs by": by, "allowed": EXPERTS_BOUND})
+        if not by <= EXPERTS_BOUND:
+            case.problem(f"products of experts, {name}: differs by {by:.1e}, allowed {EXPERTS_BOUND:.0e}")
 
 
 def with_dropout(config: PretrainConfig) -> PretrainConfig:

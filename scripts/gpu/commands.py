@@ -40,6 +40,7 @@ PRETRAIN = (
     "train.global_batch_size=16 train.micro_batch_size=8"
 )
 SMALL, LARGE = "model=gpt2_tiny data.seq_length=128", "model=gpt2_124m"
+EXPERTS = "model=moe_tiny data.seq_length=128"
 DOCTOR = "doctor"
 DROPOUT = "model.attention_dropout=0.1 model.hidden_dropout=0.1"
 ONE_RANK = (  # the longest first
@@ -47,6 +48,8 @@ ONE_RANK = (  # the longest first
     Job("verify-resume bf16", f"verify-resume precision=bf16 steps=4 deterministic=true {DROPOUT}"),
     Job("compiled 124M", f"{PRETRAIN} {LARGE} precision=bf16 compile=true train.steps=10"),
     Job("saves beside training", f"{PRETRAIN} {LARGE} precision=bf16 train.steps=12 checkpoint.save_every=4"),
+    Job("Muon resumed", "verify-resume optimizer=muon precision=bf16 steps=4 deterministic=true"),
+    Job("a mixture, compiled", f"{PRETRAIN} {EXPERTS} precision=bf16 compile=true train.steps=10"),
     Job("parity fp32, compiled", "parity compile=true precision=fp32"),
     Job("parity fp64", "parity"),
     Job("parity bf16, recompute=full", "parity recompute=full precision=bf16"),
@@ -76,6 +79,9 @@ TWO_RANKS = (
             ("dp=2", "fp64"),
             ("dp=2 zero=2", "fp64"),
             ("dp=2 zero=3", "bf16"),
+            ("dp=2 optimizer=muon", "fp64"),
+            ("model=moe_tiny dp=2 ep=2", "fp64"),
+            ("model=moe_tiny tp=2", "fp64"),
         )
     ),
     Job(

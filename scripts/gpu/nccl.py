@@ -76,8 +76,8 @@ def first_in_line(device: torch.device) -> Any:
 
 def by_fsdp(x: Tensor, axis: Axis, *, reduces: bool) -> Tensor:
     """Run our collective of FSDP2 on a separate stream, as FSDP2 does."""
-    comm: Any = sharded._ReduceScatter(axis) if reduces else sharded._AllGather(axis)
-    words = {"op": dist.ReduceOp.SUM} if reduces else {}
+    comm = sharded._Collective("reduce_scatter" if reduces else "all_gather", axis)
+    words: dict[str, Any] = {"op": dist.ReduceOp.SUM} if reduces else {}
     if x.device.type == "cpu":
         out = comm.allocate((x.numel(),), dtype=x.dtype, device=x.device)
         comm(output_tensor=out, input_tensor=x.view(-1), group=axis.group, **words)
