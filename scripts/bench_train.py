@@ -51,6 +51,7 @@ CONTENDERS = {
 }
 VARIANTS = {
     "compiled": "mlm: each layer (compile=true); transformers, nanogpt: the model",
+    "graphs": "mlm: each compiled layer replayed as a CUDA graph (cuda_graphs=true)",
     "stock": "as its README starts it: its own optimizer, the allocator as the system sets it",
     "mkl": "float32 products by torch.mm's library, so that the library's gain shows apart",
     "fp32": "in place of the first --dtype",
@@ -58,7 +59,7 @@ VARIANTS = {
 }
 DTYPES = {"fp32", "bf16"}
 VARIANTS_OF = {
-    "mlm": {"compiled", "mkl", *DTYPES},
+    "mlm": {"compiled", "graphs", "mkl", *DTYPES},
     "transformers": {"compiled", "stock", *DTYPES},
     "nanogpt": {"compiled", "stock", *DTYPES},
     "nanochat": {"stock", *DTYPES},
@@ -185,7 +186,9 @@ def check_contender(name: str, args: argparse.Namespace, peers: dict[str, str]) 
         )
     if base == "llmc" and args.device != "cpu":
         raise UserError(f"--contenders {name}: train_gpt2.c computes on a CPU; use --device cpu")
-    if ("compiled" in variants or base == "nanochat") and not has_compiler(args.device):
+    if "graphs" in variants and args.device != "cuda":
+        raise UserError(f"--contenders {name}: a CPU has no graphs to replay; use --device cuda")
+    if ({"compiled", "graphs"} & {*variants} or base == "nanochat") and not has_compiler(args.device):
         raise UserError(f"--contenders {name} needs a compiler for torch.compile: install g++, or set CXX")
 
 

@@ -118,6 +118,11 @@ class CachedHalfParams:
         self.depth = 0
         self.stay = False  # True: CUDA graphs read the copies where they are, which takes a mark
 
+    def leave_to_compiler(self, layers: Iterable[nn.Module]) -> None:
+        """Make no copies that only what is not compiled reads (`in_dtype`). Call before the first `hold`."""
+        compiled = {module for layer in layers for module in layer.modules()}
+        self.reads = [read for read in self.reads if not (read[2] and read[0] in compiled)]
+
     def hold(self, *, trains: bool) -> None:
         """Cast the parameters now; layers read the copies until the matching `release`.
 

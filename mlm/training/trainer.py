@@ -67,6 +67,8 @@ def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
         compile_layers(chunk.layers.values(), config.compile, ctx.device, graphs=config.cuda_graphs)
+        if should_compile(config.compile, ctx.device):
+            model.casts.leave_to_compiler(chunk.layers.values())
         for module in chunk.modules():
             if isinstance(module, VocabParallelEmbedding):
                 module.compiled = should_compile(config.compile, ctx.device)

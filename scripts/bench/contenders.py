@@ -96,14 +96,17 @@ class MlmTrainee(Trainee):
         if self.by_mkl:
             self.notes = ("float32 products by torch.mm's library (MKL on x86), not oneDNN",)
         self.ctx = ParallelContext(device=device)
-        self.trainer = self.build("compiled" in name)
+        self.replays = "graphs" in name
+        self.trainer = self.build("compiled" in name or self.replays)
         self.load_weights()
         self.batches = self.make_batches()
 
     def build(self, compiled: bool) -> Trainer:
         """The trainer as `mlm pretrain` makes it."""
         config = self.changed(run_config(self.spec, self.spec.shape.batch_size))
-        return Trainer(replace(config, compile=compiled), self.ctx)
+        return Trainer(
+            replace(config, compile=compiled, cuda_graphs=self.replays or config.cuda_graphs), self.ctx
+        )
 
     def changed(self, config: PretrainConfig) -> PretrainConfig:
         """The run to measure, where that is not the benchmark's own."""

@@ -89,6 +89,18 @@ def test_layers_and_heads_cast_no_parameter_while_copies_are_held() -> None:
         assert counts == [2 * 12 + ends, 0]  # four products and two norms a layer, two parameters each
 
 
+def test_compiled_layers_get_no_copies_that_they_do_not_read() -> None:
+    model = GPT2(MODEL, dtype=torch.float32)
+    double(model)
+    casts = CachedHalfParams(model.modules(), torch.float32)
+    casts.leave_to_compiler(model.layers.values())
+    with casts.held(trains=True):
+        layer = model.layers["0"]
+        assert layer.mlp_norm.compute.weight_copy is layer.attention_norm.compute.bias_copy is None
+        assert layer.mlp.up.compute.weight_copy is not None
+        assert model.final_norm.compute.weight_copy is not None
+
+
 def test_norms_of_half_precision_have_copies_on_a_gpu_alone() -> None:
     """On a CPU their sums are wide, from parameters as they are."""
     for device, names in (("cpu", set()), ("cuda", {"weight", "bias"})):
