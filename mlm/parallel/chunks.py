@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Largest piece of float32 logits. CPU: 256 rows at V=50,304, measured best; smaller starves the products,
-larger falls out of the cache."""
+larger falls out of the cache. GPU: few chunks, as a small model's step waits for the host's launches."""
 HALF_CHUNKS = 8
 """Chunks of float32 logits whose rows make one of half-precision ones on a CPU: adding a chunk's gradient of
 the weight takes three passes over the weight there."""

@@ -160,7 +160,8 @@ class PretrainConfig:
     """Add a weight's gradient to the sum over micro-batches inside its product (addmm), not after it."""
     cuda_graphs: bool = False
     """Replay each compiled layer's launches as a CUDA graph: the host launches a layer at once, not some 100
-    kernels. Of one rank's layers (tp=1, pp=1); off until a GPU has shown what it gains."""
+    kernels. Of one rank's layers (tp=1, pp=1). It gains where the device waits for the host: 1.5 times the
+    speed of GPT-2 124M with 8 sequences on an H200; with 32 it costs 1 %, 4 % at 1.2B."""
     profile: bool = False
     """Write a trace of a few steps with named phases to out/profile, for Perfetto or chrome://tracing."""
     model: ModelConfig

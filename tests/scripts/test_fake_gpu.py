@@ -172,14 +172,15 @@ def test_operators_that_only_cuda_has() -> None:
     torch.testing.assert_close(found, 0.5 * (narrow[0].float() @ narrow[1].float()))
 
 
-def test_gradients_of_rms_norm_are_pytorch_s() -> None:
-    x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_gradients_of_rms_norm_are_pytorch_s(dtype: torch.dtype, tolerance: float) -> None:
+    x, weight = (torch.randn(size, dtype=dtype, requires_grad=True) for size in ((2, 3, 8), (8,)))
     expected = F.rms_norm(x, (8,), weight, 1e-5)
     dy = torch.randn_like(expected)
     scale = (x.detach().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     found = arithmetic.rms_norm_backward(dy, x.detach(), [8], scale, weight.detach(), [True, True])
     for mine, theirs in zip(found, torch.autograd.grad(expected, [x, weight], dy), strict=True):
-        torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
 def test_host_and_device_are_not_mixed() -> None:

@@ -69,9 +69,11 @@ def rms_norm_backward(
     dy: Tensor, x: Tensor, shape: list[int], scale: Tensor, weight: Tensor | None, wanted: list[bool]
 ) -> tuple[Tensor, Tensor | None]:
     """aten::_fused_rms_norm_backward, over the last dimension."""
-    normed, g = x.float() * scale, dy.float() if weight is None else dy.float() * weight.float()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    normed, dy = x.to(wide) * scale, dy.to(wide)
+    g = dy if weight is None else dy * weight.to(wide)
     dx = scale * (g - normed * (g * normed).mean(-1, keepdim=True))
-    dw = (dy.float() * normed).flatten(0, -2).sum(0) if weight is not None and wanted[1] else None
+    dw = (dy * normed).flatten(0, -2).sum(0) if weight is not None and wanted[1] else None
     return dx.to(x.dtype), None if dw is None or weight is None else dw.to(weight.dtype)
 
 
