@@ -237,7 +237,8 @@ def _accumulation_fuses(config: PretrainConfig, _: Launch) -> Problem | None:
     return _conflict(config, "fuse_accumulation", conflicts)
 
 
-def _graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
+def graphs_replay(config: PretrainConfig, _: Launch) -> Problem | None:
+    """Why cuda_graphs=true cannot be, with the setting that it does not go with."""
     if not config.cuda_graphs:
         return None
     parallel = config.parallel
@@ -341,7 +342,7 @@ SETTINGS_RULES = (
     lambda config, _: data_problem(config),
     _attention_serves,
     _accumulation_fuses,
-    _graphs_replay,
+    graphs_replay,
     lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
     _prompts_can_be_continued,
     adapters_have_a_rank,

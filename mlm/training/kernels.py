@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,8 +15,10 @@ from torch import nn
 from mlm.models.documents import pack_sequences
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.cross_entropy import use_compiler
+from mlm.parallel.layout_checks import Launch
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.uncompiled import prepare_to_compile
+from mlm.training.checks import graphs_replay
 from mlm.training.config import AttentionKernel, PretrainConfig
 from mlm.util.errors import UserError
 
@@ -135,6 +138,24 @@ def should_compile(choice: bool | None, device: torch.device) -> bool:
     from torch.utils._triton import has_triton  # loads the compiler
 
     return bool(has_triton())
+
+
+SMALL_LAYER = 1e12
+"""Operations of a layer and micro-batch below which a GPU waits for the host. On an H200 replayed graphs gain
+half the speed at 0.35e12, and nothing at 1.4e12 (scripts/results/gpu)."""
+
+
+def graphs_hint(config: PretrainConfig, device: torch.device) -> str | None:
+    """A line that proposes cuda_graphs=true to a run that its host probably slows down; else None."""
+    replayed = replace(config, cuda_graphs=True)
+    if config.cuda_graphs or device.type != "cuda" or graphs_replay(replayed, Launch(None, None)) is not None:
+        return None
+    tokens = config.train.micro_batch_size * config.data.seq_length
+    flops = 6 * config.model.layer_weights * tokens
+    if flops >= SMALL_LAYER or not should_compile(config.compile, device):
+        return None
+    small = f"a layer takes {flops / 1e12:.2g} TFLOP of a micro-batch"
+    return f"cuda_graphs=true may be faster: {small}, so that the GPU waits for the host"
 
 
 def compile_layers(

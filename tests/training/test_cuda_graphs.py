@@ -10,7 +10,7 @@ from torch import nn
 
 from mlm.data.sampler import Batch
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.kernels import compile_layers
+from mlm.training.kernels import compile_layers, graphs_hint
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 from tests.training.test_gradient_sums import MICRO_BATCHES, SPEC, batches
@@ -76,3 +76,21 @@ def test_graphs_on_a_gpu_without_a_compiler_are_a_mistake(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     with pytest.raises(UserError, match="no compiler"):
         compile_layers([nn.Linear(1, 1)], None, torch.device("cuda"), graphs=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "changed", "is_said"),
+    [
+        ("cuda", {}, True),
+        ("cpu", {}, False),
+        ("cuda", {"cuda_graphs": True}, False),
+        ("cuda", {"compile": False}, False),
+        ("cuda", {"deterministic": True}, False),
+        ("cuda", {"model": replace(SPEC.model, hidden_size=1 << 16, num_heads=1 << 9)}, False),
+    ],
+)
+def test_graphs_are_proposed_for_small_layers_that_they_go_with(
+    device: str, changed: dict[str, Any], is_said: bool
+) -> None:
+    spec = replace(SPEC, **{"compile": True, **changed})
+    assert (graphs_hint(spec, torch.device(device)) is not None) == is_said

@@ -48,6 +48,7 @@ from mlm.training.identity import changes_line
 from mlm.training.incidents.divergence import DivergedError
 from mlm.training.incidents.numbers import spare_samples
 from mlm.training.incidents.watcher import IncidentError
+from mlm.training.kernels import graphs_hint
 from mlm.training.loop import (
     CONFIG,
     Loop,
@@ -193,6 +194,8 @@ def notes(trainer: Trainer, start: Path | None, changed: str | None) -> list[str
     if config.train.validate_every and config.data.kind == "indexed" and not validation_prefixes(config.data):
         key = next(key for key in ("blend", "train", "path") if getattr(config.data, key))
         lines.append(f"no validation: data.{key} names no validation part; set data.validation=PREFIX")
+    if hint := graphs_hint(config, trainer.ctx.device):
+        lines.append(hint)
     return lines
 
 
