@@ -1,6 +1,7 @@
 """Fake GPUs: their arithmetic against PyTorch's own, their record, and one layout."""
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -181,6 +182,15 @@ def test_gradients_of_rms_norm_are_pytorch_s(dtype: torch.dtype, tolerance: floa
     found = arithmetic.rms_norm_backward(dy, x.detach(), [8], scale, weight.detach(), [True, True])
     for mine, theirs in zip(found, torch.autograd.grad(expected, [x, weight], dy), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_asking_where_torch_is_does_not_end_the_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`mlm` asks before its ranks, which load it, start."""
+    site = runpy.run_path(str(SCRIPT.parent / "gpu/fake/site/sitecustomize.py"))
+    hook = site["AfterTorch"]()
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    assert hook.find_spec("torch").loader is hook
+    assert hook in sys.meta_path
 
 
 def test_host_and_device_are_not_mixed() -> None:

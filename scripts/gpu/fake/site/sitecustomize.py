@@ -13,7 +13,6 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None:
             self.loader, spec.loader = spec.loader, self
@@ -23,6 +22,7 @@ class AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self.loader.create_module(spec)  # type: ignore[no-any-return, union-attr]
 
     def exec_module(self, module: ModuleType) -> None:
+        sys.meta_path.remove(self)  # only now: who asks where torch is may not load it
         module.__spec__.loader = self.loader  # type: ignore[union-attr]
         self.loader.exec_module(module)  # type: ignore[union-attr]
         import torch.utils._triton
