@@ -26,7 +26,6 @@ from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError, format_settings
 
 FORMAT = "mlm-plan-layouts-1"
-MOST_REASONS = 8
 LEAST_SHARE = 1e-9
 """Of time that is progress: of a run that never ends, days are a number too."""
 PLAN_KEYS = {HOISTED, "out", *leaves(SearchedLayoutConfig)}
@@ -119,8 +118,9 @@ def key_of(word: str) -> str:
 def footnote(result: SearchResult, goal: str) -> str:
     """A line that counts the layouts, and tells their order."""
     line = f"{result.candidates:,} valid layouts"
-    if result.too_large:
-        line += f"; {len(result.too_large):,} do not fit" + " that are as fast as these" * (goal != "memory")
+    if result.nearest:
+        layout, lacks = result.nearest
+        line += f"; of those that may be as fast, {layout.label} does not fit by {gib(lacks)}"
     if goal != "time":
         line += f"; none beats one of these in both {'memory' if goal == 'memory' else 'GPU-hours'} and time"
     return f"{line}. MFU: model FLOPs over the dense peak. mb: micro-batch. sp: sequence parallelism."
@@ -143,7 +143,8 @@ def failure_lines(progress: Goodput | None) -> list[str]:
 
 def too_large(query: Query, result: SearchResult) -> str:
     """The error of a model that no layout fits into memory."""
-    layout, lacks = min(result.too_large, key=lambda each: each[1])
+    assert result.nearest is not None
+    layout, lacks = result.nearest
     return (
         f"gpus={query.gpus}: no layout fits into {gib(query.memory_bytes)} per GPU (the smallest, "
         f"{layout.label}, lacks {gib(lacks)}); use more GPUs, or free settings that are kept"
@@ -151,12 +152,8 @@ def too_large(query: Query, result: SearchResult) -> str:
 
 
 def reasons(result: SearchResult) -> list[str]:
-    """Lines on why other layouts are not the answer."""
-    lines = ["", "why not others:"]
-    nearest = sorted(result.too_large, key=lambda each: each[1])
-    lines += [f"  {layout.label}: does not fit by {gib(lacks)}" for layout, lacks in nearest[:MOST_REASONS]]
-    if len(nearest) > MOST_REASONS:
-        lines.append(f"  … and {len(nearest) - MOST_REASONS:,} more that do not fit")
-    for why, count in result.rejections.examples():
-        lines.append(f"  not valid: {why}" + (f" (and {count - 1:,} more by this rule)" if count > 1 else ""))
-    return lines
+    """Lines on why other layouts are not valid."""
+    return [
+        f"not valid: {why}" + (f" (and {count - 1:,} more by this rule)" if count > 1 else "")
+        for why, count in result.rejections.examples()
+    ]

@@ -112,6 +112,14 @@ class MemoryModel:
         ranks = {0, layout.pp - 1, min(1, layout.pp - 1)}
         return max((self.peak(layout, rank) for rank in sorted(ranks)), key=lambda peak: peak.total)
 
+    def bound(self, layout: PlannedLayout) -> float:
+        """Bytes that `worst` is not below: of the first rank without the head, which takes long to count."""
+        state = self.state(layout, 0)
+        begins = self.backward_begins(layout, 0, state, with_head=False)
+        return self.reserved + max(
+            sum(parts.values()) for parts in (begins, self.optimizer_steps(layout, 0, state))
+        )
+
     # -- what stays
 
     def state(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> StageState:
@@ -159,18 +167,21 @@ class MemoryModel:
 
     # -- what comes and goes
 
-    def backward_begins(self, layout: PlannedLayout, stage_rank: int, state: StageState) -> dict[str, float]:
+    def backward_begins(
+        self, layout: PlannedLayout, stage_rank: int, state: StageState, *, with_head: bool = True
+    ) -> dict[str, float]:
         """Bytes by part when most micro-batches are in flight."""
         unit = max(state.layer, state.ends) * (self.element + self.master) if layout.zero else 0
-        activations, vocabulary, alone = self._activations(layout, stage_rank, unit)
+        kept, working = self._activations(layout, stage_rank)
         gradients = self._gradients_before(layout, state)
+        has_head = with_head and stage_rank == layout.pp - 1
         return {
             "weights": state.weights,
             "optimizer": state.optimizer,
             "gradients": gradients,
             "cast weights": self._gathered(layout, state),
-            "activations": activations,
-            "vocabulary": vocabulary + (0 if gradients else alone),
+            "activations": kept + working,
+            "vocabulary": self._head(layout, working + unit, alone=not gradients) if has_head else 0.0,
             "communication": self._communication(layout) + unit,
         }
 
@@ -203,35 +214,35 @@ class MemoryModel:
             return self.element * state.gathered
         return self.element * min(state.gathered, state.ends + 2 * state.layer)
 
-    def _activations(self, layout: PlannedLayout, stage_rank: int, unit: float) -> tuple[float, float, float]:
-        """Bytes of layers and embedding in flight, of the head, and more of that without gradients.
-
-        The head's temporaries are gone when a layer's backward pass, and the `unit` of gradients that is
-        reduced then, need theirs.
-        """
-        counts = self.counts.counts(layout.split)
-        micro, homes = layout.micro_batch, homes_of(self.counts.kinds, layout.pp, layout.vp, stage_rank)
+    def _activations(self, layout: PlannedLayout, stage_rank: int) -> tuple[float, float]:
+        """Bytes of layers and embedding in flight, and of the layer that runs backward."""
+        counts, micro = self.counts.counts(layout.split), layout.micro_batch
         pairs = in_flight(layout, stage_rank) / layout.vp
         kept = working = 0.0
-        for home, n in homes.items():
+        for home, n in homes_of(self.counts.kinds, layout.pp, layout.vp, stage_rank).items():
             if home.isdigit():
                 kept += pairs * n * at(counts, "kept", home, micro)
                 working = max(working, at(counts, "working", home, micro))
         if stage_rank == 0:
             kept += pairs * at(counts, "kept", EMBEDDING, micro)
-        if stage_rank < layout.pp - 1:
-            return kept + working, 0.0, 0.0
-        ends = self.counts.ends(replace(layout.split, recompute="none"), micro)
-        held = ends.passes[0].kept[VOCABULARY]
-        alone, head = (
-            each.working[VOCABULARY] + each.kept[VOCABULARY] for each in (ends.alone, ends.passes[0])
+        return kept, working
+
+    def _head(self, layout: PlannedLayout, later: float, *, alone: bool) -> float:
+        """Bytes of the head in flight, but for those that are gone when backward needs `later`.
+
+        `alone` if there are no gradients yet.
+        """
+        counts = self.counts.ends(replace(layout.split, recompute="none"), layout.micro_batch)
+        first, usual = (
+            each.working[VOCABULARY] + each.kept[VOCABULARY] for each in (counts.alone, counts.passes[0])
         )
-        waiting = (last_in_flight(layout) - 1) * held
-        if last_in_flight(layout) > 1 and layout.zero == 0 and layout.dp * layout.cp > 1:
+        waits = last_in_flight(layout) - 1
+        waiting = waits * counts.passes[0].kept[VOCABULARY]
+        if waits and layout.zero == 0 and layout.dp * layout.cp > 1:
             # losses add to the head's gradient, which joins the flat buffer in the first backward pass
             last = self.counts.state(layout.split, LAST)
             waiting += sum(each.weight_bytes * each.size for each in last if each.is_trained)
-        return kept + working, waiting + max(head - working - unit, 0.0), max(alone - head, 0.0)
+        return waiting + max(usual - later, 0.0) + (max(first - usual, 0.0) if alone else 0.0)
 
     def _communication(self, layout: PlannedLayout) -> float:
         """Boundary tensors of the pipeline under way."""

@@ -1,12 +1,13 @@
 """The best of the valid layouts of a number of devices, by time, memory or cost.
 
-What cannot be among them, by a time that it cannot be below (`CostModel.bound`), is not simulated: the result
-is that of simulating all.
+What cannot be among them, by a time and a memory that it cannot be below (`CostModel.bound`,
+`MemoryModel.bound`), is neither simulated nor counted: the result is that of trying all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 
 from mlm.plan.candidates import Query, Rejections, layouts
 from mlm.plan.cost import CostModel, StepTime
@@ -32,8 +33,9 @@ class SearchResult:
     """As the goal orders them."""
     candidates: int
     """Valid layouts."""
-    too_large: list[tuple[PlannedLayout, float]]
-    """Layouts that might be among the best and do not fit, with the bytes that they lack."""
+    nearest: tuple[PlannedLayout, float] | None
+    """Of the layouts that do not fit and might be among the best, the leanest, with the bytes that it
+    lacks."""
     rejections: Rejections
     """Layouts that the rules do not allow."""
 
@@ -55,28 +57,38 @@ class Models:
         """A layout with its step and its memory."""
         return LayoutForecast(layout, self.cost.step(layout), self.memory.worst(layout))
 
-    def lacks(self, layout: PlannedLayout) -> float:
-        """Bytes that a layout needs beyond a device's memory; negative if it fits."""
-        return self.memory.worst(layout).total - self.query.memory_bytes
+    def leanest_first(
+        self, layouts: Sequence[PlannedLayout], is_wanted: Callable[[PlannedLayout], bool] = lambda _: True
+    ) -> Iterator[tuple[PlannedLayout, float]]:
+        """Wanted layouts with their bytes, counted when none that is left has a lower bound."""
+        heap = [(self.memory.bound(layout), True, n) for n, layout in enumerate(layouts)]
+        heapify(heap)
+        while heap:
+            size, is_bound, n = heappop(heap)
+            if not is_wanted(layouts[n]):
+                continue
+            if is_bound:
+                heappush(heap, (self.memory.worst(layouts[n]).total, False, n))
+            else:
+                yield layouts[n], size
 
 
 def search(query: Query, most: int = 10) -> SearchResult:
     """The fastest layouts that fit, the fastest first."""
-    models, rejections = Models(query), Rejections()
-    valid = list(layouts(query, rejections))
-    ordered = sorted((models.cost.bound(layout), n) for n, layout in enumerate(valid))
-    best: list[LayoutForecast] = []
-    too_large: list[tuple[PlannedLayout, float]] = []
-    for bound, n in ordered:
+    models, rejections, capacity = Models(query), Rejections(), query.memory_bytes
+    valid, memory = list(layouts(query, rejections)), models.memory
+    best, too_large = list[LayoutForecast](), list[PlannedLayout]()
+    for bound, n in sorted((models.cost.bound(layout), n) for n, layout in enumerate(valid)):
         if len(best) >= most and bound > best[most - 1].step.total:
             break
         layout = valid[n]
-        if (lacks := models.lacks(layout)) > 0:
-            too_large.append((layout, lacks))
+        if memory.bound(layout) > capacity or memory.worst(layout).total > capacity:
+            too_large.append(layout)
             continue
         best.append(models.forecast(layout))
         best.sort(key=lambda forecast: (forecast.step.total, forecast.memory.total))
-    return SearchResult(best[:most], len(valid), too_large, rejections)
+    nearest = next(((layout, n - capacity) for layout, n in models.leanest_first(too_large)), None)
+    return SearchResult(best[:most], len(valid), nearest, rejections)
 
 
 def search_leanest(query: Query, most: int = 10) -> SearchResult:
@@ -84,26 +96,26 @@ def search_leanest(query: Query, most: int = 10) -> SearchResult:
 
     Of more than `most` both ends, and others evenly between them.
     """
-    models, rejections = Models(query), Rejections()
-    valid = list(layouts(query, rejections))
-    sizes = [models.memory.worst(layout).total for layout in valid]
+    models, rejections, nearest = Models(query), Rejections(), None
     best: list[LayoutForecast] = []
-    for size, bound, n in sorted((sizes[n], models.cost.bound(each), n) for n, each in enumerate(valid)):
+
+    def may_be_faster(layout: PlannedLayout) -> bool:
+        return not best or models.cost.bound(layout) < best[-1].step.total
+
+    valid = list(layouts(query, rejections))
+    for layout, size in models.leanest_first(valid, may_be_faster):
         if size > query.memory_bytes:
+            nearest = layout, size - query.memory_bytes
             break
-        if best and bound >= best[-1].step.total:
-            continue
-        found = models.forecast(valid[n])
+        found = models.forecast(layout)
         if best and found.step.total >= best[-1].step.total:
             continue
         if best and size == best[-1].memory.total:
             best.pop()
         best.append(found)
-    lacking = [(layout, size - query.memory_bytes) for layout, size in zip(valid, sizes, strict=True)]
-    too_large = [(layout, lacks) for layout, lacks in lacking if lacks > 0]
     few = min(most, len(best))
     shown = [best[n * (len(best) - 1) // max(few - 1, 1)] for n in range(few)]
-    return SearchResult(shown, len(valid), too_large, rejections)
+    return SearchResult(shown, len(valid), nearest, rejections)
 
 
 def search_cheapest(query: Query, most: int, share: Callable[[int], float]) -> SearchResult:
@@ -123,4 +135,4 @@ def search_cheapest(query: Query, most: int, share: Callable[[int], float]) -> S
         if not best or time(each) < time(best[-1]):
             best.append(each)
     valid = sum(each.candidates for each in results)
-    return SearchResult(best[:most], valid, results[0].too_large, results[0].rejections)
+    return SearchResult(best[:most], valid, results[0].nearest, results[0].rejections)

@@ -47,14 +47,19 @@ def test_best_layouts_equal_those_of_brute_force(
     tried = [models.forecast(layout) for layout in layouts(asked)]
     fitting = sorted(p.step.total for p in tried if p.memory.total <= asked.memory_bytes)
     assert all(models.cost.bound(p.layout) <= p.step.total * (1 + 1e-9) for p in tried)
+    assert all(models.memory.bound(p.layout) <= p.memory.total * (1 + 1e-9) for p in tried)
     found = search(asked, most=10)
     assert found.candidates == len(tried)
     assert [p.step.total for p in found.best] == pytest.approx(fitting[:10], rel=1e-12)
     pairs = sorted((p.memory.total, p.step.total) for p in tried if p.memory.total <= asked.memory_bytes)
     front = [pair for n, pair in enumerate(pairs) if all(pair[1] < faster for _, faster in pairs[:n])]
-    leanest = search_leanest(asked, most=1000).best
+    leanest, nearest = (result := search_leanest(asked, most=1000)).best, result.nearest
     assert [p.memory.total for p in leanest] == pytest.approx([memory for memory, _ in front], rel=1e-12)
     assert [p.step.total for p in leanest] == pytest.approx([time for _, time in front], rel=1e-12)
+    fastest, lacking = front[-1][1], [p for p in tried if p.memory.total > asked.memory_bytes]
+    faster = [p.memory.total for p in lacking if models.cost.bound(p.layout) < fastest]
+    lacks = [memory - asked.memory_bytes for memory in sorted(faster)[:1]]
+    assert lacks == pytest.approx([] if nearest is None else [nearest[1]])
     few = search_leanest(asked, most=3).best
     assert [few[0], few[-1]] == [leanest[0], leanest[-1]]
     assert len(few) == min(3, len(leanest))
