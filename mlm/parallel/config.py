@@ -11,11 +11,17 @@ TensorSize = Annotated[
 PipelineSize = Annotated[
     int, POSITIVE, Also("pipeline_model_parallel_size", "pipeline_parallel", "pipeline_parallel_size")
 ]
-VirtualSize = Annotated[
-    int,
-    POSITIVE,
-    Also("virtual_pipeline_model_parallel_size"),
+VirtualSize = Annotated[int, POSITIVE, Also("virtual_pipeline_model_parallel_size")]
+ContextSize = Annotated[
+    int, POSITIVE, Also("context_parallel", "context_parallel_size", "ring_attention_size")
 ]
+ExpertSize = Annotated[int, POSITIVE, Also("expert_model_parallel_size", "expert_parallel_size")]
+ExpertTensorSize = Annotated[int, POSITIVE, Also("expert_tensor_parallel_size")]
+DataSize = Annotated[int, POSITIVE, Also("data_parallel", "data_parallel_size")]
+Schedule = Literal["1f1b", "gpipe", "zb_h1"]
+Zero = Annotated[Literal[0, 2, 3], Also("zero_stage")]
+ZeroReduce = Literal["last", "every"]
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,32 +30,32 @@ class ParallelConfig:
 
     tp: TensorSize = 1
     """Tensor-parallel size, t: ranks that split each layer. Must divide model.num_heads."""
-    cp: Annotated[int, POSITIVE, Also("context_parallel", "context_parallel_size", "ring_attention_size")] = 1
+    cp: ContextSize = 1
     """Context-parallel size, c: ranks that split each sequence. 2 * cp must divide data.seq_length."""
-    ep: Annotated[int, POSITIVE, Also("expert_model_parallel_size", "expert_parallel_size")] = 1
+    ep: ExpertSize = 1
     """Expert-parallel size: ranks that split a layer's experts, folded of the cp * dp replicas (with
     expert_tp=1 of tp * cp * dp). Must divide their number and model.options.num_experts."""
-    expert_tp: Annotated[int | None, POSITIVE, Also("expert_tensor_parallel_size")] = None
+    expert_tp: ExpertTensorSize | None = None
     """Ranks that split each expert: null takes tp, 1 leaves experts whole (sequence_parallel=true then lets
     each tp rank send its own tokens)."""
     pp: PipelineSize = 1
     """Pipeline-parallel size, p: ranks that hold consecutive layers. At most model.num_layers."""
     vp: VirtualSize = 1
     """Virtual stages (chunks) per pipeline rank, v; more than 1 interleaves the schedule."""
-    dp: Annotated[int | None, POSITIVE, Also("data_parallel", "data_parallel_size")] = None
+    dp: DataSize | None = None
     """Data-parallel size, d: replicas. null takes world size / (tp * cp * pp)."""
     sequence_parallel: bool = False
     """Cut activations outside the tensor-parallel regions along the sequence too (arXiv:2205.05198)."""
     tp_overlap: Annotated[int, POSITIVE] = 1
     """Parts of a sequence, communicated over tp while others are multiplied; 1 leaves it whole."""
-    pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
+    pipeline: Schedule = "1f1b"
     """Pipeline schedule. 1f1b interleaves when vp > 1; zb_h1 puts weight gradients into the bubble."""
-    zero: Annotated[Literal[0, 2, 3], Also("zero_stage")] = 0
+    zero: Zero = 0
     """Sharded over dp * cp replicas: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too."""
-    zero_reduce: Literal["last", "every"] = "last"
+    zero_reduce: ZeroReduce = "last"
     """zero=2|3: reduce-scatter gradients in the last micro-batch of a step, until which the whole gradient is
     kept, or in every micro-batch, which keeps 1/dp of it."""
-    recompute: Annotated[Literal["none", "selective", "full"], Also("recompute_granularity")] = "none"
+    recompute: Annotated[Recompute, Also("recompute_granularity")] = "none"
     """Activations that backward recomputes: selective the attention matrices, full each layer."""
 
     @property

@@ -1,16 +1,24 @@
 """Checks of the settings of `mlm plan`."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from mlm.config.suggest import around, divisors, either, multiples_around, nearest
+from mlm.config.suggest import either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.data.blend_checks import blend_problems
 from mlm.launch.checks import problems_of
-from mlm.parallel.layout_checks import MAX_CPU_RANKS, RANK_RULES, TRAIN_RULES, Launch, LayoutValues
+from mlm.parallel.layout_checks import (
+    MAX_CPU_RANKS,
+    RANK_RULES,
+    SCHEDULE_RULES,
+    TRAIN_RULES,
+    Launch,
+    LayoutRule,
+    LayoutValues,
+)
 from mlm.parallel.nearest_layout import layout_problems
-from mlm.plan.candidates import Query, Rejections, first_breach, layouts, query_of, settings
+from mlm.plan.candidates import OPTIONS, Query, first_breach, layouts, query_of
 from mlm.plan.config import (
     PlanCalibrateConfig,
     PlanCompareConfig,
@@ -19,7 +27,7 @@ from mlm.plan.config import (
     PlanMemoryConfig,
     PlanScheduleConfig,
 )
-from mlm.plan.layout import PlannedLayout
+from mlm.plan.layout import DEFAULTS, PlannedLayout
 from mlm.training.checks import SETTINGS_RULES, context_problem
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream, result_problems
@@ -28,43 +36,40 @@ ENDINGS = (".svg", ".json")
 TABLE_ENDINGS = (".json", ".csv")
 HARDWARE_ENDINGS = (".yaml", ".yml")
 MOST_TRIED = 128
-"""Distance up to which a valid number of GPUs, or batch, is looked for."""
-SEARCHED = frozenset(
-    ("tp", "pp", "vp", "dp", "cp", "ep", "expert_tp", "tp_overlap", "pipeline", "zero", "sequence_parallel")
-)
-MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not SEARCHED & set(rule.reads))
+"""Distance up to which a valid number of GPUs is looked for."""
+MODEL_RULES = tuple(rule for rule in TRAIN_RULES if not OPTIONS.keys() & set(rule.reads))
 """Rules that no search can keep by another layout."""
-
-
-DRY_RUN_RULES = (
-    *(rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.reads) == {"pp", "vp"}),
+DRY_RUN_RULES = tuple(
+    rule for rule in TRAIN_RULES if rule not in RANK_RULES or set(rule.reads) == {"pp", "vp"}
 )
 """Conditions of a layout on as many ranks as it asks for."""
-PLAINEST = {
-    **{"cp": 1, "vp": 1, "pipeline": "1f1b", "zero": 0, "zero_reduce": "last", "sequence_parallel": False},
-    **{"recompute": "none", "micro_batch": 1},
-}
+PLAIN = {name: value for name, value in DEFAULTS.items() if name not in ("tp", "pp", "dp")}
+"""A layout that is valid on some sizes of these if any is."""
 MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
 
 
 def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
     """Problems of `mlm plan schedule`. Those of a number that is out of range itself are left out."""
     outside = out_of_range(config)
-    rules = (_interleaves, _rounds_are_full, _can_be_simulated, _out_can_be_written)
-    return _without_followups(outside, (rule(config) for rule in rules))
+    values = {"pp": config.pp, "vp": config.vp, "pipeline": config.pipeline}
+    problems = [
+        *layout_problems(values, Launch(None, None), SCHEDULE_RULES[:1], outside),
+        *(_rounds_are_full(config), _can_be_simulated(config)),
+        _out_ends_in(config.out, ENDINGS, "schedule", makes_folders=True),
+    ]
+    return _without_followups(outside, problems)
 
 
 def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     """Problems of `mlm plan layouts`."""
     outside = out_of_range(config)
     query = query_of(config)
-    values = settings(query, {"sequence_parallel": False, "tp": 1})
     problems = [rule(query.run, Launch(None, None)) for rule in SETTINGS_RULES]
     problems += [_dtype_has_units(config), _out_ends_in(config.out, TABLE_ENDINGS, "plan")]
     problems += [_price_has_tokens(config)]
     if not any(problems):
         problems.append(context_problem(config.parallel.cp or 1, config.model, config.data))
-    problems += layout_problems(values, Launch(None, None), MODEL_RULES, outside)
+    problems += layout_problems(query.values, Launch(None, None), MODEL_RULES, outside)
     if not outside and not any(problems):
         problems.append(_some_layout_is_valid(query))
     return _without_followups(outside, problems)
@@ -145,33 +150,17 @@ def _price_has_tokens(config: PlanLayoutsConfig) -> Problem | None:
 
 
 def _some_layout_is_valid(query: Query) -> Problem | None:
-    rejections = Rejections()
+    rejections: dict[LayoutRule, str] = {}
     if next(layouts(query, rejections), None):
         return None
-    dp = query.fixed.get("dp", 1)
-    if query.gpus % dp:
-        fix = f"use {either('dp', around(dp, divisors(query.gpus)))}"
-        return Problem(("dp", "gpus"), f"dp={dp} does not divide gpus={query.gpus}", fix)
-    rejected = rejections.examples()
-    ranks = " * ".join(f"{key}={query.fixed[key]}" for key in ("tp", "cp", "pp", "dp") if key in query.fixed)
-    why = rejected[0][0] if rejected else f"{ranks} do not make {query.gpus} ranks"
-    plain = replace(query, fixed={**PLAINEST, **query.fixed})  # if any layout is valid, so is such a one
-    near = {
-        "gpus": _nearest(query.gpus, lambda n: replace(plain, gpus=n)),
-        "train.global_batch_size": _nearest(query.global_batch, plain.with_batch),
-    }
-    fixes = [f"{name}={value}" for name, value in near.items() if value]
-    fix = f"use {' or '.join(fixes)}" if fixes else "free some of the fixed settings"
-    return Problem(("gpus", "train.global_batch_size"), f"gpus={query.gpus}: no layout is valid ({why})", fix)
-
-
-def _nearest(value: int, changed: Callable[[int], Query]) -> int | None:
-    """The nearest value with which there is a valid layout."""
-    for distance in range(1, MOST_TRIED):
-        for n in (value - distance, value + distance):
-            if n > 0 and next(layouts(changed(n)), None):
-                return n
-    return None
+    why = next(iter(rejections.values()))
+    plain = replace(query, fixed={**PLAIN, **query.fixed})
+    near = (n for distance in range(1, MOST_TRIED) for n in (query.gpus - distance, query.gpus + distance))
+    valid = next((n for n in near if n > 0 and next(layouts(replace(plain, gpus=n)), None)), None)
+    kept = " or ".join(f"{name}={value}" for name, value in query.fixed.items())
+    keys = ("gpus", "train.global_batch_size")
+    fix = f"use gpus={valid}" if valid else f"leave {kept} to the search"
+    return Problem(keys, f"gpus={query.gpus}: no layout is valid ({why})", fix)
 
 
 def _rank_exists(config: PlanMemoryConfig | PlanDryRunConfig, _: Launch) -> Problem | None:
@@ -211,13 +200,6 @@ def _data_is_made_here(config: PlanMemoryConfig | PlanDryRunConfig, _: Launch) -
     )
 
 
-def _interleaves(config: PlanScheduleConfig) -> Problem | None:
-    if config.vp == 1 or config.pipeline != "zb_h1":
-        return None
-    problem = f"vp={config.vp}: pipeline=zb_h1 has one chunk per rank"
-    return Problem(("vp", "pipeline"), problem, "use vp=1, or pipeline=1f1b")
-
-
 def _rounds_are_full(config: PlanScheduleConfig) -> Problem | None:
     pp, vp, micro_batches = config.pp, config.vp, config.micro_batches
     if vp == 1 or config.pipeline != "1f1b" or pp <= 0 or micro_batches % pp == 0:
@@ -230,22 +212,16 @@ def _rounds_are_full(config: PlanScheduleConfig) -> Problem | None:
 
 
 def _can_be_simulated(config: PlanScheduleConfig) -> Problem | None:
-    kinds = 3 if config.pipeline == "zb_h1" else 2
-    per_micro_batch = kinds * config.pp * config.vp
-    if per_micro_batch * config.micro_batches <= MAX_COMPUTATIONS:
+    each = (3 if config.pipeline == "zb_h1" else 2) * config.pp * config.vp
+    if each * config.micro_batches <= MAX_COMPUTATIONS:
         return None
-    most = MAX_COMPUTATIONS // per_micro_batch // config.pp * config.pp if config.pp > 0 < config.vp else 0
+    most = MAX_COMPUTATIONS // each // config.pp * config.pp if config.pp > 0 < config.vp else 0
     return Problem(
         ("micro_batches", "pp", "vp"),
         f"micro_batches={config.micro_batches} * pp={config.pp} * vp={config.vp} make "
-        f"{per_micro_batch * config.micro_batches:,} computations, more than the {MAX_COMPUTATIONS:,} "
-        "that can be simulated here",
+        f"{each * config.micro_batches:,} computations, more than the {MAX_COMPUTATIONS:,} simulated here",
         f"use micro_batches={most} or fewer" if most else "use a smaller pp or vp",
     )
-
-
-def _out_can_be_written(config: PlanScheduleConfig) -> Problem | None:
-    return _out_ends_in(config.out, ENDINGS, "schedule", makes_folders=True)
 
 
 def _out_ends_in(

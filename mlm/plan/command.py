@@ -34,8 +34,8 @@ COMMANDS = (
         about=(
             "Searches the layouts that `mlm pretrain` takes (tp, sequence parallelism, cp, pp, vp, schedule, "
             "dp, ep, zero, recomputation, micro-batch) on a number of GPUs, and prints the fastest that fit: "
-            "step time, tokens per second, model and hardware TFLOP/s, MFU, memory by part, bubble and "
-            "exposed communication. The model's own modules are counted, a layer at a time, without a GPU; "
+            "step time, tokens per second, model and hardware TFLOP/s, MFU and memory; out=… holds each part of "
+            "them. The model's own modules are counted, a layer at a time, without a GPU; "
             "times are checked against published runs (the guide Planning). A key that is set (tp=8) is "
             "kept, the others are searched."
         ),
@@ -81,8 +81,8 @@ COMMANDS = (
         positional=("a", "b"),
         summary="compare two layouts of a model: which parts of a step make their difference",
         about=(
-            "Forecasts a step in two layouts, named as `mlm plan layouts` names them, and shows as a "
-            "waterfall how the time of A becomes that of B: products, attention, other kernels, exposed "
+            "Forecasts a step in two layouts, named as `mlm plan layouts` names them, and shows "
+            "the parts of both: products, attention, other kernels, exposed "
             "communication over tp, cp, ep, pp and dp, idle time of the pipeline, the optimizer. Memory and "
             "GPU-hours follow."
         ),

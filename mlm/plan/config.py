@@ -5,14 +5,22 @@ from typing import Annotated, Literal
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, ResultFile
 from mlm.launch.config import DistConfig
-from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize, VirtualSize
+from mlm.parallel.config import (
+    ContextSize,
+    ExpertSize,
+    ParallelConfig,
+    PipelineSize,
+    Recompute,
+    Schedule,
+    TensorSize,
+    VirtualSize,
+    Zero,
+    ZeroReduce,
+)
 from mlm.plan.goodput import FailureConfig
 from mlm.plan.hardware import HardwareConfig
-from mlm.training.config import PretrainConfig, TrainConfig
+from mlm.training.config import MicroBatchSize, PretrainConfig, TrainConfig
 
-SearchedSize = Annotated[
-    int | None, POSITIVE, Also("batch_size", "per_device_train_batch_size", "micro_batch_size")
-]
 Format = Literal["bf16", "fp16", "fp32", "fp64"]
 
 
@@ -29,7 +37,7 @@ class PlanScheduleConfig:
     """Virtual stages (chunks) per rank, v; more than 1 interleaves the schedule, with pipeline=1f1b."""
     micro_batches: Annotated[int, POSITIVE] = 8
     """Micro-batches of one step on each replica, m: global batch / (dp * micro-batch size)."""
-    pipeline: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
+    pipeline: Schedule = "1f1b"
     """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
     out: ResultFile | None = None
     """File to write beside the printed picture: .svg, or .json for the whole plan; null writes none."""
@@ -49,41 +57,26 @@ class PlanScheduleConfig:
 class SearchedBatchConfig(TrainConfig):
     """The batch of a search, and what a run sets beside it."""
 
-    micro_batch_size: SearchedSize = None  # type: ignore[assignment]  # null too
+    micro_batch_size: MicroBatchSize | None = None  # type: ignore[assignment]
     """Samples one rank runs through the model at once, B; null searches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SearchedLayoutConfig:
-    """A layout of which null is searched; as ParallelConfig."""
+class SearchedLayoutConfig(ParallelConfig):
+    """A layout; what is null is searched: of cp sizes up to 8, of expert_tp and tp_overlap none."""
 
-    tp: TensorSize | None = None
-    """Tensor-parallel size, t; null searches."""
-    pp: PipelineSize | None = None
-    """Pipeline-parallel size, p; null searches."""
-    vp: VirtualSize | None = None
-    """Virtual stages (chunks) per pipeline rank, v; null searches."""
-    dp: Annotated[int | None, POSITIVE, Also("data_parallel", "data_parallel_size")] = None
-    """Data-parallel size, d; null searches."""
-    cp: Annotated[int | None, POSITIVE, Also("context_parallel", "context_parallel_size")] = None
-    """Context-parallel size, c: ranks that split each sequence; null searches up to 8, without attention
-    dropout."""
-    ep: Annotated[int | None, POSITIVE, Also("expert_model_parallel_size", "expert_parallel_size")] = None
-    """Expert-parallel size: ranks that split a layer's experts, of the dp * cp replicas; null searches."""
-    expert_tp: Annotated[int | None, POSITIVE, Also("expert_tensor_parallel_size")] = None
-    """Ranks that split each expert: 1 leaves experts whole; null takes tp."""
-    tp_overlap: Annotated[int | None, POSITIVE] = None
-    """Parts of a sequence, communicated over tp while others are multiplied; null leaves it whole."""
-    sequence_parallel: bool | None = None
-    """Split activations outside the tensor-parallel regions along the sequence; null searches."""
-    pipeline: Literal["1f1b", "gpipe", "zb_h1"] | None = None
-    """Pipeline schedule; null searches."""
-    zero: Annotated[Literal[0, 2, 3] | None, Also("zero_stage")] = None
-    """Sharded over dp: 0 nothing, 2 optimizer state and reduced gradients, 3 weights too; null searches."""
-    zero_reduce: Literal["last", "every"] | None = None
-    """zero=2|3: micro-batches that reduce gradients; null searches."""
-    recompute: Annotated[Literal["none", "selective", "full"] | None, Also("recompute_granularity")] = None
-    """Activations that backward recomputes; null searches."""
+    # Each is null too, unlike a run's own.
+    tp: TensorSize | None = None  # type: ignore[assignment]
+    cp: ContextSize | None = None  # type: ignore[assignment]
+    ep: ExpertSize | None = None  # type: ignore[assignment]
+    pp: PipelineSize | None = None  # type: ignore[assignment]
+    vp: VirtualSize | None = None  # type: ignore[assignment]
+    sequence_parallel: bool | None = None  # type: ignore[assignment]
+    tp_overlap: Annotated[int | None, POSITIVE] = None  # type: ignore[assignment]
+    pipeline: Schedule | None = None  # type: ignore[assignment]
+    zero: Zero | None = None  # type: ignore[assignment]
+    zero_reduce: ZeroReduce | None = None  # type: ignore[assignment]
+    recompute: Annotated[Recompute | None, Also("recompute_granularity")] = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +107,7 @@ class PlanLayoutsConfig(PlannedRunConfig):
     """Layouts to show."""
     why: bool = False
     """List also what rejected other layouts."""
-    parallel: SearchedLayoutConfig = field(default_factory=SearchedLayoutConfig)  # type: ignore[assignment]
+    parallel: SearchedLayoutConfig = field(default_factory=SearchedLayoutConfig)
     train: SearchedBatchConfig = field(default_factory=SearchedBatchConfig)
 
 

@@ -5,7 +5,6 @@ On meta tensors, as on a GPU; with dist.device=cpu on real ones, as on this CPU.
 
 import logging
 import resource
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from mlm.config.build import to_dict
 from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, OPTIMIZER, RECOMPUTED
 from mlm.plan.dry_run_rank import META, DryRun, dry_run
+from mlm.plan.report import show_table
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import writing_to
 from mlm.util.results import target_name, write_result
-from mlm.util.terminal import Screen, add_row, console, table
+from mlm.util.terminal import Screen, console
 
 SCOPE = (
     "eager kernels of a {}: no torch.compile, no workspace of a library, no rounding up by an allocator; "
@@ -139,12 +139,3 @@ def show(found: dict[str, Any], screen: Screen) -> None:
 def peak_of_process() -> int:
     """Return the bytes that this process had at most."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def show_table(screen: Screen, title: str, columns: Iterable[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table if it has rows."""
-    made = table(title, *columns)
-    for row in rows:
-        add_row(made, *(f"{cell:,}" if isinstance(cell, int) else cell for cell in row))
-    if rows:
-        screen.print(made)

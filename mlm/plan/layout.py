@@ -2,14 +2,12 @@
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from mlm.models.config import ModelConfig
-from mlm.parallel.config import ParallelConfig
+from mlm.parallel.config import ParallelConfig, Recompute, Schedule
 from mlm.training.config import PretrainConfig
 
-Schedule = Literal["1f1b", "gpipe", "zb_h1"]
-Recompute = Literal["none", "selective", "full"]
 ALWAYS_SET = ("tp", "pp", "dp", "micro_batch", "global_batch")
 """Fields of a layout that are named at their defaults too."""
 FIRST, LAST, BOTH = "first", "last", "both"

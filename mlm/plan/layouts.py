@@ -1,6 +1,9 @@
 """`mlm plan layouts`: the fastest layouts of a model on a number of GPUs that fit."""
 
 import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
 
 from mlm.config.tree import HOISTED, leaves
 from mlm.launch.typed import typed_settings
@@ -8,15 +11,14 @@ from mlm.plan.candidates import Query, query_of
 from mlm.plan.config import PlanLayoutsConfig, SearchedLayoutConfig
 from mlm.plan.goodput import Goodput, goodput
 from mlm.plan.layout import PlannedLayout, model_flops
-from mlm.plan.memory import gib
+from mlm.plan.memory import GIB, gib
 from mlm.plan.report import (
+    Row,
     as_row,
     format_amount,
     format_seconds,
     layout_cautions,
-    show_memory,
-    show_speed,
-    show_time,
+    show_table,
     time_caution,
     wide_screen,
     write_rows,
@@ -53,17 +55,12 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     priced = [(each, share(each.layout.gpus)) for each in result.best]
     rows = [as_row(query, each, config.tokens, config.price_per_gpu_hour, its) for each, its in priced]
     screen.print(title(config, query))
-    show_speed(rows, screen)
-    show_time(rows, screen)
-    peaks = {number: each.memory for number, each in enumerate(result.best, start=1)}
-    show_memory(peaks, " #", query.memory_bytes, screen)
+    show_layouts(rows, screen)
     best = result.best[0]
     failures = failure_lines(goodput(config.failures, best.layout.gpus))
-    for line in (footnote(result, config.goal), *failures, *notes(query, best)):
+    rejected = [f"not valid: {why}" for why in result.rejections if config.why]
+    for line in (footnote(result, config.goal), *failures, *notes(query, best), *rejected):
         screen.print(line)
-    if config.why:
-        for line in reasons(result):
-            screen.print(line)
     screen.print(f"\n{command_line(config, best.layout)}")
     values = {
         "format": FORMAT,
@@ -91,9 +88,28 @@ def title(config: PlanLayoutsConfig, query: Query) -> str:
     of = f"{format_amount(size)} parameters"
     of += f", {format_amount(active)} of a token" if config.model.architecture.experts else ""
     return (
-        f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name} · "
-        f"{query.run.precision.dtype} · {query.global_batch} x {query.seq} tokens a step"
+        f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name}, "
+        f"{gib(query.memory_bytes)} each · {query.run.precision.dtype} · {query.global_batch} x {query.seq} tokens a step"
     )
+
+
+def show_layouts(rows: Sequence[Row], screen: Console) -> None:
+    """The table of layouts."""
+    headings = {"days": "days", "energy_mwh": "MWh", "price": "price"}
+    if len({row["gpus"] for row in rows}) > 1:
+        headings = {"gpus": "GPUs", "gpu_hours_per_billion": "GPUh/Gtok", **headings}
+    more = [key for key in headings if rows[0][key] is not None]
+    columns = (" ##", "layout", "step#", "tokens/s#", "TFLOP/s#", "MFU#", "GiB#")
+    cells = [
+        (
+            *(number, row["layout"], format_seconds(row["step_s"]), format_amount(row["tokens_per_s"])),
+            f"{row['model_tflops']:.0f}" + f" ({row['hardware_tflops']:.0f})" * (row["recompute"] == "full"),
+            *(f"{row['mfu']:.1%}", f"{row['memory_bytes'] / GIB:.1f}"),
+            *(format_amount(row[key]) for key in more),
+        )
+        for number, row in enumerate(rows, start=1)
+    ]
+    show_table(screen, "", (*columns, *(f"{headings[key]}#" for key in more)), cells)
 
 
 def command_line(config: PlanLayoutsConfig, layout: PlannedLayout) -> str:
@@ -123,7 +139,7 @@ def footnote(result: SearchResult, goal: str) -> str:
         line += f"; of those that may be as fast, {layout.label} does not fit by {gib(lacks)}"
     if goal != "time":
         line += f"; none beats one of these in both {'memory' if goal == 'memory' else 'GPU-hours'} and time"
-    return f"{line}. MFU: model FLOPs over the dense peak. mb: micro-batch. sp: sequence parallelism."
+    return f"{line}. `mlm plan compare` and `memory` show the parts of a layout."
 
 
 def notes(query: Query, best: LayoutForecast) -> list[str]:
@@ -149,11 +165,3 @@ def too_large(query: Query, result: SearchResult) -> str:
         f"gpus={query.gpus}: no layout fits into {gib(query.memory_bytes)} per GPU (the smallest, "
         f"{layout.label}, lacks {gib(lacks)}); use more GPUs, or free settings that are kept"
     )
-
-
-def reasons(result: SearchResult) -> list[str]:
-    """Lines on why other layouts are not valid."""
-    return [
-        f"not valid: {why}" + (f" (and {count - 1:,} more by this rule)" if count > 1 else "")
-        for why, count in result.rejections.examples()
-    ]

@@ -1,10 +1,20 @@
 """`mlm plan memory`: the memory of one layout by part, at both ends of its pipeline or any rank."""
 
+from collections.abc import Iterator
+
 from mlm.plan.config import PlanMemoryConfig
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB, DeviceMemory, MemoryModel, gib, in_flight
-from mlm.plan.report import format_amount, layout_cautions, memory_row, show_memory, wide_screen, write_rows
+from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel, in_flight
+from mlm.plan.report import (
+    fit,
+    format_amount,
+    layout_cautions,
+    memory_row,
+    show_table,
+    wide_screen,
+    write_rows,
+)
 
 FORMAT = "mlm-plan-memory-1"
 
@@ -16,16 +26,23 @@ def run(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
     """
     screen, hardware, seq = wide_screen(), config.hardware, config.data.seq_length
     layout = PlannedLayout.of(config, config.parallel.dp or 1)
-    counts = counts_of(config, hardware.device)
-    memory = MemoryModel(counts, hardware.reserved_gib * GIB)
+    memory = MemoryModel(counts_of(config, hardware.device), hardware.reserved_gib * GIB)
     peaks = {rank: peak_of(memory, layout, rank) for rank in ranks(layout, config.rank)}
     capacity = hardware.memory_gib * GIB
     batch = f"{layout.micro_batches} micro-batches of {layout.micro_batch} x {seq} tokens"
     where = f"{layout.label} on {layout.gpus} GPUs of {hardware.name}"
     screen.print(f"{config.name} · {where} · {config.precision.dtype} · {batch}")
-    show_memory(peaks, "rank", capacity, screen)
-    lines = [describe(layout, rank, peak) for rank, peak in peaks.items()]
-    for line in (*lines, compare(peaks, capacity), *layout_cautions(hardware, config.model, seq, layout)):
+    rows = [
+        {
+            **{"rank": rank, "stage": stage_of(layout, rank), "parameters": peak.parameters},
+            **{"moment": peak.moment, **memory_row(peak)},
+        }
+        for rank, peak in peaks.items()
+    ]
+    show_table(screen, "", ("", *(f"rank {rank}#" for rank in peaks)), lines(layout, peaks))
+    rank, fullest = max(peaks.items(), key=lambda each: each[1].total)
+    screen.print(f"rank {rank} {fit(fullest.total, capacity)}")
+    for line in layout_cautions(hardware, config.model, seq, layout):
         screen.print(line)
     values = {
         "format": FORMAT,
@@ -33,16 +50,6 @@ def run(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
         "layout": layout.settings(),
         "memory_bytes_per_gpu": capacity,
     }
-    rows = [
-        {
-            "rank": rank,
-            "stage": stage_of(layout, rank),
-            "parameters": peak.parameters,
-            "moment": peak.moment,
-            **memory_row(peak),
-        }
-        for rank, peak in peaks.items()
-    ]
     write_rows(config.out, values, "ranks", rows, screen)
     return peaks
 
@@ -63,21 +70,14 @@ def stage_of(layout: PlannedLayout, rank: int) -> int:
     return rank // (layout.gpus // layout.pp)
 
 
-def describe(layout: PlannedLayout, rank: int, peak: DeviceMemory) -> str:
-    """A rank's place, its parameters, what it has in flight, and when it is fullest."""
-    stage = stage_of(layout, rank)
-    held = in_flight(layout, stage)
-    unit = ("micro-batch", "micro-batches") if layout.vp == 1 else ("chunk", "chunks")
-    moment = "when backward begins" if peak.moment == "backward" else "when the optimizer steps"
-    return (
-        f"rank {rank}: stage {stage} of {layout.pp}, {format_amount(peak.parameters)} parameters, "
-        f"{held} {unit[held > 1]} in flight, fullest {moment}"
-    )
-
-
-def compare(peaks: dict[int, DeviceMemory], capacity: float) -> str:
-    """A line that compares the fullest rank with the device."""
-    rank, peak = max(peaks.items(), key=lambda each: each[1].total)
-    left = capacity - peak.total
-    fits = f"fits, {gib(left)} left" if left >= 0 else f"does not fit by {gib(-left)}"
-    return f"rank {rank} needs {gib(peak.total)} of {gib(capacity)}: {fits}"
+def lines(layout: PlannedLayout, peaks: dict[int, DeviceMemory]) -> Iterator[tuple[str, ...]]:
+    """Lines of the table: what each rank has, and its memory by part; parts that none has are left out."""
+    stages = [stage_of(layout, rank) for rank in peaks]
+    yield "stage", *map(str, stages)
+    yield "parameters", *(format_amount(peak.parameters) for peak in peaks.values())
+    yield "in flight" if layout.vp == 1 else "chunks in flight", *(str(in_flight(layout, n)) for n in stages)
+    yield "fullest in", *(peak.moment for peak in peaks.values())
+    for part in PARTS:
+        if any(peak.parts[part] >= 0.005 * GIB for peak in peaks.values()):
+            yield f"{part}, GiB", *(f"{peak.parts[part] / GIB:.2f}" for peak in peaks.values())
+    yield "all, GiB", *(f"{peak.total / GIB:.2f}" for peak in peaks.values())

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from mlm.parallel.config import Schedule
 from mlm.parallel.pipeline.actions import Cost, Op
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.parallel.pipeline.simulate import ordered
-from mlm.plan.layout import Schedule
 
 LEAST_SIMULATED = 512
 """Pairs of stage and micro-batch up to which a step is simulated in full."""

@@ -2,19 +2,17 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from mlm.models.config import ModelConfig
 from mlm.plan.candidates import Query
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.layout import DEFAULTS, PlannedLayout, hardware_flops, model_flops
-from mlm.plan.memory import GIB, DeviceMemory
-from mlm.plan.memory import PARTS as MEMORY_PARTS
+from mlm.plan.memory import DeviceMemory, gib
 from mlm.plan.search import LayoutForecast
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import PlainScreen, add_row, table
@@ -23,22 +21,6 @@ HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
 LONG_SEQUENCE = 8192
 """Tokens from which on a length that was not typed is worth a line: a model's most positions."""
-SHORT = {
-    "cast weights": "cast",
-    "vocabulary": "vocab",
-    "communication": "buffers",
-    "elementwise": "elementw.",
-    "activations": "activat.",
-    "allocator": "reserved",
-}
-"""Headings of parts, where a column is narrow."""
-TIME_COLUMNS = (
-    ("products", ("matmul", "vocabulary")),
-    *((SHORT.get(part, part), (part,)) for part in ("attention", "elementwise", "recompute", "optimizer")),
-    ("tp+cp+ep", ("tp", "cp", "ep")),
-    *((part, (part,)) for part in ("pp", "dp", "bubble")),
-)
-"""Columns of the table of time: heading, parts of a step."""
 Row = Mapping[str, Any]
 
 
@@ -120,6 +102,13 @@ def format_amount(value: float) -> str:
     return f"{value:.3g}"
 
 
+def fit(needed: float, capacity: float) -> str:
+    """`needs 42.5 GiB of 79.2 GiB: fits, 36.7 GiB left`."""
+    left = capacity - needed
+    words = f"fits, {gib(left)} left" if left >= 0 else f"does not fit by {gib(-left)}"
+    return f"needs {gib(needed)} of {gib(capacity)}: {words}"
+
+
 def step_range(hardware: HardwareConfig, step_s: float) -> str:
     """`226 ms to 319 ms`: the range of a step's time by `time_error`; empty where none is known."""
     error = None if hardware.is_calibrated else hardware.time_error
@@ -161,48 +150,11 @@ def wide_screen() -> Console:
     return screen
 
 
-def narrow_table(title: str, *columns: str) -> Table:
-    """As `table`, with one space between columns."""
-    made = table(title, *columns)
+def show_table(screen: Console, title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """Print a table if it has rows, whole numbers with commas."""
+    made, rows = table(title, *columns), list(rows)
     made.padding = 0
-    return made
-
-
-def show_speed(rows: Sequence[Row], screen: Console) -> None:
-    """The table of layouts."""
-    headings = {"days": "days", "energy_mwh": "MWh", "price": "price"}
-    if len({row["gpus"] for row in rows}) > 1:
-        headings = {"gpus": "GPUs", "gpu_hours_per_billion": "GPUh/Gtok", **headings}
-    more = [key for key in headings if rows[0][key] is not None]
-    columns = ("step#", "tokens/s#", "TFLOP/s#", "MFU#", "GiB#", *(f"{headings[key]}#" for key in more))
-    made = narrow_table("", " ##", "layout", *columns)
-    for number, row in enumerate(rows, start=1):
-        tflops = f"{row['model_tflops']:.0f}"
-        if row["recompute"] == "full":
-            tflops += f" ({row['hardware_tflops']:.0f})"
-        cells = (format_seconds(row["step_s"]), format_amount(row["tokens_per_s"]), tflops)
-        sizes = (f"{row['mfu']:.1%}", f"{row['memory_bytes'] / GIB:.1f}")
-        add_row(made, number, row["layout"], *cells, *sizes, *(format_amount(row[key]) for key in more))
-    screen.print(made)
-
-
-def show_time(rows: Sequence[Row], screen: Console) -> None:
-    """Shares of the step's time; tp, pp and dp are communication that no computation hides."""
-    headings = (f"{heading}#" for heading, _ in TIME_COLUMNS)
-    made = narrow_table("share of the step; tp, pp, dp: exposed communication", " ##", *headings)
-    for number, row in enumerate(rows, start=1):
-        shares = (sum(row[f"{name}_s"] for name in names) / row["step_s"] for _, names in TIME_COLUMNS)
-        add_row(made, number, *(f"{share:.1%}" for share in shares))
-    screen.print(made)
-
-
-def show_memory(peaks: Mapping[int, DeviceMemory], heading: str, capacity: float, screen: Console) -> None:
-    """Memory by part, a line per row; parts that no row has are left out."""
-    used = [p for p in MEMORY_PARTS if any(peak.parts[p] >= 0.005 * GIB for peak in peaks.values())]
-    columns = (f"{SHORT.get(part, part)}#" for part in used)
-    title = f"memory per GPU at its fullest, GiB of {capacity / GIB:.1f}"
-    made = narrow_table(title, f"{heading}#", *columns, "all#")
-    for name, peak in peaks.items():
-        cells = (f"{peak.parts[part] / GIB:.2f}" for part in used)
-        add_row(made, name, *cells, f"{peak.total / GIB:.2f}")
-    screen.print(made)
+    for row in rows:
+        add_row(made, *(f"{cell:,}" if type(cell) is int else cell for cell in row))
+    if rows:
+        screen.print(made)

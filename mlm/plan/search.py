@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
-from mlm.plan.candidates import Query, Rejections, layouts
+from mlm.parallel.layout_checks import LayoutRule
+from mlm.plan.candidates import Query, layouts
 from mlm.plan.cost import CostModel, StepTime
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout
@@ -36,8 +37,8 @@ class SearchResult:
     nearest: tuple[PlannedLayout, float] | None
     """Of the layouts that do not fit and might be among the best, the leanest, with the bytes that it
     lacks."""
-    rejections: Rejections
-    """Layouts that the rules do not allow."""
+    rejections: list[str]
+    """A layout that is not valid by each rule."""
 
 
 class Models:
@@ -75,7 +76,8 @@ class Models:
 
 def search(query: Query, most: int = 10) -> SearchResult:
     """The fastest layouts that fit, the fastest first."""
-    models, rejections, capacity = Models(query), Rejections(), query.memory_bytes
+    models, capacity = Models(query), query.memory_bytes
+    rejections: dict[LayoutRule, str] = {}
     valid, memory = list(layouts(query, rejections)), models.memory
     best, too_large = list[LayoutForecast](), list[PlannedLayout]()
     for bound, n in sorted((models.cost.bound(layout), n) for n, layout in enumerate(valid)):
@@ -88,7 +90,7 @@ def search(query: Query, most: int = 10) -> SearchResult:
         best.append(models.forecast(layout))
         best.sort(key=lambda forecast: (forecast.step.total, forecast.memory.total))
     nearest = next(((layout, n - capacity) for layout, n in models.leanest_first(too_large)), None)
-    return SearchResult(best[:most], len(valid), nearest, rejections)
+    return SearchResult(best[:most], len(valid), nearest, list(rejections.values()))
 
 
 def search_leanest(query: Query, most: int = 10) -> SearchResult:
@@ -96,7 +98,8 @@ def search_leanest(query: Query, most: int = 10) -> SearchResult:
 
     Of more than `most` both ends, and others evenly between them.
     """
-    models, rejections, nearest = Models(query), Rejections(), None
+    models, nearest = Models(query), None
+    rejections: dict[LayoutRule, str] = {}
     best: list[LayoutForecast] = []
 
     def may_be_faster(layout: PlannedLayout) -> bool:
@@ -115,7 +118,7 @@ def search_leanest(query: Query, most: int = 10) -> SearchResult:
         best.append(found)
     few = min(most, len(best))
     shown = [best[n * (len(best) - 1) // max(few - 1, 1)] for n in range(few)]
-    return SearchResult(shown, len(valid), nearest, rejections)
+    return SearchResult(shown, len(valid), nearest, list(rejections.values()))
 
 
 def search_cheapest(query: Query, most: int, share: Callable[[int], float]) -> SearchResult:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlm.plan.layout import Recompute
+from mlm.parallel.config import Recompute
 from reproduce.counts import Case, kept_per_layer
 from reproduce.experiment import Cell, Conclusion, Experiment, Settings, Step, Table, Verdict
 from reproduce.results import Results, above, batch, change, ratios, small_gpt2, timed_stages

@@ -41,7 +41,7 @@ def test_sound_settings_have_no_problem(overrides: list[str]) -> None:
         (["pp=0", "transfer_cost=-1"], ["pp", "transfer_cost"], ""),
         (["vp=2", "micro_batches=10"], ["micro_batches"], "use micro_batches=8 or micro_batches=12, or vp=1"),
         (["vp=2", "micro_batches=3"], ["micro_batches"], "use micro_batches=4, or vp=1"),
-        (["vp=2", "pipeline=zb_h1"], ["vp"], "use vp=1, or pipeline=1f1b"),
+        (["vp=2", "pipeline=zb_h1"], ["vp"], "use pipeline=1f1b or vp=1"),
         (["micro_batches=100000"], ["micro_batches"], "use micro_batches=62500 or fewer"),
         ([f"pp={MAX_COMPUTATIONS}"], ["micro_batches"], "use a smaller pp or vp"),
         (["pp=0", "vp=2", "pipeline=zb_h1", "out=a"], ["pp", "vp", "out"], "use out=a.svg"),

@@ -28,7 +28,7 @@ def test_tables_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> Non
     rows = [line for line in printed.splitlines() if re.match(r" *\d+ tp\d+ ", line)]
     assert len(rows) == 10
     assert max(map(len, rows)) <= 100
-    for heading in ("MFU", "days", "price", "bubble", "activat.", "does not fit by"):
+    for heading in ("MFU", "days", "price", "GiB", "does not fit by"):
         assert heading in printed
     assert "mlm pretrain model=gpt2_8b precision=bf16 tp=" in printed
 
@@ -125,7 +125,8 @@ def test_a_comparison_leads_from_one_layout_to_the_other(
     sums = [sum(part for name, part in each.items() if name in PART_KEYS) for each in (a, b)]
     assert sums == pytest.approx([a["step_s"], b["step_s"]])
     differences = re.findall(r" ([+-][\d.,]+(?:e[+-]\d+)?) ms", printed)
-    whole = sum(float(each.replace(",", "")) for each in differences)
+    *parts, whole = (float(each.replace(",", "")) for each in differences)
+    assert sum(parts) == pytest.approx(whole, rel=2e-3)
     assert whole == pytest.approx(1e3 * (b["step_s"] - a["step_s"]), rel=2e-3)
     ratio = b["step_s"] / a["step_s"]
     assert f"B takes {ratio:.3g} times the time of A and {ratio / 2:.3g} times its GPU-hours" in printed
@@ -137,8 +138,8 @@ def test_memory_of_both_ends_and_of_a_rank(tmp_path: Path, capsys: pytest.Captur
     words = [*MEMORY, "pp=4", "tp=2", "dp=2", "rank=5", f"out={tmp_path / 'm.json'}"]
     assert main([*words, "train.global_batch_size=16", "train.micro_batch_size=1"]) == 0
     printed = capsys.readouterr().out
-    assert "rank 5: stage 1 of 4" in printed
-    assert "3 micro-batches in flight" in printed
+    assert re.search(r"stage +0 +1 +3 ", printed)
+    assert re.search(r"in flight +4 +3 +1 ", printed)
     assert "fits" in printed
     assert [row["rank"] for row in json.loads((tmp_path / "m.json").read_text())["ranks"]] == [0, 5, 12]
 
@@ -151,7 +152,7 @@ def test_hardware_may_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([*LAYOUTS, f"hardware={tmp_path / 'mine.yaml'}", "hardware.devices_per_node=4"]) == 0
     printed = capsys.readouterr().out
     assert "my, cluster: 'x'" in printed
-    assert "GiB of 40.0" in printed
+    assert "40.0 GiB each" in printed
 
 
 def test_a_file_of_hardware_with_a_mistake_is_named_with_its_line(
@@ -227,16 +228,16 @@ def test_each_number_of_a_preset_names_its_source() -> None:
         [
             ([*LAYOUTS, "hardware=dgx_a100"], "did you mean dgx_"),
             ([*LAYOUTS, "hardware=no/such.yaml"], "hardware=no/such.yaml: "),
-            ([*LAYOUTS, "gpus=509"], "use gpus=512 or train.global_batch_size="),
+            ([*LAYOUTS, "gpus=509"], "use gpus=512"),
             ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "no layout fits into 79.1 GiB per GPU"),
             ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),
             ([*LAYOUTS, "hardware=dgx2h_v100_32g"], "use precision=fp16"),
             ([*LAYOUTS, "out=plan.txt"], "out=plan.txt must end in "),
             ([*LAYOUTS, "data.seq_length=2048"], "use data.seq_length=1024"),
             ([*LAYOUTS, "cp=2", "data.reset_attention=true"], "cp=2: data.reset_attention=true keeps"),
-            ([*LAYOUTS, "dp=3"], "dp=3 does not divide gpus=8; use dp=2 or dp=4"),
+            ([*LAYOUTS, "dp=3"], "leave dp=3 to the search"),
             ([*LAYOUTS, "tp=2", "pp=2", "dp=1"], "use gpus=4"),
-            ([*LAYOUTS, "dp=8", "train.global_batch_size=12"], "use train.global_batch_size=8"),
+            ([*LAYOUTS, "dp=8", "train.global_batch_size=12"], "=12 is not a multiple of dp=8"),
             ([*COMPARE, "tp3 dp4"], "b=tp3 dp4: tp=3 does not divide model.num_heads=16; use one that"),
             ([*COMPARE, "tp2 dp4 tp4"], "b=tp2 dp4 tp4: tp4 comes after another word of the same setting"),
             ([*COMPARE, "tp2 zero4"], "b=tp2 zero4: zero4 is no word of a layout's name; write it as"),
