@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mlm.models.stage import split_layers
 from mlm.parallel.mesh import folds_tp
 from mlm.parallel.pipeline.actions import Cost
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY
@@ -29,6 +28,8 @@ COMPUTED = ("matmul", "attention", "elementwise", "tp", "cp", "ep")
 """Parts of a pass: kernels, and communication by axis that no computation hides."""
 PARTS = (*COMPUTED[:3], "recompute", "vocabulary", *COMPUTED[3:], "pp", "dp", "bubble", "optimizer")
 """Parts of a step's time, in the order they are shown."""
+ENDS = {FIRST: (EMBEDDING,), LAST: (VOCABULARY,), BOTH: (EMBEDDING, VOCABULARY)}
+"""Homes of the time of an end of the model."""
 Times = tuple[float, ...]
 """Seconds by COMPUTED."""
 
@@ -64,13 +65,11 @@ class HomeTime:
 
     forward: Times
     backward: Times
-    accumulation: float
-    """Additions of weight gradients to their sums, a part of backward."""
 
     @property
     def weight_gradient(self) -> float:
         """Part of backward that a zero-bubble schedule puts off: of two equal products, the weight's."""
-        return self.backward[0] / 2 + self.accumulation
+        return self.backward[0] / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +117,9 @@ class CostModel:
         self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(dtype, 2)
         self.peak = hardware.peak(half)
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
-        self._homes: dict[tuple[Split, int, str], dict[str, HomeTime]] = {}
-        self._priced: dict[Split, dict[tuple[str, str], tuple[Times, Times]]] = {}
-        self._stages: dict[tuple[Split, int, str, int, int], StageTimes] = {}
-        self._updates: dict[Split, tuple[float, float, float]] = {}
-        self._elements: dict[tuple[Split, int, int], tuple[float, float, float]] = {}
+        self.home_times, self.stage_times = cache(self._homes), cache(self._stages)
+        self.prices, self.updates = cache(self._price), cache(self._update)
+        self.elements = cache(self._elements)
 
     # -- kernels and messages
 
@@ -195,23 +192,22 @@ class CostModel:
 
     def homes(self, layout: PlannedLayout) -> dict[str, HomeTime]:
         """Passes of each home on a micro-batch of a layout, what is recomputed in backward."""
-        split, again = layout.split, layout.recompute
+        return self.home_times(layout.split, layout.micro_batch)
+
+    def _homes(self, split: Split, micro_batch: int) -> dict[str, HomeTime]:
+        again, more, found = split.recompute, micro_batch - 1, {}
         if again == "full" or (again == "selective" and self.hardware.device == "gpu"):
             split = replace(split, recompute="none")  # a layer's forward pass once more; nothing
-        key = split, layout.micro_batch, again
-        if key not in self._homes:
-            priced, more = self._price(split), layout.micro_batch - 1
-            found = {}
-            for home in {home for _, home in priced}:
-                forward, backward = (
-                    tuple(max(a + more * (b - a), 0.0) for a, b in zip(*priced[phase, home], strict=True))
-                    for phase in (FORWARD, BACKWARD)
-                )
-                if home.isdigit():
-                    backward = tuple(map(sum, zip(backward, self.repeated(forward, again), strict=True)))
-                found[home] = HomeTime(forward, backward, 0.0)
-            self._homes[key] = found
-        return self._homes[key]
+        priced = self.prices(split)
+        for home in {home for _, home in priced}:
+            forward, backward = (
+                tuple(max(a + more * (b - a), 0.0) for a, b in zip(*priced[phase, home], strict=True))
+                for phase in (FORWARD, BACKWARD)
+            )
+            if home.isdigit():
+                backward = tuple(map(sum, zip(backward, self.repeated(forward, again), strict=True)))
+            found[home] = HomeTime(forward, backward)
+        return found
 
     def repeated(self, forward: Times, recompute: str) -> Times:
         """The part of a layer's forward pass that recomputation adds to its backward pass."""
@@ -222,18 +218,15 @@ class CostModel:
 
     def _price(self, split: Split) -> dict[tuple[str, str], tuple[Times, Times]]:
         """Seconds of one sample and of two by phase and home."""
-        if split not in self._priced:
-            one, two = self.counts.counts(split).passes
-            nothing, fused = Work(), self.software.compiled
-            self._priced[split] = {
-                (phase, home): (
-                    self.price(one.work.get((phase, home), nothing), split, fused=fused),
-                    self.price(two.work.get((phase, home), nothing), split, fused=fused),
-                )
-                for home in one.kept
-                for phase in (FORWARD, BACKWARD)
-            }
-        return self._priced[split]
+        one, two = self.counts.counts(split).passes
+        return {
+            (phase, home): (
+                self.price(one.work.get((phase, home), Work()), split, fused=self.software.compiled),
+                self.price(two.work.get((phase, home), Work()), split, fused=self.software.compiled),
+            )
+            for home in one.kept
+            for phase in (FORWARD, BACKWARD)
+        }
 
     def trained(self, split: Split, home: str) -> int:
         """Elements that a home trains."""
@@ -243,39 +236,33 @@ class CostModel:
 
     def stages(self, layout: PlannedLayout) -> StageTimes:
         """Times of each stage (chunk) on one micro-batch."""
-        p = layout.pp
-        key = layout.split, layout.micro_batch, layout.recompute, p, layout.vp
-        if key not in self._stages:
-            costs = self._stage_costs(layout, p * layout.vp)
-            last = sum(cost.forward + cost.backward for cost in costs[p - 1 :: p])
-            ramps = sum(cost.forward + cost.backward for cost in costs[: p - 1])
-            first_forward = sum(cost.forward for cost in costs[::p])
-            first_backward = sum(cost.backward for cost in costs[::p])
-            self._stages[key] = StageTimes(costs, last, ramps, first_forward, first_backward)
-        return self._stages[key]
+        return self.stage_times(layout.split, layout.micro_batch, layout.pp, layout.vp)
 
-    def _stage_costs(self, layout: PlannedLayout, number: int) -> list[Cost]:
-        homes, split = self.homes(layout), layout.split
-        counted = self.counts.counts(replace(split, recompute="none"))
+    def _stages(self, split: Split, micro_batch: int, p: int, v: int) -> StageTimes:
+        times, whole = self.home_times(split, micro_batch), replace(split, recompute="none")
+        counted = self.counts.counts(whole)
         each = self.traffic(counted.accumulation, fused=False) / max(counted.trained, 1)
         each *= self.software.gradient_bytes / 4
 
-        def cost(home: str, of: str) -> tuple[float, float, float]:
-            time, added = homes[home], each * self.trained(split, of)
-            return sum(time.forward), sum(time.backward) + added, time.weight_gradient + added
+        @cache
+        def cost(home: str) -> tuple[float, float, float]:
+            """Forward, backward with additions to gradients, and its part for weights."""
+            parts, added = [times[part] for part in ENDS.get(home, (home,))], each * self.trained(split, home)
+            forward, backward = (sum(sum(getattr(x, n)) for x in parts) for n in ("forward", "backward"))
+            return forward, backward + added, sum(x.weight_gradient for x in parts) + added
 
-        layers = {str(kind): cost(str(kind), str(kind)) for kind in set(self.counts.kinds)}
-        first, last = cost(EMBEDDING, BOTH if number == 1 else FIRST), cost(VOCABULARY, LAST)
-        if number == 1:
-            last = (last[0], last[1] - each * self.trained(split, LAST), last[2])
         costs = []
-        for n, kinds in enumerate(stage_layers(self.counts.kinds, number)):
-            parts = [tuple(count * x for x in layers[str(kind)]) for kind, count in kinds.items()]
-            parts += [first] if n == 0 else []
-            parts += [last] if n == number - 1 else []
-            f, b, w = map(sum, zip(*parts, strict=True))
+        for n in range(p * v):
+            homes = homes_of(self.counts.kinds, p * v, 1, n)
+            f, b, w = map(sum, zip(*([k * x for x in cost(home)] for home, k in homes.items()), strict=True))
             costs.append(Cost(f, b, b - w, w))
-        return costs
+        return StageTimes(
+            costs,
+            last=sum(cost.forward + cost.backward for cost in costs[p - 1 :: p]),
+            ramps=sum(cost.forward + cost.backward for cost in costs[: p - 1]),
+            forward=sum(cost.forward for cost in costs[::p]),
+            backward=sum(cost.backward for cost in costs[::p]),
+        )
 
     def step(self, layout: PlannedLayout) -> StepTime:
         """The time of a step, its pipeline simulated."""
@@ -320,23 +307,19 @@ class CostModel:
             rate = self.hardware.network_gbps * 1e9 * self.hardware.efficiency.network
         return latency + size / (layout.tp if divided else 1) / rate
 
-    def elements(self, layout: PlannedLayout) -> tuple[float, float, float]:
+    def _elements(self, split: Split, pp: int, vp: int) -> tuple[float, float, float]:
         """Elements of the first pipeline rank, which has the most: experts, the rest, and a tied table."""
-        key = layout.split.of_state, layout.pp, layout.vp
-        if key not in self._elements:
-            split, homes = layout.split, homes_of(self.counts.kinds, layout.pp, layout.vp, 0)
-            state = [(e, n) for home, n in homes.items() for e in self.counts.state(split, home)]
-            experts = sum(n * e.size for e, n in state if e.is_expert)
-            tied = self.counts.tied(split) if layout.pp > 1 else 0
-            self._elements[key] = experts, sum(n * e.size for e, n in state) - experts, tied
-        return self._elements[key]
+        homes = homes_of(self.counts.kinds, pp, vp, 0)
+        state = [(e, n) for home, n in homes.items() for e in self.counts.state(split, home)]
+        experts = sum(n * e.size for e, n in state if e.is_expert)
+        return experts, sum(n * e.size for e, n in state) - experts, self.counts.tied(split) * (pp > 1)
 
     def after(self, layout: PlannedLayout) -> tuple[float, float, float]:
         """Seconds of gradient reduction, of the optimizer, and of gathering sharded weights, that show."""
         software, t, replicas = self.software, layout.tp, layout.dp * layout.cp
-        experts, weights, tied = self.elements(layout)
+        experts, weights, tied = self.elements(layout.split.of_state, layout.pp, layout.vp)
         layers = -(-self.run.model.num_layers // layout.pp)
-        trained, optimizer, muon = self._update(replace(layout.split, recompute="none"))
+        trained, optimizer, muon = self.updates(replace(layout.split, recompute="none"))
         whole = folds_tp(t, layout.expert_tp)
         copies = replicas * (t if whole else 1) // layout.ep
 
@@ -382,15 +365,13 @@ class CostModel:
 
         Those of Muon's products, and of its messages over tp, are apart: for each element of a layer.
         """
-        if split not in self._updates:
-            counted = self.counts.counts(split)
-            homes = (BOTH, *map(str, set(self.counts.kinds)))
-            ends, *layers = (self.counts.elements(split, home) for home in homes)
-            products, _, elementwise, *messages = self.price(counted.per_step, split, fused=False)
-            muon = (products + sum(messages)) / sum(layers) if products else 0.0
-            held = ends + sum(layers)
-            self._updates[split] = counted.trained / held, elementwise / held, muon
-        return self._updates[split]
+        counted = self.counts.counts(split)
+        homes = (BOTH, *map(str, set(self.counts.kinds)))
+        ends, *layers = (self.counts.elements(split, home) for home in homes)
+        products, _, elementwise, *messages = self.price(counted.per_step, split, fused=False)
+        muon = (products + sum(messages)) / sum(layers) if products else 0.0
+        held = ends + sum(layers)
+        return counted.trained / held, elementwise / held, muon
 
     def _parts(self, layout: PlannedLayout, busy: float) -> dict[str, float]:
         """Computation and exposed communication of the modules, of an average pipeline rank."""
@@ -412,9 +393,3 @@ class CostModel:
 def exposed(whole: float, window: float, pieces: int) -> float:
     """The part of a communication that computation does not hide: at least its last of `pieces` messages."""
     return max(whole - window, whole / max(pieces, 1)) if window else whole
-
-
-@cache
-def stage_layers(kinds: tuple[int, ...], stages: int) -> tuple[Counter[int], ...]:
-    """Layers of each stage by kind."""
-    return tuple(Counter(kinds[n] for n in stage.layers) for stage in split_layers(len(kinds), stages))

@@ -12,7 +12,7 @@ import torch
 
 from mlm.config.build import to_dict
 from mlm.plan.config import PlanDryRunConfig
-from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, OPTIMIZER, RECOMPUTED
+from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, RECOMPUTED
 from mlm.plan.dry_run_rank import META, DryRun, dry_run
 from mlm.plan.report import show_table
 from mlm.training.memory import reuse_large_blocks
@@ -64,7 +64,6 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
     """All of a dry run in values that JSON holds; bytes and FLOPs are of this rank and one step."""
     ctx, peak, counts = result.ctx, result.log.peak(), result.counts
     messages = sorted(counts.messages.items(), key=lambda each: (each[0].axis, -each[0].bytes * each[1]))
-    most = {phase: result.log.peak(phase).bytes for phase in (FORWARD, BACKWARD, OPTIMIZER)}
     return {
         "format": "mlm-dry-run-1",
         "settings": to_dict(config),
@@ -93,16 +92,14 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
             "phase": peak.phase,
             "parts": peak.parts,
             "by_module": peak.modules,
-            "by_phase": peak.made_in,
-            "peak_of_phase": most,
         },
     }
 
 
 def show(found: dict[str, Any], screen: Screen) -> None:
     """Print a record."""
-    place, memory = found["place"], found["memory"]
-    where = ", ".join(f"{axis} {rank}" for axis, rank in place.items())
+    memory = found["memory"]
+    where = ", ".join(f"{axis} {rank}" for axis, rank in found["place"].items())
     screen.print(f"{found['settings']['name']}: rank {found['rank']} of {found['ranks']} ({where})")
     chunks = "; ".join(f"{layers[0]} to {layers[-1]}" if layers else "none" for layers in found["layers"])
     screen.print(f"layers {chunks}; {found['parameters']:,} parameters here")
@@ -123,16 +120,9 @@ def show(found: dict[str, Any], screen: Screen) -> None:
     if "process" in memory:
         sizes["process, if it keeps no freed blocks"] = memory["process"]
         sizes["this process, which keeps them"] = memory["kept"]
-    sizes |= {f"most while in {phase}": most for phase, most in memory["peak_of_phase"].items()}
+    sizes |= {f"made by {module}": n for module, n in memory["by_module"].items()}
     rows = [(name, n, f"{n / 2**30:.3f}", f"{n / memory['peak']:.1%}") for name, n in sizes.items()]
     show_table(screen, f"Memory at its peak (in {memory['phase']})", ("", "bytes#", "GiB#", "of it#"), rows)
-    makers = [
-        (how, maker, n, f"{n / 2**30:.3f}")
-        for how, sizes in (("made by", memory["by_module"]), ("made in", memory["by_phase"]))
-        for maker, n in sizes.items()
-    ]
-    title = "The same without weights, gradients and optimizer state, by module and by phase"
-    show_table(screen, title, ("", "", "bytes#", "GiB#"), makers)
     screen.print(found["scope"])
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 WEIGHTS, CASTS, GRADIENTS, STATE = "weights", "weights in the compute dtype", "gradients", "optimizer state"
 ACTIVATIONS, AGAIN, VOCABULARY = "activations", "recomputed activations", "vocabulary projection"
@@ -70,8 +71,6 @@ class MemoryPeak:
     """Bytes by purpose; sums to `bytes`."""
     modules: dict[str, int]
     """Bytes of what is not weights, gradients or optimizer state, by the part of the model that made it."""
-    made_in: dict[str, int]
-    """The same bytes by the phase that made them."""
 
 
 @dataclass
@@ -114,29 +113,21 @@ class Log:
             if change > 0 and block.phase == "forward" and id(block) in live:
                 block.is_kept = True
 
-    def peak(self, phase: str | None = None) -> MemoryPeak:
-        """Memory when it was fullest, or fullest of the moments at which `phase` allocated."""
-        total = most = at = 0
-        for number, (block, change) in enumerate(self.events):
-            total += change
-            if change > 0 and total > most and phase in (None, block.phase):
-                most, at = total, number
+    def peak(self) -> MemoryPeak:
+        """Memory when it was fullest."""
+        totals = list(accumulate(change for _, change in self.events))
+        at = max(range(len(totals)), key=totals.__getitem__, default=0)
         held: dict[int, Allocation] = {}
         for block, change in self.events[: at + 1]:
             if change > 0:
                 held[id(block)] = block
             else:
                 held.pop(id(block), None)
-        parts, modules, made_in = Counter[str](), Counter[str](), Counter[str]()
+        parts, modules = Counter[str](), Counter[str]()
         for block in held.values():
             parts[block.purpose] += block.size
             if block.part is None:
                 modules[block.label] += block.size
-                made_in[block.phase] += block.size
-        by_size = (dict(counter.most_common()) for counter in (modules, made_in))
-        return MemoryPeak(
-            most,
-            self.events[at][0].phase if self.events else "",
-            {part: parts[part] for part in PARTS if parts[part]},
-            *by_size,
-        )
+        phase = self.events[at][0].phase if self.events else ""
+        in_order = {part: parts[part] for part in PARTS if parts[part]}
+        return MemoryPeak(totals[at] if totals else 0, phase, in_order, dict(modules.most_common()))

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import Any, cast
 from unittest.mock import patch
@@ -115,8 +115,7 @@ class LayerCounts:
         data = replace(data, eod_id=run.data.eod_id or 0)  # of random tokens any
         self.run = replace(run, compile=False, deterministic=False, cuda_graphs=False, data=data)
         self.device = device
-        self._state: dict[tuple[Split, str], list[Held]] = {}
-        self._counts: dict[tuple[Split, tuple[int, ...], bool], Counts] = {}
+        self._state, self._counts = cache(self._held), cache(self._count)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -128,20 +127,21 @@ class LayerCounts:
 
     def state(self, split: Split, home: str) -> list[Held]:
         """The parameters of a home: FIRST, LAST, BOTH or the number of a kind of layer."""
-        split = split.of_state
-        if (split, home) not in self._state:
-            layer = int(home) if home.isdigit() else self.kinds[0]  # adapters alone make an optimizer
-            stage = PipelineStage(range(layer, layer + 1), home in (FIRST, BOTH), home in (LAST, BOTH))
-            with self._trainer(split, stage) as (trainer, _):
-                copied = {getattr(module, name) for module, name, _ in trainer.model.casts.reads}
-                size = trainer.model.dtype.itemsize
-                found = [
-                    held(shard, trainer, size if shard.parameter in copied else 0)
-                    for shard in trainer.shards
-                    if (parameter_home(shard.name) == layer) == home.isdigit()
-                ]
-            self._state[split, home] = found
-        return self._state[split, home]
+        return self._state(split.of_state, home if home in (FIRST, LAST) else BOTH)[home]
+
+    def _held(self, split: Split, ends: str) -> dict[str, list[Held]]:
+        """Those of an end, and of the layers that a stage with both has."""
+        numbers = sorted(set(self.kinds)) if ends == BOTH else [0]  # adapters alone make an optimizer
+        stage = PipelineStage(numbers, ends != LAST, ends != FIRST)  # type: ignore[arg-type]
+        found = defaultdict[str, list[Held]](list)
+        with self._trainer(split, stage) as (trainer, _):
+            copied = {getattr(module, name) for module, name, _ in trainer.model.casts.reads}
+            size = trainer.model.dtype.itemsize
+            for shard in trainer.shards:
+                layer = parameter_home(shard.name)
+                cast = size if shard.parameter in copied else 0
+                found[str(layer) if isinstance(layer, int) else ends].append(held(shard, trainer, cast))
+        return found
 
     def elements(self, split: Split, home: str) -> int:
         """Elements of a home's parameters."""
@@ -153,20 +153,17 @@ class LayerCounts:
 
     def counts(self, split: Split) -> Counts:
         """Micro-batches of one sample and of two through a layer of each kind and the ends."""
-        return self._count(split, SIZES, layers=True)
+        return self._counts(split, SIZES, True)
 
     def ends(self, split: Split, micro_batch: int) -> Counts:
         """The same of micro-batches of a size, without layers: the loss takes its rows in pieces."""
-        return self._count(split, (micro_batch,) * 2, layers=False)
+        return self._counts(split, (micro_batch,) * 2, False)
 
-    def _count(self, split: Split, sizes: tuple[int, ...], *, layers: bool) -> Counts:
-        key = split, sizes, layers
-        if key not in self._counts:
-            numbers = sorted(set(self.kinds)) if layers or self.run.lora.rank else []  # as above
-            stage = PipelineStage(numbers, True, True)  # type: ignore[arg-type]  # any layers, in order
-            with self._trainer(split, stage, Trace() if layers else None) as (trainer, meter):
-                self._counts[key] = count_passes(trainer, meter, sizes)
-        return self._counts[key]
+    def _count(self, split: Split, sizes: tuple[int, ...], has_layers: bool) -> Counts:
+        numbers = sorted(set(self.kinds)) if has_layers or self.run.lora.rank else []  # as above
+        stage = PipelineStage(numbers, True, True)  # type: ignore[arg-type]  # any layers, in order
+        with self._trainer(split, stage, Trace() if has_layers else None) as (trainer, meter):
+            return count_passes(trainer, meter, sizes)
 
     @contextmanager
     def _trainer(

@@ -89,7 +89,8 @@ def title(config: PlanLayoutsConfig, query: Query) -> str:
     of += f", {format_amount(active)} of a token" if config.model.architecture.experts else ""
     return (
         f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name}, "
-        f"{gib(query.memory_bytes)} each · {query.run.precision.dtype} · {query.global_batch} x {query.seq} tokens a step"
+        f"{gib(query.memory_bytes)} each · {query.run.precision.dtype} · "
+        f"{query.global_batch} x {query.seq} tokens a step"
     )
 
 
