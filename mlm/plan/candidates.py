@@ -99,35 +99,31 @@ OPTIONS: dict[str, Callable[[Query, Choice], Iterable[Any]]] = {
 """Values to try for each field of a layout, by those before it; settings without effect have one."""
 
 
-def layouts(query: Query, rejections: dict[LayoutRule, str] | None = None) -> Iterator[PlannedLayout]:
-    """Every layout that the rules allow, each once. Of each rule that rejects any, `rejections` gets one."""
+def layouts(query: Query, rejected: list[str] | None = None) -> Iterator[PlannedLayout]:
+    """Every layout that the rules allow, each once; `rejected` gets what is wrong with others."""
     choices: Iterable[Choice] = [{}]
     for name in OPTIONS:
-        choices = _chosen(query, choices, name, {} if rejections is None else rejections)
+        choices = _chosen(query, choices, name, [] if rejected is None else rejected)
     for choice in choices:
         yield PlannedLayout(**choice, global_batch=query.global_batch)
 
 
-def _chosen(
-    query: Query, choices: Iterable[Choice], name: str, rejections: dict[LayoutRule, str]
-) -> Iterator[Choice]:
+def _chosen(query: Query, choices: Iterable[Choice], name: str, rejected: list[str]) -> Iterator[Choice]:
     """Choices with another field, where the rules hold of which it is the last that they read."""
     launch, key = Launch(query.gpus, None), BATCH_NAMES.get(name, name)
     for choice in choices:
         values = LayoutValues({**query.values, **choice})
         for value in [query.fixed[name]] if name in query.fixed else OPTIONS[name](query, choice):
             values[key] = value
-            if broken := first_breach(CHECKED[name], values, launch):
-                rejections.setdefault(broken[0], broken[1].why)
+            if breach := first_breach(CHECKED[name], values, launch):
+                rejected.append(breach.why)
             else:
                 yield {**choice, name: value}
 
 
-def first_breach(
-    rules: Iterable[LayoutRule], values: LayoutValues, launch: Launch
-) -> tuple[LayoutRule, Breach] | None:
-    """The first rule that settings break, and how; None if they keep all."""
-    return next(((rule, found) for rule in rules if (found := rule.breach(values, launch))), None)
+def first_breach(rules: Iterable[LayoutRule], values: LayoutValues, launch: Launch) -> Breach | None:
+    """How settings break the first rule that they break; None if they keep all."""
+    return next((found for rule in rules if (found := rule.breach(values, launch))), None)
 
 
 def _last_read(rule: LayoutRule) -> str:

@@ -14,7 +14,6 @@ from mlm.parallel.layout_checks import (
     SCHEDULE_RULES,
     TRAIN_RULES,
     Launch,
-    LayoutRule,
     LayoutValues,
 )
 from mlm.parallel.nearest_layout import layout_problems
@@ -150,17 +149,16 @@ def _price_has_tokens(config: PlanLayoutsConfig) -> Problem | None:
 
 
 def _some_layout_is_valid(query: Query) -> Problem | None:
-    rejections: dict[LayoutRule, str] = {}
-    if next(layouts(query, rejections), None):
+    rejected: list[str] = []
+    if next(layouts(query, rejected), None):
         return None
-    why = next(iter(rejections.values()))
     plain = replace(query, fixed={**PLAIN, **query.fixed})
     near = (n for distance in range(1, MOST_TRIED) for n in (query.gpus - distance, query.gpus + distance))
     valid = next((n for n in near if n > 0 and next(layouts(replace(plain, gpus=n)), None)), None)
     kept = " or ".join(f"{name}={value}" for name, value in query.fixed.items())
     keys = ("gpus", "train.global_batch_size")
     fix = f"use gpus={valid}" if valid else f"leave {kept} to the search"
-    return Problem(keys, f"gpus={query.gpus}: no layout is valid ({why})", fix)
+    return Problem(keys, f"gpus={query.gpus}: no layout is valid ({rejected[0]})", fix)
 
 
 def _rank_exists(config: PlanMemoryConfig | PlanDryRunConfig, _: Launch) -> Problem | None:
@@ -186,7 +184,7 @@ def _layout_is_valid(config: PlanCompareConfig, key: str) -> Problem | None:
         return Problem((key,), f"{key}={label}: {error}", fix)
     values = LayoutValues({**values_of(config), **layout.settings(defaults=True)})
     if broken := first_breach(TRAIN_RULES, values, Launch(layout.gpus, None)):
-        return Problem((key,), f"{key}={label}: {broken[1].why}", "use one that `mlm plan layouts` finds")
+        return Problem((key,), f"{key}={label}: {broken.why}", "use one that `mlm plan layouts` finds")
     return context_problem(layout.cp, config.model, config.data)
 
 

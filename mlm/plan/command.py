@@ -61,7 +61,7 @@ COMMANDS = (
             ),
         ),
         keys=(
-            *("gpus", "goal", "tokens", "price_per_gpu_hour", "failures.mtbf_hours", "show", "why", "out"),
+            *("gpus", "goal", "tokens", "price_per_gpu_hour", "failures.mtbf_hours", "show", "out"),
             *BATCH,
             *("tp", "cp", "pp", "vp", "dp", "sequence_parallel", "pipeline", "zero", "recompute"),
         ),

@@ -105,8 +105,6 @@ class PlanLayoutsConfig(PlannedRunConfig):
     failures: FailureConfig = field(default_factory=FailureConfig)
     show: Annotated[int, POSITIVE] = 10
     """Layouts to show."""
-    why: bool = False
-    """List also what rejected other layouts."""
     parallel: SearchedLayoutConfig = field(default_factory=SearchedLayoutConfig)
     train: SearchedBatchConfig = field(default_factory=SearchedBatchConfig)
 

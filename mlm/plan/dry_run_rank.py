@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mlm.data.sampler import MicroBatch, RankSampler
 from mlm.optim.adamw import moments
-from mlm.optim.precision import DTYPES
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
@@ -56,7 +55,7 @@ class DryRun:
     micro_batches: int
     micro_batches_run: int
     """Those that were run; the counts of the rest follow."""
-    attention: str
+    attention: str = "cpu"
     """Kernel of attention."""
 
 
@@ -74,17 +73,18 @@ def dry_run(
     with as_rank(rank, p, dp, device) as ctx:
         meter = Meter(device.type)
         meter.axes = axes_of(ctx)
-        attention = fused_kernel(config)
+        attention = FusedAttention(config.attention)
         with contextlib.ExitStack() as stack:
             if device == META:
-                stack.enter_context(FusedAttention(config.attention))
+                stack.enter_context(attention)
                 stack.enter_context(without_streams())
             with meter:
                 trainer: Trainer[MicroBatch] = Trainer(config, ctx)
-            return run_steps(trainer, meter, attention if device == META else "cpu", in_full=in_full)
+            found = run_steps(trainer, meter, in_full=in_full)
+        return replace(found, attention=attention.kernel)
 
 
-def run_steps(trainer: Trainer[MicroBatch], meter: Meter, attention: str, *, in_full: bool) -> DryRun:
+def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> DryRun:
     """Count a step of the trainer, and of its micro-batches as many as needed."""
     config, ctx = trainer.config, trainer.ctx
     whole = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
@@ -110,7 +110,6 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, attention: str, *, in_
         log,
         whole,
         enough,
-        attention,
     )
 
 
@@ -240,20 +239,13 @@ def axes_of(ctx: ParallelContext) -> dict[str, tuple[str, int]]:
     return {axis.group.group_name: (axis.name, axis.size) for axis in axes if axis.group is not None}
 
 
-def fused_kernel(config: PretrainConfig) -> str:
-    """The kernel that a GPU takes for the attention of a run, without a bias on the scores."""
-    if config.attention != "auto":
-        return config.attention
-    kernels = {torch.bfloat16: "flash", torch.float16: "flash", torch.float64: "math"}
-    return kernels.get(DTYPES[config.precision.dtype], "efficient")
-
-
 class FusedAttention(TorchFunctionMode):
     """Takes a GPU's kernel where PyTorch has none for the meta device and would compute step by step."""
 
     def __init__(self, choice: AttentionKernel) -> None:
         super().__init__()
-        self.choice = choice
+        self.choice, self.kernel = choice, "cpu"
+        """What is asked for, and the kernel that ran last."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -279,14 +271,18 @@ class FusedAttention(TorchFunctionMode):
         if enable_gqa and not flash:  # other kernels want a head of keys for each query's
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if flash:
+            self.kernel = "flash"
             y: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
             return y
         if self.choice == "cudnn" and half:
+            self.kernel = "cudnn"
             y = aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
             return y
         if q.dtype == torch.float64 or self.choice == "math":
+            self.kernel = "math"
             with torch._C.DisableTorchFunction():
                 return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
+        self.kernel = "efficient"
         bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
         y = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
         return y

@@ -162,7 +162,8 @@ class LayerCounts:
     def _count(self, split: Split, sizes: tuple[int, ...], has_layers: bool) -> Counts:
         numbers = sorted(set(self.kinds)) if has_layers or self.run.lora.rank else []  # as above
         stage = PipelineStage(numbers, True, True)  # type: ignore[arg-type]  # any layers, in order
-        with self._trainer(split, stage, Trace() if has_layers else None) as (trainer, meter):
+        trace = Trace() if has_layers and split.recompute != "full" else None  # of that memory alone
+        with self._trainer(split, stage, trace) as (trainer, meter):
             return count_passes(trainer, meter, sizes)
 
     @contextmanager

@@ -58,8 +58,7 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     show_layouts(rows, screen)
     best = result.best[0]
     failures = failure_lines(goodput(config.failures, best.layout.gpus))
-    rejected = [f"not valid: {why}" for why in result.rejections if config.why]
-    for line in (footnote(result, config.goal), *failures, *notes(query, best), *rejected):
+    for line in (footnote(result, config.goal), *failures, *notes(query, best)):
         screen.print(line)
     screen.print(f"\n{command_line(config, best.layout)}")
     values = {

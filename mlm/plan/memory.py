@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mlm.models.stage import split_layers
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY
-from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout
+from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, Split
 
 if TYPE_CHECKING:  # pages of runs read this module and need no torch
     from mlm.plan.layer_counts import Counts, Held, LayerCounts
@@ -86,7 +86,7 @@ class MemoryModel:
         dtype = self.run.precision.dtype
         self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(dtype, 2)
         self.master = max(4, self.element)
-        self._states: dict[tuple[object, ...], StageState] = {}
+        self._states = cache(self._state)
 
     def peak(self, layout: PlannedLayout, stage_rank: int = 0, dp_rank: int = 0) -> DeviceMemory:
         """The peak of a device on pipeline rank `stage_rank` and data-parallel rank `dp_rank`."""
@@ -124,24 +124,23 @@ class MemoryModel:
 
     def state(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> StageState:
         """Parameters of one device, and what belongs to them."""
-        key = (
-            layout.split.of_state,
-            layout.pp,
-            layout.vp,
-            layout.dp * layout.cp,
-            layout.zero,
-            stage_rank,
-            dp_rank,
-        )
-        if key not in self._states:
-            self._states[key] = self._state(layout, stage_rank, dp_rank)
-        return self._states[key]
+        split, ranks = layout.split.of_state, layout.dp * layout.cp
+        return self._states(split, layout.pp, layout.vp, ranks if layout.zero else 1, stage_rank, dp_rank)
 
-    def _state(self, layout: PlannedLayout, stage_rank: int, dp_rank: int) -> StageState:
-        split = layout.split
-        homes = homes_of(self.counts.kinds, layout.pp, layout.vp, stage_rank)
+    def _state(self, split: Split, pp: int, vp: int, ranks: int, stage_rank: int, rank: int) -> StageState:
+        homes = homes_of(self.counts.kinds, pp, vp, stage_rank)
         found = [(each, n) for home, n in homes.items() for each in self.counts.state(split, home)]
-        own = [(each, n * self._share(each, layout, dp_rank)) for each, n in found]
+        folds = split.tp if split.expert_tp == 1 else 1  # ranks of tp that hold whole experts
+
+        def share(each: "Held") -> int:
+            """Elements that a rank of the replicas which shard it holds."""
+            if each.is_whole or ranks == 1:
+                return each.size
+            if each.is_expert:
+                return each.share(rank * folds // split.ep, ranks * folds // split.ep)
+            return each.share(rank, ranks)
+
+        own = [(each, n * share(each)) for each, n in found]
         sizes = {home: self.counts.elements(split, home) for home in homes}
         return StageState(
             parameters=sum(size for _, size in own),
@@ -154,16 +153,6 @@ class MemoryModel:
             layer=max((size for home, size in sizes.items() if home.isdigit()), default=0),
             ends=sum(size for home, size in sizes.items() if not home.isdigit()),
         )
-
-    def _share(self, each: "Held", layout: PlannedLayout, rank: int) -> int:
-        """Elements of a parameter that a rank of the replicas holds."""
-        ranks = layout.dp * layout.cp
-        if layout.zero == 0 or each.is_whole:
-            return each.size
-        if each.is_expert:
-            folds = layout.tp if layout.tp > 1 and layout.expert_tp == 1 else 1
-            rank, ranks = rank * folds // layout.ep, ranks * folds // layout.ep
-        return each.share(rank, ranks)
 
     # -- what comes and goes
 

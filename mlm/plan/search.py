@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 
-from mlm.parallel.layout_checks import LayoutRule
 from mlm.plan.candidates import Query, layouts
 from mlm.plan.cost import CostModel, StepTime
 from mlm.plan.layer_counts import counts_of
@@ -37,8 +36,6 @@ class SearchResult:
     nearest: tuple[PlannedLayout, float] | None
     """Of the layouts that do not fit and might be among the best, the leanest, with the bytes that it
     lacks."""
-    rejections: list[str]
-    """A layout that is not valid by each rule."""
 
 
 class Models:
@@ -77,8 +74,7 @@ class Models:
 def search(query: Query, most: int = 10) -> SearchResult:
     """The fastest layouts that fit, the fastest first."""
     models, capacity = Models(query), query.memory_bytes
-    rejections: dict[LayoutRule, str] = {}
-    valid, memory = list(layouts(query, rejections)), models.memory
+    valid, memory = list(layouts(query)), models.memory
     best, too_large = list[LayoutForecast](), list[PlannedLayout]()
     for bound, n in sorted((models.cost.bound(layout), n) for n, layout in enumerate(valid)):
         if len(best) >= most and bound > best[most - 1].step.total:
@@ -90,7 +86,7 @@ def search(query: Query, most: int = 10) -> SearchResult:
         best.append(models.forecast(layout))
         best.sort(key=lambda forecast: (forecast.step.total, forecast.memory.total))
     nearest = next(((layout, n - capacity) for layout, n in models.leanest_first(too_large)), None)
-    return SearchResult(best[:most], len(valid), nearest, list(rejections.values()))
+    return SearchResult(best[:most], len(valid), nearest)
 
 
 def search_leanest(query: Query, most: int = 10) -> SearchResult:
@@ -98,14 +94,12 @@ def search_leanest(query: Query, most: int = 10) -> SearchResult:
 
     Of more than `most` both ends, and others evenly between them.
     """
-    models, nearest = Models(query), None
-    rejections: dict[LayoutRule, str] = {}
+    models, valid, nearest = Models(query), list(layouts(query)), None
     best: list[LayoutForecast] = []
 
     def may_be_faster(layout: PlannedLayout) -> bool:
         return not best or models.cost.bound(layout) < best[-1].step.total
 
-    valid = list(layouts(query, rejections))
     for layout, size in models.leanest_first(valid, may_be_faster):
         if size > query.memory_bytes:
             nearest = layout, size - query.memory_bytes
@@ -118,7 +112,7 @@ def search_leanest(query: Query, most: int = 10) -> SearchResult:
         best.append(found)
     few = min(most, len(best))
     shown = [best[n * (len(best) - 1) // max(few - 1, 1)] for n in range(few)]
-    return SearchResult(shown, len(valid), nearest, list(rejections.values()))
+    return SearchResult(shown, len(valid), nearest)
 
 
 def search_cheapest(query: Query, most: int, share: Callable[[int], float]) -> SearchResult:
@@ -138,4 +132,4 @@ def search_cheapest(query: Query, most: int, share: Callable[[int], float]) -> S
         if not best or time(each) < time(best[-1]):
             best.append(each)
     valid = sum(each.candidates for each in results)
-    return SearchResult(best[:most], valid, results[0].nearest, results[0].rejections)
+    return SearchResult(best[:most], valid, results[0].nearest)

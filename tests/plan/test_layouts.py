@@ -23,7 +23,7 @@ PART_KEYS = {f"{part}_s" for part in PARTS}
 
 
 def test_tables_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LAYOUTS, "tokens=300e9", "price_per_gpu_hour=2", "why=true", "model=gpt2_8b"]) == 0
+    assert main([*LAYOUTS, "tokens=300e9", "price_per_gpu_hour=2", "model=gpt2_8b"]) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if re.match(r" *\d+ tp\d+ ", line)]
     assert len(rows) == 10
@@ -43,7 +43,7 @@ def test_tables_fit_a_hundred_columns(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         "model=gpt2_tiny model.num_layers=8 pp=8 name=deep precision=fp16 hardware=dgx_a100_80g",
         "model=llama_tiny data.reset_attention=true data.seq_length=64 log.every=3",
-        "--config-dir=own model=mine out=plan.json why=true tokens=1e9 price_per_gpu_hour=2 tp=2",
+        "--config-dir=own model=mine out=plan.json tokens=1e9 price_per_gpu_hour=2 tp=2",
     ],
 )
 def test_the_last_line_runs_the_model_that_was_planned(
