@@ -1,7 +1,7 @@
 """`mlm plan calibrate`: measure this machine, or the cluster that it is launched on, for `hardware=`."""
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from statistics import median
 
@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 
 from mlm.checkpoint.native.exchange import Ranks
 from mlm.launch.devices import device_kind
-from mlm.launch.environment import THREADS, read_rank_place, typed_threads
+from mlm.launch.environment import read_rank_place
 from mlm.launch.start import run_job
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -60,18 +60,8 @@ def run(config: PlanCalibrateConfig) -> int:
             f"{place.world_size} ranks were started, {place.local_world_size} of them here; start equally "
             "many on each host"
         )
-    job = CalibrationJob(
-        name=config.name,
-        out=config.out,
-        dtype=config.dtype,
-        max_waiting=config.max_waiting,
-        parallel=ParallelConfig(tp=local, dp=hosts),
-        dist=config.dist,
-    )
-    threads = None if place else typed_threads(os.environ)
-    if threads is not None and config.dist.threads_per_rank is None:
-        note = f"{THREADS}={threads}: ranks have so many threads; dist.threads_per_rank sets another number"
-        console().print(note)
+    typed = {field.name: getattr(config, field.name) for field in fields(config)}
+    job = CalibrationJob(**typed, parallel=ParallelConfig(tp=local, dp=hosts))
     return run_job("mlm.plan.calibrate:on_rank", job, out=None)
 
 

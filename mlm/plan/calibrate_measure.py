@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mlm.data.config import DataConfig
-from mlm.data.sampler import Batch
+from mlm.data.sampler import MicroBatch
 from mlm.models.attention import fused_attention
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
@@ -29,6 +29,7 @@ from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis, ParallelContext
 from mlm.plan.calibrate_fit import Timing
 from mlm.plan.config import Format
+from mlm.plan.dry_run_rank import batches_of
 from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import Trainer
 
@@ -197,69 +198,43 @@ class Measurements:
     def product(self, dtype: torch.dtype, m: int, k: int, n: int) -> Callable[[], object]:
         """A linear layer's forward and backward pass."""
         x, w = self.random(m, k, dtype=dtype, grad=True), self.random(n, k, dtype=dtype, grad=True)
-        dy = self.random(m, n, dtype=dtype)
-
-        def run() -> None:
-            x.grad = w.grad = None
-            linear(x, w).backward(dy)
-
-        return run
+        return both_passes(partial(linear, x, w), x, w)
 
     def attention(self, batch: int, seq: int, width: int) -> Callable[[], object]:
         """Causal attention over a fused projection, forward and backward."""
         heads = math.gcd(batch, 8)
-        samples = batch // heads
-        qkv = self.random(seq, samples, 3 * heads * width, grad=True)
-        dy = self.random(seq, samples, heads * width)
-        forward = partial(fused_attention, qkv, width, 0.0)
-
-        def run() -> None:
-            qkv.grad = None
-            forward().backward(dy)
-
-        return run
+        qkv = self.random(seq, batch // heads, 3 * heads * width, grad=True)
+        return both_passes(partial(fused_attention, qkv, width, 0.0), qkv)
 
     def layer(self, size: int) -> float:
         """A layer on a micro-batch of `size`: what three layers take beyond one."""
-        batch = self.batch(size)
-        one, three = (
-            best_time(partial(self.trainer(layers, size).compute_gradients, [batch]), self.device, LAYER_S)
-            for layers in (1, 3)
-        )
+        times, ctx = list[float](), ParallelContext(device=self.device)
+        for layers in (1, 3):
+            run = self.run_of(layers, size)
+            trainer, batches = Trainer[MicroBatch](run, ctx), batches_of(run, ctx, 1)
+            times.append(best_time(partial(trainer.compute_gradients, batches), self.device, LAYER_S))
+        one, three = times
         return max(three - one, 0.1 * three) / 2
 
-    def model(self, layers: int) -> ModelConfig:
-        """A small GPT-2 without dropout."""
-        hidden = self.workload.hidden
-        return ModelConfig(
-            num_layers=layers,
-            hidden_size=hidden,
-            num_heads=hidden // 64,
-            max_positions=self.workload.seq,
-            vocab_size=1024,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        )
-
     def run_of(self, layers: int, size: int) -> PretrainConfig:
-        """The run of one rank alone, with micro-batches of `size`."""
+        """The run of one rank alone, a small GPT-2 without dropout on micro-batches of `size`."""
+        load = self.workload
         return PretrainConfig(
             name="calibrate",
             out="",
-            model=self.model(layers),
+            model=ModelConfig(
+                num_layers=layers,
+                hidden_size=load.hidden,
+                num_heads=load.hidden // 64,
+                max_positions=load.seq,
+                vocab_size=1024,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+            ),
             train=TrainConfig(steps=1000, global_batch_size=size, micro_batch_size=size),
-            data=DataConfig(kind="synthetic", seq_length=self.workload.seq),
+            data=DataConfig(kind="synthetic", seq_length=load.seq),
             precision=PrecisionConfig(dtype=self.dtype),
         )
-
-    def trainer(self, layers: int, size: int) -> Trainer[Batch]:
-        """Its trainer."""
-        return Trainer(self.run_of(layers, size), ParallelContext(device=self.device))
-
-    def batch(self, size: int) -> Batch:
-        """A micro-batch of random tokens."""
-        tokens = torch.randint(1024, (size, self.workload.seq + 1))
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 0)
 
     def message(self, operation: str, size: int, axis: Axis) -> float:
         """Seconds of a communication: the least of some, in each the slowest rank's."""
@@ -275,6 +250,18 @@ class Measurements:
             synchronise(self.device)
             best = min(best, time.perf_counter() - begin)
         return best
+
+
+def both_passes(forward: Callable[[], Tensor], *leaves: Tensor) -> Callable[[], object]:
+    """A forward and a backward pass that makes the gradients of leaves anew."""
+    dy = torch.randn_like(forward())
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        forward().backward(dy)
+
+    return run
 
 
 def transfer(x: Tensor, axis: Axis) -> None:

@@ -1,13 +1,13 @@
 """Checks of the settings of `mlm plan`."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mlm.config.suggest import either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.data.blend_checks import blend_problems
-from mlm.launch.checks import problems_of
+from mlm.launch.checks import Rule, problems_of
 from mlm.parallel.layout_checks import (
     MAX_CPU_RANKS,
     RANK_RULES,
@@ -16,7 +16,6 @@ from mlm.parallel.layout_checks import (
     Launch,
     LayoutValues,
 )
-from mlm.parallel.nearest_layout import layout_problems
 from mlm.plan.candidates import OPTIONS, Query, first_breach, layouts, query_of
 from mlm.plan.config import (
     PlanCalibrateConfig,
@@ -31,7 +30,6 @@ from mlm.training.checks import SETTINGS_RULES, context_problem
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream, result_problems
 
-ENDINGS = (".svg", ".json")
 TABLE_ENDINGS = (".json", ".csv")
 HARDWARE_ENDINGS = (".yaml", ".yml")
 MOST_TRIED = 128
@@ -44,77 +42,59 @@ DRY_RUN_RULES = tuple(
 """Conditions of a layout on as many ranks as it asks for."""
 PLAIN = {name: value for name, value in DEFAULTS.items() if name not in ("tp", "pp", "dp")}
 """A layout that is valid on some sizes of these if any is."""
+ANYWHERE = Launch(None, None)
 MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
 
 
 def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
-    """Problems of `mlm plan schedule`. Those of a number that is out of range itself are left out."""
-    outside = out_of_range(config)
-    values = {"pp": config.pp, "vp": config.vp, "pipeline": config.pipeline}
-    problems = [
-        *layout_problems(values, Launch(None, None), SCHEDULE_RULES[:1], outside),
-        *(_rounds_are_full(config), _can_be_simulated(config)),
-        _out_ends_in(config.out, ENDINGS, "schedule", makes_folders=True),
-    ]
-    return _without_followups(outside, problems)
+    """Problems of `mlm plan schedule`."""
+    out = _out_ends_in((".svg",), "schedule", makes_folders=True)
+    return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, _can_be_simulated, out))
 
 
 def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     """Problems of `mlm plan layouts`."""
-    outside = out_of_range(config)
+    if outside := out_of_range(config):
+        return list(outside.values())
     query = query_of(config)
-    problems = [rule(query.run, Launch(None, None)) for rule in SETTINGS_RULES]
-    problems += [_dtype_has_units(config), _out_ends_in(config.out, TABLE_ENDINGS, "plan")]
-    problems += [_price_has_tokens(config)]
-    if not any(problems):
-        problems.append(context_problem(config.parallel.cp or 1, config.model, config.data))
-    problems += layout_problems(query.values, Launch(None, None), MODEL_RULES, outside)
-    if not outside and not any(problems):
-        problems.append(_some_layout_is_valid(query))
-    return _without_followups(outside, problems)
+    rules = (*SETTINGS_RULES, _dtype_has_units, _price_has_tokens, _out_ends_in(TABLE_ENDINGS, "plan"))
+    if problems := problems_of(query.run, ANYWHERE, MODEL_RULES, rules):
+        return problems
+    found = context_problem(config.parallel.cp or 1, config.model, config.data)
+    found = found or _some_layout_is_valid(query)
+    return [found] if found else []
 
 
 def check_plan_compare(config: PlanCompareConfig) -> list[Problem]:
     """Problems of `mlm plan compare`."""
-    outside = out_of_range(config)
-    problems = [rule(config, Launch(None, None)) for rule in SETTINGS_RULES]
-    problems += [_dtype_has_units(config), _out_ends_in(config.out, (".json",), "compare")]
-    if not outside and not any(problems):
-        problems += [_layout_is_valid(config, key) for key in ("a", "b")]
-    return _without_followups(outside, problems)
+    rules = (*SETTINGS_RULES, _dtype_has_units, _out_ends_in((".json",), "compare"))
+    problems = problems_of(config, ANYWHERE, (), rules)
+    return problems or list(filter(None, (_layout_is_valid(config, key) for key in ("a", "b"))))
 
 
 def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
     """Problems of `mlm plan memory`: those of a dry run, and of the hardware."""
-    return _of_rank(config, [_dtype_has_units(config), _out_ends_in(config.out, TABLE_ENDINGS, "memory")])
+    return _of_rank(config, _dtype_has_units, _out_ends_in(TABLE_ENDINGS, "memory"))
 
 
 def check_plan_dry_run(config: PlanDryRunConfig) -> list[Problem]:
     """Problems of `mlm plan dry-run`."""
-    return _of_rank(config, [_out_ends_in(config.out, (".json",), "rank", makes_folders=True)])
+    return _of_rank(config, _out_ends_in((".json",), "rank", makes_folders=True))
 
 
-def _of_rank(
-    config: PlanMemoryConfig | PlanDryRunConfig, problems: Iterable[Problem | None]
-) -> list[Problem]:
-    """Problems of `mlm pretrain` without its devices and files, of the rank, and others."""
-    found = problems_of(
-        config, Launch(None, None), DRY_RUN_RULES, (*SETTINGS_RULES, _rank_exists, _data_is_made_here)
-    )
-    return [*found, *blend_problems(config.data), *filter(None, problems)]
+def _of_rank(config: PlanMemoryConfig | PlanDryRunConfig, *rules: Rule) -> list[Problem]:
+    """Problems of `mlm pretrain` without its devices and files, of the rank, and by other rules."""
+    all_rules = (*SETTINGS_RULES, _rank_exists, _data_is_made_here, *rules)
+    return [*problems_of(config, ANYWHERE, DRY_RUN_RULES, all_rules), *blend_problems(config.data)]
 
 
 def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
     """Problems of `mlm plan calibrate`."""
-    outside = out_of_range(config)
-    ending = _out_ends_in(config.out, HARDWARE_ENDINGS, "hardware")
-    kept = () if ending else result_problems(config.out)
-    return _without_followups(
-        outside, [_ranks_fit(config), ending, *(Problem(("out",), line) for line in kept)]
-    )
+    problems = problems_of(config, ANYWHERE, (), (_ranks_fit, _out_ends_in(HARDWARE_ENDINGS, "hardware")))
+    return problems or [Problem(("out",), line) for line in result_problems(config.out)]
 
 
-def _ranks_fit(config: PlanCalibrateConfig) -> Problem | None:
+def _ranks_fit(config: PlanCalibrateConfig, _: Launch) -> Problem | None:
     """The problem of more ranks than one host is started with."""
     if config.ranks is None or config.ranks <= MAX_CPU_RANKS:
         return None
@@ -122,12 +102,9 @@ def _ranks_fit(config: PlanCalibrateConfig) -> Problem | None:
     return Problem(("ranks",), problem, f"use ranks={MAX_CPU_RANKS} or less, or start ranks with torchrun")
 
 
-def _without_followups(outside: Mapping[str, Problem], problems: Iterable[Problem | None]) -> list[Problem]:
-    """Problems without those that follow from a number out of range."""
-    return [*outside.values(), *(each for each in problems if each and not each.concerns(outside))]
-
-
-def _dtype_has_units(config: PlanLayoutsConfig | PlanCompareConfig | PlanMemoryConfig) -> Problem | None:
+def _dtype_has_units(
+    config: PlanLayoutsConfig | PlanCompareConfig | PlanMemoryConfig, _: Launch
+) -> Problem | None:
     dtype, peaks = config.precision.dtype, config.hardware.peak_tflops
     if getattr(peaks, dtype) is not None:
         return None
@@ -141,7 +118,7 @@ def _dtype_has_units(config: PlanLayoutsConfig | PlanCompareConfig | PlanMemoryC
     return Problem(keys, problem, f"use {either('precision', known)}")
 
 
-def _price_has_tokens(config: PlanLayoutsConfig) -> Problem | None:
+def _price_has_tokens(config: PlanLayoutsConfig, _: Launch) -> Problem | None:
     if config.price_per_gpu_hour is None or config.tokens is not None:
         return None
     problem = f"price_per_gpu_hour={config.price_per_gpu_hour:g}: no number of tokens to train on"
@@ -198,7 +175,7 @@ def _data_is_made_here(config: PlanMemoryConfig | PlanDryRunConfig, _: Launch) -
     )
 
 
-def _rounds_are_full(config: PlanScheduleConfig) -> Problem | None:
+def _rounds_are_full(config: PlanScheduleConfig, _: Launch) -> Problem | None:
     pp, vp, micro_batches = config.pp, config.vp, config.micro_batches
     if vp == 1 or config.pipeline != "1f1b" or pp <= 0 or micro_batches % pp == 0:
         return None
@@ -209,7 +186,7 @@ def _rounds_are_full(config: PlanScheduleConfig) -> Problem | None:
     )
 
 
-def _can_be_simulated(config: PlanScheduleConfig) -> Problem | None:
+def _can_be_simulated(config: PlanScheduleConfig, _: Launch) -> Problem | None:
     each = (3 if config.pipeline == "zb_h1" else 2) * config.pp * config.vp
     if each * config.micro_batches <= MAX_COMPUTATIONS:
         return None
@@ -222,19 +199,23 @@ def _can_be_simulated(config: PlanScheduleConfig) -> Problem | None:
     )
 
 
-def _out_ends_in(
-    out_typed: str | None, allowed: tuple[str, ...], stem: str, *, makes_folders: bool = False
-) -> Problem | None:
-    """The problem of a result whose ending is not `allowed`; `stem` is the name proposed for one without."""
-    if out_typed is None or is_stream(out_typed):
-        return None
-    out = Path(out_typed)
-    if out.suffix not in allowed:
-        ending = nearest(out.suffix, allowed) or allowed[0]
-        fixed = out.parent / f"{out.stem.strip('.') or stem}{ending}"
-        if out.name in allowed:
-            fixed = out.with_name(f"{stem}{out.name}")
-        return Problem(("out",), f"out={out_typed} must end in {' or '.join(allowed)}", f"use out={fixed}")
-    if out.is_dir():
-        return Problem(("out",), f"out={out_typed} is a folder", f"use out={out / f'{stem}{out.suffix}'}")
-    return folder_problem(out, makes_folders=makes_folders)
+def _out_ends_in(allowed: tuple[str, ...], stem: str, *, makes_folders: bool = False) -> Rule:
+    """The rule of a result whose ending is one of these; `stem` is the name proposed for one without."""
+
+    def rule(config: Any, _: Launch) -> Problem | None:
+        if config.out is None or is_stream(config.out):
+            return None
+        out = Path(config.out)
+        if out.suffix not in allowed:
+            ending = nearest(out.suffix, allowed) or allowed[0]
+            fixed = out.parent / f"{out.stem.strip('.') or stem}{ending}"
+            if out.name in allowed:
+                fixed = out.with_name(f"{stem}{out.name}")
+            why = f"out={config.out} must end in {' or '.join(allowed)}"
+            return Problem(("out",), why, f"use out={fixed}")
+        if out.is_dir():
+            fix = f"use out={out / f'{stem}{out.suffix}'}"
+            return Problem(("out",), f"out={config.out} is a folder", fix)
+        return folder_problem(out, makes_folders=makes_folders)
+
+    return rule

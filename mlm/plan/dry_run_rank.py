@@ -29,7 +29,7 @@ from mlm.optim.adamw import moments
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
-from mlm.parallel.pipeline.engine import SENDS_KEPT
+from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Counts, Meter
 from mlm.training.config import AttentionKernel, PretrainConfig

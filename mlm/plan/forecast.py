@@ -74,7 +74,7 @@ def lines(config: PretrainConfig, ranks: int) -> list[str]:
 
 def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
-    if most_of_small(config, ranks) or (run := try_forecast(config, ranks)) is None:
+    if (run := try_forecast(config, ranks)) is None:
         return None
     name = "" if run.step_s is None else f"{run.machine.hardware.name} ({run.machine.source})"
     return Predicted(run.step_s, run.first_memory, run.mfu, name)
@@ -82,7 +82,7 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
 
 def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
     """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
-    if most_of_small(config, ranks) or (run := try_forecast(config, ranks)) is None:
+    if (run := try_forecast(config, ranks)) is None:
         return []
     memory = Models(run.query).memory
     return [memory.peak(run.layout, stage) for stage in range(min(run.layout.pp, MOST_STAGES))]
@@ -113,9 +113,9 @@ def most_of_small(config: PretrainConfig, ranks: int) -> float:
 
 
 def try_forecast(config: PretrainConfig, ranks: int) -> Forecast | None:
-    """The forecast of a run; None where there is none: it must not be in the way of a run."""
+    """The forecast of a run that is not small; None where there is none: it must not be in the way."""
     try:
-        return forecast_run(config, ranks)
+        return None if most_of_small(config, ranks) else forecast_run(config, ranks)
     except Exception as error:
         log.debug("no forecast: %r", error)
         return None

@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from mlm.models.stage import split_layers
+from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY
 from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, Split
 
@@ -33,8 +34,6 @@ PARTS = (
 """Parts of a device's memory, in the order they are shown."""
 MOMENTS = ("backward", "optimizer")
 """Moments at which a device may be at its fullest: as backward begins, or as the optimizer steps."""
-SENDS_KEPT = 8
-"""Sends of the pipeline that may be under way (parallel/pipeline/engine.py)."""
 ALLOCATOR = 0.04
 """Share of what comes and goes in a step that the allocator loses to rounding and fragments."""
 

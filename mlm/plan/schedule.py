@@ -1,8 +1,8 @@
 """`mlm plan schedule`: simulate a pipeline schedule, draw it and print its cost. No torch, no model."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from mlm.parallel.pipeline.actions import Cost, Plan, Receive, Send
 from mlm.parallel.pipeline.lower import lower
@@ -12,8 +12,6 @@ from mlm.plan.drawing import draw, svg_file
 from mlm.util.errors import writing_to
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen, add_row, console, table
-
-HEADINGS = ("rank", "idle", "peak in flight", "sends", "receives")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +31,7 @@ class BubbleFormula:
         return words if abs(bubble - self.value) < 1e-9 else f"{words} (exact {self.holds})"
 
 
-@dataclass(frozen=True, slots=True)
-class RankNumbers:
+class RankNumbers(NamedTuple):
     """One rank's share of a plan."""
 
     rank: int
@@ -44,11 +41,6 @@ class RankNumbers:
     """Most (chunk, micro-batch) pairs whose activations it holds at once."""
     sends: int
     receives: int
-
-    @property
-    def cells(self) -> tuple[object, ...]:
-        """Cells of its row below HEADINGS."""
-        return self.rank, f"{self.idle:.6g}", self.peak_in_flight, self.sends, self.receives
 
 
 def run(config: PlanScheduleConfig) -> Plan:
@@ -61,7 +53,10 @@ def run(config: PlanScheduleConfig) -> Plan:
     draw(plan, screen)
     show_numbers(plan, closed_bubble(config), screen)
     if config.out is not None:
-        write(plan, config, Path(config.out))
+        with writing_to(str(config.out)):
+            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+        caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
+        write_result(config.out, svg_file(plan, caption))
         screen.print(f"written to {target_name(config.out)}")
     return plan
 
@@ -127,39 +122,8 @@ def show_numbers(plan: Plan, formula: BubbleFormula, screen: Screen) -> None:
     """The numbers of the whole plan in two lines, those of the ranks in a table."""
     screen.print(f"\nbubble    {plan.bubble:.2%} of the ideal time; {formula.compared(plan.bubble)}")
     screen.print(f"makespan  {plan.makespan:.6g}; {plan.makespan / (1 + plan.bubble):.6g} without the bubble")
-    rows = table("", *(f"{heading}#" for heading in HEADINGS))
+    rows = table("", "rank#", "idle#", "peak in flight#", "sends#", "receives#")
     for numbers in rank_numbers(plan):
-        add_row(rows, *numbers.cells)
+        add_row(rows, numbers.rank, f"{numbers.idle:.6g}", *numbers[2:])
     screen.print(rows)
     screen.print("in flight: micro-batches whose activations it holds, each chunk's counted separately")
-
-
-def write(plan: Plan, config: PlanScheduleConfig, out: Path) -> None:
-    """Write the picture or, to a .json, a stream or a device, the record. Raises UserError."""
-    with writing_to(str(out)):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix == ".svg":
-        caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
-        write_result(out, svg_file(plan, caption))
-    else:
-        write_result(out, record(plan, config))
-
-
-def record(plan: Plan, config: PlanScheduleConfig) -> dict[str, Any]:
-    """All of a plan in values that JSON holds; times in the unit of the costs. F3.1 is of chunk 1."""
-    ranks = zip(rank_numbers(plan), plan.instructions, plan.timeline, strict=True)
-    return {
-        "format": "mlm-schedule-1",
-        "settings": {key: value for key, value in asdict(config).items() if key != "out"},
-        "bubble": plan.bubble,
-        "bubble_formula": asdict(closed_bubble(config)),
-        "makespan": plan.makespan,
-        "ranks": [
-            {
-                **asdict(numbers),
-                "instructions": [str(instruction) for instruction in instructions],
-                "timeline": [(str(span.action), span.start, span.end) for span in spans],
-            }
-            for numbers, instructions, spans in ranks
-        ],
-    }

@@ -1,7 +1,6 @@
 """`mlm plan schedule` from the command line to its files."""
 
 import io
-import json
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mlm.parallel.pipeline.actions import Plan, Send
+from mlm.parallel.pipeline.actions import Plan
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.schedule import closed_bubble, rank_numbers, run, simulate
 from mlm.util.errors import UserError
@@ -94,20 +93,6 @@ def test_equal_plans_give_equal_svgs(tmp_path: Path) -> None:
     for file in files:
         ran(pp=2, out=str(file))
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_json_holds_the_plan(tmp_path: Path) -> None:
-    plan, _ = ran(pp=2, micro_batches=2, out=str(tmp_path / "a.json"))
-    saved = json.loads((tmp_path / "a.json").read_text())
-    assert (saved["bubble"], saved["makespan"]) == (0.5, 9.0)
-    assert saved["bubble_formula"] == {"words": "(p-1)/m", "value": 0.5, "holds": "without transfers"}
-    assert saved["settings"]["micro_batches"] == 2
-    assert [len(rank["instructions"]) for rank in saved["ranks"]] == [len(i) for i in plan.instructions]
-    second = saved["ranks"][1]
-    assert second["timeline"][1] == ["B0", 2.0, 4.0]
-    assert "receive for F1 from 0" in second["instructions"]
-    sends = [each for each in second["instructions"] if each.startswith("send of ")]
-    assert len(sends) == sum(isinstance(i, Send) for i in plan.instructions[1]) == second["sends"]
 
 
 def test_write_that_fails_names_out(tmp_path: Path) -> None:

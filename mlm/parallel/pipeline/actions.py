@@ -7,6 +7,10 @@ A pipeline of p ranks with v chunks each has p * v stages; stage s is chunk s //
 from dataclasses import dataclass
 from enum import Enum
 
+SENDS_KEPT = 8
+"""Sends that may be under way before the oldest is awaited. Any number is safe: plans complete even where
+every transfer blocks both its ranks (lower.py)."""
+
 
 class ScheduleError(ValueError):
     """A schedule or plan that no ranks could run: an action missing or doubled, or a deadlock."""

@@ -20,13 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mlm.parallel.collectives import Pending, start_receive, start_send
 from mlm.parallel.compute_state import DeferredWeightGrads
 from mlm.parallel.mesh import Axis
-from mlm.parallel.pipeline.actions import Action, Instruction, Op, Receive, Send
+from mlm.parallel.pipeline.actions import SENDS_KEPT, Action, Instruction, Op, Receive, Send
 
 T = TypeVar("T")
-
-SENDS_KEPT = 8
-"""Sends that may be under way before the oldest is awaited. Any number is safe: plans complete even where
-every transfer blocks both its ranks (lower.py)."""
 
 
 _NOTHING = nullcontext()

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.pipeline.engine import SENDS_KEPT, ChunkGradients, Stages, run_plan
+from mlm.parallel.pipeline.actions import SENDS_KEPT
+from mlm.parallel.pipeline.engine import ChunkGradients, Stages, run_plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule, forward_only
 from tests.ranks import run_on_ranks
