@@ -91,6 +91,7 @@ def fit(timings: Sequence[Timing], counts: LayerCounts, blank: HardwareConfig, d
     if across := of_kind(timings, "across") or within:
         latency, rate = fit_link(across)
         fitted = replace(fitted, network_gbps=figures(rate / 1e9), network_latency_us=figures(latency * 1e6))
+    fitted = replace(fitted, network_is_assumed=not of_kind(timings, "across"))
     return fit_kernels(timings, counts, fitted)
 
 

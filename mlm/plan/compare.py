@@ -7,7 +7,17 @@ from mlm.plan.config import PlanCompareConfig
 from mlm.plan.cost import PARTS
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB
-from mlm.plan.report import as_row, fit, format_seconds, show_table, time_caution, wide_screen, write_rows
+from mlm.plan.report import (
+    as_row,
+    fit,
+    format_seconds,
+    show_table,
+    spread,
+    time_caution,
+    time_error,
+    wide_screen,
+    write_rows,
+)
 from mlm.plan.search import LayoutForecast, Models
 
 FORMAT = "mlm-plan-compare-1"
@@ -36,14 +46,15 @@ def run(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     screen.print(f"{config.name} on {config.hardware.name} · {config.precision.dtype} · {tokens}")
     show_table(screen, "", ("", "A#", "B#", "B - A#"), part_rows(a, b))
     for name, each in (("A", a), ("B", b)):
-        capacity = config.hardware.for_ranks(each.layout.gpus).memory_gib * GIB
-        screen.print(
-            f"{name}: {each.layout.label} on {each.layout.gpus} GPUs; {fit(each.memory.total, capacity)}"
-        )
-    ratio, gpus = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
-    screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * gpus:.3g} times its GPU-hours")
-    for line in time_caution(config.hardware, a.step.total):
-        screen.print(f"A: {line}")
+        gpus, memory = each.layout.gpus, each.memory.total
+        error, assumed = time_error(config.hardware, config.model, gpus)
+        took = spread(each.step.total, error, format_seconds)
+        needs = fit(memory, config.hardware.for_ranks(gpus).memory_gib * GIB)
+        screen.print(f"{name}: {each.layout.label} on {gpus} GPUs; {took} a step; the fullest {needs}")
+    ratio, more = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
+    screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * more:.3g} times its GPU-hours")
+    for line in time_caution(assumed):
+        screen.print(line)
     write_rows(config.out, {"format": FORMAT, "model": config.name}, "layouts", rows, screen)
     return a, b
 

@@ -15,7 +15,7 @@ from mlm.plan.candidates import Query
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
 from mlm.plan.layout import PlannedLayout, model_flops
 from mlm.plan.memory import GIB, DeviceMemory, gib
-from mlm.plan.report import format_seconds, step_range
+from mlm.plan.report import format_seconds, spread, time_error
 from mlm.plan.search import Models
 from mlm.tracking.summary import Predicted
 from mlm.training.config import PretrainConfig
@@ -179,9 +179,10 @@ def summary(run: Forecast) -> str:
     if run.step_s is None or run.mfu is None:
         return words
     name = f"{hardware.name}, {ranks} ranks" if ranks > 1 else hardware.name
-    if expected := step_range(hardware, run.step_s):
-        name = f"{expected} by constants of other programs; {name}"
-    return f"{words}; {format_seconds(run.step_s)} a step and {run.mfu:.0%} MFU expected ({name})"
+    error, assumed = time_error(hardware, run.query.model, ranks)
+    step, mfu = spread(run.step_s, error, format_seconds), spread(run.mfu, error, "{:.0%}".format)
+    name = "; ".join([name, *assumed])
+    return f"{words}; {step} a step and {mfu} MFU expected ({name})"
 
 
 def warning(run: Forecast) -> str:

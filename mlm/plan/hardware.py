@@ -86,6 +86,8 @@ class HardwareConfig:
     time_error: Annotated[float | None, POSITIVE] = None
     """Error of step times, as a fraction, on published runs that `efficiency` was not fitted on; null: never
     compared."""
+    network_is_assumed: bool = False
+    """True if `network_*` are those within a node, as of a calibration of one node."""
     peak_tflops: PeakConfig = field(default_factory=PeakConfig)
     efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)
 

@@ -19,7 +19,9 @@ from mlm.plan.report import (
     format_seconds,
     layout_cautions,
     show_table,
+    spread,
     time_caution,
+    time_error,
     wide_screen,
     write_rows,
 )
@@ -73,7 +75,6 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         "model_flops_per_step": model_flops(query.model, query.seq, query.global_batch),
         "memory_bytes_per_gpu": query.memory_bytes,
         "valid_layouts": result.candidates,
-        "time_error": query.hardware.time_error,
         "notes": notes(query, best),
     }
     write_rows(config.out, values, "layouts", rows, screen)
@@ -102,7 +103,8 @@ def show_layouts(rows: Sequence[Row], screen: Console) -> None:
     columns = (" ##", "layout", "step#", "tokens/s#", "TFLOP/s#", "MFU#", "GiB#")
     cells = [
         (
-            *(number, row["layout"], format_seconds(row["step_s"]), format_amount(row["tokens_per_s"])),
+            *(number, row["layout"], spread(row["step_s"], row["time_error"], format_seconds)),
+            format_amount(row["tokens_per_s"]),
             f"{row['model_tflops']:.0f}" + f" ({row['hardware_tflops']:.0f})" * (row["recompute"] == "full"),
             *(f"{row['mfu']:.1%}", f"{row['memory_bytes'] / GIB:.1f}"),
             *(format_amount(row[key]) for key in more),
@@ -145,7 +147,8 @@ def footnote(result: SearchResult, goal: str) -> str:
 def notes(query: Query, best: LayoutForecast) -> list[str]:
     """Lines on how far the best layout's numbers can be trusted."""
     cautions = layout_cautions(query.hardware, query.model, query.seq, best.layout)
-    return [*time_caution(query.hardware, best.step.total), *cautions]
+    _, assumed = time_error(query.hardware, query.model, best.layout.gpus)
+    return [*time_caution(assumed), *cautions]
 
 
 def failure_lines(progress: Goodput | None) -> list[str]:

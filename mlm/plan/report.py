@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
 LONG_SEQUENCE = 8192
 """Tokens from which on a length that was not typed is worth a line: a model's most positions."""
+UNKNOWN_ERROR = 0.5
+"""Error of a step's time where nothing like it was compared: as large as the largest on published runs."""
 Row = Mapping[str, Any]
 
 
@@ -50,6 +52,7 @@ def as_row(
         "micro_batch_size": layout.micro_batch,
         "global_batch_size": layout.global_batch,
         "step_s": seconds,
+        "time_error": time_error(query.hardware, query.model, layout.gpus)[0],
         "tokens_per_s": rate,
         "model_tflops": model,
         "hardware_tflops": hardware_flops(*counted, layout.recompute, layout.tp) * per_gpu,
@@ -109,22 +112,35 @@ def fit(needed: float, capacity: float) -> str:
     return f"needs {gib(needed)} of {gib(capacity)}: {words}"
 
 
-def step_range(hardware: HardwareConfig, step_s: float) -> str:
-    """`226 ms to 319 ms`: the range of a step's time by `time_error`; empty where none is known."""
-    error = None if hardware.is_calibrated else hardware.time_error
+def time_error(hardware: HardwareConfig, model: ModelConfig, gpus: int) -> tuple[float, list[str]]:
+    """Error of a step's time, as a fraction, and what it rests on that was not measured; 0 if all was."""
+    assumed = []
+    if not hardware.is_calibrated:
+        assumed.append("constants of other programs (`mlm plan calibrate` measures this one's)")
+    elif gpus > hardware.devices_per_node and hardware.network_is_assumed:
+        assumed.append("links between nodes that were not measured")
+    if model.architecture.experts:
+        assumed.append("even loads of experts")
+    known = None if hardware.is_calibrated or model.architecture.experts else hardware.time_error
+    return (known or UNKNOWN_ERROR if assumed else 0.0), assumed
+
+
+def time_caution(assumed: Sequence[str]) -> list[str]:
+    """A line on what times rest on that was not measured."""
+    return (
+        [f"times are ranges, and speeds of their middle: they rest on {' and '.join(assumed)}"]
+        if assumed
+        else []
+    )
+
+
+def spread(value: float, error: float, form: Callable[[float], str]) -> str:
+    """`226-319 ms`: the range of a value by its error as a fraction; the value alone without one."""
     if not error:
-        return ""
-    return f"{format_seconds(step_s / (1 + error))} to {format_seconds(step_s * (1 + error))}"
-
-
-def time_caution(hardware: HardwareConfig, step_s: float) -> list[str]:
-    """A line on a step's time that rests on constants of other programs; none where they were measured."""
-    if hardware.is_calibrated:
-        return []
-    expected = step_range(hardware, step_s)
-    known = f"expect {expected} a step" if expected else "never compared with a run"
-    fix = "`mlm plan calibrate` measures this one's"
-    return [f"times rest on constants of other programs, {known}; {fix}"]
+        return form(value)
+    low, high = form(value / (1 + error)), form(value * (1 + error))
+    number, _, unit = low.partition(" ")
+    return f"{number if high.endswith(f' {unit}') else low}-{high}"
 
 
 def layout_cautions(

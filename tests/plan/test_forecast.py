@@ -21,7 +21,7 @@ from mlm.plan.forecast import (
 )
 from mlm.plan.hardware import preset
 from mlm.plan.memory import GIB
-from mlm.plan.report import step_range, time_caution
+from mlm.plan.report import UNKNOWN_ERROR, format_seconds, spread, time_error
 from mlm.tracking.summary import Predicted, compare_prediction
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError
@@ -49,21 +49,28 @@ def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
     assert found.fits
     step = found.step_s or 0
     assert summary(found) == (
-        f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {step * 1e3:.0f} ms a step and "
-        f"{found.mfu:.0%} MFU expected ({step_range(A100, step)} by constants of other programs; "
-        "DGX A100 80GB, 512 ranks)"
+        f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {spread(step, 0.1, format_seconds)} a step "
+        f"and {spread(found.mfu or 0, 0.1, '{:.0%}'.format)} MFU expected (DGX A100 80GB, 512 ranks; "
+        "constants of other programs (`mlm plan calibrate` measures this one's))"
     )
 
 
-def test_times_by_measured_constants_have_no_caution() -> None:
-    """Those of others state the range that their error on other runs gives, or that none is known."""
-    assert step_range(replace(A100, time_error=0.25), 2.0) == "1.6 s to 2.5 s"
-    assert time_caution(replace(A100, time_error=0.25), 2.0)[0].endswith(
-        "other programs, expect 1.6 s to 2.5 s a step; `mlm plan calibrate` measures this one's"
-    )
-    assert "never compared with a run" in time_caution(replace(A100, time_error=None), 2.0)[0]
-    assert time_caution(replace(A100, is_calibrated=True), 2.0) == []
-    assert step_range(replace(A100, is_calibrated=True), 2.0) == ""
+def test_what_was_not_measured_makes_ranges() -> None:
+    """By the error on other runs where one is known; of links and loads of experts none is."""
+    dense, experts = (config_of(f"model={name}").model for name in ("gpt2_8b", "mixtral_8x7b"))
+    measured = replace(A100, is_calibrated=True)
+    assert time_error(A100, dense, 8)[0] == 0.1
+    assert time_error(replace(A100, time_error=None), dense, 8)[0] == UNKNOWN_ERROR
+    assert time_error(measured, dense, 512) == (0.0, [])
+    one_node = replace(measured, network_is_assumed=True)
+    assert time_error(one_node, dense, 8) == (0.0, [])
+    assert time_error(one_node, dense, 16)[0] == UNKNOWN_ERROR
+    assert time_error(measured, experts, 8) == (UNKNOWN_ERROR, ["even loads of experts"])
+    assert len(time_error(A100, experts, 8)[1]) == 2
+    assert spread(2.0, 0.25, format_seconds) == "1.6-2.5 s"
+    assert spread(0.9, 0.25, format_seconds) == "720 ms-1.12 s"
+    assert spread(0.4, 0.25, "{:.0%}".format) == "32%-50%"
+    assert spread(2.0, 0.0, format_seconds) == "2 s"
 
 
 def test_a_layout_that_does_not_fit_names_the_command_that_finds_others() -> None:
