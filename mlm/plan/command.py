@@ -69,7 +69,7 @@ COMMANDS = (
     on_hardware(
         words=("plan", "compare"),
         spec=PlanCompareConfig,
-        target="mlm.plan.compare:run",
+        target="mlm.plan.parts:compare",
         local_check=check_plan_compare,
         positional=("a", "b"),
         summary="compare two layouts of a model: which parts of a step make their difference",
@@ -89,7 +89,7 @@ COMMANDS = (
     on_hardware(
         words=("plan", "memory"),
         spec=PlanMemoryConfig,
-        target="mlm.plan.one_layout:run",
+        target="mlm.plan.parts:memory",
         local_check=check_plan_memory,
         summary="show the memory of one layout by part, on any rank, beside that of the device",
         about=(

@@ -73,7 +73,7 @@ def dry_run(
     with as_rank(rank, p, dp, device) as ctx:
         meter = Meter(device.type)
         meter.axes = axes_of(ctx)
-        attention = FusedAttention(config.attention)
+        attention = MetaAttention(config.attention)
         with contextlib.ExitStack() as stack:
             if device == META:
                 stack.enter_context(attention)
@@ -239,21 +239,29 @@ def axes_of(ctx: ParallelContext) -> dict[str, tuple[str, int]]:
     return {axis.group.group_name: (axis.name, axis.size) for axis in axes if axis.group is not None}
 
 
-class FusedAttention(TorchFunctionMode):
-    """Takes a GPU's kernel where PyTorch has none for the meta device and would compute step by step."""
+class MetaAttention(TorchFunctionMode):
+    """Takes a GPU's kernel where PyTorch has none for the meta device and would compute step by step.
 
-    def __init__(self, choice: AttentionKernel) -> None:
+    `is_unfused` computes attention by its formula where probabilities are dropped, as on a CPU; `again` in
+    backward too.
+    """
+
+    def __init__(self, choice: AttentionKernel, *, is_unfused: bool = False, again: bool = False) -> None:
         super().__init__()
-        self.choice, self.kernel = choice, "cpu"
-        """What is asked for, and the kernel that ran last."""
+        self.choice, self.is_unfused, self.again = choice, is_unfused, again
+        self.kernel = "cpu"
+        """The one that ran last."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self.attend(*args, **kwargs)
-        return func(*args, **kwargs)
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        if self.is_unfused and kwargs.get("dropout_p"):
+            core = partial(dropped_attention, *args, p=kwargs["dropout_p"])
+            return checkpoint(core, use_reentrant=False) if self.again else core()
+        return self.attend(*args, **kwargs)
 
     def attend(
         self,
@@ -267,50 +275,28 @@ class FusedAttention(TorchFunctionMode):
     ) -> Tensor:
         """Attention in the kernel that would run: [B, N/t, S, D], keys and values possibly of fewer heads."""
         aten, half = torch.ops.aten, q.dtype in (torch.bfloat16, torch.float16)
-        flash = half and attn_mask is None and self.choice in ("auto", "flash")
-        if enable_gqa and not flash:  # other kernels want a head of keys for each query's
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        if flash:
+        if half and attn_mask is None and self.choice in ("auto", "flash"):
             self.kernel = "flash"
             y: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
             return y
+        if enable_gqa:  # other kernels want a head of keys for each query's
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if self.choice == "cudnn" and half:
-            self.kernel = "cudnn"
-            y = aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
-            return y
-        if q.dtype == torch.float64 or self.choice == "math":
+            self.kernel, kernel = "cudnn", aten._scaled_dot_product_cudnn_attention
+        elif q.dtype == torch.float64 or self.choice == "math":
             self.kernel = "math"
             with torch._C.DisableTorchFunction():
                 return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
-        self.kernel = "efficient"
-        bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
-        y = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
+        else:
+            self.kernel, kernel = "efficient", aten._scaled_dot_product_efficient_attention
+            attn_mask = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
+        y = kernel(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
         return y
 
 
-class UnfusedAttention(TorchFunctionMode):
-    """Computes attention by its formula where probabilities are dropped, as on a CPU; else fused."""
-
-    def __init__(self, *, recompute: bool) -> None:
-        super().__init__()
-        self.fused, self.recompute = FusedAttention("efficient"), recompute
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        if not kwargs.get("dropout_p"):
-            return self.fused.attend(*args, **kwargs)
-        q, k, v = args
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        core = partial(dropped_attention, p=kwargs["dropout_p"])
-        return checkpoint(core, q, k, v, use_reentrant=False) if self.recompute else core(q, k, v)
-
-
-def dropped_attention(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+def dropped_attention(q: Tensor, k: Tensor, v: Tensor, *, p: float) -> Tensor:
     """Attention with dropout of the probabilities, as `unfused_attention` computes it on a CPU."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.matmul(q, k.mT).softmax(-1)
     return torch.matmul(F.dropout(scores, p), v)
 

@@ -30,7 +30,7 @@ from mlm.parallel.mesh import Axis, ExpertAxes, ParallelContext, folds_tp
 from mlm.parallel.sharding import ParameterShard
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter, label_of
-from mlm.plan.dry_run_rank import META, FusedAttention, UnfusedAttention, tag_state
+from mlm.plan.dry_run_rank import META, MetaAttention, tag_state
 from mlm.plan.layout import BOTH, FIRST, LAST, Split
 from mlm.plan.trace import Place, Trace, TracedWatch, Work, joined
 from mlm.training import pipelined
@@ -183,10 +183,9 @@ class LayerCounts:
             stack.enter_context(without_numbers(self.run))
             if self.device == "cpu":
                 stack.enter_context(patch.dict(chunks.CHUNK_BYTES, meta=chunks.CHUNK_BYTES["cpu"]))
-            if self.device == "gpu":
-                stack.enter_context(FusedAttention(self.run.attention))
-            else:
-                stack.enter_context(UnfusedAttention(recompute=split.recompute == "selective"))
+            is_gpu, again = self.device == "gpu", split.recompute == "selective"
+            choice = self.run.attention if is_gpu else "efficient"
+            stack.enter_context(MetaAttention(choice, is_unfused=not is_gpu, again=again))
             stack.enter_context(patch.object(pipelined, "split_layers", lambda *_: [stage]))
             with meter:
                 trainer: Trainer[MicroBatch] = Trainer(replace(self.run, parallel=layout), ctx)
