@@ -40,7 +40,7 @@ class PlanScheduleConfig:
     pipeline: Schedule = "1f1b"
     """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
     out: ResultFile | None = None
-    """Picture to write beside the printed one, .svg; null writes none."""
+    """File to write beside the printed picture: .svg, or .json for the whole plan; null writes none."""
     forward_cost: Annotated[float, POSITIVE] = 1.0
     """Duration of one micro-batch forward through one chunk: 1/vp of a rank's layers."""
     backward_cost: Annotated[float, POSITIVE] = 2.0

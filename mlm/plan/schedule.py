@@ -1,8 +1,8 @@
 """`mlm plan schedule`: simulate a pipeline schedule, draw it and print its cost. No torch, no model."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlm.parallel.pipeline.actions import Cost, Plan, Receive, Send
 from mlm.parallel.pipeline.lower import lower
@@ -56,7 +56,8 @@ def run(config: PlanScheduleConfig) -> Plan:
         with writing_to(str(config.out)):
             Path(config.out).parent.mkdir(parents=True, exist_ok=True)
         caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
-        write_result(config.out, svg_file(plan, caption))
+        is_picture = Path(config.out).suffix == ".svg"
+        write_result(config.out, svg_file(plan, caption) if is_picture else record(plan, config))
         screen.print(f"written to {target_name(config.out)}")
     return plan
 
@@ -127,3 +128,17 @@ def show_numbers(plan: Plan, formula: BubbleFormula, screen: Screen) -> None:
         add_row(rows, numbers.rank, f"{numbers.idle:.6g}", *numbers[2:])
     screen.print(rows)
     screen.print("in flight: micro-batches whose activations it holds, each chunk's counted separately")
+
+
+def record(plan: Plan, config: PlanScheduleConfig) -> dict[str, Any]:
+    """All of a plan in values that JSON holds; times in the unit of the costs. F3.1 is of chunk 1."""
+    return {
+        "format": "mlm-schedule-1",
+        "settings": {key: value for key, value in asdict(config).items() if key != "out"},
+        "bubble": plan.bubble,
+        "bubble_formula": asdict(closed_bubble(config)),
+        "makespan": plan.makespan,
+        "ranks": [numbers._asdict() for numbers in rank_numbers(plan)],
+        "instructions": [list(map(str, of_rank)) for of_rank in plan.instructions],
+        "timeline": [[(str(span.action), span.start, span.end) for span in spans] for spans in plan.timeline],
+    }

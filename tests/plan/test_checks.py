@@ -64,12 +64,12 @@ def test_remedy_for_a_long_schedule_has_no_problem_itself() -> None:
     [
         ("a.svgz", "a.svg"),
         ("a", "a.svg"),
-        (".svg", "schedule.svg"),
+        (".json", "schedule.json"),
         ("..", "schedule.svg"),
     ],
 )
 def test_unknown_ending_gets_the_nearest(out: str, remedy: str) -> None:
-    assert problems_of(f"out='{out}'") == [f"out={out} must end in .svg; use out={remedy}"]
+    assert problems_of(f"out='{out}'") == [f"out={out} must end in .svg or .json; use out={remedy}"]
 
 
 def test_folder_that_does_not_exist_yet_is_no_problem(tmp_path: Path) -> None:

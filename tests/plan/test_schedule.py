@@ -1,6 +1,7 @@
 """`mlm plan schedule` from the command line to its files."""
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -93,6 +94,20 @@ def test_equal_plans_give_equal_svgs(tmp_path: Path) -> None:
     for file in files:
         ran(pp=2, out=str(file))
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_json_holds_the_plan(tmp_path: Path) -> None:
+    plan, _ = ran(pp=2, micro_batches=2, out=str(tmp_path / "a.json"))
+    saved = json.loads((tmp_path / "a.json").read_text())
+    assert (saved["bubble"], saved["makespan"]) == (0.5, 9.0)
+    assert saved["bubble_formula"] == {"words": "(p-1)/m", "value": 0.5, "holds": "without transfers"}
+    assert saved["settings"]["micro_batches"] == 2
+    assert saved["timeline"][1][1] == ["B0", 2.0, 4.0]
+    instructions = saved["instructions"][1]
+    assert instructions == [str(each) for each in plan.instructions[1]]
+    assert "receive for F1 from 0" in instructions
+    sends = [each for each in instructions if each.startswith("send of ")]
+    assert len(sends) == saved["ranks"][1]["sends"] == 2
 
 
 def test_write_that_fails_names_out(tmp_path: Path) -> None:
