@@ -73,12 +73,12 @@ def values_of(config: Any) -> dict[str, Any]:
     }
 
 
-def out_of_range(config: Any, names: Mapping[str, str] | None = None) -> dict[str, Problem]:
-    """The problem of each key whose number is outside its bound; `names` are those it was typed under."""
+def out_of_range(config: Any) -> dict[str, Problem]:
+    """The problem of each key whose number is outside its bound."""
     spec: type = type(config)
-    values, names = values_of(config), names or {}
+    values = values_of(config)
     bounded = ((key, leaf.bound) for key, leaf in leaves(spec).items() if leaf.bound)
-    found = ((key, bound.problem(names.get(key, key), values[key])) for key, bound in bounded)
+    found = ((key, bound.problem(key, values[key])) for key, bound in bounded)
     return {key: problem for key, problem in found if problem}
 
 

@@ -4,14 +4,13 @@ The checks look at numbers, and at the existence of named files; a command's pre
 Layouts have their rules in parallel/layout_checks.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlm.config.tree import out_of_range, values_of
 from mlm.data import files_present
 from mlm.launch.config import NO_GPU, NO_GPU_FIX
-from mlm.parallel.config import ParallelConfig
-from mlm.parallel.layout_checks import Launch, LayoutRule, num_replicas
+from mlm.parallel.layout_checks import Launch, LayoutRule
 from mlm.parallel.nearest_layout import layout_problems
 from mlm.util.errors import Absent, Problem
 
@@ -24,22 +23,13 @@ def problems_of(
     launch: Launch,
     layout_rules: Iterable[LayoutRule],
     rules: Iterable[Rule],
-    *,
-    names: Mapping[str, str] | None = None,
-    fix_names: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """Problems of one configuration. Those of a number that is out of range itself are left out.
-
-    `names` and `fix_names` as in `layout_problems`.
-    """
-    outside = out_of_range(config, names)
+    """Problems of one configuration. Those of a number that is out of range itself are left out."""
+    outside = out_of_range(config)
     broken = (rule(config, launch) for rule in rules)
-    layout = layout_problems(
-        values_of(config), launch, layout_rules, outside, names=names, fix_names=fix_names
-    )
     return [
         *outside.values(),
-        *layout,
+        *layout_problems(values_of(config), launch, layout_rules, outside),
         *(problem for problem in broken if problem and not problem.concerns(outside)),
     ]
 
@@ -51,11 +41,6 @@ def checked_by(layout_rules: Iterable[LayoutRule], rules: Iterable[Rule]) -> Cal
         return problems_of(config, Launch(world_size, local_devices), layout_rules, rules)
 
     return check
-
-
-def data_parallel_size(parallel: ParallelConfig, *, world_size: int | None, local_devices: int | None) -> int:
-    """Return dp with its default filled in: the rest of the world or of this host's GPUs, or 1 on CPU."""
-    return num_replicas(parallel.replica, parallel.dp, Launch(world_size, local_devices))
 
 
 def devices_exist(config: Any, launch: Launch) -> Problem | None:

@@ -42,7 +42,7 @@ class LayoutValues(dict[str, Any]):
         self.names = names or {}
 
     def name(self, key: str) -> str:
-        """The key as typed: `resumed.tp` for tp."""
+        """The key as typed: `seq_length` for data.seq_length."""
         return self.names.get(key, key)
 
     def typed(self, *keys: str) -> str:

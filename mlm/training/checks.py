@@ -47,15 +47,9 @@ def check_pretrain(
     return pretraining_problems(config, Launch(world_size, local_devices))
 
 
-def pretraining_problems(
-    config: PretrainConfig,
-    launch: Launch,
-    *,
-    names: Mapping[str, str] | None = None,
-    fix_names: Mapping[str, str] | None = None,
-) -> list[Problem]:
-    """Problems of a pretraining run; the layout's under other names (see `layout_problems`)."""
-    problems = problems_of(config, launch, TRAIN_RULES, PRETRAIN_RULES, names=names, fix_names=fix_names)
+def pretraining_problems(config: PretrainConfig, launch: Launch) -> list[Problem]:
+    """Problems of a pretraining run."""
+    problems = problems_of(config, launch, TRAIN_RULES, PRETRAIN_RULES)
     return [*problems, *blend_problems(config.data)]
 
 

@@ -32,10 +32,6 @@ COMMANDS = (
                 "mlm parity tp=2 pp=2 dp=2 sequence_parallel=true",
             ),
             (
-                "Interleaved pipeline with dropout and recomputation",
-                "mlm parity pp=2 vp=2 model.num_layers=4 model.hidden_dropout=0.1 recompute=full",
-            ),
-            (
                 "The settings of a large run on a small model",
                 "mlm parity experiment=v1_8_3b model=gpt2_tiny tp=2 dp=2 train.global_batch_size=32",
             ),
@@ -84,14 +80,12 @@ COMMANDS = (
         summary="check that a killed run resumes as if nothing had happened",
         about=(
             "Trains 2k steps straight; then k steps, a kill -9, and the same command again for k more. "
-            "Compares every loss, and at the end every weight and moment: bit for bit on the same layout, to "
-            "rounding where resumed.tp, resumed.dp … choose another. On a GPU add deterministic=true: its "
-            "fastest attention adds gradients in no fixed order, so that no two runs have the same bits. "
-            "Takes any command line of `mlm pretrain`; ends with 0 if equal, 1 if not."
+            "Compares every loss, and at the end every weight and moment, bit for bit. On a GPU add "
+            "deterministic=true: its fastest attention adds gradients in no fixed order, so that no two runs "
+            "have the same bits. Takes any command line of `mlm pretrain`; ends with 0 if equal, 1 if not."
         ),
         examples=(
             ("Kill a run on two ranks, resume it, and compare bit for bit", "mlm verify-resume tp=2"),
-            ("Another number of replicas after the kill", "mlm verify-resume dp=2 resumed.dp=1"),
             (
                 "Your corpus and model, as you will train them on a GPU",
                 "mlm verify-resume model=gpt2_124m data.path=corpus precision=bf16 deterministic=true",
@@ -99,7 +93,6 @@ COMMANDS = (
         ),
         keys=(
             *("steps", "out", "seed", "tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero"),
-            *("resumed.tp", "resumed.pp", "resumed.vp", "resumed.dp", "resumed.zero"),
             *("data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
             *("precision.dtype", "dist.device"),
         ),

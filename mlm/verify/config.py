@@ -1,11 +1,10 @@
 """Run specs of `mlm parity` and `mlm verify-resume`: those of a pretraining run and more; their checks."""
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Literal, TypeVar
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, TypeVar
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, CheckpointPath, OutFolder, ResultFile
-from mlm.launch.checks import data_parallel_size
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize
 from mlm.parallel.layout_checks import MAX_CPU_RANKS, Launch
 from mlm.tracking.config import LogConfig
@@ -51,38 +50,6 @@ class ParityConfig(PretrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResumedLayout:
-    """The layout a killed run is resumed with; null keeps that of the run."""
-
-    tp: int | None = None
-    """Tensor-parallel size."""
-    cp: int | None = None
-    """Context-parallel size."""
-    ep: int | None = None
-    """Expert-parallel size."""
-    expert_tp: int | None = None
-    """Ranks that split each expert."""
-    pp: int | None = None
-    """Pipeline-parallel size."""
-    vp: int | None = None
-    """Virtual stages per pipeline rank."""
-    dp: int | None = None
-    """Data-parallel size."""
-    zero: Literal[0, 2, 3] | None = None
-    """State sharded over dp replicas, as parallel.zero."""
-    sequence_parallel: bool | None = None
-    """Split activations along the sequence."""
-
-    @property
-    def chosen(self) -> dict[str, int | bool]:
-        """Settings that may differ from the run's layout: those that are not null."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
-
-
-RESUMED_NAMES = {f.name: f"resumed.{f.name}" for f in fields(ResumedLayout)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyResumeConfig(PretrainConfig):
     """The run spec of `mlm verify-resume`: 2k steps straight, against k, a kill -9, and k more."""
 
@@ -90,12 +57,6 @@ class VerifyResumeConfig(PretrainConfig):
     """Folder for both runs and verify-resume.json."""
     steps: Annotated[int, POSITIVE] = 4
     """Steps before the kill, k; as many follow it."""
-    resumed: ResumedLayout = field(default_factory=ResumedLayout)
-    """Layout of the second half."""
-
-    def resumed_parallel(self) -> ParallelConfig:
-        """The layout of the second half."""
-        return replace(self.parallel, **self.resumed.chosen)  # type: ignore[arg-type]  # checked on building
 
     def plan(self, first_step: int) -> "KillPlan":
         """Kill and end steps of a run that begins after `first_step` steps."""
@@ -180,9 +141,13 @@ def check_parity(config: ParityConfig, *, world_size: int | None, local_devices:
 
 
 def check_verify_resume(config: VerifyResumeConfig) -> list[Problem]:
-    """Problems of both halves that are visible without this host's devices."""
-    anywhere = replace(config.dist, device="auto", backend="auto")
-    return check_halves(replace(config, dist=anywhere), local_devices=None)
+    """Problems of the run that are visible without this host's devices."""
+    return run_problems(replace(config, dist=replace(config.dist, device="auto", backend="auto")))
+
+
+def run_problems(config: VerifyResumeConfig, *, local_devices: int | None = None) -> list[Problem]:
+    """Problems of the run on this host, where it can be killed; `local_devices` counts GPUs, None on CPU."""
+    return pretraining_problems(comparable(config), Launch(None, local_devices, elsewhere=False))
 
 
 def check_audit(config: AuditConfig) -> list[Problem]:
@@ -196,52 +161,3 @@ def check_audit(config: AuditConfig) -> list[Problem]:
     typed = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
     problem = f"{typed} = {ranks} ranks, but a CPU host runs 1 to {MAX_CPU_RANKS}"
     return [Problem(sizes, problem, "use smaller sizes")]
-
-
-def check_halves(config: VerifyResumeConfig, *, local_devices: int | None) -> list[Problem]:
-    """Problems of both halves: those of the pretraining runs, and what makes them incomparable.
-
-    `local_devices` counts this host's GPUs, None on CPU. A problem of the second half alone names resumed.tp
-    where one of the first names tp.
-    """
-    config = comparable(config)
-    launch = Launch(None, local_devices, elsewhere=False)  # the run that is killed must be on this host
-    resumed = replace(config, parallel=config.resumed_parallel(), resumed=ResumedLayout())
-    chosen = {key: RESUMED_NAMES[key] for key in config.resumed.chosen}
-    first, second = pretraining_problems(config, launch), pretraining_problems(resumed, launch)
-    renamed = pretraining_problems(resumed, launch, names=chosen, fix_names=RESUMED_NAMES)
-    later = [named for named, plain in zip(renamed, second, strict=True) if plain not in first]
-    return [*first, *later] or _mask_problems(config, local_devices)
-
-
-def is_same_layout(config: VerifyResumeConfig, *, local_devices: int | None) -> bool:
-    """True if the second half computes as the first does, so that its numbers must have the same bits."""
-    first, second = (
-        replace(parallel, dp=data_parallel_size(parallel, world_size=None, local_devices=local_devices))
-        for parallel in (config.parallel, config.resumed_parallel())
-    )
-    return first == second
-
-
-def _mask_problems(config: VerifyResumeConfig, local_devices: int | None) -> list[Problem]:
-    """Fused attention on a GPU draws masks of its own on each tp rank (mlm/parallel/dropout.py).
-
-    Attention over cp ranks has those of their positions, at any layout.
-    """
-    first, second, model = config.parallel, config.resumed_parallel(), config.model
-    if local_devices is None or not model.attention_dropout:
-        return []
-    if (first.cp > 1) != (second.cp > 1):
-        key, old, new = "cp", first.cp, second.cp
-    elif first.tp != second.tp and first.cp == 1:
-        key, old, new = "tp", first.tp, second.tp
-    else:
-        return []
-    return [
-        Problem(
-            ("model.attention_dropout", f"resumed.{key}", key),
-            f"model.attention_dropout={model.attention_dropout:g} on a GPU draws other masks at "
-            f"resumed.{key}={new} than at {key}={old}, so that losses differ by right",
-            f"use model.attention_dropout=0 or resumed.{key}={old}",
-        )
-    ]

@@ -1,36 +1,153 @@
-"""`mlm parity`: compare a layout's training with that of one process, and judge the differences."""
+"""`mlm parity`: a layout against one process: the same few steps on both, compared and judged as by an audit.
 
-import os
-from dataclasses import asdict, astuple, replace
+Rank 0 runs the whole model a second time, alone, on the same micro-batches. Each rank records the loss, its
+parts of every gradient and the norm before the update, and of every weight after it; rank 0 compares.
+Dropout masks are functions of their place, so one process can draw exactly those of t tensor-parallel ranks.
+
+The layout is run by the same `Trainer` as training: what is compared is what trains.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, astuple, dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
-from tempfile import TemporaryFile
 
+import numpy as np
 import torch
 from rich.table import Table
+from torch import Tensor
 
-from mlm.checkpoint.native.exchange import Ranks
+from mlm.checkpoint.native import exchange
 from mlm.checkpoint.native.save_load import read_manifest, resolve
+from mlm.data.sampler import Dataset, Loader, MicroBatch
 from mlm.launch.devices import device_kind
-from mlm.launch.environment import read_rank_place
-from mlm.models.family import SHIPPED
-from mlm.parallel.mesh import ParallelContext
-from mlm.plan.forecast import most_of_small
-from mlm.plan.layer_counts import counts_of
-from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import MemoryModel
-from mlm.training.corpora import corpus_problems
+from mlm.optim.precision import parameter_dtype
+from mlm.parallel.mesh import ParallelContext, shape_context
+from mlm.training.corpora import corpus_problems, train_dataset
 from mlm.training.memory import reuse_large_blocks
+from mlm.training.state import load_weights
+from mlm.training.trainer import Trainer
 from mlm.util.errors import CheckFailedError, UserError, writing_to
 from mlm.util.results import result_problems
 from mlm.util.system import available_memory
 from mlm.util.terminal import add_row, progress_bar, table
-from mlm.verify.compare import Report, compare
+from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks, Rounding
+from mlm.verify.audit.diagnose import Finding, diagnose
+from mlm.verify.audit.record import Key, Record
+from mlm.verify.audit.subject import AXES
 from mlm.verify.config import ParityConfig, comparable, describe_layout
 from mlm.verify.verdict import TOLERANCES, Verdict, write_and_show
 
 RESULT = "parity.json"
-SHOWN = 3
-"""Parameters listed: those that differ most."""
+PIECES = 16
+"""Messages in which a rank's record travels, so that no copy of all is needed."""
+NARROW = ("bf16", "fp16", "fp8")
+"""Formats whose rounding sends a token between experts that score alike to the other one: loads differ."""
+LOADS = (".router.bias", ".router.load")
+"""Ends of the names of a router's state that the loads of its experts move, and no gradient."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of a tensor between the layout and one process."""
+
+    step: int
+    """From 1."""
+    kind: str
+    """loss (a token's of the global batch, in nats), norm (before clipping), gradient or updated weight."""
+    name: str
+    norm: float
+    """Length of the vector of all elements on one process."""
+    difference: float
+    """Largest difference of an element, over all ranks. Infinite where one side is not finite, or where the
+    ranks together do not hold each element."""
+    relative: float
+    """That of a gradient by its largest element, of a weight by the learning rates summed over steps."""
+    distance: float
+    """Length of the vector of all differences, replicas counted once."""
+
+    @classmethod
+    def of(cls, place: Place, whole: Tensor) -> "Difference":
+        """Sum up a compared tensor."""
+        key, match = place.key, place.match
+        once = {match.regions[at]: part.double() - right for at, (part, right) in match.pairs.items()}
+        far, norm = math.hypot(*(float(off.norm()) for off in once.values())), float(whole.double().norm())
+        return cls(key.step + 1, key.kind, key.name, norm, match.error, place.relative, far)
+
+
+@dataclass
+class Report:
+    """All that was compared; `sizes` are those of the axes, `eps` is the optimizer's."""
+
+    sizes: Layout
+    eps: float
+    lrs: list[float] = field(default_factory=list)
+    """Learning rate of each step."""
+    differences: list[Difference] = field(default_factory=list)
+    """In the order of computation."""
+    skipped: int = 0
+    """Steps that both sides skipped because gradients overflow: of these only the loss is compared."""
+    replicated: int = 0
+    """Parameters that several ranks hold copies of."""
+    torn: tuple[str, ...] = ()
+    """Those of them whose copies are not equal bit for bit after the last step."""
+    by_gradient: int = 0
+    """Elements whose gradient is rounding, so that it is compared and the weight is not."""
+    wrong: int = 0
+    """Tensors beyond the tolerance in the first step that has one."""
+    blind: str = ""
+    """The first tensor that is not finite on both sides, in words."""
+    finding: Finding | None = None
+    """The first difference."""
+
+    def __post_init__(self) -> None:
+        """Begin without a step."""
+        self._rounding: Rounding = {}
+
+    def of(self, kind: str, step: int | None = None) -> list[Difference]:
+        """The differences of a kind, in one step or in all."""
+        return [d for d in self.differences if d.kind == kind and step in (None, d.step)]
+
+    def add(self, reference: Record, ranks: Ranks, lr: float) -> None:
+        """Compare the next step."""
+        records, norm = (reference, *ranks.values()), Key(len(self.lrs), "norm", "norm")
+        self.lrs.append(lr)
+        if not any(bool(record.tensors[norm].isfinite()) for record in records):
+            self.skipped += 1
+            for record in records:
+                record.tensors = {k: x for k, x in record.tensors.items() if k.kind in ("loss", "weight")}
+        comparison = Comparison(
+            reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps, rounding=self._rounding
+        )
+        found: dict[Key, Difference] = {}
+        for place in comparison.places:  # of a parameter on two stages, the larger
+            each = Difference.of(place, reference.tensors[place.key])
+            found[place.key] = max(found.get(place.key, each), each, key=lambda d: d.difference)
+        self.differences += found.values()
+        self.blind = self.blind or comparison.blind
+        if self.finding is None and not self.blind:
+            self.finding, self.wrong = diagnose(comparison), len(comparison.wrong)
+        self._compare_copies(ranks)
+
+    def _compare_copies(self, ranks: Ranks) -> None:
+        """Count the weights that ranks hold in copies, and name those whose copies differ."""
+        copies = defaultdict[tuple[str, Hashable], list[Tensor]](list)
+        for record in ranks.values():
+            for key, x in record.tensors.items():
+                if key.kind == "weight":
+                    copies[key.name, (record.offsets[key.name], x.shape)].append(x)
+        held = [(name, each) for (name, _), each in copies.items() if len(each) > 1]
+        torn = (name for name, (x, *ys) in held if any(not torch.equal(x, y) for y in ys))
+        self.replicated, self.torn = len({name for name, _ in held}), tuple(dict.fromkeys(torn))
+        masks = {
+            (name, ranks[stage, *at].offsets[name]): mask
+            for (name, stage), each in self._rounding.items()
+            for at, mask in each.items()
+        }
+        self.by_gradient = sum(int(mask.sum()) for mask in masks.values())
 
 
 def preflight(config: ParityConfig) -> list[str]:
@@ -49,32 +166,20 @@ def preflight(config: ParityConfig) -> list[str]:
 
 
 def memory_problem(config: ParityConfig, available: int) -> str | None:
-    """Why the whole model does not fit beside its layout; None where it does, and for custom families."""
-    small = most_of_small(config, config.parallel.replica * (config.parallel.dp or 1))
-    if config.model.kind not in SHIPPED or 0 < 3 * small <= available:  # one process is in it, as a rank
-        return None
-    if (needed := needed_bytes(config)) <= available:
+    """Why the whole model does not fit beside its layout; None where it does.
+
+    Each has weights, gradients, two moments and what is recorded; activations are not counted.
+    """
+    replicas = 1 if device_kind(config.dist) == "cuda" else config.parallel.dp or 1
+    itemsize = parameter_dtype(config.precision).itemsize
+    needed = 5 * (1 + replicas) * itemsize * config.model.num_parameters()
+    if needed <= available:
         return None
     return (
         f"model.num_layers={config.model.num_layers}: a model of {config.model.num_parameters() / 1e9:.2g} "
-        f"billion parameters, whole in one process beside its layout, takes about {needed / 1e9:,.1f} GB of "
-        f"the {available / 1e9:,.1f} GB there are; use fewer layers of the same shapes, or a smaller model=…"
+        f"billion parameters, whole beside its layout, takes more than {needed / 1e9:,.1f} GB of the "
+        f"{available / 1e9:,.1f} GB there are; use fewer layers of the same shapes, or a smaller model=…"
     )
-
-
-def needed_bytes(config: ParityConfig) -> float:
-    """Memory of rank 0's whole model, and of the layout's ranks that share the same memory.
-
-    Each has weights, gradients, two moments and a copy of gradients; rank 0 has what all ranks record, too.
-    """
-    is_gpu = device_kind(config.dist) == "cuda"
-    memory = MemoryModel(counts_of(config, "gpu" if is_gpu else "cpu"))
-    layout = PlannedLayout.of(config, config.parallel.dp or 1)
-    whole = PlannedLayout(micro_batch=layout.micro_batch, global_batch=layout.global_batch)
-    place = read_rank_place(os.environ)
-    ranks = layout.gpus if place is None else place.local_world_size
-    split = memory.worst(layout).total * (1 if is_gpu else ranks)
-    return memory.worst(whole).total * 5 / 4 + split * 7 / 4
 
 
 def run(config: ParityConfig, ctx: ParallelContext) -> None:
@@ -85,8 +190,6 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
     if ctx.is_main:
         with writing_to(config.out):
             out.parent.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=out.parent):  # a full disk is reported before all is computed
-                pass
     with progress_bar("comparing", config.steps, shown=ctx.is_main) as advance:
         report = compare(config, ctx, lambda: advance(1))
     verdict = shared_verdict(report, ctx)
@@ -96,52 +199,121 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
             "layout": layout,
             "tolerance": asdict(TOLERANCES[config.precision.dtype]),
             **asdict(report),
-            "weights": [asdict(weight) for weight in report.steps[-1].weights],
         }
-        tables = (table_of_steps(report), table_of_parameters(report))
-        write_and_show(out, config, verdict, numbers, heading(config, layout), *tables)
+        what = f"parity of {layout} with one process, {config.model.kind}, {config.precision.dtype}"
+        write_and_show(out, config, verdict, numbers, what, table_of_steps(report))
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.headline} ({out})")
 
 
-def heading(config: ParityConfig, layout: str) -> str:
-    """Return lines on what was compared."""
-    model, train = config.model, config.train
-    return (
-        f"parity of {layout} with one process\n"
-        f"{model.kind} {model.num_parameters() / 1e6:,.1f}M, {config.precision.dtype}, dropout "
-        f"{max(model.hidden_dropout, model.attention_dropout):g}, {train.global_batch_size} × "
-        f"{config.data.seq_length} tokens a step in micro-batches of {train.micro_batch_size}"
+def table_of_steps(report: Report) -> Table:
+    """Return the losses and gradient norms of one process, and how far the layout's are from them."""
+    rows = table("", "step#", "loss#", "difference#", "norm#", "difference#")
+    for step in range(1, len(report.lrs) + 1):
+        (loss,), norm = report.of("loss", step), report.of("norm", step)
+        norms = (f"{norm[0].norm:.6g}", f"{norm[0].difference:.1e}") if norm else ("overflow", "")
+        add_row(rows, step, f"{loss.norm:.10f}", f"{loss.difference:.1e}", *norms)
+    return rows
+
+
+def compare(
+    config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], None] = lambda: None
+) -> Report | None:
+    """Run `config.steps` steps on the layout and, on rank 0, on one process. Collective over all ranks.
+
+    Returns the report on rank 0, None on the others. `on_step` is called after each. Raises UserError for
+    what the user can fix.
+    """
+    config = comparable(config)
+    layout: Trainer[MicroBatch] = Trainer(config, ctx)
+    alone = one_process(config, ctx) if ctx.is_main else None
+    if config.ckpt is not None:
+        load_weights(tuple(layout.shards), resolve(config.ckpt), ctx)
+        if alone is not None:
+            load_weights(tuple(alone.shards), resolve(config.ckpt), alone.ctx)
+    return compare_trainers(layout, alone, config.steps, on_step)
+
+
+def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
+    """The whole run on this rank alone, with the attention masks that the layout's kernels draw."""
+    alone: Trainer[MicroBatch] = Trainer(config.on_one_process(), replace(shape_context(), device=ctx.device))
+    alone.split_parts = tuple(range(ctx.tp.size))
+    return alone
+
+
+def compare_trainers(
+    layout: Trainer, alone: Trainer | None, steps: int, on_step: Callable[[], None] = lambda: None
+) -> Report | None:
+    """As `compare`; `alone` is that of rank 0."""
+    samples = train_dataset(layout.config, steps * layout.config.train.global_batch_size)
+    sizes = {axis: getattr(layout.ctx, axis).size for axis in AXES}
+    report = None if alone is None else Report(sizes, layout.config.optimizer.eps)
+    with batches_of(layout, samples) as own, batches_of(alone, samples) as whole:
+        for _, batches, all_batches in zip(range(steps), own, whole, strict=False):
+            precision = layout.config.precision.dtype
+            record, lr = record_step(layout, batches, precision)
+            reference = None if alone is None else record_step(alone, all_batches, precision)[0]
+            ranks = gather_records(record, layout.ctx, tuple(sizes.values()))
+            if report is not None and reference is not None:
+                report.add(reference, ranks, lr)
+            on_step()
+    return report
+
+
+def batches_of(
+    trainer: Trainer | None, samples: Dataset
+) -> AbstractContextManager[Iterator[list[MicroBatch]]]:
+    """This rank's micro-batches of each step, for the trainer's layout; nothing, for ever, without one."""
+    if trainer is None:
+        return nullcontext(repeat([]))
+    config, ctx = trainer.config, trainer.ctx
+    return Loader(
+        samples,
+        consumed_samples=0,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=ctx.dp.rank,
+        size=ctx.dp.size,
+        ramp=config.train.ramp_batch,
     )
 
 
-def table_of_steps(report: Report) -> Table:
-    """Return the losses and gradient norms."""
-    columns = ("step#", "one process#", "layout#", "difference#", "norm#", "difference#")
-    rows = table("losses and gradient norms", *columns)
-    for step in report.steps:
-        loss, norm = step.loss, step.grad_norm
-        losses = (f"{loss.one_process:.10f}", f"{loss.layout:.10f}", f"{loss.difference:.1e}")
-        off = "overflow" if step.is_skipped else f"{norm.difference:.1e}"
-        add_row(rows, step.step, *losses, f"{norm.one_process:.6g}", off)
-    return rows
+def record_step(trainer: Trainer, batches: Sequence[MicroBatch], precision: str) -> tuple[Record, float]:
+    """Train a step; what it computed, and its learning rate. Weights are views of the live ones."""
+    step, record = trainer.step, Record(precision=precision)
+    parts = trainer.compute_gradients(batches)
+    for shard in trainer.shards:
+        if (grad := shard.parameter.grad) is not None:  # without the loss scale of half precision
+            own = shard.without_padding(grad) / trainer.scaler.scale
+            record.tensors[Key(step, "gradient", shard.name)] = own.cpu()
+    outcome = trainer.clip_and_update(parts)
+    for kind, value in ("loss", trainer.mean_loss(outcome)), ("norm", float(outcome.grad_norm.item())):
+        record.tensors[Key(step, kind, kind)] = torch.tensor(value, dtype=torch.float64)
+    for shard in trainer.shards:
+        record.offsets[shard.name] = shard.offset
+        if not (precision in NARROW and shard.name.endswith(LOADS)):
+            own = shard.without_padding(shard.parameter.detach())
+            record.tensors[Key(step, "weight", shard.name)] = own.cpu()
+    return record, outcome.lr
 
 
-def table_of_parameters(report: Report) -> Table:
-    """Return the parameters that differ most: gradients relative to their largest, weights to Σ lr."""
-    rows = table("largest differences of a parameter", "", "parameter", "step#", "difference#", "relative#")
-    last = report.steps[-1]
-    gradients = [("gradient", each, step.step, "") for step in report.steps for each in step.gradients]
-    for found in gradients, [("weight", each, last.step, " of Σ lr") for each in last.weights]:
-        for kind, each, step, unit in sorted(found, key=lambda row: -row[1].relative)[:SHOWN]:
-            add_row(rows, kind, each.name, step, f"{each.difference:.1e}", f"{each.relative:.1e}{unit}")
-    return rows
+def gather_records(record: Record, ctx: ParallelContext, sizes: tuple[int, ...]) -> Ranks:
+    """Every rank's record by its coordinates, on rank 0; none on the others. Collective."""
+    gathered: Ranks = {}
+    items = list(record.tensors.items())
+    for piece in range(PIECES):
+        own = replace(record, tensors=dict(items[piece::PIECES]))
+        for rank, content in enumerate(exchange.Ranks.of(ctx).gather_bytes(own.to_bytes())):
+            at = tuple(map(int, np.unravel_index(rank, sizes)))
+            received = Record.of_bytes(content)
+            gathered.setdefault(at, received).tensors.update(received.tensors)
+    return gathered
 
 
 def shared_verdict(report: Report | None, ctx: ParallelContext) -> Verdict:
     """The verdict on the report of rank 0, on every rank. Collective."""
     verdict = None if report is None else list(astuple(judge(report)))
-    return Verdict(*Ranks.of(ctx).broadcast(verdict))
+    return Verdict(*exchange.Ranks.of(ctx).broadcast(verdict))
 
 
 def judge(report: Report) -> Verdict:
@@ -154,7 +326,7 @@ def judge(report: Report) -> Verdict:
         found = report.finding
         others = f"; {report.wrong - 1} more tensors of that step differ" if report.wrong > 1 else ""
         return Verdict("DIFFERENT", f"first at {found.where}{others}", f"{found.cause}: {found.sentence}")
-    if all(step.is_skipped for step in report.steps):
+    if report.skipped == len(report.lrs):
         return Verdict(
             "UNDECIDED", "nothing could be compared: on both sides every step's gradients overflow"
         )
@@ -170,11 +342,11 @@ def judge(report: Report) -> Verdict:
 
 def _agreement(report: Report) -> str:
     """The agreement in words."""
-    losses = max(step.loss.difference for step in report.steps)
-    gradients = max(each.relative for step in report.steps for each in step.gradients)
-    weights, rounding, copies = report.steps[-1].weights, report.by_gradient, report.replicated
-    moves = f"{max(each.relative for each in weights):.1e} of what the learning rate moves them"
-    is_moved = any(step.lr for step in report.steps)
+    losses = max(each.difference for each in report.of("loss"))
+    gradients = max(each.relative for each in report.of("gradient"))
+    weights = max(each.relative for each in report.of("weight", len(report.lrs)))
+    moves, is_moved = f"{weights:.1e} of what the learning rate moves them", any(report.lrs)
+    rounding, copies = report.by_gradient, report.replicated
     return (
         f"losses to {losses:.1e}, gradients to {gradients:.1e} of the largest of each, weights to "
         + (moves if is_moved else "the last bit, as every learning rate is 0")

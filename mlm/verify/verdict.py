@@ -64,31 +64,25 @@ moments …) is measured against that: what it holds may be rounding itself."""
 class Verdict:
     """Verdict on a comparison."""
 
-    word: Literal["EQUAL", "DIFFERENT", "UNDECIDED"]
+    word: Literal["EQUAL", "EQUAL bit for bit", "DIFFERENT", "UNDECIDED"]
     sentence: str
     """One line."""
     hint: str = ""
     """The mechanism to suspect, if the pattern of differences shows it."""
-    how: str = ""
-    """Equality in words: " bit for bit"."""
 
     @property
     def equal(self) -> bool:
         """True if both sides train alike."""
-        return self.word == "EQUAL"
+        return self.word.startswith("EQUAL")
 
     @property
     def headline(self) -> str:
         """`EQUAL bit for bit: …`."""
-        return f"{self.word}{self.how}: {self.sentence}"
+        return f"{self.word}: {self.sentence}"
 
 
 def write_and_show(
-    out: Path,
-    config: PretrainConfig,
-    verdict: Verdict,
-    numbers: Mapping[str, Any],
-    *shown: RenderableType,
+    out: Path, config: PretrainConfig, verdict: Verdict, numbers: Mapping[str, Any], *shown: RenderableType
 ) -> None:
     """Write the result `out` with every number compared (null if not finite), then print it and `shown`.
 
@@ -109,9 +103,7 @@ def write_and_show(
     for each in shown:
         screen.print(each)
     if verdict.equal:  # else the error that ends the command reports it
-        line = Text(verdict.headline)
-        line.stylize("bold green", 0, len(verdict.word))
-        screen.print(line)
-    if verdict.hint:
-        screen.print(Text.assemble(("hint", "bold"), f": {verdict.hint}"))
+        screen.print(Text(verdict.headline, style="green"))
+    elif verdict.hint:
+        screen.print(f"hint: {verdict.hint}")
     screen.print(f"written to {out}")

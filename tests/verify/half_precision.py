@@ -35,8 +35,8 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import StepOutcome, Trainer
-from mlm.verify.compare import Difference, Report, compare_trainers, one_process
 from mlm.verify.config import ParityConfig, comparable
+from mlm.verify.parity import Difference, Report, compare_trainers, one_process
 from tests.ranks import run_on_ranks
 from tests.verify.parity_layouts import Layout
 
@@ -143,18 +143,19 @@ def differences(report: Report, layout: Layout, scale: Report) -> Iterator[str]:
             if not mine.distance <= limit:
                 yield f"{step} of {mine.name}: {mine.distance:.2g} beyond {limit:.2g}"
 
-    for step, error in zip(report.steps, scale.steps, strict=True):
-        name = f"gradient {step.step}"
-        if not step.loss.difference <= of_loss * step.loss.one_process:
-            yield f"loss {step.step}: {step.loss.difference:.2g}"
-        yield from beyond(name, step.gradients, error.gradients)
-        far, limit = (math.hypot(*(x.distance for x in each.gradients)) for each in (step, error))
-        whole = of_norm * step.grad_norm.one_process
+    for step in range(1, STEPS + 1):
+        gradients, errors = (each.of("gradient", step) for each in (report, scale))
+        (loss,), (norm,) = report.of("loss", step), report.of("norm", step)
+        if not loss.difference <= of_loss * loss.norm:
+            yield f"loss {step}: {loss.difference:.2g}"
+        yield from beyond(f"gradient {step}", gradients, errors)
+        far, limit = (math.hypot(*(x.distance for x in each)) for each in (gradients, errors))
+        whole = of_norm * norm.norm
         if not far <= of_scale * limit * (1 if reorders else 2 / 3) + whole:
-            yield f"all gradients {step.step}: {far:.2g} beyond {limit:.2g}"
-        if not step.grad_norm.difference <= far + whole:
-            yield f"gradient norm {step.step}: {step.grad_norm.difference:.2g}"
-    yield from beyond("weight", report.steps[-1].weights, scale.steps[-1].weights)
+            yield f"all gradients {step}: {far:.2g} beyond {limit:.2g}"
+        if not norm.difference <= far + whole:
+            yield f"gradient norm {step}: {norm.difference:.2g}"
+    yield from beyond("weight", *(each.of("weight", STEPS) for each in (report, scale)))
     yield from (f"torn: {name}" for name in report.torn)
 
 

@@ -13,9 +13,8 @@ from mlm.optim.config import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.config import TrainConfig
-from mlm.verify.compare import Report, compare
 from mlm.verify.config import ParityConfig
-from mlm.verify.parity import shared_verdict
+from mlm.verify.parity import Report, compare, shared_verdict
 from mlm.verify.verdict import Verdict
 
 VOCAB, SEQ, MICRO_BATCH = 61, 16, 2

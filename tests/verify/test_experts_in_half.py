@@ -23,7 +23,7 @@ from mlm.parallel.expert.router import routers
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
-from mlm.verify.compare import Report, batches_of, one_process
+from mlm.verify.parity import Report, batches_of, one_process
 from tests.ranks import run_on_ranks
 from tests.slow import slow, slow_but
 from tests.verify.half_precision import Half, compare_noting, config_of, problems

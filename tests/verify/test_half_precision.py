@@ -20,6 +20,7 @@ from tests.verify.half_precision import (
     AXES,
     FAMILIES,
     ROUNDOFF,
+    STEPS,
     compare_half,
     draw,
     groups,
@@ -219,6 +220,8 @@ def test_one_process_is_float64_to_rounding(family: str, precision: str) -> None
     """A pass rounds some 20 results a layer, there and back: at random sqrt(20 L / 3) u."""
     layout = Layout(precision=precision, micro_batches=4, **FAMILIES[family])
     limit = math.sqrt(20 * layout.layers / 3) * ROUNDOFF[precision]
-    for step in rounding_of(layout).steps:
-        far = math.hypot(*(x.distance for x in step.gradients))
-        assert far <= limit * math.hypot(*(x.norm for x in step.gradients))
+    for step in range(1, STEPS + 1):
+        gradients = rounding_of(layout).of("gradient", step)
+        assert math.hypot(*(x.distance for x in gradients)) <= limit * math.hypot(
+            *(x.norm for x in gradients)
+        )

@@ -12,8 +12,7 @@ from torch import Tensor
 from mlm.data.sampler import RankSampler, SyntheticDataset
 from mlm.parallel.mesh import ParallelContext
 from mlm.training.trainer import StepOutcome, Trainer
-from mlm.verify.compare import Report, compare, compare_trainers, one_process
-from mlm.verify.parity import judge
+from mlm.verify.parity import Report, compare, compare_trainers, judge, one_process
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but, thinned
 from tests.verify.parity_layouts import (
@@ -40,7 +39,7 @@ def test_layout_equals_one_process(layout: Layout) -> None:
     (first, report), *others = run_on_ranks(verdict_of, layout, **layout.sizes)
     assert first.equal, f"{first.sentence}; {first.hint}"
     assert [verdict for verdict, _ in others] == [first] * len(others)
-    assert len(report.steps) == 2
+    assert len(report.lrs) == 2
 
 
 @pytest.mark.parametrize("layout", slow_but({0, 2, 15, 16}, MOE_LAYOUTS), ids=str)
@@ -49,12 +48,10 @@ def test_experts_over_ranks_equal_one_process(layout: Layout) -> None:
     verdict, report = run_on_ranks(verdict_of, layout, steps=5, **layout.sizes)[0]
     assert verdict.equal, f"{verdict.sentence}; {verdict.hint}"
     if layout.precision == "fp64":
-        for step in report.steps:
-            assert step.loss.difference < 1e-10
-            assert step.grad_norm.difference < 1e-10 * step.grad_norm.one_process
-            assert all(gradient.difference < 1e-10 for gradient in step.gradients)
-            moved = [w for w in step.weights if w.name.endswith((".router.bias", ".router.load"))]
-            assert all(state.difference < 1e-10 for state in moved)
+        assert len(report.of("loss")) == 5
+        for each in report.differences:  # of weights, those that loads of experts move
+            if each.kind != "weight" or each.name.endswith((".router.bias", ".router.load")):
+                assert each.difference < 1e-10 * (each.norm if each.kind == "norm" else 1.0)
 
 
 @pytest.mark.parametrize("layout", thinned(LONG_LAYOUTS, 5), ids=str)
@@ -62,8 +59,8 @@ def test_long_sequences_over_ranks_equal_one_process(layout: Layout) -> None:
     """The loss and every gradient of a step in float64, to 1e-10 of the largest."""
     verdict, report = run_on_ranks(verdict_of, layout, steps=1, **layout.sizes)[0]
     assert verdict.equal, f"{verdict.sentence}; {verdict.hint}"
-    assert report.steps[0].loss.difference < 1e-10
-    assert max(gradient.difference / gradient.largest for gradient in report.steps[0].gradients) < 1e-10
+    assert report.of("loss", 1)[0].difference < 1e-10
+    assert max(gradient.relative for gradient in report.of("gradient", 1)) < 1e-10
 
 
 def test_every_two_compatible_features_meet_in_a_layout() -> None:
@@ -171,7 +168,7 @@ def tear(ctx: ParallelContext, layout: Layout, name: str) -> list[Report | None]
 def test_what_no_rank_holds_is_no_equality() -> None:
     """A part of a layer that one rank forgot: comparing what is held would not miss it."""
     report = run_on_ranks(forget, Layout(tp=2), "rank 1", tp=2)[0]
-    found = {weight.name: weight.difference for weight in report.steps[0].weights}
+    found = {weight.name: weight.difference for weight in report.of("weight", 1)}
     assert {name for name, off in found.items() if off == math.inf} == {"layers.1.mlp.up.weight"}
     assert judge(report).word == "DIFFERENT"
     report = run_on_ranks(forget, Layout(tp=2), "all", tp=2)[0]
@@ -206,7 +203,7 @@ def compare_with_tiny_eps(ctx: ParallelContext, layout: Layout) -> Report | None
 def test_a_wrong_update_of_a_weight_is_found_at_any_eps() -> None:
     """A weight that the optimizer forgets on one rank differs though its gradient does not."""
     report = run_on_ranks(forget_to_update, Layout(tp=2), tp=2)[0]
-    wrong = {weight.name for weight in report.steps[0].weights if weight.difference > 1e-5 * 1e-3}
+    wrong = {weight.name for weight in report.of("weight", 1) if weight.difference > 1e-5 * 1e-3}
     assert wrong == {"layers.1.mlp.up.weight"}
     assert judge(report).word == "DIFFERENT"
     assert report.finding.place == "layers.1.mlp.up.weight"

@@ -12,8 +12,7 @@ from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
 from mlm.verify.audit.record import Key, Record
 from mlm.verify.audit.subject import AXES
-from mlm.verify.compare import Report, batches_of, record_step
-from mlm.verify.parity import judge
+from mlm.verify.parity import Report, batches_of, judge, record_step
 from mlm.verify.verdict import TOLERANCES, Verdict
 from tests.verify.parity_layouts import Layout
 
@@ -147,12 +146,12 @@ def test_the_first_difference_on_the_way_back_is_named() -> None:
 @pytest.mark.parametrize(
     "off, hint",
     [
-        ({"gradient_final": add(0.5, 1), "gradient_layers_0_att": add(0.5, 1)}, "gradients of copies: only"),
-        ({UP: add(1.0, 1)}, "one gradient: gradients before and after it are right"),
+        ({"gradient_final": add(0.5, 1), "gradient_layers_0_att": add(0.5, 1)}, "some gradients: gradients"),
+        ({UP: add(1.0, 1)}, "some gradients: gradients before and after them are right"),
         ({"gradient": lambda x: 2 * x}, "unscaled mean: those of all parameters are 2 times"),
         ({"gradient": lambda x: 1.5 * x}, "wrong divisor: those of all parameters are 1.5 times"),
         ({"gradient": lambda x: 1.5 * x, "loss": add(1.0)}, "wrong divisor: it is 5 in place of 4, and all"),
-        ({"gradient_final": lambda x: x / 2}, "divided twice: those of final_norm.bias are 1/2"),
+        ({"gradient_final": lambda x: x / 2}, "wrong divisor: those of final_norm.bias are 0.5 times"),
         ({"loss": add(1.0)}, "forward pass: it is 5 in place of 4"),
         ({"norm": fill(0.5)}, "norm misses parameters"),
     ],
@@ -175,7 +174,7 @@ def test_an_update_that_differs_is_told_from_samples_that_differ() -> None:
     verdict = judged({"weight_token": add(0.15)}, {"loss": add(0.1)})
     assert "token.weight (updated weight, step 1" in verdict.sentence
     assert "updates of an element that read others" in verdict.hint
-    assert judged({}, {"loss": add(0.1)}).hint.endswith("look at the samples of this step")
+    assert judged({}, {"loss": add(0.1)}).hint.endswith("which samples each replica reads")
 
 
 def test_unequal_copies_are_a_difference() -> None:
@@ -203,7 +202,7 @@ def test_a_vanishing_gradient_is_measured_against_the_largest_of_the_model() -> 
     """A difference of 1e-16 in a gradient that is itself 1e-16 is no difference of 100 %."""
     ranks = [recorded(0, rank, "fp64", **{UP: fill(2e-16)}) for rank in range(2)]
     report = report_of((recorded(0, None, "fp64", **{UP: fill(1e-16)}), ranks))
-    found = {each.name: each.relative for each in report.steps[0].gradients}
+    found = {each.name: each.relative for each in report.of("gradient", 1)}
     assert found["layers.0.mlp.up.weight"] == pytest.approx(1e-13)
 
 

@@ -393,7 +393,7 @@ CASES = {
         norm_without_experts,
         EP,
         "norm (step 1",
-        "parameters that are split over dp do not count",
+        "norm misses parameters",
     ),
     "gradients of routers not summed": Sabotage(
         "mlm.parallel.gradients.parameters_by_axis",
@@ -414,7 +414,7 @@ CASES = {
         same,
         replace(EP, moe="sigmoid"),
         "router.bias",
-        "over all ranks that hold other tokens",
+        "loads of experts",
     ),
     "a z-loss dropped": Sabotage(
         "mlm.parallel.expert.router.Router.auxiliary_loss",

@@ -12,7 +12,7 @@ from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import resolve
 from mlm.config.tree import flatten
 from mlm.util.errors import CheckFailedError
-from mlm.util.terminal import add_row, console, one_line, progress_bar, table
+from mlm.util.terminal import add_row, console, progress_bar, table
 
 SHOWN = 10  # tensors a table lists
 ABSENT = "—"
@@ -32,7 +32,7 @@ def run(config: CkptDiffConfig) -> None:
         write_result(config.out, result_of(first, second, comparison, differences))
     show(first, second, comparison, differences)
     if not comparison.equal:
-        raise CheckFailedError(f"{second} is not {first}: {sentence(comparison)}")
+        raise CheckFailedError(f"{second} is not {first}: {comparison.sentence}")
 
 
 def state_differences(first: Manifest, second: Manifest) -> Differences:
@@ -69,25 +69,6 @@ def result_of(
     }
 
 
-def sentence(comparison: CheckpointComparison) -> str:
-    """Return the differences of the tensors in a line."""
-    alike, differing = len(comparison.tensors), comparison.differing
-    parts = []
-    if differing:
-        most = differing[0]
-        parts.append(
-            f"{len(differing)} of {alike} tensors differ, {one_line(most.name)} most: by {most.largest:.1e}, "
-            f"{most.relative:.1e} of its largest element"
-        )
-    if comparison.forms:
-        parts.append(f"{len(comparison.forms)} have another shape or dtype")
-    if comparison.only_first or comparison.only_second:
-        parts.append(
-            f"{len(comparison.only_first)} are only in the first, {len(comparison.only_second)} in the second"
-        )
-    return "; ".join(parts) or f"all {alike} tensors are equal bit for bit"
-
-
 def show(first: Path, second: Path, comparison: CheckpointComparison, differences: Differences) -> None:
     """Print the tables: state, tensors that cannot be compared, and those that differ most."""
     out = console()
@@ -112,4 +93,4 @@ def show(first: Path, second: Path, comparison: CheckpointComparison, difference
             add_row(made, tensor.name, f"{tensor.elements:,}", f"{tensor.differing:,}", *numbers)
         out.print(made)
     if comparison.equal:
-        out.print(f"tensors: {sentence(comparison)}")
+        out.print(f"tensors: {comparison.sentence}")

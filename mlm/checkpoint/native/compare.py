@@ -19,6 +19,7 @@ from mlm.checkpoint.native.format import (
 )
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.slices import Region
+from mlm.util.terminal import one_line
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype to compare an element's bits in, by its bytes."""
@@ -79,6 +80,24 @@ class CheckpointComparison:
         """The tensors of which an element differs, the most different first."""
         differing = [tensor for tensor in self.tensors if tensor.differing]
         return tuple(sorted(differing, key=lambda t: (-t.relative, -t.largest, -t.differing, t.name)))
+
+    @property
+    def sentence(self) -> str:
+        """The differences of the tensors in a line."""
+        alike, differing = len(self.tensors), self.differing
+        parts = []
+        if differing:
+            most = differing[0]
+            parts.append(
+                f"{len(differing)} of {alike} tensors differ, {one_line(most.name)} most: by "
+                f"{most.largest:.1e}, {most.relative:.1e} of its largest element"
+            )
+        if self.forms:
+            parts.append(f"{len(self.forms)} have another shape or dtype")
+        if self.only_first or self.only_second:
+            only = len(self.only_first), len(self.only_second)
+            parts.append(f"{only[0]} are only in the first, {only[1]} in the second")
+        return "; ".join(parts) or f"all {alike} tensors are equal bit for bit"
 
 
 def compare_checkpoints(

@@ -7,18 +7,26 @@ CAUSES = {
     ),
     ("activation", "times"): (
         "doubled all-reduce{of}",
-        "it is {factor:g} times that of one process, and that of {before} is right; sum it over {axis} once "
-        "between them, and in backward not again",
+        "it is {factor:.6g} times that of one process, and that of {before} is right; sum it over {axis} "
+        "once between them, and in backward not again",
     ),
     ("activation", "divided"): (
         "averaged instead of summed",
-        "it is 1/{size} of that of one process, and that of {before} is right; sum it over {axis} between "
-        "them without a division",
+        "it is {factor:.6g} times that of one process, and that of {before} is right; sum it over {axis} "
+        "between them without a division",
     ),
     ("activation", "permuted"): (
         "shards permuted",
         "it holds the right numbers in another order; look at the order in which parts are put together "
         "(gather, scatter, all-to-all, order of ranks in the group), in backward too",
+    ),
+    ("activation", "shifted"): (
+        "bias added on every rank",
+        "it is right but for a shift of all rows; add the bias once, after the sum over {axis}",
+    ),
+    ("activation", "times and shifted"): (
+        "doubled all-reduce",
+        "but for a shift of all rows it is {factor:.6g} times right; sum over {axis} once before its bias",
     ),
     ("activation", "affine"): (
         "local statistics",
@@ -41,52 +49,37 @@ CAUSES = {
     ),
     ("gradient", "times"): (
         "unscaled mean",
-        "those of {names} are {factor:g} times those of one process; a sum over {axis} lacks its division or "
-        "is made twice, or a bias is added before the sum",
-    ),
-    ("gradient", "divided"): (
-        "divided twice",
-        "those of {names} are 1/{size} of those of one process; look for a division by {axis} too many",
+        "those of {names} are {factor:.6g} times those of one process; a sum over {axis} lacks its division "
+        "or is made twice, or a bias is added before the sum",
     ),
     ("gradient", "scaled"): (
         "wrong divisor",
-        "those of {names} are {factor:.6g} times those of one process; look at what the loss is divided by",
-    ),
-    ("along", "experts"): (
-        "experts",
-        "only experts are wrong; look at the ranks that hold the same ones, over which alone their gradients "
-        "are summed, and once",
-    ),
-    ("along", "router"): (
-        "router",
-        "the router is the first that is wrong; look at a loss of balance (z-loss, loads), the order of a "
-        "token's weights, or the sum of its gradient over the ranks that route other tokens",
-    ),
-    ("along", "copies"): (
-        "gradients of copies",
-        "only parameters that several tp ranks hold are wrong; look at the sum of their gradients over tp, "
-        "which sequence parallelism, norms of heads and shared key-value heads need",
-    ),
-    ("along", "one"): (
-        "one gradient",
-        "gradients before and after it are right, so backward through the layers is right; look at how its "
-        "own gradient is computed, kept or reduced",
-    ),
-    ("along", "end"): (
-        "backward of the loss",
-        "everything is wrong; look at where backward begins, the loss and the head, or a sum over dp or cp "
-        "that is missing",
-    ),
-    ("along", "layer"): (
-        "gradient of an input",
-        "{before} is right and all before it is wrong; look at what is done to the gradient of that layer's "
-        "input (f, its sum over tp; its way to the stage before), or of keys and values (its sum over cp)",
+        "those of {names} are {factor:.6g} times those of one process; look at what the loss is divided by, "
+        "and for a division too many",
     ),
 }
+CAUSES["gradient", "divided"] = CAUSES["gradient", "scaled"]
+SOME = (
+    "some gradients",
+    "gradients before and after them are right, so backward through the layers is; look at how these are "
+    "computed, kept or reduced: experts over the ranks that hold the same ones, copies (norms, shared "
+    "key-value heads) over tp",
+)
+INPUT = (
+    "gradient of an input",
+    "{before} is right and all before it is wrong; look at what is done to the gradient of that layer's "
+    "input (f, its sum over tp; its way to the stage before), of keys and values (its sum over cp), and at a "
+    "loss that a router adds (balance, z-loss)",
+)
+END = (
+    "backward of the loss",
+    "everything is wrong; look at where backward begins, the loss and the head, or a sum over dp or cp that "
+    "is missing",
+)
+"""Of wrong gradients where no output of a module was recorded; FORWARD of a wrong loss there."""
 FORWARD = (
     "the forward pass differs; look at how weights are split (the order of the qkv rows), a sum over tp, "
     "positions (learned or rotary positions, of tp and cp ranks too), dropout masks, the order in which "
     "tokens come back from experts, the biases of routers, which move once a step, the capacity of experts, "
     "which is of a whole sequence, or which samples each replica reads"
 )
-"""Of a wrong loss where no output of a module was recorded."""

@@ -24,7 +24,6 @@ from mlm.verify.audit.parts import (
     placements,
 )
 from mlm.verify.audit.record import KINDS, Key, Record
-from mlm.verify.audit.subject import Split
 from mlm.verify.verdict import FLOOR, TOLERANCES
 
 ROUNDING = 1e4
@@ -64,9 +63,8 @@ class Place:
 class Comparison:
     """Every tensor that both have, compared in the order of the reference's computation.
 
-    `units` are the sizes in which differences of some kinds are measured, in place of the largest element, to
-    the tolerance of the kind's name; a loss that has one is the global batch's on every rank. `rounding` is
-    that of the steps before. Raises UserError where names do not match.
+    Of our trainer, `lr_sum` is the unit of weights: its learning rates added up. Its loss is the global
+    batch's on every rank. `rounding` is that of the steps before. Raises UserError where names do not match.
     """
 
     def __init__(
@@ -75,21 +73,22 @@ class Comparison:
         ranks: Ranks,
         layout: Layout,
         *,
-        units: Mapping[str, float] | None = None,
+        lr_sum: float | None = None,
         eps: float = 0.0,
         rounding: Rounding | None = None,
     ) -> None:
         self.layout, self.reference, self.ranks = layout, reference, ranks
-        self.units, self.eps, self.rounding = units or {}, eps, {} if rounding is None else rounding
+        self.lr_sum, self.eps, self.rounding = lr_sum, eps, {} if rounding is None else rounding
         self.places: list[Place] = []
         self.skipped: list[str] = []
         """What could not be compared, and why."""
-        self.factors: dict[int, Mapping[Coordinates, float]] = {}
-        """Of each step: the scale of replicas' gradients inside the model, which their reduction undoes."""
         formats = list(TOLERANCES)
         self.precision = max((r.precision for r in (reference, *ranks.values())), key=formats.index)
         self._largest: dict[tuple[int, str], float] = {}
-        self._calls = {id(record): _count_calls(record) for record in (reference, *ranks.values())}
+        self._calls = {
+            id(record): Counter((k.step, k.kind, k.name, k.item) for k in record.tensors)
+            for record in (reference, *ranks.values())
+        }
         for key, tensor in reference.tensors.items():
             size = self._moved(key) if key.kind == "weight" else magnitude(tensor)
             self._largest[key[:2]] = max(self._largest.get(key[:2], 0.0), size)
@@ -136,11 +135,14 @@ class Comparison:
     def _unit_and_limit(self, key: Key, whole: Tensor) -> tuple[float, float]:
         """The size in which a difference is measured, and the tolerance in it."""
         tolerance = TOLERANCES[self.precision]
-        if key.kind in self.units:
-            return self.units[key.kind], float(getattr(tolerance, key.kind))
         size, floor = magnitude(whole), FLOOR * self._largest[key[:2]]
+        if key.kind == "loss":
+            return 1.0 if self.lr_sum is not None else max(size, 1.0), tolerance.loss  # nats a token
+        if key.kind == "norm":
+            return size, tolerance.norm
         if key.kind == "weight":
-            return max(self._moved(key), floor, 1e-30), tolerance.weight
+            moved = max(self._moved(key), floor, 1e-30) if self.lr_sum is None else self.lr_sum
+            return moved, tolerance.weight
         return max(size, floor) or 1.0, tolerance.gradient if key.step == 0 else tolerance.later
 
     def _compare(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> None:
@@ -149,11 +151,12 @@ class Comparison:
             self.places.append(Place(key, self._parameter(key, whole, stage, parts), unit, limit, stage))
             return
         record = next(record for rank, record in self.ranks.items() if rank[0] == stage)
-        if self._calls[id(self.reference)][_call_of(key)] != self._calls[id(record)][_call_of(key)]:
+        call = key.step, key.kind, key.name, key.item
+        if self._calls[id(self.reference)][call] != self._calls[id(record)][call]:
             self._skip(f"{key.name} is called another number of times than on one process")
         elif (
             found := self._loss(parts, whole, limit * unit)
-            if key.kind == "loss" and key.kind not in self.units
+            if key.kind == "loss" and self.lr_sum is None
             else self._activation(key, parts, whole, limit * unit)
         ) is None:
             shape = list(next(iter(parts.values())).shape)
@@ -163,16 +166,11 @@ class Comparison:
 
     def _activation(self, key: Key, parts: Parts, whole: Tensor, bound: float) -> Match | None:
         """Compare an output, its gradient or the norm, at the placement that fits best."""
-        is_backward = key.kind == "backward"
-        fits = is_backward and key.step not in self.factors
-        factors = self.factors.get(key.step) if is_backward else None
-        choices = self._choices(key, parts, whole)
-        found = match(parts, whole, choices, bound, factors=factors, fits_factors=fits)
-        if fits and found is not None:
-            self.factors[key.step] = found.factors
+        is_scaled = key.kind == "backward" and self.layout["dp"] * self.layout["cp"] > 1
+        found = match(parts, whole, self._choices(key, parts, whole), bound, is_scaled=is_scaled)
         is_wrong = found is None or not found.error <= bound
         if is_wrong and key.kind != "norm" and self.layout["tp"] * self.layout["cp"] == 1:
-            rows = match_rows(parts, whole, factors or {})
+            rows = match_rows(parts, whole, is_scaled=is_scaled)
             found = rows if rows is not None and rows.error <= bound else found
         return found
 
@@ -197,14 +195,12 @@ class Comparison:
 
     def _loss(self, parts: Parts, whole: Tensor, bound: float) -> Match | None:
         """Compare the loss, of which replicas may each have their own: its mean or sum over them."""
-        choices = list(placements(parts, whole, self.layout)) if whole.ndim else [{}]
-        found = match(parts, whole, choices, bound)
-        for is_mean in (True, False):
+        found = match(parts, whole, [{}], bound)
+        summed = add_over(add_over(parts, "cp"), "dp")
+        for count in (self.layout["cp"] * self.layout["dp"], 1):
             if found is not None and found.error > bound:
-                summed = add_over(add_over(parts, "cp"), "dp")
-                count = self.layout["cp"] * self.layout["dp"] if is_mean else 1
-                other = match({at: part / count for at, part in summed.items()}, whole, choices, bound)
-                found = other if other is not None and other.error < found.error else found
+                other = match({at: part / count for at, part in summed.items()}, whole, [{}], bound)
+                found = min(found, other or found, key=lambda m: m.error)
         return found
 
     def _parameter(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> Match:
@@ -236,14 +232,6 @@ def magnitude(tensor: Tensor) -> float:
     return float(tensor.abs().amax()) if tensor.numel() else 0.0
 
 
-def _call_of(key: Key) -> tuple[int, str, str, int]:
-    return key.step, key.kind, key.name, key.item
-
-
-def _count_calls(record: Record) -> Counter[tuple[int, str, str, int]]:
-    return Counter(map(_call_of, record.tensors))
-
-
 def held(ranks: Ranks, key: Key) -> dict[int, Parts]:
     """The parts of a tensor by pipeline stage: where every rank of it has one, or offsets tell."""
     stages: dict[int, Parts] = {}
@@ -270,17 +258,13 @@ def match_parameter(
 def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: Layout) -> Placement:
     """The placement of a parameter, as it says or by shapes. Raises UserError for none that fits."""
     splits = next(r.splits[name] for r in ranks.values() if name in r.splits)
-    if splits is None:
-        choices = list(placements(parts, whole, layout))
-        by_tp = [c for c in choices if all(c[a] == "copy" for a in c if a != "tp")]
-        if choices:
-            return (by_tp or choices)[0]
-    else:
-        chosen: dict[str, Split | str] = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1}
-        chosen |= {split.axis: split for split in splits if layout[split.axis] > 1}
-        blocks = {split.axis: (1, split.blocks) for split in splits}
-        if chosen in list(placements(parts, whole, layout, blocks=blocks)):
-            return chosen  # type: ignore[return-value]
+    said = [split for split in splits or () if layout[split.axis] > 1]
+    declared = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1} | {each.axis: each for each in said}
+    choices = list(placements(parts, whole, layout, blocks={each.axis: (1, each.blocks) for each in said}))
+    if splits is not None:
+        choices = [choice for choice in choices if choice == declared]
+    for choice in sorted(choices, key=lambda c: any(c[axis] != "copy" for axis in c if axis != "tp")):
+        return choice
     shape = list(next(iter(parts.values())).shape)
     raise UserError(
         f"parameter {name}: {shape} on each rank does not make {list(whole.shape)} on one process",

@@ -13,14 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.causes import CAUSES, FORWARD
+from mlm.verify.audit.causes import CAUSES, END, FORWARD, INPUT, SOME
 from mlm.verify.audit.compare import Comparison, Place, magnitude
 from mlm.verify.audit.parts import SPLIT_AXES, Parts, are_copies, difference, scale_of
 from mlm.verify.audit.record import KINDS
 from mlm.verify.audit.subject import Split
 
-LOADS = (".router.bias", ".router.load")
-"""Ends of the names of a router's state that the loads of its experts move, and no gradient."""
 FIT = 1e-6
 """Formulas hold to this fraction of the largest element, or to ten tolerances."""
 MOST_NAMES = 4
@@ -93,24 +91,25 @@ class Pattern(NamedTuple):
 def pattern(comparison: Comparison, places: Sequence[Place]) -> Pattern | None:
     """The formula that explains all places; None without any."""
     pairs = [(place, part, right) for place in places for part, right in place.match.pairs.values()]
-
-    def is_scaled(factor: float) -> bool:
-        return all(is_close(part, factor * right, place) for place, part, right in pairs)
-
+    _, part, right = max(pairs, key=lambda pair: magnitude(pair[2]))
+    factor = scale_of(part, right)
+    is_scaled = factor != 0.0 and all(is_close(part, factor * right, place) for place, part, right in pairs)
+    slope = _slope(places[0]) if len(places) == 1 and places[0].key.kind == "output" else None
     for axis, size in axes_of(comparison):
-        for name, factor in (("times", float(size)), ("divided", 1 / size)):
-            if is_scaled(factor):
+        for name, multiple in (("times", size), ("divided", 1 / size)):
+            if is_scaled and math.isclose(factor, multiple, rel_tol=max(FIT, 10 * places[0].limit)):
                 return Pattern(name, axis, factor)
         for name in ("addends", "mean"):
             if all(_adds_up(place, axis, is_mean=name == "mean") for place in places):
                 return Pattern(name, axis)
-    _, part, right = max(pairs, key=lambda pair: magnitude(pair[2]))
-    if (factor := scale_of(part, right)) and is_scaled(factor):
+        for name, multiple in (("shifted", 1), ("times and shifted", size)):
+            if slope is not None and math.isclose(slope, multiple, rel_tol=FIT):
+                return Pattern(name, axis, slope)
+    if is_scaled:
         return Pattern("scaled", factor=factor)
     if all(map(_is_permuted, places)):
         return Pattern("permuted")
-    is_affine = places[0].key.kind == "output" and all(map(_is_affine, places))
-    return Pattern("affine") if is_affine else None
+    return None if slope is None else Pattern("affine")
 
 
 def axes_of(comparison: Comparison) -> list[tuple[str, int]]:
@@ -144,20 +143,23 @@ def _is_permuted(place: Place) -> bool:
     return actual.numel() > 1 and is_close(actual, expected, place)
 
 
-def _is_affine(place: Place) -> bool:
-    """True if along some dimension each part is a·x + b of the right one x."""
-    pairs = list(place.match.pairs.values())
-    for dim in range(pairs[0][1].ndim):
-        centred = [[t - t.mean(dim, keepdim=True) for t in pair] for pair in pairs]
-        slopes = [
-            (x * y).sum(dim, keepdim=True) / (x * x).sum(dim, keepdim=True).clamp_min(1e-300)
-            for y, x in centred
+def _slope(place: Place) -> float | None:
+    """The a of parts that along some dimension are a·x + b of the right x: NaN where it varies; else None."""
+    found = None
+    for dim in range(next(iter(place.match.pairs.values()))[1].ndim):
+        pairs = [
+            (y - y.mean(dim, keepdim=True), x - x.mean(dim, keepdim=True))
+            for y, x in place.match.pairs.values()
         ]
-        if pairs[0][1].shape[dim] > 3 and all(
-            is_close(y, slope * x, place) for (y, x), slope in zip(centred, slopes, strict=True)
-        ):
-            return True
-    return False
+        if pairs[0][1].shape[dim] <= 3:  # through two points there is a line
+            continue
+        slope = scale_of(*pairs[0])
+        if all(is_close(y, slope * x, place) for y, x in pairs):
+            return slope
+        slopes = [(x * y).sum(dim, True) / (x * x).sum(dim, True).clamp_min(1e-300) for y, x in pairs]
+        if all(is_close(y, a * x, place) for (y, x), a in zip(pairs, slopes, strict=True)):
+            found = math.nan
+    return found
 
 
 def unequal(place: Place) -> str | None:
@@ -209,13 +211,12 @@ def _dropout(comparison: Comparison) -> Finding | None:
     return None
 
 
-def _worded(
-    comparison: Comparison, kind: str, found: Pattern | None, **words: object
-) -> tuple[str, str] | None:
-    row = None if found is None else CAUSES.get((kind if kind == "gradient" else "activation", found.name))
-    if found is None or row is None:
+def _worded(kind: str, found: Pattern | None, **words: object) -> tuple[str, str] | None:
+    """The cause and sentence of a pattern."""
+    table = "gradient" if kind == "gradient" else "activation"
+    if found is None or (row := CAUSES.get((table, found.name))) is None:
         return None
-    words |= {"axis": found.axis, "size": comparison.layout.get(found.axis, 1), "factor": found.factor}
+    words |= {"axis": found.axis, "factor": found.factor}
     of, where = BACKWARD if kind == "backward" else ("", "")
     cause, sentence = (text.format(of=of, where=where, **words) for text in row)
     return cause, sentence
@@ -233,14 +234,10 @@ def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
             f"{name} before it is right, and it is wrong on {ranks} alone; look at what reads a rank's place "
             "(positions, masks, samples, random numbers)",
         )
-    if kind == "output" and (bias := _around_bias(comparison, place)):
-        return bias
-    if not place.match.sums and (
-        found := _worded(comparison, kind, pattern(comparison, [place]), before=name)
-    ):
+    if not place.match.sums and (found := _worded(kind, pattern(comparison, [place]), before=name)):
         return found
     if before is not None and before.match.sums:  # right as addends, and taken for the sum
-        found = _worded(comparison, kind, Pattern("addends", before.match.sums[0]), before=name)
+        found = _worded(kind, Pattern("addends", before.match.sums[0]), before=name)
         assert found is not None
         return (*found, name)
     splits = [] if before is None else [how for how in before.match.placement.values() if how != "copy"]
@@ -268,36 +265,12 @@ def _wrong_ranks(place: Place) -> str:
     return " ".join(f"{axis} rank {wrong[0][SPLIT_AXES.index(axis)]}" for axis in axes) or "some ranks"
 
 
-def _around_bias(comparison: Comparison, place: Place) -> tuple[str, str] | None:
-    """The cause of a wrong sum over an axis beside which a bias b is added: y is u·right + v·b."""
-    tensors = comparison.reference.tensors
-    biases = {key.name: x for key, x in tensors.items() if key.kind == "initial" and x.ndim == 1 and x.any()}
-    pairs = [] if place.match.sums else list(place.match.pairs.values())
-    for axis, n in axes_of(comparison) if pairs else []:
-        for name, bias in biases.items():
-            if any(right.shape[-1] != len(bias) for _, right in pairs):
-                continue
-            before = f"before the sum over {axis}; add it once, after the sum"
-            for cause, u, v, why in (
-                ("bias added on every rank", 1, n - 1, f"every {axis} rank adds {name} {before}"),
-                (
-                    "doubled all-reduce",
-                    n,
-                    1 - n,
-                    f"but for {name} it is {n} times right; sum over {axis} once",
-                ),
-            ):
-                if all(is_close(part, u * right + v * bias, place) for part, right in pairs):
-                    return cause, why
-    return None
-
-
 def _is_own_loss(comparison: Comparison, place: Place) -> bool:
     """True if replicas report losses of their own, equal on all their tp ranks: no difference of training."""
     values: dict[tuple[int, ...], set[float]] = {}
     for at, part in _parts(place).items():
         values.setdefault(at[:2], set()).add(float(part.double().sum()))
-    is_own = len(values) > 1 and "loss" not in comparison.units
+    is_own = len(values) > 1 and comparison.lr_sum is None
     return is_own and all(max(v) - min(v) <= FIT * abs(max(v)) for v in values.values())
 
 
@@ -316,9 +289,7 @@ def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
             "look at the count of tokens that it is divided by, which should be that of the global batch"
         )
         return "wrong divisor", f"the outputs are right, and {head}; {divisor}, and at labels"
-    if place.key.step == 0:
-        return "forward pass", f"{head}: {FORWARD}"
-    return "samples", f"{head}, and the steps before are right; look at the samples of this step"
+    return "forward pass", f"{head}: {FORWARD}"
 
 
 def _has_outputs(comparison: Comparison) -> bool:
@@ -337,7 +308,7 @@ def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
             f"it is log({tp}) too large: a vocabulary-parallel loss received whole logits, and counts each "
             "on every tp rank; give it this rank's logits",
         )
-    if tp > 1 and outputs and isinstance(outputs[-1].match.over("tp"), Split):
+    if tp > 1 and outputs and isinstance(outputs[-1].match.placement.get("tp"), Split):
         return (
             "local statistics",
             f"the logits are right, split over tp, and it is {shown} in place of {right:.10g}: it takes a "
@@ -360,7 +331,7 @@ def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
     names = "all parameters" if len(wrong) == len(step) else _list(wrong)
     if (stages := _tied(wrong)) is not None:
         return "tied weights not summed", stages, _list(wrong[:1])
-    if found := _worded(comparison, "gradient", pattern(comparison, wrong), names=names):
+    if found := _worded("gradient", pattern(comparison, wrong), names=names):
         return (*found, names)
     if not _has_outputs(comparison):
         return _along_the_model(comparison, step, wrong)
@@ -377,19 +348,10 @@ def _along_the_model(
     """The cause of wrong gradients by whose they are: backward begins at the end of the model."""
     last, index = wrong[-1], step.index(wrong[-1])
     after = step[index + 1].key.name if step[index + 1 :] else ""
-    if found := _worded(comparison, "backward", pattern(comparison, [last]), before=after or "the loss"):
+    if found := _worded("backward", pattern(comparison, [last]), before=after or "the loss"):
         return found
-    if all(".experts." in p.key.name for p in wrong):
-        case = "experts"
-    elif ".router." in last.key.name:
-        case = "router"
-    elif all(any(len(group) > 1 for group in p.match.copies("tp")) for p in wrong):
-        case = "copies"
-    elif any(not p.is_wrong for p in step[:index]):
-        case = "one"
-    else:
-        case = "layer" if after else "end"
-    cause, sentence = CAUSES["along", case]
+    is_some = any(not p.is_wrong for p in step[:index])
+    cause, sentence = SOME if is_some else INPUT if after else END
     return cause, sentence.format(before=after)
 
 
@@ -406,40 +368,23 @@ def _tied(wrong: Sequence[Place]) -> str | None:
     return None
 
 
-def _norm(comparison: Comparison, place: Place) -> tuple[str, ...]:
-    """Name the parameters that the norm misses or repeats, by formula."""
-    values = [float(part) for part in _parts(place).values()]
-    right = float(next(iter(place.match.pairs.values()))[1])
-    gradients = {p.key: p for p in comparison.places if p.key[:2] == (place.key.step, "gradient")}
-    squares = {key: float(comparison.reference.tensors[key].double().square().sum()) for key in gradients}
-    shown = ", ".join(f"{value:.6g}" for value in list(dict.fromkeys(values))[:4])
-    head = f"it is {shown} in place of {right:.6g}"
-    for axis, size in axes_of(comparison):
-        copied = sum(squares[key] for key, p in gradients.items() if p.match.over(axis) == "copy")
-        split = sum(squares.values()) - copied
-        for square, verb, what in (
-            (split + size * copied, "repeats", f"parameters that all {axis} ranks hold count {size} times"),
-            (copied, "misses", f"parameters that are split over {axis} do not count"),
-        ):
-            if all(math.isclose(value, math.sqrt(square), rel_tol=FIT) for value in values):
-                return f"norm {verb} parameters", f"{head}: {what}"
-    verb = "misses" if min(values) < right else "repeats"
+def _norm(_: Comparison, place: Place) -> tuple[str, ...]:
+    shown, right = _means(place)
+    verb = "misses" if any(float(part) < right for part in _parts(place).values()) else "repeats"
     return (
         f"norm {verb} parameters",
-        f"{head}; add the squares of each part of each parameter once, over tp, pp and shards",
+        f"it is {shown} in place of {right:.10g}; add the squares of each part of each parameter once: over "
+        "tp, pp, ep and shards of dp, and of copies on one rank alone",
     )
 
 
 def _weights(comparison: Comparison, place: Place) -> tuple[str, ...]:
     wrong = [p for p in comparison.wrong if p.key[:2] == place.key[:2]]
-    if place.key.name.endswith(LOADS):
-        why = "the gradients are right, and what the loads of experts move is not; count these over all ranks"
-        return "loads of experts", f"{why} that hold other tokens, once a step", _list(wrong)
     if axis := next(filter(None, map(unequal, wrong)), None):
         return (
             "replicas drift",
             f"the gradients are right, and the copies on {axis} ranks differ after the update; look at what "
-            "else it reads on each rank (learning rate, moments, order of parameters)",
+            "else it reads on each rank (learning rate, moments, order of parameters, loads of experts)",
             _list(wrong),
         )
     return (

@@ -4,8 +4,6 @@ Ranks exchange files only with it, so that nothing here takes part in the subjec
 have no name: they end with the processes, however these end.
 """
 
-import importlib
-import importlib.util
 import math
 import os
 import signal
@@ -13,20 +11,22 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import ModuleType
-from typing import IO, NamedTuple
+from typing import IO
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from mlm.config.suggest import nearest
 from mlm.util.errors import UserError
 from mlm.util.system import die_with_parent
 from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble_weights
@@ -39,8 +39,13 @@ GRACE_S = 5.0
 """Seconds that ranks get to report after the first has failed."""
 STUCK = 1.5
 """Timeouts of a collective after which ranks that report nothing count as stuck."""
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-TIMED_OUT = ("Timed out waiting", "timed out", "Timeout")
+OF_OTHERS = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
+    *("Timed out waiting", "timed out", "Timeout"),
+)
+"""Words of errors that a rank has where another is lost or late."""
+NOTE = 200
+"""Bytes that say what a rank does."""
 IMPORTING = "MLM_AUDIT"
 """Environment variable that is set while the user's code is imported."""
 MISTAKE = "mistake: "
@@ -63,33 +68,27 @@ class Outcome:
 def load_build(name: str) -> Callable[..., AuditSubject]:
     """The function FILE.py:FUNCTION or MODULE:FUNCTION. Raises UserError where it cannot be imported."""
     where, _, function = name.rpartition(":")
-    file = Path(where if where.endswith(".py") else f"{where}.py")
-    if not where or not function:
-        raise UserError(f"build={name}: names no function; type FILE.py:FUNCTION")
-    if not file.is_file() and (where.endswith(".py") or os.sep in where):
-        raise UserError(f"build={name}: {where} is no file; type FILE.py:FUNCTION")
     os.environ[IMPORTING] = name
     try:
-        module = import_file(file) if file.is_file() else importlib.import_module(where)
+        found = getattr(import_file(Path(where)) if where.endswith(".py") else import_module(where), function)
     except (Exception, SystemExit) as error:
-        raise UserError(f"build={name}: importing {where} fails: {first_line(error)}") from error
+        raise UserError(
+            f"build={name}: importing it fails: {first_line(error)}", fix="type FILE.py:FUNCTION"
+        ) from error
     finally:
         del os.environ[IMPORTING]
-    found = getattr(module, function, None)
     if not callable(found):
-        near = nearest(function, vars(module)) if found is None else None
-        problem = f"{where} has no function {function}" if found is None else f"{function} is no function"
-        raise UserError(f"build={name}: {problem}; name one of it" + (f", such as {near}" if near else ""))
+        raise UserError(f"build={name}: {function} is no function; name one of {where}")
     return found
 
 
 def import_file(file: Path) -> ModuleType:
     """A file as a module, which may import its neighbours."""
     sys.path.insert(0, str(file.resolve().parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    module = sys.modules[file.stem] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -103,14 +102,11 @@ def audit_layouts(build: Callable[..., AuditSubject], config: AuditConfig) -> li
     """Audit the layout; where it parts, also its axes one by one, for the smallest layout that does."""
     layout = {axis: getattr(config, axis) for axis in AXES}
     outcomes = [audit_layout(build, layout, config)]
-    axes = [axis for axis in AXES if layout[axis] > 1]
-    if outcomes[0].finding is not None and len(axes) > 1:
-        alone = (dict.fromkeys(AXES, 1) | {axis: layout[axis]} for axis in axes)
+    alone = [dict.fromkeys(AXES, 1) | {axis: n} for axis, n in layout.items() if n > 1]
+    if outcomes[0].finding is not None and len(alone) > 1:
         for size in sorted(alone, key=lambda s: sorted(s.values())):
-            try:
+            with suppress(UserError):  # of code that needs several axes
                 outcomes.append(audit_layout(build, size, config))
-            except UserError:  # code that needs several axes
-                continue
     return outcomes
 
 
@@ -151,21 +147,6 @@ def audit_layout(build: Callable[..., AuditSubject], layout: Layout, config: Aud
     )
 
 
-class RankProcess(NamedTuple):
-    """A forked rank, and the files it writes."""
-
-    pid: int
-    state: IO[bytes]
-    """What it does at present."""
-    output: IO[bytes]
-    """Its record, or its error if it ends with another code than 0."""
-
-
-def path_of(file: IO[bytes]) -> Path:
-    """The path of an open file, in this process."""
-    return Path(f"/proc/self/fd/{file.fileno()}")
-
-
 class World:
     """Ranks of one layout; `weights_of` is the layout whose initial weights they take."""
 
@@ -179,51 +160,57 @@ class World:
         self.build, self.layout, self.config, self.weights_of = build, layout, config, weights_of
         self.size, host = math.prod(layout.values()), os.getpid()
         self.store = TemporaryFile()  # noqa: SIM115  # the files are open as long as this
-        self.ranks: list[RankProcess] = []
+        self.files = [TemporaryFile() for _ in range(self.size)]  # noqa: SIM115
+        """Of each rank: what it does at present in NOTE bytes, then its record or error."""
+        self.pids: list[int] = []
         for rank in range(self.size):
-            state, output = TemporaryFile(), TemporaryFile()  # noqa: SIM115
             if (pid := os.fork()) == 0:
-                self._run_rank(rank, host, partial(_note, state), output)
-            self.ranks.append(RankProcess(pid, state, output))
+                self._run_rank(rank, host)
+            self.pids.append(pid)
 
     def wait(self) -> Ranks:
         """Wait for the ranks and return their records. Raises UserError for one that failed or hangs."""
-        left, failed, end = dict(enumerate(self.ranks)), list[int](), math.inf
+        left, failed, end = dict(enumerate(self.pids)), list[int](), math.inf
         while left and time.monotonic() < end and not self._is_stuck():
-            for number, rank in list(left.items()):
-                pid, status = os.waitpid(rank.pid, os.WNOHANG)
-                if pid:
-                    del left[number]
-                if pid and (status or not os.fstat(rank.output.fileno()).st_size):
-                    failed.append(number)
+            for rank, pid in list(left.items()):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    del left[rank]
+                if ended and (status or not self._read(rank)[1]):
+                    failed.append(rank)
                     end = min(end, time.monotonic() + GRACE_S)
             time.sleep(0.02)
-        for rank in left.values():
-            os.kill(rank.pid, signal.SIGKILL)
-            os.waitpid(rank.pid, 0)
+        for pid in left.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         if failed or left:
             raise UserError(self._failure(failed))
         return self.records()
 
     def _is_stuck(self) -> bool:
         """True if no rank has reported progress for longer than a collective may take."""
-        newest = max(os.fstat(rank.state.fileno()).st_mtime for rank in self.ranks)
+        newest = max(os.fstat(file.fileno()).st_mtime for file in self.files)
         return time.time() - newest > STUCK * self.config.timeout_s
+
+    def _note(self, rank: int, text: str) -> None:
+        """Write what a rank does over what it did: quickly, since each collective does."""
+        os.pwrite(self.files[rank].fileno(), text.encode()[:NOTE].ljust(NOTE), 0)
+
+    def _read(self, rank: int) -> tuple[str, bytes]:
+        """What a rank does at present, and what it ended with."""
+        content = path_of(self.files[rank]).read_bytes()
+        return content[:NOTE].decode(errors="replace").rstrip(" \0"), content[NOTE:]
 
     def records(self) -> Ranks:
         """Records of the ranks by their coordinates."""
-        sizes = tuple(self.layout.values())
-        places = (tuple(map(int, np.unravel_index(rank, sizes))) for rank in range(self.size))
-        outputs = (path_of(rank.output).read_bytes() for rank in self.ranks)
-        return {at: Record.of_bytes(output) for at, output in zip(places, outputs, strict=True)}
+        every = product(*map(range, self.layout.values()))
+        return {at: Record.of_bytes(self._read(rank)[1]) for rank, at in enumerate(every)}
 
     def _failure(self, failed: list[int]) -> str:
         """One line: a user's mistake, the rank that failed itself, or where each waits."""
-        outputs = {rank: path_of(self.ranks[rank].output).read_text(errors="replace") for rank in failed}
-        errors = {rank: text for rank, text in outputs.items() if text}
-        states = [path_of(rank.state).read_text(errors="replace").rstrip(" \0") for rank in self.ranks]
-        own = {r: e for r, e in errors.items() if not any(words in e for words in (*LOST_PEER, *TIMED_OUT))}
-        silent = [rank for rank in failed if rank not in errors]
+        states, contents = zip(*map(self._read, range(self.size)), strict=True)
+        errors = {rank: contents[rank].decode(errors="replace") for rank in failed}
+        own = {r: e for r, e in errors.items() if e and not any(words in e for words in OF_OTHERS)}
         if mistake := next((e for e in own.values() if e.startswith(MISTAKE)), ""):
             return mistake.removeprefix(MISTAKE)
         if own:
@@ -234,14 +221,15 @@ class World:
                 return f"the subject fails in {states[rank]} on one process: {text}"
             others = "" if len(own) == self.size else "; other ranks do not"
             return f"rank {rank} of {self.size} fails in {states[rank]}: {text}{others}"
-        if silent:
-            return f"rank {silent[0]} of {self.size} died in {states[silent[0]]}"
+        if dead := [rank for rank, text in errors.items() if not text]:
+            return f"rank {dead[0]} of {self.size} died in {states[dead[0]]}"
         where = "; ".join(f"rank {rank}: {state}" for rank, state in enumerate(states))
         limit = f"timeout_s={self.config.timeout_s:g}"
         return f"deadlock, or {limit} is too low: no progress in that time ({where})"
 
-    def _run_rank(self, rank: int, host: int, note: Callable[[str], None], output: IO[bytes]) -> None:
+    def _run_rank(self, rank: int, host: int) -> None:
         """One rank's process, from the fork to its end."""
+        note = partial(self._note, rank)
         code = 1
         try:
             die_with_parent(host)
@@ -256,8 +244,9 @@ class World:
         except BaseException as error:
             content = first_line(error).encode()
         finally:
-            output.write(content)
-            output.flush()
+            with open(path_of(self.files[rank]), "r+b") as file:
+                file.seek(NOTE)
+                file.write(content)
             os._exit(code)  # destructors could wait for a peer
 
     def _record(self, rank: int, note: Callable[[str], None]) -> Record:
@@ -279,6 +268,6 @@ class World:
         return recorder.run(self.config.steps)
 
 
-def _note(state: IO[bytes], text: str) -> None:
-    """Write what a rank does over what it did: quickly, since each collective does."""
-    os.pwrite(state.fileno(), text.encode()[:200].ljust(200), 0)
+def path_of(file: IO[bytes]) -> Path:
+    """The path of an open file, in this process."""
+    return Path(f"/proc/self/fd/{file.fileno()}")

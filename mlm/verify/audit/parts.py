@@ -15,6 +15,7 @@ SPLIT_AXES = ("dp", "cp", "tp")
 """Axes over which a tensor may be split, outermost first: the order of coordinates here."""
 Coordinates = tuple[int, ...]
 Parts = dict[Coordinates, Tensor]
+Pairs = dict[Coordinates, tuple[Tensor, Tensor]]
 How = Split | Literal["copy", "sum"]
 Placement = Mapping[str, How]
 """Of each axis with several ranks: how they hold a tensor. "sum": the whole is the sum of theirs."""
@@ -25,18 +26,12 @@ class Match:
     """Parts beside what they should be, at the placement that fits best."""
 
     placement: Placement
-    pairs: dict[Coordinates, tuple[Tensor, Tensor]]
+    pairs: Pairs
     """(a rank's tensor, what it should be), after sums."""
     error: float
     """Largest difference of an element; infinite where one is not finite."""
     regions: Mapping[Coordinates, Hashable] = field(default_factory=dict)
     """What each rank's part is of the whole: the same for ranks that hold copies."""
-    factors: Mapping[Coordinates, float] = field(default_factory=dict)
-    """Of gradients: the scale of each replica's, by coordinates over dp and cp."""
-
-    def over(self, axis: str) -> Split | str:
-        """The placement over an axis."""
-        return self.placement.get(axis, "copy")
 
     @property
     def sums(self) -> list[str]:
@@ -52,37 +47,23 @@ class Match:
 
 
 def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -> Tensor:
-    """A view of the part of a whole tensor that belongs to the rank at some coordinates.
+    """A copy of the part of a whole tensor that belongs to the rank at some coordinates.
 
-    A dimension with blocks is two in it. Raises RuntimeError or IndexError where the shapes do not fit.
+    Raises RuntimeError where the shapes do not fit.
     """
-    splits = [how for how in placement.values() if isinstance(how, Split)]
-    view = whole
-    for split in sorted(splits, key=lambda split: (split.blocks > 1, -split.dim)):
-        axis = SPLIT_AXES.index(split.axis)
-        dim, index = split.dim % whole.ndim, at[axis]
+    for split in (how for how in placement.values() if isinstance(how, Split)):
+        axis, dim = SPLIT_AXES.index(split.axis), split.dim % whole.ndim
         sizes = [part.shape[dim] for c, part in sorted(parts.items()) if _aside(c, axis) == _aside(at, axis)]
+        share, index = whole.shape[dim] / sum(sizes) / split.blocks, at[axis]
+        begin, end = (round(share * sum(sizes[:n])) for n in (index, index + 1))
+        rows = torch.arange(whole.shape[dim])
         if split.is_zigzag:
-            view = zigzag(view, dim, len(sizes))
-        if split.blocks > 1:
-            view, dim = view.unflatten(dim, (split.blocks, -1)), dim + 1
-        times, rest = divmod(view.shape[dim], sum(sizes) // split.blocks)
-        if rest:
-            raise RuntimeError("the sizes do not fit")
-        start, length = sum(sizes[:index]) // split.blocks, sizes[index] // split.blocks
-        view = view.narrow(dim, start * times, length * times)
-    shape = tuple(view.shape)
-    for dim in sorted(split.dim % whole.ndim for split in splits if split.blocks > 1):
-        shape = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
-    if shape != tuple(parts[at].shape):
+            pieces = rows.chunk(2 * len(sizes))
+            rows = torch.cat([piece for n in range(len(sizes)) for piece in (pieces[n], pieces[-1 - n])])
+        whole = whole.index_select(dim, rows.view(split.blocks, -1)[:, begin:end].flatten())
+    if whole.shape != parts[at].shape:
         raise RuntimeError("the shapes do not fit")
-    return view
-
-
-def zigzag(whole: Tensor, dim: int, ranks: int) -> Tensor:
-    """A copy in the order in which ranks hold it that each have a piece from both ends."""
-    pieces = whole.unflatten(dim, (2 * ranks, -1)).unbind(dim)
-    return torch.cat([piece for rank in range(ranks) for piece in (pieces[rank], pieces[-1 - rank])], dim)
+    return whole
 
 
 def _aside(at: Coordinates, axis: int) -> Coordinates:
@@ -107,9 +88,9 @@ def are_copies(parts: Parts, axis: str) -> bool:
 
 def fill(whole: Tensor, parts: Parts, placement: Placement) -> None:
     """Put a whole tensor together from its parts."""
+    numbers = torch.arange(whole.numel()).view(whole.shape)
     for at, part in parts.items():
-        view = region(whole, placement, at, parts)
-        view.copy_(part.reshape(view.shape))
+        whole.view(-1)[region(numbers, placement, at, parts).flatten()] = part.flatten()
 
 
 def placements(
@@ -144,17 +125,11 @@ def placements(
 
 
 def match(
-    parts: Parts,
-    whole: Tensor,
-    choices: Iterable[Placement],
-    limit: float,
-    *,
-    factors: Mapping[Coordinates, float] | None = None,
-    fits_factors: bool = False,
+    parts: Parts, whole: Tensor, choices: Iterable[Placement], limit: float, *, is_scaled: bool = False
 ) -> Match | None:
     """The first placement at which no element is further off than `limit`, else the best; None without any.
 
-    Each replica's gradients are divided by its factor, which is fitted by least squares if `fits_factors`.
+    If `is_scaled`, each replica's gradients have a scale of their own, which its reduction undoes.
     """
     best: Match | None = None
     for placement in choices:
@@ -163,19 +138,28 @@ def match(
             continue
         for axis in sums:
             summed = add_over(summed, axis)
-        pairs = {
-            at: (part, region(whole, placement, at, parts).reshape(part.shape)) for at, part in summed.items()
-        }
-        own = _fit(pairs) if fits_factors else dict(factors or {})
-        if own:
-            pairs = {at: (part / (own[at[:2]] or 1.0), right) for at, (part, right) in pairs.items()}
+        pairs = {at: (part, region(whole, placement, at, parts)) for at, part in summed.items()}
+        if is_scaled:
+            pairs = _unscaled(pairs)
         error = max(difference(*pair) for pair in pairs.values())
         if best is None or error < best.error:
-            regions = {at: _region_of(placement, at) for at in pairs}
-            best = Match(placement, pairs, error, regions, own)
+            best = Match(placement, pairs, error, {at: _region_of(placement, at) for at in pairs})
         if error <= limit:
             break
     return best
+
+
+def _unscaled(pairs: Pairs) -> Pairs:
+    """Parts divided by the scale of their replica, which is fitted."""
+    groups: dict[Coordinates, Pairs] = {}
+    for at, pair in pairs.items():
+        groups.setdefault(at[:2], {})[at] = pair
+    found: Pairs = {}
+    for group in groups.values():
+        parts, rights = (torch.cat([x.flatten() for x in each]) for each in zip(*group.values(), strict=True))
+        scale = scale_of(parts, rights) or 1.0
+        found |= {at: (part / scale, right) for at, (part, right) in group.items()}
+    return found
 
 
 def _region_of(placement: Placement, at: Coordinates) -> Hashable:
@@ -189,26 +173,23 @@ def match_offsets(parts: Parts, whole: Tensor, offsets: Mapping[Coordinates, tup
         at: (part, whole[tuple(slice(o, o + n) for o, n in zip(offsets[at], part.shape, strict=True))])
         for at, part in parts.items()
     }
-    placement: dict[str, How] = {}
-    for number, axis in enumerate(SPLIT_AXES):
-        firsts = {at: (*at[:number], 0, *at[number + 1 :]) for at in parts}
-        is_copy = all(regions.get(first) == regions[at] for at, first in firsts.items())
-        placement[axis] = "copy" if is_copy else Split(0, axis)
     is_whole = sum(math.prod(shape) for _, shape in set(regions.values())) == whole.numel()
     error = max(difference(*pair) for pair in pairs.values()) if is_whole else math.inf
-    return Match(placement, pairs, error, regions)
+    return Match({}, pairs, error, regions)
 
 
-def match_rows(parts: Parts, whole: Tensor, factors: Mapping[Coordinates, float]) -> Match | None:
+def match_rows(parts: Parts, whole: Tensor, *, is_scaled: bool) -> Match | None:
     """Replicas' rows, in any order, beside those of the whole: of tokens that an expert receives, say."""
-    if whole.ndim < 2:
-        return None
-    rows = torch.cat([part / (factors.get(at[:2]) or 1.0) for at, part in sorted(parts.items())])
-    if rows.shape != whole.shape:
+    if (
+        whole.ndim < 2
+        or (rows := torch.cat([part for _, part in sorted(parts.items())])).shape != whole.shape
+    ):
         return None
     weights = torch.linspace(1, 2, rows[0].numel(), dtype=rows.dtype)
     part, right = (each[(each.flatten(1) @ weights).argsort()] for each in (rows, whole))
-    return Match({"dp": Split(0, "dp")}, {(0, 0, 0): (part, right)}, difference(part, right), {(0, 0, 0): 0})
+    pairs: Pairs = {(0, 0, 0): (part, right)}
+    pairs = _unscaled(pairs) if is_scaled else pairs
+    return Match({"dp": Split(0, "dp")}, pairs, difference(*pairs[0, 0, 0]), {(0, 0, 0): 0})
 
 
 def difference(part: Tensor, right: Tensor) -> float:
@@ -224,16 +205,3 @@ def scale_of(part: Tensor, right: Tensor) -> float:
     """The number that a tensor is of another, by least squares; 1 where the other is zero."""
     x, y = part.double().flatten(), right.double().flatten()
     return float(x @ y / (y @ y)) if bool(y.any()) else 1.0
-
-
-def _fit(pairs: Mapping[Coordinates, tuple[Tensor, Tensor]]) -> dict[Coordinates, float]:
-    groups: dict[Coordinates, list[tuple[Tensor, Tensor]]] = {}
-    for at, pair in pairs.items():
-        groups.setdefault(at[:2], []).append(pair)
-    return {
-        replica: scale_of(
-            torch.cat([part.flatten() for part, _ in group]),
-            torch.cat([right.flatten() for _, right in group]),
-        )
-        for replica, group in groups.items()
-    }

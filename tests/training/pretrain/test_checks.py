@@ -9,8 +9,8 @@ import pytest
 from mlm.config.build import build
 from mlm.config.cli.compose import compose_values, load_config
 from mlm.data.blend import BlendedDataset
-from mlm.launch.checks import data_parallel_size
 from mlm.parallel.config import ParallelConfig
+from mlm.parallel.layout_checks import Launch, num_replicas
 from mlm.training.checks import check_pretrain
 from mlm.training.config import PretrainConfig
 from mlm.training.corpora import corpora, corpus_folders, validation_prefixes
@@ -126,7 +126,7 @@ def test_dp_takes_what_is_left(
     dp: int | None, world_size: int | None, local_devices: int | None, expected: int
 ) -> None:
     parallel = ParallelConfig(tp=2, dp=dp)
-    assert data_parallel_size(parallel, world_size=world_size, local_devices=local_devices) == expected
+    assert num_replicas(parallel.replica, parallel.dp, Launch(world_size, local_devices)) == expected
 
 
 class TestFiles:
