@@ -9,10 +9,8 @@ The layout is run by the same `Trainer` as training: what is compared is what tr
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +31,7 @@ from mlm.training.trainer import Trainer
 from mlm.util.errors import CheckFailedError, UserError, writing_to
 from mlm.util.results import result_problems
 from mlm.util.system import available_memory
-from mlm.util.terminal import add_row, progress_bar, table
+from mlm.util.terminal import add_row, table
 from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks, Rounding
 from mlm.verify.audit.diagnose import Finding, diagnose
 from mlm.verify.audit.record import Key, Record
@@ -190,8 +188,7 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
     if ctx.is_main:
         with writing_to(config.out):
             out.parent.mkdir(parents=True, exist_ok=True)
-    with progress_bar("comparing", config.steps, shown=ctx.is_main) as advance:
-        report = compare(config, ctx, lambda: advance(1))
+    report = compare(config, ctx)
     verdict = shared_verdict(report, ctx)
     if report is not None:
         layout = describe_layout(replace(config.parallel, dp=ctx.dp.size))
@@ -216,13 +213,10 @@ def table_of_steps(report: Report) -> Table:
     return rows
 
 
-def compare(
-    config: ParityConfig, ctx: ParallelContext, on_step: Callable[[], None] = lambda: None
-) -> Report | None:
+def compare(config: ParityConfig, ctx: ParallelContext) -> Report | None:
     """Run `config.steps` steps on the layout and, on rank 0, on one process. Collective over all ranks.
 
-    Returns the report on rank 0, None on the others. `on_step` is called after each. Raises UserError for
-    what the user can fix.
+    Returns the report on rank 0, None on the others. Raises UserError for what the user can fix.
     """
     config = comparable(config)
     layout: Trainer[MicroBatch] = Trainer(config, ctx)
@@ -231,7 +225,7 @@ def compare(
         load_weights(tuple(layout.shards), resolve(config.ckpt), ctx)
         if alone is not None:
             load_weights(tuple(alone.shards), resolve(config.ckpt), alone.ctx)
-    return compare_trainers(layout, alone, config.steps, on_step)
+    return compare_trainers(layout, alone, config.steps)
 
 
 def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
@@ -241,14 +235,12 @@ def one_process(config: ParityConfig, ctx: ParallelContext) -> Trainer:
     return alone
 
 
-def compare_trainers(
-    layout: Trainer, alone: Trainer | None, steps: int, on_step: Callable[[], None] = lambda: None
-) -> Report | None:
+def compare_trainers(layout: Trainer, alone: Trainer | None, steps: int) -> Report | None:
     """As `compare`; `alone` is that of rank 0."""
     samples = train_dataset(layout.config, steps * layout.config.train.global_batch_size)
     sizes = {axis: getattr(layout.ctx, axis).size for axis in AXES}
     report = None if alone is None else Report(sizes, layout.config.optimizer.eps)
-    with batches_of(layout, samples) as own, batches_of(alone, samples) as whole:
+    with batches_of(layout, samples) as own, batches_of(alone or layout, samples) as whole:
         for _, batches, all_batches in zip(range(steps), own, whole, strict=False):
             precision = layout.config.precision.dtype
             record, lr = record_step(layout, batches, precision)
@@ -256,16 +248,11 @@ def compare_trainers(
             ranks = gather_records(record, layout.ctx, tuple(sizes.values()))
             if report is not None and reference is not None:
                 report.add(reference, ranks, lr)
-            on_step()
     return report
 
 
-def batches_of(
-    trainer: Trainer | None, samples: Dataset
-) -> AbstractContextManager[Iterator[list[MicroBatch]]]:
-    """This rank's micro-batches of each step, for the trainer's layout; nothing, for ever, without one."""
-    if trainer is None:
-        return nullcontext(repeat([]))
+def batches_of(trainer: Trainer, samples: Dataset) -> Loader:
+    """This rank's micro-batches of each step, for the trainer's layout."""
     config, ctx = trainer.config, trainer.ctx
     return Loader(
         samples,

@@ -55,7 +55,7 @@ PLANTED = (
     ("sequence_gather_order", TP, "shards permuted"),
     ("norm_gradients_not_reduced", TP, "gradients not summed"),
     ("sum_over_replicas", DP, "unscaled mean"),
-    ("mean_of_local_means", DP, "wrong divisor"),
+    ("mean_of_local_means", DP, "wrong reduction"),
     ("replicas_not_reduced", DP, "gradients not reduced"),
     ("tied_not_summed", PP, "tied weights not summed"),
     ("norm_misses_shards", TP, "norm misses parameters"),
@@ -70,7 +70,7 @@ PLANTED = (
 CORE = (
     ("label_smoothing", TP, "local statistics"),
     ("gathered_logits", TP, "gathered logits in a split loss"),
-    ("mean_of_local_means", DP, "wrong divisor"),
+    ("mean_of_local_means", DP, "wrong reduction"),
 )
 PICOTRON = (("build", {"tp": 2, "pp": 2}, "shards begin equal"),) if "PICOTRON" in os.environ else ()
 """Its PipelineParallel draws the weights of attention and MLPs anew: every tp rank's shards from one seed."""

@@ -15,7 +15,6 @@ from mlm.verify.audit.parts import (
     Match,
     Parts,
     Placement,
-    add_over,
     difference,
     fill,
     match,
@@ -79,6 +78,7 @@ class Comparison:
     ) -> None:
         self.layout, self.reference, self.ranks = layout, reference, ranks
         self.lr_sum, self.eps, self.rounding = lr_sum, eps, {} if rounding is None else rounding
+        self.replicas = layout["dp"] * layout["cp"]
         self.places: list[Place] = []
         self.skipped: list[str] = []
         """What could not be compared, and why."""
@@ -95,8 +95,9 @@ class Comparison:
         order = list(KINDS).index
         for key in sorted(reference.tensors, key=lambda key: (key.step, order(key.kind))):
             whole = reference.tensors[key]
+            is_own = key.kind == "loss" and lr_sum is None and self.replicas > 1  # of each replica, or all
             is_of_stage = layout["pp"] > 1 and not key.name  # the whole module is a stage
-            stages = {} if is_of_stage else held(ranks, key)
+            stages = {} if is_own or is_of_stage else held(ranks, key)
             for stage, parts in stages.items():
                 self._compare(key, whole, stage, parts)
             if not stages and key.name in reference.offsets:
@@ -154,19 +155,15 @@ class Comparison:
         call = key.step, key.kind, key.name, key.item
         if self._calls[id(self.reference)][call] != self._calls[id(record)][call]:
             self._skip(f"{key.name} is called another number of times than on one process")
-        elif (
-            found := self._loss(parts, whole, limit * unit)
-            if key.kind == "loss" and self.lr_sum is None
-            else self._activation(key, parts, whole, limit * unit)
-        ) is None:
+        elif (found := self._activation(key, parts, whole, limit * unit)) is None:
             shape = list(next(iter(parts.values())).shape)
             self._skip(f"{key.name}: {shape} is no part of {list(whole.shape)}")
         else:
             self.places.append(Place(key, found, unit, limit, stage))
 
     def _activation(self, key: Key, parts: Parts, whole: Tensor, bound: float) -> Match | None:
-        """Compare an output, its gradient or the norm, at the placement that fits best."""
-        is_scaled = key.kind == "backward" and self.layout["dp"] * self.layout["cp"] > 1
+        """Compare an output, its gradient, the loss or the norm, at the placement that fits best."""
+        is_scaled = key.kind == "backward" and self.replicas > 1
         found = match(parts, whole, self._choices(key, parts, whole), bound, is_scaled=is_scaled)
         is_wrong = found is None or not found.error <= bound
         if is_wrong and key.kind != "norm" and self.layout["tp"] * self.layout["cp"] == 1:
@@ -180,7 +177,7 @@ class Comparison:
 
     def _choices(self, key: Key, parts: Parts, whole: Tensor) -> Iterable[Placement]:
         """The placements that a tensor of this kind may have; each is built when it is tried."""
-        if not whole.ndim:
+        if whole.numel() == 1:
             return [{}]
         shape = next(iter(parts.values())).shape
         blocks = {1, *shape}
@@ -192,16 +189,6 @@ class Comparison:
         if key.kind == "backward":  # of an output that is the same for all samples, such as positions
             sums = ("dp", *sums)
         return placements(parts, whole, self.layout, blocks=choices, sums=sums)
-
-    def _loss(self, parts: Parts, whole: Tensor, bound: float) -> Match | None:
-        """Compare the loss, of which replicas may each have their own: its mean or sum over them."""
-        found = match(parts, whole, [{}], bound)
-        summed = add_over(add_over(parts, "cp"), "dp")
-        for count in (self.layout["cp"] * self.layout["dp"], 1):
-            if found is not None and found.error > bound:
-                other = match({at: part / count for at, part in summed.items()}, whole, [{}], bound)
-                found = min(found, other or found, key=lambda m: m.error)
-        return found
 
     def _parameter(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> Match:
         """Compare parts of a parameter, its gradient or its update.

@@ -63,7 +63,7 @@ def diagnose(comparison: Comparison) -> Finding | None:
     if torn:
         return _torn(torn)
     wrong = comparison.wrong
-    if all(place.key.kind == "loss" and _is_own_loss(comparison, place) for place in wrong):
+    if not wrong:
         return _dropout(comparison)
     place = wrong[0]
     if place.key.kind == "gradient" and not _has_outputs(comparison):  # backward begins with the last
@@ -240,8 +240,8 @@ def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
         found = _worded(kind, Pattern("addends", before.match.sums[0]), before=name)
         assert found is not None
         return (*found, name)
-    splits = [] if before is None else [how for how in before.match.placement.values() if how != "copy"]
-    if kind == "output" and any(isinstance(how, Split) and how.axis != "dp" for how in splits):
+    splits = () if before is None or kind != "output" else before.match.placement.values()
+    if any(isinstance(how, Split) and how.axis != "dp" for how in splits):
         return (
             "shards permuted",
             f"{name} before it is right in parts: these are not the parts that this takes them for, or what "
@@ -265,15 +265,6 @@ def _wrong_ranks(place: Place) -> str:
     return " ".join(f"{axis} rank {wrong[0][SPLIT_AXES.index(axis)]}" for axis in axes) or "some ranks"
 
 
-def _is_own_loss(comparison: Comparison, place: Place) -> bool:
-    """True if replicas report losses of their own, equal on all their tp ranks: no difference of training."""
-    values: dict[tuple[int, ...], set[float]] = {}
-    for at, part in _parts(place).items():
-        values.setdefault(at[:2], set()).add(float(part.double().sum()))
-    is_own = len(values) > 1 and comparison.lr_sum is None
-    return is_own and all(max(v) - min(v) <= FIT * abs(max(v)) for v in values.values())
-
-
 def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
     shown, right = _means(place)
     head = f"it is {shown} in place of {right:.10g}"
@@ -282,14 +273,13 @@ def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
     gradients = [p for p in comparison.places if p.key[:2] == (place.key.step, "gradient")]
     found = pattern(comparison, gradients) if any(p.is_wrong for p in gradients) else None
     if found is not None and found.name in ("times", "divided", "scaled"):
-        scaled = f"{head}, and all gradients are {found.factor:.6g} times those of one process"
-        return "wrong divisor", f"{scaled}; look at what the loss is divided by, and at labels"
-    if _has_outputs(comparison):
-        divisor = (
-            "look at the count of tokens that it is divided by, which should be that of the global batch"
-        )
-        return "wrong divisor", f"the outputs are right, and {head}; {divisor}, and at labels"
-    return "forward pass", f"{head}: {FORWARD}"
+        head += f", and all gradients are {found.factor:.6g} times those of one process"
+    elif not _has_outputs(comparison):
+        return "forward pass", f"{head}: {FORWARD}"
+    return (
+        "wrong divisor",
+        f"{head}; look at what it is divided by, the tokens of the global batch, and at labels",
+    )
 
 
 def _has_outputs(comparison: Comparison) -> bool:
@@ -336,8 +326,10 @@ def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
     if not _has_outputs(comparison):
         return _along_the_model(comparison, step, wrong)
     return (
-        "gradient",
-        f"inside the model gradients are right, those of {names} are not; look at how they are reduced",
+        "wrong reduction",
+        f"inside the model gradients are right but for a scale of each replica, those of {names} are not; "
+        "look at how they are reduced, and at what a loss is divided by: tokens of all replicas, or a mean "
+        "over replicas weighs them wrongly",
         names,
     )
 
