@@ -139,25 +139,35 @@ def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Runs of `counts` rows times one weight each, transposed: [R, I], [e, O, I] -> [R, O]."""
     y = x.new_empty(len(x), weight.shape[1])
     most = _rows_for_onednn(x, weight, y.shape[1] * x.shape[1])
-    parts = zip(counts, x.split(counts), y.split(counts), weight.transpose(1, 2), strict=True)
-    for count, rows, out, each in parts:
-        if count >= most:
-            out.copy_(product(rows, each.t()))
-        elif count:
-            torch.mm(rows, each, out=out)
+    for rows, each, out in zip(x.split(counts), weight, y.split(counts), strict=True):
+        _write_product(rows, each, out, most)
     return y
 
 
-def grouped_weight_gradient(dy: Tensor, x: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """dy^T x of runs of rows, 0 of none: [R, O], [R, I] -> [e, O, I] in `dtype`."""
-    dw = torch.empty(len(counts), dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
-    most = _rows_for_onednn(dy, x, dy.shape[1] * x.shape[1]) if dy.dtype == dtype else 0
-    for count, out, columns, rows in zip(counts, dw, dy.t().split(counts, 1), x.split(counts), strict=True):
-        if count >= most:
-            out.copy_(weight_gradient(columns.t(), rows, dtype))
+def grouped_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `grouped_product`, that of the weight in `dtype` and 0 where there are no rows.
+
+    A run's two products follow each other: its rows of dy are still in the cache.
+    """
+    dx, dw = torch.empty_like(x), torch.empty(weight.shape, dtype=dtype, device=x.device)
+    most = _rows_for_onednn(dy, x, dy.shape[1] * x.shape[1])
+    runs = zip(dy.split(counts), x.split(counts), weight, dx.split(counts), dw, strict=True)
+    for dy_rows, rows, each, out, total in runs:
+        _write_product(dy_rows, each.t(), out, most)
+        if dtype != dy.dtype or len(rows) >= most:
+            total.copy_(weight_gradient(dy_rows, rows, dtype))
         else:
-            torch.mm(columns, rows, out=out)
-    return dw
+            torch.mm(dy_rows.t(), rows, out=total)
+    return dx, dw
+
+
+def _write_product(rows: Tensor, weight: Tensor, out: Tensor, most: float) -> None:
+    if len(rows) >= most:
+        out.copy_(product(rows, weight))
+    elif len(rows):
+        torch.mm(rows, weight.t(), out=out)
 
 
 def _add_wide(total: Tensor, dy: Tensor, x: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
 from mlm.parallel.layers import FusedRows, split
-from mlm.parallel.matmul import grouped_product, grouped_weight_gradient
+from mlm.parallel.matmul import grouped_gradients, grouped_product
 from mlm.parallel.mesh import ExpertAxes
 
 
@@ -32,13 +32,9 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        dx = dw = None
-        if needs_x:
-            dx = _products(dy, weight.to(dy.dtype).transpose(1, 2), ctx.counts)
-        if needs_weight:
-            dw = _weight_gradients(dy, x, ctx.counts, ctx.weight_dtype)
-        return dx, dw, None, None
+        if ctx.needs_input_grad[1]:
+            return *_gradients(dy, x, weight.to(dy.dtype), ctx.counts, ctx.weight_dtype), None, None
+        return _products(dy, weight.to(dy.dtype).transpose(1, 2), ctx.counts), None, None, None
 
 
 def _uses_grouped_kernel(x: Tensor) -> bool:
@@ -63,12 +59,15 @@ def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     return grouped_product(x, weight, counts)
 
 
-def _weight_gradients(dy: Tensor, x: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """dy^T x over each expert's rows, 0 for one without any: [R, O], [R, I] -> [e, O, I] in `dtype`."""
+def _gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `_products`, that of the weight in `dtype` and 0 for an expert without rows."""
     if _uses_grouped_kernel(x) and dy.shape[1] % 8 == 0:
-        dw: Tensor = _grouped_mm(dy.t(), x, offs=_ends(counts, x.device))
-        return dw.to(dtype)
-    return grouped_weight_gradient(dy, x, counts, dtype)
+        ends = _ends(counts, x.device)
+        dw: Tensor = _grouped_mm(dy.t(), x, offs=ends)
+        return _grouped_mm(dy, weight, offs=ends), dw.to(dtype)
+    return grouped_gradients(dy, x, weight, counts, dtype)
 
 
 class Experts(ComputesInHalf):
