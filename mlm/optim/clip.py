@@ -53,8 +53,9 @@ def _norms_of_pieces(grads: Sequence[Tensor]) -> list[Tensor]:
     norms = []
     for values in [*flat, torch.cat(small)] if small else flat:
         whole = len(values) // PIECE * PIECE
-        rows, rest = values[:whole].view(-1, PIECE), values[whole:]
-        norms += [torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(rest)]
+        norms.append(torch.linalg.vector_norm(values[:whole].view(-1, PIECE), dim=1))
+        if whole < len(values):
+            norms.append(torch.linalg.vector_norm(values[whole:]))
     return norms
 
 
