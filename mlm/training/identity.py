@@ -98,10 +98,12 @@ def current_settings(config: PretrainConfig) -> dict[str, Any]:
     return flat_settings(to_dict(replace(config, data=fill_eod_id(config.data))))
 
 
-def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) -> list[str]:
+def identity_errors(
+    config: PretrainConfig, saved: Mapping[str, Any], run: str, *, source: str = "out"
+) -> list[str]:
     """Every key of the identity in which a spec differs from the saved one of `run`, a line each.
 
-    Keys that the checkpoint does not hold are not compared.
+    `source` is the key that names the run. Keys that the checkpoint does not hold are not compared.
     """
     now, then = current_settings(config), flat_settings(saved)
     if isinstance(then.get(OPTIONS), Mapping):  # compared one by one, defaults filled in
@@ -110,7 +112,7 @@ def identity_errors(config: PretrainConfig, saved: Mapping[str, Any], run: str) 
             each |= {f"{OPTIONS}.{name}": value for name, value in options.items()}
     return [
         f"{key}={show(now[key])}: {run} was trained with {show(then[key])}; "
-        f"set {key}={show(then[key])}, or another out=…"
+        f"set {key}={show(then[key])}, or another {source}=…"
         for key in (*IDENTITY, *(key for key in now if key.startswith(f"{OPTIONS}.")))
         if key in then and now[key] != then[key] and _matters(key, config)
     ]

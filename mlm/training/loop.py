@@ -363,6 +363,8 @@ def layout_row(trainer: Trainer, *, even_batches: bool = True) -> tuple[str, str
     sizes = f"tp={ctx.tp.size} × {over_context}pp={ctx.pp.size} × dp={ctx.dp.size}"
     ranks = f"{ctx.world_size} {ctx.device.type} rank{'s' * (ctx.world_size > 1)}"
     options = [
+        f"ep={p.ep}" if p.ep > 1 else "",
+        f"expert_tp={p.expert_tp}" if p.expert_tp not in (None, p.tp) else "",
         f"vp={p.vp}" if p.vp > 1 else "",
         "sequence parallel" if p.sequence_parallel and ctx.tp.size > 1 else "",
         f"tp_overlap={p.tp_overlap}" if p.tp_overlap > 1 and ctx.tp.size > 1 else "",

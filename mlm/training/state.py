@@ -201,7 +201,9 @@ def check_identity(config: PretrainConfig, path: Path, manifest: Manifest) -> No
     elif is_weights_only(manifest):
         errors = function_errors(config, saved, str(path))
     else:
-        errors = identity_errors(config, saved, f"the run in {path.parent.parent}")
+        run = path.parent.parent
+        source = "out" if run == Path(config.out) else "ckpt"
+        errors = identity_errors(config, saved, f"the run in {run}", source=source)
     if errors:
         raise ConfigError(errors)
 

@@ -52,7 +52,8 @@ def build_trainee(name: str, spec: Spec, rank: int) -> Trainee:
         from bench.layouts import LayoutTrainee, parse_layout
 
         p = parse_layout(name).parallel
-        ctx = build_mesh(tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp or 1, device=device, timeout_s=600)
+        sizes = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "dp": p.dp or 1, "ep": p.ep, "expert_tp": p.expert_tp}
+        ctx = build_mesh(**sizes, device=device, timeout_s=600)
         return LayoutTrainee(name, spec, device, ctx)
     kinds: dict[str, type[Trainee]] = {
         "mlm": MlmTrainee,

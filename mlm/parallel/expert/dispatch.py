@@ -10,7 +10,7 @@ shared experts) runs while the rows travel: in the forward pass, and again in th
 Shapes: T tokens of this rank, H hidden, k experts per token, E experts, R rows: one per token and expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -150,39 +150,82 @@ class Exchange:
     """
 
     def __init__(self, ep: Axis, counts: Sequence[int], device: torch.device) -> None:
-        self.ep = ep
         table = _counts_of_all(ep, counts, device)  # [ep, e]: rows of each rank for each of my experts
         here = len(counts) // ep.size
-        self.given = [sum(counts[rank * here : (rank + 1) * here]) for rank in range(ep.size)]
-        self.taken = [sum(row) for row in table]
+        given = [sum(counts[rank * here : (rank + 1) * here]) for rank in range(ep.size)]
+        taken = [sum(row) for row in table]
+        self.out, self.home = _Transfer(ep, given, taken), _Transfer(ep, taken, given)
         self.counts = tuple(map(sum, zip(*table, strict=True)))
         """Rows of each expert of this rank, from all ranks."""
         self.order = _by_expert(table, device) if ep.size > 1 else None
-        """Of the rows that arrive, by expert."""
+        """Of the rows that arrive, by expert; None where none travel."""
 
-    def start(self, rows: Tensor) -> "Travelling":
-        """Begin to send each expert's rows to its rank: [R, H]."""
-        return _start(rows, self.ep, self.given, self.taken)
+    def start(self, rows: Tensor) -> Tensor:
+        """Begin to send each expert's rows to its rank: [R, H]. The result is not read before `finish`."""
+        return rows if self.order is None else _begin(rows, self.out)
 
-    def finish(self, travelling: "Travelling") -> Tensor:
+    def finish(self, rows: Tensor) -> Tensor:
         """Wait for the rows of this rank's experts, one expert's after the other's: [R', H]."""
-        arrived = _finish(travelling, self.ep, self.given, self.taken)
-        return arrived if self.order is None else permute(arrived, self.order)
+        return rows if self.order is None else permute(_end(rows, self.out), self.order)
 
     def back(self, rows: Tensor) -> Tensor:
         """Return each row to the rank that sent it, in the order in which it was sent: [R', H] -> [R, H]."""
-        sent = rows if self.order is None else permute(rows, self.order.inverse())
-        return _finish(_start(sent, self.ep, self.taken, self.given), self.ep, self.taken, self.given)
+        if self.order is None:
+            return rows
+        return _end(_begin(permute(rows, self.order.inverse()), self.home), self.home)
 
 
-@dataclass(frozen=True, eq=False)
-class Travelling:
-    """Rows under way, to this rank in the forward pass and back in the backward pass."""
+@dataclass(eq=False)
+class _Transfer:
+    """An all-to-all of rows, and of their gradients the other way round."""
 
-    rows: Tensor
-    """What arrives; not to be read before `Exchange.finish`."""
-    under_way: list[Pending]
-    """The all-to-all between its start and its finish, in either pass."""
+    ep: Axis
+    given: Sequence[int]
+    """Rows for each rank."""
+    taken: Sequence[int]
+    """Rows from each rank."""
+    pending: Pending | None = None
+    """The all-to-all between its start and its end, in either pass."""
+
+    def wait(self) -> Tensor:
+        """Return what arrives."""
+        assert self.pending is not None
+        arrived, self.pending = self.pending.wait(), None
+        return arrived
+
+
+class _Begin(torch.autograd.Function):
+    """Sends rows; backward waits for their gradients, which `_End` sends."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.pending = start_all_to_all(x, transfer.ep, transfer.given, transfer.taken)
+        return transfer.pending.out
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.transfer.wait(), None
+
+
+class _End(torch.autograd.Function):
+    """Waits for rows; backward sends their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        transfer = ctx.transfer
+        transfer.pending = start_all_to_all(dy, transfer.ep, transfer.taken, transfer.given)
+        return dy, None  # of the right shape; its numbers are not read
+
+
+_begin: Callable[[Tensor, _Transfer], Tensor] = _Begin.apply
+_end: Callable[[Tensor, _Transfer], Tensor] = _End.apply
 
 
 def _counts_of_all(ep: Axis, counts: Sequence[int], device: torch.device) -> list[list[int]]:
@@ -202,51 +245,3 @@ def _by_expert(table: Sequence[Sequence[int]], device: torch.device) -> Order:
     experts = torch.arange(here).repeat(len(table)).repeat_interleave(torch.tensor(table).flatten())
     order = sort_by_expert(experts.unsqueeze(1), here)
     return replace(order, slots=order.slots.to(device))
-
-
-def _start(rows: Tensor, ep: Axis, given: Sequence[int], taken: Sequence[int]) -> Travelling:
-    """Begin to send each rank its `given` rows; they wait for those `taken` in `_finish`."""
-    under_way: list[Pending] = []
-    if ep.size > 1:
-        rows = _Start.apply(rows, ep, given, taken, under_way)  # type: ignore[no-untyped-call]
-    return Travelling(rows, under_way)
-
-
-def _finish(travelling: Travelling, ep: Axis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-    rows = travelling.rows
-    if ep.size > 1:
-        rows = _Finish.apply(rows, ep, given, taken, travelling.under_way)  # type: ignore[no-untyped-call]
-    return rows
-
-
-class _Start(torch.autograd.Function):
-    """Sends rows; backward waits for their gradients, which `_Finish` sends."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ep: Axis, given: Sequence[int], taken: Sequence[int], under_way: list[Pending]
-    ) -> Tensor:
-        ctx.under_way = under_way
-        under_way.append(start_all_to_all(x, ep, given, taken))
-        return under_way[0].out
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.under_way.pop().wait(), None, None, None, None
-
-
-class _Finish(torch.autograd.Function):
-    """Waits for rows; backward sends their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ep: Axis, given: Sequence[int], taken: Sequence[int], under_way: list[Pending]
-    ) -> Tensor:
-        ctx.ep, ctx.given, ctx.taken, ctx.under_way = ep, given, taken, under_way
-        under_way.pop().wait()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.under_way.append(start_all_to_all(dy, ctx.ep, ctx.taken, ctx.given))
-        return dy, None, None, None, None  # of the right shape; its numbers are not read
