@@ -136,7 +136,8 @@ class GradientReducer:
                 group, size = [], 0
             group.append(p)
             size += p.numel() * p.element_size()
-        self.buckets.append(_Bucket(group))
+        if group:  # of experts' adapters alone, none is replicated over all of dp
+            self.buckets.append(_Bucket(group))
         for bucket in self.buckets:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):
                 p.register_post_accumulate_grad_hook(self._hook_of(bucket, view, is_late=p in self.late))

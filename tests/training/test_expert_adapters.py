@@ -48,6 +48,14 @@ def test_adapters_of_experts_train_the_same_at_every_layout(layout: Layout) -> N
     assert split == pytest.approx(alone, abs=1e-10)
 
 
+def test_adapters_of_experts_alone_train_over_ep() -> None:
+    """No trained parameter is replicated over all of dp then."""
+    lora = replace(LORA, targets=("experts",))
+    alone = train(shape_context(), replace(adapting(Layout(moe="sigmoid", micro_batches=4)), lora=lora))
+    split = run_on_ranks(train, replace(adapting(LAYOUTS[0]), lora=lora), **LAYOUTS[0].sizes)[0]
+    assert split == pytest.approx(alone, abs=1e-10)
+
+
 def mixture() -> ModelConfig:
     return ModelConfig(
         kind="llama",
