@@ -254,6 +254,8 @@ class ModelFamily(Generic[C, B]):
     """Scoring by `mlm eval loss`, for its receipt."""
     model_problem: "Callable[[ModelConfig], Problem | None]" = no_problem
     """Return the problem of a model's settings."""
+    warning: "Callable[[ModelConfig], str | None]" = no_problem
+    """Return a line on settings of a model that pretraining accepts, and says what they cost."""
     data_problem: "Callable[[DataConfig], Problem | None]" = no_problem
     """Return the problem of data settings that samples cannot be made with."""
     corpus_problems: "Callable[[ModelConfig, Sequence[Path], Path | None], list[Problem]]" = no_problems

@@ -14,8 +14,6 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 bfloat16 keeps 8 bits, and each contender rounds at other places."""
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-3}
 """Largest relative difference of the mean loss."""
-MIXTURE_TOLERANCE = 0.2
-"""TOLERANCE of mixtures in bfloat16: rounding sends tokens to another of two experts that score alike."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +71,10 @@ def agreement(name: str, found: Reference, reference: Reference) -> Agreement:
         for key, g in gradients.items()
     }
     worst = max(errors, key=lambda key: errors[key])
-    is_rounded_mixture = dtype == "bf16" and any(".router." in key for key in errors)
-    allowed = MIXTURE_TOLERANCE if is_rounded_mixture else TOLERANCE[dtype]
-    if not (loss_error <= LOSS_TOLERANCE[dtype] and errors[worst] <= allowed):
+    if not (loss_error <= LOSS_TOLERANCE[dtype] and errors[worst] <= TOLERANCE[dtype]):
         raise UserError(
             f"{name} does not compute the same: loss {loss:.7g} against {reference.loss:.7g}, and the "
             f"gradient of {worst} differs by {errors[worst]:.1e} (allowed in {dtype}: "
-            f"{allowed:.0e}). Not timed"
+            f"{TOLERANCE[dtype]:.0e}). Not timed"
         )
     return Agreement(loss_error, errors[worst], worst)

@@ -6,7 +6,7 @@ from mlm.data.sampler import Batch
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.family import Windows, head_products
 from mlm.models.llama import megatron
-from mlm.models.llama.settings import DEFAULTS, architecture, dense_twin, model_problem
+from mlm.models.llama.settings import DEFAULTS, architecture, dense_twin, model_problem, warning
 
 if TYPE_CHECKING:  # checks of settings need no torch
     from mlm.models.llama.model import Llama
@@ -23,6 +23,7 @@ FAMILY: "ModelFamily[Llama, Batch]" = ModelFamily(
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
     model_problem=model_problem,
+    warning=warning,
     dense_twin=dense_twin,
     huggingface="mlm.models.llama.huggingface:MAPPING",
     megatron=megatron.MAPPING,

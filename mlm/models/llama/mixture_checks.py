@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 ROUTER_SCORES = ("softmax", "sigmoid")
 """Values of router_scores."""
-BALANCES = ("none", "bias", "sequence", "global_batch")
+BALANCES = ("none", "bias", "sequence", "global_batch", "micro_batch")
 """Values of balance."""
 
 

@@ -157,6 +157,17 @@ def dense_twin(model: ModelConfig) -> ModelConfig | None:
     return without_experts(model, LlamaSettings.of(model))
 
 
+def warning(model: ModelConfig) -> str | None:
+    """Return a line on settings by which training depends on the layout."""
+    settings = LlamaSettings.of(model)
+    if not settings.num_experts or settings.balance != "micro_batch":
+        return None
+    return (
+        "warning: model.options.balance=micro_batch evens loads in a rank's micro-batches: training depends "
+        "on the layout; use global_batch, sequence or bias"
+    )
+
+
 def num_blocks(model: ModelConfig) -> int:
     """Return the pieces of the MLP that a tp may be split between: every valid tp divides them."""
     return math.gcd(model.num_heads, model.ffn_size)

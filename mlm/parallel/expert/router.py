@@ -3,13 +3,14 @@
 Scores are computed in float32 (float64 for float64), ties go to the lower number. Sources: top-k gates
 arXiv:1701.06538 and 2101.03961; sigmoid scores and groups of experts arXiv:2412.19437, section 2.1.2.
 
-Balance, none of which depends on layout or micro-batches:
+Balance, none of which depends on layout or micro-batches but the last:
 
     bias          a number per expert, added for the choice alone, moves by a fixed step against the load of
                   each global batch (arXiv:2408.15664)
     sequence      a loss of each sequence's loads (arXiv:2412.19437, equations 17 to 20)
     global_batch  the same loss of the global batch's loads (arXiv:2501.11873). Those of the batch before:
                   a batch's own are known after its last micro-batch
+    micro_batch   the same loss of a rank's rows of a micro-batch (arXiv:2101.03961, equation 4)
 
 A loss has no way out of a layer, so its gradient is injected: `_Inject` hands the weights on, and its
 backward pass starts that of the loss. There, too, the choices are counted: once a micro-batch, however often
@@ -135,7 +136,7 @@ class Router(nn.Module):
         weighted by its own scores. Counts have no gradient.
         """
         settings, loss = self.settings, None
-        if settings.balance in ("sequence", "global_batch"):
+        if settings.balance in ("sequence", "global_batch", "micro_batch"):
             shares = scores if settings.router_scores == "softmax" else scores / scores.sum(-1, keepdim=True)
             charged = (shares * self._loads(counts, shares.dtype)).sum()
             loss = settings.balance_coefficient * charged
@@ -150,6 +151,8 @@ class Router(nn.Module):
             counts = counts.clone()
             for axis in self.axes:  # S k choices, of which this rank holds some
                 all_reduce(counts, axis)
+        elif self.settings.balance == "micro_batch":
+            counts = counts.sum(0)
         else:
             assert self.load is not None
             counts = self.load.detach()

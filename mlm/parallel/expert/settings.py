@@ -28,7 +28,8 @@ class RouterSettings:
     """Add a bias to the scores for the choice alone; balance=bias has one too."""
     balance: str = "none"
     """What keeps the loads of experts even: none, bias (arXiv:2408.15664), or a loss of the loads of each
-    sequence (arXiv:2412.19437) or of the global_batch before (arXiv:2501.11873)."""
+    sequence (arXiv:2412.19437), of the global_batch before (arXiv:2501.11873), or of the micro_batch, which
+    makes training depend on the layout."""
     balance_rate: float = 0.001
     """Of bias: its step after each global batch."""
     balance_coefficient: float = 0.01

@@ -135,6 +135,7 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
     peak = peak_flops(ctx.device, config.precision.dtype, config.dist.peak_tflops)
     rows = header(trainer, out, peak, samples)
     warnings = [
+        config.model.family.warning(config.model),
         warmup_warning(config.optimizer, config.schedule, config.train.steps),
         epochs_warning(samples, config.train.steps) if left > 0 else None,
     ]

@@ -66,7 +66,7 @@ def chosen(router: Router, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("balance", ["sequence", "global_batch"])
+@pytest.mark.parametrize("balance", ["sequence", "global_batch", "micro_batch"])
 def test_losses_of_balance_have_the_gradients_of_their_formulas(balance: str, scores: str) -> None:
     """alpha sum_e f_e P_e, f_e = E / (k S) sum_t 1, P_e = 1 / S sum_t s_t,e; the mean over sequences.
 
@@ -87,7 +87,7 @@ def test_losses_of_balance_have_the_gradients_of_their_formulas(balance: str, sc
         loads = E / (K * S) * hits.sum(0)  # [B, E]
         loss = (loads * shares.mean(0)).sum(-1).mean()
     else:
-        total = torch.arange(E).double()
+        total = hits.sum((0, 1)) if balance == "micro_batch" else torch.arange(E).double()
         loss = (E * total / total.sum() * shares.mean((0, 1))).sum()
     loss = 0.3 * loss + 0.1 * logits.logsumexp(-1).square().mean()
     (expected,) = torch.autograd.grad(4.0 * loss, weight)
