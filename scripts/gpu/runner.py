@@ -103,14 +103,20 @@ def read_entries(results: Path) -> list[dict[str, Any]]:
 
 
 def run_limited(
-    words: Sequence[str], environment: Mapping[str, str], limit_s: float, say: Say, log: Path
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    limit_s: float,
+    say: Say,
+    log: Path,
+    folder: Path | None = None,
 ) -> Ended:
-    """Run a command for at most `limit_s` seconds; nothing that it started outlives this call."""
+    """Run a command in `folder` for at most `limit_s` seconds; nothing that it started outlives this call."""
     mark, begin, tail = uuid.uuid4().hex, time.monotonic(), deque[str](maxlen=TAIL)
     with log.open("a") as sink:
         process = subprocess.Popen(
             words,
             env={**environment, MARK: mark},
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

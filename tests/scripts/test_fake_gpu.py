@@ -272,7 +272,10 @@ def test_a_command_that_is_asked_to_end_may_save_first(name: str, tmp_path: Path
 def test_rehearsal_records_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endings = iter([(0, "noise\nEQUAL: ['a'] [b] | <c>\n"), (0, "nothing to say"), (1, "EQUAL\nTraceback")])
 
-    def run_limited(command: Sequence[str], _: Any, limit_s: float, say: Any, log: Path) -> Ended:
+    def run_limited(
+        command: Sequence[str], _: Any, limit_s: float, say: Any, log: Path, folder: Path
+    ) -> Ended:
+        assert folder == log.parent  # what a command writes goes with it
         code, output = next(endings)
         log.write_text(output)
         return Ended(code, 1.0, ())

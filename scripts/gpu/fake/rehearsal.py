@@ -122,7 +122,7 @@ def run_case(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="mlm-rehearsal-") as scratch:
         command = [sys.executable, str(SCRIPTS / "fake_gpu.py"), *options, "--", *words]
         log = Path(scratch, "output.txt")
-        code = run_limited(command, os.environ, LIMIT_S, lambda line: None, log).code
+        code = run_limited(command, os.environ, LIMIT_S, lambda line: None, log, log.parent).code
         output = log.read_text(errors="replace")
     found = re.findall(case.expected, output, re.MULTILINE)
     last = [line for line in output.splitlines() if line.strip()][-1:]
