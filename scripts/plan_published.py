@@ -34,6 +34,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from bench.shapes import PADDED_VOCAB
+from gpu.shapes import SIZES
+
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
@@ -46,6 +49,7 @@ from mlm.training.config import PretrainConfig
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED = ROOT / "scripts/results/published"
 RESULTS = ROOT / "scripts/results/plan_published.json"
+CHECKED = ROOT / "scripts/results/gpu/gpu_check.json"
 FITTED = "sc21"
 ATTAINABLE = {"dgx_a100_80g": 0.859, "dgx_h100": 0.801, "dgx_h200": 0.801, "dgx2h_v100_32g": 0.859}
 """Share of the datasheet's peak that the fastest product reaches."""
@@ -304,6 +308,25 @@ def torchtitan() -> list[Row]:
     return rows
 
 
+def own_h200() -> list[Row]:
+    """One H200 by this toolkit (scripts/gpu_check.py): every size that fitted, micro-batches of one step."""
+    steps = json.loads(CHECKED.read_text("utf-8"))["steps"]
+    entries = [entry for name in steps if name.startswith("speed-") for entry in steps[name]["entries"]]
+    rows = []
+    for row in (entry["row"] for entry in entries if entry.get("table") == "speed"):
+        if row["result"] != "ok":
+            continue
+        layers, hidden, heads = SIZES[row["model"]]
+        sizes = {"layers": str(layers), "hidden": str(hidden), "heads": str(heads)}
+        run = run_of(gpt(sizes, row["S"], PADDED_VOCAB, row["dropout"]), row["S"], "bf16")
+        layout = PlannedLayout(micro_batch=row["micro-batch"], global_batch=row["micro-batch"])
+        software = Software(compiled=row["compiled"])
+        words = f"{row['model']} S={row['S']} micro-batch {row['micro-batch']}"
+        words += f"{' compiled' * row['compiled']}{' dropout' * bool(row['dropout'])}"
+        rows.append(Row(words, run, layout, software, "dgx_h200", CUDNN["dgx_h100"], row["step ms"] / 1e3))
+    return rows
+
+
 TABLES = {
     "sc21": ("arXiv:2104.04473, table 1 (fitted)", sc21),
     "january_2021": ("Megatron-LM, January 2021, A100", january_2021),
@@ -311,6 +334,7 @@ TABLES = {
     "mcore": ("Megatron Core, H100", mcore),
     "mcore_fp8": ("Megatron Core, Llama 3 in fp8, H100", mcore_fp8),
     "torchtitan": ("torchtitan, H100 and H200", torchtitan),
+    "own_h200": ("this toolkit, one H200", own_h200),
 }
 START = {"matmul": 0.85, "matmul_half": 60.0, "memory": 0.7, "network": 0.7}
 LIMITS = {"matmul": (0.5, 1.0), "matmul_half": (8.0, 400.0), "memory": (0.3, 0.95), "network": (0.2, 0.95)}
