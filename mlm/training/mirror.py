@@ -115,7 +115,8 @@ class Uploads:
             try:
                 self.mirror.upload(path, self.settings)
             except (UserError, OSError) as error:
-                log.warning("%s is not mirrored: %s; the next one is tried again", path.name, error)
+                reason = error if path.exists() else "it was deleted before its turn"  # by keep_last
+                log.warning("%s is not mirrored: %s; the next one is tried again", path.name, reason)
 
 
 def open_mirror(out: Path, settings: CheckpointConfig) -> "Mirror":

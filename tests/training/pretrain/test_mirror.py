@@ -124,7 +124,8 @@ def test_training_does_not_wait_for_an_upload_and_the_newest_is_finished(
     assert len(reached) == 1
     assert sum("step-00000002" in path for path in puts) == 2  # its shard, and its manifest
     assert listed(url) == [8]
-    assert "step-00000004 is not mirrored: step-00000006 is complete before its turn" in caplog.text
+    reasons = "(step-00000006 is complete|it was deleted) before its turn"  # saves are reported late, too
+    assert re.search(f"step-00000004 is not mirrored: {reasons}", caplog.text)
 
 
 def test_ctrl_c_leaves_out_the_last_upload(
