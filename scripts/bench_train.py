@@ -146,7 +146,8 @@ def all_contenders(args: argparse.Namespace, peers: dict[str, str]) -> list[str]
     compiled = ("", "-compiled") if has_compiler(args.device) else ("",)
     programs = ["transformers", *(name for name in ("nanogpt",) if name in peers)]
     names = [f"{name}{c}{stock}" for name in programs for c in compiled for stock in ("", "-stock")]
-    names = ["mlm", *(f"mlm{c}" for c in compiled[1:]), "mlm-mkl", *names]
+    replayed = ("mlm-graphs",) if compiled[1:] and args.device == "cuda" else ()
+    names = ["mlm", *(f"mlm{c}" for c in compiled[1:]), *replayed, "mlm-mkl", *names]
     return names + [name for name in peers if name != "nanogpt" and (name == "llmc" or compiled[1:])]
 
 

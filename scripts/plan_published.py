@@ -1,4 +1,4 @@
-"""The time model of `mlm plan` beside published runs: four constants, fitted on one table, kept for all.
+"""The time model of `mlm plan` beside published runs and our own: four constants, fitted on one table.
 
     python scripts/plan_published.py          # prints every row, and the table of the guide planning.md
     python scripts/plan_published.py --fit    # fits the constants anew on arXiv:2104.04473, table 1

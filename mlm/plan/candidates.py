@@ -122,7 +122,7 @@ def _chosen(query: Query, choices: Iterable[Choice], name: str, rejected: list[s
 
 
 def first_breach(rules: Iterable[LayoutRule], values: LayoutValues, launch: Launch) -> Breach | None:
-    """How settings break the first rule that they break; None if they keep all."""
+    """The breach of the first rule, in their order, that settings do not keep; None if they keep all."""
     return next((found for rule in rules if (found := rule.breach(values, launch))), None)
 
 

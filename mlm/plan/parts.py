@@ -50,15 +50,17 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     tokens = f"{batch} x {config.data.seq_length} tokens a step"
     screen.print(f"{config.name} on {config.hardware.name} · {config.precision.dtype} · {tokens}")
     show_table(screen, "", ("", "A#", "B#", "B - A#"), part_rows(a, b))
+    reasons = dict[str, None]()
     for name, each in (("A", a), ("B", b)):
         gpus, memory = each.layout.gpus, each.memory.total
         error, assumed = time_error(config.hardware, config.model, gpus)
+        reasons |= dict.fromkeys(assumed)
         took = spread(each.step.total, error, format_seconds)
         needs = fit(memory, config.hardware.for_ranks(gpus).memory_gib * GIB)
         screen.print(f"{name}: {each.layout.label} on {gpus} GPUs; {took} a step; the fullest {needs}")
     ratio, more = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
     screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * more:.3g} times its GPU-hours")
-    for line in time_caution(assumed):
+    for line in time_caution(list(reasons)):
         screen.print(line)
     write_rows(config.out, {"format": "mlm-plan-compare-1", "model": config.name}, "layouts", rows, screen)
     return a, b

@@ -64,14 +64,15 @@ def build_model(config: PretrainConfig, ctx: ParallelContext, *, one_shape: bool
     """
     choose_kernels(config, ctx.device, one_shape=one_shape)
     model = PipelinedModel(config.model, config.parallel, config.precision, ctx, config.lora)
+    is_compiled = should_compile(config.compile, ctx.device)
     for chunk in model.chunks:
         init_parameters(chunk, config.seed, ctx.tp)
         compile_layers(chunk.layers.values(), config.compile, ctx.device, graphs=config.cuda_graphs)
-        if should_compile(config.compile, ctx.device):
+        if is_compiled:
             model.casts.leave_to_compiler(chunk.layers.values())
         for module in chunk.modules():
             if isinstance(module, VocabParallelEmbedding):
-                module.compiled = should_compile(config.compile, ctx.device)
+                module.compiled = is_compiled
     model.replays = model.casts.stay = config.cuda_graphs
     return model
 

@@ -44,12 +44,12 @@ POLL_S = 0.002  # polling period of `latest`: tiny models are quick
 SHOW_S = 0.2
 
 Facts = dict[tuple[int, str], Any]
-"""(step, name) → what a run computed, in that order: FIELDS, then counters of its last checkpoint."""
+"""(step, name) → number of a run, in the order computed: FIELDS, then counters of its last checkpoint."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """What both runs computed."""
+    """Numbers of the straight run and of the killed and resumed one, to be compared."""
 
     plan: KillPlan
     straight: Facts
@@ -123,7 +123,7 @@ def collect(out: Path, plan: KillPlan) -> Runs:
 
 
 def facts_of(metrics: Path, last: Manifest) -> Facts:
-    """What a run computed. Raises OSError."""
+    """Numbers of a run's steps in `metrics`, and counters of its last checkpoint. Raises OSError."""
     facts: Facts = {(step, key): r[key] for step, r in read_steps(metrics).items() for key in FIELDS}
     counters = sorted(last.state.keys() - set(NO_COUNTERS))
     return facts | {(last.step, f"{key} in the last checkpoint"): last.state[key] for key in counters}

@@ -134,6 +134,18 @@ def test_a_comparison_leads_from_one_layout_to_the_other(
         assert re.search(rf"^ *{re.escape(name)} ", printed, re.MULTILINE), name
 
 
+def test_a_comparison_says_what_either_time_rests_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here the first layout's alone: links between nodes, which the second does not use."""
+    values = yaml.safe_load((CONFIG_DIR / "hardware/dgx_h100.yaml").read_text())
+    measured = {**values, "is_calibrated": True, "network_is_assumed": True}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(measured))
+    words = [*COMPARE[:3], "tp2 dp8", "tp2 dp4", f"hardware={tmp_path / 'mine.yaml'}"]
+    assert main(words) == 0
+    assert "they rest on links between nodes that were not measured" in capsys.readouterr().out
+
+
 def test_memory_of_both_ends_and_of_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*MEMORY, "pp=4", "tp=2", "dp=2", "rank=5", f"out={tmp_path / 'm.json'}"]
     assert main([*words, "train.global_batch_size=16", "train.micro_batch_size=1"]) == 0

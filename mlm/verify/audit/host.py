@@ -197,7 +197,7 @@ class World:
         os.pwrite(self.files[rank].fileno(), text.encode()[:NOTE].ljust(NOTE), 0)
 
     def _read(self, rank: int) -> tuple[str, bytes]:
-        """What a rank does at present, and what it ended with."""
+        """A rank's newest note of its progress, and the content that it left at its end."""
         content = path_of(self.files[rank]).read_bytes()
         return content[:NOTE].decode(errors="replace").rstrip(" \0"), content[NOTE:]
 
