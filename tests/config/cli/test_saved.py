@@ -209,7 +209,7 @@ class TestTyped:
         found = composed(capfd, "resume=theirs/run", "experiment=shakespeare")
         assert (found["name"], found["train"]["steps"], found["data"]["path"]) == (
             "shakespeare",
-            900,
+            450,
             "demo/corpus",
         )
         assert found["out"] == "theirs/run"
