@@ -134,8 +134,9 @@ def _add_adapters(
         path, wanted | model_shards(head), ranks=Ranks.of(ctx), allow_extra=_is_left_out, cast=True
     )
     mine = {shard.name: shard for shard in shards}
-    for name, change in merged_changes(config.model, config.lora, adapters):
+    for name, change_of in merged_changes(config.model, config.lora, adapters).items():
         if (shard := mine.get(name)) is not None:
+            change = change_of()
             target = shard.without_padding(shard.parameter.detach())
             region = tuple(slice(o, o + n) for o, n in zip(shard.offset, target.shape, strict=True))
             tp = ctx.tp if shard.tp_dim == 1 else Axis("tp")

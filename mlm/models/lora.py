@@ -1,6 +1,6 @@
 """Layers of a model that have low-rank adapters, and the model that trains these alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -132,18 +132,27 @@ def _check_targets(chunk: Transformer, lora: LoraConfig) -> None:
 
 def merged_changes(
     model: ModelConfig, lora: LoraConfig, adapters: Mapping[str, Tensor]
-) -> Iterator[tuple[str, WeightChange]]:
-    """Yield (name of a weight, what adapters change in it), whole, from whole float32 adapters by name."""
+) -> dict[str, Callable[[], WeightChange]]:
+    """Return by name of a weight what computes its change, whole, from whole float32 adapters by name."""
+    changes = dict[str, Callable[[], WeightChange]]()
     for shard, adapter in adapter_shards(model, lora):
         if isinstance(adapter, ExpertAdapter):
             if shard.name.endswith("_a"):
                 weight = shard.name.removesuffix("_a")
-                change = adapter.scale * (adapters[f"{weight}_b"] @ adapters[shard.name])
-                yield weight.replace(".lora.", "."), WeightChange(change)
+                pair = adapters[f"{weight}_b"], adapters[shard.name]
+                changes[weight.replace(".lora.", ".")] = partial(_change_of_experts, adapter, *pair)
         elif shard.name.endswith(".a"):
             layer = shard.name.removesuffix(".lora.a")
-            a, b = adapters[shard.name], adapters[f"{layer}.lora.b"]
-            change = weight_change(a, b, adapter.scale, adapter.rows, adapter.size)
+            pair = adapters[shard.name], adapters[f"{layer}.lora.b"]
             norms = adapters.get(f"{layer}.lora.magnitude")
-            in_order = None if norms is None else adapter.in_order(norms)
-            yield f"{layer}.weight", WeightChange(change, in_order)
+            changes[f"{layer}.weight"] = partial(_change_of_layer, adapter, *pair, norms)
+    return changes
+
+
+def _change_of_experts(adapter: ExpertAdapter, b: Tensor, a: Tensor) -> WeightChange:
+    return WeightChange(adapter.scale * (b @ a))
+
+
+def _change_of_layer(adapter: LowRankAdapter, a: Tensor, b: Tensor, norms: Tensor | None) -> WeightChange:
+    change = weight_change(a, b, adapter.scale, adapter.rows, adapter.size)
+    return WeightChange(change, None if norms is None else adapter.in_order(norms))

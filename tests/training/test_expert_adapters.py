@@ -85,8 +85,8 @@ def test_outputs_and_gradients_are_those_of_the_merged_weights() -> None:
     with torch.no_grad():
         for p in adapters.values():
             p.normal_(0, 0.1)
-        for name, change in merged_changes(config, lora, adapters):
-            weights[name] += change.change
+        for name, change_of in merged_changes(config, lora, adapters).items():
+            weights[name] += change_of().change
     tokens = torch.randint(64, (2, 9))
     losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (ours, merged)]
     torch.testing.assert_close(*losses, rtol=0, atol=1e-12)

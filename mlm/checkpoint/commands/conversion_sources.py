@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 
 from torch import Tensor
@@ -195,19 +195,23 @@ def _on_base(adapters: Source, manifest: Manifest, base: Base, lora: LoraConfig)
     model, below = adapters.model, open_source(str(base.path), SourceSettings())
 
     @cache
-    def changes() -> dict[str, WeightChange]:
+    def changes() -> dict[str, Callable[[], WeightChange]]:
         if base_digest(base.path) != base.digest:
             raise UserError(
                 f"{base.name}: is no longer the base of the adapters in {adapters.path}; bring it back"
             )
         shapes = {shard.name: shard.global_shape for shard, _ in adapter_shards(model, lora)}
         stored = {name: adapters.read(name, Region.whole(shape)) for name, shape in shapes.items()}
-        return dict(merged_changes(model, lora, stored))
+        return merged_changes(model, lora, stored)
+
+    @lru_cache(maxsize=1)  # a weight is read by parts
+    def change_of(name: str) -> WeightChange | None:
+        return changes()[name]() if name in changes() else None
 
     def read(name: str, region: Region) -> Tensor:
         if f"model.{name}" in manifest.tensors:
             return adapters.read(name, region)
-        change, value = changes().get(name), below.read(name, region)
+        change, value = change_of(name), below.read(name, region)
         if change is None:
             return value
         return change.added_to(value, region.within(Region.whole(region.size)), Axis("tp"))
