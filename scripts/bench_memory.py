@@ -77,7 +77,7 @@ def train(config: PlanDryRunConfig) -> None:
     ctx = ParallelContext()
     trainer = Trainer(config, ctx)
     for _ in range(STEPS):
-        trainer.train_step(batches_of(config, ctx, 2))
+        trainer.train_step(batches_of(config, [config.train.micro_batch_size] * 2))
 
 
 MEASURES: dict[str, Callable[[PlanDryRunConfig], int]] = {

@@ -31,7 +31,7 @@ from mlm.tracking.peak import memory_bytes, table_peak
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
-from mlm.util.results import CALIBRATION_MARK, target_name, write_result
+from mlm.util.results import CALIBRATION_MARK, save_result
 from mlm.util.system import host_memory
 from mlm.util.terminal import console, progress_bar
 
@@ -132,9 +132,7 @@ def write(hardware: HardwareConfig, config: CalibrationJob, ctx: ParallelContext
         out.print(f"not kept for hardware=this: {kept}: {error.strerror}")
     else:
         out.print(f"kept for hardware=this in {kept}")
-    if config.out is not None:
-        write_result(config.out, content)
-        out.print(f"written to {target_name(config.out)}")
+    save_result(config.out, content, out.print)
 
 
 def as_yaml(hardware: HardwareConfig, ranks: int, hosts: int) -> bytes:

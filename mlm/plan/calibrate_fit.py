@@ -9,11 +9,12 @@ from dataclasses import replace
 from statistics import fmean, median
 from typing import NamedTuple
 
+from mlm.parallel.config import ParallelConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import EfficiencyConfig, HardwareConfig, PeakConfig
 from mlm.plan.layer_counts import LayerCounts
-from mlm.plan.layout import PlannedLayout, Split
+from mlm.plan.layout import PlannedLayout
 
 HALVES = (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 """Values of `matmul_half` that are tried."""
@@ -149,7 +150,7 @@ def fit_kernels(timings: Sequence[Timing], counts: LayerCounts, hardware: Hardwa
     """
     measured = {timing.sizes[0]: timing.seconds for timing in of_kind(timings, "layer")}
     model, rows = CostModel(counts, replace(hardware, kernel_us=0.0), 1), []
-    fused, of_one = model.software.compiled, counts.counts(Split()).passes
+    fused, of_one = model.software.compiled, counts.counts(ParallelConfig()).passes
     for size, seconds in measured.items():
         time = model.homes(PlannedLayout(micro_batch=size))["0"]
         works = [[each.work[phase, "0"] for phase in (FORWARD, BACKWARD)] for each in of_one]

@@ -211,7 +211,7 @@ class Measurements:
         times, ctx = list[float](), ParallelContext(device=self.device)
         for layers in (1, 3):
             run = self.run_of(layers, size)
-            trainer, batches = Trainer[MicroBatch](run, ctx), batches_of(run, ctx, 1)
+            trainer, batches = Trainer[MicroBatch](run, ctx), batches_of(run, [size])
             times.append(best_time(partial(trainer.compute_gradients, batches), self.device, LAYER_S))
         one, three = times
         return max(three - one, 0.1 * three) / 2

@@ -6,7 +6,6 @@ from typing import Any
 
 from mlm.config.suggest import either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
-from mlm.data.blend_checks import blend_problems
 from mlm.launch.checks import Rule, problems_of
 from mlm.parallel.layout_checks import (
     MAX_CPU_RANKS,
@@ -43,13 +42,12 @@ DRY_RUN_RULES = tuple(
 PLAIN = {name: value for name, value in DEFAULTS.items() if name not in ("tp", "pp", "dp")}
 """A layout that is valid on some sizes of these if any is."""
 ANYWHERE = Launch(None, None)
-MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
 
 
 def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
     """Problems of `mlm plan schedule`."""
-    out = _out_ends_in((".svg", ".json"), "schedule", makes_folders=True)
-    return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, _can_be_simulated, out))
+    out = _out_ends_in((".svg", ".json"), "schedule")
+    return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, out))
 
 
 def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
@@ -79,13 +77,13 @@ def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
 
 def check_plan_dry_run(config: PlanDryRunConfig) -> list[Problem]:
     """Problems of `mlm plan dry-run`."""
-    return _of_rank(config, _out_ends_in((".json",), "rank", makes_folders=True))
+    return _of_rank(config, _out_ends_in((".json",), "rank"))
 
 
 def _of_rank(config: PlanMemoryConfig | PlanDryRunConfig, *rules: Rule) -> list[Problem]:
     """Problems of `mlm pretrain` without its devices and files, of the rank, and by other rules."""
-    all_rules = (*SETTINGS_RULES, _rank_exists, _data_is_made_here, *rules)
-    return [*problems_of(config, ANYWHERE, DRY_RUN_RULES, all_rules), *blend_problems(config.data)]
+    all_rules = (*SETTINGS_RULES, _rank_exists, *rules)
+    return problems_of(config, ANYWHERE, DRY_RUN_RULES, all_rules)
 
 
 def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
@@ -109,13 +107,10 @@ def _dtype_has_units(
     if getattr(peaks, dtype) is not None:
         return None
     known = [name for name in ("bf16", "fp16", "fp32", "fp64") if getattr(peaks, name) is not None]
-    if not known:
-        problem = f"hardware.peak_tflops of {config.hardware.name} are all null"
-        section, key = "hardware.peak_tflops", f"hardware.peak_tflops.{dtype}"
-        return Problem((section, key), problem, f"add {key}=…")
+    key = f"hardware.peak_tflops.{dtype}"
+    fix = f"use {either('precision', known)}" if known else f"add {key}=…"
     problem = f"precision={dtype}: {config.hardware.name} has no peak_tflops.{dtype}"
-    keys = ("precision", "hardware", f"hardware.peak_tflops.{dtype}")
-    return Problem(keys, problem, f"use {either('precision', known)}")
+    return Problem(("precision", "hardware", key), problem, fix)
 
 
 def _price_has_tokens(config: PlanLayoutsConfig, _: Launch) -> Problem | None:
@@ -165,16 +160,6 @@ def _layout_is_valid(config: PlanCompareConfig, key: str) -> Problem | None:
     return context_problem(layout.cp, config.model, config.data)
 
 
-def _data_is_made_here(config: PlanMemoryConfig | PlanDryRunConfig, _: Launch) -> Problem | None:
-    if config.data.kind != "indexed":
-        return None
-    return Problem(
-        ("data.kind", "data.path"),
-        "data.kind=indexed reads a corpus, of which a dry run needs nothing but data.seq_length",
-        "use data=synthetic",
-    )
-
-
 def _rounds_are_full(config: PlanScheduleConfig, _: Launch) -> Problem | None:
     pp, vp, micro_batches = config.pp, config.vp, config.micro_batches
     if vp == 1 or config.pipeline != "1f1b" or pp <= 0 or micro_batches % pp == 0:
@@ -186,20 +171,7 @@ def _rounds_are_full(config: PlanScheduleConfig, _: Launch) -> Problem | None:
     )
 
 
-def _can_be_simulated(config: PlanScheduleConfig, _: Launch) -> Problem | None:
-    each = (3 if config.pipeline == "zb_h1" else 2) * config.pp * config.vp
-    if each * config.micro_batches <= MAX_COMPUTATIONS:
-        return None
-    most = MAX_COMPUTATIONS // each // config.pp * config.pp if config.pp > 0 < config.vp else 0
-    return Problem(
-        ("micro_batches", "pp", "vp"),
-        f"micro_batches={config.micro_batches} * pp={config.pp} * vp={config.vp} make "
-        f"{each * config.micro_batches:,} computations, more than the {MAX_COMPUTATIONS:,} simulated here",
-        f"use micro_batches={most} or fewer" if most else "use a smaller pp or vp",
-    )
-
-
-def _out_ends_in(allowed: tuple[str, ...], stem: str, *, makes_folders: bool = False) -> Rule:
+def _out_ends_in(allowed: tuple[str, ...], stem: str) -> Rule:
     """The rule of a result whose ending is one of these; `stem` is the name proposed for one without."""
 
     def rule(config: Any, _: Launch) -> Problem | None:
@@ -209,13 +181,11 @@ def _out_ends_in(allowed: tuple[str, ...], stem: str, *, makes_folders: bool = F
         if out.suffix not in allowed:
             ending = nearest(out.suffix, allowed) or allowed[0]
             fixed = out.parent / f"{out.stem.strip('.') or stem}{ending}"
-            if out.name in allowed:
-                fixed = out.with_name(f"{stem}{out.name}")
             why = f"out={config.out} must end in {' or '.join(allowed)}"
             return Problem(("out",), why, f"use out={fixed}")
         if out.is_dir():
             fix = f"use out={out / f'{stem}{out.suffix}'}"
             return Problem(("out",), f"out={config.out} is a folder", fix)
-        return folder_problem(out, makes_folders=makes_folders)
+        return folder_problem(out, makes_folders=True)
 
     return rule

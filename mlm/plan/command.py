@@ -158,8 +158,8 @@ COMMANDS = (
         summary="draw a pipeline schedule, with its bubble and what each rank holds and sends",
         about=(
             "Simulates one training step of a pipeline and draws who computes what when, as figures 3 and 4 "
-            "of arXiv:2104.04473. Below stand the bubble (idle over ideal time) beside its closed formula, "
-            "the makespan, and for each rank its micro-batches in flight and its transfers."
+            "of arXiv:2104.04473. Below stand the bubble (idle over ideal time), the makespan, and the "
+            "micro-batches in flight on each rank."
         ),
         examples=(
             (

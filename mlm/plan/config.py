@@ -28,7 +28,7 @@ Format = Literal["bf16", "fp16", "fp32", "fp64"]
 class PlanScheduleConfig:
     """The run spec of `mlm plan schedule`: simulate a pipeline schedule and draw it.
 
-    Costs are durations in any one unit; the defaults are those of arXiv:2104.04473, figures 3 and 4.
+    Passes take as long as in arXiv:2104.04473, figures 3 and 4: a forward one 1, a backward one 2.
     """
 
     pp: PipelineSize = 4
@@ -41,16 +41,6 @@ class PlanScheduleConfig:
     """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
     out: ResultFile | None = None
     """File to write beside the printed picture: .svg, or .json for the whole plan; null writes none."""
-    forward_cost: Annotated[float, POSITIVE] = 1.0
-    """Duration of one micro-batch forward through one chunk: 1/vp of a rank's layers."""
-    backward_cost: Annotated[float, POSITIVE] = 2.0
-    """Duration of its backward, both gradients (1f1b, gpipe)."""
-    input_gradient_cost: Annotated[float, POSITIVE] = 1.0
-    """Duration of the gradient of its input alone (zb_h1)."""
-    weight_gradient_cost: Annotated[float, POSITIVE] = 1.0
-    """Duration of the gradient of its weights alone (zb_h1)."""
-    transfer_cost: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Duration of one transfer between ranks; computation continues meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

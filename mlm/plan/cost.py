@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import folds_tp
 from mlm.parallel.pipeline.actions import Cost
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.layer_counts import LayerCounts
-from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, Split
+from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, split_of_state
 from mlm.plan.memory import homes_of
 from mlm.plan.pipeline_time import pipeline_time
 from mlm.plan.trace import Attention, Message, Product, Work
@@ -161,7 +162,7 @@ class CostModel:
 
     # -- passes of layers and ends
 
-    def price(self, work: Work, split: Split, *, fused: bool) -> Times:
+    def price(self, work: Work, split: ParallelConfig, *, fused: bool) -> Times:
         """Seconds of work by COMPUTED."""
         seconds, computed = dict.fromkeys(COMPUTED, 0.0), 0.0
         under_way = dict[int, tuple[str, float, float]]()
@@ -194,7 +195,7 @@ class CostModel:
         """Passes of each home on a micro-batch of a layout, what is recomputed in backward."""
         return self.home_times(layout.split, layout.micro_batch)
 
-    def _homes(self, split: Split, micro_batch: int) -> dict[str, HomeTime]:
+    def _homes(self, split: ParallelConfig, micro_batch: int) -> dict[str, HomeTime]:
         again, more, found = split.recompute, micro_batch - 1, {}
         if again == "full" or (again == "selective" and self.hardware.device == "gpu"):
             split = replace(split, recompute="none")  # a layer's forward pass once more; nothing
@@ -216,7 +217,7 @@ class CostModel:
         share = self.software.repeated_products if recompute == "selective" else 0.0
         return (share * forward[0], 0.0, forward[2] * (share > 0), *(0.0 for _ in forward[3:]))
 
-    def _price(self, split: Split) -> dict[tuple[str, str], tuple[Times, Times]]:
+    def _price(self, split: ParallelConfig) -> dict[tuple[str, str], tuple[Times, Times]]:
         """Seconds of one sample and of two by phase and home."""
         one, two = self.counts.counts(split).passes
         return {
@@ -228,7 +229,7 @@ class CostModel:
             for phase in (FORWARD, BACKWARD)
         }
 
-    def trained(self, split: Split, home: str) -> int:
+    def trained(self, split: ParallelConfig, home: str) -> int:
         """Elements that a home trains."""
         return sum(each.size for each in self.counts.state(split, home) if each.is_trained)
 
@@ -238,7 +239,7 @@ class CostModel:
         """Times of each stage (chunk) on one micro-batch."""
         return self.stage_times(layout.split, layout.micro_batch, layout.pp, layout.vp)
 
-    def _stages(self, split: Split, micro_batch: int, p: int, v: int) -> StageTimes:
+    def _stages(self, split: ParallelConfig, micro_batch: int, p: int, v: int) -> StageTimes:
         times, whole = self.home_times(split, micro_batch), replace(split, recompute="none")
         counted = self.counts.counts(whole)
         each = self.traffic(counted.accumulation, fused=False) / max(counted.trained, 1)
@@ -307,7 +308,7 @@ class CostModel:
             rate = self.hardware.network_gbps * 1e9 * self.hardware.efficiency.network
         return latency + size / (layout.tp if divided else 1) / rate
 
-    def _elements(self, split: Split, pp: int, vp: int) -> tuple[float, float, float]:
+    def _elements(self, split: ParallelConfig, pp: int, vp: int) -> tuple[float, float, float]:
         """Elements of the first pipeline rank, which has the most: experts, the rest, and a tied table."""
         homes = homes_of(self.counts.kinds, pp, vp, 0)
         state = [(e, n) for home, n in homes.items() for e in self.counts.state(split, home)]
@@ -317,7 +318,7 @@ class CostModel:
     def after(self, layout: PlannedLayout) -> tuple[float, float, float]:
         """Seconds of gradient reduction, of the optimizer, and of gathering sharded weights, that show."""
         software, t, replicas = self.software, layout.tp, layout.dp * layout.cp
-        experts, weights, tied = self.elements(layout.split.of_state, layout.pp, layout.vp)
+        experts, weights, tied = self.elements(split_of_state(layout.split), layout.pp, layout.vp)
         layers = -(-self.run.model.num_layers // layout.pp)
         trained, optimizer, muon = self.updates(replace(layout.split, recompute="none"))
         whole = folds_tp(t, layout.expert_tp)
@@ -360,7 +361,7 @@ class CostModel:
             reduction += latency + software.gradient_bytes * tied / rate
         return reduction, optimizer, gathers
 
-    def _update(self, split: Split) -> tuple[float, float, float]:
+    def _update(self, split: ParallelConfig) -> tuple[float, float, float]:
         """Share of elements that is trained, and seconds of the optimizer for each element that is held.
 
         Those of Muon's products, and of its messages over tp, are apart: for each element of a layer.

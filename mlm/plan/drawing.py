@@ -17,7 +17,6 @@ NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight grad
 INPUT_GRADIENT = "input gradient"  # what BACKWARD is where there are WEIGHT actions
 IDLE = "."
 MOST_LINES = 60  # of a picture
-MOST_UNEQUAL = 8  # a computation this many times shorter than the longest is drawn without its number
 HUES = {Op.FORWARD: (43, 108, 176), Op.BACKWARD: (39, 119, 73), Op.WEIGHT: (192, 86, 33)}
 LIGHTEST = 0.65  # share of white in the last chunk's colour
 PAGE_WIDTH, ROW = 1000, 24
@@ -25,30 +24,25 @@ PAGE_WIDTH, ROW = 1000, 24
 
 
 def draw(plan: Plan, screen: Console) -> None:
-    """Print all ranks' timelines, folded to the screen's width, of long ones the start; and a legend."""
+    """Print all ranks' timelines, folded to the screen's width, of long ones the start; and a legend.
+
+    The shortest computation takes a time of 1.
+    """
     chunks, margin = plan.num_stages // len(plan.timeline), len(f"rank {len(plan.timeline) - 1}  ")
-    scale, width = columns_per_time(plan, chunks), max(screen.width - margin, 20)
-    columns = round(plan.makespan * scale)
+    cell = max(len(label(span.action, chunks)) for rank in plan.timeline for span in rank)
+    columns, width = round(plan.makespan * cell), max(screen.width - margin, 20)
     shown = min(columns, width * max(MOST_LINES // (len(plan.timeline) + 1), 2))
-    lines = [row(spans, chunks, scale, shown) for spans in plan.timeline]
+    lines = [row(spans, chunks, cell, shown) for spans in plan.timeline]
     for start in range(0, shown, width):
         for rank, line in enumerate(lines):
             name = Text(f"{f'rank {rank}':<{margin}}")
             screen.print(name.append_text(line[start : start + width]), soft_wrap=True)
         screen.print()
     if shown < columns:
-        screen.print(f"… the rest, from {shown / scale:.6g} on, is left out; out=schedule.svg draws all …\n")
+        screen.print(f"… the rest, from {shown / cell:.6g} on, is left out; out=schedule.svg draws all …\n")
     words = [f"{op.value} {name}" for op, name in op_names(plan.timeline).items()]
     more = ("", "; small letters: the second chunk", "; after the point: chunks")[min(chunks, 3) - 1]
     screen.print("   ".join([*words, f"{IDLE} idle", f"numbers: micro-batches{more}"]))
-
-
-def columns_per_time(plan: Plan, chunks: int) -> float:
-    """As many columns per time as the shortest computation needs for its label."""
-    spans = [span for rank in plan.timeline for span in rank]
-    lengths = [span.end - span.start for span in spans]
-    cell = max(len(label(span.action, chunks)) for span in spans)
-    return cell / max(min(lengths), max(lengths) / MOST_UNEQUAL)
 
 
 def label(action: Action, chunks: int) -> str:
@@ -57,19 +51,16 @@ def label(action: Action, chunks: int) -> str:
     return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if chunks > 2 else "")
 
 
-def row(spans: Sequence[TimedAction], chunks: int, scale: float, columns: int) -> Text:
-    """A rank's computations and idle times in the first columns."""
+def row(spans: Sequence[TimedAction], chunks: int, cell: int, columns: int) -> Text:
+    """A rank's computations and idle times in the first columns, `cell` for the shortest computation."""
     line = Text()
     for span in spans:
-        first, last = (min(round(time * scale), columns) for time in (span.start, span.end))
-        if last <= len(line):
-            continue
-        line.append(IDLE * (first - len(line)), style="dim")
-        text = label(span.action, chunks).ljust(last - first, "-")
-        line.append(text[: last - len(line)], style=style_of(span.action, chunks))
-        if last == columns:
+        if len(line) >= columns:
             break
-    return line.append(IDLE * (columns - len(line)), style="dim")
+        line.append(IDLE * (round(span.start * cell) - len(line)), style="dim")
+        text = label(span.action, chunks).ljust(round(span.end * cell) - len(line), "-")
+        line.append(text, style=style_of(span.action, chunks))
+    return line.append(IDLE * (columns - len(line)), style="dim")[:columns]
 
 
 def style_of(action: Action, chunks: int) -> str:

@@ -5,7 +5,6 @@ On meta tensors, as on a GPU; with dist.device=cpu on real ones, as on this CPU.
 
 import logging
 import resource
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, RECOMPUTED
 from mlm.plan.dry_run_rank import META, DryRun, dry_run
 from mlm.plan.report import show_table
 from mlm.training.memory import reuse_large_blocks
-from mlm.util.errors import writing_to
-from mlm.util.results import target_name, write_result
+from mlm.util.results import save_result
 from mlm.util.terminal import Screen, console
 
 SCOPE = (
@@ -42,11 +40,7 @@ def run(config: PlanDryRunConfig) -> DryRun:
     result = dry_run(config, config.rank, device=CPU if config.dist.device == "cpu" else META)
     found = record(result, config)
     show(found, screen)
-    if config.out is not None:
-        with writing_to(str(config.out)):
-            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-        write_result(config.out, found)
-        screen.print(f"written to {target_name(config.out)}")
+    save_result(config.out, found, screen.print)
     return result
 
 

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from mlm.data.sampler import MicroBatch, RankSampler
+from mlm.data.sampler import MicroBatch, collate
 from mlm.optim.adamw import moments
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.matmul import prepare_products
@@ -68,7 +69,7 @@ def dry_run(
     """
     p = config.parallel
     dp = p.dp or 1
-    config = replace(config, compile=False, deterministic=False, parallel=replace(p, dp=dp))
+    config = replace(countable(config), parallel=replace(p, dp=dp))
     prepare_products(device)
     with as_rank(rank, p, dp, device) as ctx:
         meter = Meter(device.type)
@@ -84,6 +85,12 @@ def dry_run(
         return replace(found, attention=attention.kernel)
 
 
+def countable(run: PretrainConfig) -> PretrainConfig:
+    """A run on random tokens, in eager kernels."""
+    data = replace(run.data, kind="synthetic", path=None, train=None, blend=(), eod_id=run.data.eod_id or 0)
+    return replace(run, compile=False, deterministic=False, cuda_graphs=False, data=data)
+
+
 def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> DryRun:
     """Count a step of the trainer, and of its micro-batches as many as needed."""
     config, ctx = trainer.config, trainer.ctx
@@ -92,7 +99,7 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> D
     tag_state(trainer, meter)
     names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
     count_late_work(trainer, meter)
-    batches = batches_of(config, ctx, enough)
+    batches = batches_of(config, [config.train.micro_batch_size] * enough)
     log = meter.log
     with meter.watching(names):
         start = meter.counts.copy()
@@ -157,21 +164,11 @@ def extrapolated(less: Counts, few: int, more: Counts, enough: int, whole: int) 
     )
 
 
-def batches_of(config: PretrainConfig, ctx: ParallelContext, count: int) -> list[MicroBatch]:
-    """The first micro-batches of a rank, of random tokens."""
-    size = count * ctx.dp.size * config.train.micro_batch_size
-    plan = RankSampler(
-        train_dataset(config, size),
-        consumed_samples=0,
-        global_batch_size=size,
-        micro_batch_size=config.train.micro_batch_size,
-        rank=ctx.dp.rank,
-        size=ctx.dp.size,
-        pin_memory=False,
-    )
-    batches = plan.step(0)
-    assert batches is not None
-    return batches
+def batches_of(config: PretrainConfig, sizes: Sequence[int]) -> list[MicroBatch]:
+    """Micro-batches of so many samples, of random tokens."""
+    samples = train_dataset(config, sum(sizes))
+    ends = accumulate(sizes)
+    return [collate(samples.gather(list(range(e - n, e))), e - n) for e, n in zip(ends, sizes, strict=True)]
 
 
 def tag_state(trainer: Trainer[MicroBatch], meter: Meter) -> None:

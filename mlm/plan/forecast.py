@@ -6,16 +6,16 @@ Nothing is rejected on an estimate.
 import logging
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
 from mlm.models.family import count_parameters
 from mlm.plan.candidates import Query
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
-from mlm.plan.layout import PlannedLayout, model_flops
+from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, DeviceMemory, gib
-from mlm.plan.report import format_seconds, spread, time_error
+from mlm.plan.report import as_row, format_seconds, spread, time_error
 from mlm.plan.search import Models
 from mlm.tracking.summary import Predicted
 from mlm.training.config import PretrainConfig
@@ -32,24 +32,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """The devices of a run."""
-
-    hardware: HardwareConfig
-    """Its peaks are null where its speed is not known."""
-    capacity: float
-    """Bytes of memory of one rank: of its GPU, or its share of the host."""
-    source: str
-    """Source of `hardware`."""
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """A run's predicted numbers."""
 
     query: Query
+    """Its hardware has the memory that was found; its peaks are null where its speed is not known."""
     layout: PlannedLayout
-    machine: Machine
     memory: float
     """Bytes of the fullest rank."""
     first_memory: float
@@ -61,7 +49,7 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """True if the fullest rank has the memory that it needs."""
-        return self.memory <= self.machine.capacity
+        return self.memory <= self.query.memory_bytes
 
 
 def lines(config: PretrainConfig, ranks: int) -> list[str]:
@@ -76,7 +64,9 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
     if (run := try_forecast(config, ranks)) is None:
         return None
-    name = "" if run.step_s is None else f"{run.machine.hardware.name} ({run.machine.source})"
+    hardware = run.query.hardware
+    source = "hardware=this" if hardware.is_calibrated else "a preset"
+    name = "" if run.step_s is None else f"{hardware.name} ({source})"
     return Predicted(run.step_s, run.first_memory, run.mfu, name)
 
 
@@ -124,52 +114,44 @@ def try_forecast(config: PretrainConfig, ranks: int) -> Forecast | None:
 def forecast_run(config: PretrainConfig, ranks: int) -> Forecast:
     """The forecast of a run of so many ranks that this host is part of. Raises OSError and UserError."""
     place = read_rank_place(os.environ)
-    machine = machine_of(config, place.local_world_size if place else ranks)
-    return forecast(config, ranks, machine)
+    return forecast(config, ranks, hardware_here(config, place.local_world_size if place else ranks))
 
 
-def forecast(config: PretrainConfig, ranks: int, machine: Machine) -> Forecast:
+def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig) -> Forecast:
     """The forecast of a run on so many ranks."""
     layout = PlannedLayout.of(config, ranks // config.parallel.replica)
-    query = Query(run=config, hardware=machine.hardware, gpus=ranks)
+    query, step_s, mfu = Query(run=config, hardware=hardware, gpus=ranks), None, None
     models = Models(query)
-    step_s, mfu = speed(models, layout)
+    if getattr(hardware.peak_tflops, config.precision.dtype) is not None:
+        row = as_row(query, models.forecast(layout))
+        step_s, mfu = row["step_s"], row["mfu"]
     most, first = models.memory.worst(layout).total, models.memory.peak(layout).total
-    return Forecast(query, layout, machine, most, first, step_s, mfu)
+    return Forecast(query, layout, most, first, step_s, mfu)
 
 
-def speed(models: Models, layout: PlannedLayout) -> tuple[float | None, float | None]:
-    """Step time and MFU; nothing where the hardware's peak is unknown, or CPU ranks share cores."""
-    query, hardware, dtype = models.query, models.query.hardware, models.query.run.precision.dtype
-    if getattr(hardware.peak_tflops, dtype) is None:
-        return None, None
-    if hardware.device == "cpu" and layout.gpus > hardware.devices_per_node:
-        return None, None
-    step = models.cost.step(layout).total
-    flops = model_flops(query.model, query.seq, layout.global_batch, layout.tp)
-    return step, flops / (step * layout.gpus * models.cost.hardware.peak(dtype))
+def hardware_here(config: PretrainConfig, local_ranks: int) -> HardwareConfig:
+    """This host's hardware: as it was calibrated, by the preset of its GPU, or its memory alone.
 
-
-def machine_of(config: PretrainConfig, local_ranks: int) -> Machine:
-    """This machine: as it was calibrated, by the preset of its GPU, or its memory alone. Raises OSError."""
+    So too where more ranks share a CPU than were measured. Raises OSError.
+    """
     own = calibrated()
     if device_kind(config.dist) == "cpu":
-        capacity = host_memory() / local_ranks
-        if own is None or own.device != "cpu":
-            own = unmeasured("this machine", "cpu", 1, capacity / GIB, CPU_RESERVED_GIB)
-        return Machine(own, capacity, "hardware=this")
-    answer = subprocess.run(GPU_QUERY, capture_output=True, text=True, check=True, timeout=10).stdout
-    name, mib = answer.strip().rsplit(", ", 1)
-    capacity = float(mib) * 2**20
-    if own is not None and own.device == "gpu":
-        return Machine(own, capacity, "hardware=this")
-    known = preset_of_gpu(name) or unmeasured("this machine", "gpu", 1, capacity / GIB, GPU_RESERVED_GIB)
-    return Machine(known, capacity, "a preset")
+        memory = host_memory() / local_ranks / GIB
+        is_known = own is not None and own.device == "cpu" and local_ranks <= own.devices_per_node
+        known = own.for_ranks(local_ranks) if own is not None and is_known else None
+        blank = unmeasured("this machine", "cpu", 1, memory, CPU_RESERVED_GIB)
+    else:
+        answer = subprocess.run(GPU_QUERY, capture_output=True, text=True, check=True, timeout=10).stdout
+        name, mib = answer.strip().rsplit(", ", 1)
+        memory = float(mib) / 1024
+        known = own if own is not None and own.device == "gpu" else preset_of_gpu(name)
+        blank = unmeasured("this machine", "gpu", 1, memory, GPU_RESERVED_GIB)
+    return blank if known is None else replace(known, memory_gib=memory)
 
 
 def summary(run: Forecast) -> str:
     """`needs 61.0 GiB of 79.2 GiB per GPU; 41% MFU expected (DGX A100 80GB)`."""
-    hardware, capacity, ranks = run.machine.hardware, run.machine.capacity, run.layout.gpus
+    hardware, capacity, ranks = run.query.hardware, run.query.memory_bytes, run.layout.gpus
     if hardware.device == "cpu":
         local = round(host_memory() / capacity)
         need = f"{local} ranks need {gib(run.memory)} each" if local > 1 else f"needs {gib(run.memory)}"
@@ -187,7 +169,7 @@ def summary(run: Forecast) -> str:
 
 def warning(run: Forecast) -> str:
     """The memory that a layout lacks, and the command that finds others."""
-    lacks = gib(run.memory - run.machine.capacity)
+    lacks = gib(run.memory - run.query.memory_bytes)
     return (
         f"warning: {lacks} may be lacking; `mlm plan layouts gpus={run.layout.gpus}` finds layouts that fit"
     )

@@ -20,22 +20,22 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mlm.data.sampler import MicroBatch, collate
+from mlm.data.sampler import MicroBatch
 from mlm.models.stage import PipelineStage, parameter_home
 from mlm.optim.adamw import moments
 from mlm.parallel import chunks
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.expert.router import Router
 from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import Axis, ExpertAxes, ParallelContext, folds_tp
 from mlm.parallel.sharding import ParameterShard
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Log
 from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter, label_of
-from mlm.plan.dry_run_rank import META, MetaAttention, tag_state
-from mlm.plan.layout import BOTH, FIRST, LAST, Split
+from mlm.plan.dry_run_rank import META, MetaAttention, batches_of, countable, tag_state
+from mlm.plan.layout import BOTH, FIRST, LAST, split_of_state
 from mlm.plan.trace import Place, Trace, TracedWatch, Work, joined
 from mlm.training import pipelined
 from mlm.training.config import PretrainConfig
-from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
 from mlm.util.errors import UserError
 
@@ -111,10 +111,7 @@ class LayerCounts:
     """
 
     def __init__(self, run: PretrainConfig, device: str) -> None:
-        data = replace(run.data, kind="synthetic", path=None, train=None, blend=())
-        data = replace(data, eod_id=run.data.eod_id or 0)  # of random tokens any
-        self.run = replace(run, compile=False, deterministic=False, cuda_graphs=False, data=data)
-        self.device = device
+        self.run, self.device = countable(run), device
         self._state, self._counts = cache(self._held), cache(self._count)
 
     @cached_property
@@ -125,11 +122,11 @@ class LayerCounts:
             module = model.family.model(model, stage=PipelineStage(range(model.num_layers), False, False))
         return tuple(firsts.setdefault(signature(layer), int(n)) for n, layer in module.layers.items())
 
-    def state(self, split: Split, home: str) -> list[Held]:
+    def state(self, split: ParallelConfig, home: str) -> list[Held]:
         """The parameters of a home: FIRST, LAST, BOTH or the number of a kind of layer."""
-        return self._state(split.of_state, home if home in (FIRST, LAST) else BOTH)[home]
+        return self._state(split_of_state(split), home if home in (FIRST, LAST) else BOTH)[home]
 
-    def _held(self, split: Split, ends: str) -> dict[str, list[Held]]:
+    def _held(self, split: ParallelConfig, ends: str) -> dict[str, list[Held]]:
         """Those of an end, and of the layers that a stage with both has."""
         numbers = sorted(set(self.kinds)) if ends == BOTH else [0]  # adapters alone make an optimizer
         stage = PipelineStage(numbers, ends != LAST, ends != FIRST)  # type: ignore[arg-type]
@@ -143,23 +140,23 @@ class LayerCounts:
                 found[str(layer) if isinstance(layer, int) else ends].append(held(shard, trainer, cast))
         return found
 
-    def elements(self, split: Split, home: str) -> int:
+    def elements(self, split: ParallelConfig, home: str) -> int:
         """Elements of a home's parameters."""
         return sum(each.size for each in self.state(split, home))
 
-    def tied(self, split: Split) -> int:
+    def tied(self, split: ParallelConfig) -> int:
         """Elements of the table that both ends of a pipeline hold."""
         return self.elements(split, FIRST) + self.elements(split, LAST) - self.elements(split, BOTH)
 
-    def counts(self, split: Split) -> Counts:
+    def counts(self, split: ParallelConfig) -> Counts:
         """Micro-batches of one sample and of two through a layer of each kind and the ends."""
         return self._counts(split, SIZES, True)
 
-    def ends(self, split: Split, micro_batch: int) -> Counts:
+    def ends(self, split: ParallelConfig, micro_batch: int) -> Counts:
         """The same of micro-batches of a size, without layers: the loss takes its rows in pieces."""
         return self._counts(split, (micro_batch,) * 2, False)
 
-    def _count(self, split: Split, sizes: tuple[int, ...], has_layers: bool) -> Counts:
+    def _count(self, split: ParallelConfig, sizes: tuple[int, ...], has_layers: bool) -> Counts:
         numbers = sorted(set(self.kinds)) if has_layers or self.run.lora.rank else []  # as above
         stage = PipelineStage(numbers, True, True)  # type: ignore[arg-type]  # any layers, in order
         trace = Trace() if has_layers and split.recompute != "full" else None  # of that memory alone
@@ -168,14 +165,9 @@ class LayerCounts:
 
     @contextmanager
     def _trainer(
-        self, split: Split, stage: PipelineStage, trace: Trace | None = None
+        self, split: ParallelConfig, stage: PipelineStage, trace: Trace | None = None
     ) -> Iterator[tuple[Trainer[MicroBatch], Meter]]:
         """The trainer of a rank that holds this stage alone, and the meter that follows it."""
-        layout = replace(
-            self.run.parallel,
-            **cast(Any, {name: getattr(split, name) for name in Split.__slots__}),
-            **cast(Any, {"pp": 1, "vp": 1, "dp": 1, "zero": 0, "pipeline": "1f1b"}),
-        )
         meter = Meter("meta", trace)
         ctx = split_context(split, meter)
         prepare_products(META)
@@ -188,7 +180,7 @@ class LayerCounts:
             stack.enter_context(MetaAttention(choice, is_unfused=not is_gpu, again=again))
             stack.enter_context(patch.object(pipelined, "split_layers", lambda *_: [stage]))
             with meter:
-                trainer: Trainer[MicroBatch] = Trainer(replace(self.run, parallel=layout), ctx)
+                trainer: Trainer[MicroBatch] = Trainer(replace(self.run, parallel=replace(split, dp=1)), ctx)
             yield trainer, meter
 
 
@@ -254,7 +246,7 @@ def held(shard: ParameterShard, trainer: Trainer[MicroBatch], cast_bytes: int) -
     )
 
 
-def split_context(split: Split, meter: Meter) -> ParallelContext:
+def split_context(split: ParallelConfig, meter: Meter) -> ParallelContext:
     """A rank among others that answer at once, without a default process group."""
     watch = TracedWatch()
     watch.trace = meter.trace
@@ -286,11 +278,7 @@ def count_passes(trainer: Trainer[MicroBatch], meter: Meter, sizes: tuple[int, .
     """Run micro-batches of these sizes and an optimizer's step, and take apart what the meter saw."""
     tag_state(trainer, meter)
     names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
-    samples, trace = train_dataset(trainer.config, sum(sizes)), meter.trace or Trace()
-    batches, first = list[MicroBatch](), 0
-    for size in sizes:
-        batches.append(collate(samples.gather(list(range(first, first + size))), first))
-        first += size
+    batches, trace = batches_of(trainer.config, sizes), meter.trace or Trace()
     with meter.watching(names, home_of):
         trace.begin_pass()
         before, log = len(trace.passes), meter.log

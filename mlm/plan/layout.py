@@ -30,23 +30,14 @@ def hardware_flops(model: ModelConfig, seq: int, samples: int, recompute: str, t
     return whole + (whole - head) / 3 * (recompute == "full")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Split:
-    """All of a layout that the counts of a layer depend on."""
+SPLIT = ("tp", "cp", "ep", "expert_tp", "sequence_parallel", "tp_overlap", "recompute")
+"""Fields of a layout that the counts of a layer depend on."""
 
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    expert_tp: int | None = None
-    sequence_parallel: bool = False
-    tp_overlap: int = 1
-    recompute: str = "none"
 
-    @property
-    def of_state(self) -> "Split":
-        """All that parameters depend on."""
-        split = self.sequence_parallel and self.expert_tp is not None  # whole experts need it
-        return Split(tp=self.tp, ep=self.ep, expert_tp=self.expert_tp, sequence_parallel=split)
+def split_of_state(split: ParallelConfig) -> ParallelConfig:
+    """All that parameters depend on."""
+    is_split = split.sequence_parallel and split.expert_tp is not None  # whole experts need it
+    return ParallelConfig(tp=split.tp, ep=split.ep, expert_tp=split.expert_tp, sequence_parallel=is_split)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +68,9 @@ class PlannedLayout(ParallelConfig):
         return self.tp * self.cp * self.pp * self.dp
 
     @property
-    def split(self) -> Split:
-        """The fields on which the counts of a layer depend."""
-        return Split(**{name: getattr(self, name) for name in Split.__slots__})
+    def split(self) -> ParallelConfig:
+        """What the counts of a layer depend on, all else at its defaults."""
+        return ParallelConfig(**{name: getattr(self, name) for name in SPLIT})
 
     @property
     def micro_batches(self) -> int:

@@ -13,9 +13,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from mlm.models.stage import split_layers
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY
-from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, Split
+from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, split_of_state
 
 if TYPE_CHECKING:  # pages of runs read this module and need no torch
     from mlm.plan.layer_counts import Counts, Held, LayerCounts
@@ -123,10 +124,12 @@ class MemoryModel:
 
     def state(self, layout: PlannedLayout, stage_rank: int, dp_rank: int = 0) -> StageState:
         """Parameters of one device, and what belongs to them."""
-        split, ranks = layout.split.of_state, layout.dp * layout.cp
+        split, ranks = split_of_state(layout.split), layout.dp * layout.cp
         return self._states(split, layout.pp, layout.vp, ranks if layout.zero else 1, stage_rank, dp_rank)
 
-    def _state(self, split: Split, pp: int, vp: int, ranks: int, stage_rank: int, rank: int) -> StageState:
+    def _state(
+        self, split: ParallelConfig, pp: int, vp: int, ranks: int, stage_rank: int, rank: int
+    ) -> StageState:
         homes = homes_of(self.counts.kinds, pp, vp, stage_rank)
         found = [(each, n) for home, n in homes.items() for each in self.counts.state(split, home)]
         folds = split.tp if split.expert_tp == 1 else 1  # ranks of tp that hold whole experts

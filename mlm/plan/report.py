@@ -14,7 +14,7 @@ from mlm.plan.hardware import HardwareConfig
 from mlm.plan.layout import DEFAULTS, PlannedLayout, hardware_flops, model_flops
 from mlm.plan.memory import DeviceMemory, gib
 from mlm.plan.search import LayoutForecast
-from mlm.util.results import target_name, write_result
+from mlm.util.results import save_result
 from mlm.util.terminal import PlainScreen, add_row, table
 
 HOUR, DAY = 3600.0, 86400.0
@@ -81,15 +81,12 @@ def write_rows(
 
     Raises UserError if it cannot be written.
     """
-    if out is None:
-        return
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    is_table = Path(out).suffix == ".csv"
-    write_result(out, text.getvalue().encode() if is_table else {**values, name: rows})
-    screen.print(f"written to {target_name(out)}")
+    is_table = out is not None and Path(out).suffix == ".csv"
+    save_result(out, text.getvalue().encode() if is_table else {**values, name: rows}, screen.print)
 
 
 def format_seconds(value: float) -> str:

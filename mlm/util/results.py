@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 import mlm
-from mlm.util.errors import Problem, UserError
+from mlm.util.errors import Problem, UserError, writing_to
 from mlm.util.files import dump_json, read_regular, write_atomic
 from mlm.util.ownership import KINDS, STDOUT, file_type_name, kind_of_folder, matches_any, place_of
 
@@ -80,6 +80,15 @@ def write_result(
             write_atomic(Path(path).resolve(), content)
     except OSError as error:
         raise UserError(f"{key}={path}: {error.strerror}: choose a file that can be written") from error
+
+
+def save_result(out: str | None, content: Content | Mapping[str, Any], say: Callable[[str], object]) -> None:
+    """Write a result where `out` is given, into a folder that may be new, and say so. Raises UserError."""
+    if out is not None:
+        with writing_to(out):
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
+        write_result(out, content)
+        say(f"written to {target_name(out)}")
 
 
 def result_problems(

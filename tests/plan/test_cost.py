@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mlm.models.config import ModelConfig
 from mlm.optim.config import OptimizerConfig
+from mlm.parallel.config import ParallelConfig
 from mlm.parallel.pipeline.actions import Cost
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
@@ -19,7 +20,7 @@ from mlm.plan.cost import PARTS, CostModel, Software, exposed
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import HardwareConfig, preset
 from mlm.plan.layer_counts import counts_of
-from mlm.plan.layout import PlannedLayout, Split, hardware_flops, model_flops
+from mlm.plan.layout import PlannedLayout, hardware_flops, model_flops
 from mlm.plan.pipeline_time import pipeline_time
 from mlm.plan.trace import Attention, Message, Product, Waited, Work
 from tests.plan.planned import LLAMA, planned_run
@@ -61,7 +62,7 @@ def test_operations_equal_equation_3_of_sc21(layers: int, hidden: int, heads: in
 def test_products_that_are_counted_are_the_models_operations(cp: int) -> None:
     """Of a layer on two samples, forward and backward, causal attention counted half and made again."""
     model = replace(LLAMA, hidden_size=64, options={"num_kv_heads": 4})  # heads that kernels serve
-    split, tokens = Split(tp=2, cp=cp), 2 * 32 // cp
+    split, tokens = ParallelConfig(tp=2, cp=cp), 2 * 32 // cp
     (_, two) = counts_of(planned_run(model), "gpu").counts(split).passes
     works = [two.work[phase, "0"] for phase in (FORWARD, BACKWARD)]
     events = [event for work in works for event in work.events]
@@ -153,16 +154,16 @@ def test_what_is_computed_between_start_and_wait_hides_a_message() -> None:
     model, work = cost(), Work(events=events)
     length, took = model.all_reduce(size, 8, 1), model.product(product)
     assert took < length
-    seconds = model.price(work, Split(tp=8), fused=True)
+    seconds = model.price(work, ParallelConfig(tp=8), fused=True)
     assert seconds[0] == pytest.approx(took)
     assert seconds[3] == pytest.approx(2 * length - took)
-    waits = cost(software=Software(overlaps=False)).price(work, Split(tp=8), fused=True)
+    waits = cost(software=Software(overlaps=False)).price(work, ParallelConfig(tp=8), fused=True)
     assert waits[3] == pytest.approx(2 * length)
 
 
 def test_a_layers_gradient_sums_are_hidden_and_its_results_are_not() -> None:
     """The program's order: two all-reduces each way (arXiv:1909.08053), those backward beside products."""
-    (one, _) = counts_of(RUN, "gpu").counts(Split(tp=2)).passes
+    (one, _) = counts_of(RUN, "gpu").counts(ParallelConfig(tp=2)).passes
     for phase, between in ((FORWARD, 0), (BACKWARD, 1)):
         events = one.work[phase, "0"].events
         starts = [n for n, event in enumerate(events) if isinstance(event, Message)]
@@ -174,7 +175,7 @@ def test_a_layers_gradient_sums_are_hidden_and_its_results_are_not() -> None:
 
 def test_fused_kernels_move_fewer_bytes_than_those_of_their_own() -> None:
     """Of GELU and its neighbours: an input is read and a result written; eager each kernel does both."""
-    (one, _) = counts_of(RUN, "gpu").counts(Split()).passes
+    (one, _) = counts_of(RUN, "gpu").counts(ParallelConfig()).passes
     for phase in (FORWARD, BACKWARD):
         work = one.work[phase, "0"]
         assert 0 < work.fused_bytes < work.eager_bytes

@@ -11,7 +11,6 @@ from mlm.parallel.mesh import ParallelContext
 from mlm.plan import forecast as module
 from mlm.plan.forecast import (
     Forecast,
-    Machine,
     forecast,
     forecast_run,
     lines,
@@ -40,8 +39,7 @@ def config_of(*words: str) -> PretrainConfig:
 
 def of_8b(ranks: int, *words: str, gibs: float = 79.15) -> Forecast:
     """The forecast of the 8.3 billion model on A100s."""
-    machine = Machine(A100, gibs * GIB, "a preset")
-    return forecast(config_of("model=gpt2_8b", *words), ranks, machine)
+    return forecast(config_of("model=gpt2_8b", *words), ranks, replace(A100, memory_gib=gibs))
 
 
 def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
@@ -84,8 +82,8 @@ def test_a_forecast_of_a_trillion_parameters_takes_seconds(
 ) -> None:
     words = ["model=gpt2_sc21_1t", "parallel=sc21_1t", "train.global_batch_size=3072", "train.steps=9"]
     config = config_of(*words, "train.micro_batch_size=1")
-    machine = Machine(A100, 40 * GIB, "a preset")  # too little: layouts are searched
-    monkeypatch.setattr(module, "machine_of", lambda *_: machine)
+    hardware = replace(A100, memory_gib=40)  # too little: layouts are searched
+    monkeypatch.setattr(module, "hardware_here", lambda *_: hardware)
     assert config.model.family.causal  # the run imports its family anyway
     begin = time.process_time()
     found = lines(config, 3072)

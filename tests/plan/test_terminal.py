@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from mlm.parallel.pipeline.actions import Cost, Op, Plan
+from mlm.parallel.pipeline.actions import Op, Plan
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.plan.drawing import columns_per_time, draw, label, row, style_of
+from mlm.plan.drawing import draw, label, row, style_of
 
 
-def plan(name: str = "1f1b", p: int = 4, v: int = 1, m: int = 8, cost: Cost | None = None) -> Plan:
-    return lower(build_schedule(name, stages=p, chunks=v, micro_batches=m), cost=cost or Cost())
+def plan(name: str = "1f1b", p: int = 4, v: int = 1, m: int = 8) -> Plan:
+    return lower(build_schedule(name, stages=p, chunks=v, micro_batches=m))
 
 
 def drawn(plan: Plan, width: int = 100, **options: object) -> str:
@@ -68,22 +68,14 @@ def test_long_schedule_shows_its_start() -> None:
     assert len(text.splitlines()) < 80
     (left_out,) = re.findall(r"… the rest, from (\S+) on, is left out; out=schedule.svg draws all …", text)
     shown = sum(len(line) - 8 for line in lines(text, 0))
-    assert float(left_out) == shown / columns_per_time(plan(m=400), 1) < 1209
-
-
-def test_costs_that_are_no_multiples_leave_no_cell_out() -> None:
-    odd = plan(cost=Cost(forward=0.7, backward=1.9, transfer=0.13))
-    for rank in range(4):
-        (line,) = lines(drawn(odd, width=500), rank)
-        assert re.findall(r"[FB]\d", line) == [str(span.action) for span in odd.timeline[rank]]
+    assert float(left_out) == shown / 4 < 1209
 
 
 def test_colours_tell_ops_and_chunks_apart() -> None:
     """Where the terminal has them; the letters are the same."""
     interleaved = plan(p=2, v=2, m=2)
     console = Console(file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor")
-    scale = columns_per_time(interleaved, 2)
-    whole = row(interleaved.timeline[0], 2, scale, round(interleaved.makespan * scale))
+    whole = row(interleaved.timeline[0], 2, 2, round(interleaved.makespan) * 2)
     colours = {s.style.bgcolor.name: s.text for s in console.render(whole) if s.style and s.style.bgcolor}
     cells = [(style_of(span.action, 2), label(span.action, 2)) for span in interleaved.timeline[0]]
     expected = {style.split()[-1]: text.ljust(2 + 2 * (text[0] in "Bb"), "-") for style, text in cells}

@@ -73,7 +73,7 @@ def gradients_of(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "add_to_grad", counted)
         for _ in range(2):
-            trainer.compute_gradients(batches_of(spec, ctx, count))
+            trainer.compute_gradients(batches_of(spec, [spec.train.micro_batch_size] * count))
     assert not any(table.fuses_grad for table in trainer.early_tables)
     grads = {s.name: s.parameter.grad.clone() for s in trainer.shards if s.parameter.grad is not None}
     return grads, len(added), began

@@ -12,12 +12,14 @@ from markupsafe import Markup
 from mlm.config.build import build
 from mlm.models.family import SHIPPED
 from mlm.models.stage import PipelineStage, split_layers
-from mlm.parallel.pipeline.actions import Action, Op, Plan, ScheduleError, TimedAction
+from mlm.parallel.pipeline.actions import Action, Cost, Op, Plan, ScheduleError, TimedAction
+from mlm.parallel.pipeline.lower import DEFAULT_COST
 from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.drawing import NAMES, svg, svg_legend, svg_timeline
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, MOMENTS, PARTS, DeviceMemory
-from mlm.plan.schedule import BubbleFormula, closed_bubble, rank_numbers, simulate, title
+from mlm.plan.pipeline_time import pipeline_time
+from mlm.plan.schedule import simulate, title
 from mlm.tracking.page.html import macro
 from mlm.tracking.page.runs import RunRecords, number
 from mlm.training.config import PretrainConfig
@@ -182,19 +184,21 @@ def draw_schedule(plan: RunPlan) -> Markup:
     settings = PlanScheduleConfig(pp=pp, vp=chunks, micro_batches=batches, pipeline=cast(Any, plan.schedule))
     each = 3 * pp * chunks
     drawn = batches if each * batches <= MAX_SPANS else MAX_SPANS // each // pp * pp
-    measured, planned, some, reason = None, None, None, None
+    measured, planned, some, reason, bubble, cost = None, None, None, None, None, DEFAULT_COST
     try:
         if each * batches <= MAX_SIMULATED:
             measured = newest_step(plan, simulate(settings))
-            settings = settings if measured is None else measured.as_costs(settings)
-            planned = simulate(settings)
-        some = simulate(replace(settings, micro_batches=drawn)) if drawn else None
+            cost = cost if measured is None else measured.cost
+            planned = simulate(settings, cost)
+        some = simulate(replace(settings, micro_batches=drawn), cost) if drawn else None
+        if each * min(batches, 3 * pp) <= MAX_SIMULATED:
+            took = pipeline_time(settings.pipeline, pp, chunks, batches, [cost] * (pp * chunks))
+            bubble = took / (batches * chunks * (cost.forward + cost.backward)) - 1
     except (ScheduleError, ValueError) as error:
         reason = str(error)
-    formula = closed_bubble(settings)
     pictures = list(draw_steps(some, measured if drawn == batches else None, chunks))
-    rows = [] if reason else list(stage_rows(plan, planned, formula, measured))
-    names = (title(settings), formula, reason)
+    rows = [] if reason else list(stage_rows(plan, planned, bubble, measured))
+    names = (title(settings), bubble, reason)
     return macro(TEMPLATE, "schedule", plan, *names, drawn, measured, planned, pictures, rows)
 
 
@@ -212,16 +216,14 @@ def draw_steps(
 
 
 def stage_rows(
-    plan: RunPlan, planned: Plan | None, formula: BubbleFormula, measured: "MeasuredStep | None"
+    plan: RunPlan, planned: Plan | None, bubble: float | None, measured: "MeasuredStep | None"
 ) -> Iterator[list[str]]:
-    """Yield the first stages' idle time as planned (by formula without a simulation) and as measured."""
-    numbers = [] if planned is None else rank_numbers(planned)
+    """Yield the first stages' idle time as planned, equal of all, and as measured."""
+    idle = "not simulated" if bubble is None else f"{bubble / (1 + bubble):.1%}"
     for stage in range(min(plan.sizes["pp"], MAX_STAGES)):
-        idle, in_flight = formula.value / (1 + formula.value), "not simulated"
-        if planned is not None:
-            idle, in_flight = numbers[stage].idle / planned.makespan, str(numbers[stage].peak_in_flight)
+        in_flight = "not simulated" if planned is None else str(planned.peak_in_flight[stage])
         idle_of_step = [] if measured is None else [f"{1 - measured.busy[stage] / measured.makespan:.1%}"]
-        yield [f"P{stage}", f"{idle:.1%}", *idle_of_step, in_flight, *waiting_of(plan, stage)]
+        yield [f"P{stage}", idle, *idle_of_step, in_flight, *waiting_of(plan, stage)]
 
 
 def waiting_of(plan: RunPlan, stage: int) -> tuple[str, str]:
@@ -277,15 +279,11 @@ class MeasuredStep:
         """The means with their names."""
         return ", ".join(f"{NAMES[op]} {mean:.3g} ms" for op, mean in self.means.items())
 
-    def as_costs(self, settings: PlanScheduleConfig) -> PlanScheduleConfig:
-        """Return the settings of a plan in which each computation takes the mean time that was measured."""
-        return replace(
-            settings,
-            forward_cost=self.means[Op.FORWARD],
-            backward_cost=self.means[Op.BACKWARD],
-            input_gradient_cost=self.means[Op.BACKWARD],
-            weight_gradient_cost=self.means.get(Op.WEIGHT, 0.0),
-        )
+    @property
+    def cost(self) -> Cost:
+        """The costs of a plan in which each computation takes the mean time that was measured."""
+        backward, weight = self.means[Op.BACKWARD], self.means.get(Op.WEIGHT, 0.0)
+        return Cost(self.means[Op.FORWARD], backward + weight, backward, weight)
 
 
 def newest_step(plan: RunPlan, planned: Plan) -> MeasuredStep | None:

@@ -70,7 +70,7 @@ def test_a_large_layout_is_drawn_in_part_and_says_so(tmp_path: Path) -> None:
 def test_a_schedule_has_every_computation_and_its_bubble(tmp_path: Path) -> None:
     drawn = draw_schedule(plans(tmp_path / "a"))  # 4 micro-batches, 2 stages
     assert len(re.findall(r'class="op[FB]" x', drawn)) == 2 * 2 * 4
-    assert "bubble (p-1)/m = 25.0%" in drawn
+    assert "bubble 25.0% of the ideal time" in drawn
     assert "20.0%" in drawn
 
 
@@ -132,7 +132,7 @@ def test_a_measured_step_is_drawn_below_the_plan_at_its_scale(tmp_path: Path) ->
     assert max(ends[0]) == pytest.approx(1000 * 15 / 18, abs=2)
     assert max(ends[1]) == pytest.approx(1000, abs=2)
     assert "forward 1 ms, backward 2 ms" in drawn
-    assert "15 ms, bubble 25.0%. Measured in the first replica: 18 ms, bubble 50.0%" in drawn
+    assert "15 ms. Measured in the first replica: 18 ms, bubble 50.0%" in drawn
     assert re.findall(r"<td>([\d.]+%)</td><td>([\d.]+%)</td><td>\d</td>", drawn) == [("20.0%", "33.3%")] * 2
 
 
