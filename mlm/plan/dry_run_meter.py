@@ -86,14 +86,6 @@ class Counts:
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
     messages: Counter[MessageType] = field(default_factory=Counter)
 
-    def since(self, before: "Counts") -> "Counts":
-        """The counts added after `before`."""
-        return Counts(self.flops - before.flops, self.messages - before.messages)
-
-    def copy(self) -> "Counts":
-        """These counts now."""
-        return Counts(self.flops.copy(), self.messages.copy())
-
 
 class Labels:
     """The part of the model that computes at each moment, in backward passes too.

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 import torch.distributed as dist
@@ -100,15 +99,14 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> D
     names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
     count_late_work(trainer, meter)
     batches = batches_of(config, [config.train.micro_batch_size] * enough)
-    log = meter.log
+    log, counts = meter.log, Counts()
     with meter.watching(names):
-        start = meter.counts.copy()
+        meter.counts = counts
         step(trainer, meter, batches)
-        counts = meter.counts.since(start)
         if few < enough:
-            meter.log, middle = Log(), meter.counts.copy()  # memory is that of the first step
+            meter.log, meter.counts = Log(), Counts()  # memory is that of the first step
             step(trainer, meter, batches[:few])
-            counts = extrapolated(meter.counts.since(middle), few, counts, enough, whole)
+            counts = extrapolated(meter.counts, few, counts, enough, whole)
     return DryRun(
         ctx,
         sum(shard.parameter.numel() for shard in trainer.shards),
@@ -298,31 +296,12 @@ def dropped_attention(q: Tensor, k: Tensor, v: Tensor, *, p: float) -> Tensor:
     return torch.matmul(F.dropout(scores, p), v)
 
 
-class _Nothing:
-    """A stream or an event of a device that has none."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Callable[..., "_Nothing"]:
-        return lambda *args, **kwargs: self
-
-
 @contextlib.contextmanager
 def without_streams() -> Iterator[None]:
     """Let FSDP2 run on the meta device, of which it asks streams and events, and real parameters."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    handle = SimpleNamespace(
-        Stream=_Nothing,
-        Event=_Nothing,
-        current_stream=_Nothing,
-        stream=lambda stream: contextlib.nullcontext(),
-        current_device=lambda: 0,
-        device_count=lambda: 1,
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        set_device=lambda index: None,
-    )
+    handle = MagicMock(current_device=lambda: 0)
     with (
         patch.object(torch, "meta", handle, create=True),
         patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None),

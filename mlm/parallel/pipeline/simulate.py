@@ -34,11 +34,16 @@ class Computed(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An action of a rank, and the index of the step whose result it needs; -1 if it needs none."""
+    """An action of a rank, its stage, its op's place in Op, and what it needs."""
 
+    stage: int
     rank: int
-    action: Action
+    op: int
     producer: int
+    """Index of the step whose result it needs; -1 if it needs none."""
+    source: int
+    """Stage that sends that result from another rank; its own if none does."""
+    action: Action
 
 
 def ordered(schedule: Schedule) -> list[Step]:
@@ -57,19 +62,22 @@ def ordered(schedule: Schedule) -> list[Step]:
         mine = schedule[rank]
         while position[rank] < len(mine):
             action = mine[position[rank]]
-            op, stage, producer = action.op, action.chunk * p + rank, -1
-            if op is not Op.WEIGHT:
-                forward = op is Op.FORWARD
+            stage, op, producer = action.chunk * p + rank, 2, -1
+            source = stage
+            if action.op is not Op.WEIGHT:
+                forward = action.op is Op.FORWARD
+                op = 0 if forward else 1
                 before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
                 if 0 <= before < p * v:
                     producer = produced.pop((forward, before, action.micro_batch), -1)
                     if producer < 0:
                         break
+                    source = before if before % p != rank else stage
                 if 0 <= after < p * v:
                     produced[forward, stage, action.micro_batch] = len(order)
                     ready.append(after % p)
             position[rank] += 1
-            order.append(Step(rank, action, producer))
+            order.append(Step(stage, rank, op, producer, source, action))
     stuck = [(r, actions[position[r]]) for r, actions in enumerate(schedule) if position[r] < len(actions)][
         :8
     ]
@@ -88,11 +96,10 @@ def simulate(schedule: Schedule, *, cost: Cost) -> list[Computed]:
     durations = _durations(schedule, cost)
     free: list[float] = [0] * p
     computed: list[Computed] = []
-    for rank, action, producer in ordered(schedule):
+    for stage, rank, _, producer, source, action in ordered(schedule):
         start = free[rank]
         if producer >= 0:
-            source = computed[producer]
-            start = max(start, source.span.end + (cost.transfer if source.rank != rank else 0))
+            start = max(start, computed[producer].span.end + (cost.transfer if source != stage else 0))
         end = free[rank] = start + durations[action.op]
         computed.append(Computed(rank, TimedAction(action, start, end), consumer(rank, action, p=p, v=v)))
     return computed
