@@ -40,8 +40,8 @@ from gpu.shapes import SIZES
 from mlm.data.config import DataConfig
 from mlm.models.config import ModelConfig
 from mlm.optim.config import PrecisionConfig
-from mlm.plan.cost import CostModel, Software
-from mlm.plan.hardware import HardwareConfig, preset
+from mlm.plan.cost import CostModel, Software, Times
+from mlm.plan.hardware import HardwareConfig, preset, preset_of_gpu
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout, hardware_flops
 from mlm.training.config import PretrainConfig
@@ -51,16 +51,47 @@ PUBLISHED = ROOT / "scripts/results/published"
 RESULTS = ROOT / "scripts/results/plan_published.json"
 CHECKED = ROOT / "scripts/results/gpu/gpu_check.json"
 FITTED = "sc21"
+OWN = "dgx_h200"
+"""Hardware of our own record."""
 ATTAINABLE = {"dgx_a100_80g": 0.859, "dgx_h100": 0.801, "dgx_h200": 0.801, "dgx2h_v100_32g": 0.859}
 """Share of the datasheet's peak that the fastest product reaches."""
 FLASH_2, CUDNN = {"dgx_a100_80g": 0.55, "dgx_h100": 0.35, "dgx_h200": 0.35}, {"dgx_h100": 0.5}
 """Share of it that fused attention reaches."""
 
-MEGATRON_2021 = Software(overlaps=False, gradient_bytes=2, splits_transfers=True)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program(Software):
+    """Habits of another program."""
+
+    splits_transfers: bool = False
+    """True if tensor-parallel ranks send 1/t of a boundary each (arXiv:2104.04473, section 4.1)."""
+    repeated_products: float = 0.0
+    """Share of forward's products that recompute=selective repeats, with all other kernels."""
+
+
+class ProgramCost(CostModel):
+    """Times of another program."""
+
+    software: Program
+
+    def repeated(self, forward: Times, recompute: str) -> Times:
+        """The part of a layer's forward pass that recomputation adds to its backward pass."""
+        share = self.software.repeated_products if recompute == "selective" else 0.0
+        if not share:
+            return super().repeated(forward, recompute)
+        return (share * forward[0], 0.0, forward[2], *(0.0 for _ in forward[3:]))
+
+    def transfer(self, layout: PlannedLayout) -> float:
+        """Seconds that a boundary tensor takes to the next pipeline rank."""
+        divided = layout.sequence_parallel or self.software.splits_transfers
+        return super().transfer(replace(layout, sequence_parallel=divided))
+
+
+MEGATRON_2021 = Program(overlaps=False, gradient_bytes=2, splits_transfers=True)
 """Megatron-LM of arXiv:2104.04473: kernels between products fused, gradients in fp16, attention unfused."""
-MCORE = Software(gradient_bytes=2, splits_transfers=True)
+MCORE = Program(gradient_bytes=2, splits_transfers=True)
 """Megatron Core: --tp-comm-overlap is our tp_overlap."""
-TORCHTITAN = Software(overlaps=False, repeated_products=0.5)
+TORCHTITAN = Program(overlaps=False, repeated_products=0.5)
 """It keeps the result of every other product, and overlaps tp only with async TP, our tp_overlap."""
 
 
@@ -71,7 +102,7 @@ class Row:
     name: str
     run: PretrainConfig
     layout: PlannedLayout
-    software: Software
+    software: Program
     hardware: str
     attention: float
     """Share of the peak that its fused attention reaches; 0 for attention by its formula."""
@@ -102,7 +133,7 @@ def predicted(row: Row, constants: dict[str, float]) -> float:
         hardware.efficiency, **{**constants, "matmul": share, "attention": row.attention or 1.0}
     )
     counts = counts_of(row.run, "gpu" if row.attention else "unfused")
-    model = CostModel(counts, replace(hardware, efficiency=efficiency), row.layout.gpus, row.software)
+    model = ProgramCost(counts, replace(hardware, efficiency=efficiency), row.layout.gpus, row.software)
     return model.step(row.layout).total
 
 
@@ -311,6 +342,9 @@ def torchtitan() -> list[Row]:
 def own_h200() -> list[Row]:
     """One H200 by this toolkit (scripts/gpu_check.py): every size that fitted, micro-batches of one step."""
     steps = json.loads(CHECKED.read_text("utf-8"))["steps"]
+    (gpu,) = (e["row"]["value"] for e in steps["facts"]["entries"] if e["row"].get("fact") == "gpu")
+    if preset_of_gpu(gpu) != preset(OWN):
+        raise SystemExit(f"{CHECKED}: measured on {gpu}, which is not {OWN}; check out an H200's record")
     entries = [entry for name in steps if name.startswith("speed-") for entry in steps[name]["entries"]]
     rows = []
     for row in (entry["row"] for entry in entries if entry.get("table") == "speed"):
@@ -320,10 +354,10 @@ def own_h200() -> list[Row]:
         sizes = {"layers": str(layers), "hidden": str(hidden), "heads": str(heads)}
         run = run_of(gpt(sizes, row["S"], PADDED_VOCAB, row["dropout"]), row["S"], "bf16")
         layout = PlannedLayout(micro_batch=row["micro-batch"], global_batch=row["micro-batch"])
-        software = Software(compiled=row["compiled"])
+        software = Program(compiled=row["compiled"])
         words = f"{row['model']} S={row['S']} micro-batch {row['micro-batch']}"
         words += f"{' compiled' * row['compiled']}{' dropout' * bool(row['dropout'])}"
-        rows.append(Row(words, run, layout, software, "dgx_h200", CUDNN["dgx_h100"], row["step ms"] / 1e3))
+        rows.append(Row(words, run, layout, software, OWN, CUDNN["dgx_h100"], row["step ms"] / 1e3))
     return rows
 
 

@@ -27,6 +27,13 @@ class Launch:
     local_devices: int | None
     elsewhere: bool = True
     """False for a command whose ranks must all be on this host."""
+    is_planned: bool = False
+    """True if nothing is started: `world_size` is the GPUs of a plan."""
+
+    @property
+    def world(self) -> str:
+        """The ranks that a layout must fill."""
+        return f"gpus={self.world_size}" if self.is_planned else f"the {self.world_size} ranks started"
 
     @property
     def most_ranks(self) -> int:
@@ -304,7 +311,7 @@ def _replicas_fill_world(values: LayoutValues, launch: Launch) -> Breach | None:
     if world_size is None or world_size % replica == 0:
         return None
     return Breach(
-        f"{values.typed(*_replica_keys(values))} = {replica} does not divide the {world_size} ranks started",
+        f"{values.typed(*_replica_keys(values))} = {replica} does not divide {launch.world}",
         note=f", or start a multiple of {replica} ranks",
     )
 
@@ -315,7 +322,7 @@ def _dp_fills_world(values: LayoutValues, launch: Launch) -> Breach | None:
         return None
     ranks, typed = replica * dp, values.typed(*_replica_keys(values), "dp")
     return Breach(
-        f"{typed} = {ranks} ranks, but the launcher started {world_size}",
+        f"{typed} = {ranks} ranks, not {launch.world}",
         note=f", or start {ranks} ranks",
     )
 

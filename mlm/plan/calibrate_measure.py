@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from mlm.parallel.collectives import (
 )
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.plan.calibrate_fit import Timing
 from mlm.plan.config import Format
 from mlm.plan.dry_run_rank import batches_of
 from mlm.training.config import PretrainConfig, TrainConfig
@@ -41,6 +41,34 @@ REPEATS = 4
 """Times that each measurement is taken at least; the least counts."""
 LAYER_S = 0.8
 """Seconds that a layer is measured at least."""
+
+
+class Timing(NamedTuple):
+    """A measurement, all ranks of the host busy with the same."""
+
+    kind: str
+    """product: a linear layer, forward and both gradients. fused: attention, forward and backward. copy.
+    layer: forward and backward. within, across: a collective or a transfer on a host, between hosts."""
+    name: str
+    """Format of a product; all_reduce, all_gather, reduce_scatter or send."""
+    sizes: tuple[int, ...]
+    """Of a product [m, k] x [k, n]; of attention sequences times heads, tokens, width of a head; bytes of a
+    copy; the micro-batch of a layer; ranks, and bytes of the whole message."""
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of a product; bytes/s of a copy, read and written."""
+        return (2 if self.kind == "copy" else 6) * math.prod(self.sizes) / self.seconds
+
+    @property
+    def passes(self) -> tuple[float, float]:
+        """Latencies and bytes of a rank that the equation of a message counts."""
+        ranks, size = self.sizes
+        if self.name == "send":
+            return 1.0, float(size)
+        times = 2 if self.name == "all_reduce" else 1  # a reduce-scatter and an all-gather
+        return float(times * math.ceil(math.log2(ranks))), times * (ranks - 1) / ranks * size
 
 
 @dataclass(frozen=True, slots=True)

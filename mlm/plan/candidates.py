@@ -12,7 +12,6 @@ from typing import Any
 
 from mlm.config.suggest import divisors
 from mlm.config.tree import values_of
-from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.layout_checks import TRAIN_RULES, Breach, Launch, LayoutRule, LayoutValues
 from mlm.plan.config import PlanLayoutsConfig
@@ -36,21 +35,6 @@ class Query:
     gpus: int
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of PlannedLayout that are not searched, with their values."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """The run's model."""
-        return self.run.model
-
-    @property
-    def seq(self) -> int:
-        """Tokens of a sample."""
-        return self.run.data.seq_length
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of a step."""
-        return self.run.train.global_batch_size
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -83,7 +67,7 @@ OPTIONS: dict[str, Callable[[Query, Choice], Iterable[Any]]] = {
     "cp": lambda query, _: _context_sizes(query),
     "pp": lambda query, c: divisors(max(query.gpus // (c["tp"] * c["cp"]), 1)),
     "dp": lambda query, c: [max(query.gpus // (c["tp"] * c["cp"] * c["pp"]), 1)],
-    "vp": lambda query, c: _chunks(query.model.num_layers, c["pp"]),
+    "vp": lambda query, c: _chunks(query.run.model.num_layers, c["pp"]),
     "pipeline": lambda _, c: ["1f1b", "zb_h1", "gpipe"] if c["pp"] > 1 else ["1f1b"],
     "zero": lambda _, c: [0, 2, 3] if c["dp"] * c["cp"] > 1 else [0],
     "sequence_parallel": lambda _, c: [False, True] if c["tp"] > 1 else [False],
@@ -105,12 +89,12 @@ def layouts(query: Query, rejected: list[str] | None = None) -> Iterator[Planned
     for name in OPTIONS:
         choices = _chosen(query, choices, name, [] if rejected is None else rejected)
     for choice in choices:
-        yield PlannedLayout(**choice, global_batch=query.global_batch)
+        yield PlannedLayout(**choice, global_batch=query.run.train.global_batch_size)
 
 
 def _chosen(query: Query, choices: Iterable[Choice], name: str, rejected: list[str]) -> Iterator[Choice]:
     """Choices with another field, where the rules hold of which it is the last that they read."""
-    launch, key = Launch(query.gpus, None), BATCH_NAMES.get(name, name)
+    launch, key = Launch(query.gpus, None, is_planned=True), BATCH_NAMES.get(name, name)
     for choice in choices:
         values = LayoutValues({**query.values, **choice})
         for value in [query.fixed[name]] if name in query.fixed else OPTIONS[name](query, choice):
@@ -142,7 +126,7 @@ def _context_sizes(query: Query) -> list[int]:
     Where attention has no dropout: else no fused kernel serves the blocks of several ranks. Of mixtures none:
     each split of their experts is counted apart.
     """
-    model = query.model
+    model = query.run.model
     is_whole = context_problem(2, model, query.run.data) is not None
     if is_whole or model.attention_dropout or model.architecture.experts:
         return [1]
@@ -154,16 +138,16 @@ def _chunks(layers: int, pp: int) -> list[int]:
 
 
 def _expert_sizes(query: Query, choice: Choice) -> list[int]:
-    experts = query.model.architecture.experts
+    experts = query.run.model.architecture.experts
     ranks = choice["dp"] * choice["cp"] * (choice["tp"] if choice["expert_tp"] == 1 else 1)
     return divisors(math.gcd(experts, ranks)) if experts else [1]
 
 
 def _samples(query: Query, choice: Choice) -> int:
     """Samples of a replica in a step."""
-    return query.global_batch // choice["dp"] or 1
+    return query.run.train.global_batch_size // choice["dp"] or 1
 
 
 def _keeps_scores(query: Query) -> bool:
     """True if attention is not fused: elsewhere scores are never kept."""
-    return query.hardware.device == "cpu" and query.model.attention_dropout > 0
+    return query.hardware.device == "cpu" and query.run.model.attention_dropout > 0

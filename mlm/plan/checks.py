@@ -80,7 +80,7 @@ def check_plan_dry_run(config: PlanDryRunConfig) -> list[Problem]:
     return _of_rank(config, _out_ends_in((".json",), "rank"))
 
 
-def _of_rank(config: PlanMemoryConfig | PlanDryRunConfig, *rules: Rule) -> list[Problem]:
+def _of_rank(config: PlanDryRunConfig, *rules: Rule) -> list[Problem]:
     """Problems of `mlm pretrain` without its devices and files, of the rank, and by other rules."""
     all_rules = (*SETTINGS_RULES, _rank_exists, *rules)
     return problems_of(config, ANYWHERE, DRY_RUN_RULES, all_rules)
@@ -133,10 +133,10 @@ def _some_layout_is_valid(query: Query) -> Problem | None:
     return Problem(keys, f"gpus={query.gpus}: no layout is valid ({rejected[0]})", fix)
 
 
-def _rank_exists(config: PlanMemoryConfig | PlanDryRunConfig, _: Launch) -> Problem | None:
+def _rank_exists(config: PlanDryRunConfig, _: Launch) -> Problem | None:
     layout = config.parallel
     ranks = layout.replica * (layout.dp or 1)
-    if (config.rank or 0) < ranks:
+    if config.rank < ranks:
         return None
     keys = ("tp", "pp", "dp") if layout.cp == 1 else ("tp", "cp", "pp", "dp")
     typed = " * ".join(f"{key}={getattr(layout, key) or 1}" for key in keys)

@@ -40,10 +40,8 @@ COMMANDS = (
         local_check=check_plan_layouts,
         summary="find the fastest, leanest or cheapest layouts of a model on some GPUs",
         about=(
-            "Searches the layouts that `mlm pretrain` takes on a number of GPUs, and prints the fastest that "
-            "fit: step time, tokens per second, model and hardware TFLOP/s, MFU and memory. The model's own "
-            "modules are counted, a layer at a time, without a GPU. A key that is set (tp=8) is kept, the "
-            "others are searched."
+            "Searches the layouts that `mlm pretrain` takes on a number of GPUs, counting the model's own "
+            "modules without a GPU. A key that is set (tp=8) is kept, the others are searched."
         ),
         examples=(
             (
@@ -69,14 +67,13 @@ COMMANDS = (
     on_hardware(
         words=("plan", "compare"),
         spec=PlanCompareConfig,
-        target="mlm.plan.parts:compare",
+        target="mlm.plan.layouts:compare",
         local_check=check_plan_compare,
         positional=("a", "b"),
         summary="compare two layouts of a model: which parts of a step make their difference",
         about=(
-            "Forecasts a step in two layouts, named as `mlm plan layouts` names them, part by part: "
-            "products, attention, other kernels, exposed communication by axis, idle time of the pipeline, "
-            "the optimizer. Memory and GPU-hours follow."
+            "Forecasts a step in two layouts, named as `mlm plan layouts` names them, part by part, and "
+            "their memory and GPU-hours."
         ),
         examples=(
             (
@@ -89,12 +86,12 @@ COMMANDS = (
     on_hardware(
         words=("plan", "memory"),
         spec=PlanMemoryConfig,
-        target="mlm.plan.parts:memory",
+        target="mlm.plan.layouts:memory",
         local_check=check_plan_memory,
         summary="show the memory of one layout by part, on any rank, beside that of the device",
         about=(
-            "Memory of a GPU at its fullest moment, counted in the model's own modules, on the first and the "
-            "last pipeline stage, and on rank=… where it is given."
+            "Memory of a GPU at its fullest moment, counted in the model's own modules, on rank=… and on the "
+            "first and the last pipeline stage."
         ),
         examples=(
             (
@@ -112,10 +109,8 @@ COMMANDS = (
         local_check=check_plan_dry_run,
         summary="run a step of any rank of any layout here, without its GPUs; count all it does",
         about=(
-            "Runs the trainer of one rank of a layout on this machine, on tensors that have shapes and no "
-            "numbers, among ranks that answer at once, with the settings of `mlm pretrain`. Counted are its "
-            "parameters, the FLOPs of its matrix products, each collective and transfer with its bytes, and "
-            "its memory when it is fullest, part by part."
+            "Runs the trainer of one rank of a layout on tensors without numbers, with the settings of "
+            "`mlm pretrain`. Counted are its parameters, FLOPs, messages, and its memory when it is fullest."
         ),
         examples=(
             (
@@ -136,10 +131,9 @@ COMMANDS = (
         local_check=check_plan_calibrate,
         summary="measure this machine or cluster, for plans by its own numbers (hardware=this)",
         about=(
-            "Measures matrix products, memory bandwidth, attention, a transformer layer, collectives and "
-            "transfers, on all ranks at once, in less than two minutes. The result is kept for hardware=this "
-            "on this machine, and written as YAML where out=… names one. Started plainly it takes every GPU "
-            "of this host, or its cores; under torchrun or SLURM all hosts, and the links between them."
+            "Measures kernels, collectives and transfers on all ranks at once, in less than two minutes. "
+            "Started plainly it takes every GPU of this host, or its cores; under torchrun or SLURM all "
+            "hosts, and the links between them."
         ),
         examples=(
             ("This machine, for hardware=this", "mlm plan calibrate"),

@@ -111,20 +111,18 @@ class PlanCompareConfig(PlannedRunConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanMemoryConfig(PlannedRunConfig):
-    """The run spec of `mlm plan memory`: the memory of one layout, part by part."""
-
-    hardware: HardwareConfig
-    rank: Annotated[int | None, NOT_NEGATIVE] = None
-    """A rank to show beside the first and the last of the pipeline; null shows those two."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanDryRunConfig(PlannedRunConfig):
     """The run spec of `mlm plan dry-run`: a step of one rank of a pretraining run, without its devices."""
 
     rank: Annotated[int, NOT_NEGATIVE] = 0
-    """The rank to run, of tp * pp * dp; ranks of a tensor-parallel group are neighbours."""
+    """A rank of tp * cp * pp * dp; ranks of a tensor-parallel group are neighbours."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanMemoryConfig(PlanDryRunConfig):
+    """The run spec of `mlm plan memory`: the memory of a rank, and of both ends of the pipeline."""
+
+    hardware: HardwareConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

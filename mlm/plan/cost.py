@@ -48,10 +48,6 @@ class Software:
     """True if gradients are reduced while backward runs."""
     gradient_bytes: int = 4
     """Bytes of a gradient on the wire and in memory."""
-    splits_transfers: bool = False
-    """True if tensor-parallel ranks send 1/t of a boundary each (arXiv:2104.04473, section 4.1)."""
-    repeated_products: float = 0.0
-    """Share of forward's products that recompute=selective repeats, with all other kernels."""
 
 
 MLM = Software()
@@ -82,6 +78,8 @@ class StepTime:
     """Seconds by PARTS; they sum to `total`."""
     bubble: float
     """Idle over ideal time."""
+    unmeasured: float
+    """Share of the layers' products, by time, of sizes on which the efficiency was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ class CostModel:
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
         self.home_times, self.stage_times = cache(self._homes), cache(self._stages)
         self.prices, self.updates = cache(self._price), cache(self._update)
-        self.elements = cache(self._elements)
+        self.elements, self.unmeasured_share = cache(self._elements), cache(self._unmeasured_share)
 
     # -- kernels and messages
 
@@ -212,10 +210,7 @@ class CostModel:
 
     def repeated(self, forward: Times, recompute: str) -> Times:
         """The part of a layer's forward pass that recomputation adds to its backward pass."""
-        if recompute == "full":
-            return forward
-        share = self.software.repeated_products if recompute == "selective" else 0.0
-        return (share * forward[0], 0.0, forward[2] * (share > 0), *(0.0 for _ in forward[3:]))
+        return forward if recompute == "full" else (0.0,) * len(forward)
 
     def _price(self, split: ParallelConfig) -> dict[tuple[str, str], tuple[Times, Times]]:
         """Seconds of one sample and of two by phase and home."""
@@ -284,7 +279,23 @@ class CostModel:
         }
         parts["bubble"] = max(elapsed - busy - parts["pp"], 0.0)
         total = elapsed + reduction + gathers + optimizer
-        return StepTime(total, {name: parts[name] for name in PARTS}, elapsed / busy - 1)
+        unmeasured = self.unmeasured_share(layout.split, layout.micro_batch)
+        return StepTime(total, {name: parts[name] for name in PARTS}, elapsed / busy - 1, unmeasured)
+
+    def _unmeasured_share(self, split: ParallelConfig, micro_batch: int) -> float:
+        """`StepTime.unmeasured`."""
+        known, more = self.hardware.efficiency, micro_batch - 1
+        if known.matmul_least is None or known.matmul_most is None:
+            return 0.0
+        (one, two), seconds = self.counts.counts(replace(split, recompute="none")).passes, [0.0, 0.0]
+        for place, work in one.work.items():
+            layers = sum(str(kind) == place[1] for kind in self.counts.kinds)
+            for a, b in zip(work.events, two.work[place].events, strict=False):
+                if layers and isinstance(a, Product) and isinstance(b, Product):
+                    p = a._replace(**{x: y + more * (getattr(b, x) - y) for x, y in a._asdict().items()})
+                    is_outside = min(p[1:4]) < known.matmul_least or max(p[1:4]) > known.matmul_most
+                    seconds[is_outside] += layers * self.product(p)
+        return seconds[True] / sum(seconds)
 
     def bound(self, layout: PlannedLayout) -> float:
         """A time that no step of this layout is below: the last rank's work, and the pipeline's two ramps."""
@@ -302,11 +313,10 @@ class CostModel:
             return 0.0
         tokens = self.run.data.seq_length // layout.cp * layout.micro_batch
         size = self.element * tokens * self.run.model.hidden_size
-        divided = layout.sequence_parallel or self.software.splits_transfers
         rate, latency = self.link(layout.pp, layout.gpus // layout.pp)
         if self.gpus > self.hardware.devices_per_node:
             rate = self.hardware.network_gbps * 1e9 * self.hardware.efficiency.network
-        return latency + size / (layout.tp if divided else 1) / rate
+        return latency + size / (layout.tp if layout.sequence_parallel else 1) / rate
 
     def _elements(self, split: ParallelConfig, pp: int, vp: int) -> tuple[float, float, float]:
         """Elements of the first pipeline rank, which has the most: experts, the rest, and a tied table."""

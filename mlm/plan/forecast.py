@@ -12,6 +12,7 @@ from mlm.launch.devices import device_kind
 from mlm.launch.environment import read_rank_place
 from mlm.models.family import count_parameters
 from mlm.plan.candidates import Query
+from mlm.plan.cost import StepTime
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, DeviceMemory, gib
@@ -40,9 +41,9 @@ class Forecast:
     layout: PlannedLayout
     memory: float
     """Bytes of the fullest rank."""
-    first_memory: float
-    """Bytes of rank 0."""
-    step_s: float | None
+    stages: list[DeviceMemory]
+    """Memory of the first pipeline stages."""
+    step: StepTime | None
     """None where the hardware's speed is unknown."""
     mfu: float | None
 
@@ -64,18 +65,17 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
     if (run := try_forecast(config, ranks)) is None:
         return None
-    hardware = run.query.hardware
+    hardware, memory = run.query.hardware, run.stages[0].total
+    if run.step is None:
+        return Predicted(None, memory, None, "")
     source = "hardware=this" if hardware.is_calibrated else "a preset"
-    name = "" if run.step_s is None else f"{hardware.name} ({source})"
-    return Predicted(run.step_s, run.first_memory, run.mfu, name)
+    return Predicted(run.step.total, memory, run.mfu, f"{hardware.name} ({source})")
 
 
 def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
     """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
-    if (run := try_forecast(config, ranks)) is None:
-        return []
-    memory = Models(run.query).memory
-    return [memory.peak(run.layout, stage) for stage in range(min(run.layout.pp, MOST_STAGES))]
+    run = try_forecast(config, ranks)
+    return [] if run is None else run.stages
 
 
 def most_of_small(config: PretrainConfig, ranks: int) -> float:
@@ -120,13 +120,13 @@ def forecast_run(config: PretrainConfig, ranks: int) -> Forecast:
 def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig) -> Forecast:
     """The forecast of a run on so many ranks."""
     layout = PlannedLayout.of(config, ranks // config.parallel.replica)
-    query, step_s, mfu = Query(run=config, hardware=hardware, gpus=ranks), None, None
+    query, step, mfu = Query(run=config, hardware=hardware, gpus=ranks), None, None
     models = Models(query)
     if getattr(hardware.peak_tflops, config.precision.dtype) is not None:
-        row = as_row(query, models.forecast(layout))
-        step_s, mfu = row["step_s"], row["mfu"]
-    most, first = models.memory.worst(layout).total, models.memory.peak(layout).total
-    return Forecast(query, layout, most, first, step_s, mfu)
+        found = models.forecast(layout)
+        step, mfu = found.step, as_row(query, found)["mfu"]
+    stages = [models.memory.peak(layout, stage) for stage in range(min(layout.pp, MOST_STAGES))]
+    return Forecast(query, layout, models.memory.worst(layout).total, stages, step, mfu)
 
 
 def hardware_here(config: PretrainConfig, local_ranks: int) -> HardwareConfig:
@@ -158,11 +158,11 @@ def summary(run: Forecast) -> str:
         words = f"{need}; this host has {gib(host_memory())}"
     else:
         words = f"needs {gib(run.memory)} of {gib(capacity)} per GPU"
-    if run.step_s is None or run.mfu is None:
+    if run.step is None or run.mfu is None:
         return words
     name = f"{hardware.name}, {ranks} ranks" if ranks > 1 else hardware.name
-    error, assumed = time_error(hardware, run.query.model, ranks)
-    step, mfu = spread(run.step_s, error, format_seconds), spread(run.mfu, error, "{:.0%}".format)
+    error, assumed = time_error(hardware, run.query.run.model, ranks, run.step.unmeasured)
+    step, mfu = spread(run.step.total, error, format_seconds), spread(run.mfu, error, "{:.0%}".format)
     name = "; ".join([name, *assumed])
     return f"{words}; {step} a step and {mfu} MFU expected ({name})"
 

@@ -1,23 +1,33 @@
-"""`mlm plan layouts`: the fastest layouts of a model on a number of GPUs that fit."""
+"""Commands that print forecasts: layouts that fit, parts of a step in two, memory of the ranks of one."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 
 from mlm.config.tree import HOISTED, leaves
 from mlm.launch.typed import typed_settings
 from mlm.plan.candidates import Query, query_of
-from mlm.plan.config import PlanLayoutsConfig, SearchedLayoutConfig
+from mlm.plan.config import (
+    PlanCompareConfig,
+    PlanLayoutsConfig,
+    PlanMemoryConfig,
+    SearchedLayoutConfig,
+)
+from mlm.plan.cost import PARTS as TIME_PARTS
 from mlm.plan.goodput import Goodput, goodput
+from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout, model_flops
-from mlm.plan.memory import GIB, gib
+from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel, gib, in_flight
 from mlm.plan.report import (
     Row,
     as_row,
+    fit,
     format_amount,
     format_seconds,
     layout_cautions,
+    memory_row,
     show_table,
     spread,
     time_caution,
@@ -25,7 +35,7 @@ from mlm.plan.report import (
     wide_screen,
     write_rows,
 )
-from mlm.plan.search import LayoutForecast, SearchResult, search, search_cheapest, search_leanest
+from mlm.plan.search import LayoutForecast, Models, SearchResult, search, search_cheapest, search_leanest
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError, format_settings
 
@@ -35,6 +45,12 @@ LEAST_SHARE = 1e-9
 PLAN_KEYS = {HOISTED, "out", *leaves(SearchedLayoutConfig)}
 PLAN_KEYS |= {key.partition(".")[0] for key in leaves(PlanLayoutsConfig).keys() - leaves(PretrainConfig)}
 """Keys and sections of a search that its `mlm pretrain` does not have, or that the layout found sets."""
+ROWS = {
+    "products": ("matmul", "vocabulary"),
+    **{part: (part,) for part in ("attention", "elementwise", "recompute", "tp", "cp", "ep", "pp")},
+    **{"idle (pipeline bubble)": ("bubble",), "dp": ("dp",), "optimizer": ("optimizer",), "step": TIME_PARTS},
+}
+"""Rows of the table, and the parts of a step in them: all, once, and their sum."""
 
 
 def run(config: PlanLayoutsConfig) -> SearchResult:
@@ -63,6 +79,7 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     for line in (footnote(result, config.goal), *failures, *notes(query, best)):
         screen.print(line)
     screen.print(f"\n{command_line(config, best.layout)}")
+    seq, batch = config.data.seq_length, config.train.global_batch_size
     values = {
         "format": FORMAT,
         "model": config.name,
@@ -70,9 +87,9 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         "gpus": query.gpus,
         "goal": config.goal,
         "dtype": query.run.precision.dtype,
-        "seq_length": query.seq,
-        "global_batch_size": query.global_batch,
-        "model_flops_per_step": model_flops(query.model, query.seq, query.global_batch),
+        "seq_length": seq,
+        "global_batch_size": batch,
+        "model_flops_per_step": model_flops(config.model, seq, batch),
         "memory_bytes_per_gpu": query.memory_bytes,
         "valid_layouts": result.candidates,
         "notes": notes(query, best),
@@ -90,7 +107,7 @@ def title(config: PlanLayoutsConfig, query: Query) -> str:
     return (
         f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name}, "
         f"{gib(query.memory_bytes)} each · {query.run.precision.dtype} · "
-        f"{query.global_batch} x {query.seq} tokens a step"
+        f"{config.train.global_batch_size} x {config.data.seq_length} tokens a step"
     )
 
 
@@ -146,8 +163,8 @@ def footnote(result: SearchResult, goal: str) -> str:
 
 def notes(query: Query, best: LayoutForecast) -> list[str]:
     """Lines on how far the best layout's numbers can be trusted."""
-    cautions = layout_cautions(query.hardware, query.model, query.seq, best.layout)
-    _, assumed = time_error(query.hardware, query.model, best.layout.gpus)
+    cautions = layout_cautions(query.hardware, query.run.model, query.run.data.seq_length, best.layout)
+    _, assumed = time_error(query.hardware, query.run.model, best.layout.gpus, best.step.unmeasured)
     return [*time_caution(assumed), *cautions]
 
 
@@ -168,3 +185,93 @@ def too_large(query: Query, result: SearchResult) -> str:
         f"gpus={query.gpus}: no layout fits into {gib(query.memory_bytes)} per GPU (the smallest, "
         f"{layout.label}, lacks {gib(lacks)}); use more GPUs, or free settings that are kept"
     )
+
+
+def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
+    """Print both layouts and their difference, write `out` where it is given, and return the forecasts.
+
+    Raises UserError if `out` cannot be written.
+    """
+    screen, forecasts, rows = wide_screen(), list[LayoutForecast](), []
+    batch = config.train.global_batch_size
+    for label in (config.a, config.b):
+        layout = PlannedLayout.named(label, batch)
+        query = Query(run=config, hardware=config.hardware, gpus=layout.gpus)
+        forecasts.append(Models(query).forecast(layout))
+        rows.append(as_row(query, forecasts[-1]))
+    a, b = forecasts
+    tokens = f"{batch} x {config.data.seq_length} tokens a step"
+    screen.print(f"{config.name} on {config.hardware.name} · {config.precision.dtype} · {tokens}")
+    show_table(screen, "", ("", "A#", "B#", "B - A#"), part_rows(a, b))
+    reasons = dict[str, None]()
+    for name, each in (("A", a), ("B", b)):
+        gpus, memory = each.layout.gpus, each.memory.total
+        error, assumed = time_error(config.hardware, config.model, gpus, each.step.unmeasured)
+        reasons |= dict.fromkeys(assumed)
+        took = spread(each.step.total, error, format_seconds)
+        needs = fit(memory, config.hardware.for_ranks(gpus).memory_gib * GIB)
+        screen.print(f"{name}: {each.layout.label} on {gpus} GPUs; {took} a step; the fullest {needs}")
+    ratio, more = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
+    screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * more:.3g} times its GPU-hours")
+    for line in time_caution(list(reasons)):
+        screen.print(line)
+    write_rows(config.out, {"format": "mlm-plan-compare-1", "model": config.name}, "layouts", rows, screen)
+    return a, b
+
+
+def part_rows(a: LayoutForecast, b: LayoutForecast) -> Iterator[tuple[str, str, str, str]]:
+    """Cells of each part that takes time in either step."""
+    for name, parts in ROWS.items():
+        mine, other = (sum(each.step.parts[part] for part in parts) for each in (a, b))
+        if mine or other:
+            yield name, format_seconds(mine), format_seconds(other), f"{(other - mine) * 1e3:+,.4g} ms"
+
+
+def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
+    """Print the memory of some ranks, write `out` where it is given, and return it by rank.
+
+    Raises UserError if `out` cannot be written.
+    """
+    screen, hardware, seq = wide_screen(), config.hardware, config.data.seq_length
+    layout = PlannedLayout.of(config, config.parallel.dp or 1)
+    model = MemoryModel(counts_of(config, hardware.device), hardware.reserved_gib * GIB)
+    replica, last = layout.dp * layout.cp, (layout.pp - 1) * layout.gpus // layout.pp
+    ranks = sorted({0, last, config.rank})
+    # rank = (stage * replicas + replica) * tp + tensor-parallel rank
+    peaks = {n: model.peak(layout, stage_of(layout, n), n // layout.tp % replica) for n in ranks}
+    capacity = hardware.memory_gib * GIB
+    batch = f"{layout.micro_batches} micro-batches of {layout.micro_batch} x {seq} tokens"
+    where = f"{layout.label} on {layout.gpus} GPUs of {hardware.name}"
+    screen.print(f"{config.name} · {where} · {config.precision.dtype} · {batch}")
+    rows: list[Row] = [
+        {"rank": rank, "stage": stage_of(layout, rank), "parameters": peak.parameters}
+        | {"moment": peak.moment, **memory_row(peak)}
+        for rank, peak in peaks.items()
+    ]
+    show_table(screen, "", ("", *(f"rank {rank}#" for rank in peaks)), lines(layout, peaks))
+    rank, fullest = max(peaks.items(), key=lambda each: each[1].total)
+    screen.print(f"rank {rank} {fit(fullest.total, capacity)}")
+    for line in layout_cautions(hardware, config.model, seq, layout):
+        screen.print(line)
+    values: dict[str, Any] = {"format": "mlm-plan-memory-1", "model": config.name}
+    values |= {"layout": layout.settings(), "memory_bytes_per_gpu": capacity}
+    write_rows(config.out, values, "ranks", rows, screen)
+    return peaks
+
+
+def stage_of(layout: PlannedLayout, rank: int) -> int:
+    """The pipeline rank of a global rank."""
+    return rank // (layout.gpus // layout.pp)
+
+
+def lines(layout: PlannedLayout, peaks: dict[int, DeviceMemory]) -> Iterator[tuple[str, ...]]:
+    """Lines of the table: what each rank has, and its memory by part; parts that none has are left out."""
+    stages = [stage_of(layout, rank) for rank in peaks]
+    yield "stage", *map(str, stages)
+    yield "parameters", *(format_amount(peak.parameters) for peak in peaks.values())
+    yield "in flight" if layout.vp == 1 else "chunks in flight", *(str(in_flight(layout, n)) for n in stages)
+    yield "fullest in", *(peak.moment for peak in peaks.values())
+    for part in PARTS:
+        if any(peak.parts[part] >= 0.005 * GIB for peak in peaks.values()):
+            yield f"{part}, GiB", *(f"{peak.parts[part] / GIB:.2f}" for peak in peaks.values())
+    yield "all, GiB", *(f"{peak.total / GIB:.2f}" for peak in peaks.values())

@@ -21,6 +21,8 @@ HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
 LONG_SEQUENCE = 8192
 """Tokens from which on a length that was not typed is worth a line: a model's most positions."""
+MOST_UNMEASURED = 0.1
+"""Share of the products' time that may be of sizes that were not measured."""
 UNKNOWN_ERROR = 0.5
 """Error of a step's time where nothing like it was compared: as large as the largest on published runs."""
 Row = Mapping[str, Any]
@@ -39,8 +41,8 @@ def as_row(
     the time progress.
     """
     layout, step, memory = forecast.layout, forecast.step, forecast.memory
-    counted = (query.model, query.seq, query.global_batch)
-    rate, seconds = query.global_batch * query.seq / step.total, step.total
+    seq, batch, seconds = query.run.data.seq_length, query.run.train.global_batch_size, step.total
+    counted, rate = (query.run.model, seq, batch), batch * seq / seconds
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
     model = model_flops(*counted, layout.tp) * per_gpu
     length, power = None if tokens is None else tokens / rate / share, query.hardware.power_w
@@ -52,7 +54,7 @@ def as_row(
         "micro_batch_size": layout.micro_batch,
         "global_batch_size": layout.global_batch,
         "step_s": seconds,
-        "time_error": time_error(query.hardware, query.model, layout.gpus)[0],
+        "time_error": time_error(query.hardware, query.run.model, layout.gpus, step.unmeasured)[0],
         "tokens_per_s": rate,
         "model_tflops": model,
         "hardware_tflops": hardware_flops(*counted, layout.recompute, layout.tp) * per_gpu,
@@ -109,13 +111,20 @@ def fit(needed: float, capacity: float) -> str:
     return f"needs {gib(needed)} of {gib(capacity)}: {words}"
 
 
-def time_error(hardware: HardwareConfig, model: ModelConfig, gpus: int) -> tuple[float, list[str]]:
-    """Error of a step's time, as a fraction, and what it rests on that was not measured; 0 if all was."""
+def time_error(
+    hardware: HardwareConfig, model: ModelConfig, gpus: int, unmeasured: float = 0.0
+) -> tuple[float, list[str]]:
+    """Error of a step's time, as a fraction, and what it rests on that was not measured; 0 if all was.
+
+    `unmeasured` is that of `StepTime`.
+    """
     assumed = []
     if not hardware.is_calibrated:
         assumed.append("constants of other programs (`mlm plan calibrate` measures this one's)")
     elif gpus > hardware.devices_per_node and hardware.network_is_assumed:
         assumed.append("links between nodes that were not measured")
+    if hardware.is_calibrated and unmeasured > MOST_UNMEASURED:
+        assumed.append("the efficiency of matrix products of other sizes than were measured")
     if model.architecture.experts:
         assumed.append("even loads of experts")
     known = None if hardware.is_calibrated or model.architecture.experts else hardware.time_error

@@ -123,13 +123,13 @@ def test_problem_names_value_and_remedy(overrides: list[str], problem: str) -> N
         (
             ["cp=2", "dp=2"],
             8,
-            "tp=1 * cp=2 * pp=1 * dp=2 = 4 ranks, but the launcher started 8; use dp=4 or dp=null, or start "
+            "tp=1 * cp=2 * pp=1 * dp=2 = 4 ranks, not the 8 ranks started; use dp=4 or dp=null, or start "
             "4 ranks",
         ),
         (
             ["tp=2", "dp=2"],
             8,
-            "tp=2 * pp=1 * dp=2 = 4 ranks, but the launcher started 8; use dp=4 or dp=null, or start 4 ranks",
+            "tp=2 * pp=1 * dp=2 = 4 ranks, not the 8 ranks started; use dp=4 or dp=null, or start 4 ranks",
         ),
     ],
 )

@@ -11,9 +11,8 @@ from mlm.config.cli import main
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.calibrate import measure, on_rank
-from mlm.plan.calibrate_fit import Timing, fit, fit_link, implausible, of_kind
-from mlm.plan.calibrate_measure import Measurements, Workload
+from mlm.plan.calibrate import fit, fit_link, implausible, measure, of_kind, on_rank
+from mlm.plan.calibrate_measure import Measurements, Timing, Workload
 from mlm.plan.checks import check_plan_calibrate
 from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
 from mlm.plan.cost import CostModel
@@ -94,6 +93,7 @@ def test_constants_of_predicted_times_are_found_again() -> None:
     found = fit(times_of(TRUE), LAYER, blank, "fp32")
     true, its = TRUE.efficiency, found.efficiency
     assert its.matmul_half == true.matmul_half
+    assert (its.matmul_least, its.matmul_most) == (128, 2048)
     peak = TRUE.peak_tflops.fp32 or 0
     for name in ("matmul", "attention"):  # shares of a peak that no product reached
         rate = getattr(its, name) * (found.peak_tflops.fp32 or 0)

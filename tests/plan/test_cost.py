@@ -144,6 +144,24 @@ def test_communication_across_nodes_shares_their_network() -> None:
     assert one_each.link(2, 1)[0] == pytest.approx(25 * share)
 
 
+@pytest.mark.parametrize(
+    ("least", "most", "micro_batch", "tp", "share"),
+    [
+        (None, None, 1, 1, 0.0),
+        (1024, 8192, 1, 1, 0.0),
+        (1024, 8192, 16, 1, 1.0),  # 16,384 rows
+        (1024, 8192, 1, 4, 1 / 12),  # the heads of a rank, of which H^2 of the layer's 12 H^2 read
+        (1024, 8191, 1, 1, 2 / 3),  # products of the MLP, of 24 H^2
+    ],
+)
+def test_products_of_sizes_that_were_not_measured_are_told(
+    least: float | None, most: float | None, micro_batch: int, tp: int, share: float
+) -> None:
+    constants = replace(hardware().efficiency, matmul_least=least, matmul_most=most, matmul_half=0.0)
+    layout = PlannedLayout(tp=tp, micro_batch=micro_batch, global_batch=micro_batch)
+    assert cost(efficiency=constants).step(layout).unmeasured == pytest.approx(share, abs=0.02)
+
+
 def test_what_is_computed_between_start_and_wait_hides_a_message() -> None:
     """Two that are alike, one waited for at once; a program that does not overlap waits for both."""
     product, size = Product(1, 4096, 4096, 4096, 3 * 2 * 4096**2, 2), 1 << 28

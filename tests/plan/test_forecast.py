@@ -45,7 +45,7 @@ def of_8b(ranks: int, *words: str, gibs: float = 79.15) -> Forecast:
 def test_the_line_names_memory_and_mfu_of_the_layout() -> None:
     found = of_8b(512, "tp=8", "dp=64")
     assert found.fits
-    step = found.step_s or 0
+    step = found.step.total if found.step else 0
     assert summary(found) == (
         f"needs {found.memory / GIB:.1f} GiB of 79.2 GiB per GPU; {spread(step, 0.1, format_seconds)} a step "
         f"and {spread(found.mfu or 0, 0.1, '{:.0%}'.format)} MFU expected (DGX A100 80GB, 512 ranks; "
@@ -63,6 +63,9 @@ def test_what_was_not_measured_makes_ranges() -> None:
     one_node = replace(measured, network_is_assumed=True)
     assert time_error(one_node, dense, 8) == (0.0, [])
     assert time_error(one_node, dense, 16)[0] == UNKNOWN_ERROR
+    assert time_error(measured, dense, 8, 0.05) == (0.0, [])
+    (unmeasured,) = time_error(measured, dense, 8, 0.2)[1]
+    assert unmeasured.startswith("the efficiency of matrix products of other sizes")
     assert time_error(measured, experts, 8) == (UNKNOWN_ERROR, ["even loads of experts"])
     assert len(time_error(A100, experts, 8)[1]) == 2
     assert spread(2.0, 0.25, format_seconds) == "1.6-2.5 s"
@@ -133,11 +136,11 @@ def test_calibrated_machines_are_asked_for_times_too(monkeypatch: pytest.MonkeyP
 def test_adapters_and_split_sequences_have_a_forecast() -> None:
     """Of a trained weight 18 bytes are held, with gradient, moments and copy; of a frozen one 2."""
     whole, adapted = of_8b(8, "tp=8"), of_8b(8, "tp=8", "lora.rank=8")
-    share = whole.query.model.num_parameters() / 8
+    share = whole.query.run.model.num_parameters() / 8
     assert whole.memory - adapted.memory == pytest.approx(16 * share, rel=0.02)
     split = of_8b(16, "tp=8", "cp=2", "model.attention_dropout=0")
     assert split.layout.cp == 2
-    assert split.step_s is not None
+    assert split.step is not None
 
 
 def test_pretrain_says_what_it_needs_before_it_takes_memory(

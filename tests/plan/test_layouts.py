@@ -247,7 +247,7 @@ def test_each_number_of_a_preset_names_its_source() -> None:
             ([*LAYOUTS, "out=plan.txt"], "out=plan.txt must end in "),
             ([*LAYOUTS, "data.seq_length=2048"], "use data.seq_length=1024"),
             ([*LAYOUTS, "cp=2", "data.reset_attention=true"], "cp=2: data.reset_attention=true keeps"),
-            ([*LAYOUTS, "dp=3"], "leave cp=1 or dp=3 to the search"),
+            ([*LAYOUTS, "dp=3"], "dp=3 = 3 ranks, not gpus=8); leave cp=1 or dp=3 to the search"),
             ([*LAYOUTS, "tp=2", "pp=2", "dp=1"], "use gpus=4"),
             ([*LAYOUTS, "dp=8", "train.global_batch_size=12"], "=12 is not a multiple of dp=8"),
             ([*COMPARE, "tp3 dp4"], "b=tp3 dp4: tp=3 does not divide model.num_heads=16; use one that"),
