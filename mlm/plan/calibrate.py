@@ -20,7 +20,7 @@ from mlm.launch.start import run_job
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.plan.calibrate_measure import Measurements, Timing, Workload
-from mlm.plan.config import CalibrationJob, Format, PlanCalibrateConfig
+from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
 from mlm.plan.cost import CostModel
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import (
@@ -93,13 +93,12 @@ def on_rank(config: CalibrationJob, ctx: ParallelContext, workload: Workload | N
     """Measure; the first rank fits, prints and writes. Every rank calls this. Raises UserError."""
     if ctx.device.type == "cpu":
         reuse_large_blocks()
-    dtype: Format = config.dtype or ("bf16" if ctx.device.type == "cuda" else "fp32")
     base = memory_bytes(ctx.device) if ctx.device.type == "cpu" else 0
-    measurements = Measurements(ctx, dtype, workload)
+    measurements = Measurements(ctx, workload)
     timings = measure(ctx, measurements, config.max_waiting)
     device = "cpu" if ctx.device.type == "cpu" else "gpu"
     counts = counts_of(measurements.run_of(1, 1), device)
-    hardware = fit(timings, counts, blank(config.name, ctx, base), dtype)
+    hardware = fit(timings, counts, blank(ctx, base), measurements.dtype)
     if workload is None and (low := implausible(hardware)):
         raise UserError(
             f"measured {', '.join(low)}, which no working machine has: end other programs and start again"
@@ -122,16 +121,16 @@ def measure(ctx: ParallelContext, measurements: Measurements, most: float) -> li
     return [one._replace(seconds=median(its)) for one, its in zip(timings, columns, strict=True)]
 
 
-def blank(name: str | None, ctx: ParallelContext, base: int) -> HardwareConfig:
+def blank(ctx: ParallelContext, base: int) -> HardwareConfig:
     """The devices' names, numbers and memory, and of a known GPU the peaks; all else is to be measured."""
     if ctx.device.type == "cpu":
         memory, reserved = host_memory() / GIB / ctx.tp.size, figures(base / GIB + FIRST_STEP)
-        return unmeasured(name or cpu_name(), "cpu", ctx.tp.size, figures(memory, 4), reserved)
+        return unmeasured(cpu_name(), "cpu", ctx.tp.size, figures(memory, 4), reserved)
     gpu = torch.cuda.get_device_name(ctx.device)
     known = preset_of_gpu(gpu)
     memory = torch.cuda.get_device_properties(ctx.device).total_memory / GIB
     reserved = RESERVED if known is None else known.reserved_gib
-    hardware = unmeasured(name or gpu, "gpu", ctx.tp.size, figures(memory, 4), reserved)
+    hardware = unmeasured(gpu, "gpu", ctx.tp.size, figures(memory, 4), reserved)
     peaks = {unit: found.flops / 1e12 for unit in PeakConfig.__slots__ if (found := table_peak(gpu, unit))}
     power = None if known is None else known.power_w
     return replace(hardware, power_w=power, peak_tflops=PeakConfig(**peaks))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from mlm.data.config import DataConfig
 from mlm.data.sampler import MicroBatch
 from mlm.models.attention import fused_attention
 from mlm.models.config import ModelConfig
+from mlm.optim.auto_precision import AMPERE
 from mlm.optim.config import PrecisionConfig
 from mlm.optim.precision import DTYPES
 from mlm.parallel.collectives import (
@@ -28,15 +29,12 @@ from mlm.parallel.collectives import (
 )
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.plan.config import Format
 from mlm.plan.dry_run_rank import batches_of
 from mlm.training.config import PretrainConfig, TrainConfig
 from mlm.training.trainer import Trainer
 
-OTHER_FORMATS: dict[str, tuple[Format, ...]] = {
-    "cpu": ("fp32", "bf16", "fp64"),
-    "cuda": ("bf16", "fp16", "fp32", "fp64"),
-}
+FORMATS = {"cpu": ("fp32", "bf16", "fp64"), "cuda": ("bf16", "fp16", "fp32", "fp64")}
+"""Formats of products by device, first the one that all else is measured in."""
 REPEATS = 4
 """Times that each measurement is taken at least; the least counts."""
 LAYER_S = 0.8
@@ -165,19 +163,22 @@ def synchronise(device: torch.device) -> None:
 class Measurements:
     """All measurements of a rank, one after the other."""
 
-    def __init__(self, ctx: ParallelContext, dtype: Format, workload: Workload | None = None) -> None:
-        self.ctx, self.device, self.dtype = ctx, ctx.device, dtype
+    def __init__(self, ctx: ParallelContext, workload: Workload | None = None) -> None:
+        self.ctx, self.device, formats = ctx, ctx.device, FORMATS[ctx.device.type]
+        is_old = ctx.device.type == "cuda" and torch.cuda.get_device_capability(ctx.device) < AMPERE
+        self.formats = formats[1:] if is_old else formats  # without units for bf16
+        self.dtype = self.formats[0]
         self.workload = workload or WORKLOADS[ctx.device.type]
 
     @property
     def tasks(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """The kind, name and sizes of each measurement, as in Timing."""
-        load, formats = self.workload, OTHER_FORMATS[self.device.type]
+        load = self.workload
         largest = max(load.products, key=math.prod)
         axes = (("within", self.ctx.tp.size), ("across", self.ctx.dp.size))
         return [
             *(("product", self.dtype, sizes) for sizes in load.products),
-            *(("product", other, largest) for other in formats if other != self.dtype),
+            *(("product", other, largest) for other in self.formats[1:]),
             *(("fused", "", sizes) for sizes in load.attention),
             ("copy", "", (load.copy,)),
             *(("layer", "", (size,)) for size in load.micro_batches),
@@ -261,7 +262,7 @@ class Measurements:
             ),
             train=TrainConfig(steps=1000, global_batch_size=size, micro_batch_size=size),
             data=DataConfig(kind="synthetic", seq_length=load.seq),
-            precision=PrecisionConfig(dtype=self.dtype),
+            precision=PrecisionConfig(dtype=cast(Any, self.dtype)),
         )
 
     def message(self, operation: str, size: int, axis: Axis) -> float:

@@ -55,7 +55,7 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     if outside := out_of_range(config):
         return list(outside.values())
     query = query_of(config)
-    rules = (*SETTINGS_RULES, _dtype_has_units, _price_has_tokens, _out_ends_in(TABLE_ENDINGS, "plan"))
+    rules = (*SETTINGS_RULES, _price_has_tokens, _out_ends_in(TABLE_ENDINGS, "plan"))
     if problems := problems_of(query.run, ANYWHERE, MODEL_RULES, rules):
         return problems
     found = context_problem(config.parallel.cp or 1, config.model, config.data)
@@ -65,14 +65,14 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
 
 def check_plan_compare(config: PlanCompareConfig) -> list[Problem]:
     """Problems of `mlm plan compare`."""
-    rules = (*SETTINGS_RULES, _dtype_has_units, _out_ends_in((".json",), "compare"))
+    rules = (*SETTINGS_RULES, _out_ends_in((".json",), "compare"))
     problems = problems_of(config, ANYWHERE, (), rules)
     return problems or list(filter(None, (_layout_is_valid(config, key) for key in ("a", "b"))))
 
 
 def check_plan_memory(config: PlanMemoryConfig) -> list[Problem]:
-    """Problems of `mlm plan memory`: those of a dry run, and of the hardware."""
-    return _of_rank(config, _dtype_has_units, _out_ends_in(TABLE_ENDINGS, "memory"))
+    """Problems of `mlm plan memory`."""
+    return _of_rank(config, _out_ends_in(TABLE_ENDINGS, "memory"))
 
 
 def check_plan_dry_run(config: PlanDryRunConfig) -> list[Problem]:
@@ -98,19 +98,6 @@ def _ranks_fit(config: PlanCalibrateConfig, _: Launch) -> Problem | None:
         return None
     problem = f"ranks={config.ranks}: one host is started with {MAX_CPU_RANKS} at most"
     return Problem(("ranks",), problem, f"use ranks={MAX_CPU_RANKS} or less, or start ranks with torchrun")
-
-
-def _dtype_has_units(
-    config: PlanLayoutsConfig | PlanCompareConfig | PlanMemoryConfig, _: Launch
-) -> Problem | None:
-    dtype, peaks = config.precision.dtype, config.hardware.peak_tflops
-    if getattr(peaks, dtype) is not None:
-        return None
-    known = [name for name in ("bf16", "fp16", "fp32", "fp64") if getattr(peaks, name) is not None]
-    key = f"hardware.peak_tflops.{dtype}"
-    fix = f"use {either('precision', known)}" if known else f"add {key}=…"
-    problem = f"precision={dtype}: {config.hardware.name} has no peak_tflops.{dtype}"
-    return Problem(("precision", "hardware", key), problem, fix)
 
 
 def _price_has_tokens(config: PlanLayoutsConfig, _: Launch) -> Problem | None:

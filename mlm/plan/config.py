@@ -21,8 +21,6 @@ from mlm.plan.goodput import FailureConfig
 from mlm.plan.hardware import HardwareConfig
 from mlm.training.config import MicroBatchSize, PretrainConfig, TrainConfig
 
-Format = Literal["bf16", "fp16", "fp32", "fp64"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanScheduleConfig:
@@ -129,15 +127,11 @@ class PlanMemoryConfig(PlanDryRunConfig):
 class PlanCalibrateConfig:
     """The run spec of `mlm plan calibrate`: measure this machine, or the cluster that it is launched on."""
 
-    name: str | None = None
-    """Name of the hardware in reports; null takes the processor's."""
     out: ResultFile | None = None
     """YAML to write, for hardware=FILE; null only keeps the result for hardware=this."""
     ranks: Annotated[int | None, POSITIVE, Also("nproc_per_node", "gpus")] = None
     """Ranks to start on this host; null: one for each GPU, or on a CPU for each core, at most 8. A launcher's
     ranks are taken as they are."""
-    dtype: Annotated[Format | None, Also("precision")] = None
-    """Format whose products are measured; null: bf16 on a GPU, fp32 on a CPU."""
     max_waiting: Annotated[float, PROBABILITY] = 0.1
     """Share of the time that a rank may wait for a processor which another program has. Above it the
     measurement is rejected."""

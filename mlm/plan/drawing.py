@@ -1,7 +1,7 @@
 """A plan drawn for a terminal and for a page: a line per rank, time from left to right.
 
 In a terminal lines are folded to its width. A cell begins with the op's letter and is filled with dashes, on
-the colour of its op and chunk; idle time is dots.
+the colour of its op; idle time is dots.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,7 @@ NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight grad
 INPUT_GRADIENT = "input gradient"  # what BACKWARD is where there are WEIGHT actions
 IDLE = "."
 MOST_LINES = 60  # of a picture
-HUES = {Op.FORWARD: (43, 108, 176), Op.BACKWARD: (39, 119, 73), Op.WEIGHT: (192, 86, 33)}
-LIGHTEST = 0.65  # share of white in the last chunk's colour
+HUES = {Op.FORWARD: "rgb(43,108,176)", Op.BACKWARD: "rgb(39,119,73)", Op.WEIGHT: "rgb(192,86,33)"}
 PAGE_WIDTH, ROW = 1000, 24
 """Width of a drawing in a page, and height of a rank, in its own units."""
 
@@ -59,15 +58,8 @@ def row(spans: Sequence[TimedAction], chunks: int, cell: int, columns: int) -> T
             break
         line.append(IDLE * (round(span.start * cell) - len(line)), style="dim")
         text = label(span.action, chunks).ljust(round(span.end * cell) - len(line), "-")
-        line.append(text, style=style_of(span.action, chunks))
+        line.append(text, style=f"white on {HUES[span.action.op]}")
     return line.append(IDLE * (columns - len(line)), style="dim")[:columns]
-
-
-def style_of(action: Action, chunks: int) -> str:
-    """Ink and colour of a computation's cell."""
-    white = LIGHTEST * action.chunk / max(chunks - 1, 1)
-    colour = "".join(f"{round(value + white * (255 - value)):02x}" for value in HUES[action.op])
-    return f"{'black' if white > 0.3 else 'white'} on #{colour}"
 
 
 def op_names(lines: Sequence[Sequence[TimedAction]]) -> dict[Op, str]:
@@ -75,13 +67,6 @@ def op_names(lines: Sequence[Sequence[TimedAction]]) -> dict[Op, str]:
     ops = {span.action.op for spans in lines for span in spans}
     names = NAMES | ({Op.BACKWARD: INPUT_GRADIENT} if Op.WEIGHT in ops else {})
     return {op: names[op] for op in Op if op in ops}
-
-
-def svg_timeline(plan: Plan) -> Markup:
-    """Draw who computes what when, with a legend."""
-    lines = plan.timeline
-    chunks = plan.num_stages // len(lines)
-    return Markup(svg(lines, chunks, plan.makespan, "schedule") + svg_legend(lines))
 
 
 def svg(lines: Sequence[Sequence[TimedAction]], chunks: int, whole: float, name: str) -> Markup:
@@ -114,7 +99,7 @@ def svg_file(plan: Plan, caption: str) -> bytes:
     lines, top = plan.timeline, 2 * ROW
     drawn = svg(lines, plan.num_stages // len(lines), plan.makespan, "schedule")
     inner = drawn[drawn.index(">", drawn.index("<svg")) + 1 : drawn.index("</svg>")]
-    colours = "".join(f".op{op.value}{{fill:rgb{hue}}}" for op, hue in HUES.items())
+    colours = "".join(f".op{op.value}{{fill:{hue}}}" for op, hue in HUES.items())
     keys = "".join(
         f'<text class="op{op.value}" x="{120 * n}" y="{top + ROW * len(lines) + 18}">{op.value} {name}</text>'
         for n, (op, name) in enumerate(op_names(lines).items())

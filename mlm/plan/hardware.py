@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY
 from mlm.config.paths import CONFIG_DIR
-from mlm.util.errors import Problem
+from mlm.util.errors import Problem, UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,11 +96,13 @@ class HardwareConfig:
     efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)
 
     def peak(self, dtype: str) -> float:
-        """Dense peak in FLOP/s. Raises ValueError for a dtype that the device has no units for."""
-        tflops: float | None = getattr(self.peak_tflops, dtype)
-        if tflops is None:
-            raise ValueError(f"{self.name} has no peak_tflops.{dtype}")
-        return tflops * 1e12
+        """Dense peak in FLOP/s. Raises UserError for a dtype that the device has no units for."""
+        peaks = {name: peak for name, peak in asdict(self.peak_tflops).items() if peak is not None}
+        if dtype in peaks:
+            return float(peaks[dtype] * 1e12)
+        problem = f"precision={dtype}: {self.name} has no peak_tflops.{dtype}"
+        other = f"use precision={next(iter(peaks))}, or " if peaks else ""
+        raise UserError(f"{problem}; {other}add hardware.peak_tflops.{dtype}=…")
 
     def for_ranks(self, ranks: int) -> "HardwareConfig":
         """Hardware of one of so many ranks: on a CPU host, fewer of them have more cores and memory each."""

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import Any
+from functools import partial
 
 from rich.console import Console
 
@@ -18,7 +18,7 @@ from mlm.plan.config import (
 from mlm.plan.cost import PARTS as TIME_PARTS
 from mlm.plan.goodput import Goodput, goodput
 from mlm.plan.layer_counts import counts_of
-from mlm.plan.layout import PlannedLayout, model_flops
+from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel, gib, in_flight
 from mlm.plan.report import (
     Row,
@@ -39,7 +39,6 @@ from mlm.plan.search import LayoutForecast, Models, SearchResult, search, search
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError, format_settings
 
-FORMAT = "mlm-plan-layouts-1"
 LEAST_SHARE = 1e-9
 """Of time that is progress: of a run that never ends, days are a number too."""
 PLAN_KEYS = {HOISTED, "out", *leaves(SearchedLayoutConfig)}
@@ -64,10 +63,8 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         return 1.0 if progress is None else max(progress.share, LEAST_SHARE)
 
     screen, query = wide_screen(), query_of(config)
-    if config.goal == "cost":
-        result = search_cheapest(query, config.show, share)
-    else:
-        result = (search_leanest if config.goal == "memory" else search)(query, config.show)
+    searches = {"time": search, "memory": search_leanest, "cost": partial(search_cheapest, share=share)}
+    result = searches[config.goal](query, config.show)
     if not result.best:
         raise UserError(too_large(query, result))
     priced = [(each, share(each.layout.gpus)) for each in result.best]
@@ -79,22 +76,8 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     for line in (footnote(result, config.goal), *failures, *notes(query, best)):
         screen.print(line)
     screen.print(f"\n{command_line(config, best.layout)}")
-    seq, batch = config.data.seq_length, config.train.global_batch_size
-    values = {
-        "format": FORMAT,
-        "model": config.name,
-        "hardware": query.hardware.name,
-        "gpus": query.gpus,
-        "goal": config.goal,
-        "dtype": query.run.precision.dtype,
-        "seq_length": seq,
-        "global_batch_size": batch,
-        "model_flops_per_step": model_flops(config.model, seq, batch),
-        "memory_bytes_per_gpu": query.memory_bytes,
-        "valid_layouts": result.candidates,
-        "notes": notes(query, best),
-    }
-    write_rows(config.out, values, "layouts", rows, screen)
+    found = {"memory_bytes_per_gpu": query.memory_bytes, "valid_layouts": result.candidates}
+    write_rows(config, "layouts", {**found, "notes": notes(query, best), "layouts": rows}, screen)
     return result
 
 
@@ -215,7 +198,7 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
     screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * more:.3g} times its GPU-hours")
     for line in time_caution(list(reasons)):
         screen.print(line)
-    write_rows(config.out, {"format": "mlm-plan-compare-1", "model": config.name}, "layouts", rows, screen)
+    write_rows(config, "compare", {"layouts": rows}, screen)
     return a, b
 
 
@@ -253,9 +236,7 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
     screen.print(f"rank {rank} {fit(fullest.total, capacity)}")
     for line in layout_cautions(hardware, config.model, seq, layout):
         screen.print(line)
-    values: dict[str, Any] = {"format": "mlm-plan-memory-1", "model": config.name}
-    values |= {"layout": layout.settings(), "memory_bytes_per_gpu": capacity}
-    write_rows(config.out, values, "ranks", rows, screen)
+    write_rows(config, "memory", {"memory_bytes_per_gpu": capacity, "ranks": rows}, screen)
     return peaks
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
+from mlm.config.build import to_dict
 from mlm.models.config import ModelConfig
 from mlm.plan.candidates import Query
+from mlm.plan.config import PlannedRunConfig
 from mlm.plan.hardware import HardwareConfig
 from mlm.plan.layout import DEFAULTS, PlannedLayout, hardware_flops, model_flops
 from mlm.plan.memory import DeviceMemory, gib
@@ -76,19 +78,19 @@ def memory_row(memory: DeviceMemory) -> Row:
     return {"memory_bytes": memory.total, **parts}
 
 
-def write_rows(
-    out: str | None, values: Mapping[str, Any], name: str, rows: Sequence[Row], screen: Console
-) -> None:
-    """Write rows to `out` where it is given: a .csv, or a JSON of values with the rows by this name.
+def write_rows(config: PlannedRunConfig, command: str, found: Mapping[str, Any], screen: Console) -> None:
+    """Write the rows of a command where `out` is given: the last of `found`, as a .csv, or all as JSON.
 
     Raises UserError if it cannot be written.
     """
+    *_, rows = found.values()
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    is_table = out is not None and Path(out).suffix == ".csv"
-    save_result(out, text.getvalue().encode() if is_table else {**values, name: rows}, screen.print)
+    is_table = config.out is not None and Path(config.out).suffix == ".csv"
+    whole = {"format": f"mlm-plan-{command}-1", "settings": to_dict(config), **found}
+    save_result(config.out, text.getvalue().encode() if is_table else whole, screen.print)
 
 
 def format_seconds(value: float) -> str:

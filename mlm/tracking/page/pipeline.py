@@ -15,7 +15,7 @@ from mlm.models.stage import PipelineStage, split_layers
 from mlm.parallel.pipeline.actions import Action, Cost, Op, Plan, ScheduleError, TimedAction
 from mlm.parallel.pipeline.lower import DEFAULT_COST
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.drawing import NAMES, svg, svg_legend, svg_timeline
+from mlm.plan.drawing import NAMES, svg, svg_legend
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, MOMENTS, PARTS, DeviceMemory
 from mlm.plan.pipeline_time import pipeline_time
@@ -207,7 +207,7 @@ def draw_steps(
 ) -> Iterator[tuple[str, Markup]]:
     """Yield the names and drawings of a plan, and of what was measured below it at the same scale."""
     if plan is not None and measured is None:
-        yield "", svg_timeline(plan)
+        yield "", svg(plan.timeline, chunks, plan.makespan, "schedule") + svg_legend(plan.timeline)
     elif plan is not None and measured is not None:
         whole = max(plan.makespan, measured.makespan)
         yield "planned", svg(plan.timeline, chunks, whole, "planned schedule")
