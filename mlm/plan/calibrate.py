@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -194,15 +195,13 @@ def fit(timings: Sequence[Timing], counts: LayerCounts, blank: HardwareConfig, d
         peak_tflops=PeakConfig(**{n: figures(v) for n, v in {**peaks, **given}.items()}),
         efficiency=efficiency,
     )
-    within = of_kind(timings, "within")
-    if within:
-        latency, rate = fit_link(within)
-        fitted = replace(fitted, node_gbps=figures(rate / 1e9), node_latency_us=figures(latency * 1e6))
-    if across := of_kind(timings, "across") or within:
-        latency, rate = fit_link(across)
-        fitted = replace(fitted, network_gbps=figures(rate / 1e9), network_latency_us=figures(latency * 1e6))
-    fitted = replace(fitted, network_is_assumed=not of_kind(timings, "across"))
-    return fit_kernels(timings, counts, fitted)
+    within, across = of_kind(timings, "within"), of_kind(timings, "across")
+    links: dict[str, Any] = {"network_is_assumed": not across}
+    for name, messages in (("node", within), ("network", across or within)):
+        if messages:
+            latency, rate = fit_link(messages)
+            links |= {f"{name}_gbps": figures(rate / 1e9), f"{name}_latency_us": figures(latency * 1e6)}
+    return fit_kernels(timings, counts, replace(fitted, **links))
 
 
 def implausible(hardware: HardwareConfig) -> list[str]:

@@ -295,7 +295,7 @@ class CostModel:
                     p = a._replace(**{x: y + more * (getattr(b, x) - y) for x, y in a._asdict().items()})
                     is_outside = min(p[1:4]) < known.matmul_least or max(p[1:4]) > known.matmul_most
                     seconds[is_outside] += layers * self.product(p)
-        return seconds[True] / sum(seconds)
+        return seconds[True] / (sum(seconds) or 1.0)
 
     def bound(self, layout: PlannedLayout) -> float:
         """A time that no step of this layout is below: the last rank's work, and the pipeline's two ramps."""

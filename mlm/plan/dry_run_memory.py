@@ -10,19 +10,6 @@ EMBEDDING = "embedding"
 """Label of what the first stage computes before its layers."""
 TABLES = "tables of modules"
 BUFFERS, TEMPORARIES = "communication buffers", "temporaries"
-PARTS = (
-    WEIGHTS,
-    CASTS,
-    GRADIENTS,
-    STATE,
-    TABLES,
-    ACTIVATIONS,
-    AGAIN,
-    VOCABULARY,
-    BUFFERS,
-    TEMPORARIES,
-)
-"""Parts of memory, in the order of reports."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +33,7 @@ class Allocation:
 
     @property
     def purpose(self) -> str:
-        """One of PARTS."""
+        """The part of memory that it belongs to."""
         if self.part is not None:
             return self.part
         if self.label == VOCABULARY:
@@ -68,7 +55,7 @@ class MemoryPeak:
     phase: str
     """The phase that ran then."""
     parts: dict[str, int]
-    """Bytes by purpose; sums to `bytes`."""
+    """Bytes by purpose, most first; sums to `bytes`."""
     modules: dict[str, int]
     """Bytes of what is not weights, gradients or optimizer state, by the part of the model that made it."""
 
@@ -129,5 +116,5 @@ class Log:
             if block.part is None:
                 modules[block.label] += block.size
         phase = self.events[at][0].phase if self.events else ""
-        in_order = {part: parts[part] for part in PARTS if parts[part]}
-        return MemoryPeak(totals[at] if totals else 0, phase, in_order, dict(modules.most_common()))
+        whole = totals[at] if totals else 0
+        return MemoryPeak(whole, phase, dict(parts.most_common()), dict(modules.most_common()))

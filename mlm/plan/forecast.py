@@ -55,15 +55,15 @@ class Forecast:
 
 def lines(config: PretrainConfig, ranks: int) -> list[str]:
     """Lines to print before a run builds its model; empty where nothing can be said. Never raises."""
-    if most := most_of_small(config, ranks):
+    most, run = try_forecast(config, ranks)
+    if most:
         return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"]
-    run = try_forecast(config, ranks)
     return [] if run is None else [summary(run), *(() if run.fits else [warning(run)])]
 
 
 def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
-    if (run := try_forecast(config, ranks)) is None:
+    if (run := try_forecast(config, ranks)[1]) is None:
         return None
     hardware, memory = run.query.hardware, run.stages[0].total
     if run.step is None:
@@ -74,41 +74,38 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
 
 def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
     """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
-    run = try_forecast(config, ranks)
+    _, run = try_forecast(config, ranks)
     return [] if run is None else run.stages
+
+
+def try_forecast(config: PretrainConfig, ranks: int) -> tuple[float, Forecast | None]:
+    """The bound of a small run, else its forecast; neither where there is none: it must not be in the way."""
+    try:
+        most = most_of_small(config, ranks)
+        return most, None if most else forecast_run(config, ranks)
+    except Exception as error:
+        log.debug("no forecast: %r", error)
+        return 0.0, None
 
 
 def most_of_small(config: PretrainConfig, ranks: int) -> float:
     """Generous bound of the bytes that all ranks of a small run on CPUs take; 0.0 for other runs.
 
-    Never raises. To count what layers do loads a compiler: two seconds of processor time in the start of
-    every run. Whoever calibrated this machine wants times too, which need the counts.
+    To count what layers do loads a compiler: two seconds of processor time in the start of every run. Whoever
+    calibrated this machine wants times too, which need the counts.
     """
     model, train, seq = config.model, config.train, config.data.seq_length
-    try:
-        if device_kind(config.dist) != "cpu" or calibrated() is not None:
-            return 0.0
-        parts, width = model.architecture, model.ffn_size
-        width = max(width, parts.experts_per_token * parts.expert_size + parts.shared_size)
-        channels = model.hidden_size * (1 + parts.experts_per_token) + width
-        state = 32.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets, temporaries
-        of_rank = train.global_batch_size * config.parallel.replica // ranks
-        samples = train.micro_batch_size if config.parallel.pp == 1 else of_rank  # in flight at most
-        layer = 100.0 * seq * channels + 16.0 * model.num_heads * seq**2  # of a sample
-        most = ranks * (CPU_RESERVED_GIB * GIB + state + samples * (model.num_layers + 1) * layer)
-        return most if most < host_memory() / 4 else 0.0
-    except Exception as error:
-        log.debug("no bound: %r", error)
+    if device_kind(config.dist) != "cpu" or calibrated() is not None:
         return 0.0
-
-
-def try_forecast(config: PretrainConfig, ranks: int) -> Forecast | None:
-    """The forecast of a run that is not small; None where there is none: it must not be in the way."""
-    try:
-        return None if most_of_small(config, ranks) else forecast_run(config, ranks)
-    except Exception as error:
-        log.debug("no forecast: %r", error)
-        return None
+    parts, width = model.architecture, model.ffn_size
+    width = max(width, parts.experts_per_token * parts.expert_size + parts.shared_size)
+    channels = model.hidden_size * (1 + parts.experts_per_token) + width
+    state = 32.0 * count_parameters(model)  # weights, gradients, moments, copies, buckets, temporaries
+    of_rank = train.global_batch_size * config.parallel.replica // ranks
+    samples = train.micro_batch_size if config.parallel.pp == 1 else of_rank  # in flight at most
+    layer = 100.0 * seq * channels + 16.0 * model.num_heads * seq**2  # of a sample
+    most = ranks * (CPU_RESERVED_GIB * GIB + state + samples * (model.num_layers + 1) * layer)
+    return most if most < host_memory() / 4 else 0.0
 
 
 def forecast_run(config: PretrainConfig, ranks: int) -> Forecast:

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from rich.console import Console
 
@@ -19,7 +18,7 @@ from mlm.plan.cost import PARTS as TIME_PARTS
 from mlm.plan.goodput import Goodput, goodput
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB, PARTS, DeviceMemory, MemoryModel, gib, in_flight
+from mlm.plan.memory import GIB, DeviceMemory, MemoryModel, gib, in_flight
 from mlm.plan.report import (
     Row,
     as_row,
@@ -44,12 +43,6 @@ LEAST_SHARE = 1e-9
 PLAN_KEYS = {HOISTED, "out", *leaves(SearchedLayoutConfig)}
 PLAN_KEYS |= {key.partition(".")[0] for key in leaves(PlanLayoutsConfig).keys() - leaves(PretrainConfig)}
 """Keys and sections of a search that its `mlm pretrain` does not have, or that the layout found sets."""
-ROWS = {
-    "products": ("matmul", "vocabulary"),
-    **{part: (part,) for part in ("attention", "elementwise", "recompute", "tp", "cp", "ep", "pp")},
-    **{"idle (pipeline bubble)": ("bubble",), "dp": ("dp",), "optimizer": ("optimizer",), "step": TIME_PARTS},
-}
-"""Rows of the table, and the parts of a step in them: all, once, and their sum."""
 
 
 def run(config: PlanLayoutsConfig) -> SearchResult:
@@ -63,8 +56,10 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         return 1.0 if progress is None else max(progress.share, LEAST_SHARE)
 
     screen, query = wide_screen(), query_of(config)
-    searches = {"time": search, "memory": search_leanest, "cost": partial(search_cheapest, share=share)}
-    result = searches[config.goal](query, config.show)
+    if config.goal == "cost":
+        result = search_cheapest(query, config.show, share)
+    else:
+        result = (search_leanest if config.goal == "memory" else search)(query, config.show)
     if not result.best:
         raise UserError(too_large(query, result))
     priced = [(each, share(each.layout.gpus)) for each in result.best]
@@ -203,9 +198,9 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
 
 
 def part_rows(a: LayoutForecast, b: LayoutForecast) -> Iterator[tuple[str, str, str, str]]:
-    """Cells of each part that takes time in either step."""
-    for name, parts in ROWS.items():
-        mine, other = (sum(each.step.parts[part] for part in parts) for each in (a, b))
+    """Cells of each part that takes time in either step, and of the steps."""
+    for name in (*TIME_PARTS, "step"):
+        mine, other = (each.step.parts.get(name, each.step.total) for each in (a, b))
         if mine or other:
             yield name, format_seconds(mine), format_seconds(other), f"{(other - mine) * 1e3:+,.4g} ms"
 
@@ -218,20 +213,18 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
     screen, hardware, seq = wide_screen(), config.hardware, config.data.seq_length
     layout = PlannedLayout.of(config, config.parallel.dp or 1)
     model = MemoryModel(counts_of(config, hardware.device), hardware.reserved_gib * GIB)
-    replica, last = layout.dp * layout.cp, (layout.pp - 1) * layout.gpus // layout.pp
-    ranks = sorted({0, last, config.rank})
-    # rank = (stage * replicas + replica) * tp + tensor-parallel rank
-    peaks = {n: model.peak(layout, stage_of(layout, n), n // layout.tp % replica) for n in ranks}
-    capacity = hardware.memory_gib * GIB
+    replicas, of_stage, capacity = layout.dp * layout.cp, layout.gpus // layout.pp, hardware.memory_gib * GIB
+    peaks, rows = dict[int, DeviceMemory](), list[Row]()
+    for rank in sorted({0, (layout.pp - 1) * of_stage, config.rank}):
+        # rank = (stage * replicas + replica) * tp + tensor-parallel rank
+        stage = rank // of_stage
+        peak = peaks[rank] = model.peak(layout, stage, rank // layout.tp % replicas)
+        names = {"rank": rank, "stage": stage, "parameters": peak.parameters, "moment": peak.moment}
+        rows.append({**names, **memory_row(peak), "in_flight": in_flight(layout, stage)})
     batch = f"{layout.micro_batches} micro-batches of {layout.micro_batch} x {seq} tokens"
     where = f"{layout.label} on {layout.gpus} GPUs of {hardware.name}"
     screen.print(f"{config.name} · {where} · {config.precision.dtype} · {batch}")
-    rows: list[Row] = [
-        {"rank": rank, "stage": stage_of(layout, rank), "parameters": peak.parameters}
-        | {"moment": peak.moment, **memory_row(peak)}
-        for rank, peak in peaks.items()
-    ]
-    show_table(screen, "", ("", *(f"rank {rank}#" for rank in peaks)), lines(layout, peaks))
+    show_table(screen, "", ("", *(f"rank {rank}#" for rank in peaks)), memory_lines(rows))
     rank, fullest = max(peaks.items(), key=lambda each: each[1].total)
     screen.print(f"rank {rank} {fit(fullest.total, capacity)}")
     for line in layout_cautions(hardware, config.model, seq, layout):
@@ -240,19 +233,11 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
     return peaks
 
 
-def stage_of(layout: PlannedLayout, rank: int) -> int:
-    """The pipeline rank of a global rank."""
-    return rank // (layout.gpus // layout.pp)
-
-
-def lines(layout: PlannedLayout, peaks: dict[int, DeviceMemory]) -> Iterator[tuple[str, ...]]:
-    """Lines of the table: what each rank has, and its memory by part; parts that none has are left out."""
-    stages = [stage_of(layout, rank) for rank in peaks]
-    yield "stage", *map(str, stages)
-    yield "parameters", *(format_amount(peak.parameters) for peak in peaks.values())
-    yield "in flight" if layout.vp == 1 else "chunks in flight", *(str(in_flight(layout, n)) for n in stages)
-    yield "fullest in", *(peak.moment for peak in peaks.values())
-    for part in PARTS:
-        if any(peak.parts[part] >= 0.005 * GIB for peak in peaks.values()):
-            yield f"{part}, GiB", *(f"{peak.parts[part] / GIB:.2f}" for peak in peaks.values())
-    yield "all, GiB", *(f"{peak.total / GIB:.2f}" for peak in peaks.values())
+def memory_lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Lines of the table, but for parts of memory that no rank has."""
+    for key in list(rows[0])[1:]:
+        name, values = key.removesuffix("_bytes").replace("_", " "), [row[key] for row in rows]
+        if name == key.replace("_", " "):
+            yield name, *(each if isinstance(each, str) else format_amount(each) for each in values)
+        elif max(values) >= 0.005 * GIB:
+            yield f"{name}, GiB", *(f"{each / GIB:.2f}" for each in values)
