@@ -3,7 +3,7 @@
 Times are in seconds. A home's pass is the sum of its matrix products (a roofline with an efficiency that is
 smooth in each dimension), fused attention, other kernels (bytes over bandwidth) and the communication that
 what is computed between its start and its wait does not hide. All grow evenly with the micro-batch: one
-sample and two are counted, and others follow. A pipeline is simulated (pipeline_time.py) with the time of
+sample and two are counted, and others follow. A pipeline is simulated (schedule.py) with the time of
 each stage.
 """
 
@@ -22,7 +22,7 @@ from mlm.plan.hardware import HardwareConfig
 from mlm.plan.layer_counts import LayerCounts
 from mlm.plan.layout import BOTH, FIRST, LAST, PlannedLayout, split_of_state
 from mlm.plan.memory import homes_of
-from mlm.plan.pipeline_time import pipeline_time
+from mlm.plan.schedule import pipeline_time
 from mlm.plan.trace import Attention, Message, Product, Work
 
 COMPUTED = ("matmul", "attention", "elementwise", "tp", "cp", "ep")

@@ -14,14 +14,14 @@ from mlm.parallel.config import ParallelConfig
 from mlm.parallel.pipeline.actions import Cost
 from mlm.parallel.pipeline.lower import lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.plan import pipeline_time as module
+from mlm.plan import schedule as module
 from mlm.plan.candidates import Query, layouts
 from mlm.plan.cost import PARTS, CostModel, Software, exposed
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD
 from mlm.plan.hardware import HardwareConfig, preset
 from mlm.plan.layer_counts import counts_of
 from mlm.plan.layout import PlannedLayout, hardware_flops, model_flops
-from mlm.plan.pipeline_time import pipeline_time
+from mlm.plan.schedule import pipeline_time
 from mlm.plan.trace import Attention, Message, Product, Waited, Work
 from tests.plan.planned import LLAMA, planned_run
 

@@ -18,8 +18,7 @@ from mlm.plan.config import PlanScheduleConfig
 from mlm.plan.drawing import NAMES, svg, svg_legend
 from mlm.plan.layout import PlannedLayout
 from mlm.plan.memory import GIB, MOMENTS, PARTS, DeviceMemory
-from mlm.plan.pipeline_time import pipeline_time
-from mlm.plan.schedule import simulate, title
+from mlm.plan.schedule import pipeline_time, simulate, title
 from mlm.tracking.page.html import macro
 from mlm.tracking.page.runs import RunRecords, number
 from mlm.training.config import PretrainConfig
