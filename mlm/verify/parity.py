@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mlm.checkpoint.native import exchange
 from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.data.sampler import Dataset, Loader, MicroBatch
+from mlm.data.sampler import MicroBatch
 from mlm.launch.devices import device_kind
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.mesh import ParallelContext, shape_context
@@ -28,11 +28,11 @@ from mlm.training.corpora import corpus_problems, train_dataset
 from mlm.training.memory import reuse_large_blocks
 from mlm.training.state import load_weights
 from mlm.training.trainer import Trainer
-from mlm.util.errors import CheckFailedError, UserError, writing_to
+from mlm.util.errors import CheckFailedError, attempt
 from mlm.util.results import result_problems
 from mlm.util.system import available_memory
 from mlm.util.terminal import add_row, table
-from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks, Rounding
+from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks
 from mlm.verify.audit.diagnose import Finding, diagnose
 from mlm.verify.audit.record import Key, Record
 from mlm.verify.audit.subject import AXES
@@ -101,10 +101,6 @@ class Report:
     finding: Finding | None = None
     """The first difference."""
 
-    def __post_init__(self) -> None:
-        """Begin without a step."""
-        self._rounding: Rounding = {}
-
     def of(self, kind: str, step: int | None = None) -> list[Difference]:
         """The differences of a kind, in one step or in all."""
         return [d for d in self.differences if d.kind == kind and step in (None, d.step)]
@@ -117,14 +113,13 @@ class Report:
             self.skipped += 1
             for record in records:
                 record.tensors = {k: x for k, x in record.tensors.items() if k.kind in ("loss", "weight")}
-        comparison = Comparison(
-            reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps, rounding=self._rounding
-        )
+        comparison = Comparison(reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps)
         found: dict[Key, Difference] = {}
         for place in comparison.places:  # of a parameter on two stages, the larger
             each = Difference.of(place, reference.tensors[place.key])
             found[place.key] = max(found.get(place.key, each), each, key=lambda d: d.difference)
         self.differences += found.values()
+        self.by_gradient = sum(place.match.left_out for place in comparison.places)
         self.blind = self.blind or comparison.blind
         if self.finding is None and not self.blind:
             self.finding, self.wrong = diagnose(comparison), len(comparison.wrong)
@@ -140,22 +135,13 @@ class Report:
         held = [(name, each) for (name, _), each in copies.items() if len(each) > 1]
         torn = (name for name, (x, *ys) in held if any(not torch.equal(x, y) for y in ys))
         self.replicated, self.torn = len({name for name, _ in held}), tuple(dict.fromkeys(torn))
-        masks = {
-            (name, ranks[stage, *at].offsets[name]): mask
-            for (name, stage), each in self._rounding.items()
-            for at, mask in each.items()
-        }
-        self.by_gradient = sum(int(mask.sum()) for mask in masks.values())
 
 
 def preflight(config: ParityConfig) -> list[str]:
     """Problems that the named files and this host's memory show; called before any rank starts."""
     problems = corpus_problems(comparable(config))
-    if config.ckpt is not None:
-        try:
-            read_manifest(resolve(config.ckpt))
-        except UserError as error:
-            problems += error.problems
+    if (ckpt := config.ckpt) is not None:
+        attempt(problems, lambda: read_manifest(resolve(ckpt)))
     is_gpu = device_kind(config.dist) == "cuda"
     available = torch.cuda.get_device_properties(0).total_memory if is_gpu else available_memory()
     too_large = memory_problem(config, available)
@@ -185,9 +171,6 @@ def run(config: ParityConfig, ctx: ParallelContext) -> None:
     if ctx.device.type == "cpu":
         reuse_large_blocks()
     out = Path(config.out, RESULT)
-    if ctx.is_main:
-        with writing_to(config.out):
-            out.parent.mkdir(parents=True, exist_ok=True)
     report = compare(config, ctx)
     verdict = shared_verdict(report, ctx)
     if report is not None:
@@ -240,7 +223,7 @@ def compare_trainers(layout: Trainer, alone: Trainer | None, steps: int) -> Repo
     samples = train_dataset(layout.config, steps * layout.config.train.global_batch_size)
     sizes = {axis: getattr(layout.ctx, axis).size for axis in AXES}
     report = None if alone is None else Report(sizes, layout.config.optimizer.eps)
-    with batches_of(layout, samples) as own, batches_of(alone or layout, samples) as whole:
+    with layout.batches(samples) as own, (alone or layout).batches(samples) as whole:
         for _, batches, all_batches in zip(range(steps), own, whole, strict=False):
             precision = layout.config.precision.dtype
             record, lr = record_step(layout, batches, precision)
@@ -249,20 +232,6 @@ def compare_trainers(layout: Trainer, alone: Trainer | None, steps: int) -> Repo
             if report is not None and reference is not None:
                 report.add(reference, ranks, lr)
     return report
-
-
-def batches_of(trainer: Trainer, samples: Dataset) -> Loader:
-    """This rank's micro-batches of each step, for the trainer's layout."""
-    config, ctx = trainer.config, trainer.ctx
-    return Loader(
-        samples,
-        consumed_samples=0,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        rank=ctx.dp.rank,
-        size=ctx.dp.size,
-        ramp=config.train.ramp_batch,
-    )
 
 
 def record_step(trainer: Trainer, batches: Sequence[MicroBatch], precision: str) -> tuple[Record, float]:

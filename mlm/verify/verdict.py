@@ -98,6 +98,7 @@ def write_and_show(
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
     }
     with writing_to(str(out.parent)):
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_result(out, {key: replace_nonfinite(value) for key, value in result.items()})
     screen = console()
     for each in shown:

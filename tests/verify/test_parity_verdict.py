@@ -12,7 +12,7 @@ from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
 from mlm.verify.audit.record import Key, Record
 from mlm.verify.audit.subject import AXES
-from mlm.verify.parity import Report, batches_of, judge, record_step
+from mlm.verify.parity import Report, judge, record_step
 from mlm.verify.verdict import TOLERANCES, Verdict
 from tests.verify.parity_layouts import Layout
 
@@ -128,7 +128,7 @@ def test_loads_of_experts_are_compared_where_rounding_moves_no_token(
 ) -> None:
     config = Layout(precision=precision, moe="sigmoid", layers=2).config(steps=1)
     trainer: Trainer = Trainer(config, shape_context())
-    with batches_of(trainer, train_dataset(config, config.train.global_batch_size)) as steps:
+    with trainer.batches(train_dataset(config, config.train.global_batch_size)) as steps:
         record, _ = record_step(trainer, next(steps), precision)
     loads = [key for key in record.tensors if key.name.endswith((".router.bias", ".router.load"))]
     assert bool(loads) == is_recorded

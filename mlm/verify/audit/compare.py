@@ -11,7 +11,6 @@ from torch import Tensor
 from mlm.util.errors import UserError
 from mlm.verify.audit.parts import (
     SPLIT_AXES,
-    Coordinates,
     Match,
     Parts,
     Placement,
@@ -25,16 +24,14 @@ from mlm.verify.audit.parts import (
 from mlm.verify.audit.record import KINDS, Key, Record
 from mlm.verify.verdict import FLOOR, TOLERANCES
 
-ROUNDING = 1e4
-"""Where two gradients of an element differ by more than this many tolerances of it, it holds rounding. Keys'
-biases are such: softmax cancels them, so that their true gradient is zero."""
+ROUNDING = 1e-10
+"""Fraction of a model's largest gradient below which an element of one holds rounding, in float64. Keys' biases
+are such: softmax cancels them, so that their true gradient is zero."""
 
 Layout = Mapping[str, int]
 Rank = tuple[int, ...]
 """Coordinates over AXES."""
 Ranks = dict[Rank, Record]
-Rounding = dict[tuple[str, int], dict[Coordinates, Tensor]]
-"""Masks of the elements that hold rounding, of each rank's part of a parameter on a stage."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Comparison:
     """Every tensor that both have, compared in the order of the reference's computation.
 
     Of our trainer, `lr_sum` is the unit of weights: its learning rates added up. Its loss is the global
-    batch's on every rank. `rounding` is that of the steps before. Raises UserError where names do not match.
+    batch's on every rank. `eps` is the optimizer's. Raises UserError where names do not match.
     """
 
     def __init__(
@@ -74,10 +71,9 @@ class Comparison:
         *,
         lr_sum: float | None = None,
         eps: float = 0.0,
-        rounding: Rounding | None = None,
     ) -> None:
         self.layout, self.reference, self.ranks = layout, reference, ranks
-        self.lr_sum, self.eps, self.rounding = lr_sum, eps, {} if rounding is None else rounding
+        self.lr_sum, self.eps = lr_sum, eps
         self.replicas = layout["dp"] * layout["cp"]
         self.places: list[Place] = []
         self.skipped: list[str] = []
@@ -191,27 +187,25 @@ class Comparison:
         return placements(parts, whole, self.layout, blocks=choices, sums=sums)
 
     def _parameter(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> Match:
-        """Compare parts of a parameter, its gradient or its update.
-
-        Elements whose gradients differ by more than a share of themselves hold rounding, of which optimizers
-        make whole steps: the weights of these are not compared.
-        """
+        """Compare parts of a parameter, its gradient or its update."""
         found = match_parameter(key.name, parts, whole, stage, self.ranks, self.layout)
-        masks = self.rounding.setdefault((key.name, stage), {})
-        if key.kind == "gradient":
-            share = ROUNDING * TOLERANCES[self.precision].gradient
-            for at, (part, right) in found.pairs.items():
-                part, right = part.double(), right.double()
-                tiny = (part - right).abs() > share * (right.abs() + self.eps)
-                masks[at] = tiny | masks[at] if at in masks else tiny
-        if key.kind != "weight" or not masks:
+        of_gradient = key._replace(kind="gradient"), stage
+        gradient = next((p.match for p in self.places if (p.key, p.stage) == of_gradient), None)
+        if key.kind != "weight" or gradient is None:
             return found
-        pairs = {
-            at: (torch.where(masks[at] & part.isfinite(), right.to(part.dtype), part), right)
-            for at, (part, right) in found.pairs.items()
-        }
+        return self._without_rounding(found, gradient, ROUNDING * self._largest[key.step, "gradient"])
+
+    def _without_rounding(self, weight: Match, gradient: Match, bound: float) -> Match:
+        """A weight without the elements whose gradients are rounding, of which optimizers make whole steps."""
+        pairs, masks = {}, {}
+        for at, (part, right) in weight.pairs.items():
+            larger = torch.maximum(*(x.abs().double() for x in gradient.pairs[at]))
+            masks[weight.regions[at]] = mask = (larger > 0) & (larger + self.eps < bound)
+            pairs[at] = right.to(part.dtype).where(mask & part.isfinite(), part), right
         error = max(difference(*pair) for pair in pairs.values())
-        return replace(found, pairs=pairs, error=error if math.isfinite(found.error) else math.inf)
+        left_out = sum(int(mask.sum()) for mask in masks.values())
+        error = error if math.isfinite(weight.error) else math.inf
+        return replace(weight, pairs=pairs, error=error, left_out=left_out)
 
 
 def magnitude(tensor: Tensor) -> float:

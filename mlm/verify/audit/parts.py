@@ -32,6 +32,8 @@ class Match:
     """Largest difference of an element; infinite where one is not finite."""
     regions: Mapping[Coordinates, Hashable] = field(default_factory=dict)
     """What each rank's part is of the whole: the same for ranks that hold copies."""
+    left_out: int = 0
+    """Elements of a weight that are not compared: their gradients are rounding."""
 
     @property
     def sums(self) -> list[str]:

@@ -72,33 +72,28 @@ class Record:
 
     def to_bytes(self) -> bytes:
         """Encode it; what a subject recorded is never unpickled."""
-        said = {
-            "tensors": [(key, str(t.dtype).split(".")[1], t.shape) for key, t in self.tensors.items()],
+        facts = {
+            "keys": list(self.tensors),
             "splits": {name: s and [astuple(split) for split in s] for name, s in self.splits.items()},
             "offsets": self.offsets,
             "precision": self.precision,
             "masks": self.masks,
         }
-        arrays = {
-            str(n): t.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
-            for n, t in enumerate(self.tensors.values())
-        }
-        file = BytesIO()
-        np.savez(file, allow_pickle=False, said=np.frombuffer(json.dumps(said).encode(), np.uint8), **arrays)
+        exact = [x.float() if x.dtype == torch.bfloat16 else x for x in self.tensors.values()]  # for NumPy
+        arrays = {str(number): x.detach().numpy() for number, x in enumerate(exact)}
+        np.savez(file := BytesIO(), allow_pickle=False, facts=np.array(json.dumps(facts)), **arrays)
         return file.getvalue()
 
     @classmethod
     def of_bytes(cls, content: bytes) -> "Record":
         """Decode what `to_bytes` returned."""
         with np.load(BytesIO(content), allow_pickle=False) as arrays:
-            said = json.loads(arrays["said"].tobytes())
-            tensors = {}
-            for n, (key, dtype, shape) in enumerate(said["tensors"]):
-                tensors[Key(*key)] = torch.empty(shape, dtype=getattr(torch, dtype))
-                tensors[Key(*key)].view(-1).view(torch.uint8).copy_(torch.from_numpy(arrays[str(n)]))
-        splits = {name: s and tuple(Split(*split) for split in s) for name, s in said["splits"].items()}
-        offsets = {name: tuple(offset) for name, offset in said["offsets"].items()}
-        return cls(tensors, splits, offsets, said["precision"], said["masks"])
+            facts = json.loads(str(arrays["facts"]))
+            keys = enumerate(facts["keys"])
+            tensors = {Key(*key): torch.from_numpy(arrays[str(number)]) for number, key in keys}
+        splits = {name: s and tuple(Split(*split) for split in s) for name, s in facts["splits"].items()}
+        offsets = {name: tuple(offset) for name, offset in facts["offsets"].items()}
+        return cls(tensors, splits, offsets, facts["precision"], facts["masks"])
 
 
 class Watch(TorchDispatchMode):
