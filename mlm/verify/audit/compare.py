@@ -25,8 +25,8 @@ from mlm.verify.audit.record import KINDS, Key, Record
 from mlm.verify.verdict import FLOOR, TOLERANCES
 
 ROUNDING = 1e-10
-"""Fraction of a model's largest gradient below which an element of one holds rounding, in float64. Keys' biases
-are such: softmax cancels them, so that their true gradient is zero."""
+"""Fraction of a model's largest gradient below which an element of one holds rounding in float64. Keys'
+biases are such: softmax cancels them, so that their true gradient is zero."""
 
 Layout = Mapping[str, int]
 Rank = tuple[int, ...]
@@ -97,7 +97,7 @@ class Comparison:
             for stage, parts in stages.items():
                 self._compare(key, whole, stage, parts)
             if not stages and key.name in reference.offsets:
-                self.places.append(Place(key, Match({}, {}, math.inf), 1.0, 0.0))
+                self.places.append(Place(key, Match({}, {}, is_complete=False), 1.0, 0.0))
         if not any(place.key.kind in ("output", "gradient", "weight") for place in self.places):
             raise UserError("no module or parameter of the layout has a name of one process; give names=")
 
@@ -196,16 +196,13 @@ class Comparison:
         return self._without_rounding(found, gradient, ROUNDING * self._largest[key.step, "gradient"])
 
     def _without_rounding(self, weight: Match, gradient: Match, bound: float) -> Match:
-        """A weight without the elements whose gradients are rounding, of which optimizers make whole steps."""
+        """A weight without elements whose gradients are rounding, of which optimizers make whole steps."""
         pairs, masks = {}, {}
         for at, (part, right) in weight.pairs.items():
             larger = torch.maximum(*(x.abs().double() for x in gradient.pairs[at]))
             masks[weight.regions[at]] = mask = (larger > 0) & (larger + self.eps < bound)
             pairs[at] = right.to(part.dtype).where(mask & part.isfinite(), part), right
-        error = max(difference(*pair) for pair in pairs.values())
-        left_out = sum(int(mask.sum()) for mask in masks.values())
-        error = error if math.isfinite(weight.error) else math.inf
-        return replace(weight, pairs=pairs, error=error, left_out=left_out)
+        return replace(weight, pairs=pairs, left_out=sum(int(mask.sum()) for mask in masks.values()))
 
 
 def magnitude(tensor: Tensor) -> float:

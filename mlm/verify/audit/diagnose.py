@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mlm.verify.audit.causes import CAUSES, END, FORWARD, INPUT, SOME
 from mlm.verify.audit.compare import Comparison, Place, magnitude
-from mlm.verify.audit.parts import SPLIT_AXES, Parts, are_copies, difference, scale_of
+from mlm.verify.audit.parts import SPLIT_AXES, are_copies, difference, scale_of
 from mlm.verify.audit.record import KINDS
 from mlm.verify.audit.subject import Split
 
@@ -72,7 +72,7 @@ def diagnose(comparison: Comparison) -> Finding | None:
     names: list[str]
     if not place.match.pairs:
         cause, sentence, *names = "lost", "no rank has it; look at how layers are distributed"
-    elif not all(bool(part.isfinite().all()) for part in _parts(place).values()):
+    elif not all(bool(part.isfinite().all()) for part in place.match.parts.values()):
         cause, sentence, *names = "not finite", "it is NaN or infinite, and a number on one process"
     else:
         cause, sentence, *names = functions.get(place.key.kind, _activation)(comparison, place)
@@ -133,10 +133,6 @@ def _adds_up(place: Place, axis: str, *, is_mean: bool) -> bool:
     )
 
 
-def _parts(place: Place) -> Parts:
-    return {at: part for at, (part, _) in place.match.pairs.items()}
-
-
 def _is_permuted(place: Place) -> bool:
     parts, rights = zip(*place.match.pairs.values(), strict=True)
     actual, expected = (torch.cat([x.flatten() for x in each]).sort().values for each in (parts, rights))
@@ -172,7 +168,7 @@ def unequal(place: Place) -> str | None:
 
 def equal(place: Place) -> str | None:
     """An axis whose ranks hold parts that are equal, and not constant."""
-    parts = _parts(place)
+    parts = place.match.parts
     if all(bool((part == part.flatten()[:1]).all()) for part in parts.values()):
         return None
     split = (axis for axis, how in place.match.placement.items() if isinstance(how, Split))
@@ -310,7 +306,7 @@ def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
 
 def _means(place: Place) -> tuple[str, float]:
     """Means of what ranks have, in words, and the right one."""
-    values = dict.fromkeys(f"{float(part.double().mean()):.10g}" for part in _parts(place).values())
+    values = dict.fromkeys(f"{float(part.double().mean()):.10g}" for part in place.match.parts.values())
     right = float(next(iter(place.match.pairs.values()))[1].double().mean())
     return ", ".join(list(values)[:MOST_NAMES]), right
 
@@ -350,7 +346,7 @@ def _along_the_model(
 def _tied(wrong: Sequence[Place]) -> str | None:
     """Weights on several stages, whose gradients sum to the right one."""
     first = [place for place in wrong if place.key == wrong[0].key]
-    parts = [_parts(place) for place in first]
+    parts = [place.match.parts for place in first]
     if len(first) < 2 or any(len(part) != len(parts[0]) for part in parts):
         return None
     sums = {at: sum((part[at] for part in parts[1:]), parts[0][at]) for at in parts[0]}
@@ -362,7 +358,7 @@ def _tied(wrong: Sequence[Place]) -> str | None:
 
 def _norm(_: Comparison, place: Place) -> tuple[str, ...]:
     shown, right = _means(place)
-    verb = "misses" if any(float(part) < right for part in _parts(place).values()) else "repeats"
+    verb = "misses" if any(float(part) < right for part in place.match.parts.values()) else "repeats"
     return (
         f"norm {verb} parameters",
         f"it is {shown} in place of {right:.10g}; add the squares of each part of each parameter once: over "
