@@ -21,27 +21,21 @@ from torch import Tensor
 from mlm.checkpoint.native import exchange
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.data.sampler import MicroBatch
-from mlm.launch.devices import device_kind
-from mlm.optim.precision import parameter_dtype
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.corpora import corpus_problems, train_dataset
-from mlm.training.memory import reuse_large_blocks
 from mlm.training.state import load_weights
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CheckFailedError, attempt
 from mlm.util.results import result_problems
-from mlm.util.system import available_memory
 from mlm.util.terminal import add_row, table
 from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks
 from mlm.verify.audit.diagnose import Finding, diagnose
 from mlm.verify.audit.record import Key, Record
 from mlm.verify.audit.subject import AXES
-from mlm.verify.config import ParityConfig, comparable, describe_layout
+from mlm.verify.config import ParityConfig, comparable
 from mlm.verify.verdict import TOLERANCES, Verdict, write_and_show
 
 RESULT = "parity.json"
-PIECES = 16
-"""Messages in which a rank's record travels, so that no copy of all is needed."""
 NARROW = ("bf16", "fp16", "fp8")
 """Formats whose rounding sends a token between experts that score alike to the other one: loads differ."""
 LOADS = (".router.bias", ".router.load")
@@ -86,8 +80,6 @@ class Report:
     """Learning rate of each step."""
     differences: list[Difference] = field(default_factory=list)
     """In the order of computation."""
-    skipped: int = 0
-    """Steps that both sides skipped because gradients overflow: of these only the loss is compared."""
     replicated: int = 0
     """Parameters that several ranks hold copies of."""
     torn: tuple[str, ...] = ()
@@ -107,12 +99,7 @@ class Report:
 
     def add(self, reference: Record, ranks: Ranks, lr: float) -> None:
         """Compare the next step."""
-        records, norm = (reference, *ranks.values()), Key(len(self.lrs), "norm", "norm")
         self.lrs.append(lr)
-        if not any(bool(record.tensors[norm].isfinite()) for record in records):
-            self.skipped += 1
-            for record in records:
-                record.tensors = {k: x for k, x in record.tensors.items() if k.kind in ("loss", "weight")}
         comparison = Comparison(reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps)
         found: dict[Key, Difference] = {}
         for place in comparison.places:  # of a parameter on two stages, the larger
@@ -138,43 +125,20 @@ class Report:
 
 
 def preflight(config: ParityConfig) -> list[str]:
-    """Problems that the named files and this host's memory show; called before any rank starts."""
+    """Problems that the named files show; called before any rank starts."""
     problems = corpus_problems(comparable(config))
     if (ckpt := config.ckpt) is not None:
         attempt(problems, lambda: read_manifest(resolve(ckpt)))
-    is_gpu = device_kind(config.dist) == "cuda"
-    available = torch.cuda.get_device_properties(0).total_memory if is_gpu else available_memory()
-    too_large = memory_problem(config, available)
-    problems += result_problems(Path(config.out, RESULT))
-    return [*problems, too_large] if too_large else problems
-
-
-def memory_problem(config: ParityConfig, available: int) -> str | None:
-    """Why the whole model does not fit beside its layout; None where it does.
-
-    Each has weights, gradients, two moments and what is recorded; activations are not counted.
-    """
-    replicas = 1 if device_kind(config.dist) == "cuda" else config.parallel.dp or 1
-    itemsize = parameter_dtype(config.precision).itemsize
-    needed = 5 * (1 + replicas) * itemsize * config.model.num_parameters()
-    if needed <= available:
-        return None
-    return (
-        f"model.num_layers={config.model.num_layers}: a model of {config.model.num_parameters() / 1e9:.2g} "
-        f"billion parameters, whole beside its layout, takes more than {needed / 1e9:,.1f} GB of the "
-        f"{available / 1e9:,.1f} GB there are; use fewer layers of the same shapes, or a smaller model=…"
-    )
+    return [*problems, *result_problems(Path(config.out, RESULT))]
 
 
 def run(config: ParityConfig, ctx: ParallelContext) -> None:
     """Compare; rank 0 prints tables and writes out/parity.json. Raises CheckFailedError if not equal."""
-    if ctx.device.type == "cpu":
-        reuse_large_blocks()
     out = Path(config.out, RESULT)
     report = compare(config, ctx)
     verdict = shared_verdict(report, ctx)
     if report is not None:
-        layout = describe_layout(replace(config.parallel, dp=ctx.dp.size))
+        layout = replace(config.parallel, dp=ctx.dp.size).described
         numbers = {
             "layout": layout,
             "tolerance": asdict(TOLERANCES[config.precision.dtype]),
@@ -190,9 +154,9 @@ def table_of_steps(report: Report) -> Table:
     """Return the losses and gradient norms of one process, and how far the layout's are from them."""
     rows = table("", "step#", "loss#", "difference#", "norm#", "difference#")
     for step in range(1, len(report.lrs) + 1):
-        (loss,), norm = report.of("loss", step), report.of("norm", step)
-        norms = (f"{norm[0].norm:.6g}", f"{norm[0].difference:.1e}") if norm else ("overflow", "")
-        add_row(rows, step, f"{loss.norm:.10f}", f"{loss.difference:.1e}", *norms)
+        (loss,), (norm,) = report.of("loss", step), report.of("norm", step)
+        differences = f"{loss.difference:.1e}", f"{norm.difference:.1e}"
+        add_row(rows, step, f"{loss.norm:.10f}", differences[0], f"{norm.norm:.6g}", differences[1])
     return rows
 
 
@@ -255,15 +219,10 @@ def record_step(trainer: Trainer, batches: Sequence[MicroBatch], precision: str)
 
 def gather_records(record: Record, ctx: ParallelContext, sizes: tuple[int, ...]) -> Ranks:
     """Every rank's record by its coordinates, on rank 0; none on the others. Collective."""
-    gathered: Ranks = {}
-    items = list(record.tensors.items())
-    for piece in range(PIECES):
-        own = replace(record, tensors=dict(items[piece::PIECES]))
-        for rank, content in enumerate(exchange.Ranks.of(ctx).gather_bytes(own.to_bytes())):
-            at = tuple(map(int, np.unravel_index(rank, sizes)))
-            received = Record.of_bytes(content)
-            gathered.setdefault(at, received).tensors.update(received.tensors)
-    return gathered
+    contents = enumerate(exchange.Ranks.of(ctx).gather_bytes(record.to_bytes()))
+    return {
+        tuple(map(int, np.unravel_index(rank, sizes))): Record.of_bytes(content) for rank, content in contents
+    }
 
 
 def shared_verdict(report: Report | None, ctx: ParallelContext) -> Verdict:
@@ -276,16 +235,14 @@ def judge(report: Report) -> Verdict:
     """The verdict on a comparison."""
     if report.blind:
         return Verdict(
-            "UNDECIDED", f"{report.blind} is not finite on one process either; nothing after it counts"
+            "UNDECIDED",
+            f"{report.blind} is not finite on one process either; nothing after it counts",
+            "in float16 set a lower precision.initial_loss_scale",
         )
     if report.finding is not None:
         found = report.finding
         others = f"; {report.wrong - 1} more tensors of that step differ" if report.wrong > 1 else ""
         return Verdict("DIFFERENT", f"first at {found.where}{others}", f"{found.cause}: {found.sentence}")
-    if report.skipped == len(report.lrs):
-        return Verdict(
-            "UNDECIDED", "nothing could be compared: on both sides every step's gradients overflow"
-        )
     if report.torn:
         others = f", nor those of {len(report.torn) - 1} more" if len(report.torn) > 1 else ""
         return Verdict(

@@ -1,5 +1,6 @@
 """`mlm verify-resume`: does a killed run resume as if nothing had happened? Every step, then every tensor."""
 
+import os
 import random
 import subprocess
 import time
@@ -15,7 +16,7 @@ from mlm.checkpoint.native.format import Manifest
 from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.launch.child_run import child_run, command_failure, kill
-from mlm.launch.start import launch_facts
+from mlm.launch.environment import read_rank_place
 from mlm.tracking.history import FILE_NAME, read_records
 from mlm.training.corpora import corpus_problems
 from mlm.training.loop import composed_yaml
@@ -26,7 +27,7 @@ from mlm.util.files import write_atomic
 from mlm.util.lock import single_writer
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
 from mlm.util.terminal import console
-from mlm.verify.config import KillPlan, VerifyResumeConfig, comparable, describe_layout, run_problems
+from mlm.verify.config import KillPlan, VerifyResumeConfig, comparable
 from mlm.verify.verdict import Verdict, write_and_show
 
 TASK, RESULT = "verify-resume", "verify-resume.json"
@@ -61,15 +62,10 @@ class Runs:
 
 def preflight(config: VerifyResumeConfig) -> list[str]:
     """Problems that this host and the named files show; called before anything starts."""
-    problems: list[str] = []
-    if (facts := attempt(problems, partial(launch_facts, config.dist))) is None:
-        return problems
-    if facts.world_size is not None:
-        return ["runs here are killed and started again, on one host: start this plainly, not as a rank"]
-    if wrong := run_problems(config, local_devices=facts.local_devices):
-        return list(wrong)
     run = comparable(config)
-    problems += [*corpus_problems(run), *claim_problems(config.out, TASK, writes=WRITES)]
+    problems = [*corpus_problems(run), *claim_problems(config.out, TASK, writes=WRITES)]
+    if attempt(problems, partial(read_rank_place, os.environ)) is not None:
+        return ["runs here are killed and started again, on one host: start this plainly, not as a rank"]
     attempt(problems, partial(first_step, config))
     attempt(problems, partial(tokenizer_of, run.data))
     return problems
@@ -96,7 +92,7 @@ def run(config: VerifyResumeConfig) -> None:
         rehearsal.run_to_end(RESUMED)
         runs = collect(out, plan)
         verdict = judge(runs)
-        what = f"{describe_layout(config.parallel)}, {config.precision.dtype}, {killed}"
+        what = f"{config.parallel.described}, {config.precision.dtype}, {killed}"
         write_and_show(out / RESULT, config, verdict, {"killed": killed} | result(runs), what)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.headline} ({out / RESULT})")

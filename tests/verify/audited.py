@@ -143,9 +143,5 @@ def not_finite(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     return AuditSubject(module=model, batch=-torch.ones(3, 4), loss=lambda y: y.square().mean())
 
 
-def no_module(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
-    return AuditSubject(module="x")  # type: ignore[arg-type]
-
-
 def no_loss(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     return AuditSubject(module=nn.Linear(4, 4), batch=torch.ones(3, 4))

@@ -140,14 +140,17 @@ def test_the_first_difference_on_the_way_back_is_named() -> None:
         "first at layers.0.attention_norm.bias (reduced gradient, step 2, off by 0.25 of its largest "
         "element); 1 more tensors of that step differ"
     )
-    assert "layers.0.mlp.up.weight is right and all before it is wrong" in verdict.hint
+    assert "layers.0.mlp.up.weight is right and all before it are wrong" in verdict.hint
 
 
 @pytest.mark.parametrize(
     "off, hint",
     [
-        ({"gradient_final": add(0.5, 1), "gradient_layers_0_att": add(0.5, 1)}, "some gradients: gradients"),
-        ({UP: add(1.0, 1)}, "some gradients: gradients before and after them are right"),
+        (
+            {"gradient_final": add(0.5, 1), "gradient_layers_0_att": add(0.5, 1)},
+            "backward pass: the loss is right and some before it are too",
+        ),
+        ({UP: add(1.0, 1)}, "backward pass: final_norm.bias is right and some before it are too"),
         ({"gradient": lambda x: 2 * x}, "unscaled mean: those of all parameters are 2 times"),
         ({"gradient": lambda x: 1.5 * x}, "wrong divisor: those of all parameters are 1.5 times"),
         ({"gradient": lambda x: 1.5 * x, "loss": add(1.0)}, "wrong divisor: it is 5 in place of 4, and all"),
@@ -190,8 +193,8 @@ def test_unequal_copies_are_a_difference() -> None:
 OVERFLOW = {"norm": fill(inf), UP: add(inf)}
 
 
-def test_steps_that_both_sides_skip_decide_nothing() -> None:
-    assert judged(OVERFLOW, precision="fp16", both=True).word == "UNDECIDED"
+def test_a_step_that_both_sides_skip_decides_nothing() -> None:
+    assert judged({}, OVERFLOW, precision="fp16", both=True).word == "UNDECIDED"
 
 
 def test_an_overflow_on_one_side_is_a_difference() -> None:

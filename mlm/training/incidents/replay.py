@@ -107,7 +107,8 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     memory = decode(record["memory"], config.incident.window)
     start = load_ancestor(trainer, record)
     say = print if ctx.is_main else lambda *words: None
-    say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout_text(ctx)}")
+    layout = replace(config.parallel, dp=ctx.dp.size).described
+    say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout}")
     with steps_of(trainer, memory, step) as batches_of_steps:
         trainer.observers = Observers([SkipSteps(memory.steps, trainer)])
         while trainer.step < step - 1:
@@ -198,10 +199,3 @@ def at_precision(trainer: Trainer, config: ReplayRun) -> Trainer:
         for target, source in zip(other.shards, trainer.shards, strict=True):
             target.parameter.copy_(source.parameter)
     return other
-
-
-def layout_text(ctx: ParallelContext) -> str:
-    """Return the layout in words."""
-    over_context = f" cp={ctx.cp.size}" if ctx.cp.size > 1 else ""
-    over_experts = f" ep={ctx.experts.ep.size}" if ctx.experts.ep.size > 1 else ""
-    return f"tp={ctx.tp.size}{over_context} pp={ctx.pp.size} dp={ctx.dp.size}{over_experts}"

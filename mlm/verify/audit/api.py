@@ -66,7 +66,6 @@ def audit(
     dp: int = 1,
     cp: int = 1,
     steps: int = 2,
-    seed: int = 0,
     timeout_s: float = 60.0,
 ) -> AuditReport:
     """Run `build(mesh)` on tp * cp * dp * pp processes of this host and on one, and compare: `mlm audit`.
@@ -81,7 +80,7 @@ def audit(
         raise UserError(f"build={build}: no function of a module; move it out of what holds it")
     if IMPORTING in os.environ:
         raise UserError("mlm.audit is called where its file is imported; guard it by __name__ == '__main__'")
-    keys = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "steps": steps, "seed": seed, "timeout_s": timeout_s}
+    keys = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "steps": steps, "timeout_s": timeout_s}
     with TemporaryDirectory(prefix="mlm-audit-") as folder:
         out, log = Path(folder, "audit.json"), Path(folder, "log")
         words = ["audit", name, f"out={out}", *(f"{key}={value}" for key, value in keys.items())]

@@ -59,27 +59,17 @@ CAUSES = {
     ),
 }
 CAUSES["gradient", "divided"] = CAUSES["gradient", "scaled"]
-SOME = (
-    "some gradients",
-    "gradients before and after them are right, so backward through the layers is; look at how these are "
-    "computed, kept or reduced: experts over the ranks that hold the same ones, copies (norms, shared "
-    "key-value heads) over tp",
-)
-INPUT = (
-    "gradient of an input",
-    "{before} is right and all before it is wrong; look at what is done to the gradient of that layer's "
-    "input (f, its sum over tp; its way to the stage before), of keys and values (its sum over cp), and at a "
-    "loss that a router adds (balance, z-loss)",
-)
-END = (
-    "backward of the loss",
-    "everything is wrong; look at where backward begins, the loss and the head, or a sum over dp or cp that "
-    "is missing",
-)
-"""Of wrong gradients where no output of a module was recorded; FORWARD of a wrong loss there."""
 FORWARD = (
     "the forward pass differs; look at how weights are split (the order of the qkv rows), a sum over tp, "
     "positions (learned or rotary positions, of tp and cp ranks too), dropout masks, the order in which "
     "tokens come back from experts, the biases of routers, which move once a step, the capacity of experts, "
     "which is of a whole sequence, or which samples each replica reads"
 )
+"""Of a wrong loss where no output of a module was recorded."""
+BACKWARD = (
+    "{after} is right and {others}; look at what is done to the gradient of its layer's input (f, its sum "
+    "over tp; its way to the stage before), of keys and values (its sum over cp), at a loss that a router "
+    "adds (balance, z-loss), and at how gradients are kept and summed: over dp and cp, copies (norms, shared "
+    "key-value heads) over tp, experts over the ranks that hold the same ones"
+)
+"""Of a wrong gradient there: the first in backward."""

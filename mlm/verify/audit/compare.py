@@ -17,6 +17,7 @@ from mlm.verify.audit.parts import (
     difference,
     fill,
     match,
+    match_at,
     match_offsets,
     match_rows,
     placements,
@@ -188,7 +189,12 @@ class Comparison:
 
     def _parameter(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> Match:
         """Compare parts of a parameter, its gradient or its update."""
-        found = match_parameter(key.name, parts, whole, stage, self.ranks, self.layout)
+        if key.name in self.reference.offsets:
+            offsets = {at: self.ranks[stage, *at].offsets[key.name] for at in parts}
+            found = match_offsets(parts, whole, offsets)
+        else:
+            placement = placement_of(key.name, parts, whole, self.ranks, self.layout)
+            found = match_at(placement, parts, whole)
         of_gradient = key._replace(kind="gradient"), stage
         gradient = next((p.match for p in self.places if (p.key, p.stage) == of_gradient), None)
         if key.kind != "weight" or gradient is None:
@@ -220,29 +226,16 @@ def held(ranks: Ranks, key: Key) -> dict[int, Parts]:
     return {s: p for s, p in stages.items() if is_known or len(p) == sum(rank[0] == s for rank in ranks)}
 
 
-def match_parameter(
-    name: str, parts: Parts, whole: Tensor, stage: int, ranks: Ranks, layout: Layout
-) -> Match:
-    """Parts of a parameter beside what they should be. Raises UserError as `placement_of` does."""
-    offsets = {rank[1:]: record.offsets.get(name) for rank, record in ranks.items() if rank[0] == stage}
-    known = {at: offset for at in parts if (offset := offsets[at]) is not None}
-    if len(known) == len(parts):
-        return match_offsets(parts, whole, known)
-    found = match(parts, whole, [placement_of(name, parts, whole, ranks, layout)], 0.0)
-    assert found is not None
-    return found
-
-
 def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: Layout) -> Placement:
     """The placement of a parameter, as it says or by shapes. Raises UserError for none that fits."""
-    splits = next(r.splits[name] for r in ranks.values() if name in r.splits)
-    said = [split for split in splits or () if layout[split.axis] > 1]
-    declared = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1} | {each.axis: each for each in said}
-    choices = list(placements(parts, whole, layout, blocks={each.axis: (1, each.blocks) for each in said}))
-    if splits is not None:
-        choices = [choice for choice in choices if choice == declared]
-    for choice in sorted(choices, key=lambda c: any(c[axis] != "copy" for axis in c if axis != "tp")):
-        return choice
+    splits = next(record.splits[name] for record in ranks.values() if name in record.splits)
+    declared = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1}
+    declared |= {split.axis: split for split in splits or () if layout[split.axis] > 1}
+    blocks = {split.axis: (1, split.blocks) for split in splits or ()}
+    choices = placements(parts, whole, layout, blocks=blocks)
+    fitting = [choice for choice in choices if splits is None or choice == declared]
+    if fitting:  # over tp alone if that explains the shapes
+        return min(fitting, key=lambda choice: any(choice[a] != "copy" for a in choice if a != "tp"))
     shape = list(next(iter(parts.values())).shape)
     raise UserError(
         f"parameter {name}: {shape} on each rank does not make {list(whole.shape)} on one process",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.causes import CAUSES, END, FORWARD, INPUT, SOME
+from mlm.verify.audit.causes import BACKWARD, CAUSES, FORWARD
 from mlm.verify.audit.compare import Comparison, Place, magnitude
 from mlm.verify.audit.parts import SPLIT_AXES, are_copies, difference, scale_of
 from mlm.verify.audit.record import KINDS
@@ -22,8 +22,6 @@ from mlm.verify.audit.subject import Split
 FIT = 1e-6
 """Formulas hold to this fraction of the largest element, or to ten tolerances."""
 MOST_NAMES = 4
-BACKWARD = (" of a gradient", " in backward (operator f of arXiv:1909.08053)")
-"""What a cause and its sentence say of gradients."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,6 @@ def _is_permuted(place: Place) -> bool:
 
 def _slope(place: Place) -> float | None:
     """The a of parts that along some dimension are a·x + b of the right x: NaN where it varies; else None."""
-    found = None
     for dim in range(next(iter(place.match.pairs.values()))[1].ndim):
         pairs = [
             (y - y.mean(dim, keepdim=True), x - x.mean(dim, keepdim=True))
@@ -149,13 +146,11 @@ def _slope(place: Place) -> float | None:
         ]
         if pairs[0][1].shape[dim] <= 3:  # through two points there is a line
             continue
-        slope = scale_of(*pairs[0])
-        if all(is_close(y, slope * x, place) for y, x in pairs):
-            return slope
         slopes = [(x * y).sum(dim, True) / (x * x).sum(dim, True).clamp_min(1e-300) for y, x in pairs]
         if all(is_close(y, a * x, place) for (y, x), a in zip(pairs, slopes, strict=True)):
-            found = math.nan
-    return found
+            slope = scale_of(*pairs[0])
+            return slope if all(is_close(y, slope * x, place) for y, x in pairs) else math.nan
+    return None
 
 
 def unequal(place: Place) -> str | None:
@@ -213,7 +208,9 @@ def _worded(kind: str, found: Pattern | None, **words: object) -> tuple[str, str
     if found is None or (row := CAUSES.get((table, found.name))) is None:
         return None
     words |= {"axis": found.axis, "factor": found.factor}
-    of, where = BACKWARD if kind == "backward" else ("", "")
+    of, where = "", ""
+    if kind == "backward":
+        of, where = " of a gradient", " in backward (operator f of arXiv:1909.08053)"
     cause, sentence = (text.format(of=of, where=where, **words) for text in row)
     return cause, sentence
 
@@ -334,13 +331,12 @@ def _along_the_model(
     comparison: Comparison, step: Sequence[Place], wrong: Sequence[Place]
 ) -> tuple[str, str]:
     """The cause of wrong gradients by whose they are: backward begins at the end of the model."""
-    last, index = wrong[-1], step.index(wrong[-1])
-    after = step[index + 1].key.name if step[index + 1 :] else ""
-    if found := _worded("backward", pattern(comparison, [last]), before=after or "the loss"):
+    index = step.index(wrong[-1])
+    after = step[index + 1].key.name if step[index + 1 :] else "the loss"
+    if found := _worded("backward", pattern(comparison, wrong[-1:]), before=after):
         return found
-    is_some = any(not p.is_wrong for p in step[:index])
-    cause, sentence = SOME if is_some else INPUT if after else END
-    return cause, sentence.format(before=after)
+    others = "some before it are too" if len(wrong) <= index else "all before it are wrong"
+    return "backward pass", BACKWARD.format(after=after, others=others)
 
 
 def _tied(wrong: Sequence[Place]) -> str | None:

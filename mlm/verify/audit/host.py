@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from mlm.parallel.watch import is_transport_error
 from mlm.util.errors import UserError
 from mlm.util.system import die_with_parent
 from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble_weights
@@ -39,17 +40,12 @@ GRACE_S = 5.0
 """Seconds that ranks get to report after the first has failed."""
 STUCK = 1.5
 """Timeouts of a collective after which ranks that report nothing count as stuck."""
-OF_OTHERS = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
-    *("Timed out waiting", "timed out", "Timeout"),
-)
-"""Words of errors that a rank has where another is lost or late."""
+LOST_PEER = 3
+"""Exit code of a rank whose error is that another is lost or late."""
 NOTE = 200
 """Bytes that say what a rank does."""
 IMPORTING = "MLM_AUDIT"
 """Environment variable that is set while the user's code is imported."""
-MISTAKE = "mistake: "
-"""Beginning of a rank's error that is the user's."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +166,14 @@ class World:
 
     def wait(self) -> Ranks:
         """Wait for the ranks and return their records. Raises UserError for one that failed or hangs."""
-        left, failed, end = dict(enumerate(self.pids)), list[int](), math.inf
+        left, failed, end = dict(enumerate(self.pids)), dict[int, int](), math.inf
         while left and time.monotonic() < end and not self._is_stuck():
             for rank, pid in list(left.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     del left[rank]
                 if ended and (status or not self._read(rank)[1]):
-                    failed.append(rank)
+                    failed[rank] = os.waitstatus_to_exitcode(status)
                     end = min(end, time.monotonic() + GRACE_S)
             time.sleep(0.02)
         for pid in left.values():
@@ -206,26 +202,27 @@ class World:
         every = product(*map(range, self.layout.values()))
         return {at: Record.of_bytes(self._read(rank)[1]) for rank, at in enumerate(every)}
 
-    def _failure(self, failed: list[int]) -> str:
+    def _failure(self, failed: Mapping[int, int]) -> str:
         """One line: a user's mistake, the rank that failed itself, or where each waits."""
-        states, contents = zip(*map(self._read, range(self.size)), strict=True)
-        errors = {rank: contents[rank].decode(errors="replace") for rank in failed}
-        own = {r: e for r, e in errors.items() if e and not any(words in e for words in OF_OTHERS)}
-        if mistake := next((e for e in own.values() if e.startswith(MISTAKE)), ""):
-            return mistake.removeprefix(MISTAKE)
-        if own:
-            rank, text = next(iter(own.items()))
-            if "cuda" in text.lower():
-                return f"the subject needs CUDA ({text}); build it on mesh.device_type, which is cpu here"
-            if self.size == 1:
-                return f"the subject fails in {states[rank]} on one process: {text}"
-            others = "" if len(own) == self.size else "; other ranks do not"
-            return f"rank {rank} of {self.size} fails in {states[rank]}: {text}{others}"
-        if dead := [rank for rank, text in errors.items() if not text]:
-            return f"rank {dead[0]} of {self.size} died in {states[dead[0]]}"
-        where = "; ".join(f"rank {rank}: {state}" for rank, state in enumerate(states))
-        limit = f"timeout_s={self.config.timeout_s:g}"
-        return f"deadlock, or {limit} is too low: no progress in that time ({where})"
+        own = [rank for rank, code in failed.items() if code != LOST_PEER]
+        if not own:
+            waits = [f"rank {rank}: {self._read(rank)[0]}" for rank in range(self.size)]
+            waits += [self._read(rank)[1].decode(errors="replace") for rank in list(failed)[:1]]
+            limit = f"timeout_s={self.config.timeout_s:g}"
+            return f"deadlock, or {limit} is too low: no progress in that time ({'; '.join(waits)})"
+        rank = min(own, key=lambda rank: failed[rank] != UserError.exit_code)
+        state, content = self._read(rank)
+        text = content.decode(errors="replace")
+        if failed[rank] == UserError.exit_code:
+            return text
+        if not text:
+            return f"rank {rank} of {self.size} died in {state}"
+        if "cuda" in text.lower():
+            return f"the subject needs CUDA ({text}); build it on mesh.device_type, which is cpu here"
+        if self.size == 1:
+            return f"the subject fails in {state} on one process: {text}"
+        others = "" if len(own) == self.size else "; other ranks do not"
+        return f"rank {rank} of {self.size} fails in {state}: {text}{others}"
 
     def _run_rank(self, rank: int, host: int) -> None:
         """One rank's process, from the fork to its end."""
@@ -240,9 +237,9 @@ class World:
             note("the end")
             code = 0
         except UserError as error:
-            content = f"{MISTAKE}{error}".encode()
+            content, code = str(error).encode(), error.exit_code
         except BaseException as error:
-            content = first_line(error).encode()
+            content, code = first_line(error).encode(), LOST_PEER if is_transport_error(error) else 1
         finally:
             with open(path_of(self.files[rank]), "r+b") as file:
                 file.seek(NOTE)
@@ -256,7 +253,7 @@ class World:
         timeout = timedelta(seconds=self.config.timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=timeout)
         mesh = init_device_mesh("cpu", tuple(self.layout.values()), mesh_dim_names=tuple(self.layout))
-        torch.manual_seed(self.config.seed)
+        torch.manual_seed(0)
         subject = self.build(mesh)
         if not isinstance(subject, AuditSubject):
             raise UserError(f"build returns a {type(subject).__name__}; return an AuditSubject")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import product
 from typing import Literal
@@ -140,7 +140,7 @@ def placements(
 
 
 def match(
-    parts: Parts, whole: Tensor, choices: Iterable[Placement], limit: float, *, is_scaled: bool = False
+    parts: Parts, whole: Tensor, choices: Iterable[Placement], limit: float, *, is_scaled: bool
 ) -> Match | None:
     """The first placement at which no element is further off than `limit`, else the best; None without any.
 
@@ -148,19 +148,23 @@ def match(
     """
     best: Match | None = None
     for placement in choices:
-        sums = [axis for axis, how in placement.items() if how == "sum"]
-        if any(are_copies(parts, axis) for axis in sums):
+        if any(how == "sum" and are_copies(parts, axis) for axis, how in placement.items()):
             continue
-        summed = reduce(add_over, sums, parts)
-        pairs = {at: (part, region(whole, placement, at, parts)) for at, part in summed.items()}
-        split = [n for n, axis in enumerate(SPLIT_AXES) if placement.get(axis, "copy") != "copy"]
-        regions = {at: tuple(at[n] for n in split) for at in pairs}
-        found = Match(_unscaled(pairs) if is_scaled else pairs, regions, placement)
+        found = match_at(placement, parts, whole)
+        found = replace(found, pairs=_unscaled(found.pairs)) if is_scaled else found
         if best is None or found.error < best.error:
             best = found
         if found.error <= limit:
             break
     return best
+
+
+def match_at(placement: Placement, parts: Parts, whole: Tensor) -> Match:
+    """Parts, or their sums, beside what they should be at a placement."""
+    summed = reduce(add_over, (axis for axis, how in placement.items() if how == "sum"), parts)
+    pairs = {at: (part, region(whole, placement, at, parts)) for at, part in summed.items()}
+    split = [n for n, axis in enumerate(SPLIT_AXES) if placement.get(axis, "copy") != "copy"]
+    return Match(pairs, {at: tuple(at[n] for n in split) for at in pairs}, placement)
 
 
 def _unscaled(pairs: Pairs) -> Pairs:

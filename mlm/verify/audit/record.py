@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from fnmatch import fnmatch
 from functools import partial
-from hashlib import blake2b
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mlm.util.errors import UserError
+from mlm.util.files import digest_bytes
 from mlm.verify.audit.subject import AuditSubject, Split, plain_name
 
 FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -196,12 +196,7 @@ class Recorder:
             else:
                 output = subject.module(*(batch if isinstance(batch, tuple) else (batch,)))
             self.note("loss")
-            loss = output if subject.loss is None else subject.loss(output)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                given = f"{list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-                raise UserError(
-                    f"the loss is {given}; let AuditSubject(loss=…) return one number as a tensor"
-                )
+            loss: Tensor = output if subject.loss is None else subject.loss(output)
             self.note("backward")
             loss.backward()
         return loss
@@ -291,4 +286,4 @@ def whole(tensor: Tensor) -> Tensor:
 def digest(tensor: Tensor) -> str:
     """A digest of the bits of this rank's part."""
     bits = local(tensor).reshape(-1).view(torch.uint8)
-    return blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
+    return digest_bytes(bits.numpy().tobytes())

@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mlm.util.errors import UserError
-
 AXES = ("pp", "dp", "cp", "tp")
 """Axes of the mesh that a build function receives, outermost first; those not asked for have size 1."""
 WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
@@ -58,10 +56,3 @@ class AuditSubject:
     say it themselves, and of others the shapes do, where they are split over tp in one block."""
     names: Callable[[str], str] = str
     """Name on one process of a module or parameter, from its name on this rank: for pipeline stages."""
-
-    def __post_init__(self) -> None:
-        """Check what the audit reads first. Raises UserError."""
-        if not isinstance(self.module, nn.Module):
-            raise UserError(
-                f"AuditSubject(module=…) is a {type(self.module).__name__}; give a torch.nn.Module"
-            )
