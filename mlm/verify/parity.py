@@ -30,8 +30,7 @@ from mlm.util.results import result_problems
 from mlm.util.terminal import add_row, table
 from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks
 from mlm.verify.audit.diagnose import Finding, diagnose
-from mlm.verify.audit.record import Key, Record
-from mlm.verify.audit.subject import AXES
+from mlm.verify.audit.record import AXES, Key, Record
 from mlm.verify.config import ParityConfig, comparable
 from mlm.verify.verdict import TOLERANCES, Verdict, write_and_show
 

@@ -59,6 +59,7 @@ def test_audit_of_a_healthy_layout_finds_nothing() -> None:
         ("backward", {"tp": 2}, "1.norm", "missing all-reduce of a gradient"),
         ("replicas", {"dp": 2}, "all parameters", "gradients not reduced"),
         ("norm", {"tp": 2}, "norm", "norm misses parameters"),
+        ("loss", {"dp": 2}, "loss", "wrong divisor"),  # alone: every gradient is right
     ],
 )
 def test_audit_names_the_place_and_the_cause(

@@ -10,8 +10,7 @@ from torch import Tensor
 from mlm.parallel.mesh import shape_context
 from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
-from mlm.verify.audit.record import Key, Record
-from mlm.verify.audit.subject import AXES
+from mlm.verify.audit.record import AXES, Key, Record
 from mlm.verify.parity import Report, judge, record_step
 from mlm.verify.verdict import TOLERANCES, Verdict
 from tests.verify.parity_layouts import Layout

@@ -22,7 +22,7 @@ from mlm.util.results import folder_problem, result_problems, write_result
 from mlm.util.terminal import add_row, console, table
 from mlm.verify.audit.diagnose import Finding
 from mlm.verify.audit.host import IMPORTING, Outcome, audit_layouts, load_build
-from mlm.verify.audit.subject import AuditSubject
+from mlm.verify.audit.record import AuditSubject
 from mlm.verify.config import AuditConfig
 
 

@@ -60,8 +60,9 @@ class Place:
 class Comparison:
     """Every tensor that both have, compared in the order of the reference's computation.
 
-    Of our trainer, `lr_sum` is the unit of weights: its learning rates added up. Its loss is the global
-    batch's on every rank. `eps` is the optimizer's. Raises UserError where names do not match.
+    Of our trainer, `lr_sum` is the unit of weights: its learning rates added up; `eps` is the optimizer's.
+    Its loss is the global batch's on every rank, which others' need not be. Raises UserError where names do
+    not match.
     """
 
     def __init__(
@@ -92,11 +93,11 @@ class Comparison:
         order = list(KINDS).index
         for key in sorted(reference.tensors, key=lambda key: (key.step, order(key.kind))):
             whole = reference.tensors[key]
-            is_own = key.kind == "loss" and lr_sum is None and self.replicas > 1  # of each replica, or all
+            is_own = key.kind == "loss" and lr_sum is None and self.replicas > 1
             is_of_stage = layout["pp"] > 1 and not key.name  # the whole module is a stage
-            stages = {} if is_own or is_of_stage else held(ranks, key)
+            stages = {} if is_of_stage else held(ranks, key)
             for stage, parts in stages.items():
-                self._compare(key, whole, stage, parts)
+                self._compare(key, whole, stage, combine_losses(parts, whole) if is_own else parts)
             if not stages and key.name in reference.offsets:
                 self.places.append(Place(key, Match({}, {}, is_complete=False), 1.0, 0.0))
         if not any(place.key.kind in ("output", "gradient", "weight") for place in self.places):
@@ -214,6 +215,19 @@ class Comparison:
 def magnitude(tensor: Tensor) -> float:
     """Largest magnitude of an element."""
     return float(tensor.abs().amax()) if tensor.numel() else 0.0
+
+
+def combine_losses(parts: Parts, whole: Tensor) -> Parts:
+    """One loss of all replicas, on each tp rank: their sum or a mean, whichever is nearer one process's.
+
+    Replicas may weigh in such a mean as they like, by their tokens say; of equal losses it is theirs.
+    """
+    combined = {}
+    for tp in {at[-1] for at in parts}:
+        losses = torch.stack([loss for at, loss in parts.items() if at[-1] == tp])
+        mean = whole.clamp(losses.amin(0), losses.amax(0))
+        combined[0, 0, tp] = min(losses.sum(0), mean, key=lambda loss: difference(loss, whole))
+    return combined
 
 
 def held(ranks: Ranks, key: Key) -> dict[int, Parts]:

@@ -16,8 +16,7 @@ from torch import Tensor
 from mlm.verify.audit.causes import BACKWARD, CAUSES, FORWARD
 from mlm.verify.audit.compare import Comparison, Place, magnitude
 from mlm.verify.audit.parts import SPLIT_AXES, are_copies, difference, scale_of
-from mlm.verify.audit.record import KINDS
-from mlm.verify.audit.subject import Split
+from mlm.verify.audit.record import KINDS, Split
 
 FIT = 1e-6
 """Formulas hold to this fraction of the largest element, or to ten tolerances."""

@@ -32,15 +32,14 @@ from mlm.util.errors import UserError
 from mlm.util.system import die_with_parent
 from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble_weights
 from mlm.verify.audit.diagnose import Finding, diagnose
-from mlm.verify.audit.record import Record, Recorder
-from mlm.verify.audit.subject import AXES, AuditSubject
+from mlm.verify.audit.record import AXES, AuditSubject, Record, Recorder
 from mlm.verify.config import AuditConfig
 
 GRACE_S = 5.0
 """Seconds that ranks get to report after the first has failed."""
 STUCK = 1.5
 """Timeouts of a collective after which ranks that report nothing count as stuck."""
-LOST_PEER = 3
+LOST_PEER = 75
 """Exit code of a rank whose error is that another is lost or late."""
 NOTE = 200
 """Bytes that say what a rank does."""
@@ -213,10 +212,10 @@ class World:
         rank = min(own, key=lambda rank: failed[rank] != UserError.exit_code)
         state, content = self._read(rank)
         text = content.decode(errors="replace")
-        if failed[rank] == UserError.exit_code:
-            return text
         if not text:
             return f"rank {rank} of {self.size} died in {state}"
+        if failed[rank] == UserError.exit_code:
+            return text
         if "cuda" in text.lower():
             return f"the subject needs CUDA ({text}); build it on mesh.device_type, which is cpu here"
         if self.size == 1:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.subject import Split
+from mlm.verify.audit.record import Split
 
 SPLIT_AXES = ("dp", "cp", "tp")
 """Axes over which a tensor may be split, outermost first: the order of coordinates here."""

@@ -1,6 +1,10 @@
-"""One rank's run of a subject: every module's outputs and their gradients, parameters, norm and loss."""
+"""What a user describes to be audited, and one rank's run of it.
+
+Recorded are outputs of every module and their gradients, parameters and theirs, the norm and the loss.
+"""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mlm.util.errors import UserError
 from mlm.util.files import digest_bytes
-from mlm.verify.audit.subject import AuditSubject, Split, plain_name
 
+AXES = ("pp", "dp", "cp", "tp")
+"""Axes of the mesh that a build function receives, outermost first; those not asked for have size 1."""
+WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
 FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Formats by falling precision, and their names in TOLERANCES."""
 KINDS = {
@@ -36,6 +43,46 @@ KINDS = {
 """Types of recorded tensors in the order of computation, and their names."""
 COLLECTIVES = ("c10d", "_c10d_functional")
 DROPOUT = F.dropout
+
+
+@dataclass(frozen=True)
+class Split:
+    """A dimension that is split over an axis of the mesh, in the order of its ranks."""
+
+    dim: int
+    axis: str = "tp"
+    blocks: int = 1
+    """Parts of the dimension that are split each: 3 where a rank holds slices of q, k and v in turn."""
+    is_zigzag: bool = False
+    """True if each rank holds two pieces, as far from either end: of sequences split over cp."""
+
+
+@dataclass(kw_only=True)
+class AuditSubject:
+    """One rank's part of a training step; at a mesh of size 1 it is the reference.
+
+    The audit runs `step`, or `module(batch)`, `loss` and backward; then `reduce`, `clip` and
+    `optimizer.step()`, each where it is given.
+    """
+
+    module: nn.Module
+    """This rank's module, wrapped as it trains; of several pipeline stages an `nn.ModuleList`."""
+    batch: Any = None
+    """This rank's samples: a tensor, a tuple of positional or a mapping of keyword arguments."""
+    loss: Callable[[Any], Tensor] | None = None
+    """Loss of the module's output; None where that is the loss itself."""
+    step: Callable[[], Tensor | None] | None = None
+    """Forward and backward; returns the loss, or None on ranks that have none. It may step `optimizer`."""
+    reduce: Callable[[], object] | None = None
+    """Reduction of gradients after backward, where no wrapper does it."""
+    clip: Callable[[], Tensor | float] | None = None
+    """Clips gradients; returns their norm."""
+    optimizer: Optimizer | None = None
+    placements: Mapping[str, Split | None] = field(default_factory=dict)
+    """Splits of parameters by pattern ("*.qkv.weight"), None for copies. DTensor and Megatron's attributes
+    say it themselves, and of others the shapes do, where they are split over tp in one block."""
+    names: Callable[[str], str] = str
+    """Name on one process of a module or parameter, from its name on this rank: for pipeline stages."""
 
 
 class Key(NamedTuple):
@@ -265,6 +312,11 @@ class Recorder:
             name = self.watch.where[-1] if self.watch.where else ""
             self.record.masks.append((name, digest(x), digest(mask)))
         return x * mask
+
+
+def plain_name(name: str) -> str:
+    """A name without the prefixes of DDP, `torch.compile`, FSDP and activation checkpointing."""
+    return WRAPPERS.sub("", name).rstrip(".")
 
 
 def _is_weight(tensor: Tensor) -> bool:
