@@ -10,6 +10,11 @@ from mlm.verify.config import (
     check_verify_resume,
 )
 
+KEYS = (
+    *("steps", "out", "seed", "ckpt", "tp", "sequence_parallel", "cp", "ep", "pp", "vp", "pipeline", "dp"),
+    *("zero", "data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
+    *("precision.dtype", "dist.device"),
+)
 COMMANDS = (
     Command(
         words=("parity",),
@@ -41,14 +46,7 @@ COMMANDS = (
             ),
             ("Half precision: looser tolerances", "mlm parity tp=2 precision=bf16"),
         ),
-        keys=(
-            *("steps", "out", "seed", "ckpt", "tp", "sequence_parallel", "cp", "ep", "expert_tp", "pp", "vp"),
-            "pipeline",
-            *("dp", "zero", "zero_reduce", "recompute", "compile"),
-            *("model.num_layers", "model.hidden_dropout", "model.attention_dropout"),
-            *("data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
-            *("optimizer.lr", "precision.dtype", "dist.device"),
-        ),
+        keys=(*KEYS, "recompute", "compile", "model.num_layers", "model.hidden_dropout"),
     ),
     Command(
         words=("audit",),
@@ -91,10 +89,6 @@ COMMANDS = (
                 "mlm verify-resume model=gpt2_124m data.path=corpus precision=bf16 deterministic=true",
             ),
         ),
-        keys=(
-            *("steps", "out", "seed", "tp", "sequence_parallel", "pp", "vp", "pipeline", "dp", "zero"),
-            *("data.path", "data.seq_length", "train.global_batch_size", "train.micro_batch_size"),
-            *("precision.dtype", "dist.device"),
-        ),
+        keys=KEYS,
     ),
 )

@@ -167,10 +167,9 @@ def compare(config: ParityConfig, ctx: ParallelContext) -> Report | None:
     config = comparable(config)
     layout: Trainer[MicroBatch] = Trainer(config, ctx)
     alone = one_process(config, ctx) if ctx.is_main else None
-    if config.ckpt is not None:
-        load_weights(tuple(layout.shards), resolve(config.ckpt), ctx)
-        if alone is not None:
-            load_weights(tuple(alone.shards), resolve(config.ckpt), alone.ctx)
+    if (ckpt := config.ckpt) is not None:
+        for trainer in filter(None, (layout, alone)):
+            load_weights(tuple(trainer.shards), resolve(ckpt), trainer.ctx)
     return compare_trainers(layout, alone, config.steps)
 
 
@@ -257,11 +256,11 @@ def _agreement(report: Report) -> str:
     losses = max(each.difference for each in report.of("loss"))
     gradients = max(each.relative for each in report.of("gradient"))
     weights = max(each.relative for each in report.of("weight", len(report.lrs)))
-    moves, is_moved = f"{weights:.1e} of what the learning rate moves them", any(report.lrs)
+    moves = f"{weights:.1e} of what the learning rate moves them"
     rounding, copies = report.by_gradient, report.replicated
     return (
         f"losses to {losses:.1e}, gradients to {gradients:.1e} of the largest of each, weights to "
-        + (moves if is_moved else "the last bit, as every learning rate is 0")
+        + (moves if any(report.lrs) else "the last bit, as every learning rate is 0")
         + (f"; {rounding} elements compared by gradient alone, which is rounding" if rounding else "")
         + (f"; {copies} parameters held in copies, all bit-equal" if copies else "")
     )

@@ -152,17 +152,14 @@ def judge(runs: Runs) -> Verdict:
 def _hint(step: int, name: str, plan: KillPlan) -> str:
     if step <= plan.kill:
         return (
-            "the run does not repeat itself even where nothing was resumed: on a GPU add deterministic=true, "
-            "since the backward pass of its fastest attention repeats no bits; else suspect an operation "
-            "that is not deterministic on this device"
+            "the run does not repeat itself even before the kill: on a GPU add deterministic=true (fastest "
+            "attention repeats no bits), else suspect an operation that is not deterministic on this device"
         )
     if name not in ("loss", "grad_norm"):
         return "suspect what the checkpoint saves of this counter"
     if (step, name) == (plan.kill + 1, "loss"):
         return "suspect the weights that were loaded, the position in the data, or the dropout masks"
-    return (
-        "the loss after the kill is right: suspect the backward pass, the moments, or the place in the data"
-    )
+    return "the loss after the kill is right: suspect backward, the moments, or the place in the data"
 
 
 def result(runs: Runs) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mlm.util.errors import UserError
 from mlm.verify.audit.parts import (
     SPLIT_AXES,
+    How,
     Match,
     Parts,
     Placement,
@@ -222,7 +223,7 @@ def combine_losses(parts: Parts, whole: Tensor) -> Parts:
 
     Replicas may weigh in such a mean as they like, by their tokens say; of equal losses it is theirs.
     """
-    combined = {}
+    combined: Parts = {}
     for tp in {at[-1] for at in parts}:
         losses = torch.stack([loss for at, loss in parts.items() if at[-1] == tp])
         mean = whole.clamp(losses.amin(0), losses.amax(0))
@@ -243,7 +244,7 @@ def held(ranks: Ranks, key: Key) -> dict[int, Parts]:
 def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: Layout) -> Placement:
     """The placement of a parameter, as it says or by shapes. Raises UserError for none that fits."""
     splits = next(record.splits[name] for record in ranks.values() if name in record.splits)
-    declared = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1}
+    declared: dict[str, How] = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1}
     declared |= {split.axis: split for split in splits or () if layout[split.axis] > 1}
     blocks = {split.axis: (1, split.blocks) for split in splits or ()}
     choices = placements(parts, whole, layout, blocks=blocks)
@@ -264,10 +265,9 @@ def assemble_weights(shapes: Mapping[str, Tensor], ranks: Ranks, layout: Layout)
         stages = held(ranks, Key(0, "initial", name))
         if not stages:
             own = sorted({n for record in ranks.values() for n in record.splits} - set(shapes))
+            alone = f"{', '.join(own[:3]) or 'none'} on ranks alone"
             raise UserError(
-                f"parameter {name} of one process is on no rank ({', '.join(own[:3]) or 'none'} are on ranks "
-                "alone)",
-                fix="map the names of ranks to those of one process with names=",
+                f"parameter {name} of one process is on no rank, {alone}", fix="map these with names="
             )
         parts = next(iter(stages.values()))
         weights[name] = torch.empty(like.shape, dtype=like.dtype)

@@ -52,15 +52,10 @@ class Finding:
 
 def diagnose(comparison: Comparison) -> Finding | None:
     """The finding at the first place where the layout parts; None where it does not."""
-    torn = [
-        place
-        for place in comparison.places
-        if place.key.kind == "initial" and (unequal(place) or equal(place))
-    ]
-    if torn:
+    initial = [place for place in comparison.places if place.key.kind == "initial"]
+    if torn := [place for place in initial if unequal(place) or equal(place)]:
         return _torn(torn)
-    wrong = comparison.wrong
-    if not wrong:
+    if not (wrong := comparison.wrong):
         return _dropout(comparison)
     place = wrong[0]
     if place.key.kind == "gradient" and not _has_outputs(comparison):  # backward begins with the last
@@ -92,7 +87,8 @@ def pattern(comparison: Comparison, places: Sequence[Place]) -> Pattern | None:
     factor = scale_of(part, right)
     is_scaled = factor != 0.0 and all(is_close(part, factor * right, place) for place, part, right in pairs)
     slope = _slope(places[0]) if len(places) == 1 and places[0].key.kind == "output" else None
-    for axis, size in axes_of(comparison):
+    sizes = [(axis, comparison.layout[axis]) for axis in reversed(SPLIT_AXES)]  # innermost first
+    for axis, size in ((axis, size) for axis, size in sizes if size > 1):
         for name, multiple in (("times", size), ("divided", 1 / size)):
             if is_scaled and math.isclose(factor, multiple, rel_tol=max(FIT, 10 * places[0].limit)):
                 return Pattern(name, axis, factor)
@@ -107,11 +103,6 @@ def pattern(comparison: Comparison, places: Sequence[Place]) -> Pattern | None:
     if all(map(_is_permuted, places)):
         return Pattern("permuted")
     return None if slope is None else Pattern("affine")
-
-
-def axes_of(comparison: Comparison) -> list[tuple[str, int]]:
-    """Axes with several ranks, innermost first."""
-    return [(axis, comparison.layout[axis]) for axis in reversed(SPLIT_AXES) if comparison.layout[axis] > 1]
 
 
 def is_close(part: Tensor, right: Tensor, place: Place) -> bool:
@@ -154,10 +145,11 @@ def _slope(place: Place) -> float | None:
 
 def unequal(place: Place) -> str | None:
     """An axis whose ranks hold copies that differ."""
-    groups = ((axis, list(group.values())) for axis in SPLIT_AXES for group in place.match.copies(axis))
-    return next(
-        (axis for axis, (first, *rest) in groups if any(not torch.equal(first, x) for x in rest)), None
-    )
+    for axis in SPLIT_AXES:
+        for first, *rest in (group.values() for group in place.match.copies(axis)):
+            if not all(torch.equal(first, copy) for copy in rest):
+                return axis
+    return None
 
 
 def equal(place: Place) -> str | None:
@@ -342,13 +334,13 @@ def _tied(wrong: Sequence[Place]) -> str | None:
     """Weights on several stages, whose gradients sum to the right one."""
     first = [place for place in wrong if place.key == wrong[0].key]
     parts = [place.match.parts for place in first]
-    if len(first) < 2 or any(len(part) != len(parts[0]) for part in parts):
+    if len(first) < 2 or any(part.keys() != parts[0].keys() for part in parts):
         return None
-    sums = {at: sum((part[at] for part in parts[1:]), parts[0][at]) for at in parts[0]}
-    if all(is_close(sums[at], right, first[0]) for at, (_, right) in first[0].match.pairs.items()):
-        stages = " and ".join(str(place.stage) for place in first)
-        return f"stages {stages} each have the gradient of their own use of it; sum these"
-    return None
+    for at, (_, right) in first[0].match.pairs.items():
+        if not is_close(torch.stack([part[at] for part in parts]).sum(0), right, first[0]):
+            return None
+    stages = " and ".join(str(place.stage) for place in first)
+    return f"stages {stages} each have the gradient of their own use of it; sum these"
 
 
 def _norm(_: Comparison, place: Place) -> tuple[str, ...]:

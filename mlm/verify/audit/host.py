@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from mlm.parallel.watch import is_transport_error
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, format_settings
 from mlm.util.system import die_with_parent
 from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble_weights
 from mlm.verify.audit.diagnose import Finding, diagnose
@@ -53,11 +53,24 @@ class Outcome:
 
     layout: dict[str, int]
     finding: Finding | None
+    """Where it parts from one process; None where it trains as that does."""
     seconds: float
     compared: int = 0
     wrong: int = 0
     skipped: tuple[str, ...] = ()
     precision: str = "fp64"
+
+    @property
+    def described(self) -> str:
+        """`tp=2 dp=2`."""
+        return format_settings({axis: size for axis, size in self.layout.items() if size > 1})
+
+    @property
+    def sentence(self) -> str:
+        """One line."""
+        if (found := self.finding) is None:
+            return f"ALIKE: {self.described} in {self.compared} tensors of one process ({self.precision})"
+        return f"PARTS at {found.where} with {self.described}: {found.cause}: {found.sentence}"
 
 
 def load_build(name: str) -> Callable[..., AuditSubject]:
@@ -94,15 +107,14 @@ def first_line(error: BaseException) -> str:
 
 
 def audit_layouts(build: Callable[..., AuditSubject], config: AuditConfig) -> list[Outcome]:
-    """Audit the layout; where it parts, also its axes one by one, for the smallest layout that does."""
+    """Audit the layout; where it parts, also its axes one by one. The smallest that parts comes first."""
     layout = {axis: getattr(config, axis) for axis in AXES}
     outcomes = [audit_layout(build, layout, config)]
     alone = [dict.fromkeys(AXES, 1) | {axis: n} for axis, n in layout.items() if n > 1]
-    if outcomes[0].finding is not None and len(alone) > 1:
-        for size in sorted(alone, key=lambda s: sorted(s.values())):
-            with suppress(UserError):  # of code that needs several axes
-                outcomes.append(audit_layout(build, size, config))
-    return outcomes
+    for each in alone if outcomes[0].finding is not None and len(alone) > 1 else ():
+        with suppress(UserError):  # of code that needs several axes
+            outcomes.append(audit_layout(build, each, config))
+    return sorted(outcomes, key=lambda o: (o.finding is None, sorted(o.layout.values())))
 
 
 def audit_layout(build: Callable[..., AuditSubject], layout: Layout, config: AuditConfig) -> Outcome:

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from io import BytesIO
@@ -119,13 +119,7 @@ class Record:
 
     def to_bytes(self) -> bytes:
         """Encode it; what a subject recorded is never unpickled."""
-        facts = {
-            "keys": list(self.tensors),
-            "splits": {name: s and [astuple(split) for split in s] for name, s in self.splits.items()},
-            "offsets": self.offsets,
-            "precision": self.precision,
-            "masks": self.masks,
-        }
+        facts = asdict(replace(self, tensors={})) | {"tensors": list(self.tensors)}
         exact = [x.float() if x.dtype == torch.bfloat16 else x for x in self.tensors.values()]  # for NumPy
         arrays = {str(number): x.detach().numpy() for number, x in enumerate(exact)}
         np.savez(file := BytesIO(), allow_pickle=False, facts=np.array(json.dumps(facts)), **arrays)
@@ -136,11 +130,11 @@ class Record:
         """Decode what `to_bytes` returned."""
         with np.load(BytesIO(content), allow_pickle=False) as arrays:
             facts = json.loads(str(arrays["facts"]))
-            keys = enumerate(facts["keys"])
+            keys = enumerate(facts.pop("tensors"))
             tensors = {Key(*key): torch.from_numpy(arrays[str(number)]) for number, key in keys}
-        splits = {name: s and tuple(Split(*split) for split in s) for name, s in facts["splits"].items()}
-        offsets = {name: tuple(offset) for name, offset in facts["offsets"].items()}
-        return cls(tensors, splits, offsets, facts["precision"], facts["masks"])
+        splits = {name: s and tuple(Split(**split) for split in s) for name, s in facts.pop("splits").items()}
+        offsets = {name: tuple(offset) for name, offset in facts.pop("offsets").items()}
+        return cls(tensors, splits, offsets, **facts)
 
 
 class Watch(TorchDispatchMode):
