@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 from mlm.config.fields import POSITIVE, Also, CheckpointPath, OutFolder, ResultFile
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize
@@ -108,16 +108,12 @@ class AuditConfig:
     """File for the report: .html for a page, .json for every number."""
 
 
-@dataclass(frozen=True)
-class KillPlan:
-    """Steps of the run that is killed."""
+class KillPlan(NamedTuple):
+    """Steps done before a run begins (of the checkpoint in `ckpt`), when it is killed, and at its end."""
 
     first: int
-    """Steps done before it begins: 0, or those of the checkpoint that `ckpt` names."""
     kill: int
-    """Step whose checkpoint exists when it is killed."""
     last: int
-    """Last step, as of the run that is not killed."""
 
 
 def check_parity(config: ParityConfig, *, world_size: int | None, local_devices: int | None) -> list[Problem]:

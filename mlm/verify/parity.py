@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from mlm.checkpoint.native import exchange
@@ -27,7 +26,6 @@ from mlm.training.state import load_weights
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CheckFailedError, attempt
 from mlm.util.results import result_problems
-from mlm.util.terminal import add_row, table
 from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks
 from mlm.verify.audit.diagnose import Finding, diagnose
 from mlm.verify.audit.record import AXES, Key, Record
@@ -83,8 +81,6 @@ class Report:
     """Parameters that several ranks hold copies of."""
     torn: tuple[str, ...] = ()
     """Those of them whose copies are not equal bit for bit after the last step."""
-    by_gradient: int = 0
-    """Elements whose gradient is rounding, so that it is compared and the weight is not."""
     wrong: int = 0
     """Tensors beyond the tolerance in the first step that has one."""
     blind: str = ""
@@ -105,7 +101,6 @@ class Report:
             each = Difference.of(place, reference.tensors[place.key])
             found[place.key] = max(found.get(place.key, each), each, key=lambda d: d.difference)
         self.differences += found.values()
-        self.by_gradient = sum(place.match.left_out for place in comparison.places)
         self.blind = self.blind or comparison.blind
         if self.finding is None and not self.blind:
             self.finding, self.wrong = diagnose(comparison), len(comparison.wrong)
@@ -132,31 +127,17 @@ def preflight(config: ParityConfig) -> list[str]:
 
 
 def run(config: ParityConfig, ctx: ParallelContext) -> None:
-    """Compare; rank 0 prints tables and writes out/parity.json. Raises CheckFailedError if not equal."""
+    """Compare; rank 0 prints the verdict and writes out/parity.json. Raises CheckFailedError if not equal."""
     out = Path(config.out, RESULT)
     report = compare(config, ctx)
     verdict = shared_verdict(report, ctx)
     if report is not None:
         layout = replace(config.parallel, dp=ctx.dp.size).described
-        numbers = {
-            "layout": layout,
-            "tolerance": asdict(TOLERANCES[config.precision.dtype]),
-            **asdict(report),
-        }
+        numbers = {"layout": layout, "tolerance": asdict(TOLERANCES[config.precision.dtype])} | asdict(report)
         what = f"parity of {layout} with one process, {config.model.kind}, {config.precision.dtype}"
-        write_and_show(out, config, verdict, numbers, what, table_of_steps(report))
+        write_and_show(out, config, verdict, numbers, what)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.headline} ({out})")
-
-
-def table_of_steps(report: Report) -> Table:
-    """Return the losses and gradient norms of one process, and how far the layout's are from them."""
-    rows = table("", "step#", "loss#", "difference#", "norm#", "difference#")
-    for step in range(1, len(report.lrs) + 1):
-        (loss,), (norm,) = report.of("loss", step), report.of("norm", step)
-        differences = f"{loss.difference:.1e}", f"{norm.difference:.1e}"
-        add_row(rows, step, f"{loss.norm:.10f}", differences[0], f"{norm.norm:.6g}", differences[1])
-    return rows
 
 
 def compare(config: ParityConfig, ctx: ParallelContext) -> Report | None:
@@ -257,10 +238,8 @@ def _agreement(report: Report) -> str:
     gradients = max(each.relative for each in report.of("gradient"))
     weights = max(each.relative for each in report.of("weight", len(report.lrs)))
     moves = f"{weights:.1e} of what the learning rate moves them"
-    rounding, copies = report.by_gradient, report.replicated
     return (
         f"losses to {losses:.1e}, gradients to {gradients:.1e} of the largest of each, weights to "
         + (moves if any(report.lrs) else "the last bit, as every learning rate is 0")
-        + (f"; {rounding} elements compared by gradient alone, which is rounding" if rounding else "")
-        + (f"; {copies} parameters held in copies, all bit-equal" if copies else "")
+        + (f"; {report.replicated} parameters held in copies, all bit-equal" if report.replicated else "")
     )

@@ -32,8 +32,8 @@ from mlm.verify.verdict import Verdict, write_and_show
 
 TASK, RESULT = "verify-resume", "verify-resume.json"
 STRAIGHT, RESUMED = "straight", "resumed"
-FILES = (f"{STRAIGHT}.yaml", f"{RESUMED}.yaml", f"{STRAIGHT}.log", "killed.log", f"{RESUMED}.log")
-WRITES = (RESULT, STRAIGHT, RESUMED, *FILES)
+LOGS = (f"{STRAIGHT}.log", "killed.log", f"{RESUMED}.log")
+WRITES = (RESULT, STRAIGHT, RESUMED, f"{STRAIGHT}.yaml", f"{RESUMED}.yaml", *LOGS)
 """Names written in `out`."""
 FIELDS = ("loss", "grad_norm", "lr", "loss_scale", "skipped_steps", "tokens")
 """Compared fields of each step in metrics.jsonl, in the order in which they are computed."""
@@ -166,7 +166,7 @@ def result(runs: Runs) -> dict[str, Any]:
     """Everything compared."""
     sides, final = {STRAIGHT: runs.straight, RESUMED: runs.resumed}, runs.final
     return {
-        "plan": asdict(runs.plan),
+        "plan": runs.plan._asdict(),
         "starts_of_the_resumed_run": runs.starts,
         "numbers": [
             {"step": step, "name": name} | {which: side.get((step, name)) for which, side in sides.items()}

@@ -16,8 +16,8 @@ from mlm.launch.child_run import child_run
 from mlm.tracking.history import replace_nonfinite
 from mlm.tracking.page.html import page, paragraph
 from mlm.tracking.page.html import table as html_table
-from mlm.util.errors import CheckFailedError, UserError
-from mlm.util.results import folder_problem, result_problems, write_result
+from mlm.util.errors import CheckFailedError, Problem, UserError
+from mlm.util.results import folder_problem, write_result
 from mlm.util.terminal import add_row, console, table
 from mlm.verify.audit.diagnose import Finding
 from mlm.verify.audit.host import IMPORTING, Outcome, audit_layouts, load_build
@@ -38,9 +38,8 @@ def audit(
     """Run `build(mesh)` on tp * cp * dp * pp processes of this host and on one, and compare: `mlm audit`.
 
     `build` is a function of a module, or its name FILE.py:FUNCTION. Returns the outcome of the smallest
-    layout that parts from one process, or of the whole layout where none does. Raises UserError for a
-    subject that cannot be judged: one that needs CUDA, is not deterministic, changes its batch or fails on
-    one process.
+    layout that parts from one process, or of the layout. Raises UserError for a subject that cannot be
+    judged: one that needs CUDA, is not deterministic, changes its batch or fails on one process.
     """
     name = build if isinstance(build, str) else "<"
     if inspect.isfunction(build):
@@ -69,10 +68,9 @@ def outcome_of(fields: dict[str, Any]) -> Outcome:
     return Outcome(**fields | {"finding": finding, "skipped": tuple(fields["skipped"])})
 
 
-def preflight(config: AuditConfig) -> list[str]:
-    """Problems of the file for the report; called before anything runs."""
-    problem = folder_problem(config.out)
-    return [problem] if problem else result_problems(config.out)
+def preflight(config: AuditConfig) -> list[Problem]:
+    """Problem of the report's folder; called before anything runs."""
+    return [*filter(None, [folder_problem(config.out)])]
 
 
 def run(config: AuditConfig) -> None:
@@ -93,14 +91,14 @@ def run(config: AuditConfig) -> None:
     screen.print(first.sentence)
 
 
-COLUMNS = ("layout", "finding", "first at", "what parts", "tensors that differ#", "seconds#")
+COLUMNS = ("layout", "finding", "first at", "what parts", "tensors that differ#")
 
 
 def row_of(outcome: Outcome) -> list[str]:
     """The row of a layout."""
-    found, counts = outcome.finding, f"{outcome.wrong} of {outcome.compared}"
+    found = outcome.finding
     verdict = ["alike", "", ""] if found is None else [found.cause, found.place, found.kind]
-    return [outcome.described, *verdict, counts, f"{outcome.seconds:.1f}"]
+    return [outcome.described, *verdict, f"{outcome.wrong} of {outcome.compared}"]
 
 
 def content(config: AuditConfig, outcomes: Sequence[Outcome]) -> bytes | dict[str, object]:

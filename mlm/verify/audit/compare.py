@@ -31,9 +31,8 @@ ROUNDING = 1e-10
 biases are such: softmax cancels them, so that their true gradient is zero."""
 
 Layout = Mapping[str, int]
-Rank = tuple[int, ...]
-"""Coordinates over AXES."""
-Ranks = dict[Rank, Record]
+Ranks = dict[tuple[int, ...], Record]
+"""Records by coordinates over AXES."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Comparison:
         self.replicas = layout["dp"] * layout["cp"]
         self.places: list[Place] = []
         self.skipped: list[str] = []
-        """What could not be compared, and why."""
+        """What could not be compared, and why, for each step."""
         formats = list(TOLERANCES)
         self.precision = max((r.precision for r in (reference, *ranks.values())), key=formats.index)
         self._largest: dict[tuple[int, str], float] = {}
@@ -121,12 +120,6 @@ class Comparison:
         """Places beyond the tolerance; the first is the first computed."""
         return [place for place in self.places if place.is_wrong]
 
-    def before(self, place: Place) -> Place | None:
-        """The place computed before one, of the same kind and step."""
-        same = [p for p in self.places if p.key[:2] == place.key[:2]]
-        index = same.index(place)
-        return same[index - 1] if index else None
-
     def _moved(self, key: Key) -> float:
         """Largest change of an element of the reference's weight since the start."""
         begin = self.reference.tensors.get(Key(0, "initial", key.name))
@@ -153,10 +146,10 @@ class Comparison:
         record = next(record for rank, record in self.ranks.items() if rank[0] == stage)
         call = key.step, key.kind, key.name, key.item
         if self._calls[id(self.reference)][call] != self._calls[id(record)][call]:
-            self._skip(f"{key.name} is called another number of times than on one process")
+            self.skipped.append(f"{key.name} is called another number of times than on one process")
         elif (found := self._activation(key, parts, whole, limit * unit)) is None:
             shape = list(next(iter(parts.values())).shape)
-            self._skip(f"{key.name}: {shape} is no part of {list(whole.shape)}")
+            self.skipped.append(f"{key.name}: {shape} is no part of {list(whole.shape)}")
         else:
             self.places.append(Place(key, found, unit, limit, stage))
 
@@ -169,10 +162,6 @@ class Comparison:
             rows = match_rows(parts, whole, is_scaled=is_scaled)
             found = rows if rows is not None and rows.error <= bound else found
         return found
-
-    def _skip(self, why: str) -> None:
-        if why not in self.skipped:
-            self.skipped.append(why)
 
     def _choices(self, key: Key, parts: Parts, whole: Tensor) -> Iterable[Placement]:
         """The placements that a tensor of this kind may have; each is built when it is tried."""
@@ -205,12 +194,12 @@ class Comparison:
 
     def _without_rounding(self, weight: Match, gradient: Match, bound: float) -> Match:
         """A weight without elements whose gradients are rounding, of which optimizers make whole steps."""
-        pairs, masks = {}, {}
+        pairs = {}
         for at, (part, right) in weight.pairs.items():
             larger = torch.maximum(*(x.abs().double() for x in gradient.pairs[at]))
-            masks[weight.regions[at]] = mask = (larger > 0) & (larger + self.eps < bound)
-            pairs[at] = right.to(part.dtype).where(mask & part.isfinite(), part), right
-        return replace(weight, pairs=pairs, left_out=sum(int(mask.sum()) for mask in masks.values()))
+            is_rounding = (larger > 0) & (larger + self.eps < bound)
+            pairs[at] = right.to(part.dtype).where(is_rounding & part.isfinite(), part), right
+        return replace(weight, pairs=pairs)
 
 
 def magnitude(tensor: Tensor) -> float:

@@ -8,12 +8,13 @@ the words for each.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.causes import BACKWARD, CAUSES, FORWARD
+from mlm.verify.audit.causes import BACKWARD, CAUSES, FACTS, FORWARD
 from mlm.verify.audit.compare import Comparison, Place, magnitude
 from mlm.verify.audit.parts import SPLIT_AXES, are_copies, difference, scale_of
 from mlm.verify.audit.record import KINDS, Split
@@ -193,35 +194,33 @@ def _dropout(comparison: Comparison) -> Finding | None:
     return None
 
 
-def _worded(kind: str, found: Pattern | None, **words: object) -> tuple[str, str] | None:
-    """The cause and sentence of a pattern."""
+def _worded(kind: str, found: Pattern | None, before: str = "") -> tuple[str, str] | None:
+    """The cause and sentence of a pattern; `before` is the module whose tensor is right."""
     table = "gradient" if kind == "gradient" else "activation"
     if found is None or (row := CAUSES.get((table, found.name))) is None:
         return None
-    words |= {"axis": found.axis, "factor": found.factor}
-    of, where = "", ""
+    words = {"axis": found.axis, "factor": found.factor, "of": "", "where": ""}
+    words["right"] = f", and that of {before} is right" if before else ""
     if kind == "backward":
-        of, where = " of a gradient", " in backward (operator f of arXiv:1909.08053)"
-    cause, sentence = (text.format(of=of, where=where, **words) for text in row)
-    return cause, sentence
+        words |= {"of": " of a gradient", "where": " in backward (operator f of arXiv:1909.08053)"}
+    cause, fact, advice = (text.format(**words) for text in (row[0], FACTS[found.name], row[1]))
+    return cause, f"{fact}; {advice}"
 
 
 def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
     """The cause of a wrong output or gradient of an output."""
-    kind, before = place.key.kind, comparison.before(place)
+    kind, same = place.key.kind, [p for p in comparison.places if p.key[:2] == place.key[:2]]
+    before = next((p for p, following in pairwise(same) if following is place), None)
     name = before.key.name if before is not None else "the loss"
     if kind == "output" and not place.key.name and (cause := _split_loss(comparison, place)):
         return cause
     if ranks := _wrong_ranks(place):
-        return (
-            "depends on the rank",
-            f"{name} before it is right, and it is wrong on {ranks} alone; look at what reads a rank's place "
-            "(positions, masks, samples, random numbers)",
-        )
-    if not place.match.sums and (found := _worded(kind, pattern(comparison, [place]), before=name)):
+        why = f"{name} before it is right, it is wrong on {ranks} alone; look at what reads a rank's place"
+        return "depends on the rank", f"{why} (positions, masks, samples, random numbers)"
+    if not place.match.sums and (found := _worded(kind, pattern(comparison, [place]), name)):
         return found
     if before is not None and before.match.sums:  # right as addends, and taken for the sum
-        found = _worded(kind, Pattern("addends", before.match.sums[0]), before=name)
+        found = _worded(kind, Pattern("addends", before.match.sums[0]))
         assert found is not None
         return (*found, name)
     splits = () if before is None or kind != "output" else before.match.placement.values()
@@ -232,11 +231,8 @@ def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
             "is computed between them reads the size of a part; look at the order of fused rows (q, k, v; "
             "gate, up), of heads and of ranks, and at divisors",
         )
-    return (
-        "depends on the layout",
-        f"{name} before it is right; look at what reads the layout (masks, samples, random numbers, "
-        "divisors) and at communication between them",
-    )
+    why = f"{name} before it is right; look at communication between them, and at what reads the layout"
+    return "depends on the layout", f"{why} (masks, samples, random numbers, divisors)"
 
 
 def _wrong_ranks(place: Place) -> str:
@@ -250,8 +246,7 @@ def _wrong_ranks(place: Place) -> str:
 
 
 def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
-    shown, right = _means(place)
-    head = f"it is {shown} in place of {right:.10g}"
+    head = _values(place)
     if cause := _split_loss(comparison, place):
         return cause
     gradients = [p for p in comparison.places if p.key[:2] == (place.key.step, "gradient")]
@@ -260,10 +255,7 @@ def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
         head += f", and all gradients are {found.factor:.6g} times those of one process"
     elif not _has_outputs(comparison):
         return "forward pass", f"{head}: {FORWARD}"
-    return (
-        "wrong divisor",
-        f"{head}; look at what it is divided by, the tokens of the global batch, and at labels",
-    )
+    return "wrong divisor", f"{head}; look at its divisor, the tokens of the global batch, and at labels"
 
 
 def _has_outputs(comparison: Comparison) -> bool:
@@ -273,9 +265,8 @@ def _has_outputs(comparison: Comparison) -> bool:
 
 def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
     """The cause of a wrong loss, or losses of tokens, over a vocabulary that is split over tp."""
-    tp, (shown, right) = comparison.layout["tp"], _means(place)
+    tp, pairs = comparison.layout["tp"], place.match.pairs.values()
     outputs = [p for p in comparison.places if p.key[:2] == (place.key.step, "output") and p.key.name]
-    pairs = place.match.pairs.values()
     if tp > 1 and all(is_close(part - ref, torch.full_like(ref, math.log(tp)), place) for part, ref in pairs):
         return (
             "gathered logits in a split loss",
@@ -285,18 +276,17 @@ def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
     if tp > 1 and outputs and isinstance(outputs[-1].match.placement.get("tp"), Split):
         return (
             "local statistics",
-            f"the logits are right, split over tp, and it is {shown} in place of {right:.10g}: it takes a "
-            "rank's part of the vocabulary for all; look at maxima, sums, means, sizes (label smoothing, "
-            "z-loss)",
+            f"the logits are right, split over tp, and {_values(place)}: it takes a rank's part of the "
+            "vocabulary for all; look at maxima, sums, means, sizes (label smoothing, z-loss)",
         )
     return None
 
 
-def _means(place: Place) -> tuple[str, float]:
-    """Means of what ranks have, in words, and the right one."""
+def _values(place: Place) -> str:
+    """Means of what ranks have, and the right one, in words."""
     values = dict.fromkeys(f"{float(part.double().mean()):.10g}" for part in place.match.parts.values())
     right = float(next(iter(place.match.pairs.values()))[1].double().mean())
-    return ", ".join(list(values)[:MOST_NAMES]), right
+    return f"it is {', '.join(list(values)[:MOST_NAMES])} in place of {right:.10g}"
 
 
 def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
@@ -305,7 +295,7 @@ def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
     names = "all parameters" if len(wrong) == len(step) else _list(wrong)
     if (stages := _tied(wrong)) is not None:
         return "tied weights not summed", stages, _list(wrong[:1])
-    if found := _worded("gradient", pattern(comparison, wrong), names=names):
+    if found := _worded("gradient", pattern(comparison, wrong)):
         return (*found, names)
     if not _has_outputs(comparison):
         return _along_the_model(comparison, step, wrong)
@@ -324,7 +314,7 @@ def _along_the_model(
     """The cause of wrong gradients by whose they are: backward begins at the end of the model."""
     index = step.index(wrong[-1])
     after = step[index + 1].key.name if step[index + 1 :] else "the loss"
-    if found := _worded("backward", pattern(comparison, wrong[-1:]), before=after):
+    if found := _worded("backward", pattern(comparison, wrong[-1:]), after):
         return found
     others = "some before it are too" if len(wrong) <= index else "all before it are wrong"
     return "backward pass", BACKWARD.format(after=after, others=others)
@@ -344,27 +334,17 @@ def _tied(wrong: Sequence[Place]) -> str | None:
 
 
 def _norm(_: Comparison, place: Place) -> tuple[str, ...]:
-    shown, right = _means(place)
-    verb = "misses" if any(float(part) < right for part in place.match.parts.values()) else "repeats"
-    return (
-        f"norm {verb} parameters",
-        f"it is {shown} in place of {right:.10g}; add the squares of each part of each parameter once: over "
-        "tp, pp, ep and shards of dp, and of copies on one rank alone",
-    )
+    is_less = any(float(part) < float(right) for part, right in place.match.pairs.values())
+    why = "add the squares of each part once: over tp, pp, ep and shards of dp, and of copies on one rank"
+    return f"norm {'misses' if is_less else 'repeats'} parameters", f"{_values(place)}; {why}"
 
 
 def _weights(comparison: Comparison, place: Place) -> tuple[str, ...]:
     wrong = [p for p in comparison.wrong if p.key[:2] == place.key[:2]]
     if axis := next(filter(None, map(unequal, wrong)), None):
-        return (
-            "replicas drift",
-            f"the gradients are right, and the copies on {axis} ranks differ after the update; look at what "
-            "else it reads on each rank (learning rate, moments, order of parameters, loads of experts)",
-            _list(wrong),
-        )
-    return (
-        "update depends on the layout",
-        "the gradients are right, the update is not; look at the optimizer (its state, decay, which "
-        "parameters it holds, updates of an element that read others) and at the clipping factor",
-        _list(wrong),
-    )
+        why = f"copies on {axis} ranks differ: look at what it reads (rate, moments, loads of experts)"
+        cause = "replicas drift"
+    else:
+        why = "look at clipping and the optimizer (state, decay, updates of an element that read others)"
+        cause = "update depends on the layout"
+    return cause, f"the gradients are right, the update is not; {why}", _list(wrong)

@@ -35,6 +35,7 @@ from mlm.verify.audit.diagnose import Finding, diagnose
 from mlm.verify.audit.record import AXES, AuditSubject, Record, Recorder
 from mlm.verify.config import AuditConfig
 
+Build = Callable[..., AuditSubject]
 GRACE_S = 5.0
 """Seconds that ranks get to report after the first has failed."""
 STUCK = 1.5
@@ -54,7 +55,6 @@ class Outcome:
     layout: dict[str, int]
     finding: Finding | None
     """Where it parts from one process; None where it trains as that does."""
-    seconds: float
     compared: int = 0
     wrong: int = 0
     skipped: tuple[str, ...] = ()
@@ -73,21 +73,20 @@ class Outcome:
         return f"PARTS at {found.where} with {self.described}: {found.cause}: {found.sentence}"
 
 
-def load_build(name: str) -> Callable[..., AuditSubject]:
+def load_build(name: str) -> Build:
     """The function FILE.py:FUNCTION or MODULE:FUNCTION. Raises UserError where it cannot be imported."""
     where, _, function = name.rpartition(":")
     os.environ[IMPORTING] = name
     try:
-        found = getattr(import_file(Path(where)) if where.endswith(".py") else import_module(where), function)
+        module = import_file(Path(where)) if where.endswith(".py") else import_module(where)
+        build: Build = getattr(module, function)
     except (Exception, SystemExit) as error:
         raise UserError(
             f"build={name}: importing it fails: {first_line(error)}", fix="type FILE.py:FUNCTION"
         ) from error
     finally:
         del os.environ[IMPORTING]
-    if not callable(found):
-        raise UserError(f"build={name}: {function} is no function; name one of {where}")
-    return found
+    return build
 
 
 def import_file(file: Path) -> ModuleType:
@@ -106,7 +105,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().split("\n")[0][:400]
 
 
-def audit_layouts(build: Callable[..., AuditSubject], config: AuditConfig) -> list[Outcome]:
+def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
     """Audit the layout; where it parts, also its axes one by one. The smallest that parts comes first."""
     layout = {axis: getattr(config, axis) for axis in AXES}
     outcomes = [audit_layout(build, layout, config)]
@@ -117,9 +116,8 @@ def audit_layouts(build: Callable[..., AuditSubject], config: AuditConfig) -> li
     return sorted(outcomes, key=lambda o: (o.finding is None, sorted(o.layout.values())))
 
 
-def audit_layout(build: Callable[..., AuditSubject], layout: Layout, config: AuditConfig) -> Outcome:
+def audit_layout(build: Build, layout: Layout, config: AuditConfig) -> Outcome:
     """Run a layout and one process twice, and compare."""
-    begin = time.monotonic()
     world, failure = World(build, layout, config), ""
     try:
         ranks = world.wait()
@@ -129,8 +127,7 @@ def audit_layout(build: Callable[..., AuditSubject], layout: Layout, config: Aud
     alone = [World(build, ones, config, None if failure else world) for _ in range(2)]
     (reference,), (again,) = (each.wait().values() for each in alone)
     if failure:
-        finding = Finding("the layout's ranks", "run", 1, math.inf, "failed", failure)
-        return Outcome(dict(layout), finding, time.monotonic() - begin)
+        return Outcome(dict(layout), Finding("the layout's ranks", "run", 1, math.inf, "failed", failure))
     for key, tensor in reference.tensors.items():
         if not torch.equal(tensor, again.tensors[key]) and not bool(tensor.isnan().any()):
             raise UserError(
@@ -139,17 +136,14 @@ def audit_layout(build: Callable[..., AuditSubject], layout: Layout, config: Aud
             )
     comparison = Comparison(reference, ranks, layout)
     if comparison.blind:
-        raise UserError(
-            f"{comparison.blind} is not finite on one process either, so that nothing after it says anything",
-            fix="give a batch and weights of which it is a number",
-        )
+        problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
+        raise UserError(problem, fix="give a batch and weights of which it is a number")
     return Outcome(
         dict(layout),
         diagnose(comparison),
-        time.monotonic() - begin,
         len(comparison.places),
         len(comparison.wrong),
-        tuple(comparison.skipped),
+        tuple(dict.fromkeys(comparison.skipped)),
         comparison.precision,
     )
 
@@ -158,11 +152,7 @@ class World:
     """Ranks of one layout; `weights_of` is the layout whose initial weights they take."""
 
     def __init__(
-        self,
-        build: Callable[..., AuditSubject],
-        layout: Layout,
-        config: AuditConfig,
-        weights_of: "World | None" = None,
+        self, build: Build, layout: Layout, config: AuditConfig, weights_of: "World | None" = None
     ) -> None:
         self.build, self.layout, self.config, self.weights_of = build, layout, config, weights_of
         self.size, host = math.prod(layout.values()), os.getpid()

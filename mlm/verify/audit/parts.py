@@ -33,8 +33,6 @@ class Match:
     placement: Placement = field(default_factory=dict)
     is_complete: bool = True
     """False if the ranks together do not hold each element."""
-    left_out: int = 0
-    """Elements of a weight that are not compared: their gradients are rounding."""
 
     @cached_property
     def error(self) -> float:
@@ -113,7 +111,7 @@ def placements(
     whole: Tensor,
     sizes: Mapping[str, int],
     *,
-    blocks: Mapping[str, Iterable[int]] | None = None,
+    blocks: Mapping[str, Iterable[int]],
     sums: Sequence[str] = (),
 ) -> Iterator[Placement]:
     """Placements that the shapes allow; copies before splits before sums, one block before several."""
@@ -123,7 +121,7 @@ def placements(
     options: list[list[How]] = [
         [
             "copy",
-            *(Split(d, axis, b) for b in (blocks or {}).get(axis, (1,)) for d in dims),
+            *(Split(d, axis, b) for b in blocks.get(axis, (1,)) for d in dims),
             *(Split(d, axis, is_zigzag=True) for d in dims if axis == "cp"),
             *(["sum"] if axis in sums else []),  # type: ignore[list-item]
         ]
@@ -193,10 +191,10 @@ def match_offsets(parts: Parts, whole: Tensor, offsets: Mapping[Coordinates, tup
 
 def match_rows(parts: Parts, whole: Tensor, *, is_scaled: bool) -> Match | None:
     """Replicas' rows, in any order, beside those of the whole: of tokens that an expert receives, say."""
-    if (
-        whole.ndim < 2
-        or (rows := torch.cat([part for _, part in sorted(parts.items())])).shape != whole.shape
-    ):
+    if whole.ndim < 2:
+        return None
+    rows = torch.cat([part for _, part in sorted(parts.items())])
+    if rows.shape != whole.shape:
         return None
     weights = torch.linspace(1, 2, rows[0].numel(), dtype=rows.dtype)
     part, right = (each[(each.flatten(1) @ weights).argsort()] for each in (rows, whole))

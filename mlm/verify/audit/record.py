@@ -29,6 +29,7 @@ from mlm.util.files import digest_bytes
 AXES = ("pp", "dp", "cp", "tp")
 """Axes of the mesh that a build function receives, outermost first; those not asked for have size 1."""
 WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+"""What DDP, `torch.compile`, FSDP and activation checkpointing add to names."""
 FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Formats by falling precision, and their names in TOLERANCES."""
 KINDS = {
@@ -137,37 +138,16 @@ class Record:
         return cls(tensors, splits, offsets, **facts)
 
 
-class Watch(TorchDispatchMode):
-    """Notes the narrowest format, and reports the collective under way."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        super().__init__()
-        self.note, self.narrowest = note, 0
-        self.where: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_collective = func.namespace in COLLECTIVES
-        if is_collective:
-            self.note(f"{func._opname.strip('_')}{self.place()}")
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.dtype in FORMATS and leaf.numel() > 1:
-                self.narrowest = max(self.narrowest, list(FORMATS).index(leaf.dtype))
-        return result
-
-    def place(self) -> str:
-        """The module whose forward pass is under way, in words."""
-        return f" of {self.where[-1]}" if self.where else ""
-
-
-class Recorder:
-    """Runs a subject and records it."""
+class Recorder(TorchDispatchMode):
+    """Runs a subject and records it; as a mode it sees each operation, and notes the collective under way."""
 
     def __init__(self, subject: AuditSubject, note: Callable[[str], None]) -> None:
-        self.subject, self.record, self.step = subject, Record(), 0
-        self.watch = Watch(note)
-        self.note = note
+        super().__init__()
+        self.subject, self.note = subject, note
+        self.record, self.step, self.narrowest = Record(), 0, 0
         self.calls: Counter[str] = Counter()
+        self.where: list[str] = []
+        """Modules whose forward pass is under way, the innermost last."""
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in subject.module.named_parameters():
             self.parameters.setdefault(self._name(name), parameter)
@@ -180,6 +160,16 @@ class Recorder:
             module.register_forward_hook(partial(self._leave, name))
         if subject.optimizer is not None:
             subject.optimizer.register_step_pre_hook(lambda *_: self._record_gradients())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVES:
+            place = f" of {self.where[-1]}" if self.where else ""
+            self.note(f"{func._opname.strip('_')}{place}")
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.dtype in FORMATS and leaf.numel() > 1:
+                self.narrowest = max(self.narrowest, list(FORMATS).index(leaf.dtype))
+        return result
 
     def run(self, steps: int) -> Record:
         """Run some steps with dropout off, then one that records the masks of dropout."""
@@ -211,7 +201,7 @@ class Recorder:
         subject = self.subject
         if not self._has_gradients():
             self.note("reduction")
-            with self.watch:
+            with self:
                 if subject.reduce is not None:
                     subject.reduce()
                 self._record_gradients()
@@ -221,12 +211,12 @@ class Recorder:
                 subject.optimizer.step()
         self._record_parameters("weight")
         subject.module.zero_grad()
-        self.record.precision = list(FORMATS.values())[self.watch.narrowest]
+        self.record.precision = list(FORMATS.values())[self.narrowest]
 
     def _compute(self) -> Tensor | None:
         """Forward and backward; the loss."""
         subject = self.subject
-        with self.watch:
+        with self:
             if subject.step is not None:
                 self.note("step")
                 return subject.step()
@@ -243,11 +233,11 @@ class Recorder:
         return loss
 
     def _enter(self, name: str, *_: object) -> None:
-        self.watch.where.append(name or "the whole module")
-        self.note(f"forward of {self.watch.where[-1]}")
+        self.where.append(name or "the whole module")
+        self.note(f"forward of {self.where[-1]}")
 
     def _leave(self, name: str, _module: object, _args: object, output: Any) -> None:
-        self.watch.where.pop()
+        self.where.pop()
         if self.step < 0 or torch._C._current_graph_task_id() != -1:  # recomputation
             return
         call, self.calls[name] = self.calls[name], self.calls[name] + 1
@@ -277,7 +267,7 @@ class Recorder:
                 self._keep("gradient", name, whole(grad))
 
     def _name(self, name: str) -> str:
-        return self.subject.names(plain_name(name))
+        return self.subject.names(WRAPPERS.sub("", name).rstrip("."))
 
     def _has_gradients(self) -> bool:
         return any(key.step == self.step and key.kind == "gradient" for key in self.record.tensors)
@@ -303,14 +293,9 @@ class Recorder:
     def _note_mask(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         mask = DROPOUT(torch.ones_like(x), p, training)
         if training and 0 < p < 1:
-            name = self.watch.where[-1] if self.watch.where else ""
+            name = self.where[-1] if self.where else ""
             self.record.masks.append((name, digest(x), digest(mask)))
         return x * mask
-
-
-def plain_name(name: str) -> str:
-    """A name without the prefixes of DDP, `torch.compile`, FSDP and activation checkpointing."""
-    return WRAPPERS.sub("", name).rstrip(".")
 
 
 def _is_weight(tensor: Tensor) -> bool:
