@@ -345,6 +345,6 @@ def _weights(comparison: Comparison, place: Place) -> tuple[str, ...]:
         why = f"copies on {axis} ranks differ: look at what it reads (rate, moments, loads of experts)"
         cause = "replicas drift"
     else:
-        why = "look at clipping and the optimizer (state, decay, updates of an element that read others)"
+        why = "look at the optimizer (state, decay, updates of an element that read others) and clipping"
         cause = "update depends on the layout"
     return cause, f"the gradients are right, the update is not; {why}", _list(wrong)
