@@ -35,7 +35,7 @@ Ranks = dict[tuple[int, ...], Record]
 """Records by coordinates over AXES."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """A compared tensor."""
 

@@ -22,7 +22,7 @@ Placement = Mapping[str, How]
 """Of each axis with several ranks: how they hold a tensor. "sum": the whole is the sum of theirs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Match:
     """Parts beside what they should be, at the placement that fits best."""
 
