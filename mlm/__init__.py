@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mlm.parallel.random import init_parameters
     from mlm.parallel.sharding import parameter_shards
     from mlm.verify.audit.api import audit
-    from mlm.verify.audit.subject import AuditSubject, Split
+    from mlm.verify.audit.record import AuditSubject, Split
 
 __version__ = "0.2.0"
 
@@ -106,7 +106,7 @@ _MODULES = {
     "mlm.parallel.random": ("init_parameters",),
     "mlm.parallel.sharding": ("parameter_shards",),
     "mlm.verify.audit.api": ("audit",),
-    "mlm.verify.audit.subject": ("AuditSubject", "Split"),
+    "mlm.verify.audit.record": ("AuditSubject", "Split"),
 }
 
 

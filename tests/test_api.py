@@ -63,7 +63,7 @@ SURFACE = {
         "init_std=0.02, init_seed=0)"
     ),
     "all_reduce": f"(x, axis, op={ReduceOp.SUM!r})",
-    "audit": "(build, *, tp=1, pp=1, dp=1, cp=1, steps=2, seed=0, timeout_s=60.0)",
+    "audit": "(build, *, tp=1, pp=1, dp=1, cp=1, steps=2, timeout_s=60.0)",
     "build_mesh": "(*, tp=1, pp=1, cp=1, device='auto', timeout_s=600.0)",
     "build_optimizer": "(shards, config, replicas=None, width=1.0)",
     "clip_factor": "(norm, max_norm)",

@@ -1,9 +1,10 @@
 """Settings of the parallel layout."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 from mlm.config.fields import POSITIVE, Also
+from mlm.util.errors import format_settings
 
 TensorSize = Annotated[
     int, POSITIVE, Also("tensor_model_parallel_size", "tensor_parallel", "tensor_parallel_size")
@@ -62,3 +63,9 @@ class ParallelConfig:
     def replica(self) -> int:
         """Ranks of one data-parallel replica."""
         return self.tp * self.cp * self.pp
+
+    @property
+    def described(self) -> str:
+        """`tp=2 pp=1 zero=2`: these two sizes, and what else is not as on one process."""
+        plain, chosen = asdict(ParallelConfig()), asdict(self)
+        return format_settings({k: v for k, v in chosen.items() if k in ("tp", "pp") or v != plain[k]})

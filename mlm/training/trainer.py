@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mlm.data.blend_history import History
-from mlm.data.sampler import MicroBatch, Ranges, batch_at, first_of_step
+from mlm.data.sampler import Dataset, Loader, MicroBatch, Ranges, batch_at, first_of_step
 from mlm.models.backbone import Transformer
 from mlm.models.family import SHIPPED, Objective
 from mlm.optim.adamw import apply, build_optimizer, set_lr
@@ -272,6 +272,21 @@ class Trainer(Generic[B]):
             yield
         finally:
             self.observers = observers
+
+    def batches(self, samples: Dataset) -> Loader:
+        """This rank's micro-batches of each step, from the next step on; to be closed."""
+        train, ctx = self.config.train, self.ctx
+        return Loader(
+            samples,
+            consumed_samples=self.consumed_samples,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            rank=ctx.dp.rank,
+            size=ctx.dp.size,
+            pin_memory=ctx.device.type == "cuda",
+            left_out=self.left_out,
+            ramp=train.ramp_batch,
+        )
 
     @property
     def next_samples(self) -> range:

@@ -1,10 +1,10 @@
 """Run specs of `mlm parity` and `mlm verify-resume`: those of a pretraining run and more; their checks."""
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, NamedTuple, TypeVar
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, CheckpointPath, OutFolder, ResultFile
+from mlm.config.fields import POSITIVE, Also, CheckpointPath, OutFolder, ResultFile
 from mlm.parallel.config import ParallelConfig, PipelineSize, TensorSize
 from mlm.parallel.layout_checks import MAX_CPU_RANKS, Launch
 from mlm.tracking.config import LogConfig
@@ -102,31 +102,18 @@ class AuditConfig:
     """Context-parallel size."""
     steps: Annotated[int, POSITIVE] = 2
     """Steps compared."""
-    seed: Annotated[int, NOT_NEGATIVE] = 0
-    """Seed of torch's generator before each build, the same on every rank."""
     timeout_s: Annotated[float, POSITIVE] = 60.0
     """Seconds that a collective may take; a rank that waits longer is named."""
     out: ResultFile | None = None
     """File for the report: .html for a page, .json for every number."""
 
 
-@dataclass(frozen=True)
-class KillPlan:
-    """Steps of the run that is killed."""
+class KillPlan(NamedTuple):
+    """Steps done before a run begins (of the checkpoint in `ckpt`), when it is killed, and at its end."""
 
     first: int
-    """Steps done before it begins: 0, or those of the checkpoint that `ckpt` names."""
     kill: int
-    """Step whose checkpoint exists when it is killed."""
     last: int
-    """Last step, as of the run that is not killed."""
-
-
-def describe_layout(parallel: ParallelConfig) -> str:
-    """`tp=2 pp=1 zero=2`: sizes, and what else is not as on one process."""
-    plain, chosen = asdict(ParallelConfig()), asdict(parallel)
-    kept = {key: value for key, value in chosen.items() if key in ("tp", "pp") or value != plain[key]}
-    return " ".join(f"{key}={str(value).lower()}" for key, value in kept.items())
 
 
 def check_parity(config: ParityConfig, *, world_size: int | None, local_devices: int | None) -> list[Problem]:
@@ -141,23 +128,16 @@ def check_parity(config: ParityConfig, *, world_size: int | None, local_devices:
 
 
 def check_verify_resume(config: VerifyResumeConfig) -> list[Problem]:
-    """Problems of the run that are visible without this host's devices."""
-    return run_problems(replace(config, dist=replace(config.dist, device="auto", backend="auto")))
-
-
-def run_problems(config: VerifyResumeConfig, *, local_devices: int | None = None) -> list[Problem]:
-    """Problems of the run on this host, where it can be killed; `local_devices` counts GPUs, None on CPU."""
-    return pretraining_problems(comparable(config), Launch(None, local_devices, elsewhere=False))
+    """Problems of the run on one host, where it can be killed; those of its devices it reports itself."""
+    run = replace(config, dist=replace(config.dist, device="auto", backend="auto"))
+    return pretraining_problems(comparable(run), Launch(None, None, elsewhere=False))
 
 
 def check_audit(config: AuditConfig) -> list[Problem]:
     """Problems of an audit's layout: nothing to compare, or more ranks than a host runs."""
     sizes = {axis: getattr(config, axis) for axis in ("tp", "pp", "dp", "cp")}
-    if (ranks := math.prod(sizes.values())) == 1:
-        problem = f"{format_settings(sizes)} is one process, with nothing to compare"
-        return [Problem(sizes, problem, "set one, such as tp=2")]
-    if ranks <= MAX_CPU_RANKS:
+    ranks = math.prod(sizes.values())
+    if 1 < ranks <= MAX_CPU_RANKS:
         return []
-    typed = " * ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
-    problem = f"{typed} = {ranks} ranks, but a CPU host runs 1 to {MAX_CPU_RANKS}"
-    return [Problem(sizes, problem, "use smaller sizes")]
+    problem = f"{format_settings(sizes)}: an audit compares 2 to {MAX_CPU_RANKS} ranks with one process"
+    return [Problem(sizes, f"{problem}, not {ranks}", "set one size or two, such as tp=2")]

@@ -15,33 +15,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from mlm.checkpoint.native import exchange
 from mlm.checkpoint.native.save_load import read_manifest, resolve
-from mlm.data.sampler import Dataset, Loader, MicroBatch
-from mlm.launch.devices import device_kind
-from mlm.optim.precision import parameter_dtype
+from mlm.data.sampler import MicroBatch
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.corpora import corpus_problems, train_dataset
-from mlm.training.memory import reuse_large_blocks
 from mlm.training.state import load_weights
 from mlm.training.trainer import Trainer
-from mlm.util.errors import CheckFailedError, UserError, writing_to
+from mlm.util.errors import CheckFailedError, attempt
 from mlm.util.results import result_problems
-from mlm.util.system import available_memory
-from mlm.util.terminal import add_row, table
-from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks, Rounding
+from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks
 from mlm.verify.audit.diagnose import Finding, diagnose
-from mlm.verify.audit.record import Key, Record
-from mlm.verify.audit.subject import AXES
-from mlm.verify.config import ParityConfig, comparable, describe_layout
+from mlm.verify.audit.record import AXES, Key, Record
+from mlm.verify.config import ParityConfig, comparable
 from mlm.verify.verdict import TOLERANCES, Verdict, write_and_show
 
 RESULT = "parity.json"
-PIECES = 16
-"""Messages in which a rank's record travels, so that no copy of all is needed."""
 NARROW = ("bf16", "fp16", "fp8")
 """Formats whose rounding sends a token between experts that score alike to the other one: loads differ."""
 LOADS = (".router.bias", ".router.load")
@@ -86,14 +77,10 @@ class Report:
     """Learning rate of each step."""
     differences: list[Difference] = field(default_factory=list)
     """In the order of computation."""
-    skipped: int = 0
-    """Steps that both sides skipped because gradients overflow: of these only the loss is compared."""
     replicated: int = 0
     """Parameters that several ranks hold copies of."""
     torn: tuple[str, ...] = ()
     """Those of them whose copies are not equal bit for bit after the last step."""
-    by_gradient: int = 0
-    """Elements whose gradient is rounding, so that it is compared and the weight is not."""
     wrong: int = 0
     """Tensors beyond the tolerance in the first step that has one."""
     blind: str = ""
@@ -101,25 +88,14 @@ class Report:
     finding: Finding | None = None
     """The first difference."""
 
-    def __post_init__(self) -> None:
-        """Begin without a step."""
-        self._rounding: Rounding = {}
-
     def of(self, kind: str, step: int | None = None) -> list[Difference]:
         """The differences of a kind, in one step or in all."""
         return [d for d in self.differences if d.kind == kind and step in (None, d.step)]
 
     def add(self, reference: Record, ranks: Ranks, lr: float) -> None:
         """Compare the next step."""
-        records, norm = (reference, *ranks.values()), Key(len(self.lrs), "norm", "norm")
         self.lrs.append(lr)
-        if not any(bool(record.tensors[norm].isfinite()) for record in records):
-            self.skipped += 1
-            for record in records:
-                record.tensors = {k: x for k, x in record.tensors.items() if k.kind in ("loss", "weight")}
-        comparison = Comparison(
-            reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps, rounding=self._rounding
-        )
+        comparison = Comparison(reference, ranks, self.sizes, lr_sum=sum(self.lrs), eps=self.eps)
         found: dict[Key, Difference] = {}
         for place in comparison.places:  # of a parameter on two stages, the larger
             each = Difference.of(place, reference.tensors[place.key])
@@ -140,77 +116,28 @@ class Report:
         held = [(name, each) for (name, _), each in copies.items() if len(each) > 1]
         torn = (name for name, (x, *ys) in held if any(not torch.equal(x, y) for y in ys))
         self.replicated, self.torn = len({name for name, _ in held}), tuple(dict.fromkeys(torn))
-        masks = {
-            (name, ranks[stage, *at].offsets[name]): mask
-            for (name, stage), each in self._rounding.items()
-            for at, mask in each.items()
-        }
-        self.by_gradient = sum(int(mask.sum()) for mask in masks.values())
 
 
 def preflight(config: ParityConfig) -> list[str]:
-    """Problems that the named files and this host's memory show; called before any rank starts."""
+    """Problems that the named files show; called before any rank starts."""
     problems = corpus_problems(comparable(config))
-    if config.ckpt is not None:
-        try:
-            read_manifest(resolve(config.ckpt))
-        except UserError as error:
-            problems += error.problems
-    is_gpu = device_kind(config.dist) == "cuda"
-    available = torch.cuda.get_device_properties(0).total_memory if is_gpu else available_memory()
-    too_large = memory_problem(config, available)
-    problems += result_problems(Path(config.out, RESULT))
-    return [*problems, too_large] if too_large else problems
-
-
-def memory_problem(config: ParityConfig, available: int) -> str | None:
-    """Why the whole model does not fit beside its layout; None where it does.
-
-    Each has weights, gradients, two moments and what is recorded; activations are not counted.
-    """
-    replicas = 1 if device_kind(config.dist) == "cuda" else config.parallel.dp or 1
-    itemsize = parameter_dtype(config.precision).itemsize
-    needed = 5 * (1 + replicas) * itemsize * config.model.num_parameters()
-    if needed <= available:
-        return None
-    return (
-        f"model.num_layers={config.model.num_layers}: a model of {config.model.num_parameters() / 1e9:.2g} "
-        f"billion parameters, whole beside its layout, takes more than {needed / 1e9:,.1f} GB of the "
-        f"{available / 1e9:,.1f} GB there are; use fewer layers of the same shapes, or a smaller model=…"
-    )
+    if (ckpt := config.ckpt) is not None:
+        attempt(problems, lambda: read_manifest(resolve(ckpt)))
+    return [*problems, *result_problems(Path(config.out, RESULT))]
 
 
 def run(config: ParityConfig, ctx: ParallelContext) -> None:
-    """Compare; rank 0 prints tables and writes out/parity.json. Raises CheckFailedError if not equal."""
-    if ctx.device.type == "cpu":
-        reuse_large_blocks()
+    """Compare; rank 0 prints the verdict and writes out/parity.json. Raises CheckFailedError if not equal."""
     out = Path(config.out, RESULT)
-    if ctx.is_main:
-        with writing_to(config.out):
-            out.parent.mkdir(parents=True, exist_ok=True)
     report = compare(config, ctx)
     verdict = shared_verdict(report, ctx)
     if report is not None:
-        layout = describe_layout(replace(config.parallel, dp=ctx.dp.size))
-        numbers = {
-            "layout": layout,
-            "tolerance": asdict(TOLERANCES[config.precision.dtype]),
-            **asdict(report),
-        }
+        layout = replace(config.parallel, dp=ctx.dp.size).described
+        numbers = {"layout": layout, "tolerance": asdict(TOLERANCES[config.precision.dtype])} | asdict(report)
         what = f"parity of {layout} with one process, {config.model.kind}, {config.precision.dtype}"
-        write_and_show(out, config, verdict, numbers, what, table_of_steps(report))
+        write_and_show(out, config, verdict, numbers, what)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.headline} ({out})")
-
-
-def table_of_steps(report: Report) -> Table:
-    """Return the losses and gradient norms of one process, and how far the layout's are from them."""
-    rows = table("", "step#", "loss#", "difference#", "norm#", "difference#")
-    for step in range(1, len(report.lrs) + 1):
-        (loss,), norm = report.of("loss", step), report.of("norm", step)
-        norms = (f"{norm[0].norm:.6g}", f"{norm[0].difference:.1e}") if norm else ("overflow", "")
-        add_row(rows, step, f"{loss.norm:.10f}", f"{loss.difference:.1e}", *norms)
-    return rows
 
 
 def compare(config: ParityConfig, ctx: ParallelContext) -> Report | None:
@@ -221,10 +148,9 @@ def compare(config: ParityConfig, ctx: ParallelContext) -> Report | None:
     config = comparable(config)
     layout: Trainer[MicroBatch] = Trainer(config, ctx)
     alone = one_process(config, ctx) if ctx.is_main else None
-    if config.ckpt is not None:
-        load_weights(tuple(layout.shards), resolve(config.ckpt), ctx)
-        if alone is not None:
-            load_weights(tuple(alone.shards), resolve(config.ckpt), alone.ctx)
+    if (ckpt := config.ckpt) is not None:
+        for trainer in filter(None, (layout, alone)):
+            load_weights(tuple(trainer.shards), resolve(ckpt), trainer.ctx)
     return compare_trainers(layout, alone, config.steps)
 
 
@@ -240,7 +166,7 @@ def compare_trainers(layout: Trainer, alone: Trainer | None, steps: int) -> Repo
     samples = train_dataset(layout.config, steps * layout.config.train.global_batch_size)
     sizes = {axis: getattr(layout.ctx, axis).size for axis in AXES}
     report = None if alone is None else Report(sizes, layout.config.optimizer.eps)
-    with batches_of(layout, samples) as own, batches_of(alone or layout, samples) as whole:
+    with layout.batches(samples) as own, (alone or layout).batches(samples) as whole:
         for _, batches, all_batches in zip(range(steps), own, whole, strict=False):
             precision = layout.config.precision.dtype
             record, lr = record_step(layout, batches, precision)
@@ -249,20 +175,6 @@ def compare_trainers(layout: Trainer, alone: Trainer | None, steps: int) -> Repo
             if report is not None and reference is not None:
                 report.add(reference, ranks, lr)
     return report
-
-
-def batches_of(trainer: Trainer, samples: Dataset) -> Loader:
-    """This rank's micro-batches of each step, for the trainer's layout."""
-    config, ctx = trainer.config, trainer.ctx
-    return Loader(
-        samples,
-        consumed_samples=0,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
-        rank=ctx.dp.rank,
-        size=ctx.dp.size,
-        ramp=config.train.ramp_batch,
-    )
 
 
 def record_step(trainer: Trainer, batches: Sequence[MicroBatch], precision: str) -> tuple[Record, float]:
@@ -286,15 +198,10 @@ def record_step(trainer: Trainer, batches: Sequence[MicroBatch], precision: str)
 
 def gather_records(record: Record, ctx: ParallelContext, sizes: tuple[int, ...]) -> Ranks:
     """Every rank's record by its coordinates, on rank 0; none on the others. Collective."""
-    gathered: Ranks = {}
-    items = list(record.tensors.items())
-    for piece in range(PIECES):
-        own = replace(record, tensors=dict(items[piece::PIECES]))
-        for rank, content in enumerate(exchange.Ranks.of(ctx).gather_bytes(own.to_bytes())):
-            at = tuple(map(int, np.unravel_index(rank, sizes)))
-            received = Record.of_bytes(content)
-            gathered.setdefault(at, received).tensors.update(received.tensors)
-    return gathered
+    contents = enumerate(exchange.Ranks.of(ctx).gather_bytes(record.to_bytes()))
+    return {
+        tuple(map(int, np.unravel_index(rank, sizes))): Record.of_bytes(content) for rank, content in contents
+    }
 
 
 def shared_verdict(report: Report | None, ctx: ParallelContext) -> Verdict:
@@ -307,16 +214,14 @@ def judge(report: Report) -> Verdict:
     """The verdict on a comparison."""
     if report.blind:
         return Verdict(
-            "UNDECIDED", f"{report.blind} is not finite on one process either; nothing after it counts"
+            "UNDECIDED",
+            f"{report.blind} is not finite on one process either; nothing after it counts",
+            "in float16 set a lower precision.initial_loss_scale",
         )
     if report.finding is not None:
         found = report.finding
         others = f"; {report.wrong - 1} more tensors of that step differ" if report.wrong > 1 else ""
         return Verdict("DIFFERENT", f"first at {found.where}{others}", f"{found.cause}: {found.sentence}")
-    if report.skipped == len(report.lrs):
-        return Verdict(
-            "UNDECIDED", "nothing could be compared: on both sides every step's gradients overflow"
-        )
     if report.torn:
         others = f", nor those of {len(report.torn) - 1} more" if len(report.torn) > 1 else ""
         return Verdict(
@@ -332,11 +237,9 @@ def _agreement(report: Report) -> str:
     losses = max(each.difference for each in report.of("loss"))
     gradients = max(each.relative for each in report.of("gradient"))
     weights = max(each.relative for each in report.of("weight", len(report.lrs)))
-    moves, is_moved = f"{weights:.1e} of what the learning rate moves them", any(report.lrs)
-    rounding, copies = report.by_gradient, report.replicated
+    moves = f"{weights:.1e} of what the learning rate moves them"
     return (
         f"losses to {losses:.1e}, gradients to {gradients:.1e} of the largest of each, weights to "
-        + (moves if is_moved else "the last bit, as every learning rate is 0")
-        + (f"; {rounding} elements compared by gradient alone, which is rounding" if rounding else "")
-        + (f"; {copies} parameters held in copies, all bit-equal" if copies else "")
+        + (moves if any(report.lrs) else "the last bit, as every learning rate is 0")
+        + (f"; {report.replicated} parameters held in copies, all bit-equal" if report.replicated else "")
     )

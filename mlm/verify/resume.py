@@ -1,47 +1,46 @@
 """`mlm verify-resume`: does a killed run resume as if nothing had happened? Every step, then every tensor."""
 
+import os
 import random
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints, compared_bytes
+from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints
 from mlm.checkpoint.native.folders import latest_name, step_name
 from mlm.checkpoint.native.format import Manifest
 from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.launch.child_run import child_run, command_failure, kill
-from mlm.launch.start import launch_facts
+from mlm.launch.environment import read_rank_place
 from mlm.tracking.history import FILE_NAME, read_records
 from mlm.training.corpora import corpus_problems
 from mlm.training.loop import composed_yaml
 from mlm.training.run_tokenizer import tokenizer_of
 from mlm.training.state import CHECKPOINTS, is_weights_only
-from mlm.util.errors import CheckFailedError, UserError, writing_to
+from mlm.util.errors import CheckFailedError, UserError, attempt, writing_to
 from mlm.util.files import write_atomic
 from mlm.util.lock import single_writer
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
-from mlm.util.terminal import progress_bar
-from mlm.verify.config import KillPlan, VerifyResumeConfig, comparable, describe_layout, run_problems
+from mlm.util.terminal import console
+from mlm.verify.config import KillPlan, VerifyResumeConfig, comparable
 from mlm.verify.verdict import Verdict, write_and_show
 
 TASK, RESULT = "verify-resume", "verify-resume.json"
 STRAIGHT, RESUMED = "straight", "resumed"
-FILES = (f"{STRAIGHT}.yaml", f"{RESUMED}.yaml", f"{STRAIGHT}.log", "killed.log", f"{RESUMED}.log")
-WRITES = (RESULT, STRAIGHT, RESUMED, *FILES)
+LOGS = (f"{STRAIGHT}.log", "killed.log", f"{RESUMED}.log")
+WRITES = (RESULT, STRAIGHT, RESUMED, f"{STRAIGHT}.yaml", f"{RESUMED}.yaml", *LOGS)
 """Names written in `out`."""
 FIELDS = ("loss", "grad_norm", "lr", "loss_scale", "skipped_steps", "tokens")
 """Compared fields of each step in metrics.jsonl, in the order in which they are computed."""
 NO_COUNTERS = ("config", "versions", LINEAGE)
 """Entries of a checkpoint's state that are not counters."""
-
 TRIES = 5
 POLL_S = 0.002  # polling period of `latest`: tiny models are quick
-SHOW_S = 0.2
 
 Facts = dict[tuple[int, str], Any]
 """(step, name) → number of a run, in the order computed: FIELDS, then counters of its last checkpoint."""
@@ -63,21 +62,12 @@ class Runs:
 
 def preflight(config: VerifyResumeConfig) -> list[str]:
     """Problems that this host and the named files show; called before anything starts."""
-    try:
-        facts = launch_facts(config.dist)
-    except UserError as error:
-        return list(error.problems)
-    if facts.world_size is not None:
-        return ["runs here are killed and started again, on one host: start this plainly, not as a rank"]
-    if wrong := run_problems(config, local_devices=facts.local_devices):
-        return list(wrong)
     run = comparable(config)
     problems = [*corpus_problems(run), *claim_problems(config.out, TASK, writes=WRITES)]
-    try:
-        first_step(config)
-        tokenizer_of(run.data)
-    except UserError as error:
-        problems += error.problems
+    if attempt(problems, partial(read_rank_place, os.environ)) is not None:
+        return ["runs here are killed and started again, on one host: start this plainly, not as a rank"]
+    attempt(problems, partial(first_step, config))
+    attempt(problems, partial(tokenizer_of, run.data))
     return problems
 
 
@@ -102,7 +92,7 @@ def run(config: VerifyResumeConfig) -> None:
         rehearsal.run_to_end(RESUMED)
         runs = collect(out, plan)
         verdict = judge(runs)
-        what = f"{describe_layout(config.parallel)}, {config.precision.dtype}, {killed}"
+        what = f"{config.parallel.described}, {config.precision.dtype}, {killed}"
         write_and_show(out / RESULT, config, verdict, {"killed": killed} | result(runs), what)
     if not verdict.equal:
         raise CheckFailedError(f"{verdict.headline} ({out / RESULT})")
@@ -111,27 +101,24 @@ def run(config: VerifyResumeConfig) -> None:
 def collect(out: Path, plan: KillPlan) -> Runs:
     """Read the records of both runs. Raises UserError for unreadable checkpoints, OSError for metrics."""
     first, second = (out / name / CHECKPOINTS / step_name(plan.last) for name in (STRAIGHT, RESUMED))
-    count = compared_bytes(read_manifest(first), read_manifest(second))
-    with progress_bar("comparing the last checkpoints", count, in_bytes=True) as advance:
-        final = compare_checkpoints(first, second, advance)
+    final = compare_checkpoints(first, second)
+    straight = facts_of(out / STRAIGHT / FILE_NAME, final.first)
+    resumed = facts_of(out / RESUMED / FILE_NAME, final.second)
     starts = (r["start_step"] for r in read_records(out / RESUMED / FILE_NAME) if r["kind"] == "run")
-    sides = (
-        facts_of(out / STRAIGHT / FILE_NAME, final.first),
-        facts_of(out / RESUMED / FILE_NAME, final.second),
-    )
-    return Runs(plan, *sides, tuple(starts), final)
+    return Runs(plan, straight, resumed, tuple(starts), final)
 
 
 def facts_of(metrics: Path, last: Manifest) -> Facts:
     """Numbers of a run's steps in `metrics`, and counters of its last checkpoint. Raises OSError."""
-    facts: Facts = {(step, key): r[key] for step, r in read_steps(metrics).items() for key in FIELDS}
+    steps = records_by_step(metrics, "step").items()
+    facts: Facts = {(step, key): record[key] for step, record in steps for key in FIELDS}
     counters = sorted(last.state.keys() - set(NO_COUNTERS))
     return facts | {(last.step, f"{key} in the last checkpoint"): last.state[key] for key in counters}
 
 
-def read_steps(metrics: Path) -> dict[int, dict[str, Any]]:
-    """The record of each step in a metrics.jsonl. Raises OSError."""
-    return {record["step"]: record for record in read_records(metrics) if record["kind"] == "step"}
+def records_by_step(metrics: Path, kind: str) -> dict[int, dict[str, Any]]:
+    """The records of a kind in a metrics.jsonl, the newest of each step. Raises OSError."""
+    return {record["step"]: record for record in read_records(metrics) if record["kind"] == kind}
 
 
 def judge(runs: Runs) -> Verdict:
@@ -165,24 +152,21 @@ def judge(runs: Runs) -> Verdict:
 def _hint(step: int, name: str, plan: KillPlan) -> str:
     if step <= plan.kill:
         return (
-            "the run does not repeat itself even where nothing was resumed: on a GPU add deterministic=true, "
-            "since the backward pass of its fastest attention repeats no bits; else suspect an operation "
-            "that is not deterministic on this device"
+            "the run does not repeat itself even before the kill: on a GPU add deterministic=true (fastest "
+            "attention repeats no bits), else suspect an operation that is not deterministic on this device"
         )
     if name not in ("loss", "grad_norm"):
         return "suspect what the checkpoint saves of this counter"
     if (step, name) == (plan.kill + 1, "loss"):
         return "suspect the weights that were loaded, the position in the data, or the dropout masks"
-    return (
-        "the loss after the kill is right: suspect the backward pass, the moments, or the place in the data"
-    )
+    return "the loss after the kill is right: suspect backward, the moments, or the place in the data"
 
 
 def result(runs: Runs) -> dict[str, Any]:
     """Everything compared."""
     sides, final = {STRAIGHT: runs.straight, RESUMED: runs.resumed}, runs.final
     return {
-        "plan": asdict(runs.plan),
+        "plan": runs.plan._asdict(),
         "starts_of_the_resumed_run": runs.starts,
         "numbers": [
             {"step": step, "name": name} | {which: side.get((step, name)) for which, side in sides.items()}
@@ -204,8 +188,8 @@ class Rehearsal:
     def run_to_end(self, name: str) -> None:
         """All steps, or those that are left. Raises UserError with the run's own last line if it fails."""
         log = self.out / f"{name}.log"
-        with child_run(self._words(name), log) as process:
-            self._wait(name, process, SHOW_S / 2, lambda: False)
+        with self._run(name, log) as process:
+            process.wait()
         if failure := command_failure(process, f"the {name} run", log):
             raise failure
         if self._latest(name) != step_name(self.plan.last):
@@ -216,58 +200,32 @@ class Rehearsal:
 
         Raises UserError if the run fails, or is always over before it can be killed.
         """
-        window_s, log = self._between_checkpoints_s(), self.out / "killed.log"
+        plan, log = self.plan, self.out / "killed.log"
+        saves = records_by_step(self.out / STRAIGHT / FILE_NAME, "saved")
+        window_s = saves[plan.last]["time"] - saves.get(plan.kill, saves[plan.last])["time"]
         for tries in range(1, TRIES + 1):
             delete_owned(self.out, TASK, names=(RESUMED,), keep_folder=True)
             delay_s = random.uniform(0.0, window_s) * 0.5 ** (tries - 1)  # each try is killed earlier
-            with child_run(self._words(RESUMED), log) as process:
-                self._wait(RESUMED, process, POLL_S, self._is_saved)
+            with self._run(RESUMED, log) as process:
+                while process.poll() is None and self._latest(RESUMED) != step_name(plan.kill):
+                    time.sleep(POLL_S)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(delay_s)
-                if process.poll() is not None and (
-                    failure := command_failure(process, "the run to be killed", log)
-                ):
+                if failure := command_failure(process, "the run to be killed", log):
                     raise failure
                 kill(process)
-            if process.returncode and self._latest(RESUMED) == step_name(self.plan.kill):
-                step = max(read_steps(self.out / RESUMED / FILE_NAME), default=self.plan.first)
+            if process.returncode and self._latest(RESUMED) == step_name(plan.kill):
+                step = max(records_by_step(self.out / RESUMED / FILE_NAME, "step"), default=plan.first)
                 return f"killed {delay_s:.3f} s after a checkpoint, with step {step} reported, at try {tries}"
-        k = self.plan.last - self.plan.kill
+        k = plan.last - plan.kill
         raise UserError(
-            f"steps={k}: {TRIES} runs were over before they could be killed after step {self.plan.kill}; "
+            f"steps={k}: {TRIES} runs were over before they could be killed after step {plan.kill}; "
             f"use more, such as steps={4 * k}"
         )
 
-    def _wait(
-        self, name: str, process: "subprocess.Popen[bytes]", poll_s: float, until: Callable[[], bool]
-    ) -> None:
-        """Until the process has ended or `until` holds; meanwhile show its progress."""
-        metrics, shown, done = self.out / name / FILE_NAME, 0.0, self.plan.first
-        with progress_bar(f"{name} run", self.plan.last - self.plan.first) as advance:
-            while process.poll() is None and not until():
-                if time.monotonic() - shown > SHOW_S and metrics.exists():
-                    now = max(done, *read_steps(metrics), 0)
-                    advance(now - done)
-                    shown, done = time.monotonic(), now
-                time.sleep(poll_s)
-
-    def _words(self, name: str) -> list[str]:
-        return ["pretrain", f"resume={self.out / name}.yaml", f"out={self.out / name}"]
+    def _run(self, name: str, log: Path) -> AbstractContextManager["subprocess.Popen[bytes]"]:
+        console().print(f"running {name}.yaml to step {self.plan.last}, with its output in {log}")
+        return child_run(["pretrain", f"resume={self.out / name}.yaml", f"out={self.out / name}"], log)
 
     def _latest(self, name: str) -> str | None:
         return latest_name(self.out / name / CHECKPOINTS)
-
-    def _is_saved(self) -> bool:
-        """True once the checkpoint to resume from, or a later one, is published."""
-        return self._latest(RESUMED) in (step_name(self.plan.kill), step_name(self.plan.last))
-
-    def _between_checkpoints_s(self) -> float:
-        """Seconds between the two checkpoints of the straight run."""
-        records = read_records(self.out / STRAIGHT / FILE_NAME)
-        times = {record["step"]: record["time"] for record in records if record["kind"] == "saved"}
-        if self.plan.kill not in times:  # its failure was reported there; the run continued
-            raise UserError(
-                f"the straight run could not save step {self.plan.kill} (its output: "
-                f"{self.out / STRAIGHT}.log)"
-            )
-        return max(0.0, times[self.plan.last] - times[self.plan.kill])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import RenderableType
 from rich.text import Text
 
 import mlm
@@ -82,9 +81,9 @@ class Verdict:
 
 
 def write_and_show(
-    out: Path, config: PretrainConfig, verdict: Verdict, numbers: Mapping[str, Any], *shown: RenderableType
+    out: Path, config: PretrainConfig, verdict: Verdict, numbers: Mapping[str, Any], what: str
 ) -> None:
-    """Write the result `out` with every number compared (null if not finite), then print it and `shown`.
+    """Write the result `out` with every number compared (null if not finite); print `what` and the verdict.
 
     Raises UserError if the disk is full.
     """
@@ -98,10 +97,10 @@ def write_and_show(
         "versions": {"mlm": mlm.__version__, "torch": torch.__version__},
     }
     with writing_to(str(out.parent)):
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_result(out, {key: replace_nonfinite(value) for key, value in result.items()})
     screen = console()
-    for each in shown:
-        screen.print(each)
+    screen.print(what)
     if verdict.equal:  # else the error that ends the command reports it
         screen.print(Text(verdict.headline, style="green"))
     elif verdict.hint:

@@ -84,13 +84,12 @@ BUGS = (
 def judge(file: str, function: str, layout: dict[str, int], cause: str) -> dict:
     begin = time.monotonic()
     try:
-        report = audit(f"{HERE / file}.py:{function}", **layout)
+        outcome = audit(f"{HERE / file}.py:{function}", **layout)
     except UserError as error:
         found, sentence = "not judged", str(error)
     else:
-        finding = report.smallest.finding
-        found = "" if finding is None else finding.cause
-        sentence = report.sentence
+        found = "" if outcome.finding is None else outcome.finding.cause
+        sentence = outcome.sentence
     holds = found == cause
     row = {"subject": f"{file}.py:{function}", "layout": " ".join(f"{a}={n}" for a, n in layout.items())}
     row |= {

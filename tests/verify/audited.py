@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mlm.verify.audit.subject import AuditSubject, Split
+from mlm.verify.audit.record import AuditSubject, Split
 
 HIDDEN = 8
 
@@ -74,10 +74,17 @@ def build(mesh, mistake: str = "") -> AuditSubject:  # type: ignore[no-untyped-d
             dist.all_reduce(square, group=tp)
         return square.sqrt()
 
+    def loss(y: Tensor) -> Tensor:
+        own = y.square().mean()
+        if mistake != "loss":
+            return own
+        dist.all_reduce(total := own.detach().clone(), group=dp)  # as reported: not divided by the replicas
+        return own + (total - own.detach())
+
     return AuditSubject(
         module=model,
         batch=x,
-        loss=lambda y: y.square().mean(),
+        loss=loss,
         reduce=reduce,
         clip=clip,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -85,8 +92,8 @@ def build(mesh, mistake: str = "") -> AuditSubject:  # type: ignore[no-untyped-d
     )
 
 
-forward, backward, replicas, norm = (
-    partial(build, mistake=m) for m in ("forward", "backward", "replicas", "norm")
+forward, backward, replicas, norm, loss = (
+    partial(build, mistake=m) for m in ("forward", "backward", "replicas", "norm", "loss")
 )
 
 
@@ -141,10 +148,6 @@ def not_finite(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
     """Roots of negative numbers, in every run."""
     model = nn.Sequential(nn.Linear(4, 4), Root(), nn.Tanh())
     return AuditSubject(module=model, batch=-torch.ones(3, 4), loss=lambda y: y.square().mean())
-
-
-def no_module(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]
-    return AuditSubject(module="x")  # type: ignore[arg-type]
 
 
 def no_loss(mesh) -> AuditSubject:  # type: ignore[no-untyped-def]

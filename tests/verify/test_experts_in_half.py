@@ -23,7 +23,7 @@ from mlm.parallel.expert.router import routers
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
-from mlm.verify.parity import Report, batches_of, one_process
+from mlm.verify.parity import Report, one_process
 from tests.ranks import run_on_ranks
 from tests.slow import slow, slow_but
 from tests.verify.half_precision import Half, compare_noting, config_of, problems
@@ -71,7 +71,7 @@ def forced(ctx: ParallelContext, layout: Layout) -> tuple[Half, Report]:
     recorder = Trainer(exact, one)
     chooser = Chooser(recorder)
     samples = train_dataset(exact, exact.steps * exact.train.global_batch_size)
-    with batches_of(recorder, samples) as steps:
+    with recorder.batches(samples) as steps:
         for _, batches in zip(range(exact.steps), steps, strict=False):
             recorder.train_step(batches)
 
@@ -121,7 +121,7 @@ def free_choices(ctx: ParallelContext, layout: Layout) -> list[tuple[float, floa
 def choose_freely(trainer: Trainer) -> Chooser:
     """The choices of the first step."""
     chooser, config = Chooser(trainer), trainer.config
-    with batches_of(trainer, train_dataset(config, config.train.global_batch_size)) as steps:
+    with trainer.batches(train_dataset(config, config.train.global_batch_size)) as steps:
         trainer.compute_gradients(next(steps))
     return chooser
 

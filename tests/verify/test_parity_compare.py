@@ -187,17 +187,18 @@ def forget(ctx: ParallelContext, layout: Layout, who: str) -> Report | None:
 @pytest.mark.parametrize("layout", [Layout(tp=2, dp=2, zero=2), Layout(pp=2)], ids=str)
 def test_rounding_that_adam_amplifies_is_compared_by_gradient(layout: Layout) -> None:
     """At eps=1e-30 the biases of keys, whose gradient is zero but for rounding, move by whole steps."""
-    report = run_on_ranks(compare_with_tiny_eps, layout, **layout.sizes)[0]
-    verdict = judge(report)
+    verdict, without = map(judge, run_on_ranks(compare_with_tiny_eps, layout, **layout.sizes)[0])
     assert verdict.equal, verdict.sentence
-    # of each layer the keys' 16, but for those whose sum happens to round to 0; hardly any other
-    assert 4 * 16 - 4 <= report.by_gradient <= 4 * 16 + 20
-    assert f"{report.by_gradient} elements compared by gradient" in verdict.sentence
+    assert "attention.qkv.bias (updated weight" in without.sentence
 
 
-def compare_with_tiny_eps(ctx: ParallelContext, layout: Layout) -> Report | None:
+def compare_with_tiny_eps(ctx: ParallelContext, layout: Layout) -> list[Report | None]:
+    """The comparison, and one that takes no gradient for rounding."""
     config = layout.config()
-    return compare(replace(config, optimizer=replace(config.optimizer, eps=1e-30)), ctx)
+    config = replace(config, optimizer=replace(config.optimizer, eps=1e-30))
+    report = compare(config, ctx)
+    with patch("mlm.verify.audit.compare.ROUNDING", 0.0):
+        return [report, compare(config, ctx)]
 
 
 def test_a_wrong_update_of_a_weight_is_found_at_any_eps() -> None:

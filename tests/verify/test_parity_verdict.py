@@ -10,9 +10,8 @@ from torch import Tensor
 from mlm.parallel.mesh import shape_context
 from mlm.training.corpora import train_dataset
 from mlm.training.trainer import Trainer
-from mlm.verify.audit.record import Key, Record
-from mlm.verify.audit.subject import AXES
-from mlm.verify.parity import Report, batches_of, judge, record_step
+from mlm.verify.audit.record import AXES, Key, Record
+from mlm.verify.parity import Report, judge, record_step
 from mlm.verify.verdict import TOLERANCES, Verdict
 from tests.verify.parity_layouts import Layout
 
@@ -128,7 +127,7 @@ def test_loads_of_experts_are_compared_where_rounding_moves_no_token(
 ) -> None:
     config = Layout(precision=precision, moe="sigmoid", layers=2).config(steps=1)
     trainer: Trainer = Trainer(config, shape_context())
-    with batches_of(trainer, train_dataset(config, config.train.global_batch_size)) as steps:
+    with trainer.batches(train_dataset(config, config.train.global_batch_size)) as steps:
         record, _ = record_step(trainer, next(steps), precision)
     loads = [key for key in record.tensors if key.name.endswith((".router.bias", ".router.load"))]
     assert bool(loads) == is_recorded
@@ -140,18 +139,21 @@ def test_the_first_difference_on_the_way_back_is_named() -> None:
         "first at layers.0.attention_norm.bias (reduced gradient, step 2, off by 0.25 of its largest "
         "element); 1 more tensors of that step differ"
     )
-    assert "layers.0.mlp.up.weight is right and all before it is wrong" in verdict.hint
+    assert "layers.0.mlp.up.weight is right and all before it are wrong" in verdict.hint
 
 
 @pytest.mark.parametrize(
     "off, hint",
     [
-        ({"gradient_final": add(0.5, 1), "gradient_layers_0_att": add(0.5, 1)}, "some gradients: gradients"),
-        ({UP: add(1.0, 1)}, "some gradients: gradients before and after them are right"),
-        ({"gradient": lambda x: 2 * x}, "unscaled mean: those of all parameters are 2 times"),
-        ({"gradient": lambda x: 1.5 * x}, "wrong divisor: those of all parameters are 1.5 times"),
+        (
+            {"gradient_final": add(0.5, 1), "gradient_layers_0_att": add(0.5, 1)},
+            "backward pass: the loss is right and some before it are too",
+        ),
+        ({UP: add(1.0, 1)}, "backward pass: final_norm.bias is right and some before it are too"),
+        ({"gradient": lambda x: 2 * x}, "unscaled mean: it is 2 times that of one process"),
+        ({"gradient": lambda x: 1.5 * x}, "wrong divisor: it is 1.5 times"),
         ({"gradient": lambda x: 1.5 * x, "loss": add(1.0)}, "wrong divisor: it is 5 in place of 4, and all"),
-        ({"gradient_final": lambda x: x / 2}, "wrong divisor: those of final_norm.bias are 0.5 times"),
+        ({"gradient_final": lambda x: x / 2}, "wrong divisor: it is 0.5 times"),
         ({"loss": add(1.0)}, "forward pass: it is 5 in place of 4"),
         ({"norm": fill(0.5)}, "norm misses parameters"),
     ],
@@ -190,8 +192,8 @@ def test_unequal_copies_are_a_difference() -> None:
 OVERFLOW = {"norm": fill(inf), UP: add(inf)}
 
 
-def test_steps_that_both_sides_skip_decide_nothing() -> None:
-    assert judged(OVERFLOW, precision="fp16", both=True).word == "UNDECIDED"
+def test_a_step_that_both_sides_skip_decides_nothing() -> None:
+    assert judged({}, OVERFLOW, precision="fp16", both=True).word == "UNDECIDED"
 
 
 def test_an_overflow_on_one_side_is_a_difference() -> None:

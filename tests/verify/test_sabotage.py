@@ -379,7 +379,7 @@ CASES = {
         gradients_of_experts_twice,
         EP,
         "mlp.experts.down",
-        "are 2 times those",
+        "it is 2 times",
     ),
     "experts summed over the replicas of the model": Sabotage(
         "mlm.parallel.gradients.parameters_by_axis",

@@ -6,13 +6,13 @@ from typing import Any
 
 from mlm.checkpoint.commands.config import CkptDiffConfig
 from mlm.checkpoint.commands.result import versions, write_result
-from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints, compared_bytes
-from mlm.checkpoint.native.format import JSON, Manifest, read_manifest
+from mlm.checkpoint.native.compare import CheckpointComparison, compare_checkpoints
+from mlm.checkpoint.native.format import JSON, Manifest
 from mlm.checkpoint.native.run_state import LINEAGE
 from mlm.checkpoint.native.save_load import resolve
 from mlm.config.tree import flatten
 from mlm.util.errors import CheckFailedError
-from mlm.util.terminal import add_row, console, progress_bar, table
+from mlm.util.terminal import add_row, console, table
 
 SHOWN = 10  # tensors a table lists
 ABSENT = "—"
@@ -24,9 +24,7 @@ Differences = dict[str, dict[str, JSON]]
 def run(config: CkptDiffConfig) -> None:
     """Compare, print tables, write out. Raises CheckFailedError unless all tensors are equal bit for bit."""
     first, second = resolve(config.first, "first"), resolve(config.second, "second")
-    total = compared_bytes(read_manifest(first), read_manifest(second))
-    with progress_bar("comparing", total, in_bytes=True) as advance:
-        comparison = compare_checkpoints(first, second, advance)
+    comparison = compare_checkpoints(first, second)
     differences = state_differences(comparison.first, comparison.second)
     if config.out is not None:
         write_result(config.out, result_of(first, second, comparison, differences))

@@ -1,7 +1,7 @@
 """Comparison of the tensors of two checkpoints, written by any layouts, in a memory of a few blocks."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from mlm.checkpoint.native.format import (
 )
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.slices import Region
-from mlm.util.terminal import one_line
+from mlm.util.terminal import Advance, one_line, progress_bar
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype to compare an element's bits in, by its bytes."""
@@ -100,16 +100,13 @@ class CheckpointComparison:
         return "; ".join(parts) or f"all {alike} tensors are equal bit for bit"
 
 
-def compare_checkpoints(
-    first: Path, second: Path, progress: Callable[[int], None] = lambda count: None
-) -> CheckpointComparison:
-    """Compare the tensors of two step-… directories element by element.
+def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
+    """Compare the tensors of two step-… directories element by element, and show a progress bar.
 
-    Reads both by blocks of rows: a dozen times BLOCK bytes, or one row, are held at most.
-    `progress` receives bytes compared, `compared_bytes` in all. Blocks that are read are compared with their
-    digests, the others are not: `mlm ckpt verify` does that. Raises CorruptFileError when a file is missing,
-    short, damaged, or holds other tensors than listed;
-    UserError when there is no such checkpoint; CheckpointError when one cannot be read.
+    Reads both by blocks of rows: a dozen times BLOCK bytes, or one row, are held at most. Blocks that are
+    read are compared with their digests, the others are not: `mlm ckpt verify` does that. Raises
+    CorruptFileError when a file is missing, short, damaged, or holds other tensors than listed; UserError
+    when there is no such checkpoint; CheckpointError when one cannot be read.
     """
     try:
         manifests = read_manifest(first), read_manifest(second)
@@ -117,7 +114,9 @@ def compare_checkpoints(
         forms = {name: [_form(manifest.tensors[name]) for manifest in manifests] for name in mine & theirs}
         with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
             alike = sorted(name for name, (here, there) in forms.items() if here == there)
-            tensors = tuple(_compare(a, b, name, progress) for name in alike)
+            count = sum(_bytes_of(manifests[0].tensors[name]) for name in alike)
+            with progress_bar("comparing", count, in_bytes=True) as advance:
+                tensors = tuple(_compare(a, b, name, advance) for name in alike)
     except OSError as error:
         where = error.filename or f"{first} or {second}"
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}. {RESTORE}") from error
@@ -130,20 +129,15 @@ def compare_checkpoints(
     )
 
 
-def compared_bytes(first: Manifest, second: Manifest) -> int:
-    """Bytes of one of the two that `compare_checkpoints` compares with the other's."""
-    return sum(
-        prod(entry.shape) * entry.dtype.itemsize
-        for name, entry in first.tensors.items()
-        if name in second.tensors and _form(second.tensors[name]) == _form(entry)
-    )
-
-
 def _form(entry: TensorEntry) -> str:
     return f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)}"
 
 
-def _compare(first: Reader, second: Reader, name: str, progress: Callable[[int], None]) -> TensorDifference:
+def _bytes_of(entry: TensorEntry) -> int:
+    return prod(entry.shape) * entry.dtype.itemsize
+
+
+def _compare(first: Reader, second: Reader, name: str, progress: Advance) -> TensorDifference:
     entry = first.manifest.tensors[name]
     differing, largest, scale = 0, 0.0, 0.0
     for block in row_blocks(entry.shape, entry.dtype.itemsize):

@@ -14,7 +14,7 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.folders import CHECKPOINTS, find_saves
 from mlm.checkpoint.native.run_state import LINEAGE, Lineage, Save
 from mlm.config.build import from_dict
-from mlm.data.sampler import Loader, MicroBatch
+from mlm.data.sampler import MicroBatch
 from mlm.launch.checks import problems_of
 from mlm.launch.start import run_job
 from mlm.optim.clip import gradient_norm
@@ -107,7 +107,8 @@ def replay(config: ReplayRun, ctx: ParallelContext) -> None:
     memory = decode(record["memory"], config.incident.window)
     start = load_ancestor(trainer, record)
     say = print if ctx.is_main else lambda *words: None
-    say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout_text(ctx)}")
+    layout = replace(config.parallel, dp=ctx.dp.size).described
+    say(f"step {step} of {config.out}, replayed from {start or 'initial weights'} on {layout}")
     with steps_of(trainer, memory, step) as batches_of_steps:
         trainer.observers = Observers([SkipSteps(memory.steps, trainer)])
         while trainer.step < step - 1:
@@ -153,22 +154,11 @@ def find_starts(record: dict[str, Any]) -> tuple[list[Save], bool]:
 @contextmanager
 def steps_of(trainer: Trainer, memory: Memory, step: int) -> Iterator[Iterator[list[MicroBatch]]]:
     """Micro-batches of this rank from the trainer's state on."""
-    config, ctx = trainer.config, trainer.ctx
     trainer.left_out = memory.ranges
-    size = config.train.global_batch_size
+    size = trainer.config.train.global_batch_size
     left = sum(count + size for _, count in memory.ranges)
     number = trainer.consumed_samples + (step - trainer.step) * size + left
-    loader = Loader(
-        train_dataset(config, number, trainer.history),
-        consumed_samples=trainer.consumed_samples,
-        global_batch_size=size,
-        micro_batch_size=config.train.micro_batch_size,
-        rank=ctx.dp.rank,
-        size=ctx.dp.size,
-        left_out=memory.ranges,
-        ramp=config.train.ramp_batch,
-    )
-    with loader as steps:
+    with trainer.batches(train_dataset(trainer.config, number, trainer.history)) as steps:
         yield steps
 
 
@@ -209,10 +199,3 @@ def at_precision(trainer: Trainer, config: ReplayRun) -> Trainer:
         for target, source in zip(other.shards, trainer.shards, strict=True):
             target.parameter.copy_(source.parameter)
     return other
-
-
-def layout_text(ctx: ParallelContext) -> str:
-    """Return the layout in words."""
-    over_context = f" cp={ctx.cp.size}" if ctx.cp.size > 1 else ""
-    over_experts = f" ep={ctx.experts.ep.size}" if ctx.experts.ep.size > 1 else ""
-    return f"tp={ctx.tp.size}{over_context} pp={ctx.pp.size} dp={ctx.dp.size}{over_experts}"

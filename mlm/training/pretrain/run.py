@@ -287,18 +287,7 @@ class PretrainLoop(Loop):
 
     def batches(self) -> Loader:
         """Batches of each step, from the next step on."""
-        config, ctx = self.trainer.config, self.trainer.ctx
-        return Loader(
-            self.samples,
-            consumed_samples=self.trainer.consumed_samples,
-            global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
-            rank=ctx.dp.rank,
-            size=ctx.dp.size,
-            pin_memory=ctx.device.type == "cuda",
-            left_out=self.trainer.left_out,
-            ramp=config.train.ramp_batch,
-        )
+        return self.trainer.batches(self.samples)
 
     def count(self) -> None:
         """Count the step that was just taken, of fewer tokens in a ramp of the batch."""

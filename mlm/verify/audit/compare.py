@@ -11,13 +11,14 @@ from torch import Tensor
 from mlm.util.errors import UserError
 from mlm.verify.audit.parts import (
     SPLIT_AXES,
-    Coordinates,
+    How,
     Match,
     Parts,
     Placement,
     difference,
     fill,
     match,
+    match_at,
     match_offsets,
     match_rows,
     placements,
@@ -25,19 +26,16 @@ from mlm.verify.audit.parts import (
 from mlm.verify.audit.record import KINDS, Key, Record
 from mlm.verify.verdict import FLOOR, TOLERANCES
 
-ROUNDING = 1e4
-"""Where two gradients of an element differ by more than this many tolerances of it, it holds rounding. Keys'
+ROUNDING = 1e-10
+"""Fraction of a model's largest gradient below which an element of one holds rounding in float64. Keys'
 biases are such: softmax cancels them, so that their true gradient is zero."""
 
 Layout = Mapping[str, int]
-Rank = tuple[int, ...]
-"""Coordinates over AXES."""
-Ranks = dict[Rank, Record]
-Rounding = dict[tuple[str, int], dict[Coordinates, Tensor]]
-"""Masks of the elements that hold rounding, of each rank's part of a parameter on a stage."""
+Ranks = dict[tuple[int, ...], Record]
+"""Records by coordinates over AXES."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """A compared tensor."""
 
@@ -62,8 +60,9 @@ class Place:
 class Comparison:
     """Every tensor that both have, compared in the order of the reference's computation.
 
-    Of our trainer, `lr_sum` is the unit of weights: its learning rates added up. Its loss is the global
-    batch's on every rank. `rounding` is that of the steps before. Raises UserError where names do not match.
+    Of our trainer, `lr_sum` is the unit of weights: its learning rates added up; `eps` is the optimizer's.
+    Its loss is the global batch's on every rank, which others' need not be. Raises UserError where names do
+    not match.
     """
 
     def __init__(
@@ -74,14 +73,13 @@ class Comparison:
         *,
         lr_sum: float | None = None,
         eps: float = 0.0,
-        rounding: Rounding | None = None,
     ) -> None:
         self.layout, self.reference, self.ranks = layout, reference, ranks
-        self.lr_sum, self.eps, self.rounding = lr_sum, eps, {} if rounding is None else rounding
+        self.lr_sum, self.eps = lr_sum, eps
         self.replicas = layout["dp"] * layout["cp"]
         self.places: list[Place] = []
         self.skipped: list[str] = []
-        """What could not be compared, and why."""
+        """What could not be compared, and why, for each step."""
         formats = list(TOLERANCES)
         self.precision = max((r.precision for r in (reference, *ranks.values())), key=formats.index)
         self._largest: dict[tuple[int, str], float] = {}
@@ -95,13 +93,13 @@ class Comparison:
         order = list(KINDS).index
         for key in sorted(reference.tensors, key=lambda key: (key.step, order(key.kind))):
             whole = reference.tensors[key]
-            is_own = key.kind == "loss" and lr_sum is None and self.replicas > 1  # of each replica, or all
+            is_own = key.kind == "loss" and lr_sum is None and self.replicas > 1
             is_of_stage = layout["pp"] > 1 and not key.name  # the whole module is a stage
-            stages = {} if is_own or is_of_stage else held(ranks, key)
+            stages = {} if is_of_stage else held(ranks, key)
             for stage, parts in stages.items():
-                self._compare(key, whole, stage, parts)
+                self._compare(key, whole, stage, combine_losses(parts, whole) if is_own else parts)
             if not stages and key.name in reference.offsets:
-                self.places.append(Place(key, Match({}, {}, math.inf), 1.0, 0.0))
+                self.places.append(Place(key, Match({}, {}, is_complete=False), 1.0, 0.0))
         if not any(place.key.kind in ("output", "gradient", "weight") for place in self.places):
             raise UserError("no module or parameter of the layout has a name of one process; give names=")
 
@@ -121,12 +119,6 @@ class Comparison:
     def wrong(self) -> list[Place]:
         """Places beyond the tolerance; the first is the first computed."""
         return [place for place in self.places if place.is_wrong]
-
-    def before(self, place: Place) -> Place | None:
-        """The place computed before one, of the same kind and step."""
-        same = [p for p in self.places if p.key[:2] == place.key[:2]]
-        index = same.index(place)
-        return same[index - 1] if index else None
 
     def _moved(self, key: Key) -> float:
         """Largest change of an element of the reference's weight since the start."""
@@ -154,10 +146,10 @@ class Comparison:
         record = next(record for rank, record in self.ranks.items() if rank[0] == stage)
         call = key.step, key.kind, key.name, key.item
         if self._calls[id(self.reference)][call] != self._calls[id(record)][call]:
-            self._skip(f"{key.name} is called another number of times than on one process")
+            self.skipped.append(f"{key.name} is called another number of times than on one process")
         elif (found := self._activation(key, parts, whole, limit * unit)) is None:
             shape = list(next(iter(parts.values())).shape)
-            self._skip(f"{key.name}: {shape} is no part of {list(whole.shape)}")
+            self.skipped.append(f"{key.name}: {shape} is no part of {list(whole.shape)}")
         else:
             self.places.append(Place(key, found, unit, limit, stage))
 
@@ -170,10 +162,6 @@ class Comparison:
             rows = match_rows(parts, whole, is_scaled=is_scaled)
             found = rows if rows is not None and rows.error <= bound else found
         return found
-
-    def _skip(self, why: str) -> None:
-        if why not in self.skipped:
-            self.skipped.append(why)
 
     def _choices(self, key: Key, parts: Parts, whole: Tensor) -> Iterable[Placement]:
         """The placements that a tensor of this kind may have; each is built when it is tried."""
@@ -191,32 +179,45 @@ class Comparison:
         return placements(parts, whole, self.layout, blocks=choices, sums=sums)
 
     def _parameter(self, key: Key, whole: Tensor, stage: int, parts: Parts) -> Match:
-        """Compare parts of a parameter, its gradient or its update.
-
-        Elements whose gradients differ by more than a share of themselves hold rounding, of which optimizers
-        make whole steps: the weights of these are not compared.
-        """
-        found = match_parameter(key.name, parts, whole, stage, self.ranks, self.layout)
-        masks = self.rounding.setdefault((key.name, stage), {})
-        if key.kind == "gradient":
-            share = ROUNDING * TOLERANCES[self.precision].gradient
-            for at, (part, right) in found.pairs.items():
-                part, right = part.double(), right.double()
-                tiny = (part - right).abs() > share * (right.abs() + self.eps)
-                masks[at] = tiny | masks[at] if at in masks else tiny
-        if key.kind != "weight" or not masks:
+        """Compare parts of a parameter, its gradient or its update."""
+        if key.name in self.reference.offsets:
+            offsets = {at: self.ranks[stage, *at].offsets[key.name] for at in parts}
+            found = match_offsets(parts, whole, offsets)
+        else:
+            placement = placement_of(key.name, parts, whole, self.ranks, self.layout)
+            found = match_at(placement, parts, whole)
+        of_gradient = key._replace(kind="gradient"), stage
+        gradient = next((p.match for p in self.places if (p.key, p.stage) == of_gradient), None)
+        if key.kind != "weight" or gradient is None:
             return found
-        pairs = {
-            at: (torch.where(masks[at] & part.isfinite(), right.to(part.dtype), part), right)
-            for at, (part, right) in found.pairs.items()
-        }
-        error = max(difference(*pair) for pair in pairs.values())
-        return replace(found, pairs=pairs, error=error if math.isfinite(found.error) else math.inf)
+        return self._without_rounding(found, gradient, ROUNDING * self._largest[key.step, "gradient"])
+
+    def _without_rounding(self, weight: Match, gradient: Match, bound: float) -> Match:
+        """A weight without elements whose gradients are rounding, of which optimizers make whole steps."""
+        pairs = {}
+        for at, (part, right) in weight.pairs.items():
+            larger = torch.maximum(*(x.abs().double() for x in gradient.pairs[at]))
+            is_rounding = (larger > 0) & (larger + self.eps < bound)
+            pairs[at] = right.to(part.dtype).where(is_rounding & part.isfinite(), part), right
+        return replace(weight, pairs=pairs)
 
 
 def magnitude(tensor: Tensor) -> float:
     """Largest magnitude of an element."""
     return float(tensor.abs().amax()) if tensor.numel() else 0.0
+
+
+def combine_losses(parts: Parts, whole: Tensor) -> Parts:
+    """One loss of all replicas, on each tp rank: their sum or a mean, whichever is nearer one process's.
+
+    Replicas may weigh in such a mean as they like, by their tokens say; of equal losses it is theirs.
+    """
+    combined: Parts = {}
+    for tp in {at[-1] for at in parts}:
+        losses = torch.stack([loss for at, loss in parts.items() if at[-1] == tp])
+        mean = whole.clamp(losses.amin(0), losses.amax(0))
+        combined[0, 0, tp] = min(losses.sum(0), mean, key=lambda loss: difference(loss, whole))
+    return combined
 
 
 def held(ranks: Ranks, key: Key) -> dict[int, Parts]:
@@ -229,29 +230,16 @@ def held(ranks: Ranks, key: Key) -> dict[int, Parts]:
     return {s: p for s, p in stages.items() if is_known or len(p) == sum(rank[0] == s for rank in ranks)}
 
 
-def match_parameter(
-    name: str, parts: Parts, whole: Tensor, stage: int, ranks: Ranks, layout: Layout
-) -> Match:
-    """Parts of a parameter beside what they should be. Raises UserError as `placement_of` does."""
-    offsets = {rank[1:]: record.offsets.get(name) for rank, record in ranks.items() if rank[0] == stage}
-    known = {at: offset for at in parts if (offset := offsets[at]) is not None}
-    if len(known) == len(parts):
-        return match_offsets(parts, whole, known)
-    found = match(parts, whole, [placement_of(name, parts, whole, ranks, layout)], 0.0)
-    assert found is not None
-    return found
-
-
 def placement_of(name: str, parts: Parts, whole: Tensor, ranks: Ranks, layout: Layout) -> Placement:
     """The placement of a parameter, as it says or by shapes. Raises UserError for none that fits."""
-    splits = next(r.splits[name] for r in ranks.values() if name in r.splits)
-    said = [split for split in splits or () if layout[split.axis] > 1]
-    declared = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1} | {each.axis: each for each in said}
-    choices = list(placements(parts, whole, layout, blocks={each.axis: (1, each.blocks) for each in said}))
-    if splits is not None:
-        choices = [choice for choice in choices if choice == declared]
-    for choice in sorted(choices, key=lambda c: any(c[axis] != "copy" for axis in c if axis != "tp")):
-        return choice
+    splits = next(record.splits[name] for record in ranks.values() if name in record.splits)
+    declared: dict[str, How] = {axis: "copy" for axis in SPLIT_AXES if layout[axis] > 1}
+    declared |= {split.axis: split for split in splits or () if layout[split.axis] > 1}
+    blocks = {split.axis: (1, split.blocks) for split in splits or ()}
+    choices = placements(parts, whole, layout, blocks=blocks)
+    fitting = [choice for choice in choices if splits is None or choice == declared]
+    if fitting:  # over tp alone if that explains the shapes
+        return min(fitting, key=lambda choice: any(choice[a] != "copy" for a in choice if a != "tp"))
     shape = list(next(iter(parts.values())).shape)
     raise UserError(
         f"parameter {name}: {shape} on each rank does not make {list(whole.shape)} on one process",
@@ -266,10 +254,9 @@ def assemble_weights(shapes: Mapping[str, Tensor], ranks: Ranks, layout: Layout)
         stages = held(ranks, Key(0, "initial", name))
         if not stages:
             own = sorted({n for record in ranks.values() for n in record.splits} - set(shapes))
+            alone = f"{', '.join(own[:3]) or 'none'} on ranks alone"
             raise UserError(
-                f"parameter {name} of one process is on no rank ({', '.join(own[:3]) or 'none'} are on ranks "
-                "alone)",
-                fix="map the names of ranks to those of one process with names=",
+                f"parameter {name} of one process is on no rank, {alone}", fix="map these with names="
             )
         parts = next(iter(stages.values()))
         weights[name] = torch.empty(like.shape, dtype=like.dtype)

@@ -8,22 +8,20 @@ the words for each.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.causes import CAUSES, END, FORWARD, INPUT, SOME
+from mlm.verify.audit.causes import BACKWARD, CAUSES, FACTS, FORWARD
 from mlm.verify.audit.compare import Comparison, Place, magnitude
-from mlm.verify.audit.parts import SPLIT_AXES, Parts, are_copies, difference, scale_of
-from mlm.verify.audit.record import KINDS
-from mlm.verify.audit.subject import Split
+from mlm.verify.audit.parts import SPLIT_AXES, are_copies, difference, scale_of
+from mlm.verify.audit.record import KINDS, Split
 
 FIT = 1e-6
 """Formulas hold to this fraction of the largest element, or to ten tolerances."""
 MOST_NAMES = 4
-BACKWARD = (" of a gradient", " in backward (operator f of arXiv:1909.08053)")
-"""What a cause and its sentence say of gradients."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,10 @@ class Finding:
 
 def diagnose(comparison: Comparison) -> Finding | None:
     """The finding at the first place where the layout parts; None where it does not."""
-    torn = [
-        place
-        for place in comparison.places
-        if place.key.kind == "initial" and (unequal(place) or equal(place))
-    ]
-    if torn:
+    initial = [place for place in comparison.places if place.key.kind == "initial"]
+    if torn := [place for place in initial if unequal(place) or equal(place)]:
         return _torn(torn)
-    wrong = comparison.wrong
-    if not wrong:
+    if not (wrong := comparison.wrong):
         return _dropout(comparison)
     place = wrong[0]
     if place.key.kind == "gradient" and not _has_outputs(comparison):  # backward begins with the last
@@ -72,7 +65,7 @@ def diagnose(comparison: Comparison) -> Finding | None:
     names: list[str]
     if not place.match.pairs:
         cause, sentence, *names = "lost", "no rank has it; look at how layers are distributed"
-    elif not all(bool(part.isfinite().all()) for part in _parts(place).values()):
+    elif not all(bool(part.isfinite().all()) for part in place.match.parts.values()):
         cause, sentence, *names = "not finite", "it is NaN or infinite, and a number on one process"
     else:
         cause, sentence, *names = functions.get(place.key.kind, _activation)(comparison, place)
@@ -95,7 +88,8 @@ def pattern(comparison: Comparison, places: Sequence[Place]) -> Pattern | None:
     factor = scale_of(part, right)
     is_scaled = factor != 0.0 and all(is_close(part, factor * right, place) for place, part, right in pairs)
     slope = _slope(places[0]) if len(places) == 1 and places[0].key.kind == "output" else None
-    for axis, size in axes_of(comparison):
+    sizes = [(axis, comparison.layout[axis]) for axis in reversed(SPLIT_AXES)]  # innermost first
+    for axis, size in ((axis, size) for axis, size in sizes if size > 1):
         for name, multiple in (("times", size), ("divided", 1 / size)):
             if is_scaled and math.isclose(factor, multiple, rel_tol=max(FIT, 10 * places[0].limit)):
                 return Pattern(name, axis, factor)
@@ -110,11 +104,6 @@ def pattern(comparison: Comparison, places: Sequence[Place]) -> Pattern | None:
     if all(map(_is_permuted, places)):
         return Pattern("permuted")
     return None if slope is None else Pattern("affine")
-
-
-def axes_of(comparison: Comparison) -> list[tuple[str, int]]:
-    """Axes with several ranks, innermost first."""
-    return [(axis, comparison.layout[axis]) for axis in reversed(SPLIT_AXES) if comparison.layout[axis] > 1]
 
 
 def is_close(part: Tensor, right: Tensor, place: Place) -> bool:
@@ -133,10 +122,6 @@ def _adds_up(place: Place, axis: str, *, is_mean: bool) -> bool:
     )
 
 
-def _parts(place: Place) -> Parts:
-    return {at: part for at, (part, _) in place.match.pairs.items()}
-
-
 def _is_permuted(place: Place) -> bool:
     parts, rights = zip(*place.match.pairs.values(), strict=True)
     actual, expected = (torch.cat([x.flatten() for x in each]).sort().values for each in (parts, rights))
@@ -145,7 +130,6 @@ def _is_permuted(place: Place) -> bool:
 
 def _slope(place: Place) -> float | None:
     """The a of parts that along some dimension are a·x + b of the right x: NaN where it varies; else None."""
-    found = None
     for dim in range(next(iter(place.match.pairs.values()))[1].ndim):
         pairs = [
             (y - y.mean(dim, keepdim=True), x - x.mean(dim, keepdim=True))
@@ -153,26 +137,25 @@ def _slope(place: Place) -> float | None:
         ]
         if pairs[0][1].shape[dim] <= 3:  # through two points there is a line
             continue
-        slope = scale_of(*pairs[0])
-        if all(is_close(y, slope * x, place) for y, x in pairs):
-            return slope
         slopes = [(x * y).sum(dim, True) / (x * x).sum(dim, True).clamp_min(1e-300) for y, x in pairs]
         if all(is_close(y, a * x, place) for (y, x), a in zip(pairs, slopes, strict=True)):
-            found = math.nan
-    return found
+            slope = scale_of(*pairs[0])
+            return slope if all(is_close(y, slope * x, place) for y, x in pairs) else math.nan
+    return None
 
 
 def unequal(place: Place) -> str | None:
     """An axis whose ranks hold copies that differ."""
-    groups = ((axis, list(group.values())) for axis in SPLIT_AXES for group in place.match.copies(axis))
-    return next(
-        (axis for axis, (first, *rest) in groups if any(not torch.equal(first, x) for x in rest)), None
-    )
+    for axis in SPLIT_AXES:
+        for first, *rest in (group.values() for group in place.match.copies(axis)):
+            if not all(torch.equal(first, copy) for copy in rest):
+                return axis
+    return None
 
 
 def equal(place: Place) -> str | None:
     """An axis whose ranks hold parts that are equal, and not constant."""
-    parts = _parts(place)
+    parts = place.match.parts
     if all(bool((part == part.flatten()[:1]).all()) for part in parts.values()):
         return None
     split = (axis for axis, how in place.match.placement.items() if isinstance(how, Split))
@@ -211,33 +194,33 @@ def _dropout(comparison: Comparison) -> Finding | None:
     return None
 
 
-def _worded(kind: str, found: Pattern | None, **words: object) -> tuple[str, str] | None:
-    """The cause and sentence of a pattern."""
+def _worded(kind: str, found: Pattern | None, before: str = "") -> tuple[str, str] | None:
+    """The cause and sentence of a pattern; `before` is the module whose tensor is right."""
     table = "gradient" if kind == "gradient" else "activation"
     if found is None or (row := CAUSES.get((table, found.name))) is None:
         return None
-    words |= {"axis": found.axis, "factor": found.factor}
-    of, where = BACKWARD if kind == "backward" else ("", "")
-    cause, sentence = (text.format(of=of, where=where, **words) for text in row)
-    return cause, sentence
+    words = {"axis": found.axis, "factor": found.factor, "of": "", "where": ""}
+    words["right"] = f", and that of {before} is right" if before else ""
+    if kind == "backward":
+        words |= {"of": " of a gradient", "where": " in backward (operator f of arXiv:1909.08053)"}
+    cause, fact, advice = (text.format(**words) for text in (row[0], FACTS[found.name], row[1]))
+    return cause, f"{fact}; {advice}"
 
 
 def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
     """The cause of a wrong output or gradient of an output."""
-    kind, before = place.key.kind, comparison.before(place)
+    kind, same = place.key.kind, [p for p in comparison.places if p.key[:2] == place.key[:2]]
+    before = next((p for p, following in pairwise(same) if following is place), None)
     name = before.key.name if before is not None else "the loss"
     if kind == "output" and not place.key.name and (cause := _split_loss(comparison, place)):
         return cause
     if ranks := _wrong_ranks(place):
-        return (
-            "depends on the rank",
-            f"{name} before it is right, and it is wrong on {ranks} alone; look at what reads a rank's place "
-            "(positions, masks, samples, random numbers)",
-        )
-    if not place.match.sums and (found := _worded(kind, pattern(comparison, [place]), before=name)):
+        why = f"{name} before it is right, it is wrong on {ranks} alone; look at what reads a rank's place"
+        return "depends on the rank", f"{why} (positions, masks, samples, random numbers)"
+    if not place.match.sums and (found := _worded(kind, pattern(comparison, [place]), name)):
         return found
     if before is not None and before.match.sums:  # right as addends, and taken for the sum
-        found = _worded(kind, Pattern("addends", before.match.sums[0]), before=name)
+        found = _worded(kind, Pattern("addends", before.match.sums[0]))
         assert found is not None
         return (*found, name)
     splits = () if before is None or kind != "output" else before.match.placement.values()
@@ -248,11 +231,8 @@ def _activation(comparison: Comparison, place: Place) -> tuple[str, ...]:
             "is computed between them reads the size of a part; look at the order of fused rows (q, k, v; "
             "gate, up), of heads and of ranks, and at divisors",
         )
-    return (
-        "depends on the layout",
-        f"{name} before it is right; look at what reads the layout (masks, samples, random numbers, "
-        "divisors) and at communication between them",
-    )
+    why = f"{name} before it is right; look at communication between them, and at what reads the layout"
+    return "depends on the layout", f"{why} (masks, samples, random numbers, divisors)"
 
 
 def _wrong_ranks(place: Place) -> str:
@@ -266,8 +246,7 @@ def _wrong_ranks(place: Place) -> str:
 
 
 def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
-    shown, right = _means(place)
-    head = f"it is {shown} in place of {right:.10g}"
+    head = _values(place)
     if cause := _split_loss(comparison, place):
         return cause
     gradients = [p for p in comparison.places if p.key[:2] == (place.key.step, "gradient")]
@@ -276,10 +255,7 @@ def _loss(comparison: Comparison, place: Place) -> tuple[str, ...]:
         head += f", and all gradients are {found.factor:.6g} times those of one process"
     elif not _has_outputs(comparison):
         return "forward pass", f"{head}: {FORWARD}"
-    return (
-        "wrong divisor",
-        f"{head}; look at what it is divided by, the tokens of the global batch, and at labels",
-    )
+    return "wrong divisor", f"{head}; look at its divisor, the tokens of the global batch, and at labels"
 
 
 def _has_outputs(comparison: Comparison) -> bool:
@@ -289,9 +265,8 @@ def _has_outputs(comparison: Comparison) -> bool:
 
 def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
     """The cause of a wrong loss, or losses of tokens, over a vocabulary that is split over tp."""
-    tp, (shown, right) = comparison.layout["tp"], _means(place)
+    tp, pairs = comparison.layout["tp"], place.match.pairs.values()
     outputs = [p for p in comparison.places if p.key[:2] == (place.key.step, "output") and p.key.name]
-    pairs = place.match.pairs.values()
     if tp > 1 and all(is_close(part - ref, torch.full_like(ref, math.log(tp)), place) for part, ref in pairs):
         return (
             "gathered logits in a split loss",
@@ -301,18 +276,17 @@ def _split_loss(comparison: Comparison, place: Place) -> tuple[str, str] | None:
     if tp > 1 and outputs and isinstance(outputs[-1].match.placement.get("tp"), Split):
         return (
             "local statistics",
-            f"the logits are right, split over tp, and it is {shown} in place of {right:.10g}: it takes a "
-            "rank's part of the vocabulary for all; look at maxima, sums, means, sizes (label smoothing, "
-            "z-loss)",
+            f"the logits are right, split over tp, and {_values(place)}: it takes a rank's part of the "
+            "vocabulary for all; look at maxima, sums, means, sizes (label smoothing, z-loss)",
         )
     return None
 
 
-def _means(place: Place) -> tuple[str, float]:
-    """Means of what ranks have, in words, and the right one."""
-    values = dict.fromkeys(f"{float(part.double().mean()):.10g}" for part in _parts(place).values())
+def _values(place: Place) -> str:
+    """Means of what ranks have, and the right one, in words."""
+    values = dict.fromkeys(f"{float(part.double().mean()):.10g}" for part in place.match.parts.values())
     right = float(next(iter(place.match.pairs.values()))[1].double().mean())
-    return ", ".join(list(values)[:MOST_NAMES]), right
+    return f"it is {', '.join(list(values)[:MOST_NAMES])} in place of {right:.10g}"
 
 
 def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
@@ -321,7 +295,7 @@ def _gradients(comparison: Comparison, place: Place) -> tuple[str, ...]:
     names = "all parameters" if len(wrong) == len(step) else _list(wrong)
     if (stages := _tied(wrong)) is not None:
         return "tied weights not summed", stages, _list(wrong[:1])
-    if found := _worded("gradient", pattern(comparison, wrong), names=names):
+    if found := _worded("gradient", pattern(comparison, wrong)):
         return (*found, names)
     if not _has_outputs(comparison):
         return _along_the_model(comparison, step, wrong)
@@ -338,50 +312,39 @@ def _along_the_model(
     comparison: Comparison, step: Sequence[Place], wrong: Sequence[Place]
 ) -> tuple[str, str]:
     """The cause of wrong gradients by whose they are: backward begins at the end of the model."""
-    last, index = wrong[-1], step.index(wrong[-1])
-    after = step[index + 1].key.name if step[index + 1 :] else ""
-    if found := _worded("backward", pattern(comparison, [last]), before=after or "the loss"):
+    index = step.index(wrong[-1])
+    after = step[index + 1].key.name if step[index + 1 :] else "the loss"
+    if found := _worded("backward", pattern(comparison, wrong[-1:]), after):
         return found
-    is_some = any(not p.is_wrong for p in step[:index])
-    cause, sentence = SOME if is_some else INPUT if after else END
-    return cause, sentence.format(before=after)
+    others = "some before it are too" if len(wrong) <= index else "all before it are wrong"
+    return "backward pass", BACKWARD.format(after=after, others=others)
 
 
 def _tied(wrong: Sequence[Place]) -> str | None:
     """Weights on several stages, whose gradients sum to the right one."""
     first = [place for place in wrong if place.key == wrong[0].key]
-    parts = [_parts(place) for place in first]
-    if len(first) < 2 or any(len(part) != len(parts[0]) for part in parts):
+    parts = [place.match.parts for place in first]
+    if len(first) < 2 or any(part.keys() != parts[0].keys() for part in parts):
         return None
-    sums = {at: sum((part[at] for part in parts[1:]), parts[0][at]) for at in parts[0]}
-    if all(is_close(sums[at], right, first[0]) for at, (_, right) in first[0].match.pairs.items()):
-        stages = " and ".join(str(place.stage) for place in first)
-        return f"stages {stages} each have the gradient of their own use of it; sum these"
-    return None
+    for at, (_, right) in first[0].match.pairs.items():
+        if not is_close(torch.stack([part[at] for part in parts]).sum(0), right, first[0]):
+            return None
+    stages = " and ".join(str(place.stage) for place in first)
+    return f"stages {stages} each have the gradient of their own use of it; sum these"
 
 
 def _norm(_: Comparison, place: Place) -> tuple[str, ...]:
-    shown, right = _means(place)
-    verb = "misses" if any(float(part) < right for part in _parts(place).values()) else "repeats"
-    return (
-        f"norm {verb} parameters",
-        f"it is {shown} in place of {right:.10g}; add the squares of each part of each parameter once: over "
-        "tp, pp, ep and shards of dp, and of copies on one rank alone",
-    )
+    is_less = any(float(part) < float(right) for part, right in place.match.pairs.values())
+    why = "add the squares of each part once: over tp, pp, ep and shards of dp, and of copies on one rank"
+    return f"norm {'misses' if is_less else 'repeats'} parameters", f"{_values(place)}; {why}"
 
 
 def _weights(comparison: Comparison, place: Place) -> tuple[str, ...]:
     wrong = [p for p in comparison.wrong if p.key[:2] == place.key[:2]]
     if axis := next(filter(None, map(unequal, wrong)), None):
-        return (
-            "replicas drift",
-            f"the gradients are right, and the copies on {axis} ranks differ after the update; look at what "
-            "else it reads on each rank (learning rate, moments, order of parameters, loads of experts)",
-            _list(wrong),
-        )
-    return (
-        "update depends on the layout",
-        "the gradients are right, the update is not; look at the optimizer (its state, decay, which "
-        "parameters it holds, updates of an element that read others) and at the clipping factor",
-        _list(wrong),
-    )
+        why = f"copies on {axis} ranks differ: look at what it reads (rate, moments, loads of experts)"
+        cause = "replicas drift"
+    else:
+        why = "look at the optimizer (state, decay, updates of an element that read others) and clipping"
+        cause = "update depends on the layout"
+    return cause, f"the gradients are right, the update is not; {why}", _list(wrong)

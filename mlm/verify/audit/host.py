@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,29 +27,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from mlm.util.errors import UserError
+from mlm.parallel.watch import is_transport_error
+from mlm.util.errors import UserError, format_settings
 from mlm.util.system import die_with_parent
 from mlm.verify.audit.compare import Comparison, Layout, Ranks, assemble_weights
 from mlm.verify.audit.diagnose import Finding, diagnose
-from mlm.verify.audit.record import Record, Recorder
-from mlm.verify.audit.subject import AXES, AuditSubject
+from mlm.verify.audit.record import AXES, AuditSubject, Record, Recorder
 from mlm.verify.config import AuditConfig
 
+Build = Callable[..., AuditSubject]
 GRACE_S = 5.0
 """Seconds that ranks get to report after the first has failed."""
 STUCK = 1.5
 """Timeouts of a collective after which ranks that report nothing count as stuck."""
-OF_OTHERS = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed"),
-    *("Timed out waiting", "timed out", "Timeout"),
-)
-"""Words of errors that a rank has where another is lost or late."""
+LOST_PEER = 75
+"""Exit code of a rank whose error is that another is lost or late."""
 NOTE = 200
 """Bytes that say what a rank does."""
 IMPORTING = "MLM_AUDIT"
 """Environment variable that is set while the user's code is imported."""
-MISTAKE = "mistake: "
-"""Beginning of a rank's error that is the user's."""
 
 
 @dataclass(frozen=True)
@@ -58,28 +54,39 @@ class Outcome:
 
     layout: dict[str, int]
     finding: Finding | None
-    seconds: float
+    """Where it parts from one process; None where it trains as that does."""
     compared: int = 0
     wrong: int = 0
     skipped: tuple[str, ...] = ()
     precision: str = "fp64"
 
+    @property
+    def described(self) -> str:
+        """`tp=2 dp=2`."""
+        return format_settings({axis: size for axis, size in self.layout.items() if size > 1})
 
-def load_build(name: str) -> Callable[..., AuditSubject]:
+    @property
+    def sentence(self) -> str:
+        """One line."""
+        if (found := self.finding) is None:
+            return f"ALIKE: {self.described} in {self.compared} tensors of one process ({self.precision})"
+        return f"PARTS at {found.where} with {self.described}: {found.cause}: {found.sentence}"
+
+
+def load_build(name: str) -> Build:
     """The function FILE.py:FUNCTION or MODULE:FUNCTION. Raises UserError where it cannot be imported."""
     where, _, function = name.rpartition(":")
     os.environ[IMPORTING] = name
     try:
-        found = getattr(import_file(Path(where)) if where.endswith(".py") else import_module(where), function)
+        module = import_file(Path(where)) if where.endswith(".py") else import_module(where)
+        build: Build = getattr(module, function)
     except (Exception, SystemExit) as error:
         raise UserError(
             f"build={name}: importing it fails: {first_line(error)}", fix="type FILE.py:FUNCTION"
         ) from error
     finally:
         del os.environ[IMPORTING]
-    if not callable(found):
-        raise UserError(f"build={name}: {function} is no function; name one of {where}")
-    return found
+    return build
 
 
 def import_file(file: Path) -> ModuleType:
@@ -98,21 +105,19 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().split("\n")[0][:400]
 
 
-def audit_layouts(build: Callable[..., AuditSubject], config: AuditConfig) -> list[Outcome]:
-    """Audit the layout; where it parts, also its axes one by one, for the smallest layout that does."""
+def audit_layouts(build: Build, config: AuditConfig) -> list[Outcome]:
+    """Audit the layout; where it parts, also its axes one by one. The smallest that parts comes first."""
     layout = {axis: getattr(config, axis) for axis in AXES}
     outcomes = [audit_layout(build, layout, config)]
     alone = [dict.fromkeys(AXES, 1) | {axis: n} for axis, n in layout.items() if n > 1]
-    if outcomes[0].finding is not None and len(alone) > 1:
-        for size in sorted(alone, key=lambda s: sorted(s.values())):
-            with suppress(UserError):  # of code that needs several axes
-                outcomes.append(audit_layout(build, size, config))
-    return outcomes
+    for each in alone if outcomes[0].finding is not None and len(alone) > 1 else ():
+        with suppress(UserError):  # of code that needs several axes
+            outcomes.append(audit_layout(build, each, config))
+    return sorted(outcomes, key=lambda o: (o.finding is None, sorted(o.layout.values())))
 
 
-def audit_layout(build: Callable[..., AuditSubject], layout: Layout, config: AuditConfig) -> Outcome:
+def audit_layout(build: Build, layout: Layout, config: AuditConfig) -> Outcome:
     """Run a layout and one process twice, and compare."""
-    begin = time.monotonic()
     world, failure = World(build, layout, config), ""
     try:
         ranks = world.wait()
@@ -122,8 +127,7 @@ def audit_layout(build: Callable[..., AuditSubject], layout: Layout, config: Aud
     alone = [World(build, ones, config, None if failure else world) for _ in range(2)]
     (reference,), (again,) = (each.wait().values() for each in alone)
     if failure:
-        finding = Finding("the layout's ranks", "run", 1, math.inf, "failed", failure)
-        return Outcome(dict(layout), finding, time.monotonic() - begin)
+        return Outcome(dict(layout), Finding("the layout's ranks", "run", 1, math.inf, "failed", failure))
     for key, tensor in reference.tensors.items():
         if not torch.equal(tensor, again.tensors[key]) and not bool(tensor.isnan().any()):
             raise UserError(
@@ -132,17 +136,14 @@ def audit_layout(build: Callable[..., AuditSubject], layout: Layout, config: Aud
             )
     comparison = Comparison(reference, ranks, layout)
     if comparison.blind:
-        raise UserError(
-            f"{comparison.blind} is not finite on one process either, so that nothing after it says anything",
-            fix="give a batch and weights of which it is a number",
-        )
+        problem = f"{comparison.blind} is not finite on one process either: nothing after it says anything"
+        raise UserError(problem, fix="give a batch and weights of which it is a number")
     return Outcome(
         dict(layout),
         diagnose(comparison),
-        time.monotonic() - begin,
         len(comparison.places),
         len(comparison.wrong),
-        tuple(comparison.skipped),
+        tuple(dict.fromkeys(comparison.skipped)),
         comparison.precision,
     )
 
@@ -151,11 +152,7 @@ class World:
     """Ranks of one layout; `weights_of` is the layout whose initial weights they take."""
 
     def __init__(
-        self,
-        build: Callable[..., AuditSubject],
-        layout: Layout,
-        config: AuditConfig,
-        weights_of: "World | None" = None,
+        self, build: Build, layout: Layout, config: AuditConfig, weights_of: "World | None" = None
     ) -> None:
         self.build, self.layout, self.config, self.weights_of = build, layout, config, weights_of
         self.size, host = math.prod(layout.values()), os.getpid()
@@ -170,14 +167,14 @@ class World:
 
     def wait(self) -> Ranks:
         """Wait for the ranks and return their records. Raises UserError for one that failed or hangs."""
-        left, failed, end = dict(enumerate(self.pids)), list[int](), math.inf
+        left, failed, end = dict(enumerate(self.pids)), dict[int, int](), math.inf
         while left and time.monotonic() < end and not self._is_stuck():
             for rank, pid in list(left.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     del left[rank]
                 if ended and (status or not self._read(rank)[1]):
-                    failed.append(rank)
+                    failed[rank] = os.waitstatus_to_exitcode(status)
                     end = min(end, time.monotonic() + GRACE_S)
             time.sleep(0.02)
         for pid in left.values():
@@ -206,26 +203,27 @@ class World:
         every = product(*map(range, self.layout.values()))
         return {at: Record.of_bytes(self._read(rank)[1]) for rank, at in enumerate(every)}
 
-    def _failure(self, failed: list[int]) -> str:
+    def _failure(self, failed: Mapping[int, int]) -> str:
         """One line: a user's mistake, the rank that failed itself, or where each waits."""
-        states, contents = zip(*map(self._read, range(self.size)), strict=True)
-        errors = {rank: contents[rank].decode(errors="replace") for rank in failed}
-        own = {r: e for r, e in errors.items() if e and not any(words in e for words in OF_OTHERS)}
-        if mistake := next((e for e in own.values() if e.startswith(MISTAKE)), ""):
-            return mistake.removeprefix(MISTAKE)
-        if own:
-            rank, text = next(iter(own.items()))
-            if "cuda" in text.lower():
-                return f"the subject needs CUDA ({text}); build it on mesh.device_type, which is cpu here"
-            if self.size == 1:
-                return f"the subject fails in {states[rank]} on one process: {text}"
-            others = "" if len(own) == self.size else "; other ranks do not"
-            return f"rank {rank} of {self.size} fails in {states[rank]}: {text}{others}"
-        if dead := [rank for rank, text in errors.items() if not text]:
-            return f"rank {dead[0]} of {self.size} died in {states[dead[0]]}"
-        where = "; ".join(f"rank {rank}: {state}" for rank, state in enumerate(states))
-        limit = f"timeout_s={self.config.timeout_s:g}"
-        return f"deadlock, or {limit} is too low: no progress in that time ({where})"
+        own = [rank for rank, code in failed.items() if code != LOST_PEER]
+        if not own:
+            waits = [f"rank {rank}: {self._read(rank)[0]}" for rank in range(self.size)]
+            waits += [self._read(rank)[1].decode(errors="replace") for rank in list(failed)[:1]]
+            limit = f"timeout_s={self.config.timeout_s:g}"
+            return f"deadlock, or {limit} is too low: no progress in that time ({'; '.join(waits)})"
+        rank = min(own, key=lambda rank: failed[rank] != UserError.exit_code)
+        state, content = self._read(rank)
+        text = content.decode(errors="replace")
+        if not text:
+            return f"rank {rank} of {self.size} died in {state}"
+        if failed[rank] == UserError.exit_code:
+            return text
+        if "cuda" in text.lower():
+            return f"the subject needs CUDA ({text}); build it on mesh.device_type, which is cpu here"
+        if self.size == 1:
+            return f"the subject fails in {state} on one process: {text}"
+        others = "" if len(own) == self.size else "; other ranks do not"
+        return f"rank {rank} of {self.size} fails in {state}: {text}{others}"
 
     def _run_rank(self, rank: int, host: int) -> None:
         """One rank's process, from the fork to its end."""
@@ -240,9 +238,9 @@ class World:
             note("the end")
             code = 0
         except UserError as error:
-            content = f"{MISTAKE}{error}".encode()
+            content, code = str(error).encode(), error.exit_code
         except BaseException as error:
-            content = first_line(error).encode()
+            content, code = first_line(error).encode(), LOST_PEER if is_transport_error(error) else 1
         finally:
             with open(path_of(self.files[rank]), "r+b") as file:
                 file.seek(NOTE)
@@ -256,7 +254,7 @@ class World:
         timeout = timedelta(seconds=self.config.timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=timeout)
         mesh = init_device_mesh("cpu", tuple(self.layout.values()), mesh_dim_names=tuple(self.layout))
-        torch.manual_seed(self.config.seed)
+        torch.manual_seed(0)
         subject = self.build(mesh)
         if not isinstance(subject, AuditSubject):
             raise UserError(f"build returns a {type(subject).__name__}; return an AuditSubject")

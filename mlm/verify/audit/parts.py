@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
 from itertools import product
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mlm.verify.audit.subject import Split
+from mlm.verify.audit.record import Split
 
 SPLIT_AXES = ("dp", "cp", "tp")
 """Axes over which a tensor may be split, outermost first: the order of coordinates here."""
@@ -21,17 +22,27 @@ Placement = Mapping[str, How]
 """Of each axis with several ranks: how they hold a tensor. "sum": the whole is the sum of theirs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Match:
     """Parts beside what they should be, at the placement that fits best."""
 
-    placement: Placement
     pairs: Pairs
     """(a rank's tensor, what it should be), after sums."""
-    error: float
-    """Largest difference of an element; infinite where one is not finite."""
-    regions: Mapping[Coordinates, Hashable] = field(default_factory=dict)
+    regions: Mapping[Coordinates, Hashable]
     """What each rank's part is of the whole: the same for ranks that hold copies."""
+    placement: Placement = field(default_factory=dict)
+    is_complete: bool = True
+    """False if the ranks together do not hold each element."""
+
+    @cached_property
+    def error(self) -> float:
+        """Largest difference of an element; infinite where one is not finite, or held by no rank."""
+        return max(difference(*pair) for pair in self.pairs.values()) if self.is_complete else math.inf
+
+    @property
+    def parts(self) -> Parts:
+        """What ranks have."""
+        return {at: part for at, (part, _) in self.pairs.items()}
 
     @property
     def sums(self) -> list[str]:
@@ -40,10 +51,15 @@ class Match:
 
     def copies(self, axis: str) -> list[Parts]:
         """The parts, in groups of those that hold the same region on ranks along an axis."""
-        number, groups = SPLIT_AXES.index(axis), dict[Hashable, Parts]()
-        for at, (part, _) in self.pairs.items():
-            groups.setdefault((_aside(at, number), self.regions[at]), {})[at] = part
-        return list(groups.values())
+        return groups_along(axis, self.parts, self.regions)
+
+
+def groups_along(axis: str, parts: Parts, regions: Mapping[Coordinates, Hashable]) -> list[Parts]:
+    """Parts in groups of the same region on ranks along an axis; without regions, all of these ranks."""
+    number, groups = SPLIT_AXES.index(axis), dict[Hashable, Parts]()
+    for at, part in parts.items():
+        groups.setdefault((_aside(at, number), regions.get(at)), {})[at] = part
+    return list(groups.values())
 
 
 def region(whole: Tensor, placement: Placement, at: Coordinates, parts: Parts) -> Tensor:
@@ -73,17 +89,14 @@ def _aside(at: Coordinates, axis: int) -> Coordinates:
 
 def add_over(parts: Parts, axis: str) -> Parts:
     """Parts of which each is the sum over an axis."""
-    number = SPLIT_AXES.index(axis)
-    totals: Parts = {}
-    for at, part in parts.items():
-        totals[_aside(at, number)] = totals.get(_aside(at, number), torch.zeros_like(part)) + part
-    return {at: totals[_aside(at, number)] for at in parts}
+    groups = groups_along(axis, parts, {})
+    return {at: torch.stack([*group.values()]).sum(0) for group in groups for at in group}
 
 
 def are_copies(parts: Parts, axis: str) -> bool:
     """True if all ranks along an axis hold the same numbers."""
-    number = SPLIT_AXES.index(axis)
-    return all(torch.equal(part, parts[(*at[:number], 0, *at[number + 1 :])]) for at, part in parts.items())
+    groups = (group.values() for group in groups_along(axis, parts, {}))
+    return all(torch.equal(first, part) for first, *rest in groups for part in rest)
 
 
 def fill(whole: Tensor, parts: Parts, placement: Placement) -> None:
@@ -98,7 +111,7 @@ def placements(
     whole: Tensor,
     sizes: Mapping[str, int],
     *,
-    blocks: Mapping[str, Iterable[int]] | None = None,
+    blocks: Mapping[str, Iterable[int]],
     sums: Sequence[str] = (),
 ) -> Iterator[Placement]:
     """Placements that the shapes allow; copies before splits before sums, one block before several."""
@@ -108,7 +121,7 @@ def placements(
     options: list[list[How]] = [
         [
             "copy",
-            *(Split(d, axis, b) for b in (blocks or {}).get(axis, (1,)) for d in dims),
+            *(Split(d, axis, b) for b in blocks.get(axis, (1,)) for d in dims),
             *(Split(d, axis, is_zigzag=True) for d in dims if axis == "cp"),
             *(["sum"] if axis in sums else []),  # type: ignore[list-item]
         ]
@@ -125,7 +138,7 @@ def placements(
 
 
 def match(
-    parts: Parts, whole: Tensor, choices: Iterable[Placement], limit: float, *, is_scaled: bool = False
+    parts: Parts, whole: Tensor, choices: Iterable[Placement], limit: float, *, is_scaled: bool
 ) -> Match | None:
     """The first placement at which no element is further off than `limit`, else the best; None without any.
 
@@ -133,20 +146,23 @@ def match(
     """
     best: Match | None = None
     for placement in choices:
-        summed, sums = parts, [axis for axis, how in placement.items() if how == "sum"]
-        if any(are_copies(parts, axis) for axis in sums):
+        if any(how == "sum" and are_copies(parts, axis) for axis, how in placement.items()):
             continue
-        for axis in sums:
-            summed = add_over(summed, axis)
-        pairs = {at: (part, region(whole, placement, at, parts)) for at, part in summed.items()}
-        if is_scaled:
-            pairs = _unscaled(pairs)
-        error = max(difference(*pair) for pair in pairs.values())
-        if best is None or error < best.error:
-            best = Match(placement, pairs, error, {at: _region_of(placement, at) for at in pairs})
-        if error <= limit:
+        found = match_at(placement, parts, whole)
+        found = replace(found, pairs=_unscaled(found.pairs)) if is_scaled else found
+        if best is None or found.error < best.error:
+            best = found
+        if found.error <= limit:
             break
     return best
+
+
+def match_at(placement: Placement, parts: Parts, whole: Tensor) -> Match:
+    """Parts, or their sums, beside what they should be at a placement."""
+    summed = reduce(add_over, (axis for axis, how in placement.items() if how == "sum"), parts)
+    pairs = {at: (part, region(whole, placement, at, parts)) for at, part in summed.items()}
+    split = [n for n, axis in enumerate(SPLIT_AXES) if placement.get(axis, "copy") != "copy"]
+    return Match(pairs, {at: tuple(at[n] for n in split) for at in pairs}, placement)
 
 
 def _unscaled(pairs: Pairs) -> Pairs:
@@ -162,10 +178,6 @@ def _unscaled(pairs: Pairs) -> Pairs:
     return found
 
 
-def _region_of(placement: Placement, at: Coordinates) -> Hashable:
-    return tuple(i for axis, i in zip(SPLIT_AXES, at, strict=True) if placement.get(axis, "copy") != "copy")
-
-
 def match_offsets(parts: Parts, whole: Tensor, offsets: Mapping[Coordinates, tuple[int, ...]]) -> Match:
     """Parts beside the regions that begin at known offsets; the error is infinite if these leave a hole."""
     regions = {at: (offsets[at], tuple(part.shape)) for at, part in parts.items()}
@@ -174,22 +186,20 @@ def match_offsets(parts: Parts, whole: Tensor, offsets: Mapping[Coordinates, tup
         for at, part in parts.items()
     }
     is_whole = sum(math.prod(shape) for _, shape in set(regions.values())) == whole.numel()
-    error = max(difference(*pair) for pair in pairs.values()) if is_whole else math.inf
-    return Match({}, pairs, error, regions)
+    return Match(pairs, regions, is_complete=is_whole)
 
 
 def match_rows(parts: Parts, whole: Tensor, *, is_scaled: bool) -> Match | None:
     """Replicas' rows, in any order, beside those of the whole: of tokens that an expert receives, say."""
-    if (
-        whole.ndim < 2
-        or (rows := torch.cat([part for _, part in sorted(parts.items())])).shape != whole.shape
-    ):
+    if whole.ndim < 2:
+        return None
+    rows = torch.cat([part for _, part in sorted(parts.items())])
+    if rows.shape != whole.shape:
         return None
     weights = torch.linspace(1, 2, rows[0].numel(), dtype=rows.dtype)
     part, right = (each[(each.flatten(1) @ weights).argsort()] for each in (rows, whole))
     pairs: Pairs = {(0, 0, 0): (part, right)}
-    pairs = _unscaled(pairs) if is_scaled else pairs
-    return Match({"dp": Split(0, "dp")}, pairs, difference(*pairs[0, 0, 0]), {(0, 0, 0): 0})
+    return Match(_unscaled(pairs) if is_scaled else pairs, {(0, 0, 0): 0}, {"dp": Split(0, "dp")})
 
 
 def difference(part: Tensor, right: Tensor) -> float:

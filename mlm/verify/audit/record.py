@@ -1,13 +1,16 @@
-"""One rank's run of a subject: every module's outputs and their gradients, parameters, norm and loss."""
+"""What a user describes to be audited, and one rank's run of it.
+
+Recorded are outputs of every module and their gradients, parameters and theirs, the norm and the loss.
+"""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
-from hashlib import blake2b
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -16,12 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mlm.util.errors import UserError
-from mlm.verify.audit.subject import AuditSubject, Split, plain_name
+from mlm.util.files import digest_bytes
 
+AXES = ("pp", "dp", "cp", "tp")
+"""Axes of the mesh that a build function receives, outermost first; those not asked for have size 1."""
+WRAPPERS = re.compile(r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(\.|$)")
+"""What DDP, `torch.compile`, FSDP and activation checkpointing add to names."""
 FORMATS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Formats by falling precision, and their names in TOLERANCES."""
 KINDS = {
@@ -36,6 +44,46 @@ KINDS = {
 """Types of recorded tensors in the order of computation, and their names."""
 COLLECTIVES = ("c10d", "_c10d_functional")
 DROPOUT = F.dropout
+
+
+@dataclass(frozen=True)
+class Split:
+    """A dimension that is split over an axis of the mesh, in the order of its ranks."""
+
+    dim: int
+    axis: str = "tp"
+    blocks: int = 1
+    """Parts of the dimension that are split each: 3 where a rank holds slices of q, k and v in turn."""
+    is_zigzag: bool = False
+    """True if each rank holds two pieces, as far from either end: of sequences split over cp."""
+
+
+@dataclass(kw_only=True)
+class AuditSubject:
+    """One rank's part of a training step; at a mesh of size 1 it is the reference.
+
+    The audit runs `step`, or `module(batch)`, `loss` and backward; then `reduce`, `clip` and
+    `optimizer.step()`, each where it is given.
+    """
+
+    module: nn.Module
+    """This rank's module, wrapped as it trains; of several pipeline stages an `nn.ModuleList`."""
+    batch: Any = None
+    """This rank's samples: a tensor, a tuple of positional or a mapping of keyword arguments."""
+    loss: Callable[[Any], Tensor] | None = None
+    """Loss of the module's output; None where that is the loss itself."""
+    step: Callable[[], Tensor | None] | None = None
+    """Forward and backward; returns the loss, or None on ranks that have none. It may step `optimizer`."""
+    reduce: Callable[[], object] | None = None
+    """Reduction of gradients after backward, where no wrapper does it."""
+    clip: Callable[[], Tensor | float] | None = None
+    """Clips gradients; returns their norm."""
+    optimizer: Optimizer | None = None
+    placements: Mapping[str, Split | None] = field(default_factory=dict)
+    """Splits of parameters by pattern ("*.qkv.weight"), None for copies. DTensor and Megatron's attributes
+    say it themselves, and of others the shapes do, where they are split over tp in one block."""
+    names: Callable[[str], str] = str
+    """Name on one process of a module or parameter, from its name on this rank: for pipeline stages."""
 
 
 class Key(NamedTuple):
@@ -72,66 +120,34 @@ class Record:
 
     def to_bytes(self) -> bytes:
         """Encode it; what a subject recorded is never unpickled."""
-        said = {
-            "tensors": [(key, str(t.dtype).split(".")[1], t.shape) for key, t in self.tensors.items()],
-            "splits": {name: s and [astuple(split) for split in s] for name, s in self.splits.items()},
-            "offsets": self.offsets,
-            "precision": self.precision,
-            "masks": self.masks,
-        }
-        arrays = {
-            str(n): t.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
-            for n, t in enumerate(self.tensors.values())
-        }
-        file = BytesIO()
-        np.savez(file, allow_pickle=False, said=np.frombuffer(json.dumps(said).encode(), np.uint8), **arrays)
+        facts = asdict(replace(self, tensors={})) | {"tensors": list(self.tensors)}
+        exact = [x.float() if x.dtype == torch.bfloat16 else x for x in self.tensors.values()]  # for NumPy
+        arrays = {str(number): x.detach().numpy() for number, x in enumerate(exact)}
+        np.savez(file := BytesIO(), allow_pickle=False, facts=np.array(json.dumps(facts)), **arrays)
         return file.getvalue()
 
     @classmethod
     def of_bytes(cls, content: bytes) -> "Record":
         """Decode what `to_bytes` returned."""
         with np.load(BytesIO(content), allow_pickle=False) as arrays:
-            said = json.loads(arrays["said"].tobytes())
-            tensors = {}
-            for n, (key, dtype, shape) in enumerate(said["tensors"]):
-                tensors[Key(*key)] = torch.empty(shape, dtype=getattr(torch, dtype))
-                tensors[Key(*key)].view(-1).view(torch.uint8).copy_(torch.from_numpy(arrays[str(n)]))
-        splits = {name: s and tuple(Split(*split) for split in s) for name, s in said["splits"].items()}
-        offsets = {name: tuple(offset) for name, offset in said["offsets"].items()}
-        return cls(tensors, splits, offsets, said["precision"], said["masks"])
+            facts = json.loads(str(arrays["facts"]))
+            keys = enumerate(facts.pop("tensors"))
+            tensors = {Key(*key): torch.from_numpy(arrays[str(number)]) for number, key in keys}
+        splits = {name: s and tuple(Split(**split) for split in s) for name, s in facts.pop("splits").items()}
+        offsets = {name: tuple(offset) for name, offset in facts.pop("offsets").items()}
+        return cls(tensors, splits, offsets, **facts)
 
 
-class Watch(TorchDispatchMode):
-    """Notes the narrowest format, and reports the collective under way."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        super().__init__()
-        self.note, self.narrowest = note, 0
-        self.where: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_collective = func.namespace in COLLECTIVES
-        if is_collective:
-            self.note(f"{func._opname.strip('_')}{self.place()}")
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.dtype in FORMATS and leaf.numel() > 1:
-                self.narrowest = max(self.narrowest, list(FORMATS).index(leaf.dtype))
-        return result
-
-    def place(self) -> str:
-        """The module whose forward pass is under way, in words."""
-        return f" of {self.where[-1]}" if self.where else ""
-
-
-class Recorder:
-    """Runs a subject and records it."""
+class Recorder(TorchDispatchMode):
+    """Runs a subject and records it; as a mode it sees each operation, and notes the collective under way."""
 
     def __init__(self, subject: AuditSubject, note: Callable[[str], None]) -> None:
-        self.subject, self.record, self.step = subject, Record(), 0
-        self.watch = Watch(note)
-        self.note = note
+        super().__init__()
+        self.subject, self.note = subject, note
+        self.record, self.step, self.narrowest = Record(), 0, 0
         self.calls: Counter[str] = Counter()
+        self.where: list[str] = []
+        """Modules whose forward pass is under way, the innermost last."""
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in subject.module.named_parameters():
             self.parameters.setdefault(self._name(name), parameter)
@@ -144,6 +160,16 @@ class Recorder:
             module.register_forward_hook(partial(self._leave, name))
         if subject.optimizer is not None:
             subject.optimizer.register_step_pre_hook(lambda *_: self._record_gradients())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVES:
+            place = f" of {self.where[-1]}" if self.where else ""
+            self.note(f"{func._opname.strip('_')}{place}")
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.dtype in FORMATS and leaf.numel() > 1:
+                self.narrowest = max(self.narrowest, list(FORMATS).index(leaf.dtype))
+        return result
 
     def run(self, steps: int) -> Record:
         """Run some steps with dropout off, then one that records the masks of dropout."""
@@ -175,7 +201,7 @@ class Recorder:
         subject = self.subject
         if not self._has_gradients():
             self.note("reduction")
-            with self.watch:
+            with self:
                 if subject.reduce is not None:
                     subject.reduce()
                 self._record_gradients()
@@ -185,12 +211,12 @@ class Recorder:
                 subject.optimizer.step()
         self._record_parameters("weight")
         subject.module.zero_grad()
-        self.record.precision = list(FORMATS.values())[self.watch.narrowest]
+        self.record.precision = list(FORMATS.values())[self.narrowest]
 
     def _compute(self) -> Tensor | None:
         """Forward and backward; the loss."""
         subject = self.subject
-        with self.watch:
+        with self:
             if subject.step is not None:
                 self.note("step")
                 return subject.step()
@@ -201,22 +227,17 @@ class Recorder:
             else:
                 output = subject.module(*(batch if isinstance(batch, tuple) else (batch,)))
             self.note("loss")
-            loss = output if subject.loss is None else subject.loss(output)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                given = f"{list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-                raise UserError(
-                    f"the loss is {given}; let AuditSubject(loss=…) return one number as a tensor"
-                )
+            loss: Tensor = output if subject.loss is None else subject.loss(output)
             self.note("backward")
             loss.backward()
         return loss
 
     def _enter(self, name: str, *_: object) -> None:
-        self.watch.where.append(name or "the whole module")
-        self.note(f"forward of {self.watch.where[-1]}")
+        self.where.append(name or "the whole module")
+        self.note(f"forward of {self.where[-1]}")
 
     def _leave(self, name: str, _module: object, _args: object, output: Any) -> None:
-        self.watch.where.pop()
+        self.where.pop()
         if self.step < 0 or torch._C._current_graph_task_id() != -1:  # recomputation
             return
         call, self.calls[name] = self.calls[name], self.calls[name] + 1
@@ -246,7 +267,7 @@ class Recorder:
                 self._keep("gradient", name, whole(grad))
 
     def _name(self, name: str) -> str:
-        return self.subject.names(plain_name(name))
+        return self.subject.names(WRAPPERS.sub("", name).rstrip("."))
 
     def _has_gradients(self) -> bool:
         return any(key.step == self.step and key.kind == "gradient" for key in self.record.tensors)
@@ -272,7 +293,7 @@ class Recorder:
     def _note_mask(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         mask = DROPOUT(torch.ones_like(x), p, training)
         if training and 0 < p < 1:
-            name = self.watch.where[-1] if self.watch.where else ""
+            name = self.where[-1] if self.where else ""
             self.record.masks.append((name, digest(x), digest(mask)))
         return x * mask
 
@@ -296,4 +317,4 @@ def whole(tensor: Tensor) -> Tensor:
 def digest(tensor: Tensor) -> str:
     """A digest of the bits of this rank's part."""
     bits = local(tensor).reshape(-1).view(torch.uint8)
-    return blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
+    return digest_bytes(bits.numpy().tobytes())

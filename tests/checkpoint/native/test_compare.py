@@ -1,6 +1,8 @@
 """Differences of two checkpoints equal PyTorch's comparison of whole tensors, however they are sharded."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +20,6 @@ from mlm.checkpoint.native.compare import (
     Reader,
     TensorDifference,
     compare_checkpoints,
-    compared_bytes,
     row_blocks,
 )
 from mlm.checkpoint.native.format import DTYPES
@@ -140,9 +141,16 @@ def test_progress_adds_up_to_the_bytes_announced(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(compare, "BLOCK", 30)
     one = save(tmp_path / "one", 1, weights() | {"here": torch.ones(9)})
     two = save(tmp_path / "two", 1, weights() | {"there": torch.ones(9)})
-    steps: list[int] = []
-    compare_checkpoints(one, two, steps.append)
-    assert sum(steps) == compared_bytes(read_manifest(one), read_manifest(two)) == (24 + 3) * 4
+    announced, steps = list[int](), list[int]()
+
+    @contextmanager
+    def noting(_: str, total: int, **__: bool) -> Iterator[Callable[[int], None]]:
+        announced.append(total)
+        yield steps.append
+
+    monkeypatch.setattr(compare, "progress_bar", noting)
+    compare_checkpoints(one, two)
+    assert announced == [sum(steps)] == [(24 + 3) * 4]
     assert max(steps) <= 30
 
 

@@ -110,7 +110,7 @@ def test_a_replay_of_experts_has_the_bits_of_its_layout_and_takes_another(
     assert pretrain(out, *experts) == 0
     assert main(["replay", str(folder(out)), "dist.threads_per_rank=1"]) == 0
     said = capfd.readouterr().out
-    assert "on tp=1 pp=1 dp=2 ep=2" in said
+    assert "on tp=1 ep=2 pp=1 dp=2" in said
     assert "(equal bit for bit)" in said
     assert main(["replay", str(folder(out)), "dp=1", "ep=1", "precision=fp64"]) == 0
     said = capfd.readouterr().out
