@@ -20,12 +20,15 @@ from torch import Tensor
 from mlm.checkpoint.native import exchange
 from mlm.checkpoint.native.save_load import read_manifest, resolve
 from mlm.data.sampler import MicroBatch
+from mlm.launch.devices import device_kind
+from mlm.optim.precision import parameter_dtype
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.corpora import corpus_problems, train_dataset
 from mlm.training.state import load_weights
 from mlm.training.trainer import Trainer
 from mlm.util.errors import CheckFailedError, attempt
 from mlm.util.results import result_problems
+from mlm.util.system import available_memory
 from mlm.verify.audit.compare import Comparison, Layout, Place, Ranks
 from mlm.verify.audit.diagnose import Finding, diagnose
 from mlm.verify.audit.record import AXES, Key, Record
@@ -119,11 +122,25 @@ class Report:
 
 
 def preflight(config: ParityConfig) -> list[str]:
-    """Problems that the named files show; called before any rank starts."""
+    """Problems that the named files and this host's memory show; called before any rank starts."""
     problems = corpus_problems(comparable(config))
     if (ckpt := config.ckpt) is not None:
         attempt(problems, lambda: read_manifest(resolve(ckpt)))
+    is_gpu = device_kind(config.dist) == "cuda"
+    available = torch.cuda.get_device_properties(0).total_memory if is_gpu else available_memory()
+    needed = memory_needed(config, 1 if is_gpu else config.parallel.dp or 1)
+    if needed > available:
+        problems.append(
+            f"model.num_layers={config.model.num_layers}: the whole model beside its layout takes more than "
+            f"{needed / 1e9:,.1f} GB of the {available / 1e9:,.1f} GB there are; use fewer layers or a "
+            "smaller model=…"
+        )
     return [*problems, *result_problems(Path(config.out, RESULT))]
+
+
+def memory_needed(config: ParityConfig, replicas: int) -> int:
+    """Bytes of weights, gradients, two moments and a record, of one process and of replicas on this host."""
+    return 5 * (1 + replicas) * parameter_dtype(config.precision).itemsize * config.model.num_parameters()
 
 
 def run(config: ParityConfig, ctx: ParallelContext) -> None:

@@ -12,8 +12,9 @@ from mlm.config.cli import main
 from mlm.config.cli.compose import load_config
 from mlm.parallel.mesh import shape_context
 from mlm.util.errors import UserError
+from mlm.verify import parity as module
 from mlm.verify.config import FIRST_LOSS_SCALE, ParityConfig, check_parity, comparable
-from mlm.verify.parity import run
+from mlm.verify.parity import preflight, run
 from tests.config.cli.doubles import Cli, make_cli
 from tests.verify.parity_layouts import LAYOUTS
 
@@ -94,6 +95,17 @@ def test_one_process_differs_in_its_layout_alone() -> None:
 def test_layouts_that_are_proven_equal_can_be_typed() -> None:
     for layout in LAYOUTS:
         assert check_parity(layout.config(), world_size=None, local_devices=None) == [], str(layout)
+
+
+def test_a_model_beyond_the_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parity("model=gpt2_8b", "tp=2", "pp=2")
+    # weights, gradients, two moments and a record in float64: whole, and again in the parts of four ranks
+    needed = 2 * 5 * 8 * config.model.num_parameters()
+    monkeypatch.setattr(module, "available_memory", lambda: needed - 1)
+    (problem,) = preflight(config)
+    assert problem.startswith("model.num_layers=72: the whole model beside its layout takes more than 66")
+    monkeypatch.setattr(module, "available_memory", lambda: needed)
+    assert not preflight(config)
 
 
 def test_a_disk_that_fills_while_comparing_is_one_line(
