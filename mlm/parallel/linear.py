@@ -33,7 +33,13 @@ from mlm.parallel.collectives import (
     start_reduce_scatter,
 )
 from mlm.parallel.compute_state import ComputeState, DeferredWeightGrads, copy_of_dtype
-from mlm.parallel.matmul import add_weight_gradient, product, uses_onednn, weight_gradient
+from mlm.parallel.matmul import (
+    add_weight_gradient,
+    bias_gradient,
+    product,
+    uses_onednn,
+    weight_gradient,
+)
 from mlm.parallel.mesh import Axis
 from mlm.parallel.uncompiled import skip_compile
 
@@ -101,7 +107,7 @@ class _Linear(torch.autograd.Function):
             whole = x if gathering is None else gathering.wait()
             dw = _own_gradient(whole, ctx.weight_dtype, ctx.fused_grad, dy2, ctx.fp8)
         if needs_bias:
-            db = dy2.sum(0, dtype=ctx.bias_dtype)
+            db = bias_gradient(dy2, ctx.bias_dtype)
         dx = summing.wait() if summing is not None else dx
         return dx, dw, db, None, None, None, None, None, None, None, None
 
@@ -214,7 +220,7 @@ class _Pair(torch.autograd.Function):
                 for dy, dtype in zip(rows, ctx.dtypes, strict=False)
             ]
         db = [
-            dy.sum(0, dtype=dtype) if dtype is not None else None
+            bias_gradient(dy, dtype) if dtype is not None else None
             for dy, dtype in zip(rows, ctx.dtypes[2:], strict=True)
         ]
         return None, None, None, summing.wait() if summing is not None else None, *dw, *db

@@ -152,13 +152,24 @@ def test_float32_master_weights_get_float32_gradients_from_bfloat16_activations(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradient_of_a_bias_is_added_up_in_its_own_dtype(dtype: torch.dtype) -> None:
-    """4,097 rows of ones, a sum that neither half format holds."""
-    weight, bias = torch.zeros(2, 3), torch.zeros(2, requires_grad=True)
-    linear(torch.zeros(4097, 3, dtype=dtype), weight, bias).backward(torch.ones(4097, 2, dtype=dtype))
+@pytest.mark.parametrize("rows", [4097, 64 * 2049], ids=str)
+def test_gradient_of_a_bias_is_added_up_in_its_own_dtype(rows: int) -> None:
+    """Ones, whose sum neither half format holds; whole runs of bfloat16 are added by themselves."""
+    for dtype in (torch.bfloat16, torch.float16):
+        weight, bias = torch.zeros(2, 3), torch.zeros(2, requires_grad=True)
+        linear(torch.zeros(rows, 3, dtype=dtype), weight, bias).backward(torch.ones(rows, 2, dtype=dtype))
+        assert bias.grad is not None
+        assert bias.grad.tolist() == [rows, rows]
+
+
+def test_gradient_of_a_bias_is_no_more_than_a_rounding_off_in_bfloat16() -> None:
+    """Of random rows, whose runs are rounded one by one: 2^-9, as the weight's gradient is."""
+    torch.manual_seed(0)
+    dy, bias = torch.randn(2048, 256, dtype=torch.bfloat16), torch.zeros(256, requires_grad=True)
+    linear(torch.zeros(2048, 3, dtype=torch.bfloat16), torch.zeros(256, 3), bias).backward(dy)
+    exact = dy.double().sum(0)
     assert bias.grad is not None
-    assert bias.grad.tolist() == [4097.0, 4097.0]
+    assert (bias.grad - exact).norm() <= 2**-9 * exact.norm()
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -33,6 +33,13 @@ def test_linear_matches_torch(  # type: ignore[no-untyped-def]
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
 
 
+def test_bias_of_a_bfloat16_product_is_added_before_it_is_rounded() -> None:
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(*shape).bfloat16() for shape in ((30, 2, 64), (48, 64), (48,)))
+    exact = F.linear(x.double(), w.double(), b.double())
+    torch.testing.assert_close(matmul.product(x, w, b).double(), exact, rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("lies_whole", [True, False])
 def test_linear_keeps_its_input_and_no_copy_of_it(lies_whole: bool) -> None:
     x, weight = torch.randn(4, 3, 8), torch.randn(5, 8, requires_grad=True)
