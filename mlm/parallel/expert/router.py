@@ -150,7 +150,7 @@ class Router(nn.Module):
         """Loads f, [B, E] or [E], whose mean over the experts is 1; all 0 before the first global batch."""
         num_experts = self.settings.num_experts
         if self.settings.balance == "sequence":
-            counts = count_choices(experts.transpose(0, 1).flatten(1), num_experts)
+            counts = count_choices(experts.transpose(0, 1).flatten(1), num_experts).contiguous()  # to be sent
             for axis in self.axes:  # S k choices, of which this rank holds some
                 all_reduce(counts, axis)
         elif self.settings.balance == "micro_batch":
