@@ -44,18 +44,20 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(dy, cos, -sin), None, None
+        return _turned(dy, cos, sin, sign=-1), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int = 1) -> Tensor:
+    """Turn x [S, B, heads, D] forth (sign=1) or back (-1)."""
     half = cos.shape[-1]
     if torch.compiler.is_compiling():  # one kernel, which writes its result once
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+        return torch.cat([a * cos - sign * b * sin, b * cos + sign * a * sin, rest], -1)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     a, b = x[..., :half], x[..., half : 2 * half]
     torch.mul(x[..., : 2 * half], torch.cat([cos, cos], -1), out=y[..., : 2 * half])  # rows as long as may be
-    y[..., :half].addcmul_(b, sin, value=-1)
-    y[..., half : 2 * half].addcmul_(a, sin)
-    y[..., 2 * half :] = x[..., 2 * half :]
+    y[..., :half].addcmul_(b, sin, value=-sign)
+    y[..., half : 2 * half].addcmul_(a, sin, value=sign)
+    if x.shape[-1] > 2 * half:
+        y[..., 2 * half :] = x[..., 2 * half :]
     return y

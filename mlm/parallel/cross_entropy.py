@@ -120,9 +120,9 @@ def softmax_and_loss(
     log_sum, largest = torch.empty_like(target), torch.empty_like(target)
     if true < logits.shape[1]:
         logits[:, true:] = -math.inf  # padding takes no probability, at every tp
-    rows = len(logits) if wide is None else len(wide)
     each = (logits, index, less_one, log_sum, largest, target)
-    for block, at, less, total, top, own in zip(*(x.split(max(1, rows)) for x in each), strict=True):
+    blocks = [each] if wide is None else zip(*(x.split(max(1, len(wide))) for x in each), strict=True)
+    for block, at, less, total, top, own in blocks:
         p = block if wide is None else wide[: len(block)].copy_(block)
         if true == 0:  # a shard of nothing but padding
             total.fill_(-math.inf)

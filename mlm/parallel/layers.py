@@ -295,11 +295,15 @@ class _LookupIntoGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None]:
         (rows,), weight = ctx.saved_tensors, ctx.weight
-        found, index = rows.flatten().unique(return_inverse=True)
-        # each row's sum first, in the order of its tokens, as autograd has it
         dy = dy.flatten(0, -2).to(torch.promote_types(dy.dtype, torch.float32))
-        sums = torch.ops.aten.embedding_dense_backward(dy, index, len(found), -1, False)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        weight.grad.index_copy_(0, found, weight.grad.index_select(0, found).add_(sums))
+        # each row's sum first, in the order of its tokens, as autograd has it
+        sums_of = torch.ops.aten.embedding_dense_backward
+        if weight.shape[0] <= rows.numel():  # a small table: finding the rows takes longer than adding all
+            weight.grad += sums_of(dy, rows.flatten(), weight.shape[0], -1, False)
+        else:
+            found, index = rows.flatten().unique(return_inverse=True)
+            sums = sums_of(dy, index, found.shape[0], -1, False)
+            weight.grad.index_copy_(0, found, weight.grad.index_select(0, found).add_(sums))
         return None, None

@@ -225,17 +225,11 @@ def expert_replicas(values: LayoutValues, launch: Launch) -> int:
     return int(dp * values["cp"] * (values["tp"] if values.get("expert_tp") == 1 else 1))
 
 
-def _ep_has_experts(values: LayoutValues, _: Launch) -> Breach | None:
-    if values.get("ep", 1) == 1 or num_experts(values):
-        return None
-    return Breach(f"{values.typed('ep')} splits experts, but model.options.num_experts=0")
-
-
 def _ep_divides_experts(values: LayoutValues, _: Launch) -> Breach | None:
-    experts = num_experts(values)
-    if not experts or experts % values.get("ep", 1) == 0:
+    experts, ep = num_experts(values), values.get("ep", 1)
+    if ep == 1 or (experts and experts % ep == 0):
         return None
-    return Breach(f"{values.typed('ep')} does not divide model.options.num_experts={experts}")
+    return Breach(f"{values.typed('ep')} cannot split model.options.num_experts={experts} evenly")
 
 
 def _ep_divides_replicas(values: LayoutValues, launch: Launch) -> Breach | None:
@@ -366,7 +360,6 @@ SPLIT_RULES = (
     LayoutRule(("tp", "model.num_heads", "model.options"), ("tp",), _tp_fits_kv_heads),
     LayoutRule(("pp", "vp", "model.num_layers"), ("vp", "pp"), _layers_fill_stages),
     LayoutRule(("tp", "expert_tp", "model.options"), ("tp",), _tp_divides_experts),
-    LayoutRule(("ep", "model.options"), ("ep",), _ep_has_experts),
     LayoutRule(("ep", "model.options"), ("ep",), _ep_divides_experts),
     LayoutRule(
         ("tp", "expert_tp", "sequence_parallel", "model.options"),

@@ -11,6 +11,7 @@ Shapes: x [..., I], weight [O, I], y [..., O].
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -159,11 +160,33 @@ def _rows_for_onednn(x: Tensor, weight: Tensor, size: int) -> float:
     return NEW_SHAPE_FLOPS / (2 * size) if uses_onednn(x, weight) else math.inf
 
 
+_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+"""Its public name since torch 2.10, and the one before."""
+
+
+def _takes_one_call(x: Tensor, weight: Tensor, counts: Sequence[int], most: float) -> bool:
+    """True where PyTorch multiplies all runs in one call: bfloat16 on a GPU, and float32 on a CPU by MKL."""
+    step = 16 // x.element_size()
+    if _grouped_mm is None or weight.shape[1] % step or weight.shape[2] % step:
+        return False
+    if x.is_cuda:
+        return x.dtype == torch.bfloat16
+    return x.is_cpu and x.dtype == torch.float32 and x.is_contiguous() and 0 < max(counts) < most
+
+
+def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
+    """[e] int32: where the rows of each run end."""
+    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
 def grouped_product(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Runs of `counts` rows times one weight each, transposed: [R, I], [e, O, I] -> [R, O]."""
-    y = x.new_empty(len(x), weight.shape[1])
-    most = _rows_for_onednn(x, weight, y.shape[1] * x.shape[1])
-    for rows, each, out in zip(x.split(counts), weight, y.split(counts), strict=True):
+    most = _rows_for_onednn(x, weight, weight[0].numel())
+    if _takes_one_call(x, weight, counts, most):
+        made: Tensor = _grouped_mm(x, weight.mT, offs=_ends(counts, x.device))
+        return made
+    y = x.new_empty(x.shape[0], weight.shape[1])
+    for rows, each, out in zip(x.split(counts), weight.mT.unbind(), y.split(counts), strict=True):
         _write_product(rows, each, out, most)
     return y
 
@@ -175,12 +198,15 @@ def grouped_gradients(
 
     A run's two products follow each other: its rows of dy are still in the cache.
     """
+    most = _rows_for_onednn(dy, x, weight[0].numel())
+    if _takes_one_call(dy, weight, counts, most):
+        ends = _ends(counts, x.device)
+        return _grouped_mm(dy, weight, offs=ends), _grouped_mm(dy.t(), x, offs=ends).to(dtype)
     dx, dw = torch.empty_like(x), torch.empty(weight.shape, dtype=dtype, device=x.device)
-    most = _rows_for_onednn(dy, x, dy.shape[1] * x.shape[1])
-    runs = zip(dy.split(counts), x.split(counts), weight, dx.split(counts), dw, strict=True)
-    for dy_rows, rows, each, out, total in runs:
-        _write_product(dy_rows, each.t(), out, most)
-        if dtype != dy.dtype or len(rows) >= most:
+    runs = zip(*(x.split(counts) for x in (dy, x, dx)), weight.unbind(), dw.unbind(), strict=True)
+    for dy_rows, rows, out, each, total in runs:
+        _write_product(dy_rows, each, out, most)
+        if dtype != dy.dtype or rows.shape[0] >= most:
             total.copy_(weight_gradient(dy_rows, rows, dtype))
         else:
             torch.mm(dy_rows.t(), rows, out=total)
@@ -188,10 +214,12 @@ def grouped_gradients(
 
 
 def _write_product(rows: Tensor, weight: Tensor, out: Tensor, most: float) -> None:
-    if len(rows) >= most:
-        out.copy_(product(rows, weight))
-    elif len(rows):
-        torch.mm(rows, weight.t(), out=out)
+    """Write rows @ weight: [R, I], [I, O] into [R, O]."""
+    count = rows.shape[0]
+    if count >= most:
+        out.copy_(product(rows, weight.t()))
+    elif count:
+        torch.mm(rows, weight, out=out)
 
 
 def _add_wide(total: Tensor, dy: Tensor, x: Tensor) -> None:

@@ -9,6 +9,7 @@ ranks that split them are neighbours in the order of the replicas (data, then co
 all ranks of a stage where tp leaves experts whole.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -111,29 +112,16 @@ def shape_context(
     expert_tp: int | None = None,
 ) -> ParallelContext:
     """The context of any rank of any layout without process groups: shapes right, no communication."""
-    t, p, replica = coordinates(rank, tp=tp, pp=pp, dp=dp * cp)
-    tied = Axis("tied", int(p > 0), 2) if pp > 1 and p in (0, pp - 1) else Axis("tied")
-    tensor, data = Axis("tp", t, tp), Axis("dp", replica // cp, dp)
-    dp_cp = Axis("dp_cp", replica, dp * cp) if cp > 1 else None
-    experts = ExpertAxes(tp=tensor)
-    if ep > 1 or folds_tp(tp, expert_tp):
-        place, size = (replica * tp + t, dp * cp * tp) if folds_tp(tp, expert_tp) else (replica, dp * cp)
-        experts = ExpertAxes(
-            ep=Axis("ep", place % ep, ep),
-            tp=Axis("tp") if folds_tp(tp, expert_tp) else tensor,
-            replicas=Axis("expert_replicas", place // ep, size // ep),
-        )
-    return ParallelContext(
-        tp=tensor,
-        pp=Axis("pp", p, pp),
-        dp=data,
-        cp=Axis("cp", replica % cp, cp),
-        dp_cp=dp_cp,
-        experts=experts,
-        tied=tied,
-        rank=rank,
-        world_size=tp * pp * dp * cp,
+    folds = folds_tp(tp, expert_tp)
+    lines = _ranks_of_axes(
+        torch.arange(tp * pp * dp * cp, device=CPU).view(pp, dp, cp, tp), ep=ep, folds=folds
     )
+    axes = {name: Axis(name) for name in lines}  # of one rank, where none of the groups has this one
+    for name, groups in lines.items():
+        for line in groups.tolist():
+            if rank in line:
+                axes[name] = Axis(name, line.index(rank), len(line))
+    return _context(axes, folds=folds, rank=rank, world_size=tp * pp * dp * cp)
 
 
 def build_mesh(
@@ -168,18 +156,9 @@ def build_mesh(
     }
     hosts = host_group(world_size, timeout_s, host_backend)
     everyone = tuple(range(world_size)) if hosts is not None else ()
-    return ParallelContext(
-        tp=axes["tp"],
-        pp=axes["pp"],
-        dp=axes["dp"],
-        cp=axes.get("cp", Axis("cp")),
-        dp_cp=axes.get("dp_cp"),
-        experts=ExpertAxes(
-            ep=axes.get("ep", Axis("ep")),
-            tp=Axis("tp") if folds else axes["tp"],
-            replicas=axes.get("expert_replicas"),
-        ),
-        tied=axes["tied"],
+    return _context(
+        axes,
+        folds=folds,
         rank=rank,
         world_size=world_size,
         device=device,
@@ -187,6 +166,17 @@ def build_mesh(
         world=Axis("world", rank, world_size, hosts, everyone, watch),
         watch=watch,
     )
+
+
+def _context(axes: Mapping[str, Axis], *, folds: bool, **others: Any) -> ParallelContext:
+    """The context of a rank's axes; `folds` if those of experts are of tp ranks, too."""
+    experts = ExpertAxes(
+        ep=axes.get("ep", Axis("ep")),
+        tp=Axis("tp") if folds else axes["tp"],
+        replicas=axes.get("expert_replicas"),
+    )
+    rest: dict[str, Any] = {n: axis for n, axis in axes.items() if n not in ("ep", "expert_replicas")}
+    return ParallelContext(experts=experts, **rest, **others)
 
 
 def _ranks_of_axes(ranks: Tensor, *, ep: int, folds: bool) -> dict[str, Tensor]:

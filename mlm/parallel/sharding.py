@@ -15,6 +15,7 @@ sharded data parallelism (sharded.py) a rank holds some rows of its tensor-paral
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class ParameterShard:
         """False for state that no gradient moves, such as the biases of routers."""
         return self.parameter.requires_grad
 
-    @property
+    @cached_property
     def is_owner(self) -> bool:
         """True if this rank counts this part: every element has one owner among the ranks that split it.
 

@@ -20,7 +20,7 @@ device; one that communicates must be reached on all ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from mlm.config.imports import OwnCodeError, imported
-from mlm.parallel.pipeline.engine import PlanObserver
+from mlm.parallel.pipeline.engine import NOTHING, PlanObserver
 
 if TYPE_CHECKING:
     from mlm.tracking.reporter import Reporter
@@ -109,13 +109,10 @@ class Observers(Observer):
         for observer in self.list:
             getattr(observer, name)(*arguments)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Enter the contexts of all."""
-        with ExitStack() as stack:
-            for observer in self.list:
-                stack.enter_context(observer.phase(name))
-            yield
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that enters those of all."""
+        contexts = [each for observer in self.list if (each := observer.phase(name)) is not NOTHING]
+        return _all_of(contexts) if contexts else NOTHING
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | None:
         """All observers' decisions as one check; None where nothing is skipped or held."""
@@ -131,6 +128,14 @@ class Observers(Observer):
             return None if all(each is None for each in decisions) else False not in decisions
 
         return DeferredCheck(torch.stack([check.hold for check in checks]).amax(), decide)
+
+
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 CALLED_IN_TURN = tuple(

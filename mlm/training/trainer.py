@@ -221,7 +221,7 @@ class Trainer(Generic[B]):
             self.balance.reduce()
             sequence_parallel = self.model.chunks[0].sequence_parallel
             sum_replicated_gradients(self.shards, self.ctx.tp, sequence_parallel=sequence_parallel)
-            if self.config.model.is_tied:
+            if self.ctx.tied.size > 1 and self.config.model.is_tied:
                 sum_tied_gradients(self.shards, self.ctx.tied)
 
     def clip_and_update(self, parts: Tensor) -> StepOutcome:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mlm.checkpoint.commands.config import ReshardConfig
 from mlm.config.cli.arguments import parse
 from mlm.config.cli.commands import COMMANDS
 from mlm.config.cli.overrides import prepare
@@ -64,6 +65,7 @@ def test_a_length_with_the_prompt_is_none_without() -> None:
 
 def test_the_ranks_of_a_plan_are_its_gpus() -> None:
     assert unknown_key(PlanLayoutsConfig, "world_size").fix.endswith("a plan's is gpus")
+    assert unknown_key(ReshardConfig, "ep").fix.endswith("reads its own parts of any checkpoint")
 
 
 def test_words_after_an_unknown_flag_are_its_own() -> None:
@@ -80,7 +82,8 @@ def test_bare_word_after_a_known_key_is_still_an_error() -> None:
 def test_entries_name_keys_that_exist_and_each_name_once() -> None:
     names = [name for entry in foreign_options() for name in entry.names]
     assert len(set(names)) == len(names)
-    known = {key for spec in (PretrainConfig, PlanLayoutsConfig, GenerateConfig) for key in leaves(spec)}
+    specs = (PretrainConfig, PlanLayoutsConfig, GenerateConfig, ReshardConfig)
+    known = {key for spec in specs for key in leaves(spec)}
     assert {key for entry in foreign_options() for key in entry.keys} <= known
     same_values = {name for leaf in leaves(PretrainConfig).values() for name in leaf.also}
     assert same_values & set(names) == {"data_path"}  # which finetuning takes as it is

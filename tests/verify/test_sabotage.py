@@ -195,7 +195,7 @@ def no_earlier_choices(counts: Tensor, *axes: Any) -> Tensor:
 
 def bias_of_each_micro_batch(router: Router, weights: Tensor, experts: Tensor, *rest: Tensor) -> Tensor:
     if any(axis.size > 1 for axis in router.axes):
-        counts = count_choices(experts, router.settings.num_experts)
+        counts = count_choices(experts.view(1, -1), router.settings.num_experts)
         router.update(counts.sum(0), torch.zeros(()))
     return TRUE_INJECT(router, weights, experts, *rest)
 

@@ -26,8 +26,6 @@ _MOST = 1 << 16
 class ExpertKeys:
     """Keys of one model type's config.json, and the names of its tensors."""
 
-    count: str
-    """Key of num_experts."""
     sizes: Mapping[str, SizeKey]
     """Keys of whole numbers above 0; `ours` is an option, or "" for none."""
     fixed: Mapping[str, tuple[JSON, ...]] = field(default_factory=dict)
@@ -88,7 +86,6 @@ _SOFTMAX: dict[str, bool | str] = {"router_scores": "softmax"}
 _PER_TOKEN = "num_experts_per_tok"
 EXPERT_KEYS = {
     "mixtral": ExpertKeys(
-        count="num_local_experts",
         sizes={
             "num_local_experts": SizeKey("num_experts", 8, _MOST),
             _PER_TOKEN: SizeKey("experts_per_token", 2, _MOST),
@@ -99,7 +96,6 @@ EXPERT_KEYS = {
         projections=("w1", "w3", "w2"),
     ),
     "qwen3_moe": ExpertKeys(
-        count="num_experts",
         sizes={
             "num_experts": SizeKey("num_experts", 128, _MOST),
             _PER_TOKEN: SizeKey("experts_per_token", 8, _MOST),
@@ -110,7 +106,6 @@ EXPERT_KEYS = {
         always=_SOFTMAX,
     ),
     "olmoe": ExpertKeys(
-        count="num_experts",
         sizes={
             "num_experts": SizeKey("num_experts", 64, _MOST),
             _PER_TOKEN: SizeKey("experts_per_token", 8, _MOST),
@@ -120,7 +115,6 @@ EXPERT_KEYS = {
         always=_SOFTMAX | {"qk_norm_whole": True},
     ),
     "deepseek_v3": ExpertKeys(
-        count="n_routed_experts",
         sizes={
             "n_routed_experts": SizeKey("num_experts", 256, _MOST),
             _PER_TOKEN: SizeKey("experts_per_token", 8, _MOST),
@@ -150,7 +144,7 @@ EXPERT_KEYS = {
 
 def with_usual_names(config: Mapping[str, JSON], kind: str) -> Mapping[str, JSON]:
     """Return config.json with the number of experts under the model type's own key, and a null filled in."""
-    count = EXPERT_KEYS[kind].count
+    count = next(name for name in _NAMES_OF_COUNT if name in EXPERT_KEYS[kind].sizes)
     other = next((name for name in _NAMES_OF_COUNT if name in config), count)
     named = {count: config[other]} if other in config and count not in config else {}
     return {"q_lora_rank": 1536, **config, **named} if kind == "deepseek_v3" else {**config, **named}

@@ -3,6 +3,7 @@
 Shapes: S sequence, B micro-batch, H hidden, t = tensor-parallel size.
 """
 
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -57,6 +58,11 @@ class Llama(GPT2):
 
     layer_type: ClassVar[type[TransformerLayer]] = LlamaLayer
 
+    @cached_property
+    def settings(self) -> LlamaSettings:
+        """Settings of the family."""
+        return LlamaSettings.of(self.config)
+
     def _add_head(self) -> None:
         super()._add_head()
         config = self.config
@@ -74,7 +80,7 @@ class Llama(GPT2):
     @property
     def vocabulary(self) -> VocabParallelEmbedding:
         """The weights of the output layer, in the last stage."""
-        return self.token if self.config.is_tied else self.output
+        return self.output if hasattr(self, "output") else self.token
 
     def rotary(self, x: Tensor, positions: Tensor | None) -> Rotary:
         """Return the tables for all of S, of which `x` holds a part with sequence parallelism."""
@@ -84,5 +90,5 @@ class Llama(GPT2):
         else:
             places = positions.t()  # [S, B]
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        turns, factor = frequencies(LlamaSettings.of(self.config), wide, x.device)
+        turns, factor = frequencies(self.settings, wide, x.device)
         return Rotary.of(places, turns, factor, x.dtype)

@@ -120,9 +120,9 @@ def _sum_slots(slots: Tensor) -> Tensor:
     """Sum over a token's slots, added in float32 at least: [T, k, H] -> [T, H]."""
     if not slots.is_cpu:
         return slots.sum(1)
-    total = slots[:, 0].to(torch.promote_types(slots.dtype, torch.float32), copy=True)
+    total = slots[:, 0].to(torch.promote_types(slots.dtype, torch.float32))
     for slot in range(1, slots.shape[1]):  # a tenth of the time of a CPU's `sum` over so few
-        total += slots[:, slot]
+        total = total + slots[:, slot]
     return total.to(slots.dtype)
 
 
@@ -149,16 +149,22 @@ class Exchange:
         counts: [E] rows of each expert, in the order in which this rank holds them.
     """
 
+    counts: tuple[int, ...]
+    """Rows of each expert of this rank, from all ranks."""
+    order: Order | None
+    """Of the rows that arrive, by expert; None where none travel."""
+
     def __init__(self, ep: Axis, counts: Sequence[int], device: torch.device) -> None:
+        self.counts, self.order = tuple(counts), None
+        if ep.size == 1:
+            return
         table = _counts_of_all(ep, counts, device)  # [ep, e]: rows of each rank for each of my experts
         here = len(counts) // ep.size
         given = [sum(counts[rank * here : (rank + 1) * here]) for rank in range(ep.size)]
         taken = [sum(row) for row in table]
         self.out, self.home = _Transfer(ep, given, taken), _Transfer(ep, taken, given)
         self.counts = tuple(map(sum, zip(*table, strict=True)))
-        """Rows of each expert of this rank, from all ranks."""
-        self.order = _by_expert(table, device) if ep.size > 1 else None
-        """Of the rows that arrive, by expert; None where none travel."""
+        self.order = _by_expert(table, device)
 
     def start(self, rows: Tensor) -> Tensor:
         """Begin to send each expert's rows to its rank: [R, H]. The result is not read before `finish`."""

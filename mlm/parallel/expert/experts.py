@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
@@ -27,47 +26,14 @@ class _GroupedLinear(torch.autograd.Function):
         used = weight if cast is None else cast
         ctx.save_for_backward(x, used)
         ctx.counts, ctx.weight_dtype = counts, weight.dtype
-        return _products(x, used.to(x.dtype), counts)
+        return grouped_product(x, used.to(x.dtype), counts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            return *_gradients(dy, x, weight.to(dy.dtype), ctx.counts, ctx.weight_dtype), None, None
-        return _products(dy, weight.to(dy.dtype).transpose(1, 2), ctx.counts), None, None, None
-
-
-def _uses_grouped_kernel(x: Tensor) -> bool:
-    """True where one kernel multiplies the rows of all experts."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and _grouped_mm is not None and x.shape[1] % 8 == 0
-
-
-_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
-"""Its public name since torch 2.10, and the one before."""
-
-
-def _ends(counts: Sequence[int], device: torch.device) -> Tensor:
-    """[e] int32: where the rows of each expert end."""
-    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-
-
-def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """Each expert's rows times its weight, transposed: [R, I], [e, O, I] -> [R, O]."""
-    if _uses_grouped_kernel(x) and weight.shape[1] % 8 == 0:
-        y: Tensor = _grouped_mm(x, weight.transpose(1, 2), offs=_ends(counts, x.device))
-        return y
-    return grouped_product(x, weight, counts)
-
-
-def _gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, counts: Sequence[int], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `_products`, that of the weight in `dtype` and 0 for an expert without rows."""
-    if _uses_grouped_kernel(x) and dy.shape[1] % 8 == 0:
-        ends = _ends(counts, x.device)
-        dw: Tensor = _grouped_mm(dy.t(), x, offs=ends)
-        return _grouped_mm(dy, weight, offs=ends), dw.to(dtype)
-    return grouped_gradients(dy, x, weight, counts, dtype)
+            return *grouped_gradients(dy, x, weight.to(dy.dtype), ctx.counts, ctx.weight_dtype), None, None
+        return grouped_product(dy, weight.to(dy.dtype).mT, ctx.counts), None, None, None
 
 
 class Experts(ComputesInHalf):

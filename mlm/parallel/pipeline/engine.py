@@ -25,7 +25,7 @@ from mlm.parallel.pipeline.actions import SENDS_KEPT, Action, Instruction, Op, R
 T = TypeVar("T")
 
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 
 
 class PlanObserver:
@@ -33,7 +33,7 @@ class PlanObserver:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context for a phase of a step: the action `forward`, `backward` or `weight`, for one."""
-        return _NOTHING
+        return NOTHING
 
     def on_receive(self) -> None:
         """Note that the input of the action in progress has arrived from another rank."""

@@ -11,7 +11,9 @@ COUNTS = (5, 0, 9, 2)
 """Rows of each expert; one has none."""
 
 
-@pytest.mark.parametrize("onednn_from", [None, 1, 2 * 5 * 6 * 8])  # no product, all, those of 5 rows and more
+@pytest.mark.parametrize(
+    "onednn_from", [None, 1, 2 * 5 * 12 * 8]
+)  # no product, all, those of 5 rows and more
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_grouped_linear_is_the_linear_of_each_expert(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, onednn_from: int | None
@@ -24,8 +26,8 @@ def test_grouped_linear_is_the_linear_of_each_expert(
     torch.manual_seed(0)
     x = torch.randn(sum(COUNTS), 8, dtype=dtype, requires_grad=True)
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
-    weight = torch.randn(len(COUNTS), 6, 8, dtype=wide, requires_grad=True)
-    dy = torch.randn(sum(COUNTS), 6, dtype=dtype)
+    weight = torch.randn(len(COUNTS), 12, 8, dtype=wide, requires_grad=True)
+    dy = torch.randn(sum(COUNTS), 12, dtype=dtype)
     y = grouped_linear(x, weight, COUNTS)
     parts = zip(x.split(COUNTS), weight.to(dtype), strict=True)
     expected = torch.cat([F.linear(rows, each) for rows, each in parts])
