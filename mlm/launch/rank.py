@@ -75,7 +75,8 @@ def write_to(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if sys.stdout is not None:  # as it is where the command began without one
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def wait_for_peers(folder: Path, world_size: int) -> None:

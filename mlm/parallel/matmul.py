@@ -135,18 +135,18 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return product(dy.t(), x.t()).to(dtype)
 
 
-RUN = 64
+ROWS_OF_SUM = 64
 """Rows of bfloat16 that a CPU adds before it casts: a sum of casts takes three times as long."""
 
 
 def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of the rows of dy in `dtype`: [rows, O] -> [O].
 
-    A CPU's kernel adds bfloat16 in float32 and rounds a run's sum as it rounds an element of the weight's
-    gradient; runs are then added in `dtype`.
+    A CPU's kernel adds some rows of bfloat16 in float32, and rounds their sum as it rounds an element of the
+    weight's gradient; such sums are then added in `dtype`.
     """
-    if dy.is_cpu and dy.dtype == torch.bfloat16 and dy.shape[0] and dy.shape[0] % RUN == 0:
-        dy = dy.unflatten(0, (-1, RUN)).sum(1)
+    if dy.is_cpu and dy.dtype == torch.bfloat16 and dy.shape[0] and dy.shape[0] % ROWS_OF_SUM == 0:
+        dy = dy.unflatten(0, (-1, ROWS_OF_SUM)).sum(1)
     return dy.sum(0, dtype=dtype)
 
 

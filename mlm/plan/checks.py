@@ -42,12 +42,13 @@ DRY_RUN_RULES = tuple(
 PLAIN = {name: value for name, value in DEFAULTS.items() if name not in ("tp", "pp", "dp")}
 """A layout that is valid on some sizes of these if any is."""
 ANYWHERE = Launch(None, None)
+MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three times what the largest runs need
 
 
 def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
     """Problems of `mlm plan schedule`."""
     out = _out_ends_in((".svg", ".json"), "schedule")
-    return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, out))
+    return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, _can_be_simulated, out))
 
 
 def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
@@ -155,6 +156,19 @@ def _rounds_are_full(config: PlanScheduleConfig, _: Launch) -> Problem | None:
         ("micro_batches", "pp", "vp"),
         f"micro_batches={micro_batches} is not a multiple of pp={pp}, as vp={vp} needs",
         f"use {either('micro_batches', multiples_around(micro_batches, pp))}, or vp=1",
+    )
+
+
+def _can_be_simulated(config: PlanScheduleConfig, _: Launch) -> Problem | None:
+    each = (3 if config.pipeline == "zb_h1" else 2) * config.pp * config.vp
+    if each * config.micro_batches <= MAX_COMPUTATIONS:
+        return None
+    most = MAX_COMPUTATIONS // each // config.pp * config.pp if config.pp > 0 < config.vp else 0
+    return Problem(
+        ("micro_batches", "pp", "vp"),
+        f"micro_batches={config.micro_batches} * pp={config.pp} * vp={config.vp} make "
+        f"{each * config.micro_batches:,} computations, more than the {MAX_COMPUTATIONS:,} simulated here",
+        f"use micro_batches={most} or fewer" if most else "use a smaller pp or vp",
     )
 
 

@@ -149,7 +149,7 @@ COMMANDS = (
         spec=PlanScheduleConfig,
         target="mlm.plan.schedule:run",
         local_check=check_plan_schedule,
-        summary="draw a pipeline schedule, with its bubble and what each rank holds and sends",
+        summary="draw a pipeline schedule, with its bubble and what each rank holds",
         about=(
             "Simulates one training step of a pipeline and draws who computes what when, as figures 3 and 4 "
             "of arXiv:2104.04473. Below stand the bubble (idle over ideal time), the makespan, and the "

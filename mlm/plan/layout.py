@@ -69,7 +69,7 @@ class PlannedLayout(ParallelConfig):
 
     @property
     def split(self) -> ParallelConfig:
-        """What the counts of a layer depend on, all else at its defaults."""
+        """The settings on which the counts of a layer depend; all others have their defaults."""
         return ParallelConfig(**{name: getattr(self, name) for name in SPLIT})
 
     @property

@@ -33,8 +33,9 @@ def run(config: PlanScheduleConfig) -> Plan:
     held = " ".join(map(str, plan.peak_in_flight))
     screen.print(f"in flight {held}: micro-batches of which a rank holds activations, in each of its chunks")
     caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
-    is_picture = config.out is not None and Path(config.out).suffix == ".svg"
-    save_result(config.out, svg_file(plan, caption) if is_picture else record(plan, config), screen.print)
+    if config.out is not None:
+        is_picture = Path(config.out).suffix == ".svg"
+        save_result(config.out, svg_file(plan, caption) if is_picture else record(plan, config), screen.print)
     return plan
 
 

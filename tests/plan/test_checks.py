@@ -6,7 +6,12 @@ from pathlib import Path
 import pytest
 
 from mlm.config.cli.compose import load_config
-from mlm.plan.checks import check_plan_layouts, check_plan_memory, check_plan_schedule
+from mlm.plan.checks import (
+    MAX_COMPUTATIONS,
+    check_plan_layouts,
+    check_plan_memory,
+    check_plan_schedule,
+)
 from mlm.util.errors import Problem
 
 
@@ -36,6 +41,8 @@ def test_sound_settings_have_no_problem(overrides: list[str]) -> None:
         (["vp=2", "micro_batches=10"], ["micro_batches"], "use micro_batches=8 or micro_batches=12, or vp=1"),
         (["vp=2", "micro_batches=3"], ["micro_batches"], "use micro_batches=4, or vp=1"),
         (["vp=2", "pipeline=zb_h1"], ["vp"], "use pipeline=1f1b or vp=1"),
+        (["micro_batches=100000"], ["micro_batches"], "use micro_batches=62500 or fewer"),
+        ([f"pp={MAX_COMPUTATIONS}"], ["micro_batches"], "use a smaller pp or vp"),
         (["pp=0", "vp=2", "pipeline=zb_h1", "out=a"], ["pp", "vp", "out"], "use out=a.svg"),
     ],
 )
@@ -43,6 +50,12 @@ def test_problems_come_together_with_key_and_fix(overrides: list[str], keys: lis
     problems = check_plan_schedule(load_config("plan_schedule", overrides))
     assert [problem.keys[0] for problem in problems] == keys
     assert fix in [problem.fix for problem in problems]
+
+
+def test_remedy_for_a_long_schedule_has_no_problem_itself() -> None:
+    (problem,) = problems_of("pp=96", "vp=7", "micro_batches=9600")
+    remedy = problem.rpartition("use ")[2].split()[0]
+    assert problems_of("pp=96", "vp=7", remedy) == []
 
 
 @pytest.mark.parametrize(

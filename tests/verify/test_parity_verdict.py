@@ -211,3 +211,10 @@ def test_a_vanishing_gradient_is_measured_against_the_largest_of_the_model() -> 
 def test_weights_that_no_learning_rate_moves_are_equal_or_not() -> None:
     assert "weights to the last bit, as every learning rate is 0" in judged({}, lr=0.0).sentence
     assert judged({"weight_token": add(1e-9)}, lr=0.0).word == "DIFFERENT"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16], ids=str)
+def test_narrow_formats_that_numpy_lacks_travel_exactly(dtype: torch.dtype) -> None:
+    key, x = Key(0, "output", "a"), torch.tensor([1.5, -448.0, 0.0]).to(dtype)
+    (found,) = Record.of_bytes(Record({key: x}).to_bytes()).tensors.values()
+    assert torch.equal(found, x.float())

@@ -186,7 +186,7 @@ def _highest(scores: Tensor, count: int) -> Tensor:
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each row has each expert, dropped choices left out: [rows, n] -> [rows, E] int64."""
+    """Count the choices of each expert in each row, without dropped ones: [rows, n] -> [rows, E] int64."""
     counts = experts.new_zeros(experts.shape[0], num_experts + 1)
     return counts.scatter_add_(1, experts, torch.ones_like(experts))[:, :num_experts]
 

@@ -217,7 +217,7 @@ def draw_steps(
 def stage_rows(
     plan: RunPlan, planned: Plan | None, bubble: float | None, measured: "MeasuredStep | None"
 ) -> Iterator[list[str]]:
-    """Yield the first stages' idle time as planned, equal of all, and as measured."""
+    """Yield the first stages' idle time as planned, the same for all, and as measured."""
     idle = "not simulated" if bubble is None else f"{bubble / (1 + bubble):.1%}"
     for stage in range(min(plan.sizes["pp"], MAX_STAGES)):
         in_flight = "not simulated" if planned is None else str(planned.peak_in_flight[stage])

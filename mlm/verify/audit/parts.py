@@ -41,7 +41,7 @@ class Match:
 
     @property
     def parts(self) -> Parts:
-        """What ranks have."""
+        """The ranks' own tensors, after sums."""
         return {at: part for at, (part, _) in self.pairs.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""What a user describes to be audited, and one rank's run of it.
+"""The subject of an audit, which users describe, and a record of one rank's run of it.
 
 Recorded are outputs of every module and their gradients, parameters and theirs, the norm and the loss.
 """
@@ -121,7 +121,8 @@ class Record:
     def to_bytes(self) -> bytes:
         """Encode it; what a subject recorded is never unpickled."""
         facts = asdict(replace(self, tensors={})) | {"tensors": list(self.tensors)}
-        exact = [x.float() if x.dtype == torch.bfloat16 else x for x in self.tensors.values()]  # for NumPy
+        numbers = self.tensors.values()  # NumPy has no narrow formats but float16; a wider one is exact
+        exact = [x.float() if x.is_floating_point() and x.itemsize < 4 else x for x in numbers]
         arrays = {str(number): x.detach().numpy() for number, x in enumerate(exact)}
         np.savez(file := BytesIO(), allow_pickle=False, facts=np.array(json.dumps(facts)), **arrays)
         return file.getvalue()
