@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts/results/gpu"
 SOURCES = ("mlm/**/*.py", "configs/**/*.yaml", "scripts/gpu/*.py", "scripts/bench/*.py")
 """Files that results depend on."""
-NEEDED = ("numpy", "yaml", "hydra", "omegaconf", "antlr4", "pydantic", "xxhash", "rich", "matplotlib")
+NEEDED = ("numpy", "yaml", "hydra", "omegaconf", "antlr4", "pydantic", "xxhash", "rich")
 NEEDED += ("packaging", "tokenizers", "rensa", "ftfy", "safetensors")
 PROBE = f"""
 import json, sys

@@ -3,15 +3,11 @@
 import gc
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlm.launch import process
-from mlm.tracking import curves
-from mlm.util.files import write_atomic
 
 with warnings.catch_warnings():  # pytest has imported distutils
     warnings.simplefilter("ignore")
@@ -38,14 +34,6 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000)
 
 
-DRAW = curves.plot_losses
-
-
-def blank(metrics_jsonl: Path, png: Path, unit: str = "") -> None:
-    """An empty file in place of a run's picture, which takes as long as a small run."""
-    write_atomic(png, b"")
-
-
 def one_thread(wanted: int | None, environ: Mapping[str, str], *, cores: int, local_ranks: int) -> int:
     """Threads of a run in this process: other workers of pytest use the other cores."""
     return wanted or 1
@@ -61,14 +49,5 @@ def store(server: Any) -> Any:
 @pytest.fixture(scope="session", autouse=True)
 def _cheap_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curves, "plot_losses", blank)
         patch.setattr(process, "num_threads", one_thread)
-        yield
-
-
-@contextmanager
-def pictures() -> Iterator[None]:
-    """Runs draw their picture, as they do for users."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curves, "plot_losses", DRAW)
         yield

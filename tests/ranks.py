@@ -26,13 +26,10 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from mlm.parallel.mesh import ParallelContext, build_mesh
-from mlm.tracking import curves
-from tests.conftest import blank
 
 TIMEOUT_S = 100.0
 RENEWED = 10
@@ -152,7 +149,6 @@ def _answer(pipe: Connection) -> tuple[str, Any, list[str]]:
 def _fork_ranks(control: Connection) -> None:
     """Import what ranks need and fork them, whenever told; a pipe each."""
     os.setpgrp()  # to be ended together
-    pytest.MonkeyPatch().setattr(curves, "plot_losses", blank)
     living = 0
     while True:
         try:

@@ -339,7 +339,4 @@ def finish(loop: FinetuneLoop, settings: Settings, begun: float) -> Result:
     if trainer.ctx.is_main:
         with writing_to(config.out):
             write_atomic(out / RESULT, dump_json(asdict(result)))
-            from mlm.tracking.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
-
-            plot_losses(out / "metrics.jsonl", out / "loss.png", task_type(task.kind).loss_unit)
     return result

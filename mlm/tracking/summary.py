@@ -26,7 +26,6 @@ FILES = (  # pattern in the run directory, what it holds
     ("*.yaml", "the composed configuration: every setting of this run"),
     ("checkpoints", "weights, optimizer state and counters: safetensors and a manifest per step"),
     (FILE_NAME, "one JSON object per line: every logged step, validation and save"),
-    ("*.png", "the loss curves"),
     ("tokenizer.json", "the tokenizer of the training text"),
     ("eval-*.json", "scores, each with its protocol"),
     ("tensorboard", "events for `tensorboard --logdir`"),
@@ -82,12 +81,10 @@ def write_summary(
     steps = [r for r in records if r["kind"] == "step"]
     done = max((r["step"] for r in records if r["kind"] in PROGRESS), default=0)
     state = "Failed" if failure else "Finished" if done >= total_steps else "Stopped early"
-    curve = next(iter(sorted(out.glob("*.png"))), None)
     parts = [
         SUMMARY_MARK,
         f"# {out.resolve().name}",
         f"{state}: {done:,} of {total_steps:,} steps." + (f"\n\n{escaped(failure)}" if failure else ""),
-        f"![Training and validation loss over steps]({curve.name})" if curve else "",
         "## What ran",
         table([*started(records), *header, *ran(records)]),
         "## Results",
@@ -261,6 +258,7 @@ def commands(
     if prompt is not None:
         sample = f"{trust}mlm generate {override('ckpt', str(out))} {override('prompt', prompt)}"
         lines += ["", "# sample a continuation", sample]
+    lines += ["", "# curves, in a browser", shlex.join(["mlm", "report", str(out)])]
     return "\n".join(["```sh", *lines, "```"])
 
 

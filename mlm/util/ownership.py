@@ -49,7 +49,7 @@ KINDS: dict[str, FolderType] = {
     "run": FolderType(
         "a run",
         (
-            *("config.yaml", "tokenizer.json", "metrics.jsonl", "loss.png", "README.md", CHECKPOINTS),
+            *("config.yaml", "tokenizer.json", "metrics.jsonl", "README.md", CHECKPOINTS),
             *("best", "result.json", "predictions", "incidents", "profile"),
         ),
     ),

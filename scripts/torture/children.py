@@ -18,7 +18,6 @@ from typing import Any
 
 from bench.machine import free_port
 
-from mlm.tracking import curves  # a child that gives up its rights cannot import what it needs later
 from mlm.training import resume, saver
 from mlm.training.pretrain import run as pretrain
 from mlm.util import lock
@@ -153,7 +152,6 @@ def prepare(log: Path, pipe: int | None, manner: Manner) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    curves.plot_losses = lambda *_: None  # half of the time of such a run
     if pipe is not None:
         saver.save_checkpoint = announced(saver.save_checkpoint, SAVE, pipe, limit_files(manner))
         pretrain.resume = announced(pretrain.resume, LOAD, pipe)

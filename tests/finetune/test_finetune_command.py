@@ -14,7 +14,6 @@ from mlm.finetune import run, training
 from mlm.finetune.config import FinetuneConfig
 from mlm.launch.child_run import child_run
 from mlm.parallel.mesh import ParallelContext
-from tests.conftest import pictures
 from tests.finetune.material import WORDS, write_table
 from tests.finetune.runs import (
     GPT2,
@@ -118,9 +117,7 @@ def test_a_task_of_ones_own_by_csv_on_the_command_line(
         write_table(tmp_path / f"rows/{name}.csv", rows)
     monkeypatch.chdir(tmp_path)
     words = ["reviews", "--config-dir", "my_configs", "data.path=rows", "dist.device=cpu"]
-    with pictures():
-        assert main(["finetune", *words, f"ckpt={folder / 'bert'}", "data.predict_tests=true"]) == 0
-    assert (tmp_path / "runs/reviews/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["finetune", *words, f"ckpt={folder / 'bert'}", "data.predict_tests=true"]) == 0
     result = read(tmp_path / "runs/reviews/result.json")
     assert (result["steps"], result["task"], list(result["tests"])) == (3, "reviews", ["test"])
     table = (tmp_path / "runs/reviews/predictions/test.tsv").read_text().splitlines()

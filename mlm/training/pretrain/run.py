@@ -72,7 +72,7 @@ from mlm.training.upcycle import dense_config, start_from_dense
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import write_atomic
 
-SUMMARY, CURVES = "README.md", "loss.png"
+SUMMARY = "README.md"
 MOST_EPOCHS, FEW_EPOCHS = 20, 4  # above the first a run is warned, the second is advised
 
 log = logging.getLogger(__name__)
@@ -349,15 +349,12 @@ def summarising_failure(trainer: Trainer, out: Path, rows: list[tuple[str, str]]
 def finish_directory(
     trainer: Trainer, out: Path, rows: list[tuple[str, str]], failure: str | None = None
 ) -> None:
-    """Plot the losses and write the run's summary. A full disk then is no failed training."""
+    """Write the run's summary. A full disk then is no failed training."""
     config = trainer.config
     generates = config.model.family.causal and (out / "tokenizer.json").exists()
     kind = config.model.kind
     try:
-        from mlm.tracking.curves import plot_losses  # loads matplotlib: 0.4 s in each rank's start
-
         good = newest_good(out / CHECKPOINTS, diverged_since(out / FILE_NAME))
-        plot_losses(out / "metrics.jsonl", out / CURVES, config.model.family.loss_unit)
         summary = write_summary(
             out,
             resume=resume_command("pretrain", out, config),
@@ -374,7 +371,7 @@ def finish_directory(
     except OSError as error:
         log.warning("%s: %s: the run is saved, its summary is not", error.filename or out, error.strerror)
     else:
-        line = Text(f"summary {summary}, curves {out / CURVES}")
+        line = Text(f"summary {summary}, curves: mlm report {shlex.quote(str(out))}")
         training_console("off", out / "metrics.jsonl").print(line, soft_wrap=True)
 
 

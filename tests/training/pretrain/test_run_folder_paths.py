@@ -2,14 +2,12 @@
 
 import os
 import socket
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mlm.config.cli import main
-from mlm.tracking.curves import plot_losses
 from mlm.tracking.history import FILE_NAME, History
 from mlm.util.errors import UserError
 from mlm.util.lock import LOCK, single_builder, single_writer
@@ -41,7 +39,7 @@ STANDS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["README.md", "config.yaml", "tokenizer.json", FILE_NAME, "loss.png"])
+@pytest.mark.parametrize("name", ["README.md", "config.yaml", "tokenizer.json", FILE_NAME])
 def test_pretrain_rejects_a_project_before_it_starts(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,14 +84,3 @@ def test_a_lock_follows_no_link(tmp_path: Path) -> None:
         pass  # done without
     assert (tmp_path / "mine").read_text() == "mine"
     assert (tmp_path / ".index.npy.lock").is_symlink()
-
-
-@pytest.mark.parametrize("stand", STANDS)
-def test_a_curve_replaces_nothing_but_files(stand: str, tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text('{"kind": "step", "step": 1, "loss": 1.0, "lr": 0.1}\n')
-    STANDS[stand](tmp_path / "loss.png")
-    before = (tmp_path / "loss.png").lstat().st_mode
-    with pytest.raises(OSError, match=r"regular file|directory"):
-        plot_losses(tmp_path / FILE_NAME, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").lstat().st_mode == before
-    assert not stat.S_ISREG(before)
