@@ -208,7 +208,8 @@ class Exchange:
     def scatter(self, results: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """The regions that this rank holds, of the results of their owners."""
         me = self.axis.rank
-        found = {n: self.held[n][me].of(results[n], self.whole[n]) for n in self.mine}
+        mine = (n for n in self.mine if n in results)  # ranks that hold nothing of a matrix have no result
+        found = {n: self.held[n][me].of(results[n], self.whole[n]) for n in mine}
         if self.scatters:
             for piece, x in self._send(results, self.whole, self.returned, self.taken):
                 found[piece.matrix] = x
