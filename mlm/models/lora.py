@@ -82,10 +82,13 @@ def _hand_stream(adapters: list[LowRankAdapter], layer: nn.Module, inputs: tuple
 
 
 def freeze_base(chunk: Transformer, dtype: torch.dtype) -> None:
-    """Leave adapters and a finetuning head alone to be trained, these in `dtype`."""
+    """Leave adapters and a finetuning head alone to be trained, these in `dtype`.
+
+    So are routers, whose biases rounded to half precision would choose other experts.
+    """
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_trained(name))
-        if is_trained(name):
+        if is_trained(name) or ".router." in name:
             parameter.data = parameter.data.to(dtype)
 
 
