@@ -82,13 +82,10 @@ def _hand_stream(adapters: list[LowRankAdapter], layer: nn.Module, inputs: tuple
 
 
 def freeze_base(chunk: Transformer, dtype: torch.dtype) -> None:
-    """Leave adapters and a finetuning head alone to be trained, these in `dtype`.
-
-    So are routers, whose biases rounded to half precision would choose other experts.
-    """
+    """Leave adapters and a finetuning head alone to be trained, these in `dtype`."""
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_trained(name))
-        if is_trained(name) or ".router." in name:
+        if is_trained(name) or ".router." in name:  # rounded biases would choose other experts
             parameter.data = parameter.data.to(dtype)
 
 
