@@ -125,8 +125,8 @@ class PairLoss(AnswerLoss):
         if task.loss == "ipo":  # equation 17, of means per token as TRL has it
             gap = change / lengths.clamp(min=1)
             loss = (gap[:, 0] - gap[:, 1] - 1 / (2 * task.beta)).square()
-        elif task.loss == "orpo":  # equations 4, 6 and 7
-            odds = mean - torch.log1p(-mean.exp())
+        elif task.loss == "orpo":  # equations 4, 6 and 7; the odds of p = 1 are infinite
+            odds = mean - (-torch.expm1(mean.clamp(max=-torch.finfo(mean.dtype).eps))).log()
             loss = -mean[:, 0] - task.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
         else:
             lead_over = lead - task.margin if task.loss == "simpo" else lead

@@ -85,7 +85,7 @@ def freeze_base(chunk: Transformer, dtype: torch.dtype) -> None:
     """Leave adapters and a finetuning head alone to be trained, these in `dtype`."""
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_trained(name))
-        if is_trained(name):
+        if is_trained(name) or ".router." in name:  # rounded biases would choose other experts
             parameter.data = parameter.data.to(dtype)
 
 

@@ -206,9 +206,9 @@ class Exchange:
         return found
 
     def scatter(self, results: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """The regions that this rank holds, of the results of their owners."""
+        """The regions that this rank holds, of the results of their owners; without empty ones."""
         me = self.axis.rank
-        found = {n: self.held[n][me].of(results[n], self.whole[n]) for n in self.mine}
+        found = {n: self.held[n][me].of(results[n], self.whole[n]) for n in self.mine if n in results}
         if self.scatters:
             for piece, x in self._send(results, self.whole, self.returned, self.taken):
                 found[piece.matrix] = x

@@ -37,9 +37,7 @@ def local_tokens(x: Tensor, cp: Axis, dim: int) -> Tensor:
 
 def local_positions(length: int, cp: Axis, device: torch.device) -> Tensor:
     """Places in a sequence of S = `length` tokens of those that this rank holds: int64 [S/c]."""
-    if cp.size == 1:
-        return torch.arange(length, device=device)
-    return rank_positions(cp.rank, length, cp.size, device)
+    return local_tokens(torch.arange(length, device=device), cp, 0)
 
 
 def rank_positions(rank: int, length: int, size: int, device: torch.device) -> Tensor:
@@ -142,7 +140,8 @@ class UnfusedKernel:
 
     def forward(self, block: KeyBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of a block."""
-        y, log_sum = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+        y, wide = torch.empty_like(q), torch.promote_types(q.dtype, torch.float32)
+        log_sum = q.new_empty(q.shape[:3], dtype=wide)
         for heads, shared in self._heads(q, k):
             scores = self._scores(block, q[:, heads], k[:, shared])
             sums = torch.logsumexp(scores, -1)
@@ -182,8 +181,10 @@ class UnfusedKernel:
 
     def _scores(self, block: KeyBlock, q: Tensor, k: Tensor) -> Tensor:
         """[B, k, n/k, rows, columns], -inf where a query does not attend."""
-        scores = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT
-        scores = scores.to(_wide(q.dtype)) / math.sqrt(q.shape[-1])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        if q.is_cpu:  # as in its fused kernel: rounded scores would be off by 2^-9 of themselves in bfloat16
+            q, k = q.to(wide), k.to(wide)
+        scores = (q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT).to(wide) / math.sqrt(q.shape[-1])
         rows, columns = self._places(block, q.device)
         distance = rows[:, None] - columns
         hidden = distance < 0
@@ -232,7 +233,7 @@ class _ContextAttention(torch.autograd.Function):
         own, others = attention_blocks(cp, q.shape[2], window)
         gathering = start_all_gather(torch.stack([k, v]), cp)
         y, log_sum = kernel.forward(own, q, k, v)
-        y, log_sum = y.to(_wide(q.dtype)), log_sum.contiguous()
+        y, log_sum = y.to(torch.promote_types(q.dtype, torch.float32)), log_sum.contiguous()
         gathered = gathering.wait()  # [c, 2, B, k, L, D]
         for block in others:
             keys, values = gathered[block.source][..., block.columns, :]
@@ -286,7 +287,3 @@ def _merge(y: Tensor, log_sum: Tensor, other: Tensor, other_sum: Tensor) -> None
     total = torch.logaddexp(log_sum, other_sum)
     y.mul_((log_sum - total).exp()[..., None]).add_(other * (other_sum - total).exp()[..., None])
     log_sum.copy_(total)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -24,7 +24,7 @@ from mlm.parallel.collectives import all_reduce, copy_to_tp, gather_sequence
 from mlm.parallel.context import local_positions
 from mlm.parallel.dropout import DropoutStream, site_keys
 from mlm.parallel.expert.experts import Experts, grouped_linear
-from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from mlm.parallel.layers import ColumnParallelLinear, FusedRows, RowParallelLinear
 from mlm.parallel.linear import linear
 from mlm.parallel.mesh import Axis
 from mlm.parallel.sharding import shard_of
@@ -108,6 +108,7 @@ class LowRankAdapter(nn.Module):
         # the variance of peft's uniform A
         full = inside if self.by_column else inside * self.tp.size
         self.init_stds = {"a": (3 * full) ** -0.5, "b": 0.0, "magnitude": 0.0}
+        self.fused_rows = {"a": FusedRows(count, rank), "b": FusedRows(count, self.size)}
         self.a = nn.Parameter(torch.empty(count * rank, inside))  # [p r, I], by row [r, I/t]
         self.b = nn.Parameter(torch.zeros(out // rows.parts * count, rank))  # [p O / (P t), r], by row [O, r]
         self.magnitude = nn.Parameter(torch.zeros(len(self.b))) if dora else None  # norm of a row less W's

@@ -95,6 +95,24 @@ def our_gradients(folder: Path, **task: Any) -> tuple[torch.Tensor, dict[str, to
     return parts, {s.name: s.without_padding(s.parameter.grad) for s in shards}, objective  # type: ignore[arg-type]
 
 
+def test_orpo_of_nearly_certain_answers_is_that_of_float64() -> None:
+    """In float32 1 - p is p's rounding: 6 % off at a likelihood of -1e-6, and 0 at one of -1e-8."""
+    objective = PairLoss(ParallelContext(), torch.float32, shipped("preferences", loss="orpo", beta=0.5))
+    likelihoods = torch.tensor([[-1e-6, -3.0], [-2.0, -1e-6], [0.0, -3.0], [-3.0, 0.0]], requires_grad=True)
+    losses = objective.parts_of(likelihoods, torch.ones(4, 2), torch.zeros(4, 2))[0]
+    losses.sum().backward()
+    exact = likelihoods.detach().double()[:2].requires_grad_()
+    odds = exact - (-exact.expm1()).log()
+    wanted = -exact[:, 0] - 0.5 * F.logsigmoid(odds[:, 0] - odds[:, 1])
+    wanted.sum().backward()
+    torch.testing.assert_close(losses[:2].double(), wanted, rtol=1e-6, atol=1e-6)
+    assert likelihoods.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(likelihoods.grad[:2].double(), exact.grad, rtol=1e-6, atol=1e-6)
+    assert losses.isfinite().all()
+    assert likelihoods.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_losses_and_gradients_equal_those_of_trl(folder: Path, tmp_path: Path, loss: str) -> None:
     datasets, transformers, trl = (pytest.importorskip(name) for name in ("datasets", "transformers", "trl"))

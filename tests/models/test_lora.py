@@ -8,14 +8,18 @@ from peft import LoraConfig as TheirConfig
 from peft import get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from mlm.checkpoint.huggingface.peft import stored_adapters
 from mlm.models.config import LoraConfig, ModelConfig
 from mlm.models.lora import add_adapters, freeze_base
-from mlm.parallel.mesh import Axis
+from mlm.optim.config import PrecisionConfig
+from mlm.parallel.config import ParallelConfig
+from mlm.parallel.mesh import Axis, shape_context
 from mlm.parallel.random import init_parameters
 from mlm.parallel.sharding import load_whole
+from mlm.training.pipelined import PipelinedModel
 
 STEPS = 20
 """Within 1e-6: norms of Llama are computed in float32 in `transformers`."""
@@ -109,6 +113,31 @@ def test_losses_and_gradients_equal_those_of_peft(case: str) -> None:
 def grad_of(p: Tensor) -> Tensor:
     assert p.grad is not None
     return p.grad
+
+
+def test_routers_beside_adapters_choose_as_those_of_transformers_in_bfloat16() -> None:
+    """DeepSeek-V3 has its biases in float32 there, whatever the format: rounded they choose otherwise."""
+    settings = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = DeepseekV3Config(hidden_size=16, num_hidden_layers=1, first_k_dense_replace=0, **settings)
+    theirs = DeepseekV3TopkRouter(config).bfloat16()
+    torch.manual_seed(0)
+    bias = 1 + 0.001 * torch.randn(8)
+    options = {"num_experts": 8, "expert_ffn_size": 8, "router_scores": "sigmoid", "balance": "bias"}
+    model = ModelConfig(
+        **{"kind": "llama", "num_layers": 1, "hidden_size": 16, "num_heads": 2, "activation": "silu"},
+        **{"hidden_dropout": 0.0, "attention_dropout": 0.0, "options": options},
+    )
+    precision = PrecisionConfig(dtype="bf16")
+    (ours,) = PipelinedModel(model, ParallelConfig(), precision, shape_context(), LoraConfig(rank=2)).chunks
+    router = ours.layers["0"].mlp.router
+    x = torch.randn(4, 50, 16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        theirs.weight.normal_(0, 0.001)
+        theirs.e_score_correction_bias = bias
+        router.weight.copy_(theirs.weight)
+        router.bias.copy_(bias)
+        wanted, found = theirs(x)[2], router(x).experts
+    assert torch.equal(found.flatten(0, 1).sort(-1).values, wanted.flatten(0, -2).sort(-1).values)
 
 
 def test_of_a_mixture_all_but_routed_experts_have_adapters() -> None:

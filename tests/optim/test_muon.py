@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mlm.models.config import ModelConfig
+from mlm.models.config import LoraConfig, ModelConfig
+from mlm.models.lora import add_adapters
 from mlm.optim import muon
 from mlm.optim.adamw import apply, build_optimizer, moment
-from mlm.optim.config import MuonConfig, OptimizerConfig
+from mlm.optim.config import MuonConfig, OptimizerConfig, PrecisionConfig
 from mlm.optim.matrices import assign, matrices_of
 from mlm.optim.muon import MOMENTUM, orthogonalise
 from mlm.parallel.config import ParallelConfig
@@ -64,11 +65,19 @@ def weights_after(
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, tuple[Any, Tensor]]]:
-    families = ("gpt2", "llama", "experts")
-    return {
-        family: weights_after(shape_context(), spec_of(family=family, cautious=family == "llama"))
-        for family in families
-    }
+    return {family: weights_after(shape_context(), trained(family)) for family in FAMILIES}
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"family": "llama", "cautious": True},
+    "heads": {"family": "llama", "per_head": True},
+    "experts": {"family": "experts"},
+}
+
+
+def trained(family: str, parallel: ParallelConfig | None = None) -> PretrainConfig:
+    return spec_of(parallel, **FAMILIES[family])
 
 
 LAYOUTS = [
@@ -80,7 +89,7 @@ LAYOUTS = [
     ("gpt2", ParallelConfig(tp=2, dp=2, zero=3)),
     ("llama", ParallelConfig(tp=2, dp=2, zero=2, sequence_parallel=True)),
     ("llama", ParallelConfig(tp=4, cp=2)),
-    ("llama", ParallelConfig(dp=2)),
+    ("heads", ParallelConfig(tp=2, dp=2)),
     ("experts", ParallelConfig(dp=2, ep=2, zero=2)),
     ("experts", ParallelConfig(dp=4, ep=2, zero=3)),
     ("experts", ParallelConfig(tp=2, dp=2, ep=2)),
@@ -88,15 +97,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "parallel"), slow_but({1, 2, 12}, LAYOUTS), ids=str)
+@pytest.mark.parametrize(("family", "parallel"), slow_but({1, 2, 8, 12}, LAYOUTS), ids=str)
 def test_five_steps_give_the_weights_of_one_process(
     alone: Any, family: str, parallel: ParallelConfig
 ) -> None:
-    """float64, to 1e-10: with tp=4 two ranks hold each head of keys, with dp=3 rows of blocks of heads.
-
-    The llama decays cautiously.
-    """
-    spec = spec_of(parallel, family=family, cautious=family == "llama")
+    """float64, to 1e-10: with tp=4 two ranks hold each head of keys, with dp=3 rows of blocks of heads."""
+    spec = trained(family, parallel)
     if parallel.dp == 3:
         spec = replace(spec, train=replace(spec.train, global_batch_size=6))
         whole = weights_after(shape_context(), replace(spec, parallel=ParallelConfig()))
@@ -151,6 +157,26 @@ def test_steps_are_those_of_torch_on_separate_matrices(family: str, scale: Any, 
     for p, rows, x in parts:
         torch.testing.assert_close(p[rows], x, rtol=0, atol=1e-6)
     assert len(parts) > len(matrices)
+
+
+def test_adapters_of_fused_weights_are_those_of_separate_ones() -> None:
+    """As of peft's `k_proj` and `v_proj`: by torch.optim.Muon, in bfloat16 both."""
+    spec = spec_of(family="llama", dtype="bf16")
+    model = build_model(replace(spec, precision=PrecisionConfig()), shape_context()).chunks[0]
+    add_adapters(model, LoraConfig(rank=3))
+    kv = model.layers["0"].attention.kv.lora  # rows of B: two heads of keys and values of width 4
+    a, b = [kv.a.detach().chunk(2), kv.b.detach().unflatten(0, (2, 2, 4)).unbind(1)]
+    apart = [nn.Parameter(x.flatten(0, -2).clone()) for x in (*a, *b)]
+    theirs = torch.optim.Muon(apart, lr=spec.optimizer.lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    torch.manual_seed(0)
+    kv.a.grad, kv.b.grad = torch.randn_like(kv.a), torch.randn_like(kv.b)
+    split = *kv.a.grad.chunk(2), *kv.b.grad.unflatten(0, (2, 2, 4)).unbind(1)
+    for x, grad in zip(apart, split, strict=True):
+        x.grad = grad.reshape(x.shape).clone()
+    build_optimizer(list(parameter_shards(model, Axis("tp"))), spec.optimizer).step()
+    theirs.step()
+    for x, mine in zip(apart, (*kv.a.chunk(2), *kv.b.unflatten(0, (2, 2, 4)).unbind(1)), strict=True):
+        torch.testing.assert_close(mine.reshape(x.shape), x, rtol=0, atol=1e-6)
 
 
 def test_cautious_decay_is_of_elements_that_the_update_moves_towards_zero() -> None:
