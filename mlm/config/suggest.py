@@ -96,7 +96,8 @@ def unknown_key(cls: type, key: str, value: str = "…") -> Problem:
     """The problem of a key that this type of run spec does not have, and what stands in its place."""
     if key in sections(cls):
         first = next(iter(leaves(sections(cls)[key])))
-        return Problem((key,), f"'{key}' is a section: set its keys, such as {key}.{first}=…")
+        name = first if key == HOISTED else f"{key}.{first}"
+        return Problem((key,), f"'{key}' is a section: set its keys, such as {name}=…")
     if option := foreign_option(cls, key):
         return Problem((key, *option.keys), f"unknown key '{key}'", option.answer_to(value))
     if (top := key.split(".")[0]) in leaves(cls):

@@ -32,9 +32,13 @@ class Query:
     run: PretrainConfig
     """Its layout and micro-batch are what is searched."""
     hardware: HardwareConfig
+    """Of one of `gpus` ranks: `HardwareConfig.for_ranks` is called here alone."""
     gpus: int
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of PlannedLayout that are not searched, with their values."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hardware", self.hardware.for_ranks(self.gpus))
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -44,7 +48,7 @@ class Query:
     @property
     def memory_bytes(self) -> float:
         """Memory of a device."""
-        return self.hardware.for_ranks(self.gpus).memory_gib * GIB
+        return self.hardware.memory_gib * GIB
 
 
 def query_of(config: PlanLayoutsConfig) -> Query:

@@ -24,7 +24,8 @@ from mlm.plan.config import (
     PlanMemoryConfig,
     PlanScheduleConfig,
 )
-from mlm.plan.layout import DEFAULTS, PlannedLayout
+from mlm.plan.goodput import LEAST_SHARE, FailureConfig, goodput
+from mlm.plan.layout import BATCH_NAMES, DEFAULTS, PlannedLayout
 from mlm.training.checks import SETTINGS_RULES, context_problem
 from mlm.util.errors import Problem
 from mlm.util.results import folder_problem, is_stream, result_problems
@@ -56,7 +57,7 @@ def check_plan_layouts(config: PlanLayoutsConfig) -> list[Problem]:
     if outside := out_of_range(config):
         return list(outside.values())
     query = query_of(config)
-    rules = (*SETTINGS_RULES, _price_has_tokens, _out_ends_in(TABLE_ENDINGS, "plan"))
+    rules = (*SETTINGS_RULES, _price_has_tokens, _run_ends, _out_ends_in(TABLE_ENDINGS, "plan"))
     if problems := problems_of(query.run, ANYWHERE, MODEL_RULES, rules):
         return problems
     found = context_problem(config.parallel.cp or 1, config.model, config.data)
@@ -108,6 +109,19 @@ def _price_has_tokens(config: PlanLayoutsConfig, _: Launch) -> Problem | None:
     return Problem(("price_per_gpu_hour", "tokens"), problem, "add tokens=…, such as tokens=300e9")
 
 
+def _run_ends(config: PlanLayoutsConfig, _: Launch) -> Problem | None:
+    """The problem of failures without their mean time, or so many that a run makes no progress."""
+    failures, given = config.failures, goodput(config.failures, config.gpus)
+    if given is None and failures != FailureConfig():
+        problem = "failures.mtbf_hours=null: no mean time between failures, which failures.* need"
+        return Problem(("failures.mtbf_hours",), problem, "add failures.mtbf_hours=…, such as 50000")
+    if given is None or given.share >= LEAST_SHARE:
+        return None
+    why = f"gpus={config.gpus} fail every {given.failure_s:.3g} s and make no progress"
+    problem = f"failures.mtbf_hours={failures.mtbf_hours:g}: {why}"
+    return Problem(("failures.mtbf_hours", "gpus"), problem, "use a longer one, or fewer GPUs")
+
+
 def _some_layout_is_valid(query: Query) -> Problem | None:
     rejected: list[str] = []
     if next(layouts(query, rejected), None):
@@ -115,9 +129,9 @@ def _some_layout_is_valid(query: Query) -> Problem | None:
     plain = replace(query, fixed={**PLAIN, **query.fixed})
     near = (n for distance in range(1, MOST_TRIED) for n in (query.gpus - distance, query.gpus + distance))
     valid = next((n for n in near if n > 0 and next(layouts(replace(plain, gpus=n)), None)), None)
-    kept = " or ".join(f"{name}={value}" for name, value in query.fixed.items())
-    keys = ("gpus", "train.global_batch_size")
-    fix = f"use gpus={valid}" if valid else f"leave {kept} to the search"
+    kept = " or ".join(f"{BATCH_NAMES.get(name, name)}={value}" for name, value in query.fixed.items())
+    keys, other = ("gpus", "train.global_batch_size"), f"leave {kept} to the search" if kept else "use fewer"
+    fix = f"use gpus={valid}" if valid else other
     return Problem(keys, f"gpus={query.gpus}: no layout is valid ({rejected[0]})", fix)
 
 
@@ -138,7 +152,7 @@ def _rank_exists(config: PlanDryRunConfig, _: Launch) -> Problem | None:
 def _layout_is_valid(config: PlanCompareConfig, key: str) -> Problem | None:
     label = getattr(config, key)
     try:
-        layout = PlannedLayout.named(label, config.train.global_batch_size)
+        layout = PlannedLayout.named(label, config)
     except ValueError as error:
         fix = "write it as `mlm plan layouts` does, such as tp8 pp4 dp16 sp mb2"
         return Problem((key,), f"{key}={label}: {error}", fix)

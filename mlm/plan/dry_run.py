@@ -58,6 +58,7 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
     """All of a dry run in values that JSON holds; bytes and FLOPs are of this rank and one step."""
     ctx, peak, counts = result.ctx, result.log.peak(), result.counts
     messages = sorted(counts.messages.items(), key=lambda each: (each[0].axis, -each[0].bytes * each[1]))
+    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # at most; Linux counts in KiB
     return {
         "format": "mlm-dry-run-1",
         "settings": to_dict(config),
@@ -82,7 +83,7 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
         ],
         "memory": {
             "peak": peak.bytes,
-            **({"process": peak.bytes + PROCESS, "kept": peak_of_process()} if ctx.device == CPU else {}),
+            **({"process": peak.bytes + PROCESS, "kept": kept} if ctx.device == CPU else {}),
             "phase": peak.phase,
             "parts": peak.parts,
             "by_module": peak.modules,
@@ -118,8 +119,3 @@ def show(found: dict[str, Any], screen: Screen) -> None:
     rows = [(name, n, f"{n / 2**30:.3f}", f"{n / memory['peak']:.1%}") for name, n in sizes.items()]
     show_table(screen, f"Memory at its peak (in {memory['phase']})", ("", "bytes#", "GiB#", "of it#"), rows)
     screen.print(found["scope"])
-
-
-def peak_of_process() -> int:
-    """Return the bytes that this process had at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -6,6 +6,9 @@ from typing import Annotated
 
 from mlm.config.fields import NOT_NEGATIVE, POSITIVE
 
+LEAST_SHARE = 1e-6
+"""Share of the time that is progress below which a run never ends."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureConfig:

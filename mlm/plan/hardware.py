@@ -115,6 +115,7 @@ class HardwareConfig:
             devices_per_node=ranks,
             memory_gib=self.memory_gib * share,
             memory_gbps=self.memory_gbps * share,
+            power_w=self.power_w and self.power_w * share,
             peak_tflops=PeakConfig(**peaks),
         )
 
@@ -187,8 +188,6 @@ def calibrated() -> HardwareConfig | None:
 
 def cpu_name() -> str:
     """Return the processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+    text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
+    found = re.search(r"^model name\s*:\s*(.+)", text, re.MULTILINE)
+    return found[1].strip() if found else "CPU"

@@ -51,16 +51,14 @@ class PlannedLayout(ParallelConfig):
     @classmethod
     def of(cls, run: PretrainConfig, dp: int) -> "PlannedLayout":
         """The layout of a run, with dp filled in; settings without effect stay at their defaults."""
-        parallel, train = run.parallel, run.train
-        values: dict[str, Any] = {name: getattr(parallel, name) for name in ParallelConfig.__slots__}
+        parallel, values = run.parallel, settings_of(run)
         if parallel.tp == 1:
             values |= {"expert_tp": None, "sequence_parallel": False, "tp_overlap": 1}
         if dp * parallel.cp == 1:
             values["zero"] = 0
         if not values["zero"]:
             values["zero_reduce"] = "last"
-        values |= {"dp": dp, "micro_batch": train.micro_batch_size, "global_batch": train.global_batch_size}
-        return cls(**values)
+        return cls(**{**values, "dp": dp})
 
     @property
     def gpus(self) -> int:
@@ -85,8 +83,8 @@ class PlannedLayout(ParallelConfig):
         return " ".join(form.format(getattr(self, name)) for name, form in named.items())
 
     @classmethod
-    def named(cls, label: str, global_batch: int) -> "PlannedLayout":
-        """The layout of a label. Raises ValueError that names a word which is none."""
+    def named(cls, label: str, run: PretrainConfig) -> "PlannedLayout":
+        """The layout of a label, and of a run what it leaves open. Raises ValueError for a wrong word."""
         values: dict[str, Any] = {}
         for word in label.split():
             size = re.fullmatch(r"(\D+)([1-9]\d*)", word)
@@ -99,7 +97,7 @@ class PlannedLayout(ParallelConfig):
             if named.keys() & values.keys():
                 raise ValueError(f"{word} comes after another word of the same setting")
             values |= named
-        return cls(**{"global_batch": global_batch, **values})
+        return cls(**{**settings_of(run), **values})
 
     def settings(self, *, defaults: bool = False) -> dict[str, object]:
         """Settings of `mlm pretrain` that give this layout; those at their defaults left out, or in."""
@@ -108,6 +106,13 @@ class PlannedLayout(ParallelConfig):
             for name, default in DEFAULTS.items()
             if (value := getattr(self, name)) != default or defaults or name in ALWAYS_SET
         }
+
+
+def settings_of(run: PretrainConfig) -> dict[str, Any]:
+    """Fields of PlannedLayout that a run sets."""
+    values = {name: getattr(run.parallel, name) for name in ParallelConfig.__slots__}
+    batch = {"micro_batch": run.train.micro_batch_size, "global_batch": run.train.global_batch_size}
+    return {**values, **batch, "dp": run.parallel.dp or 1}
 
 
 BATCH_NAMES = {"micro_batch": "train.micro_batch_size", "global_batch": "train.global_batch_size"}

@@ -15,15 +15,13 @@ from mlm.plan.config import (
     SearchedLayoutConfig,
 )
 from mlm.plan.cost import PARTS as TIME_PARTS
-from mlm.plan.goodput import Goodput, goodput
-from mlm.plan.layer_counts import counts_of
+from mlm.plan.goodput import goodput
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB, DeviceMemory, MemoryModel, gib, in_flight
+from mlm.plan.memory import GIB, DeviceMemory, gib, in_flight
 from mlm.plan.report import (
     Row,
     as_row,
     fit,
-    format_amount,
     format_seconds,
     layout_cautions,
     memory_row,
@@ -35,11 +33,10 @@ from mlm.plan.report import (
     write_rows,
 )
 from mlm.plan.search import LayoutForecast, Models, SearchResult, search, search_cheapest, search_leanest
+from mlm.tracking.panel import format_count
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import UserError, format_settings
 
-LEAST_SHARE = 1e-9
-"""Of time that is progress: of a run that never ends, days are a number too."""
 PLAN_KEYS = {HOISTED, "out", *leaves(SearchedLayoutConfig)}
 PLAN_KEYS |= {key.partition(".")[0] for key in leaves(PlanLayoutsConfig).keys() - leaves(PretrainConfig)}
 """Keys and sections of a search that its `mlm pretrain` does not have, or that the layout found sets."""
@@ -53,7 +50,7 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
 
     def share(gpus: int) -> float:
         progress = goodput(config.failures, gpus)
-        return 1.0 if progress is None else max(progress.share, LEAST_SHARE)
+        return 1.0 if progress is None else progress.share
 
     screen, query = wide_screen(), query_of(config)
     if config.goal == "cost":
@@ -67,8 +64,12 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     screen.print(title(config, query))
     show_layouts(rows, screen)
     best = result.best[0]
-    failures = failure_lines(goodput(config.failures, best.layout.gpus))
-    for line in (footnote(result, config.goal), *failures, *notes(query, best)):
+    screen.print(footnote(result, config.goal))
+    if progress := goodput(config.failures, best.layout.gpus):
+        failure, interval = map(format_seconds, (progress.failure_s, progress.interval_s))
+        line = f"goodput {progress.share:.1%}: a failure every {failure}, a checkpoint every {interval}"
+        screen.print(f"{line}; days, energy and price include it")
+    for line in notes(query, best):
         screen.print(line)
     screen.print(f"\n{command_line(config, best.layout)}")
     found = {"memory_bytes_per_gpu": query.memory_bytes, "valid_layouts": result.candidates}
@@ -80,8 +81,8 @@ def title(config: PlanLayoutsConfig, query: Query) -> str:
     """The heading: model, GPUs, batch."""
     size = config.model.num_parameters()
     active = config.model.num_active_parameters()
-    of = f"{format_amount(size)} parameters"
-    of += f", {format_amount(active)} of a token" if config.model.architecture.experts else ""
+    of = f"{format_count(size)} parameters"
+    of += f", {format_count(active)} of a token" if config.model.architecture.experts else ""
     return (
         f"{config.name} ({of}) on {query.gpus} GPUs of {query.hardware.name}, "
         f"{gib(query.memory_bytes)} each · {query.run.precision.dtype} · "
@@ -99,10 +100,10 @@ def show_layouts(rows: Sequence[Row], screen: Console) -> None:
     cells = [
         (
             *(number, row["layout"], spread(row["step_s"], row["time_error"], format_seconds)),
-            format_amount(row["tokens_per_s"]),
+            format_count(row["tokens_per_s"]),
             f"{row['model_tflops']:.0f}" + f" ({row['hardware_tflops']:.0f})" * (row["recompute"] == "full"),
             *(f"{row['mfu']:.1%}", f"{row['memory_bytes'] / GIB:.1f}"),
-            *(format_amount(row[key]) for key in more),
+            *(format_count(row[key]) for key in more),
         )
         for number, row in enumerate(rows, start=1)
     ]
@@ -146,15 +147,6 @@ def notes(query: Query, best: LayoutForecast) -> list[str]:
     return [*time_caution(assumed), *cautions]
 
 
-def failure_lines(progress: Goodput | None) -> list[str]:
-    """A line on goodput, where a mean time between failures is given."""
-    if progress is None:
-        return []
-    times = (format_seconds(seconds) for seconds in (progress.failure_s, progress.interval_s))
-    line = "goodput {:.1%}: a failure every {}, a checkpoint every {}; days, energy and price include it"
-    return [line.format(progress.share, *times)]
-
-
 def too_large(query: Query, result: SearchResult) -> str:
     """The error of a model that no layout fits into memory."""
     assert result.nearest is not None
@@ -170,25 +162,24 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
 
     Raises UserError if `out` cannot be written.
     """
-    screen, forecasts, rows = wide_screen(), list[LayoutForecast](), []
+    screen, queries, forecasts, rows = wide_screen(), list[Query](), list[LayoutForecast](), []
     batch = config.train.global_batch_size
     for label in (config.a, config.b):
-        layout = PlannedLayout.named(label, batch)
-        query = Query(run=config, hardware=config.hardware, gpus=layout.gpus)
-        forecasts.append(Models(query).forecast(layout))
-        rows.append(as_row(query, forecasts[-1]))
+        layout = PlannedLayout.named(label, config)
+        queries.append(Query(run=config, hardware=config.hardware, gpus=layout.gpus))
+        forecasts.append(Models(queries[-1]).forecast(layout))
+        rows.append(as_row(queries[-1], forecasts[-1]))
     a, b = forecasts
     tokens = f"{batch} x {config.data.seq_length} tokens a step"
     screen.print(f"{config.name} on {config.hardware.name} · {config.precision.dtype} · {tokens}")
     show_table(screen, "", ("", "A#", "B#", "B - A#"), part_rows(a, b))
     reasons = dict[str, None]()
-    for name, each in (("A", a), ("B", b)):
-        gpus, memory = each.layout.gpus, each.memory.total
-        error, assumed = time_error(config.hardware, config.model, gpus, each.step.unmeasured)
+    for name, query, each in zip("AB", queries, forecasts, strict=True):
+        error, assumed = time_error(query.hardware, config.model, query.gpus, each.step.unmeasured)
         reasons |= dict.fromkeys(assumed)
         took = spread(each.step.total, error, format_seconds)
-        needs = fit(memory, config.hardware.for_ranks(gpus).memory_gib * GIB)
-        screen.print(f"{name}: {each.layout.label} on {gpus} GPUs; {took} a step; the fullest {needs}")
+        needs = fit(each.memory.total, query.memory_bytes)
+        screen.print(f"{name}: {each.layout.label} on {query.gpus} GPUs; {took} a step; the fullest {needs}")
     ratio, more = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
     screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * more:.3g} times its GPU-hours")
     for line in time_caution(list(reasons)):
@@ -210,10 +201,11 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
 
     Raises UserError if `out` cannot be written.
     """
-    screen, hardware, seq = wide_screen(), config.hardware, config.data.seq_length
+    screen, seq = wide_screen(), config.data.seq_length
     layout = PlannedLayout.of(config, config.parallel.dp or 1)
-    model = MemoryModel(counts_of(config, hardware.device), hardware.reserved_gib * GIB)
-    replicas, of_stage, capacity = layout.dp * layout.cp, layout.gpus // layout.pp, hardware.memory_gib * GIB
+    query = Query(run=config, hardware=config.hardware, gpus=layout.gpus)
+    model, hardware, capacity = Models(query).memory, query.hardware, query.memory_bytes
+    replicas, of_stage = layout.dp * layout.cp, layout.gpus // layout.pp
     peaks, rows = dict[int, DeviceMemory](), list[Row]()
     for rank in sorted({0, (layout.pp - 1) * of_stage, config.rank}):
         # rank = (stage * replicas + replica) * tp + tensor-parallel rank
@@ -238,6 +230,6 @@ def memory_lines(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     for key in list(rows[0])[1:]:
         name, values = key.removesuffix("_bytes").replace("_", " "), [row[key] for row in rows]
         if name == key.replace("_", " "):
-            yield name, *(each if isinstance(each, str) else format_amount(each) for each in values)
+            yield name, *(each if isinstance(each, str) else format_count(each) for each in values)
         elif max(values) >= 0.005 * GIB:
             yield f"{name}, GiB", *(f"{each / GIB:.2f}" for each in values)

@@ -98,14 +98,6 @@ def format_seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def format_amount(value: float) -> str:
-    """A number in three figures: 1.23M."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
-
-
 def fit(needed: float, capacity: float) -> str:
     """`needs 42.5 GiB of 79.2 GiB: fits, 36.7 GiB left`."""
     left = capacity - needed

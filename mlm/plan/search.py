@@ -42,14 +42,14 @@ class Models:
     """Models of time and memory of a query."""
 
     def __init__(self, query: Query) -> None:
-        self.query, self.hardware = query, query.hardware.for_ranks(query.gpus)
-        self.counts = counts_of(query.run, self.hardware.device)
-        self.memory = MemoryModel(self.counts, self.hardware.reserved_gib * GIB)
+        self.query = query
+        self.counts = counts_of(query.run, query.hardware.device)
+        self.memory = MemoryModel(self.counts, query.hardware.reserved_gib * GIB)
 
     @cached_property
     def cost(self) -> CostModel:
         """The model of time, of hardware whose peaks are known."""
-        return CostModel(self.counts, self.hardware, self.query.gpus)
+        return CostModel(self.counts, self.query.hardware, self.query.gpus)
 
     def forecast(self, layout: PlannedLayout) -> LayoutForecast:
         """A layout with its step and its memory."""

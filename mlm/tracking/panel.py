@@ -111,9 +111,8 @@ class Display(Sink):
         self.note(f"saved {path} ({seconds:.1f} s, training waited {waited:.1f} s)")
 
     def save_failed(self, step: int, error: str) -> None:
-        self.problem(
-            f"SAVING FAILED at step {step}: {error}. Training continues; the next save is due as planned"
-        )
+        more = ". Training continues; the next save is due as planned" if step < self.total_steps else ""
+        self.problem(f"SAVING FAILED at step {step}: {error}{more}")
 
     def step(self, metrics: StepMetrics) -> None:
         self.done = metrics.step

@@ -111,7 +111,4 @@ def memory_bytes(device: torch.device) -> int:
     """Return the peak bytes that this process allocated on a CUDA device; on CPU its resident set now."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except (OSError, IndexError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

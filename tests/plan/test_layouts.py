@@ -156,6 +156,24 @@ def test_memory_of_both_ends_and_of_a_rank(tmp_path: Path, capsys: pytest.Captur
     assert [row["rank"] for row in json.loads((tmp_path / "m.json").read_text())["ranks"]] == [0, 5, 12]
 
 
+def test_one_rank_of_a_cpu_host_has_all_of_it_in_every_command(tmp_path: Path) -> None:
+    """It equals a host of one device with the memory, peak and power of all four."""
+    values = yaml.safe_load((CONFIG_DIR / "hardware/dgx_a100_80g.yaml").read_text())
+    scaled = ("memory_gib", "memory_gbps", "power_w")
+    hosts = [{**values, "device": "cpu", "devices_per_node": 4, "memory_gib": 2, "power_w": 100}]
+    hosts.append({**hosts[0], "devices_per_node": 1, **{key: 4 * hosts[0][key] for key in scaled}})
+    hosts[1]["peak_tflops"] = {name: 4 * peak for name, peak in values["peak_tflops"].items()}
+    commands = [["layouts", "gpus=1", "tokens=1e9"], ["compare", "tp1", "tp1 mb2"], ["memory"]]
+    for command in commands:
+        found = []
+        for host in hosts:
+            (tmp_path / "host.yaml").write_text(yaml.safe_dump(host))
+            words = ["model=gpt2_tiny", f"hardware={tmp_path / 'host.yaml'}", "precision=fp32"]
+            assert main(["plan", *command, *words, f"out={tmp_path / 'out.json'}"]) == 0
+            found.append({**json.loads((tmp_path / "out.json").read_text()), "settings": None})
+        assert found[0] == found[1]
+
+
 def test_hardware_may_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = yaml.safe_load((CONFIG_DIR / "hardware/dgx_h100.yaml").read_text())
     (tmp_path / "mine.yaml").write_text(
@@ -241,6 +259,10 @@ def test_each_number_of_a_preset_names_its_source() -> None:
             ([*LAYOUTS, "hardware=dgx_a100"], "did you mean dgx_"),
             ([*LAYOUTS, "hardware=no/such.yaml"], "hardware=no/such.yaml: "),
             ([*LAYOUTS, "gpus=509"], "use gpus=512"),
+            (["plan", "layouts", "model=gpt2_355m", "gpus=9999"], " = 9999); use fewer"),
+            ([*LAYOUTS, "train.micro_batch_size=999"], "leave train.micro_batch_size=999 or cp=1"),
+            ([*LAYOUTS, "failures.restart_s=9"], "add failures.mtbf_hours="),
+            ([*LAYOUTS, "failures.mtbf_hours=1e-5"], "gpus=8 fail every 0.0045 s and make no progress"),
             ([*LAYOUTS, "model=gpt2_8b", "gpus=1"], "no layout fits into 79.1 GiB per GPU"),
             ([*LAYOUTS, "tp=3"], "gpus=8: no layout is valid (tp=3 does not divide model.num_heads=16)"),
             ([*LAYOUTS, "hardware=dgx2h_v100_32g"], "use precision=fp16"),

@@ -145,10 +145,16 @@ def test_the_cheapest_are_the_fastest_of_fewer_gpus() -> None:
 
 
 def test_a_layout_is_read_from_its_name() -> None:
-    for layout in layouts(query(SMALL, 4, 8)):
-        assert PlannedLayout.named(layout.label, 8) == layout
-    experts = PlannedLayout(tp=2, dp=4, cp=2, ep=4, expert_tp=1, sequence_parallel=True, tp_overlap=4)
-    assert PlannedLayout.named(experts.label, 1) == experts
+    asked = query(SMALL, 4, 8)
+    for layout in layouts(asked):
+        assert PlannedLayout.named(layout.label, asked.run) == layout
+    split = {"tp": 2, "dp": 4, "cp": 2, "ep": 4, "expert_tp": 1, "sequence_parallel": True}
+    experts = PlannedLayout(**split, tp_overlap=4, global_batch=8)
+    assert PlannedLayout.named(experts.label, asked.run) == experts
+    parallel, train = ParallelConfig(tp=2, zero=3, dp=4), TrainConfig(global_batch_size=8, micro_batch_size=2)
+    typed = replace(asked.run, parallel=parallel, train=train)  # what a name leaves open is as typed
+    expected = PlannedLayout(zero=3, dp=4, micro_batch=2, global_batch=8)
+    assert PlannedLayout.named("tp1", typed) == expected
     for word in ("tp", "tp0", "12", "zero1", "TP2", "tp=2"):
         with pytest.raises(ValueError, match=f"{word} is no word"):
-            PlannedLayout.named(f"tp2 {word}", 8)
+            PlannedLayout.named(f"tp2 {word}", asked.run)

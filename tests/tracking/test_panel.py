@@ -201,8 +201,11 @@ def test_a_failed_save_is_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixtur
     console = terminal()
     with reporter(tmp_path, console) as report:
         report.save_failed(2, "No space left on device")
-    assert "SAVING FAILED" not in shown(console)
-    assert capsys.readouterr().err.startswith("mlm: SAVING FAILED at step 2: No space left on device.")
+        assert "SAVING FAILED" not in shown(console)
+        report.save_failed(100, "No space left on device")
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("mlm: SAVING FAILED at step 2: No space left on device. Training continues")
+    assert last == "mlm: SAVING FAILED at step 100: No space left on device"  # of 100: nothing continues
 
 
 @pytest.mark.parametrize("same_terminal", [True, False])

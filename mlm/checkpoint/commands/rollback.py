@@ -52,7 +52,7 @@ def run(config: CkptRollbackConfig) -> None:
             moves = move_latest(root, step)
         except OSError as error:
             raise CheckpointError(
-                f"{error.filename or root}: {error.strerror}: make it readable and writable"
+                f"{error.filename or root}: {error.strerror}: make it writable, or free space there"
             ) from error
     show(config.ckpt, root / step_name(step), before, moves)
 

@@ -359,8 +359,11 @@ def point_latest(root: Path, step: int) -> None:
     """Point `latest` at a step that is published. Raises OSError, and what `read_manifest` raises."""
     pointer = root / f"{NEW_LATEST}{step_name(step)}"
     read_manifest(root / step_name(step))
-    _write_pointer(pointer, step_name(step))
-    os.replace(pointer, root / LATEST)
+    try:
+        _write_pointer(pointer, step_name(step))
+        os.replace(pointer, root / LATEST)
+    finally:
+        pointer.unlink(missing_ok=True)
     fsync_directory(root)
 
 

@@ -207,6 +207,8 @@ def _value_problem(
         return next(
             (unknown_key(command.spec, each) for each in keys if each not in leaves(command.spec)), None
         )
+    if key not in options and key in sections(command.spec):
+        return unknown_key(command.spec, key)
     if key not in options or isinstance(value, Glob):
         return None
     if isinstance(value, ChoiceSweep):

@@ -3,6 +3,7 @@
 `check_start` is the part of `mlm doctor` that every training run begins with, in less than a second.
 """
 
+import errno
 import os
 import socket
 import time
@@ -239,10 +240,11 @@ def check_start(out: str, ctx: ParallelContext) -> None:
         try:
             content = stack.enter_context(trial_file(folder, ctx.rank))
         except OSError as error:
-            problem = f"cannot write to it: {error.strerror}"
+            remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else SHARE
+            problem = f"cannot write to it: {error.strerror}; {remedy}"
         first = str(ranks.broadcast(content.decode())).encode()
         if not problem and not wait_for_content(trial_path(folder, 0), first):
-            problem = f"does not see what rank 0 wrote there within {SEEN_S:g} s"
+            problem = f"does not see what rank 0 wrote there within {SEEN_S:g} s; {SHARE}"
         each = ranks.all_gather([socket.gethostname(), versions(), problem])
     hosts = [host for host, _, _ in each]
     if differ := different_versions(hosts, [own for _, own, _ in each]):
@@ -250,4 +252,4 @@ def check_start(out: str, ctx: ParallelContext) -> None:
     bad = [rank for rank, (_, _, problem) in enumerate(each) if problem]
     if bad:
         same = [rank for rank in bad if each[rank][2] == each[bad[0]][2]]
-        raise UserError(f"out={out}: {ranks_with_hosts(same, hosts)}: {each[bad[0]][2]}; {SHARE}")
+        raise UserError(f"out={out}: {ranks_with_hosts(same, hosts)}: {each[bad[0]][2]}")

@@ -148,7 +148,9 @@ def environment(environ: Mapping[str, str], ranks_here: int) -> list[Finding]:
     threads, cores = environ.get("OMP_NUM_THREADS", ""), available_cores()
     if threads.isdecimal() and int(threads) * ranks_here > cores:
         text = f"{threads} for each of {ranks_here} ranks on {cores} cores"
-        findings.append(Finding("OMP_NUM_THREADS", "warn", text, f"set it to {max(1, cores // ranks_here)}"))
+        share = cores // ranks_here
+        remedy = f"set it to {share}" if share else f"start {cores} ranks or fewer on this host"
+        findings.append(Finding("OMP_NUM_THREADS", "warn", text, remedy))
     return findings or [Finding("variables", "ok", "none that hurts")]
 
 

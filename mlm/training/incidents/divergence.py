@@ -16,17 +16,13 @@ from mlm.checkpoint.native.norms import (
 from mlm.checkpoint.native.save_load import stored_tensors
 from mlm.optim.schedule import learning_rate
 from mlm.training.incidents.probe import StepProbe, describe_place
-from mlm.training.incidents.watcher import Incidents, describe_way_back, find_newest_good
+from mlm.training.incidents.watcher import IncidentError, Incidents, describe_way_back, find_newest_good
 from mlm.training.observer import Observer
 from mlm.training.state import owned_shards
 from mlm.training.trainer import StepOutcome
 from mlm.util.errors import UserError
 
 FINITE = "all activations and gradients of this step are finite, if not the sum of the gradients' squares"
-
-
-class DivergedError(UserError):
-    """Steps have not been finite for too long: the run ends."""
 
 
 class DivergenceStop(Observer):
@@ -40,14 +36,14 @@ class DivergenceStop(Observer):
         self.trainer, self.reporter = incidents.trainer, incidents.reporter
 
     def after_step(self, outcome: StepOutcome) -> None:
-        """Raise DivergedError with a diagnosis. Collective then."""
+        """Raise IncidentError with a diagnosis. Collective then."""
         memory = self.incidents.memory
         if not memory.since or not 0 < self.incidents.settings.patience <= memory.streak:
             return
         good = find_newest_good(self.trainer, memory.since)
         record = {"step": self.trainer.step, "since": memory.since, "good": good and good.name}
         self.reporter.event("diverged", record)
-        raise DivergedError(self.diagnosis(memory.since, good))
+        raise IncidentError(self.diagnosis(memory.since, good))
 
     def diagnosis(self, since: int, good: Path | None) -> str:
         """Why the steps from `since` on are not finite and the way back, in a line. Collective."""

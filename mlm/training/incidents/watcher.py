@@ -59,7 +59,7 @@ DONE = {
 
 
 class IncidentError(UserError):
-    """An incident that ends the run, as incident.action=stop asks."""
+    """An incident that ends the run: incident.action=stop asks for it, or it has diverged."""
 
     exit_code = 1
 
@@ -188,7 +188,7 @@ class Incidents(Observer):
             for (what, value), limit in zip(values.items(), limits, strict=True):
                 if value >= limit:
                     line = f"{what} {value:.6g} is at least {limit:.6g}, which chance reaches once in"
-                    reasons.add(f"{what.split()[0]}_outlier", f"{line} {settings.threshold:,.0f} steps")
+                    reasons.add(f"{what.split()[0]}_outlier", f"{line} {settings.threshold:,.9g} steps")
         return reasons
 
     def repeats_now(self) -> bool:

@@ -45,7 +45,6 @@ from mlm.training.corpora import (
     validation_sets,
 )
 from mlm.training.identity import changes_line
-from mlm.training.incidents.divergence import DivergedError
 from mlm.training.incidents.numbers import spare_samples
 from mlm.training.incidents.watcher import IncidentError
 from mlm.training.kernels import graphs_hint
@@ -334,7 +333,7 @@ def summarising_failure(trainer: Trainer, out: Path, rows: list[tuple[str, str]]
     """Write the summary of a run that ends with an error of all ranks; they wait for the one that writes."""
     try:
         yield
-    except (DivergedError, IncidentError, SaveFailedError) as error:
+    except (IncidentError, SaveFailedError) as error:
         text = str(error)
 
         def write() -> None:

@@ -1,6 +1,8 @@
 """`mlm ckpt rollback`: where a run continues, what is set aside, and the way forward again."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,18 @@ def test_it_goes_forward_again_until_training_continues(run: Path, capsys: Outpu
     assert mlm("ckpt", "rollback", run, "step=5") == 2
     assert "set step=… to one of 1, 2, 3" in capsys.readouterr().err
     assert names(run) == [*(f"aside-{step_name(n)}" for n in (3, 4, 5)), *map(step_name, (1, 2, 3))]
+
+
+def test_a_full_disk_is_named_with_its_remedy_and_leaves_no_file(
+    run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert mlm("ckpt", "rollback", run, "step=3") == 2
+    assert "No space left on device: make it writable, or free space there" in capsys.readouterr().err
+    assert not list((run / CHECKPOINTS).glob(".latest-*"))
 
 
 def test_a_second_roll_back_keeps_what_the_first_set_aside(run: Path) -> None:

@@ -46,6 +46,10 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
             "generate ckpt=. prompt=a seq_length=4096",
             "mlm generate: unknown key 'seq_length'; --help lists the keys",
         ),
+        (
+            "plan layouts parallel=sc21_1t",
+            "mlm plan layouts: 'parallel' is a section: set its keys, such as tp=…",
+        ),
         ("eval loss model=gpt2_8b ckpt=.", "mlm eval loss: unknown key 'model'; --help lists the keys"),
         (
             "eval lambada ckpt=. data.path=texts",

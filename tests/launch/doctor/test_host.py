@@ -1,5 +1,6 @@
 """Each check of a host finds what is planted, and names a remedy."""
 
+import re
 import resource
 import socket
 from collections.abc import Callable
@@ -127,6 +128,11 @@ def test_variables_that_hurt_are_found(variable: str, value: str, status: str) -
     (found,) = environment({variable: value}, 1)
     assert (found.check, found.status) == (variable, status)
     assert found.remedy
+
+
+def test_more_ranks_than_cores_are_not_told_to_set_the_one_thread_that_they_have() -> None:
+    (found,) = environment({"OMP_NUM_THREADS": "1"}, 4096)
+    assert re.fullmatch(r"start \d+ ranks or fewer on this host", found.remedy)
 
 
 def test_other_values_of_these_variables_are_left_alone() -> None:

@@ -1,5 +1,7 @@
 """Every run begins with the checks that cost nothing: versions and the folder of all ranks."""
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -13,21 +15,27 @@ from mlm.util.errors import UserError
 from tests.ranks import run_on_ranks
 
 
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def said(ctx: ParallelContext, folder: Path, fault: str = "") -> tuple[str, float]:
     """The error of a start and its seconds; rank 1 has the fault."""
-    before, waits = folders.versions, folders.SEEN_S
+    before, waits, trial = folders.versions, folders.SEEN_S, folders.trial_file
     folders.SEEN_S = 0.2
     if ctx.rank == 1 and fault in ("local", "missing"):
         folder = folder / fault
     if ctx.rank == 1 and fault == "version":
         folders.versions = lambda: {**versions(), "torch": "1.0"}
+    if ctx.rank == 1 and fault == "full":
+        folders.trial_file = full
     begin, found = time.monotonic(), ""
     try:
         check_start(str(folder), ctx)
     except UserError as error:
         found = str(error)
     finally:
-        folders.versions, folders.SEEN_S = before, waits
+        folders.versions, folders.SEEN_S, folders.trial_file = before, waits, trial
     return found.removeprefix(f"out={folder}: "), time.monotonic() - begin
 
 
@@ -43,6 +51,7 @@ def test_ranks_of_one_folder_and_version_start_at_once_and_leave_nothing(tmp_pat
     [
         ("local", "does not see what rank 0 wrote there within 0.2 s; name a folder on a file system"),
         ("missing", "cannot write to it: No such file or directory"),
+        ("full", "cannot write to it: No space left on device; free space there"),
         ("version", "torch 1.0 on rank 1 (host "),
     ],
 )
