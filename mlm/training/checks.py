@@ -280,6 +280,13 @@ def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | 
     return None
 
 
+def _mirror_is_named(config: PretrainConfig, _: Launch) -> Problem | None:
+    if config.checkpoint.mirror or not config.checkpoint.from_mirror:
+        return None
+    key = "checkpoint.from_mirror"
+    return Problem((key,), f"{key}=true: no store is named", "add checkpoint.mirror=s3://BUCKET/PREFIX")
+
+
 def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | None:
     prompts, key, every = config.train.sample_prompts, "train.sample_prompts", "train.validate_every"
     if not prompts:
@@ -347,6 +354,7 @@ PRETRAIN_RULES = (
     stages_exist,
     *SETTINGS_RULES,
     _observers_exist,
+    _mirror_is_named,
     lambda config, _: present.corpus(config.data),
     lambda config, _: present.corpus_extras(config.data),
     lambda config, _: present.checkpoint(config.ckpt),

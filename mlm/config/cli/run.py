@@ -289,7 +289,7 @@ def _verdict(config: Any, gpus: int | None, *, on_ranks: bool) -> str:
     layout, size = config.parallel, gpus or _ranks(config)
     over_context = f" × cp={layout.cp}" if layout.cp > 1 else ""
     sizes = f"tp={layout.tp}{over_context} × pp={layout.pp} × dp={size // layout.replica}"
-    line = f"would start {size} ranks: {sizes}{_devices_needed(config, size)}"
+    line = f"would start {size} rank{'s' * (size > 1)}: {sizes}{_devices_needed(config, size)}"
     if layout.dp is None and gpus is None:
         line += f"; dp takes what tp{' * cp' if layout.cp > 1 else ''} * pp leave: --check=N checks N GPUs"
     return line

@@ -257,7 +257,7 @@ class World:
         torch.manual_seed(0)
         subject = self.build(mesh)
         if not isinstance(subject, AuditSubject):
-            raise UserError(f"build returns a {type(subject).__name__}; return an AuditSubject")
+            raise UserError(f"build returns {type(subject).__name__}; return an AuditSubject")
         recorder = Recorder(subject, note)
         if self.weights_of is not None:
             shapes = {name: p.detach() for name, p in recorder.parameters.items()}

@@ -30,6 +30,7 @@ LINES = sorted({re.sub(r" --check$", "", line) for line in re.findall(STARTS, TE
             "would start 500 ranks: tp=4 × pp=1 × dp=125; needs 125 nodes of 4 GPUs",
         ),
         ("tp=16 --check=64", "would start 64 ranks: tp=16 × pp=1 × dp=4; needs 64 GPUs"),
+        ("tp=1 dp=1 --check", "would start 1 rank: tp=1 × pp=1 × dp=1; needs 1 GPU on one node"),
         ("tp=8 dp=1 --check", "would start 8 ranks: tp=8 × pp=1 × dp=1; needs 8 GPUs on one node"),
         (
             "tp=2 dist.device=cpu dist.backend=gloo --check",

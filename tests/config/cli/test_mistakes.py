@@ -50,6 +50,11 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
             "plan layouts parallel=sc21_1t",
             "mlm plan layouts: 'parallel' is a section: set its keys, such as tp=…",
         ),
+        (
+            f"{SOUND} checkpoint.from_mirror=true",
+            "mlm pretrain: checkpoint.from_mirror=true: no store is named; "
+            "add checkpoint.mirror=s3://BUCKET/PREFIX",
+        ),
         ("eval loss model=gpt2_8b ckpt=.", "mlm eval loss: unknown key 'model'; --help lists the keys"),
         (
             "eval lambada ckpt=. data.path=texts",
