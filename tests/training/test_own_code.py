@@ -133,7 +133,7 @@ def test_own_code_that_asks_for_numbers_trains_and_is_not_planned(
     for command, kind, *words in (
         ("layouts", own[0], "gpus=2"),
         ("memory", own[1], "rank=0"),
-        ("compare", own[0], "a=tp1 dp2", "b=tp2"),
+        ("compare", own[0], "a=tp1 dp2 mb1", "b=tp2 mb1"),
     ):
         words += ["model=gpt2_tiny", kind, "train.global_batch_size=8"]
         assert main(["plan", command, *words]) == 2
@@ -310,6 +310,6 @@ def test_the_command_that_a_run_prints_names_own_code_however_it_was_started(tmp
     assert pretrain(run, *own, "train.steps=1", "checkpoint.resume=false") == 0
     for _ in range(2):
         block = (run / "README.md").read_text().partition("```sh\n")[2].partition("\n```")[0]
-        (line,) = [words for text in block.splitlines() if (words := shlex.split(text, comments=True))]
+        line, _ = [words for text in block.splitlines() if (words := shlex.split(text, comments=True))]
         assert main(line[1:]) == 0
     assert len(losses(run)) == 4
