@@ -248,3 +248,23 @@ def test_too_little_memory_of_the_host_is_one_line_with_what_still_helps(
     assert line.startswith(
         "mlm pretrain: train.micro_batch_size=1 is too much for the memory of this host: set zero=3"
     )
+
+
+def test_a_run_whose_steps_all_overflowed_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = [
+        "model=gpt2_tiny",
+        "data=synthetic",
+        "precision=fp16",
+        "train.steps=2",
+        f"out={tmp_path / 'run'}",
+    ]
+    sizes = ["train.global_batch_size=2", "train.micro_batch_size=2", "train.validate_every=0"]
+    assert main(["pretrain", *words, *sizes, "dist.device=cpu", f"out={tmp_path / 'run'}"]) == 0
+    assert "=4.29497e+09: all 2 steps overflowed and changed no weight; set it to 1.07374e+09" in caplog.text
+
+
+def test_a_folder_in_place_of_a_pair_names_its_parts(
+    corpus: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "loss", f"ckpt={run}", f"path={corpus}"]) == 2
+    assert f"path={corpus}: a folder; use path={corpus}/t" in capsys.readouterr().err
