@@ -88,8 +88,9 @@ def indexed(key: str, prefix: str | None) -> Problem | None:
         return None
     if (stem := _stem(prefix)) != prefix and not missing_pair(stem):
         return Absent.at(key, prefix, "give the prefix of .bin and .idx", f"use {key}={stem}")
-    if parts := sorted(Path(prefix).glob("*.idx")):
-        one = " or ".join(f"{key}={part.with_suffix('')}" for part in parts[:3])
+    pairs = [str(path.with_suffix("")) for path in sorted(Path(prefix).glob("*.idx"))]
+    if parts := [pair for pair in pairs if not missing_pair(pair)]:
+        one = " or ".join(f"{key}={part}" for part in parts[:3])
         return Absent.at(key, prefix, "a folder", f"use {one}")
     return Absent.at(key, prefix, f"{' and '.join(missing)} is not there", WRITE_ONE)
 

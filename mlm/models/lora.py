@@ -11,6 +11,7 @@ from mlm.models.backbone import Transformer
 from mlm.models.config import ALL_LINEAR, LoraConfig, ModelConfig
 from mlm.models.huggingface import Location
 from mlm.parallel.expert.experts import Experts
+from mlm.parallel.expert.router import routers
 from mlm.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from mlm.parallel.low_rank import AdaptedRows, ExpertAdapter, LowRankAdapter, WeightChange, weight_change
 from mlm.parallel.mesh import Axis
@@ -82,10 +83,14 @@ def _hand_stream(adapters: list[LowRankAdapter], layer: nn.Module, inputs: tuple
 
 
 def freeze_base(chunk: Transformer, dtype: torch.dtype) -> None:
-    """Leave adapters and a finetuning head alone to be trained, these in `dtype`."""
+    """Leave adapters and a finetuning head alone to be trained, in `dtype` as are routers.
+
+    Rounded routers would choose other experts.
+    """
+    of_routers = {parameter for router in routers(chunk) for parameter in router.parameters()}
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(is_trained(name))
-        if is_trained(name) or ".router." in name:  # rounded biases would choose other experts
+        if is_trained(name) or parameter in of_routers:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -1,7 +1,7 @@
 """A layout with its batch, as plans compare them, and a model's operations on it."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from mlm.models.config import ModelConfig
@@ -50,15 +50,20 @@ class PlannedLayout(ParallelConfig):
 
     @classmethod
     def of(cls, run: PretrainConfig, dp: int) -> "PlannedLayout":
-        """The layout of a run, with dp filled in; settings without effect stay at their defaults."""
-        parallel, values = run.parallel, settings_of(run)
-        if parallel.tp == 1:
+        """The layout of a run, with dp filled in."""
+        return cls(**{**settings_of(run), "dp": dp}).effective
+
+    @property
+    def effective(self) -> "PlannedLayout":
+        """The same layout; settings without effect at its sizes have their defaults."""
+        values: dict[str, Any] = {}
+        if self.tp == 1:
             values |= {"expert_tp": None, "sequence_parallel": False, "tp_overlap": 1}
-        if dp * parallel.cp == 1:
+        if self.dp * self.cp == 1:
             values["zero"] = 0
-        if not values["zero"]:
+        if not values.get("zero", self.zero):
             values["zero_reduce"] = "last"
-        return cls(**{**values, "dp": dp})
+        return replace(self, **values)
 
     @property
     def gpus(self) -> int:
@@ -97,7 +102,8 @@ class PlannedLayout(ParallelConfig):
             if named.keys() & values.keys():
                 raise ValueError(f"{word} comes after another word of the same setting")
             values |= named
-        return cls(**{**settings_of(run), **values})
+        left_open = cls(**{**settings_of(run), **values}).effective
+        return replace(left_open, **values)  # words without effect stay: checks tell them
 
     def settings(self, *, defaults: bool = False) -> dict[str, object]:
         """Settings of `mlm pretrain` that give this layout; those at their defaults left out, or in."""

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.extras import load_extra
 from reproduce.catalogue import EXPERIMENTS
 from reproduce.experiment import Experiment, Settings, Stages
 from reproduce.report import keep, write_report
@@ -90,6 +91,7 @@ def reproduce(experiment: Experiment, stages: Stages, settings: Settings, *, dry
     if dry:
         print("\n".join((f"# {experiment.name}", *shell_lines(stages, runner.records))))
         return
+    load_extra("matplotlib", f"scripts/reproduce.py {experiment.name}", "reproduce")  # for its pictures
     runner.run()
     results = Results(experiment.name, settings, stages, runner.records)
     conclusion = experiment.conclude(results)

@@ -9,9 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
-
 from mlm.launch.doctor.findings import versions
 from mlm.util.files import write_atomic
 from reproduce.corpus import packages
@@ -111,6 +108,9 @@ def text_of(cell: Cell) -> str:
 
 def draw(curves: Curves, path: Path) -> None:
     """Draw medians with error bars from the least to the largest seed."""
+    from matplotlib.figure import Figure  # of an extra: lists and dry runs go without
+    from matplotlib.ticker import ScalarFormatter
+
     figure = Figure(figsize=(6.4, 4.0), dpi=100, layout="constrained")
     axes = figure.subplots()
     for (name, points), marker in zip(curves.lines.items(), "osd^vPX*" * 4, strict=False):

@@ -353,7 +353,7 @@ def finish_directory(
     generates = config.model.family.causal and (out / "tokenizer.json").exists()
     kind, scaler = config.model.kind, trainer.scaler
     if scaler.dynamic and 0 < trainer.step == scaler.skipped.item():
-        why = "precision.initial_loss_scale=%g: all %d steps overflowed and changed no weight; set it to %g"
+        why = "precision.initial_loss_scale=%g: all %d steps overflowed, no weight has changed; set it to %g"
         log.warning(why, config.precision.initial_loss_scale, trainer.step, scaler.scale.item())
     try:
         good = newest_good(out / CHECKPOINTS, diverged_since(out / FILE_NAME))
