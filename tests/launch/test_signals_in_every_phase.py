@@ -27,12 +27,20 @@ RUN = [
 SIGNALS_WHILE_IMPORTING = """
 import os, runpy, signal, sys
 
+def signal_at(name):
+    print("at", name, flush=True)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
 class Signals:  # an import hook: repeats the signal whenever one of these modules is about to be imported
     def find_spec(self, name, path=None, target=None):
         if name in ("mlm.launch.stop", "hydra", "torch", "mlm.training.pretrain.run"):
-            print("at", name, flush=True)
-            os.kill(os.getpid(), signal.SIGUSR1)
+            signal_at(name)
 
+def at_the_summary(event, values):
+    if event == "os.rename" and os.path.basename(values[1]) == "README.md":
+        signal_at("README.md")
+
+sys.addaudithook(at_the_summary)
 sys.meta_path.insert(0, Signals())
 runpy.run_module("mlm", run_name="__main__", alter_sys=True)
 """
@@ -42,13 +50,14 @@ def saved(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoints").glob("step-*"))
 
 
-def test_signals_from_the_first_import_to_the_run_are_one_request(tmp_path: Path) -> None:
+def test_signals_from_the_first_import_to_the_summary_are_one_request(tmp_path: Path) -> None:
     words = [*RUN, f"out={tmp_path / 'run'}"]
     done = subprocess.run([sys.executable, "-c", SIGNALS_WHILE_IMPORTING, *words], capture_output=True)
     said = done.stdout.decode()
     assert done.returncode == 0, done.stderr.decode()
     assert [line for line in said.splitlines() if line.startswith("at ")] == [
-        f"at {name}" for name in ("mlm.launch.stop", "hydra", "torch", "mlm.training.pretrain.run")
+        f"at {name}"
+        for name in ("mlm.launch.stop", "hydra", "torch", "mlm.training.pretrain.run", "README.md")
     ]
     assert saved(tmp_path / "run") == ["step-00000001"]
 
