@@ -95,7 +95,7 @@ def softmax_and_loss(
     labels: Tensor,
     table: VocabParallelEmbedding,
     *,
-    less_label: bool = False,
+    subtract_label: bool = False,
     wide: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> Tensor:
@@ -105,7 +105,7 @@ def softmax_and_loss(
         logits: [R, V/t] in float32 or float64; overwritten. Of half precision with `wide` and `factor`.
         labels: [R] int64 global token ids, or IGNORE_INDEX.
         table: the vocabulary-parallel weight that gave the logits.
-        less_label: True leaves the loss's gradient instead, p - onehot(label).
+        subtract_label: True leaves the loss's gradient instead, p - onehot(label).
         wide: [r, V/t] float32 buffer, through which the logits of half precision go r rows at a time.
         factor: 0-d, multiplies what leaves that buffer before it is rounded.
 
@@ -116,30 +116,30 @@ def softmax_and_loss(
     column = columns_of(labels, table)
     index = column.clamp(min=0).unsqueeze(1)
     target = logits.gather(1, index).squeeze(1).to(loss_dtype(logits.dtype)).masked_fill_(column < 0, 0.0)
-    less_one = (column >= 0).to(target.dtype).neg_().unsqueeze(1)  # -1 where the label is here
+    minus_one = (column >= 0).to(target.dtype).neg_().unsqueeze(1)  # -1 where the label is here
     log_sum, largest = torch.empty_like(target), torch.empty_like(target)
     if true < logits.shape[1]:
         logits[:, true:] = -math.inf  # padding takes no probability, at every tp
-    each = (logits, index, less_one, log_sum, largest, target)
-    blocks = [each] if wide is None else zip(*(x.split(max(1, len(wide))) for x in each), strict=True)
-    for block, at, less, total, top, own in blocks:
+    tensors = (logits, index, minus_one, log_sum, largest, target)
+    blocks = [tensors] if wide is None else zip(*(x.split(max(1, len(wide))) for x in tensors), strict=True)
+    for block, block_index, block_minus_one, block_log_sum, block_largest, block_target in blocks:
         p = block if wide is None else wide[: len(block)].copy_(block)
         if true == 0:  # a shard of nothing but padding
-            total.fill_(-math.inf)
+            block_log_sum.fill_(-math.inf)
             p.zero_()
         else:
-            torch.amax(p, -1, out=total)
+            torch.amax(p, -1, out=block_log_sum)
             torch.softmax(p, -1, out=p)
             # log-sum-exp from the largest probability, at least 1/V: no pass over the row is repeated
-            total.sub_(torch.amax(p, -1, out=top).log_())
+            block_log_sum.sub_(torch.amax(p, -1, out=block_largest).log_())
         if tp.size > 1:
-            parts = all_gather(torch.stack([total, own]), tp)  # [t, 2, r]
-            of_all = torch.logsumexp(parts[:, 0], 0)
-            p.mul_((total - of_all).exp_().unsqueeze(1))
-            total.copy_(of_all)
-            own.copy_(parts[:, 1].sum(0))
-        if less_label:
-            p.scatter_add_(1, at, less)
+            parts = all_gather(torch.stack([block_log_sum, block_target]), tp)  # [t, 2, r]
+            whole_log_sum = torch.logsumexp(parts[:, 0], 0)
+            p.mul_((block_log_sum - whole_log_sum).exp_().unsqueeze(1))
+            block_log_sum.copy_(whole_log_sum)
+            block_target.copy_(parts[:, 1].sum(0))
+        if subtract_label:
+            p.scatter_add_(1, block_index, block_minus_one)
         if wide is not None:
             assert factor is not None
             round_gradient(p, factor, out=block)
@@ -178,7 +178,7 @@ def losses_and_gradient(
     """Each row's loss and its gradient [R, V/t]: by the compiled `passes` where there are any."""
     if passes is not None:
         return fused_losses(logits, labels, table, factor, passes)
-    losses = softmax_and_loss(logits, labels, table, less_label=True, wide=wide, factor=factor)
+    losses = softmax_and_loss(logits, labels, table, subtract_label=True, wide=wide, factor=factor)
     return losses, logits
 
 
@@ -234,14 +234,18 @@ def round_gradient(p: Tensor, factor: Tensor, out: Tensor) -> None:
         torch.mul(p, factor, out=out)
 
 
-def sum_of_chunks(
-    total: Tensor | None, left: Tensor, right: Tensor, *, turned: bool, dtype: torch.dtype
+def add_chunk(
+    total: Tensor | None, d_logits: Tensor, hidden: Tensor, dtype: torch.dtype, is_transposed: bool
 ) -> Tensor:
-    """Add a chunk's part left^T @ right of the weight's gradient: [V/t, H] in `dtype`, [H, V/t] if turned."""
-    if total is not None and not turned:  # where it is, if the library can
-        add_weight_gradient(total, left, right)
+    """Add a chunk's part d_logits^T @ hidden of the weight's gradient: [V/t, H], [H, V/t] if transposed.
+
+    The sum is in the dtype in which losses of weights of `dtype` are computed.
+    """
+    dtype = loss_dtype(dtype)
+    if total is not None and not is_transposed:  # where it is, if the library can
+        add_weight_gradient(total, d_logits, hidden)
         return total
-    part = product(right.t(), left.t()) if turned else weight_gradient(left, right, dtype)
+    part = product(hidden.t(), d_logits.t()) if is_transposed else weight_gradient(d_logits, hidden, dtype)
     return part if total is None else total.add_(part)
 
 
@@ -260,15 +264,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         fuses_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         compute = table.weight_in(hidden.dtype)
-        added = None if bias is None else bias.to(hidden.dtype)
+        compute_bias = None if bias is None else bias.to(hidden.dtype)
         half = hidden.dtype in HALF
-        before, then = split_scale(scale.to(loss_dtype(hidden.dtype)), hidden.dtype)
+        logit_factor, row_factor = split_scale(scale.to(loss_dtype(hidden.dtype)), hidden.dtype)
         rows, wide_rows = chunk_rows(
             *(hidden.shape[0], weight.shape[0], hidden.device.type), half=half, chunk_bytes=chunk_bytes
         )
         d_hidden = torch.empty_like(hidden)
-        # [H, V/t] where the product is faster that way round (see matmul.weight_gradient); turned once
-        turned, is_trained = uses_onednn(hidden, compute), ctx.needs_input_grad[1]
+        # [H, V/t] where the product is faster that way round (matmul.weight_gradient), transposed at the end
+        is_transposed, is_trained = uses_onednn(hidden, compute), ctx.needs_input_grad[1]
         d_weight: Tensor | None = None  # summed over the chunks, so wide even where the weight is not
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=loss_dtype(bias.dtype))
         loss = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
@@ -280,29 +284,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
             wide = torch.empty(wide_rows, weight.shape[0], dtype=loss.dtype, device=loss.device)
         for first in range(0, hidden.shape[0], rows):
             part = slice(first, first + rows)
-            logits = product(hidden[part], compute, added)
+            logits = product(hidden[part], compute, compute_bias)
             scored = (labels[part] != IGNORE_INDEX).unsqueeze(1)  # [rows, 1]: ignored rows get weight 0
             if counts_hits:
                 hits += is_argmax(logits, labels[part], table).sum()
-            losses, left = losses_and_gradient(logits, labels[part], table, before, wide, fused)
+            losses, d_logits = losses_and_gradient(logits, labels[part], table, logit_factor, wide, fused)
             loss += losses.sum()
             if d_bias is not None:
-                d_bias += (left * scored).sum(0, dtype=d_bias.dtype) * then
-            torch.mul(product(left, compute.t()), (then * scored).to(loss.dtype), out=d_hidden[part])
+                d_bias += (d_logits * scored).sum(0, dtype=d_bias.dtype) * row_factor
+            row_factors = (row_factor * scored).to(loss.dtype)  # [rows, 1]
+            torch.mul(product(d_logits, compute.t()), row_factors, out=d_hidden[part])
             if is_trained:
                 # the row scale multiplies H-wide operands rather than V-wide ones
-                right = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
-                d_weight = sum_of_chunks(d_weight, left, right, turned=turned, dtype=loss_dtype(weight.dtype))
+                scaled_hidden = hidden[part] * (scored if half else (scale * scored).to(loss.dtype))
+                d_weight = add_chunk(d_weight, d_logits, scaled_hidden, weight.dtype, is_transposed)
         if is_trained and d_weight is None:  # nothing to score
-            d_weight, turned = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype)), False
-        d_weight = d_weight.t().contiguous() if d_weight is not None and turned else d_weight
+            d_weight, is_transposed = torch.zeros_like(weight, dtype=loss_dtype(weight.dtype)), False
+        d_weight = d_weight.t().contiguous() if d_weight is not None and is_transposed else d_weight
         if d_bias is not None:
             d_bias = d_bias.to(weight.dtype)
-        last: Tensor | None = then if half else None  # the weight's gradient has yet to be multiplied by it
+        grad_factor: Tensor | None = row_factor if half else None  # d_weight has yet to be multiplied by it
         if fuses_grad and d_weight is not None:
-            add_to_grad(table.weight, d_weight, last)
-            d_weight = last = None
-        ctx.save_for_backward(d_hidden, d_weight, d_bias, last)
+            add_to_grad(table.weight, d_weight, grad_factor)
+            d_weight = grad_factor = None
+        ctx.save_for_backward(d_hidden, d_weight, d_bias, grad_factor)
         ctx.weight_dtype, ctx.fuses_grad = weight.dtype, fuses_grad
         hits = hits * scale
         ctx.mark_non_differentiable(hits)
@@ -310,16 +315,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight, d_bias, then = ctx.saved_tensors
+        d_hidden, d_weight, d_bias, grad_factor = ctx.saved_tensors
         is_one = dy.device.type == "cpu" and dy.item() == 1.0  # reading it would synchronise on a GPU
         if ctx.fuses_grad and not is_one:
             torch._assert_async(dy == 1.0, "the weight's gradient was added as of a seed of 1")
         elif not is_one:
-            d_hidden, then = d_hidden.mul_(dy), dy if then is None else then * dy
+            d_hidden, grad_factor = d_hidden.mul_(dy), dy if grad_factor is None else grad_factor * dy
             d_bias = None if d_bias is None else d_bias.mul_(dy)
         if d_weight is not None:
             # both factors in one pass over [V/t, H]
-            d_weight = (d_weight if then is None else d_weight.mul_(then)).to(ctx.weight_dtype)
+            d_weight = (d_weight if grad_factor is None else d_weight.mul_(grad_factor)).to(ctx.weight_dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None, None
 
 

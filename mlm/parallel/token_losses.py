@@ -39,7 +39,7 @@ class _TokenLosses(torch.autograd.Function):
         for first in range(0, len(hidden), rows):
             part = slice(first, first + rows)
             logits = product(hidden[part], weight).to(loss_dtype(hidden.dtype))
-            softmax_and_loss(logits, labels[part], table, less_label=True)
+            softmax_and_loss(logits, labels[part], table, subtract_label=True)
             d_logits = logits.mul_(dy[part].unsqueeze(1)).to(hidden.dtype)
             d_hidden[part] = product(d_logits, weight.t())
             if needs_weight:
