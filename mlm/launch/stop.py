@@ -114,32 +114,6 @@ def is_noting() -> bool:
     return _noted_requests.active
 
 
-class Stopped(BaseException):
-    """A request to stop other than Ctrl-C."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(SIGNAL_NAMES[signal.Signals(number)])
-        self.exit_code = 128 + number
-        """Exit code of the command."""
-
-
-@contextmanager
-def raise_stop_requests() -> Iterator[None]:
-    """Raise `Stopped` at the first SIGTERM, SIGUSR1 or SIGHUP while inside; further ones have no effect.
-
-    For a command that waits, and has something to finish.
-    """
-    numbers = [number for number in SIGNAL_NAMES if number is not signal.SIGINT]
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
-
-    with handling(numbers, stop):
-        yield
-
-
 def _note(number: int, frame: FrameType | None) -> None:
     if not _noted_requests.taken and not _noted_requests.numbers:
         _noted_requests.numbers.append(signal.Signals(number))

@@ -1,7 +1,7 @@
 """metrics.jsonl: one history of a run over all its attempts.
 
 One JSON object per line, each with `kind` (run, step, validation, sample, scores, saved, save_failed,
-failed, incident, rewound, diverged, ranks, timeline, experts) and `time` (Unix seconds). Numbers that are not
+failed, incident, rewound, diverged, ranks, experts) and `time` (Unix seconds). Numbers that are not
 finite are null: JSON has no NaN.
 """
 

@@ -16,7 +16,6 @@ from mlm.launch.checks import (
     lowest_problem,
     lr_falls,
     problems_of,
-    stages_exist,
 )
 from mlm.models.config import NO_ADAPTERS, ModelConfig
 from mlm.models.family import (
@@ -351,7 +350,6 @@ SETTINGS_RULES = (
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (
     devices_exist,
-    stages_exist,
     *SETTINGS_RULES,
     _observers_exist,
     _mirror_is_named,

@@ -50,7 +50,7 @@ FREE = (
     *_keys("train.", "validate_every validate_batches observers"),
     *_keys("train.", "sample_prompts sample_tokens sample_temperature"),
     *_keys("checkpoint.", "save_every keep_last keep_every resume asynchronous mirror from_mirror"),
-    *_keys("log.", "every live timeline_every tensorboard wandb_project"),
+    *_keys("log.", "every live tensorboard wandb_project"),
     *_keys("dist.", "device backend timeout_s checkpoint_timeout_s threads_per_rank master_port peak_tflops"),
 )
 """Keys that no number of the run depends on."""

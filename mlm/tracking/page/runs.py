@@ -29,7 +29,6 @@ MAX_COLUMNS = 64
 MAX_LISTED = 500
 """Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
 MAX_FAILURE = 500  # characters
-MAX_TIMELINES = 3  # each may take megabytes
 MAX_SCORES = 100
 MAX_SCORE_BYTES = 1 << 22
 MAX_PROBLEMS = 5
@@ -111,9 +110,6 @@ class RunRecords:
     incidents: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     """Incidents and returns to a checkpoint."""
     saves: "deque[dict[str, Any]]" = field(default_factory=newest_list)
-    ranks: "deque[dict[str, Any]]" = field(default_factory=newest_list)
-    timelines: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=MAX_TIMELINES))
-    """Times of a pipeline's computations; the newest."""
     loads: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=1))
     """Loads of experts; the newest."""
     samples: "deque[dict[str, Any]]" = field(default_factory=newest_list)
@@ -158,12 +154,6 @@ class RunRecords:
         by_seed = "seeds" in result and not self.attempts  # metrics are in the folders of the seeds
         ended = by_seed or (self.done > 0 and result.get("steps") == self.done)
         return ended or (self.total is not None and self.done >= self.total)
-
-    @property
-    def layout(self) -> Mapping[str, Any]:
-        """Settings of the layout: those of the newest attempt, or of the settings."""
-        recorded = self.latest.get("layout")
-        return recorded if isinstance(recorded, dict) else self.settings
 
     @property
     def progress(self) -> str:
@@ -303,9 +293,8 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
         if len(run.rows) < 16 or table in run.rows:
             run.rows.setdefault(table, Rows()).add({**numbers, "time": run.seconds})
     lists = {
-        **{"incident": run.incidents, "rewound": run.incidents, "ranks": run.ranks},
-        **{"saved": run.saves, "save_failed": run.saves, "sample": run.samples, "timeline": run.timelines},
-        "experts": run.loads,
+        **{"incident": run.incidents, "rewound": run.incidents, "saved": run.saves, "save_failed": run.saves},
+        **{"sample": run.samples, "experts": run.loads},
     }
     if kind in lists:
         lists[kind].append(record)

@@ -154,7 +154,6 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
                 "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
                 "resumed_from": start and str(start),
                 "corpora": trained_on(trainer.history),
-                "memory": [asdict(peak) for peak in forecast.planned_memory(config, ctx.world_size)],
             },
             notes=notes(trainer, start, changed),
             warnings=[warning for warning in warnings if warning is not None],

@@ -47,7 +47,7 @@ def page_of(*folders: Path) -> Page:
 
 def test_a_page_has_each_part_of_its_runs(tmp_path: Path) -> None:
     page = page_of(some_run(tmp_path / "a"), some_run(tmp_path / "b", train={"steps": 50}))
-    headings = ("Runs", "Curves", "Settings", "Layout", "Pipeline schedule", "Memory by part", "Checkpoints")
+    headings = ("Runs", "Curves", "Settings", "Checkpoints")
     assert [word for word in headings if word not in page.texts] == []
     assert [chart["title"] for chart in page.data["charts"]] == [
         *("Training loss", "Validation loss", "Gradient norm", "Learning rate", "Throughput", "Memory")
