@@ -18,6 +18,8 @@ from mlm.util.errors import UserError
 from mlm.util.files import open_bounded, open_regular, read_bounded, write_atomic
 
 FILE_NAME = "metrics.jsonl"
+SWEEP_FILE = "sweep.md"
+"""Table of a sweep, beside its runs."""
 MAX_BYTES = 1 << 30  # a million steps take 300 MB
 MAX_LINE = 1 << 24  # of 3,072 ranks' times a megabyte
 MOVE = "move it out of the run folder"

@@ -13,7 +13,6 @@ the first, last, lowest and highest stay, so that no spike is lost, and its mean
 
 import math
 import shlex
-from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -116,16 +115,6 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], caption: st
 def paragraph(*parts: object) -> Markup:
     """Return a paragraph of text and markup."""
     return macro("parts.html", "paragraph", parts)
-
-
-def block(content: str, longest: int = 20_000) -> Markup:
-    """Return preformatted text."""
-    return macro("parts.html", "block", text(content, longest))
-
-
-def image(png: bytes, description: str) -> Markup:
-    """Return a picture inside the page, which scrolls where it is wide; `description` is read aloud."""
-    return macro("parts.html", "image", b64encode(png).decode(), description)
 
 
 @cache

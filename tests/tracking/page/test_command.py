@@ -109,7 +109,7 @@ def test_mistakes_are_one_line(
     desk: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
     (desk / "mine.html").write_text("<!doctype html><title>mine</title>")
-    (desk / "runs/sweep.json").write_text("{}")
+    (desk / "runs/sweep.md").write_text("")
     for number in range(21):
         write_run(desk / "many" / str(number))
     assert main(["report", *words]) == 2
