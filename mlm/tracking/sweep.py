@@ -6,8 +6,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlm.tracking.history import FILE_NAME, SWEEP_FILE, read_records
+import numpy as np
+
+from mlm.tracking.history import FILE_NAME, SWEEP_FILE
 from mlm.tracking.panel import format_count
+from mlm.tracking.runs import RunRecords, read_run
 from mlm.tracking.summary import SUMMARY_MARK, escaped, is_summary
 from mlm.util.errors import show
 from mlm.util.files import write_atomic
@@ -37,7 +40,7 @@ def run_of(overrides: Iterable[str], out: str | None, exit_code: int | None) -> 
         return {**row, "state": NOT_STARTED if exit_code is None else _state(exit_code, {})}
     seeds = sorted(Path(out).glob(f"seed-*/{FILE_NAME}"))
     files = [file for file in (Path(out, FILE_NAME), *seeds) if file.is_file()]
-    parts = [numbers_of(list(read_records(file))) for file in files]
+    parts = [numbers_of(read_run(file.parent, file.parent.name)) for file in files]
     numbers = {key: _middle([part[key] for part in parts if key in part]) for part in parts for key in part}
     if (Path(out) / "result.json").is_file():  # patience may end a run on a task before its last step
         numbers.pop("total_steps", None)
@@ -55,28 +58,26 @@ def _middle(found: Sequence[Any]) -> Any:
     return median(found) if all(isinstance(each, int | float) for each in found) else found[0]
 
 
-def numbers_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the numbers of a run's records, without those that are null or were not logged."""
-    last = {r["kind"]: r for r in records}
-    rates = [r["tokens_per_s"] for r in records if r["kind"] == "step" and r.get("tokens_per_s") is not None]
-    scored = [r for r in records if r["kind"] == "validation" and r.get("loss") is not None]
-    best = min(scored, key=lambda r: r["loss"], default={})
-    chosen: dict[str, Any] = next((r for r in reversed(records) if r.get("is_best")), {})
-    metric = next((key for key in chosen if key not in ("kind", "time", "step", "split")), None)
-    run = last.get("run", {})
+def numbers_of(run: RunRecords) -> dict[str, Any]:
+    """Return the numbers of a run, without those that were not logged."""
+    best, validations = run.lowest("validation", "loss"), run.tables.get("validation", {})
+    metric = next((key for key in run.best if key not in ("kind", "time", "step", "split")), None)
+    best_step = run.best.get("step")
+    if best_step is None and best == best:
+        best_step = int(validations["step"][np.nanargmin(validations["loss"])])
     found = {
-        "step": max((r["step"] for r in records if r["kind"] != "run"), default=0),
-        "total_steps": run.get("total_steps"),
-        "tokens_per_s": median(rates) if rates else None,
-        "loss": last.get("step", {}).get("loss"),
-        "loss_unit": run.get("loss_unit"),
-        "validation_loss": last.get("validation", {}).get("loss"),
-        "best_validation_loss": best.get("loss"),
-        "best_step": (chosen or best).get("step"),
-        "metric": metric and f"{chosen['split']} {metric}",
-        "score": chosen.get(metric) if metric else None,
+        "step": run.done,
+        "total_steps": run.total,
+        "tokens_per_s": run.median("tokens_per_s"),
+        "loss": run.last("step", "loss"),
+        "loss_unit": run.latest.get("loss_unit"),
+        "validation_loss": run.last("validation", "loss"),
+        "best_validation_loss": best,
+        "best_step": best_step,
+        "metric": metric and f"{run.best['split']} {metric}",
+        "score": run.best.get(metric) if metric else None,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in found.items() if value is not None and value == value}
 
 
 def best_of(runs: Sequence[Row]) -> Row | None:

@@ -6,7 +6,7 @@ from typing import Any
 from markupsafe import Markup
 
 from mlm.tracking.page.html import macro
-from mlm.tracking.page.runs import RunRecords, number
+from mlm.tracking.runs import RunRecords, number
 
 TEMPLATE = "experts.html"
 MAX_CELLS = 4096

@@ -17,7 +17,7 @@ from mlm.tracking.config import ReportConfig
 from mlm.tracking.page.command import choose
 from mlm.tracking.page.experts import draw_loads
 from mlm.tracking.page.html import MAX_POINTS, curves_of, figure, macro, page, paragraph, text
-from mlm.tracking.page.runs import MISSING, RunRecords, names_of, number, read_run
+from mlm.tracking.runs import MISSING, RunRecords, names_of, number, read_run
 from mlm.tracking.summary import MAX_ATTEMPTS
 from mlm.util.errors import escape_controls, show
 from mlm.util.results import target_name, write_result

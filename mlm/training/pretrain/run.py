@@ -369,8 +369,9 @@ def finish_directory(
             failure=failure,
             checkpoint=[("newest good checkpoint", f"`{good}`" if good else "none")],
         )
-    except OSError as error:
-        log.warning("%s: %s: the run is saved, its summary is not", error.filename or out, error.strerror)
+    except (OSError, UserError) as error:
+        why = f"{error.filename or out}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        log.warning("%s: the run is saved, its summary is not", why)
     else:
         line = Text(f"summary {summary}, curves: mlm report {shlex.quote(str(out))}")
         training_console("off", out / "metrics.jsonl").print(line, soft_wrap=True)

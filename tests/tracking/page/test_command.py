@@ -15,7 +15,7 @@ from mlm.config.cli.commands import COMMANDS
 from mlm.tracking.config import ReportConfig
 from mlm.tracking.page import report
 from mlm.tracking.page.report import make_page, run
-from mlm.tracking.page.runs import RunRecords, read_run
+from mlm.tracking.runs import RunRecords, read_run
 from tests.tracking.page.made import some_run, stepped, write_run
 
 FIX = "name a run folder (out=… of mlm pretrain or mlm finetune)"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlm.tracking.page.report import MAX_BYTES, make_page
-from mlm.tracking.page.runs import Column, RunRecords, read_run
+from mlm.tracking.runs import Column, RunRecords, read_run
 from mlm.util.results import is_result
 from tests.tracking.page.made import some_run, started, stepped, validated, write_run
 

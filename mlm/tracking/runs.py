@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from mlm.config.plain_yaml import parse as parse_yaml
 from mlm.config.plain_yaml import read_text
 from mlm.config.tree import flatten
-from mlm.tracking.history import FILE_NAME, MAX_BYTES, MAX_LINE, MOVE, parse, step_of
+from mlm.tracking.history import FILE_NAME, MOVE, parse, read_lines, step_of
 from mlm.util.errors import UserError, escape_controls
-from mlm.util.files import open_bounded, parse_json, read_bounded
+from mlm.util.files import parse_json, read_bounded
 from mlm.util.lock import LOCK, Lock
 
 Column = NDArray[np.float64]
@@ -114,6 +114,8 @@ class RunRecords:
     """Loads of experts; the newest."""
     samples: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     """Continuations of prompts at validations."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """Of finetuning, the scores of the best checkpoint; empty without one."""
     failure: str = ""
     """The error that ended the newest attempt."""
     is_held: bool = False
@@ -257,17 +259,16 @@ def read_run(folder: Path, name: str) -> RunRecords:
 
 def read_metrics(run: RunRecords) -> None:
     """Add the records of metrics.jsonl to a run; a last line without its end may be being written."""
-    with open_bounded(run.folder / FILE_NAME, MAX_BYTES, MOVE) as f:
-        while line := f.readline(MAX_LINE):
-            record = parse(line)
-            if 0 <= step_of(record) < LARGEST:
-                now, previous = number(record.get("time")), run.last_time
-                if record["kind"] != "run" and now > previous:  # breaks between attempts do not count
-                    run.seconds += now - previous
-                run.last_time = now if now == now else previous
-                add_record(run, record)
-            else:
-                run.damaged += line.endswith(b"\n") and bool(line.strip())
+    for line in read_lines(run.folder / FILE_NAME):
+        record = parse(line)
+        if 0 <= step_of(record) < LARGEST:
+            now, previous = number(record.get("time")), run.last_time
+            if record["kind"] != "run" and now > previous:  # breaks between attempts do not count
+                run.seconds += now - previous
+            run.last_time = now if now == now else previous
+            add_record(run, record)
+        else:
+            run.damaged += line.endswith(b"\n") and bool(line.strip())
 
 
 def add_record(run: RunRecords, record: dict[str, Any]) -> None:
@@ -283,6 +284,8 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
             rows.drop_after(step_of(record))
         keep = (each for each in run.samples if step_of(each) <= step_of(record))
         run.samples = deque(keep, maxlen=MAX_LISTED)
+    if record.get("is_best") is True:
+        run.best = record
     if kind in ("step", "validation", "scores"):
         table = f"scores/{record.get('split')}"[:80] if kind == "scores" else kind
         numbers = {
