@@ -120,9 +120,6 @@ class CheckConfig:
 
     every: Annotated[int, NOT_NEGATIVE] = 500
     """Steps between comparisons of what must be equal bit for bit on several ranks; 0 never compares."""
-    repeat: bool | None = None
-    """Compute the step twice then, and compare; null does where kernels repeat every bit: on a CPU, and on a
-    GPU with deterministic=true."""
     ranks_every: Annotated[int, NOT_NEGATIVE] = 100
     """Steps between lines that name the slowest rank and what it spends time on; 0 for none."""
     slow_factor: Annotated[float, POSITIVE] = 2.0
