@@ -152,14 +152,14 @@ def charts_of(runs: Sequence[RunRecords]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def curves_of(runs: Sequence[RunRecords], max_points: int = MAX_POINTS) -> tuple[Markup, dict[str, Any]]:
+def curves_of(runs: Sequence[RunRecords]) -> tuple[Markup, dict[str, Any]]:
     """Return the charts of some runs for a section of a page, and the page's `data` that they are drawn from.
 
     A page has one such section. It is empty if no run has logged a number.
     """
     charts = charts_of(runs)
     present = sum(bool(len(run.column(kind, name))) for run in runs for kind, name, _, _ in charts)
-    most = max(max_points // max(present, 1), MIN_POINTS)
+    most = max(MAX_POINTS // max(present, 1), MIN_POINTS)
     curves, thinned = [dict[str, Any]() for _ in runs], dict[str, int]()
     for kind, name, _, _ in charts:
         for run, curves_of_run in zip(runs, curves, strict=True):

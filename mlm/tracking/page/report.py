@@ -16,7 +16,7 @@ import mlm
 from mlm.tracking.config import ReportConfig
 from mlm.tracking.page.command import choose
 from mlm.tracking.page.experts import draw_loads
-from mlm.tracking.page.html import MAX_POINTS, curves_of, figure, macro, page, paragraph, text
+from mlm.tracking.page.html import curves_of, figure, macro, page, text
 from mlm.tracking.runs import MISSING, RunRecords, names_of, number, read_run
 from mlm.tracking.summary import MAX_ATTEMPTS
 from mlm.util.errors import escape_controls, show
@@ -24,10 +24,6 @@ from mlm.util.results import target_name, write_result
 from mlm.util.terminal import Screen, format_bytes
 
 TEMPLATE = "sections.html"
-MAX_BYTES = 2_000_000
-MAX_SECTION_BYTES = 1_000_000
-"""Bytes of all sections but the curves."""
-FEWEST_POINTS = 1000
 MAX_DIFFERENT = 200
 MAX_ROWS = 200
 """Rows of a table of incidents, checkpoints or scores, of all runs together."""
@@ -74,49 +70,22 @@ def write_page(config: ReportConfig, runs: Sequence[RunRecords], reload_s: float
 
 
 def make_page(runs: Sequence[RunRecords], *, reload_s: float | None = None) -> bytes:
-    """Return the page of some runs, of less than MAX_BYTES.
-
-    With `reload_s` a browser loads it again after that many seconds.
-    """
+    """Return the page of some runs. With `reload_s` a browser loads it again after that many seconds."""
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    sections = fit_sections(
-        [
-            (
-                "runs",
-                "Runs",
-                macro(TEMPLATE, "runs", runs, f"Written {now} by mlm {mlm.__version__}.", reload_s),
-            ),
-            ("curves", "Curves", Markup()),
-            ("samples", "Samples", macro(TEMPLATE, "samples", runs, newest(runs, "samples"))),
-            ("settings", "Settings", settings_section(runs)),
-            ("experts", "Loads of experts", draw_loads(runs)),
-            ("scores", "Scores", scores_section(runs)),
-            ("incidents", "Incidents", macro(TEMPLATE, "incidents", newest(runs, "incidents"))),
-            ("checkpoints", "Checkpoints", macro(TEMPLATE, "checkpoints", newest(runs, "saves"))),
-        ]
-    )
+    written = f"Written {now} by mlm {mlm.__version__}."
+    curves, data = curves_of(runs)
+    sections = [
+        ("runs", "Runs", macro(TEMPLATE, "runs", runs, written, reload_s)),
+        ("curves", "Curves", curves),
+        ("samples", "Samples", macro(TEMPLATE, "samples", runs, newest(runs, "samples"))),
+        ("settings", "Settings", settings_section(runs)),
+        ("experts", "Loads of experts", draw_loads(runs)),
+        ("scores", "Scores", scores_section(runs)),
+        ("incidents", "Incidents", macro(TEMPLATE, "incidents", newest(runs, "incidents"))),
+        ("checkpoints", "Checkpoints", macro(TEMPLATE, "checkpoints", newest(runs, "saves"))),
+    ]
     title = f"Report: {', '.join(run.name for run in runs[:3])}" + (" …" if len(runs) > 3 else "")
-    most = MAX_POINTS
-    while True:
-        curves, data = curves_of(runs, most)
-        sections[1] = ("curves", "Curves", curves)
-        content = page(title, sections, data={**data, "reload": reload_s})
-        if len(content) < MAX_BYTES or most < FEWEST_POINTS:
-            return content
-        most //= 2
-
-
-def fit_sections(sections: Sequence[tuple[str, str, Markup]]) -> list[tuple[str, str, Markup]]:
-    """Return sections of at most MAX_SECTION_BYTES together; a line stands for each that is too large."""
-    fitting = list(sections)
-    sizes = [len(content.encode()) for _, _, content in sections]
-    while sum(sizes) > MAX_SECTION_BYTES:
-        largest = sizes.index(max(sizes))
-        line = (
-            f"This part would take {format_bytes(sizes[largest])} and is left out; name fewer runs to see it."
-        )
-        fitting[largest], sizes[largest] = (*fitting[largest][:2], paragraph(line)), 0
-    return fitting
+    return page(title, sections, data={**data, "reload": reload_s})
 
 
 def settings_section(runs: Sequence[RunRecords]) -> Markup:
