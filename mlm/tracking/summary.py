@@ -189,14 +189,14 @@ def compare_prediction(run: RunRecords, predicted: Predicted | None) -> str:
         ("memory of rank 0, GiB", "{:.2f}", predicted.memory_bytes / 2**30, sizes, np.max),
         ("MFU", "{:.1%}", predicted.mfu, later["mfu"], np.median),
     )
-    lines = ["| | predicted | measured | |", "| --- | --- | --- | --- |"]
+    rows = []
     for name, form, expected, measured, pick in pairs:
         if expected is not None and len(measured):
             found = float(pick(measured))
-            off = f"{found / expected - 1:+.0%}"
-            lines.append(f"| {name} | {form.format(expected)} | {form.format(found)} | {off} |")
+            rows.append((name, form.format(expected), form.format(found), f"{found / expected - 1:+.0%}"))
     of = f" for {escaped(predicted.hardware)}" if predicted.hardware else ""
-    return "\n".join([f"Predicted{of} (`mlm plan`), and measured:\n", *lines])
+    compared = table(rows, ("", "predicted", "measured", ""))
+    return f"Predicted{of} (`mlm plan`), and measured:\n\n{compared}"
 
 
 def part_row(name: str, value: float, unit: str) -> tuple[str, str]:
@@ -247,12 +247,10 @@ def override(key: str, value: str) -> str:
     return shlex.quote(f"{key}={value}")
 
 
-def table(rows: Rows) -> str:
-    """Return a Markdown table of two columns without a heading; empty for no rows."""
-    if not rows:
-        return ""
-    lines = [f"| {escaped(label)} | {escaped(value)} |" for label, value in rows]
-    return "\n".join(["| | |", "| --- | --- |", *lines])
+def table(rows: Sequence[Sequence[str]], headings: Sequence[str] = ("", "")) -> str:
+    """Return a Markdown table; empty for no rows."""
+    lines = [headings, ["---"] * len(headings), *rows] if rows else []
+    return "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
 
 
 def escaped(text: str) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 from mlm.tracking.history import FILE_NAME, SWEEP_FILE
 from mlm.tracking.panel import format_count
 from mlm.tracking.runs import RunRecords, read_run
-from mlm.tracking.summary import SUMMARY_MARK, escaped, is_summary
+from mlm.tracking.summary import SUMMARY_MARK, is_summary
+from mlm.tracking.summary import table as markdown_table
 from mlm.util.errors import show
 from mlm.util.files import write_atomic
 from mlm.util.terminal import add_row, console, table
@@ -155,8 +156,7 @@ def report_sweep(runs: Sequence[Row]) -> None:
     if os.path.lexists(file) and not is_summary(file):
         screen.print(f"{file} was not written by mlm: the table is not kept")
         return
-    lines = [[heading.removesuffix("#") for heading in headings], ["---"] * len(headings), *rows]
-    body = "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
+    body = markdown_table(rows, [heading.removesuffix("#") for heading in headings])
     try:
         write_atomic(file, f"{SUMMARY_MARK}\n\n# Sweep\n\n{title(runs).capitalize()}.\n\n{body}\n".encode())
     except OSError as error:
