@@ -191,7 +191,7 @@ def noted_exit_code(folder: Path) -> int:
 
 def report(
     failures: Sequence[Failure],
-    deaths: Sequence[ProcessEnd],
+    ends: Sequence[ProcessEnd],
     *,
     world_size: int,
     logs: Path,
@@ -200,7 +200,7 @@ def report(
     """Return the report of a failed job, and the command's exit code.
 
     The cause is, in this order: an exception of a rank's own; a process that ended without one; a lost peer.
-    Within each, the first in time.
+    Within each, the first in time. `ends` are of the processes that were not ended by this one.
     `saves`: the command has a run folder, which keeps checkpoints and logs.
     """
     closing = INTACT if saves else ""
@@ -208,12 +208,15 @@ def report(
     if own:
         return _report_exception(own, world_size), own[0].exit_code
     recorded = {failure.rank for failure in failures}
-    silent = sorted((d for d in deaths if d.rank not in recorded), key=lambda d: d.exit_code >= 0)
+    silent = sorted(
+        (end for end in ends if end.exit_code and end.rank not in recorded),
+        key=lambda end: end.exit_code >= 0,
+    )
     lost = sorted(failures, key=lambda f: f.time)
     if silent:
         return _report_death(silent[0], lost, logs, closing), 1
     if lost and lost[0].names_peer:
-        return "\n".join([lost[0].text, *_suspects(lost, world_size, logs, closing)]), 1
+        return "\n".join([lost[0].text, *_suspects(lost, ends, world_size, logs, closing)]), 1
     if lost:
         return _report_exception(lost[:1], world_size), lost[0].exit_code
     return f"mlm: a rank failed without leaving a trace{closing}", 1
@@ -225,9 +228,12 @@ def _report_exception(failures: Sequence[Failure], world_size: int) -> str:
     return f"mlm: {first.message}" if first.is_user_error and same else first.text
 
 
-def _suspects(lost: Sequence[Failure], world_size: int, logs: Path, closing: str) -> list[str]:
+def _suspects(
+    lost: Sequence[Failure], ends: Sequence[ProcessEnd], world_size: int, logs: Path, closing: str
+) -> list[str]:
     """Return the likely reason why the first of the lost peers was lost."""
-    silent = sorted(set(range(world_size)) - {failure.rank for failure in lost})
+    known = {failure.rank for failure in lost} | {end.rank for end in ends}
+    silent = sorted(set(range(world_size)) - known)
     if silent:
         kept = f", and in {logs}" if closing else ""  # others are removed with the folder of the launch
         return [f"mlm: {name_ranks(silent)} waited for nobody: look there first{kept}{closing}"]

@@ -118,15 +118,15 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
         relay = Relay(saves=is_noting())
         with relay.receiving():
             ranks = _start_ranks(job, world_size, listener, variables)
-            deaths = _watch_ranks(ranks, relay, folder)
+            ends = _watch_ranks(ranks, relay, folder)
         if relay.killed:
             word = SIGNAL_NAMES.get(relay.killed, relay.killed.name)
             print(f"mlm: {word}: stopped at once{INTACT if out else ''}", file=sys.stderr)
             return 128 + relay.killed
-        if not deaths:
+        if not any(end.exit_code for end in ends):
             return noted_exit_code(folder)
         failures, saves = load_failures(folder), out is not None
-        text, code = report(failures, deaths, world_size=world_size, logs=logs, saves=saves)
+        text, code = report(failures, ends, world_size=world_size, logs=logs, saves=saves)
         print(text, file=sys.stderr, flush=True)
         return code
 
@@ -176,7 +176,7 @@ def _close_ranks(ranks: "Iterable[subprocess.Popen[bytes]]") -> None:
 def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
     """Relay requests to stop until all ranks have ended; once one has failed, end the others.
 
-    Return how ranks died that were not ended here.
+    Return how ranks ended that were not ended here.
     """
     pids = {rank: process.pid for rank, process in ranks.items()}
     try:
@@ -188,14 +188,14 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
             while time.monotonic() < limit and not _is_explained(load_failures(folder), ends, pids):
                 time.sleep(POLL_S / 2)
                 ends = _process_ends(pids)
-        return [end for end in ends if end.exit_code]
+        return ends
     finally:
         _close_ranks(ranks.values())
 
 
 def _is_explained(failures: list[Failure], ends: list[ProcessEnd], pids: Mapping[int, int]) -> bool:
-    """True if a failure has a cause of its own, or all ranks have reported: a silent one is the suspect."""
-    reported = {failure.rank for failure in failures} | {end.rank for end in ends if end.exit_code}
+    """True if a failure has a cause of its own, or all ranks reported or ended: a silent one is suspected."""
+    reported = {failure.rank for failure in failures} | {end.rank for end in ends}
     return not all(failure.lost_peer for failure in failures) or reported >= set(pids)
 
 

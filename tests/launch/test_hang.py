@@ -174,6 +174,11 @@ def test_rank_that_waited_for_nobody_is_suspected(tmp_path: Path) -> None:
     ]
 
 
+def test_a_rank_that_ended_well_is_no_suspect(tmp_path: Path) -> None:
+    text, _ = report([LOST], [ProcessEnd(0, 97, 0), ProcessEnd(2, 99, 1)], world_size=4, logs=tmp_path)
+    assert text.splitlines()[1].startswith("mlm: ranks 1, 3 waited for nobody")
+
+
 def test_deadlock_shows_the_waits_of_all(tmp_path: Path) -> None:
     others = [
         replace(LOST, rank=rank, time=2.0, message=f"rank {rank}: barrier over world") for rank in (0, 1)
