@@ -77,7 +77,7 @@ def compose(words: Words) -> None:
             (run / "config.yaml").write_text("name: a\n")
     if "--multirun" in words:  # the first job of the sweep
         words = [word.partition(",")[0] for word in words if word != "--multirun"]
-    is_shown = {"--help", "--version", "-sc"} & {*words}
+    is_shown = {"--help", "--version"} & {*words}
     assert main(words if is_shown else [*words, "--cfg", "job"]) == 0
 
 

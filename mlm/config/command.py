@@ -1,6 +1,6 @@
 """Declaration of a command: the config that it composes, the function that it runs, and its help.
 
-Targets are import strings, so that help, completion and errors need no torch.
+Targets are import strings, so that help and errors need no torch.
 """
 
 import sys

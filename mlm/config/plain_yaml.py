@@ -106,7 +106,7 @@ def check_keys(node: Any) -> None:
 
 def problem_of(value: Any) -> str | None:
     """The reason why a run saves no such value: an interpolation or a missing value, in a list too."""
-    if isinstance(value, list | dict):
+    if isinstance(value, list | tuple | dict):
         each_value = value.values() if isinstance(value, dict) else value
         return next((why for each in each_value if (why := problem_of(each))), None)
     if isinstance(value, str) and "${" in value:
@@ -117,6 +117,6 @@ def problem_of(value: Any) -> str | None:
         return f"{escape_controls(value)[:60]} holds control characters; write it without"
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return "the number is too large; write a smaller one"
-    if isinstance(value, dict) or not isinstance(value, str | int | float | bool | None):
+    if not isinstance(value, str | int | float | bool | None):
         return "must be text, a number, true, false, null or a list of them"
     return None

@@ -14,7 +14,6 @@ from mlm.launch.checks import (
     loss_scale_can_fall,
     lr_falls,
     problems_of,
-    stages_exist,
 )
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
 from mlm.training.checks import adapters_have_a_rank, optimizer_fits_layout, optimizer_works
@@ -146,7 +145,6 @@ EVAL_TASK_RULES = (
     _chat_template_exists,
 )
 FINETUNE_RULES = (
-    stages_exist,
     optimizer_works,
     optimizer_fits_layout,
     _tests_are_named,

@@ -67,18 +67,6 @@ def tokenizer_exists(config: Any, _: Launch) -> Problem | None:
     return files_present.tokenizer("tokenizer", config.tokenizer)
 
 
-def stages_exist(config: Any, _: Launch) -> Problem | None:
-    """The problem of timing the stages of a pipeline that has one."""
-    every = config.log.timeline_every
-    if not every or config.parallel.pp > 1:
-        return None
-    return Problem(
-        ("log.timeline_every", "pp"),
-        f"log.timeline_every={every}: pp=1 has no pipeline to time",
-        "use pp=2 or more, or log.timeline_every=0",
-    )
-
-
 def loss_scale_can_fall(config: Any, _: Launch) -> Problem | None:
     """The problem of a loss scale that starts below its floor."""
     low, first = config.precision.min_loss_scale, config.precision.initial_loss_scale

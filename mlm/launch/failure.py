@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mlm.launch.stop import process_status
 from mlm.parallel.watch import LostPeer, Watch, is_transport_error, name_ranks
 from mlm.util.errors import UserError, escape_controls
 from mlm.util.files import write_atomic
@@ -166,17 +165,6 @@ def flight_recorder(base: Mapping[str, str], folder: Path | None) -> dict[str, s
     return {key: value for key, value in ours.items() if key not in base}
 
 
-def kill_suspended(pids: Mapping[int, int]) -> dict[int, int]:
-    """Kill those of the ranks' processes that a signal or a debugger has suspended, and return them."""
-    stopped = {
-        rank: pid for rank, pid in pids.items() if process_status(pid).get("State", "")[:1] in ("T", "t")
-    }
-    for pid in stopped.values():
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
-    return stopped
-
-
 def save_failure(failure: Failure, folder: Path) -> None:
     """Leave the record for the parent, as JSON. Raises OSError."""
     write_atomic(folder / f"error-{failure.rank:05d}.json", json.dumps(asdict(failure)).encode())
@@ -203,17 +191,16 @@ def noted_exit_code(folder: Path) -> int:
 
 def report(
     failures: Sequence[Failure],
-    deaths: Sequence[ProcessEnd],
+    ends: Sequence[ProcessEnd],
     *,
     world_size: int,
     logs: Path,
-    stopped: Mapping[int, int] | None = None,
     saves: bool = True,
 ) -> tuple[str, int]:
     """Return the report of a failed job, and the command's exit code.
 
     The cause is, in this order: an exception of a rank's own; a process that ended without one; a lost peer.
-    Within each, the first in time. `stopped` are the ranks that a signal had suspended, with their pids.
+    Within each, the first in time. `ends` are of the processes that were not ended by this one.
     `saves`: the command has a run folder, which keeps checkpoints and logs.
     """
     closing = INTACT if saves else ""
@@ -221,12 +208,15 @@ def report(
     if own:
         return _report_exception(own, world_size), own[0].exit_code
     recorded = {failure.rank for failure in failures}
-    silent = sorted((d for d in deaths if d.rank not in recorded), key=lambda d: d.exit_code >= 0)
+    silent = sorted(
+        (end for end in ends if end.exit_code and end.rank not in recorded),
+        key=lambda end: end.exit_code >= 0,
+    )
     lost = sorted(failures, key=lambda f: f.time)
     if silent:
         return _report_death(silent[0], lost, logs, closing), 1
     if lost and lost[0].names_peer:
-        return "\n".join([lost[0].text, *_suspects(lost, world_size, stopped or {}, logs, closing)]), 1
+        return "\n".join([lost[0].text, *_suspects(lost, ends, world_size, logs, closing)]), 1
     if lost:
         return _report_exception(lost[:1], world_size), lost[0].exit_code
     return f"mlm: a rank failed without leaving a trace{closing}", 1
@@ -239,13 +229,11 @@ def _report_exception(failures: Sequence[Failure], world_size: int) -> str:
 
 
 def _suspects(
-    lost: Sequence[Failure], world_size: int, stopped: Mapping[int, int], logs: Path, closing: str
+    lost: Sequence[Failure], ends: Sequence[ProcessEnd], world_size: int, logs: Path, closing: str
 ) -> list[str]:
     """Return the likely reason why the first of the lost peers was lost."""
-    silent = sorted(set(range(world_size)) - {failure.rank for failure in lost})
-    if stopped:
-        who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in sorted(stopped.items()))
-        return [f"mlm: found stopped, by SIGSTOP, SIGTSTP or a debugger: {who}{closing}"]
+    known = {failure.rank for failure in lost} | {end.rank for end in ends}
+    silent = sorted(set(range(world_size)) - known)
     if silent:
         kept = f", and in {logs}" if closing else ""  # others are removed with the folder of the launch
         return [f"mlm: {name_ranks(silent)} waited for nobody: look there first{kept}{closing}"]

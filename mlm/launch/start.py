@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,6 @@ from mlm.launch.failure import (
     Failure,
     ProcessEnd,
     flight_recorder,
-    kill_suspended,
     load_failures,
     noted_exit_code,
     report,
@@ -118,15 +118,15 @@ def launch_ranks(target: str, config: Any, *, out: Path | None, world_size: int)
         relay = Relay(saves=is_noting())
         with relay.receiving():
             ranks = _start_ranks(job, world_size, listener, variables)
-            deaths, stopped = _watch_ranks(ranks, relay, folder)
+            ends = _watch_ranks(ranks, relay, folder)
         if relay.killed:
             word = SIGNAL_NAMES.get(relay.killed, relay.killed.name)
             print(f"mlm: {word}: stopped at once{INTACT if out else ''}", file=sys.stderr)
             return 128 + relay.killed
-        if not deaths:
+        if not any(end.exit_code for end in ends):
             return noted_exit_code(folder)
         failures, saves = load_failures(folder), out is not None
-        text, code = report(failures, deaths, world_size=world_size, logs=logs, stopped=stopped, saves=saves)
+        text, code = report(failures, ends, world_size=world_size, logs=logs, saves=saves)
         print(text, file=sys.stderr, flush=True)
         return code
 
@@ -162,9 +162,9 @@ def _close_ranks(ranks: "Iterable[subprocess.Popen[bytes]]") -> None:
 
     One that SIGKILL does not end waits inside the kernel for a device: it is left.
     """
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for numbers in ((signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):  # a suspended rank wakes and dies
         left = [process for process in ranks if process.poll() is None]
-        for process in left:
+        for process, number in product(left, numbers):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
         end = time.monotonic() + CLOSE_S
@@ -173,12 +173,12 @@ def _close_ranks(ranks: "Iterable[subprocess.Popen[bytes]]") -> None:
                 process.wait(max(0.0, end - time.monotonic()))
 
 
-def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> tuple[list[ProcessEnd], dict[int, int]]:
+def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> list[ProcessEnd]:
     """Relay requests to stop until all ranks have ended; once one has failed, end the others.
 
-    Return how ranks died that were not ended here, and the suspended ones with their pids.
+    Return how ranks ended that were not ended here.
     """
-    pids, stopped = {rank: process.pid for rank, process in ranks.items()}, dict[int, int]()
+    pids = {rank: process.pid for rank, process in ranks.items()}
     try:
         while len(ends := _process_ends(pids)) < len(pids) and not any(end.exit_code for end in ends):
             relay.act(pids)
@@ -188,15 +188,14 @@ def _watch_ranks(ranks: Ranks, relay: Relay, folder: Path) -> tuple[list[Process
             while time.monotonic() < limit and not _is_explained(load_failures(folder), ends, pids):
                 time.sleep(POLL_S / 2)
                 ends = _process_ends(pids)
-            stopped = kill_suspended(pids)  # which do not receive SIGTERM
-        return [end for end in ends if end.exit_code], stopped
+        return ends
     finally:
         _close_ranks(ranks.values())
 
 
 def _is_explained(failures: list[Failure], ends: list[ProcessEnd], pids: Mapping[int, int]) -> bool:
-    """True if a failure has a cause of its own, or all ranks have reported: a silent one is the suspect."""
-    reported = {failure.rank for failure in failures} | {end.rank for end in ends if end.exit_code}
+    """True if a failure has a cause of its own, or all ranks reported or ended: a silent one is suspected."""
+    reported = {failure.rank for failure in failures} | {end.rank for end in ends}
     return not all(failure.lost_peer for failure in failures) or reported >= set(pids)
 
 

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -114,32 +113,6 @@ def is_noting() -> bool:
     return _noted_requests.active
 
 
-class Stopped(BaseException):
-    """A request to stop other than Ctrl-C."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(SIGNAL_NAMES[signal.Signals(number)])
-        self.exit_code = 128 + number
-        """Exit code of the command."""
-
-
-@contextmanager
-def raise_stop_requests() -> Iterator[None]:
-    """Raise `Stopped` at the first SIGTERM, SIGUSR1 or SIGHUP while inside; further ones have no effect.
-
-    For a command that waits, and has something to finish.
-    """
-    numbers = [number for number in SIGNAL_NAMES if number is not signal.SIGINT]
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
-
-    with handling(numbers, stop):
-        yield
-
-
 def _note(number: int, frame: FrameType | None) -> None:
     if not _noted_requests.taken and not _noted_requests.numbers:
         _noted_requests.numbers.append(signal.Signals(number))
@@ -233,9 +206,9 @@ def stop_signals() -> dict[signal.Signals, signal.Signals]:
 
 
 class Relay:
-    """Passes a request to stop on to the ranks; kills them on a second Ctrl-C, or if none would save.
+    """Passes a request to stop on to the ranks; kills them on a second Ctrl-C, or if they save nothing.
 
-    With `saves`, ranks that do not listen yet will: they start with the request blocked, so it waits.
+    With `saves` the request waits in ranks that do not listen yet: they start with it blocked.
     """
 
     def __init__(self, *, saves: bool = False) -> None:
@@ -254,38 +227,20 @@ class Relay:
         self._received.append(signal.Signals(number))
 
     def act(self, pids: Mapping[int, int]) -> None:
-        """Obey the signals noted since the last call."""
+        """Obey the signals noted since the last call; `pids` are of children that are not collected yet."""
         fresh = self._received[self._handled :]
         if not fresh or self.killed:
             return
-        first_time = self._handled == 0
+        is_first = self._handled == 0
         self._handled += len(fresh)
-        ours = {pid: status for pid in pids.values() if (status := process_status(pid))}
-        saves = self._saves or any(map(_listens, ours.values()))
         is_urgent = signal.SIGQUIT in fresh or self._received.count(signal.SIGINT) > 1
-        if is_urgent or (first_time and not saves):
+        if is_urgent or not self._saves:
             self.killed = fresh[-1]
-            for pid in ours:
+            for pid in pids.values():
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)  # each rank leads its own session
-        elif first_time:
+        elif is_first:
             carrier = {stands_for: number for number, stands_for in CARRIED_SIGNALS.items()}[fresh[0]]
-            for pid in ours:
+            for pid in pids.values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, carrier)
-
-
-def process_status(pid: int) -> dict[str, str]:
-    """Return /proc/PID/status of a child of this process; empty if it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-    return status if status.get("PPid") == str(os.getpid()) else {}
-
-
-def _listens(status: Mapping[str, str]) -> bool:
-    """True if a process is inside `StopRequest`: SIGUSR1 has a handler and is not blocked."""
-    bit = 1 << (signal.SIGUSR1 - 1)
-    return bool(int(status["SigCgt"], 16) & bit) and not int(status["SigBlk"], 16) & bit

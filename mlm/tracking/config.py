@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, Also, Bound, InputPath, ResultFile
+from mlm.config.fields import POSITIVE, Also, Bound, InputPath, ResultFile
 
 WAIT = Bound(lambda x: 0 < x <= 86_400, "above 0 and at most 86400, a day")
 """Longer waits overflow a browser's timer, which then reloads without a pause."""
@@ -18,9 +18,6 @@ class LogConfig:
     """Steps between logged lines; numbers leave the device only then."""
     live: Literal["auto", "on", "off"] = "auto"
     """Live panel: auto shows it on a terminal, plain lines elsewhere."""
-    timeline_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between records of what each pipeline stage computes when, which `mlm report` draws beside the
-    planned schedule; 0 for none. A step that is measured waits for all ranks first."""
     tensorboard: bool = False
     """Write TensorBoard events below out/tensorboard (needs the extra `mlm[tensorboard]`)."""
     wandb_project: str | None = None
@@ -36,7 +33,7 @@ class ReportConfig:
     out: ResultFile = "report.html"
     """Page to write, .html."""
     watch: bool = False
-    """Write the page again while the runs go on, and show them here, until they are finished or stopped."""
+    """Write the page again while the runs go on, until they are finished or Ctrl-C."""
     every_s: Annotated[float, WAIT] = 5.0
     """Seconds between updates with watch=true, at most a day (86400)."""
 

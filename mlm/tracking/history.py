@@ -1,7 +1,7 @@
 """metrics.jsonl: one history of a run over all its attempts.
 
 One JSON object per line, each with `kind` (run, step, validation, sample, scores, saved, save_failed,
-failed, incident, rewound, diverged, ranks, timeline, experts) and `time` (Unix seconds). Numbers that are not
+failed, incident, rewound, diverged, ranks, experts) and `time` (Unix seconds). Numbers that are not
 finite are null: JSON has no NaN.
 """
 
@@ -18,6 +18,8 @@ from mlm.util.errors import UserError
 from mlm.util.files import open_bounded, open_regular, read_bounded, write_atomic
 
 FILE_NAME = "metrics.jsonl"
+SWEEP_FILE = "sweep.md"
+"""Table of a sweep, beside its runs."""
 MAX_BYTES = 1 << 30  # a million steps take 300 MB
 MAX_LINE = 1 << 24  # of 3,072 ranks' times a megabyte
 MOVE = "move it out of the run folder"

@@ -2,24 +2,22 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
-from typing import Any
+
+import numpy as np
 
 from mlm.config.imports import TRUST
-from mlm.tracking.history import FILE_NAME, read_records
+from mlm.tracking.history import FILE_NAME
 from mlm.tracking.panel import duration, format_significant
+from mlm.tracking.runs import Column, RunRecords, read_run, when
 from mlm.util.files import read_regular, write_atomic
 
 Rows = Sequence[tuple[str, str]]
 SUMMARY_MARK = "<!-- Written by mlm, which replaces this file. -->"
 HEAD = 1 << 10  # bytes in which the mark is
-PROGRESS = ("step", "validation", "scores", "saved", "save_failed")
-"""Records of steps that are done; one of an incident may be of a step that was taken back."""
 MAX_ATTEMPTS = 6  # listed with their commands: the first and the newest
 
 FILES = (  # pattern in the run directory, what it holds
@@ -75,27 +73,25 @@ def write_summary(
         checkpoint: rows on the newest good checkpoint, and the way back to it.
 
     Raises:
-        OSError: metrics.jsonl cannot be read, or the summary written.
+        OSError: the summary cannot be written.
+        UserError: metrics.jsonl cannot be read.
     """
-    records = list(read_records(out / FILE_NAME))
-    steps = [r for r in records if r["kind"] == "step"]
-    done = max((r["step"] for r in records if r["kind"] in PROGRESS), default=0)
-    state = "Failed" if failure else "Finished" if done >= total_steps else "Stopped early"
+    run = read_run(out, out.resolve().name)
+    state = "Failed" if failure else "Finished" if run.done >= total_steps else "Stopped early"
     parts = [
         SUMMARY_MARK,
-        f"# {out.resolve().name}",
-        f"{state}: {done:,} of {total_steps:,} steps." + (f"\n\n{escaped(failure)}" if failure else ""),
+        f"# {run.name}",
+        f"{state}: {run.done:,} of {total_steps:,} steps." + (f"\n\n{escaped(failure)}" if failure else ""),
         "## What ran",
-        table([*started(records), *header, *ran(records)]),
+        table([*started(run), *header, *ran(run)]),
         "## Results",
-        table([*results(steps, [r for r in records if r["kind"] == "validation"], unit), *checkpoint])
-        or "Nothing was logged.",
-        compare_prediction(steps, predicted),
+        table([*results(run, unit), *checkpoint]) or "Nothing was logged.",
+        compare_prediction(run, predicted),
         "## Files",
         table([(f"`{path.name}`", text) for pattern, text in FILES for path in sorted(out.glob(pattern))]),
         "## How to continue",
         "From the folder that it was started in:",
-        commands(out, resume, done, total_steps, prompt, validation, trusted),
+        commands(out, resume, run.done, total_steps, prompt, validation, trusted),
     ]
     path = out / "README.md"
     if path.exists() and not is_summary(path):  # the user's, come since the run began
@@ -111,20 +107,20 @@ def is_summary(path: Path) -> bool:
     return False
 
 
-def started(records: Sequence[dict[str, Any]]) -> Rows:
+def started(run: RunRecords) -> Rows:
     """Return rows on each attempt: the command as it was typed, and when and where it was started."""
-    attempts = [r for r in records if r["kind"] == "run" and "command" in r]
+    attempts = [attempt for attempt in run.attempts if "command" in attempt]
     shown = attempts if len(attempts) <= MAX_ATTEMPTS else [attempts[0], *attempts[1 - MAX_ATTEMPTS :]]
     rows = []
-    for run in shown:
-        step = run["start_step"]
-        rows.append((f"command after step {step:,}" if step else "command", code(shlex.join(run["command"]))))
-        if "job" in run:
-            rows.append(("job of the sweep", code(run["job"])))
-        when = datetime.fromtimestamp(run["time"], UTC).strftime("%Y-%m-%d %H:%M UTC")
-        words = [when, f"on {run['host']}" if "host" in run else ""]
-        words += [f"in {run['folder']}" if "folder" in run else ""]
-        words += [f"by {run['launcher']}" if "launcher" in run else ""]
+    for each in shown:
+        step, typed = each["start_step"], code(shlex.join(each["command"]))
+        rows.append((f"command after step {step:,}" if step else "command", typed))
+        if "job" in each:
+            rows.append(("job of the sweep", code(each["job"])))
+        words = [when(each["time"])]
+        words += [f"on {each['host']}" if "host" in each else ""]
+        words += [f"in {each['folder']}" if "folder" in each else ""]
+        words += [f"by {each['launcher']}" if "launcher" in each else ""]
         rows.append(("started", " ".join(filter(None, words))))
     return rows
 
@@ -136,102 +132,83 @@ def code(text: str) -> str:
     return f"{fence}{space}{text}{space}{fence}"
 
 
-def ran(records: Sequence[dict[str, Any]]) -> Rows:
+def ran(run: RunRecords) -> Rows:
     """Return rows from the metrics: configuration digest, versions, tokens, time."""
-    run: dict[str, Any] = next((r for r in reversed(records) if r["kind"] == "run"), {})
-    rows = []
-    if digest := run.get("config_digest"):
+    newest, rows = run.latest, list[tuple[str, str]]()
+    if digest := newest.get("config_digest"):
         rows.append(("configuration", f"`{digest}`"))
-    if versions := run.get("versions"):
+    if versions := newest.get("versions"):
         rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    for corpus in run.get("corpora", []):
+    for corpus in newest.get("corpora", []):
         digest = f"receipt `{corpus['receipt']}`" if corpus["receipt"] else f"index `{corpus['digest']}`"
         rows.append((f"corpus {corpus['name']}", f"{corpus['weight']:.2%}, {digest}"))
-    if tokens := max((r["tokens"] for r in records if r["kind"] == "step"), default=0):
-        rows.append(("tokens seen", f"{tokens:,}"))
-    attempts = sum(r["kind"] == "run" for r in records)
-    spent = duration(wall_time(records))
+    if (tokens := run.highest("step", "tokens")) > 0:
+        rows.append(("tokens seen", f"{tokens:,.0f}"))
+    spent, attempts = duration(run.seconds), len(run.attempts)
     return [*rows, ("time, h:mm:ss", spent if attempts == 1 else f"{spent} in {attempts} attempts")]
 
 
-def wall_time(records: Sequence[dict[str, Any]]) -> float:
-    """Return the sum of the seconds from each attempt's start to its last record."""
-    total, previous = 0.0, None
-    for record in records:
-        now = record.get("time", 0.0)
-        if previous is not None and record["kind"] != "run":
-            total += max(0.0, now - previous)
-        previous = now
-    return total
-
-
-def results(steps: Sequence[dict[str, Any]], validations: Sequence[dict[str, Any]], unit: str) -> Rows:
+def results(run: RunRecords, unit: str) -> Rows:
     """Return the final numbers that were logged, losses in `unit`."""
+    rows = list[tuple[str, str]]()
 
-    def loss(record: dict[str, Any]) -> str:
-        return f"{number(record['loss'])} {unit} at step {record['step']:,}"
+    def add(name: str, value: float, form: Callable[[float], str]) -> None:
+        if value == value:
+            rows.append((name, form(value)))
 
-    rows = [("training loss", loss(steps[-1]))] if steps else []
-    if validations:
-        last = validations[-1]
-        rows += [
-            ("validation loss", loss(last)),
-            ("validation perplexity", number(last["perplexity"], digits=2)),
-        ]
-        parts = {key: part for key, part in last.items() if key.startswith("validation/")}
-        rows += [part_row(key.partition("/")[2], value, unit) for key, value in parts.items()]
-        if scored := [v for v in validations if v["loss"] is not None]:
-            rows.append(("best validation loss", loss(min(scored, key=lambda v: v["loss"]))))
-    summaries = (
-        ("tokens/s of all ranks (median)", "tokens_per_s", median, "{:,.0f}".format),
-        ("model TFLOP/s per device (median)", "tflops", median, format_significant),
-        ("MFU (median)", "mfu", median, "{:.1%}".format),
-        ("memory of rank 0 (most logged)", "memory_bytes", max, lambda size: f"{size / 2**30:.2f} GiB"),
-    )
-    for name, key, pick, form in summaries:
-        if numbers := values(steps, key):
-            rows.append((name, form(pick(numbers))))
-    if steps and steps[-1]["skipped_steps"]:
-        rows.append(("steps skipped for overflow", f"{steps[-1]['skipped_steps']:,}"))
+    def loss(table: Mapping[str, Column], row: int = -1) -> str:
+        return f"{number(table['loss'][row])} {unit} at step {table['step'][row]:,.0f}"
+
+    if steps := run.tables.get("step"):
+        rows.append(("training loss", loss(steps)))
+    if validations := run.tables.get("validation"):
+        rows.append(("validation loss", loss(validations)))
+        rows.append(("validation perplexity", number(validations["perplexity"][-1], digits=2)))
+        parts = {name: column[-1] for name, column in validations.items() if name.startswith("validation/")}
+        rows += [part_row(name.partition("/")[2], value, unit) for name, value in parts.items()]
+        if len(run.column("validation", "loss")):
+            rows.append(("best validation loss", loss(validations, int(np.nanargmin(validations["loss"])))))
+    add("tokens/s of all ranks (median)", run.median("tokens_per_s"), "{:,.0f}".format)
+    add("model TFLOP/s per device (median)", run.median("tflops"), format_significant)
+    add("MFU (median)", run.median("mfu"), "{:.1%}".format)
+    add("memory of rank 0 (most logged)", run.highest("step", "memory_gib"), "{:.2f} GiB".format)
+    if (skipped := run.last("step", "skipped_steps")) > 0:
+        rows.append(("steps skipped for overflow", f"{skipped:,.0f}"))
     return rows
 
 
-def compare_prediction(steps: Sequence[dict[str, Any]], predicted: Predicted | None) -> str:
+def compare_prediction(run: RunRecords, predicted: Predicted | None) -> str:
     """Return a table of the predicted numbers, the measured ones and how far apart they are; or nothing."""
-    if predicted is None or not steps:
+    if predicted is None or not len(run.column("step", "step")):
         return ""
-    later = steps[1:] or steps  # the first step warms up
-    sizes = [size / 2**30 for size in values(steps, "memory_bytes")]
+    later = {name: run.column("step", name) for name in ("step_time_s", "mfu")}
+    later = {name: column[1:] if len(column) > 1 else column for name, column in later.items()}
+    sizes = run.column("step", "memory_gib")  # the first step warms up
     pairs = (
-        ("seconds per step", "{:.4g}", predicted.step_s, values(later, "step_time_s"), median),
-        ("memory of rank 0, GiB", "{:.2f}", predicted.memory_bytes / 2**30, sizes, max),
-        ("MFU", "{:.1%}", predicted.mfu, values(later, "mfu"), median),
+        ("seconds per step", "{:.4g}", predicted.step_s, later["step_time_s"], np.median),
+        ("memory of rank 0, GiB", "{:.2f}", predicted.memory_bytes / 2**30, sizes, np.max),
+        ("MFU", "{:.1%}", predicted.mfu, later["mfu"], np.median),
     )
-    lines = ["| | predicted | measured | |", "| --- | --- | --- | --- |"]
+    rows = []
     for name, form, expected, measured, pick in pairs:
-        if expected is not None and measured:
-            number = pick(measured)
-            off = f"{number / expected - 1:+.0%}"
-            lines.append(f"| {name} | {form.format(expected)} | {form.format(number)} | {off} |")
+        if expected is not None and len(measured):
+            found = float(pick(measured))
+            rows.append((name, form.format(expected), form.format(found), f"{found / expected - 1:+.0%}"))
     of = f" for {escaped(predicted.hardware)}" if predicted.hardware else ""
-    return "\n".join([f"Predicted{of} (`mlm plan`), and measured:\n", *lines])
+    compared = table(rows, ("", "predicted", "measured", ""))
+    return f"Predicted{of} (`mlm plan`), and measured:\n\n{compared}"
 
 
-def part_row(name: str, value: float | None, unit: str) -> tuple[str, str]:
+def part_row(name: str, value: float, unit: str) -> tuple[str, str]:
     """Return the row of a validation's part: the loss of a corpus or a head, or an accuracy."""
     if name.endswith("_accuracy"):
         return f"validation {name.replace('_', ' ')}", number(value)
     return f"validation loss of {name.removesuffix('_loss')}", f"{number(value)} {unit.partition(',')[0]}"
 
 
-def values(records: Iterable[dict[str, Any]], name: str) -> list[float]:
-    """Return the values of a field that are not null."""
-    return [r[name] for r in records if r.get(name) is not None]
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """Return a loss or perplexity; null stands for a number that is not finite."""
-    return "not finite" if value is None else f"{value:.{digits}f}"
+def number(value: float, digits: int = 4) -> str:
+    """Return a loss or perplexity; NaN stands for a number that is not finite."""
+    return "not finite" if value != value else f"{value:.{digits}f}"
 
 
 def commands(
@@ -246,8 +223,9 @@ def commands(
     """Return a shell block: resume or extend, evaluate, generate."""
     lines = [f"# resume after step {done}", shlex.join(resume)]
     if done >= total_steps:
-        keeps = f"schedule.decay_steps={total_steps} keeps the learning rate where it ended"
-        lines = [f"# train on; {keeps}", extended(resume, total_steps)]
+        keeps = f"schedule.decay_steps={total_steps}"
+        lines = [f"# train on; {keeps} keeps the learning rate where it ended"]
+        lines.append(shlex.join([*resume, f"train.steps={2 * total_steps}", keeps]))
     trust = f"{TRUST}={trusted} " if trusted else ""
     if validation:
         score = f"{trust}mlm eval loss {override('ckpt', str(out))}"
@@ -262,19 +240,6 @@ def commands(
     return "\n".join(["```sh", *lines, "```"])
 
 
-def extended(command: Sequence[str], total_steps: int) -> str:
-    """Return `command` for twice `total_steps`."""
-    kept, words = [], iter(command)
-    for word in words:
-        key, equals, _ = word.lstrip("-").lstrip("+").partition("=")
-        if key not in ("train.steps", "schedule.decay_steps"):
-            kept.append(word)
-        elif not equals:  # --train.steps 2000
-            next(words, None)
-    tail = [f"train.steps={2 * total_steps}", f"schedule.decay_steps={total_steps}"]
-    return shlex.join([*kept, *tail])
-
-
 def override(key: str, value: str) -> str:
     """Return `key=value` quoted for the shell."""
     if re.fullmatch(r"[\w.,:;?'-]+( [\w.,:;?'-]+)+", value):
@@ -282,12 +247,10 @@ def override(key: str, value: str) -> str:
     return shlex.quote(f"{key}={value}")
 
 
-def table(rows: Rows) -> str:
-    """Return a Markdown table of two columns without a heading; empty for no rows."""
-    if not rows:
-        return ""
-    lines = [f"| {escaped(label)} | {escaped(value)} |" for label, value in rows]
-    return "\n".join(["| | |", "| --- | --- |", *lines])
+def table(rows: Sequence[Sequence[str]], headings: Sequence[str] = ("", "")) -> str:
+    """Return a Markdown table; empty for no rows."""
+    lines = [headings, ["---"] * len(headings), *rows] if rows else []
+    return "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
 
 
 def escaped(text: str) -> str:

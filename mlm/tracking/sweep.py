@@ -1,24 +1,22 @@
-"""Table of a sweep's runs: printed at its end, and kept beside the runs as sweep.md and sweep.json."""
+"""Table of a sweep's runs: printed at its end, and kept beside the runs as sweep.md."""
 
-import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlm.tracking.history import FILE_NAME, read_records
+import numpy as np
+
+from mlm.tracking.history import FILE_NAME, SWEEP_FILE
 from mlm.tracking.panel import format_count
-from mlm.tracking.summary import SUMMARY_MARK, escaped, is_summary
-from mlm.util.errors import UserError, show
-from mlm.util.files import read_bounded, write_atomic
-from mlm.util.results import write_result
+from mlm.tracking.runs import RunRecords, read_run
+from mlm.tracking.summary import SUMMARY_MARK, is_summary
+from mlm.tracking.summary import table as markdown_table
+from mlm.util.errors import show
+from mlm.util.files import write_atomic
 from mlm.util.terminal import add_row, console, table
 
-FORMAT = "mlm-sweep-1"
-JSON, MARKDOWN = "sweep.json", "sweep.md"
-MAX_BYTES = 1 << 26
 LINE = 1000  # columns of the widest table
 KILLED = 128
 """Exit codes from here on are those of a run that a signal ended."""
@@ -26,22 +24,24 @@ FINISHED, STOPPED, INTERRUPTED, FAILED = "finished", "stopped", "interrupted", "
 NOT_STARTED = "not started"
 
 Row = dict[str, Any]
-"""One run of a sweep, as in sweep.json."""
+"""One run of a sweep."""
 
 
-def run_of(settings: Mapping[str, str], out: str | None, exit_code: int | None) -> Row:
+def run_of(overrides: Iterable[str], out: str | None, exit_code: int | None) -> Row:
     """Return the row of a run from the metrics in its folder; exit_code None: the run was not started.
 
     Keys: settings (what the sweep varies), out, exit_code, state, and numbers where some were logged: step,
-    total_steps, tokens, tokens_per_s (median), loss (last), loss_unit, validation_loss (last),
-    best_validation_loss, best_step, and of a run on a task score (the best of its first metric) and metric.
+    total_steps, tokens_per_s (median), loss (last), loss_unit, validation_loss (last), best_validation_loss,
+    best_step, and of a run on a task score (the best of its first metric) and metric.
     """
-    row: Row = {"settings": dict(settings), "out": out, "exit_code": exit_code}
+    pairs = (text.partition("=") for text in overrides)
+    settings = {key.lstrip("+"): show(value) for key, _, value in pairs}
+    row: Row = {"settings": settings, "out": out, "exit_code": exit_code}
     if out is None or exit_code is None:
         return {**row, "state": NOT_STARTED if exit_code is None else _state(exit_code, {})}
     seeds = sorted(Path(out).glob(f"seed-*/{FILE_NAME}"))
     files = [file for file in (Path(out, FILE_NAME), *seeds) if file.is_file()]
-    parts = [numbers_of(list(read_records(file))) for file in files]
+    parts = [numbers_of(read_run(file.parent, file.parent.name)) for file in files]
     numbers = {key: _middle([part[key] for part in parts if key in part]) for part in parts for key in part}
     if (Path(out) / "result.json").is_file():  # patience may end a run on a task before its last step
         numbers.pop("total_steps", None)
@@ -59,30 +59,26 @@ def _middle(found: Sequence[Any]) -> Any:
     return median(found) if all(isinstance(each, int | float) for each in found) else found[0]
 
 
-def numbers_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the numbers of a run's records, without those that are null or were not logged."""
-    last = {r["kind"]: r for r in records}
-    steps = [r for r in records if r["kind"] == "step"]
-    rates = [r["tokens_per_s"] for r in steps if r.get("tokens_per_s") is not None]
-    scored = [r for r in records if r["kind"] == "validation" and r.get("loss") is not None]
-    best = min(scored, key=lambda r: r["loss"], default={})
-    chosen: dict[str, Any] = next((r for r in reversed(records) if r.get("is_best")), {})
-    metric = next((key for key in chosen if key not in ("kind", "time", "step", "split")), None)
-    run, step = last.get("run", {}), last.get("step", {})
+def numbers_of(run: RunRecords) -> dict[str, Any]:
+    """Return the numbers of a run, without those that were not logged."""
+    best, validations = run.lowest("validation", "loss"), run.tables.get("validation", {})
+    metric = next((key for key in run.best if key not in ("kind", "time", "step", "split")), None)
+    best_step = run.best.get("step")
+    if best_step is None and best == best:
+        best_step = int(validations["step"][np.nanargmin(validations["loss"])])
     found = {
-        "step": max((r["step"] for r in records if r["kind"] != "run"), default=0),
-        "total_steps": run.get("total_steps"),
-        "tokens": step.get("tokens"),
-        "tokens_per_s": median(rates) if rates else None,
-        "loss": step.get("loss"),
-        "loss_unit": run.get("loss_unit"),
-        "validation_loss": last.get("validation", {}).get("loss"),
-        "best_validation_loss": best.get("loss"),
-        "best_step": (chosen or best).get("step"),
-        "metric": metric and f"{chosen['split']} {metric}",
-        "score": chosen.get(metric) if metric else None,
+        "step": run.done,
+        "total_steps": run.total,
+        "tokens_per_s": run.median("tokens_per_s"),
+        "loss": run.last("step", "loss"),
+        "loss_unit": run.latest.get("loss_unit"),
+        "validation_loss": run.last("validation", "loss"),
+        "best_validation_loss": best,
+        "best_step": best_step,
+        "metric": metric and f"{run.best['split']} {metric}",
+        "score": run.best.get(metric) if metric else None,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in found.items() if value is not None and value == value}
 
 
 def best_of(runs: Sequence[Row]) -> Row | None:
@@ -142,8 +138,8 @@ def state_in_words(run: Row) -> str:
     return f"{run['state']} (exit code {run['exit_code']})" if run["exit_code"] else str(run["state"])
 
 
-def report_sweep(runs: Sequence[Row], command: Sequence[str]) -> None:
-    """Print the table and write it beside the runs, with those of earlier sweeps there."""
+def report_sweep(runs: Sequence[Row]) -> None:
+    """Print the table, and write it beside runs that share a folder, unless a file of the user's is there."""
     headings, rows = cells(runs)
     made = table(title(runs), *headings)
     for row in rows:
@@ -153,60 +149,17 @@ def report_sweep(runs: Sequence[Row], command: Sequence[str]) -> None:
         screen.width, screen.measure(made, options=screen.options.update(max_width=LINE)).maximum
     )  # a row is a line
     screen.print(made)
+    folders = {Path(run["out"]).parent for run in runs if run["out"]}
+    if len(folders) != 1:
+        return
+    file = folders.pop() / SWEEP_FILE
+    if os.path.lexists(file) and not is_summary(file):
+        screen.print(f"{file} was not written by mlm: the table is not kept")
+        return
+    body = markdown_table(rows, [heading.removesuffix("#") for heading in headings])
     try:
-        for path in write_sweep(runs, command):
-            screen.print(f"written to {path}")
-    except (OSError, UserError) as error:
-        screen.print(f"the table could not be written: {error}")
-
-
-def write_sweep(runs: Sequence[Row], command: Sequence[str]) -> list[Path]:
-    """Write sweep.md and sweep.json in the folder that holds the runs; return them, none without a folder.
-
-    Raises OSError, and UserError where a file of the user's own has such a name.
-    """
-    folder = folder_of([Path(run["out"]) for run in runs if run["out"]])
-    if folder is None:
-        return []
-    data, text = folder / JSON, folder / MARKDOWN
-    if os.path.lexists(text) and not (text.is_file() and is_summary(text)):
-        raise UserError(f"{text} was not written by mlm; move it")
-    everything = merged(data, runs)
-    headings, rows = cells(everything)
-    best = best_of(everything)
-    write_result(
-        data,
-        {"format": FORMAT, "command": list(command), "best": best and best["out"], "runs": everything},
-    )
-    lines = [[heading.removesuffix("#") for heading in headings], ["---"] * len(headings), *rows]
-    body = "\n".join(f"| {' | '.join(map(escaped, line))} |" for line in lines)
-    write_atomic(text, f"{SUMMARY_MARK}\n\n# Sweep\n\n{title(everything).capitalize()}.\n\n{body}\n".encode())
-    return [text, data]
-
-
-def folder_of(outs: Sequence[Path]) -> Path | None:
-    """Return the folder that holds the runs, or their folders if each job has one; None if there is none."""
-    if not outs:
-        return None
-    try:
-        folder = Path(os.path.commonpath([out.parent for out in outs]))
-    except ValueError:  # absolute and relative paths
-        return None
-    is_near = all(folder in (out.parent, out.parent.parent) for out in outs)
-    return folder if is_near and folder.is_dir() else None
-
-
-def merged(data: Path, runs: Sequence[Row]) -> list[Row]:
-    """Return the runs of an earlier table whose folders are still there, and `runs` in place of the same."""
-    earlier, mine = list[Row](), {run["out"] for run in runs}
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError):
-        found = json.loads(read_bounded(data, MAX_BYTES, "move it"))
-        known = [run for run in found["runs"] if run["out"] and run["out"] not in mine]
-        earlier = [run for run in known if Path(run["out"]).is_dir() and cells([run])]
-    return [*earlier, *runs]
-
-
-def settings_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Return overrides as settings: optimizer.lr=1e-3 → {"optimizer.lr": "1e-3"}."""
-    pairs = (text.partition("=") for text in overrides)
-    return {key.lstrip("+"): show(value) for key, _, value in pairs}
+        write_atomic(file, f"{SUMMARY_MARK}\n\n# Sweep\n\n{title(runs).capitalize()}.\n\n{body}\n".encode())
+    except OSError as error:
+        screen.print(f"{file}: {error.strerror}: the table is not kept")
+    else:
+        screen.print(f"written to {file}")

@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mlm.config.imports import OwnCodeError, imported, is_path
-from mlm.config.tree import MISSING_VALUE, leaves, out_of_range, values_of
+from mlm.config.plain_yaml import problem_of
+from mlm.config.tree import leaves, out_of_range, values_of
 from mlm.data import files_present as present
 from mlm.data.blend_checks import blend_problems
 from mlm.data.config import SOURCES, DataConfig
@@ -16,7 +17,6 @@ from mlm.launch.checks import (
     lowest_problem,
     lr_falls,
     problems_of,
-    stages_exist,
 )
 from mlm.models.config import NO_ADAPTERS, ModelConfig
 from mlm.models.family import (
@@ -31,7 +31,7 @@ from mlm.optim.groups import patterns
 from mlm.optim.own import check_decay, check_optimizer, layout_problem
 from mlm.parallel.layout_checks import TRAIN_RULES, Launch, LayoutValues, batch_quantum
 from mlm.training.config import PretrainConfig
-from mlm.util.errors import Problem, escape_controls, has_controls, show
+from mlm.util.errors import Problem, escape_controls, show
 
 MOST_PROMPTS = 64
 MOST_PADDING = 1 << 16  # rows that a saved model.vocab_multiple may add to the token table
@@ -56,9 +56,8 @@ def pretraining_problems(config: PretrainConfig, launch: Launch) -> list[Problem
 def saved_problems(config: PretrainConfig) -> list[Problem]:
     """Problems of the configuration in a checkpoint, which is untrusted, in itself."""
     problems, model, values = list(out_of_range(config).values()), config.model, values_of(config)
-    for key, value in values.items():
-        bad = filter(_is_no_value, _texts(value))
-        problems += [Problem((key,), f"{text[:40]!r} is no value") for text in bad]
+    found = {key: why for key, value in values.items() if (why := problem_of(value))}
+    problems += [Problem((key,), f"{key}: {why}") for key, why in found.items()]
     for key, leaf in leaves(PretrainConfig).items():
         if leaf.shipped and values[key] not in leaf.shipped and not is_path(values[key]):
             problem = f"{key}={values[key][:40]!r} is neither shipped nor an import path"
@@ -70,15 +69,6 @@ def saved_problems(config: PretrainConfig) -> list[Problem]:
         problem = f"model.num_heads={model.num_heads} does not divide model.hidden_size={model.hidden_size}"
         problems.append(Problem(("model.num_heads", "model.hidden_size"), problem))
     return [*problems, *filter(None, [model_problem(model)])]
-
-
-def _texts(value: Any) -> list[str]:
-    each = [*value, *value.values()] if isinstance(value, dict) else value
-    return [one for one in (each if isinstance(each, (tuple, list)) else [each]) if isinstance(one, str)]
-
-
-def _is_no_value(text: str) -> bool:
-    return "${" in text or text == MISSING_VALUE or has_controls(text)
 
 
 def optimizer_works(config: Any, _: Launch) -> Problem | None:
@@ -300,7 +290,7 @@ def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | No
     if len(prompts) > MOST_PROMPTS:
         return Problem((key,), f"{key}: {len(prompts)} prompts; {MOST_PROMPTS} is the limit", "choose some")
     for number, prompt in enumerate(prompts, start=1):
-        if not prompt or _is_no_value(prompt) or any("\ud800" <= c <= "\udfff" for c in prompt):
+        if not prompt or problem_of(prompt) or any("\ud800" <= c <= "\udfff" for c in prompt):
             why = f"prompt {number} ({escape_controls(prompt[:40])}) is empty, or no text of a configuration"
             return Problem((key,), f"{key}: {why}", "use UTF-8 without control characters and ${")
     return None
@@ -351,7 +341,6 @@ SETTINGS_RULES = (
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (
     devices_exist,
-    stages_exist,
     *SETTINGS_RULES,
     _observers_exist,
     _mirror_is_named,

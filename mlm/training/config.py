@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from mlm.config.fields import (
     NOT_NEGATIVE,
     POSITIVE,
+    PROBABILITY,
     SEED,
     Also,
     Bound,
@@ -26,7 +27,6 @@ TEMPERATURE = Bound(lambda x: 0 <= x <= 100, "0 to 100")
 AttentionKernel = Literal["auto", "cudnn", "flash", "efficient", "math"]
 
 
-SHARE = Bound(lambda x: 0 < x <= 1, "above 0, at most 1")
 FALSE_ALARM = Bound(
     lambda x: 0 <= x < 1 or x >= 1000, "1000 or more clean steps for a false alarm, or 0 for no outliers"
 )
@@ -120,9 +120,6 @@ class CheckConfig:
 
     every: Annotated[int, NOT_NEGATIVE] = 500
     """Steps between comparisons of what must be equal bit for bit on several ranks; 0 never compares."""
-    repeat: bool | None = None
-    """Compute the step twice then, and compare; null does where kernels repeat every bit: on a CPU, and on a
-    GPU with deterministic=true."""
     ranks_every: Annotated[int, NOT_NEGATIVE] = 100
     """Steps between lines that name the slowest rank and what it spends time on; 0 for none."""
     slow_factor: Annotated[float, POSITIVE] = 2.0
@@ -130,7 +127,7 @@ class CheckConfig:
     expert_steps: Annotated[int, NOT_NEGATIVE] = 100
     """Steps in a row in which no token chooses an expert, or nearly every one does, that are an incident; 0
     for none. Judged in each step, reported in logged ones."""
-    expert_share: Annotated[float, SHARE] = 0.9
+    expert_share: Annotated[float, PROBABILITY] = 0.9
     """Tokens of the global batch from which nearly every one has chosen an expert: its router collapses."""
 
 

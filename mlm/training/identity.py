@@ -46,11 +46,11 @@ DATA = _keys("data.", "path train blend tokenizer")
 """Keys whose data is compared by content; data.change=true allows another."""
 FREE = (
     *_keys("", "name out ckpt profile incident.keep data.validation data.cache data.cache_gb data.change"),
-    *_keys("check.", "every repeat ranks_every slow_factor expert_steps expert_share"),
+    *_keys("check.", "every ranks_every slow_factor expert_steps expert_share"),
     *_keys("train.", "validate_every validate_batches observers"),
     *_keys("train.", "sample_prompts sample_tokens sample_temperature"),
     *_keys("checkpoint.", "save_every keep_last keep_every resume asynchronous mirror from_mirror"),
-    *_keys("log.", "every live timeline_every tensorboard wandb_project"),
+    *_keys("log.", "every live tensorboard wandb_project"),
     *_keys("dist.", "device backend timeout_s checkpoint_timeout_s threads_per_rank master_port peak_tflops"),
 )
 """Keys that no number of the run depends on."""

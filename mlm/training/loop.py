@@ -24,7 +24,7 @@ from mlm.tracking.peak import DevicePeak, memory_bytes
 from mlm.tracking.reporter import Reporter
 from mlm.training.incidents.divergence import DivergenceStop
 from mlm.training.incidents.experts import ExpertWatch
-from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks, Timeline
+from mlm.training.incidents.timing import PROFILED_RANKS, Profiler, SlowRanks
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.observer import Observer, Observers, RewindRequested, own_observers
 from mlm.training.saver import Saver
@@ -114,8 +114,6 @@ class Loop(ABC):
         watching: list[Observer] = [incidents, self.vote]
         if trainer.ctx.world_size > 1:
             watching.append(SlowRanks(trainer, incidents.report))
-        if config.log.timeline_every:
-            watching.append(Timeline(trainer, reporter))
         if config.profile and trainer.ctx.rank < PROFILED_RANKS:
             watching.append(Profiler(trainer, out, reporter))
         if trainer.balances_experts:

@@ -1,6 +1,6 @@
 """Observers: what watches a run without being part of its step.
 
-Logging, saving, incidents, profiles, timelines and sample prompts are observers, and so is what
+Logging, saving, incidents, profiles and sample prompts are observers, and so is what
 `train.observers=[my_module:MyObserver]` names. A run calls those of its list (`Loop.observers`) in order, on
 every rank, at these points of a step:
 

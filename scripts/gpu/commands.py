@@ -91,8 +91,8 @@ TWO_RANKS = (
         2,
     ),
     Job(
-        "a run of two stages, timed",
-        f"{PRETRAIN} {SMALL} pp=2 pipeline=zb_h1 precision=bf16 train.steps=6 log.timeline_every=3",
+        "a run of two stages",
+        f"{PRETRAIN} {SMALL} pp=2 pipeline=zb_h1 precision=bf16 train.steps=6",
         2,
     ),
 )

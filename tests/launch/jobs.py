@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from mlm.inference.generate.config import GenerateConfig
 from mlm.launch.config import DistConfig
 from mlm.launch.start import run_job
-from mlm.launch.stop import StopRequest
+from mlm.launch.stop import StopRequest, note_stop_requests
 from mlm.parallel.collectives import all_reduce, start_receive, start_send
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
@@ -156,7 +157,8 @@ def start(
 if __name__ == "__main__":
     try:
         saves = "JOB_SAVES_NOTHING" not in os.environ
-        code = start(sys.argv[1], Path(sys.argv[2]), tp=int((sys.argv[3:] or ["2"])[0]), saves=saves)
+        with note_stop_requests() if saves else nullcontext():
+            code = start(sys.argv[1], Path(sys.argv[2]), tp=int((sys.argv[3:] or ["2"])[0]), saves=saves)
     except UserError as error:
         print(f"mlm: {error}", file=sys.stderr)
         code = 2

@@ -20,12 +20,10 @@ from mlm.util.errors import UserError
 
 HELP = ("--help", "-h")
 VERSION = ("--version", "-V")
-COMPLETION = ("--shell-completion", "-sc")
 CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
 SWITCHES = {
     **dict.fromkeys(HELP, "help"),
     **dict.fromkeys(VERSION, "version"),
-    **dict.fromkeys(COMPLETION, "completion"),
     **dict.fromkeys(("--multirun", "-m"), "multirun"),
     "--resolve": "resolve",
 }
@@ -49,7 +47,6 @@ class Arguments:
     """`key=value` and the like; a word without `=` is kept for the error, or names a section after --help."""
     help: bool = False
     version: bool = False
-    completion: bool = False
     multirun: bool = False
     resolve: bool = False
     """Print the config with its interpolations filled in."""
@@ -151,7 +148,7 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
             raise UserError(f"unknown flag '{word}' (list: mlm {command.name} --help)")
         else:
             parsed.overrides.append(word)
-    if not parsed.help and not parsed.completion:
+    if not parsed.help:
         parsed.overrides = _renamed(command, _with_positional(command, parsed.overrides))
     return parsed
 

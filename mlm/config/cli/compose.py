@@ -6,23 +6,17 @@ is composed of a saved run, and nothing that YAML names is called.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra._internal.core_plugins import file_config_source as files
-from hydra._internal.core_plugins import importlib_resources_config_source as resources
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
@@ -93,40 +87,10 @@ def compose(
 
 
 def _initialized() -> initialize_config_dir:
-    _prepare_hydra()
+    # ${either:a,b}: b where a is null
+    OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
     GlobalHydra.instance().clear()
     return initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3")
-
-
-@cache
-def _prepare_hydra() -> None:
-    """Parse each YAML once; make `${either:a,b}` b where a is null."""
-    for source in (FileConfigSource, ImportlibResourcesConfigSource):
-        SourcesRegistry.instance().register(source)  # before Hydra's of these names, which then stay out
-    OmegaConf.register_new_resolver("either", lambda a, b: b if a is None else a, replace=True)
-
-
-class _ParsedOnce(ConfigSource):
-    """A reader of YAML that parses a file again only if it was written."""
-
-    parsed: ClassVar[dict[tuple[Any, ...], ConfigResult]] = {}
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        """Return what the file holds."""
-        file = Path(self.path, self._normalize_file_name(config_path))  # Hydra's own are no files
-        state = (s.st_ino, s.st_mtime_ns, s.st_size) if file.is_file() and (s := file.stat()) else None
-        key = self.provider, self.full_path(), config_path, state
-        if key not in self.parsed:
-            self.parsed[key] = super().load_config(config_path)  # type: ignore[safe-super]
-        return deepcopy(self.parsed[key])
-
-
-class FileConfigSource(_ParsedOnce, files.FileConfigSource):
-    """Hydra's reader of files."""
-
-
-class ImportlibResourcesConfigSource(_ParsedOnce, resources.ImportlibResourcesConfigSource):
-    """Hydra's reader of its own files, a dozen for each composition."""
 
 
 def _hydra_words(config: str, overrides: Sequence[str], config_dir: str | None) -> list[str]:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from importlib import import_module
 
 from mlm import __version__
-from mlm.config.cli.arguments import COMPLETION, HELP, VERSION, find_command, second_words
+from mlm.config.cli.arguments import HELP, VERSION, find_command, second_words
 from mlm.config.cli.commands import COMMANDS, Command, resolve
 from mlm.config.cli.help import main_help
 from mlm.launch.stop import note_stop_requests, unblock_stop_signals
@@ -53,8 +53,6 @@ def _main(words: list[str]) -> int:
         return say(main_help())
     if words[0] in VERSION or words == ["version"]:
         return say(version_line())
-    if words[0] in COMPLETION:
-        return report(None, lambda: int(resolve("mlm.config.cli.completion:complete")(words[1:])))
     if len(words) == 2 and words[1] in HELP and second_words(words[0]):
         return say(main_help(words[0]))
     try:
@@ -84,7 +82,7 @@ def version_line() -> str:
     return f"mlm {__version__} (hydra {version('hydra-core')})"
 
 
-def report(command: Command | None, work: Callable[[], int]) -> int:
+def report(command: Command, work: Callable[[], int]) -> int:
     """The exit code of `work`, a user's mistake printed as one line per error and no traceback.
 
     2 for a mistake the user can fix, 1 for a damaged file or a failed check, 130 when interrupted. Other
@@ -93,10 +91,9 @@ def report(command: Command | None, work: Callable[[], int]) -> int:
     try:
         return work()
     except UserError as error:
-        name = "mlm" if command is None else f"mlm {command.name}"
         if speaks_for_host(os.environ):
             for line in error.lines():
-                print(f"{name}: {line}", file=sys.stderr)
+                print(f"mlm {command.name}: {line}", file=sys.stderr)
         else:
             time.sleep(HEAD_START_S)
         return error.exit_code

@@ -38,7 +38,6 @@ def main_help(first: str | None = None) -> str:
         *([tasks_block(None)] if first and any(map(takes_task, listed)) else []),
         "Examples:\n" + example_lines([e for c in listed for e in c.examples[: 2 if first else 1]]),
         wrap(f"Settings: {SPELLINGS} `mlm COMMAND --help` lists keys and groups."),
-        'Completion in bash: eval "$(mlm -sc install=bash)"',
         "Exit codes:\n" + table(EXIT_CODES),
     ]
     return "\n\n".join(blocks)

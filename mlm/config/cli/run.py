@@ -21,7 +21,6 @@ from mlm.config.build import build, path_problems, streams_for
 from mlm.config.cli.arguments import Arguments, check_task, parse
 from mlm.config.cli.command_help import command_help
 from mlm.config.cli.commands import Command, resolve
-from mlm.config.cli.completion import complete
 from mlm.config.cli.compose import (
     COMPOSE_ERRORS,
     Composition,
@@ -37,7 +36,7 @@ from mlm.config.suggest import divisors
 from mlm.config.tree import MISSING_VALUE, flatten, leaves
 from mlm.launch.devices import first_gpu
 from mlm.launch.environment import read_rank_place
-from mlm.launch.typed import record_job, run_origin
+from mlm.launch.typed import record_job
 from mlm.optim.auto_precision import settle_precision
 from mlm.parallel.layout_checks import RANKS_PER_NODE
 from mlm.util.errors import ConfigError, Problem, UserError
@@ -78,8 +77,6 @@ def act(command: Command, words: list[str]) -> int:
         return say(command_help(command, arguments.config_dir, arguments.overrides))
     if arguments.version:
         return say(version_line())
-    if arguments.completion:
-        return complete(arguments.overrides)
     if arguments.config_dir is not None and not os.path.isdir(arguments.config_dir):
         folder = arguments.config_dir
         raise UserError(
@@ -126,15 +123,13 @@ def sweep(jobs: Sequence[Execution]) -> int:
                 code = codes[n] = report(command, job.start)
                 is_stopped = code >= KILLED
             if has_table:
-                settings = resolve(f"{SWEEP_TABLE}:settings_of")(job.varied)
-                rows.append(
-                    resolve(f"{SWEEP_TABLE}:run_of")(settings, None if code is None else job.placed_out, code)
-                )
+                out = None if code is None else job.placed_out
+                rows.append(resolve(f"{SWEEP_TABLE}:run_of")(job.varied, out, code))
                 # the ranks of a launcher might disagree on what files say
                 is_stopped |= not is_rank and rows[-1]["state"] in ("stopped", "interrupted")
     finally:
         if rows and speaks_for_host(os.environ):
-            resolve(f"{SWEEP_TABLE}:report_sweep")(rows, run_origin().get("command", []))
+            resolve(f"{SWEEP_TABLE}:report_sweep")(rows)
     return next((code for code in codes if code), OK)
 
 

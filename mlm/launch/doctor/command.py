@@ -35,7 +35,7 @@ COMMANDS = (
         tidy="mlm.launch.doctor.folder:tidy",
         summary="check hosts, disks, GPUs and the network of a layout before a run",
         about=(
-            "Looks on every rank at versions, device and driver, memory, disk, limits, /dev/shm, clocks, "
+            "Looks on every rank at versions, device and driver, memory, disk, limits, /dev/shm, "
             "host names and variables; tries whether the folder is shared, renames, locks and is fast; and "
             "compares collectives over each axis with exact numbers and times them. Prints a table with a "
             "remedy for each problem. Ends with 0, or 1 if a check failed. Starts its ranks as "

@@ -111,7 +111,6 @@ class Control:
     def __init__(self, store: Store | None, rank: int, world_size: int, timeout_s: float) -> None:
         self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
         self.hosts = [socket.gethostname()] * world_size
-        self.clock = time.time
         self.watch = Watch(rank)
         self._count = 0
 
@@ -175,13 +174,3 @@ class Control:
             self.store.set(keys[self.rank], "")
             if self.rank == 0:
                 self._wait_for(keys, GRACE_S)
-
-    def skew(self) -> float:
-        """Seconds that the clock of this rank is certainly off rank 0's: ahead is positive. Collective.
-
-        Rank 0 reads its clock after this rank came to the first exchange and before it leaves the second.
-        """
-        before = self.clock()
-        self.all_gather("the clock", None)
-        at = self.all_gather("the clock", self.clock())[0]
-        return max(0.0, before - at) - max(0.0, at - self.clock())

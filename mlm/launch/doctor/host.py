@@ -113,15 +113,6 @@ def names(place: RankPlace | None, environ: Mapping[str, str]) -> Finding:
     return Finding("host names", "ok", f"{own} is {address}")
 
 
-def clock(skew: float) -> Finding:
-    """Judge how far the clock is off rank 0's, at least."""
-    remedy = "start chronyd or ntpd: locks, logs and records of the run compare times"
-    if abs(skew) < 1.0:
-        return Finding("clock", "ok", "within 1 s of rank 0")
-    text = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} rank 0"
-    return Finding("clock", "fail" if abs(skew) >= 60.0 else "warn", text, remedy)
-
-
 HURTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("NCCL_DEBUG", ("INFO", "TRACE"), "writes at every communication; unset it, or set WARN"),
     ("NCCL_P2P_DISABLE", ("1",), "GPUs of a host do not reach each other directly; unset it"),

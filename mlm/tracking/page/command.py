@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from mlm.config.command import Command
 from mlm.config.tree import out_of_range
 from mlm.tracking.config import ReportConfig
-from mlm.tracking.history import FILE_NAME
+from mlm.tracking.history import FILE_NAME, SWEEP_FILE
 from mlm.util.errors import Absent, Problem
 from mlm.util.ownership import kind_of_folder
 from mlm.util.results import folder_problem, is_stream
@@ -69,7 +68,7 @@ def _run_problem(path: str) -> Problem | None:
             return Problem.at("runs", path, "is not a folder", fix)
         if kind_of_folder(folder) == "run" or (folder / FILE_NAME).is_file():
             return None
-        is_sweep = (folder / import_module("mlm.tracking.sweep").JSON).is_file()  # late: it draws tables
+        is_sweep = (folder / SWEEP_FILE).is_file()
     except OSError as error:
         return Problem.at("runs", path, f"cannot be read ({error.strerror})", fix)
     if is_sweep:
@@ -98,12 +97,12 @@ COMMANDS = (
         preflight="mlm.tracking.page.command:preflight",
         positional=("runs",),
         several=True,
-        summary="show runs on one page for a browser: curves, settings, layout, memory, incidents, scores",
+        summary="show runs on one page for a browser: curves, settings, incidents, scores",
         about=(
             "Writes one HTML page that opens from disk and loads nothing: loss, validation, gradient norm, "
             "learning rate, throughput and memory over steps, tokens or time, runs overlaid; the settings in "
-            "which they differ; the layout, pipeline schedule and memory by part; incidents, checkpoints and "
-            "scores with their receipts. Reads run folders and changes nothing in them."
+            "which they differ; samples and loads of experts; incidents, checkpoints and scores with their "
+            "receipts. Reads run folders and changes nothing in them."
         ),
         examples=(
             ("One run", "mlm report runs/shakespeare"),

@@ -13,7 +13,6 @@ the first, last, lowest and highest stay, so that no spike is lost, and its mean
 
 import math
 import shlex
-from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -23,8 +22,8 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from mlm.tracking.page.runs import LARGEST, MISSING, Column, RunRecords, number, when
 from mlm.tracking.panel import duration
+from mlm.tracking.runs import LARGEST, MISSING, Column, RunRecords, number, when
 from mlm.util.errors import escape_controls, show
 from mlm.util.results import HTML_MARK
 
@@ -118,16 +117,6 @@ def paragraph(*parts: object) -> Markup:
     return macro("parts.html", "paragraph", parts)
 
 
-def block(content: str, longest: int = 20_000) -> Markup:
-    """Return preformatted text."""
-    return macro("parts.html", "block", text(content, longest))
-
-
-def image(png: bytes, description: str) -> Markup:
-    """Return a picture inside the page, which scrolls where it is wide; `description` is read aloud."""
-    return macro("parts.html", "image", b64encode(png).decode(), description)
-
-
 @cache
 def asset(name: str) -> Markup:
     """Return a file of this package, for use inside a page."""
@@ -163,14 +152,14 @@ def charts_of(runs: Sequence[RunRecords]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def curves_of(runs: Sequence[RunRecords], max_points: int = MAX_POINTS) -> tuple[Markup, dict[str, Any]]:
+def curves_of(runs: Sequence[RunRecords]) -> tuple[Markup, dict[str, Any]]:
     """Return the charts of some runs for a section of a page, and the page's `data` that they are drawn from.
 
     A page has one such section. It is empty if no run has logged a number.
     """
     charts = charts_of(runs)
     present = sum(bool(len(run.column(kind, name))) for run in runs for kind, name, _, _ in charts)
-    most = max(max_points // max(present, 1), MIN_POINTS)
+    most = max(MAX_POINTS // max(present, 1), MIN_POINTS)
     curves, thinned = [dict[str, Any]() for _ in runs], dict[str, int]()
     for kind, name, _, _ in charts:
         for run, curves_of_run in zip(runs, curves, strict=True):

@@ -1,12 +1,12 @@
-"""Comparison of what must be equal bit for bit: a tensor on several ranks, a step that is computed twice.
+"""Comparison of ranks that must hold equal bits, and of an incident's step with a second pass of it.
 
 Weights and moments are compared over dp and cp where they are replicated, replicated tensors over tp, the
 token table over the first and last pipeline stage, and counters, learning rate and loss scale everywhere.
 
-A step is computed again to see if its fault came from hardware, and on which ranks it began. A number spreads
-to other ranks by messages alone. The rank whose own computation made it sends it before receiving it; all
-others receive it first. Inside layers that torch.compile fuses, messages over tp are not recorded: there all
-tp ranks are named.
+The first step of an incident is computed again to see if its fault came from hardware, and on which ranks it
+began. A number spreads to other ranks by messages alone. The rank whose own computation made it sends it
+before receiving it; all others receive it first. Inside layers that torch.compile fuses, messages over tp are
+not recorded: there all tp ranks are named.
 """
 
 import socket
@@ -120,27 +120,6 @@ def minority_ranks(values: Sequence[float], ranks: Sequence[int]) -> list[int]:
     if 2 * count <= len(values):
         return list(ranks)
     return [rank for rank, value in zip(ranks, values, strict=True) if value != common]
-
-
-def repetition_differences(trainer: Trainer, batches: Sequence[Any], parts: Tensor) -> str | None:
-    """Compute the step once more; say where its gradients and `parts` differ, None if nowhere. Collective."""
-    ranks, first = Ranks.of(trainer.ctx), _gradients(trainer, parts)
-    before = digests(first)
-    with trainer.unobserved():
-        after = digests(_gradients(trainer, trainer.compute_gradients(batches)))
-    names = [name for name, same in zip(first, (before == after).tolist(), strict=True) if not same]
-    if not ranks.any_of([bool(names)])[0]:
-        return None
-    each = ranks.all_gather(names[: 2 * LISTED])
-    loss = [rank for rank, torn in enumerate(each) if "loss" in torn]
-    torn = sorted({name for names in each for name in names} - {"loss"})
-    where = f"the loss on {name_ranks(loss)}" if loss else "gradients after they were summed"
-    return f"computed twice, the step differs in {where}: {', '.join(torn[:4])}"
-
-
-def _gradients(trainer: Trainer, parts: Tensor) -> dict[str, Tensor]:
-    grads = {s.name: s.parameter.grad for s in trainer.shards if s.parameter.grad is not None}
-    return {"loss": parts, **grads}
 
 
 @dataclass(frozen=True)

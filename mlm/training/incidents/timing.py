@@ -1,9 +1,6 @@
-"""Times of steps: slow ranks, measured timelines of pipelines, profiles. All are observers.
+"""Times of steps: slow ranks and profiles. Both are observers.
 
-Waiting is what `Watch` measures: on a CPU (gloo) all of it, on a GPU what the host waits for. Times in a
-timeline are those of the device on a GPU (events on its stream), of the host on a CPU. The zero of ranks on
-one host is that of its clock; on several it is the end of a barrier before the step, which ranks leave within
-the latency of their network.
+Waiting is what `Watch` measures: on a CPU (gloo) all of it, on a GPU what the host waits for.
 """
 
 import socket
@@ -14,12 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from mlm.checkpoint.native.exchange import Ranks
-from mlm.parallel.collectives import barrier
-from mlm.parallel.pipeline.actions import Action
 from mlm.tracking.reporter import Reporter
 from mlm.training.observer import Observer
 from mlm.training.trainer import StepOutcome, Trainer
@@ -28,7 +22,6 @@ from mlm.util.errors import UserError
 BUSY = ("computing", "reading data", "saving")
 PHASES = {"data": "reading data", "saving": "saving", "validation": "validation"}
 """Phases that are not computing, and their names in reports."""
-Mark = float | torch.cuda.Event
 FIRST, STEPS = 2, 3
 """Steps of the attempt before the profile, and in it: the first ones compile and fill caches."""
 PROFILED_RANKS = 8
@@ -146,116 +139,6 @@ class Times:
         """As JSON values."""
         each = [{"host": host, **times} for host, times in zip(self.hosts, self.shares, strict=True)]
         return {"slowest": self.slowest, "factor": round(self.factor, 3), "cause": self.cause, "ranks": each}
-
-
-class Timeline(Observer):
-    """Measures a trainer's steps, where due, into records of kind `timeline`.
-
-    A record has the computations of each stage of the first replica: op, chunk, micro-batch, and the
-    milliseconds at which it began, had its input, and ended. Other steps cost nothing.
-    """
-
-    def __init__(self, trainer: Trainer, reporter: Reporter) -> None:
-        self.trainer, self.reporter = trainer, reporter
-        self.every = trainer.config.log.timeline_every
-        self.is_on = False
-
-    def on_step_start(self, batches: Sequence[Any]) -> None:
-        """Measure the step, where due. Collective then."""
-        micro_batches = len(batches)
-        self.is_on = (self.trainer.step + 1) % self.every == 0
-        if not self.is_on:
-            return
-        model, ctx = self.trainer.model, self.trainer.ctx
-        self.actions = [i for i in model.instructions(micro_batches, train=True) if isinstance(i, Action)]
-        self.micro_batches = micro_batches
-        self.marks: list[tuple[Mark, Mark, Mark]] = []
-        if ctx.device.type == "cuda":
-            torch.cuda.synchronize(ctx.device)
-        barrier(ctx.world)
-        self.zero, self.clock = self.now(), time.monotonic()
-
-    def now(self) -> Mark:
-        """Return a mark in this rank's time."""
-        if self.trainer.ctx.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Measure actions."""
-        return self.measured() if self.is_on and name in ("forward", "backward", "weight") else nullcontext()
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Measure an action."""
-        begin = self.input = self.now()
-        yield
-        self.marks.append((begin, self.input, self.now()))
-
-    def on_receive(self) -> None:
-        """Note when the input of an action arrived."""
-        if self.is_on:
-            self.input = self.now()
-
-    def after_step(self, outcome: StepOutcome) -> None:
-        """Report the step if it was measured. Collective."""
-        if not self.is_on:
-            return
-        self.is_on = False
-        ctx = self.trainer.ctx
-        first = ctx.tp.rank == ctx.replicas.rank == 0
-        mine = [socket.gethostname(), self.clock, self.rows() if first else None]
-        ranks = Ranks.of(ctx).gather(mine)
-        if ctx.is_main:
-            record, step = align_stages(ranks), self.trainer.step
-            self.reporter.event("timeline", {"step": step, **record})
-            planned = self.trainer.model.bubble(self.micro_batches)
-            self.reporter.note(f"step {step}: {pipeline_line(record['stages'], planned)}")
-
-    def rows(self) -> list[list[Any]]:
-        """Return this stage's computations: op, chunk, micro-batch, milliseconds of its three marks."""
-        if self.trainer.ctx.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.ctx.device)
-        return [
-            [action.op.value, action.chunk, action.micro_batch, *(self.milliseconds(mark) for mark in marks)]
-            for action, marks in zip(self.actions, self.marks, strict=True)
-        ]
-
-    def milliseconds(self, mark: Mark) -> float:
-        """Return the time of a mark since the zero."""
-        if isinstance(mark, torch.cuda.Event):
-            assert isinstance(self.zero, torch.cuda.Event)
-            return float(self.zero.elapsed_time(mark))
-        assert isinstance(self.zero, float)
-        return 1000 * (mark - self.zero)
-
-
-def align_stages(ranks: Sequence[Any]) -> dict[str, Any]:
-    """Return the stages of all ranks' answers in one time, which begins with the first computation."""
-    hosts, clocks = {host for host, _, _ in ranks}, [clock for _, clock, _ in ranks]
-    one_clock = len(hosts) == 1
-    zeros = [1000 * (clock - min(clocks)) if one_clock else 0.0 for clock in clocks]
-    stages = [(zero, rows) for zero, (_, _, rows) in zip(zeros, ranks, strict=True) if rows is not None]
-    first = min(zero + row[3] for zero, rows in stages for row in rows)
-    return {
-        "aligned": "clock" if one_clock else "barrier",
-        "stages": [
-            [[*row[:3], *(round(zero + at - first, 3) for at in row[3:])] for row in rows]
-            for zero, rows in stages
-        ],
-    }
-
-
-def pipeline_line(stages: Sequence[Sequence[Sequence[Any]]], planned: float) -> str:
-    """Return the duration of a pipeline's step and its bubble, beside the planned one."""
-    makespan = max(row[-1] for rows in stages for row in rows)
-    busy = max(sum(row[-1] - row[-2] for row in rows) for rows in stages)
-    return (
-        f"pipeline {makespan:.4g} ms, bubble {makespan / busy - 1:.1%} of the busiest stage's time (planned, "
-        f"with backward twice as long as forward: {planned:.1%})"
-    )
 
 
 class Profiler(Observer):

@@ -24,7 +24,6 @@ from mlm.tracking.reporter import Reporter
 from mlm.training.incidents.comparisons import (
     SecondPass,
     compute_again,
-    repetition_differences,
     replica_differences,
 )
 from mlm.training.incidents.numbers import StepNumbers, decode, exceeds_limits, shared_numbers, sum_numbers
@@ -117,7 +116,7 @@ class Incidents(Observer):
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | bool:
         """Judge the step: at once, or while the device applies the update. Collective."""
-        if not self.defers or self.repeats_now():
+        if not self.defers:
             return self.judge(parts, grad_norm)
         numbers = sum_numbers(self.trainer, parts, grad_norm)
         hold = exceeds_limits(numbers, self.memory.recent.limits(self.settings.threshold))
@@ -141,8 +140,6 @@ class Incidents(Observer):
         """
         numbers, again = shared_numbers(self.trainer, parts, norm), None
         reasons = self.judge_numbers(numbers)
-        if self.repeats_now() and (line := repetition_differences(self.trainer, self.batches, parts)):
-            reasons.add("repetition_differs", line)
         if reasons.kinds and not self.memory.streak:
             again = compute_again(self.trainer, self.batches, parts, norm)
             if not again.numbers.are_finite or self.judge_numbers(again.numbers).kinds:
@@ -190,13 +187,6 @@ class Incidents(Observer):
                     line = f"{what} {value:.6g} is at least {limit:.6g}, which chance reaches once in"
                     reasons.add(f"{what.split()[0]}_outlier", f"{line} {settings.threshold:,.9g} steps")
         return reasons
-
-    def repeats_now(self) -> bool:
-        """Return True if the step is to be computed twice: where due, and where steps repeat every bit."""
-        every, repeat, config = self.checks.every, self.checks.repeat, self.trainer.config
-        if repeat is None:
-            repeat = config.deterministic or self.trainer.ctx.device.type == "cpu"
-        return repeat and every > 0 and (self.trainer.step + 1) % every == 0
 
     def act(self, reasons: IncidentReasons, numbers: StepNumbers, again: SecondPass | None) -> bool:
         """Record an incident and follow incident.action; return True to leave the update out.

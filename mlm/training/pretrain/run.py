@@ -154,7 +154,6 @@ def train(trainer: Trainer, out: Path, start: Path | None, mirror: Callable[[Pat
                 "layout": {**asdict(config.parallel), "dp": ctx.dp.size},
                 "resumed_from": start and str(start),
                 "corpora": trained_on(trainer.history),
-                "memory": [asdict(peak) for peak in forecast.planned_memory(config, ctx.world_size)],
             },
             notes=notes(trainer, start, changed),
             warnings=[warning for warning in warnings if warning is not None],
@@ -370,8 +369,9 @@ def finish_directory(
             failure=failure,
             checkpoint=[("newest good checkpoint", f"`{good}`" if good else "none")],
         )
-    except OSError as error:
-        log.warning("%s: %s: the run is saved, its summary is not", error.filename or out, error.strerror)
+    except (OSError, UserError) as error:
+        why = f"{error.filename or out}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        log.warning("%s: the run is saved, its summary is not", why)
     else:
         line = Text(f"summary {summary}, curves: mlm report {shlex.quote(str(out))}")
         training_console("off", out / "metrics.jsonl").print(line, soft_wrap=True)

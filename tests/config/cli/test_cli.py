@@ -220,7 +220,7 @@ def test_these_commands_start_without_torch(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", started(), stepped(1))
     tiny = f"model=gpt2_tiny data.train={tmp_path / 'train'} train.global_batch_size=8 out={tmp_path / 'new'}"
     lines = [f"{command.name} --help" for command in COMMANDS]
-    lines += ["pretrain --help model", "pretrain --help experiment", "-sc query=bash", "--version"]
+    lines += ["pretrain --help model", "pretrain --help experiment", "--version"]
     lines += [f"pretrain model={name}_tiny data=synthetic --check" for name in ("gpt2", "bert", "llama")]
     lines += [f"pretrain {tiny} --check", f"parity {tiny} --check", f"verify-resume {tiny} --check"]
     lines += ["plan layouts model=gpt2_8b gpus=64 --check", "plan memory model=gpt2_8b --check"]

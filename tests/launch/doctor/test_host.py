@@ -109,11 +109,6 @@ def test_host_names_that_do_not_resolve_are_found(monkeypatch: pytest.MonkeyPatc
     assert host.names(None, {}).status == "warn"
 
 
-@pytest.mark.parametrize(("skew", "status"), [(0.5, "ok"), (-5.0, "warn"), (100.0, "fail")])
-def test_a_clock_that_is_off_is_found(skew: float, status: str) -> None:
-    assert host.clock(skew).status == status
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "status"),
     [

@@ -6,8 +6,6 @@ from typing import Any
 
 import yaml
 
-from mlm.plan.memory import PARTS
-
 LAYOUT: dict[str, Any] = {
     **{
         "tp": 2,
@@ -47,7 +45,6 @@ def started(step: int = 0, **fields: Any) -> dict[str, Any]:
     known = {
         "total_steps": 100,
         "layout": LAYOUT,
-        "memory": [{"parts": dict.fromkeys(PARTS, 2**20), "moment": "backward", "parameters": 1000}] * 2,
         "loss_unit": "nats per token",
         "command": ["mlm", "pretrain"],
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlm.tracking.page.report import make_page
-from mlm.tracking.page.runs import read_run
+from mlm.tracking.runs import read_run
 from tests.tracking.page.made import some_run, started, stepped, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

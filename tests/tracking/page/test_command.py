@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from mlm.config.cli.commands import COMMANDS
 from mlm.tracking.config import ReportConfig
 from mlm.tracking.page import report
 from mlm.tracking.page.report import make_page, run
-from mlm.tracking.page.runs import RunRecords, read_run
+from mlm.tracking.runs import RunRecords, read_run
 from tests.tracking.page.made import some_run, stepped, write_run
 
 FIX = "name a run folder (out=… of mlm pretrain or mlm finetune)"
@@ -110,7 +109,7 @@ def test_mistakes_are_one_line(
     desk: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
     (desk / "mine.html").write_text("<!doctype html><title>mine</title>")
-    (desk / "runs/sweep.json").write_text("{}")
+    (desk / "runs/sweep.md").write_text("")
     for number in range(21):
         write_run(desk / "many" / str(number))
     assert main(["report", *words]) == 2
@@ -171,10 +170,7 @@ def test_watching_writes_again_until_the_run_is_finished(desk: Path) -> None:
     run(config(desk), console, sleep)
     assert pages == [5.0, 5.0]
     assert reload_of(desk / "page.html") is None
-    lines = console.export_text().splitlines()
-    expected = [("stopped", "20"), ("stopped", "30"), ("finished", "100")]
-    assert [line.split()[:4] for line in lines[:3]] == [["a", state, "step", n] for state, n in expected]
-    assert lines[3].startswith("all runs are finished; written to ")
+    assert console.export_text().startswith("written to ")
 
 
 def test_ctrl_c_leaves_a_whole_page_that_does_not_reload(desk: Path) -> None:
@@ -184,19 +180,8 @@ def test_ctrl_c_leaves_a_whole_page_that_does_not_reload(desk: Path) -> None:
     console = Console(record=True, width=200)
     with pytest.raises(KeyboardInterrupt):
         run(config(desk), console, sleep)
-    assert "stopped; written to" in console.export_text()
+    assert console.export_text().startswith("written to ")
     assert reload_of(desk / "page.html") is None
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_a_signal_leaves_a_page_that_does_not_reload(desk: Path, number: signal.Signals) -> None:
-    def sleep(seconds: float) -> None:
-        signal.raise_signal(number)
-
-    before = signal.getsignal(number)
-    assert run(config(desk), Console(record=True), sleep) == 128 + number
-    assert reload_of(desk / "page.html") is None
-    assert signal.getsignal(number) is before
 
 
 def test_ctrl_c_before_all_runs_are_read_keeps_the_earlier_page(

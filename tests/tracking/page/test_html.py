@@ -9,7 +9,7 @@ import pytest
 from markupsafe import Markup
 
 from mlm.tracking.page.html import curves_of, page, paragraph, table, thin
-from mlm.tracking.page.runs import read_run
+from mlm.tracking.runs import read_run
 from tests.tracking.page.made import some_run
 
 NAUGHTY = "</title></script><script>alert(1)</script>"

@@ -1,10 +1,14 @@
-"""Small runs of `mlm pretrain` on the samples of bad_data.py, and their records."""
+"""Small runs of `mlm pretrain` on the samples of bad_data.py, their records, and a watched trainer."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mlm.config.cli import main
+from mlm.training.incidents.watcher import Incidents
+from mlm.training.observer import Observers
+from mlm.training.trainer import Trainer
 from tests.training.records import records
 
 RUN = [
@@ -34,3 +38,14 @@ def incident(out: Path, step: int = STEP) -> dict[str, Any]:
 
 def folder(out: Path, step: int = STEP) -> Path:
     return out / "incidents" / f"step-{step:08d}"
+
+
+def watcher(trainer: Trainer, folder: Any) -> Incidents:
+    """Incidents of a trainer whose reports go to `said`."""
+    said: list[str] = []
+    quiet = lambda *_: None  # noqa: E731
+    reporter = SimpleNamespace(problem=said.append, note=said.append, event=quiet, rewound=quiet)
+    made = Incidents(trainer, folder, reporter, SimpleNamespace(past=trainer.past))  # type: ignore[arg-type]
+    trainer.observers = Observers([made])
+    made.said = said  # type: ignore[attr-defined]
+    return made

@@ -16,7 +16,7 @@ from mlm.training.config import IncidentConfig
 from mlm.training.incidents import watcher
 from tests.training.incidents.bad_data import BAD
 from tests.training.incidents.runs import STEP, folder, incident, losses, pretrain
-from tests.training.incidents.test_replicas import watcher as watcher_of
+from tests.training.incidents.runs import watcher as watcher_of
 from tests.training.records import records
 from tests.training.test_trainer import config
 

@@ -85,7 +85,7 @@ def reports(ctx: ParallelContext, out: Path) -> list[str]:
 def compared(ctx: ParallelContext, out: Path, shares: list[Any], keep: int = 0) -> list[str]:
     """Lines about these times of three ranks."""
     from mlm.training.trainer import Trainer
-    from tests.training.incidents.test_replicas import watcher
+    from tests.training.incidents.runs import watcher
     from tests.training.test_trainer import config
 
     incidents = watcher(Trainer(config(), ctx), out)

@@ -2,8 +2,6 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +9,9 @@ import torch
 
 from mlm.optim.adamw import moment
 from mlm.parallel.mesh import ParallelContext
-from mlm.training.config import CheckConfig
 from mlm.training.incidents.comparisons import digest, minority_ranks, replica_differences
-from mlm.training.incidents.watcher import Incidents
-from mlm.training.observer import Observers
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.training.incidents.test_places import batches_of
 from tests.training.test_trainer import config
 
 
@@ -96,42 +90,3 @@ def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
         y = x.clone()
         y.view(width)[choose.randrange(33)] ^= 1 << bit
         assert digest(y) != before
-
-
-def watcher(trainer: Trainer, folder: Any) -> Incidents:
-    """Incidents of a trainer whose reports go to `said`."""
-    said: list[str] = []
-    quiet = lambda *_: None  # noqa: E731
-    reporter = SimpleNamespace(problem=said.append, note=said.append, event=quiet, rewound=quiet)
-    made = Incidents(trainer, folder, reporter, SimpleNamespace(past=trainer.past))  # type: ignore[arg-type]
-    trainer.observers = Observers([made])
-    made.said = said  # type: ignore[attr-defined]
-    return made
-
-
-def test_a_flip_in_one_of_two_passes_names_gradients_or_the_rank_of_the_loss(tmp_path: Any) -> None:
-    plain, gradient, loss = run_on_ranks(repeated, tmp_path, dp=2)[0]
-    assert plain == []
-    assert "computed twice, the step differs in gradients after they were summed: layers.1" in gradient[0]
-    assert "computed twice, the step differs in the loss on rank 1" in loss[0]
-
-
-def repeated(ctx: ParallelContext, folder: Any) -> list[list[str]]:
-    """Lines about a step with a flip in none, the gradient or the activations of one pass."""
-    said = []
-    for plant in ("", "gradient", "activation"):
-        trainer: Trainer = Trainer(replace(config(), check=CheckConfig(every=1)), ctx)
-        incidents = watcher(trainer, folder / plant)
-        incidents.on_step_start(batches_of(trainer))
-        module = trainer.model.chunks[0].layers["1"].mlp.up
-        handle = None
-        if plant == "activation" and ctx.rank == 1:
-            handle = module.register_forward_hook(lambda _m, _i, output: flip(output, 40))
-        parts = trainer.compute_gradients(incidents.batches)
-        if handle is not None:
-            handle.remove()
-        if plant == "gradient":  # both replicas receive the wrong sum
-            flip(shard(trainer, "layers.1.mlp.up.weight").parameter.grad)
-        trainer.clip_and_update(parts)
-        said.append(incidents.said)  # type: ignore[attr-defined]
-    return said

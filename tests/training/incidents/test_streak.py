@@ -8,7 +8,7 @@ from mlm.parallel.mesh import shape_context
 from mlm.training.incidents.numbers import StepNumbers
 from mlm.training.incidents.watcher import Incidents
 from mlm.training.trainer import Trainer
-from tests.training.incidents.test_replicas import watcher
+from tests.training.incidents.runs import watcher
 from tests.training.test_trainer import config
 
 

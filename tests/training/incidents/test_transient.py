@@ -20,9 +20,8 @@ from mlm.training.incidents.numbers import Recent
 from mlm.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
-from tests.training.incidents.runs import folder, incident, losses, pretrain
+from tests.training.incidents.runs import folder, incident, losses, pretrain, watcher
 from tests.training.incidents.test_places import batches_of, layer
-from tests.training.incidents.test_replicas import watcher
 from tests.training.records import records
 from tests.training.test_trainer import config
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlm.tracking.page.runs import Rows, names_of, number, read_run
+from mlm.tracking.runs import Rows, names_of, number, read_run
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.lock import single_writer
 from tests.tracking.page.made import some_run, started, stepped, validated, write_run

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from mlm.config.plain_yaml import parse as parse_yaml
 from mlm.config.plain_yaml import read_text
 from mlm.config.tree import flatten
-from mlm.tracking.history import FILE_NAME, MAX_BYTES, MAX_LINE, MOVE, parse, step_of
+from mlm.tracking.history import FILE_NAME, MOVE, parse, read_lines, step_of
 from mlm.util.errors import UserError, escape_controls
-from mlm.util.files import open_bounded, parse_json, read_bounded
+from mlm.util.files import parse_json, read_bounded
 from mlm.util.lock import LOCK, Lock
 
 Column = NDArray[np.float64]
@@ -29,7 +29,6 @@ MAX_COLUMNS = 64
 MAX_LISTED = 500
 """Incidents, checkpoints, samples and attempts of a run that are kept; the newest."""
 MAX_FAILURE = 500  # characters
-MAX_TIMELINES = 3  # each may take megabytes
 MAX_SCORES = 100
 MAX_SCORE_BYTES = 1 << 22
 MAX_PROBLEMS = 5
@@ -111,13 +110,12 @@ class RunRecords:
     incidents: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     """Incidents and returns to a checkpoint."""
     saves: "deque[dict[str, Any]]" = field(default_factory=newest_list)
-    ranks: "deque[dict[str, Any]]" = field(default_factory=newest_list)
-    timelines: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=MAX_TIMELINES))
-    """Times of a pipeline's computations; the newest."""
     loads: "deque[dict[str, Any]]" = field(default_factory=lambda: deque(maxlen=1))
     """Loads of experts; the newest."""
     samples: "deque[dict[str, Any]]" = field(default_factory=newest_list)
     """Continuations of prompts at validations."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """Of finetuning, the scores of the best checkpoint; empty without one."""
     failure: str = ""
     """The error that ended the newest attempt."""
     is_held: bool = False
@@ -158,12 +156,6 @@ class RunRecords:
         by_seed = "seeds" in result and not self.attempts  # metrics are in the folders of the seeds
         ended = by_seed or (self.done > 0 and result.get("steps") == self.done)
         return ended or (self.total is not None and self.done >= self.total)
-
-    @property
-    def layout(self) -> Mapping[str, Any]:
-        """Settings of the layout: those of the newest attempt, or of the settings."""
-        recorded = self.latest.get("layout")
-        return recorded if isinstance(recorded, dict) else self.settings
 
     @property
     def progress(self) -> str:
@@ -267,17 +259,16 @@ def read_run(folder: Path, name: str) -> RunRecords:
 
 def read_metrics(run: RunRecords) -> None:
     """Add the records of metrics.jsonl to a run; a last line without its end may be being written."""
-    with open_bounded(run.folder / FILE_NAME, MAX_BYTES, MOVE) as f:
-        while line := f.readline(MAX_LINE):
-            record = parse(line)
-            if 0 <= step_of(record) < LARGEST:
-                now, previous = number(record.get("time")), run.last_time
-                if record["kind"] != "run" and now > previous:  # breaks between attempts do not count
-                    run.seconds += now - previous
-                run.last_time = now if now == now else previous
-                add_record(run, record)
-            else:
-                run.damaged += line.endswith(b"\n") and bool(line.strip())
+    for line in read_lines(run.folder / FILE_NAME):
+        record = parse(line)
+        if 0 <= step_of(record) < LARGEST:
+            now, previous = number(record.get("time")), run.last_time
+            if record["kind"] != "run" and now > previous:  # breaks between attempts do not count
+                run.seconds += now - previous
+            run.last_time = now if now == now else previous
+            add_record(run, record)
+        else:
+            run.damaged += line.endswith(b"\n") and bool(line.strip())
 
 
 def add_record(run: RunRecords, record: dict[str, Any]) -> None:
@@ -293,6 +284,8 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
             rows.drop_after(step_of(record))
         keep = (each for each in run.samples if step_of(each) <= step_of(record))
         run.samples = deque(keep, maxlen=MAX_LISTED)
+    if record.get("is_best") is True:
+        run.best = record
     if kind in ("step", "validation", "scores"):
         table = f"scores/{record.get('split')}"[:80] if kind == "scores" else kind
         numbers = {
@@ -303,9 +296,8 @@ def add_record(run: RunRecords, record: dict[str, Any]) -> None:
         if len(run.rows) < 16 or table in run.rows:
             run.rows.setdefault(table, Rows()).add({**numbers, "time": run.seconds})
     lists = {
-        **{"incident": run.incidents, "rewound": run.incidents, "ranks": run.ranks},
-        **{"saved": run.saves, "save_failed": run.saves, "sample": run.samples, "timeline": run.timelines},
-        "experts": run.loads,
+        **{"incident": run.incidents, "rewound": run.incidents, "saved": run.saves, "save_failed": run.saves},
+        **{"sample": run.samples, "experts": run.loads},
     }
     if kind in lists:
         lists[kind].append(record)
