@@ -169,7 +169,7 @@ class ExpertAdapter(nn.Module):
     W2, has a gradient that is summed over it.
     """
 
-    tp_dims: ClassVar[dict[str, int]] = {"up_b": 1, "down_a": 2}
+    tp_dims: ClassVar[dict[str, int]] = {"up_b": 2, "down_a": 2}
     is_partial = True
 
     def __init__(self, experts: Experts, *, rank: int, scale: float) -> None:
@@ -182,7 +182,7 @@ class ExpertAdapter(nn.Module):
             **dict.fromkeys(("up_b", "down_b"), 0.0),
         }
         self.up_a = nn.Parameter(torch.empty(here, rank, hidden))  # [e, r, H]
-        self.up_b = nn.Parameter(torch.zeros(here, 2 * width, rank))  # [e, 2F/t, r]
+        self.up_b = nn.Parameter(torch.zeros(here, 2, width, rank))  # [e, 2, F/t, r]
         self.down_a = nn.Parameter(torch.empty(here, rank, width))  # [e, r, F/t]
         self.down_b = nn.Parameter(torch.zeros(here, hidden, rank))  # [e, H, r]
 

@@ -132,7 +132,8 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
     is_start, dense, steps = ranks.broadcast(checked)
     if dense is not None:
-        return start_from_dense(trainer.shards, partial(load_weights, path=path, ctx=ctx, config=dense))
+        fill = partial(load_weights, path=path, ctx=ctx, config=dense)
+        return start_from_dense(trainer.config.model, trainer.shards, fill)
     if is_start and type(steps) is int and 0 < steps < run_state.MAX_COUNT:
         shards = training_shards(trainer, trainer.shards)
         manifest = load_checkpoint(path, shards, ranks=ranks, config=config, cast=True)

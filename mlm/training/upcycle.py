@@ -4,6 +4,7 @@ Each expert is a copy of the dense MLP, routers have initial weights of their ow
 model's. Where the weights of a token's experts add up to 1, the first logits are those of the dense model.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from mlm.models.config import ModelConfig
+from mlm.models.llama.settings import num_blocks
 from mlm.parallel.sharding import ParameterShard
 from mlm.training.config import PretrainConfig
 
@@ -29,17 +32,23 @@ def dense_config(config: PretrainConfig, saved: Mapping[str, Any]) -> PretrainCo
     return None if dense is None else replace(config, model=dense)
 
 
-def start_from_dense(shards: Sequence[ParameterShard], fill: Callable[[list[ParameterShard]], T]) -> T:
+def start_from_dense(
+    model: ModelConfig, shards: Sequence[ParameterShard], fill: Callable[[list[ParameterShard]], T]
+) -> T:
     """Fill the parameters of a mixture from a dense model, but those of routers; return what `fill` does.
 
     `fill` fills parameters of the dense model.
     """
     dense = {shard.name: _of_mlp(shard) for shard in shards if ".mlp.router." not in shard.name}
     filled = fill(list(dense.values()))
+    block = model.ffn_size // num_blocks(model)
     with torch.no_grad():
         for shard in shards:
             if shard.experts is not None:
-                shard.parameter.copy_(dense[shard.name].parameter.expand_as(shard.parameter))
+                one = dense[shard.name].parameter
+                if shard.parameter.dim() == 4:  # gates and the rest, which an MLP has in blocks
+                    one = one.unflatten(0, (-1, 2, block)).transpose(0, 1).flatten(1, 2)
+                shard.parameter.copy_(one.expand_as(shard.parameter))
     return filled
 
 
@@ -47,7 +56,7 @@ def _of_mlp(shard: ParameterShard) -> ParameterShard:
     """Return this rank's part of the MLP's weight, for a parameter of experts; others as they are."""
     if shard.experts is None:
         return shard
-    assert shard.tp_dim is not None
-    one = nn.Parameter(shard.parameter.new_empty(shard.parameter.shape[1:]), requires_grad=False)
-    name = f"{shard.name.replace('.experts.', '.')}.weight"
-    return replace(shard, name=name, parameter=one, tp_dim=shard.tp_dim - 1, dp_slice=None, experts=None)
+    *parts, rows, columns = shard.parameter.shape[1:]
+    one = nn.Parameter(shard.parameter.new_empty(math.prod((*parts, rows)), columns), requires_grad=False)
+    name, dim = f"{shard.name.replace('.experts.', '.')}.weight", 0 if parts else 1
+    return replace(shard, name=name, parameter=one, tp_dim=dim, dp_slice=None, experts=None)

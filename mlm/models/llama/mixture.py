@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from mlm.models.config import ModelConfig
 from mlm.models.llama.gated import GatedMLP, gate
-from mlm.models.llama.settings import LlamaSettings, num_blocks
+from mlm.models.llama.settings import LlamaSettings
 from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
 from mlm.parallel.expert.dispatch import Exchange, combine, permute, sort_by_expert
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.expert.router import Router
-from mlm.parallel.layers import FusedRows
 from mlm.parallel.mesh import Axis, ExpertAxes
 from mlm.parallel.uncompiled import skip_compile
 
@@ -50,16 +49,14 @@ class MixtureOfExperts(nn.Module):
             axes=(cp or Axis("cp"), tp if sequence_parallel else Axis("tp")),
             init_std=config.init_std,
         )
-        block = width // num_blocks(replace(config, ffn_hidden_size=width))
         self.experts = Experts(
             settings.num_experts,
             h,
             width,
-            inner=partial(gate, activation=config.activation, block=block),
+            inner=partial(gate, activation=config.activation),
             axes=axes,
             init_stds=(config.init_std, config.init_std / math.sqrt(2 * config.num_layers)),
         )
-        self.experts.fused_rows = {"up": FusedRows(2, block)}
         self.shared: GatedMLP | None = None
         if settings.shared_experts:
             dense = replace(config, ffn_hidden_size=settings.shared_experts * width)

@@ -81,10 +81,6 @@ class Router(nn.Module):
     def _add_state(self) -> nn.Parameter:
         return nn.Parameter(torch.zeros(self.settings.num_experts), requires_grad=False)
 
-    def extra_repr(self) -> str:
-        """Sizes."""
-        return f"experts={self.settings.num_experts}, per_token={self.settings.experts_per_token}"
-
     def forward(self, x: Tensor) -> Routing:
         """[S, B, H] -> the experts of each of the S B tokens."""
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32

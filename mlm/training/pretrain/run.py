@@ -105,7 +105,7 @@ def start_from_folder(trainer: Trainer, source: Path) -> None:
     if dense_config(config, {"model": asdict(read_settings(source)[2])}) is None:
         fill(trainer.shards)
     else:
-        start_from_dense(trainer.shards, fill)
+        start_from_dense(config.model, trainer.shards, fill)
 
 
 def load_base(trainer: Trainer) -> None:
