@@ -186,13 +186,10 @@ class ExpertAdapter(nn.Module):
         self.down_a = nn.Parameter(torch.empty(here, rank, width))  # [e, r, F/t]
         self.down_b = nn.Parameter(torch.zeros(here, hidden, rank))  # [e, H, r]
 
-    def up(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the term beside W1 x: [R, H] -> [R, 2F/t]."""
-        return grouped_linear(grouped_linear(x, self.up_a, counts) * self.scale, self.up_b, counts)
-
-    def down(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the term beside this rank's of W2 x: [R, F/t] -> [R, H]."""
-        return grouped_linear(grouped_linear(x, self.down_a, counts) * self.scale, self.down_b, counts)
+    def term(self, x: Tensor, counts: Sequence[int], weight: str) -> Tensor:
+        """Return the term beside this rank's of a weight, up or down, times x: [R, I] -> [R, O]."""
+        a, b = (getattr(self, f"{weight}_{part}") for part in "ab")
+        return grouped_linear(grouped_linear(x, a, counts) * self.scale, b, counts)
 
 
 def weight_change(a: Tensor, b: Tensor, scale: float, rows: AdaptedRows, size: int) -> Tensor:

@@ -81,9 +81,9 @@ class Experts(ComputesInHalf):
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows of each expert, `counts` of them, one expert after the other: [R, H] -> [R, H]."""
         up = grouped_linear(x, self.up, counts, cast=self.compute.up_copy)
-        inner = self.inner(up if self.lora is None else up + self.lora.up(x, counts))
+        inner = self.inner(up if self.lora is None else up + self.lora.term(x, counts, "up"))
         y = grouped_linear(inner, self.down, counts, cast=self.compute.down_copy)
-        return y if self.lora is None else y + self.lora.down(inner, counts)
+        return y if self.lora is None else y + self.lora.term(inner, counts, "down")
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], *, cast: Tensor | None = None) -> Tensor:
