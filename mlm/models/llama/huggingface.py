@@ -53,6 +53,7 @@ _TYPES = hf.TYPES | {
     "use_sliding_window": (bool,),
     "max_window_layers": (int,),
     "mlp_only_layers": (list, hf.NULL),
+    "norm_topk_prob": (bool,),
 }
 _NUMBERS = {
     "rms_norm_eps": hf.NumberKey("layer_norm_eps", 1e-6),
@@ -87,7 +88,7 @@ def _keys(
             **({key: size._replace(ours="") for key, size in more.sizes.items()} if more else {}),
         },
         numbers={**_NUMBERS, **(more.numbers if more else {})},
-        types=_TYPES | dict.fromkeys(more.switches if more else (), (bool,)),
+        types=_TYPES,
     )
 
 

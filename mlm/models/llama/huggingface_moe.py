@@ -30,10 +30,10 @@ class ExpertKeys:
     """As in ConfigKeys."""
     numbers: Mapping[str, NumberKey] = field(default_factory=dict)
     """Keys of other numbers, for which `ours` is ""."""
-    switches: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
-    """Key of a boolean -> our option, and its default."""
+    normalises: bool | None = None
+    """Default of norm_topk_prob; None where weights are always divided by their sum."""
     always: Mapping[str, bool | str] = field(default_factory=dict)
-    """Options that are so in every model of this type."""
+    """Options that are so in every model of this type, where ours have another default."""
     block: str = "mlp"
     """Module of router and experts."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -43,10 +43,9 @@ class ExpertKeys:
     ) -> tuple[Options, list[str]]:
         """Return our options, and a line for each setting that is not supported."""
         options: Options = {key.ours: values[theirs] or 0 for theirs, key in self._options}
-        options |= {
-            ours: config.get(theirs, default) is True for theirs, (ours, default) in self.switches.items()
-        }
         options |= self.always
+        if self.normalises is not None:
+            options["router_normalise"] = config.get("norm_topk_prob", self.normalises) is True
         dense, problems = _dense_layers(config, values["num_hidden_layers"], path)
         if "kv_lora_rank" in self.sizes:
             options["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
@@ -61,7 +60,8 @@ class ExpertKeys:
         keys: dict[str, JSON] = {
             theirs: getattr(settings, key.ours) or key.default for theirs, key in self._options
         }
-        keys |= {theirs: getattr(settings, ours) for theirs, (ours, _) in self.switches.items()}
+        if self.normalises is not None:
+            keys["norm_topk_prob"] = settings.router_normalise
         keys |= {theirs: allowed[0] for theirs, allowed in self.fixed.items()}
         dense = settings.dense_layers if settings.num_experts else model.num_layers
         if "kv_lora_rank" in self.sizes:
@@ -80,7 +80,6 @@ class ExpertKeys:
         return [(theirs, key) for theirs, key in self.sizes.items() if key.ours]
 
 
-_SOFTMAX: dict[str, bool | str] = {"router_scores": "softmax"}
 _PER_TOKEN = "num_experts_per_tok"
 EXPERT_KEYS = {
     "mixtral": ExpertKeys(
@@ -89,7 +88,6 @@ EXPERT_KEYS = {
             _PER_TOKEN: SizeKey("experts_per_token", 2, _MOST),
         },
         fixed={"router_jitter_noise": (0.0, 0)},
-        always=_SOFTMAX | {"router_normalise": True},
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     ),
@@ -100,8 +98,7 @@ EXPERT_KEYS = {
             "moe_intermediate_size": SizeKey("expert_ffn_size", 768, 1 << 24),
         },
         fixed={"decoder_sparse_step": (1,)},
-        switches={"norm_topk_prob": ("router_normalise", False)},
-        always=_SOFTMAX,
+        normalises=False,
     ),
     "olmoe": ExpertKeys(
         sizes={
@@ -109,8 +106,8 @@ EXPERT_KEYS = {
             _PER_TOKEN: SizeKey("experts_per_token", 8, _MOST),
         },
         fixed={"clip_qkv": (None,)},
-        switches={"norm_topk_prob": ("router_normalise", False)},
-        always=_SOFTMAX | {"qk_norm_whole": True},
+        normalises=False,
+        always={"qk_norm_whole": True},
     ),
     "deepseek_v3": ExpertKeys(
         sizes={
@@ -133,7 +130,7 @@ EXPERT_KEYS = {
             "topk_method": ("noaux_tc",),
             "moe_layer_freq": (1,),
         },
-        switches={"norm_topk_prob": ("router_normalise", True)},
+        normalises=True,
         always={"router_scores": "sigmoid", "router_bias": True},
     ),
 }
