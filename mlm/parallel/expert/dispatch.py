@@ -34,6 +34,10 @@ class Order:
     per_token: int
     """k."""
 
+    def inverse(self) -> "Order":
+        """Order that brings rows back, of one choice a token."""
+        return Order(self.rows, self.counts, 1)
+
     @cached_property
     def tokens(self) -> Tensor:
         """[R] int64: token of each row."""
@@ -170,8 +174,7 @@ class Exchange:
         """Return each row to the rank that sent it, in the order in which it was sent: [R', H] -> [R, H]."""
         if self.order is None:
             return rows
-        inverse = replace(self.order, slots=self.order.rows)
-        return _end(_begin(permute(rows, inverse), self.home), self.home)
+        return _end(_begin(permute(rows, self.order.inverse()), self.home), self.home)
 
 
 @dataclass(eq=False)
