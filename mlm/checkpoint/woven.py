@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from mlm.models.megatron import Woven, short_name, split_expert, split_layer
+from mlm.models.megatron import Woven, split_layer
 
 
 def unweave(value: Tensor, woven: Woven) -> dict[str, Tensor]:
@@ -25,14 +25,14 @@ def reweave(
 
     `load(name)` returns a tensor of the source. Holds it, and the result, one after the other.
     """
-    (layer, _), (_, expert) = split_layer(name), split_expert(name)
-    woven, number = targets[short_name(name)], "" if expert is None else f".{expert}"
+    layer, short = split_layer(name)
+    woven = targets[short]
     result: Tensor | None = None
     wanted = [piece for piece, _ in woven.pieces]
     for source, held in sources.items():
         if not any(piece in wanted for piece, _ in held.pieces):
             continue
-        value = load(f"layers.{layer}.{source}{number}")
+        value = load(f"layers.{layer}.{source}")
         if result is None:
             result = torch.empty((woven.rows, *value.shape[1:]), dtype=value.dtype)
         places = unweave(result, woven)

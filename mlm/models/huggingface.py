@@ -7,7 +7,8 @@ parameter is stored, keys of config.json and what they may be, and the names of 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -71,33 +72,30 @@ class Location:
     """Weights that are fused, if `num_heads` is given: q, k and v."""
     rows: tuple[int, ...] = ()
     """Rows of each block of so many as they are stored, in our order; empty for the same order."""
-    stacked: int = 0
-    """Experts, each with tensors of its own: `names` has those of one after the other, and ours is the stack
-    of what they make; 0 for others."""
+    stacked: tuple[int, ...] = ()
+    """Dims of our parameter over which its tensors are stacked, such as experts; none if they are not."""
 
     @property
     def is_plain(self) -> bool:
         """True if it is stored as it is here."""
         return self == Location(self.names) and len(self.names) == 1
 
-    def of_expert(self, number: int) -> "Location":
-        """Location of one of the stacked parts."""
-        each = len(self.names) // self.stacked
-        return replace(self, names=self.names[number * each : (number + 1) * each], stacked=0)
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """Where in the stack each of the tensors is."""
+        return list(product(*map(range, self.stacked)))
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of each stored tensor of a parameter whose shape here is `ours`."""
         if self.stacked:
-            return self.of_expert(0).shape(ours[1:])
+            return ours[len(self.stacked) :]
         stored = ours[::-1] if self.transposed else ours
         return (stored[0] // len(self.names), *stored[1:])
 
     def to_ours(self, values: Sequence[Tensor]) -> Tensor:
         """Convert stored tensors to our parameter, as a view where possible."""
         if self.stacked:
-            each = len(self.names) // self.stacked
-            parts = [values[first : first + each] for first in range(0, len(values), each)]
-            return torch.stack([self.of_expert(n).to_ours(part) for n, part in enumerate(parts)])
+            return torch.stack(list(values)).view(*self.stacked, *values[0].shape)
         value = values[0] if len(values) == 1 else torch.cat(list(values))
         del values  # the caller may hold none: a large tensor is then in memory twice at most
         value = value.t() if self.transposed else value
@@ -108,7 +106,7 @@ class Location:
     def to_theirs(self, value: Tensor) -> tuple[Tensor, ...]:
         """Convert our parameter to stored tensors: the inverse of `to_ours`."""
         if self.stacked:
-            return tuple(x for n, part in enumerate(value) for x in self.of_expert(n).to_theirs(part))
+            return value.flatten(0, len(self.stacked) - 1).unbind()
         value = value if self.num_heads is None else _swap(value, self.num_heads, self.parts)
         if self.rows:
             order = sorted(range(len(self.rows)), key=self.rows.__getitem__)

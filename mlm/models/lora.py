@@ -155,7 +155,7 @@ def merged_changes(
 
 
 def _change_of_experts(adapter: ExpertAdapter, b: Tensor, a: Tensor) -> WeightChange:
-    return WeightChange(adapter.scale * (b @ a))
+    return WeightChange(adapter.scale * torch.einsum("e...or,eri->e...oi", b, a))
 
 
 def _change_of_layer(adapter: LowRankAdapter, a: Tensor, b: Tensor, norms: Tensor | None) -> WeightChange:

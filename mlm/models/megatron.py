@@ -7,8 +7,7 @@ group stands. Three generations are read: `transformer` and `attention` (2019 to
 files. Source: NVIDIA/Megatron-LM, language_model.py, transformer.py and bert_model.py of those years,
 core/models/gpt, core/models/bert, core/transformer; arguments.py from 2020 to 2025.
 
-A tensor of theirs may hold other rows than one of ours: `Weaves` says how both consist of pieces. Of experts
-they have a tensor each, named here as ours of all with the expert's number at its end: mlp.experts.up.3.
+A tensor of theirs may hold other rows than one of ours: `Weaves` says how both consist of pieces.
 """
 
 import re
@@ -64,29 +63,11 @@ CORE_LAYER = {
     r"mlp\.down\.(weight|bias)": "mlp.linear_fc2.{}",
 }
 """Our names in a layer -> those of Megatron Core with Transformer Engine, which torch_dist always has."""
-EXPERTS = {
-    r"mlp\.router\.weight": "mlp.router.weight",
-    r"mlp\.router\.expert_bias": "mlp.router.bias",
-    r"mlp\.experts\.(?:local_)?experts\.(\d{1,6})\.linear_fc1\.weight": "mlp.experts.up.{}",
-    r"mlp\.experts\.(?:local_)?experts\.(\d{1,6})\.linear_fc2\.weight": "mlp.experts.down.{}",
-    r"mlp\.experts\.linear_fc1\.weight(\d{1,6})": "mlp.experts.up.{}",
-    r"mlp\.experts\.linear_fc2\.weight(\d{1,6})": "mlp.experts.down.{}",
-    r"mlp\.shared_experts\.linear_fc1\.weight": "mlp.shared.up.weight",
-    r"mlp\.shared_experts\.linear_fc2\.weight": "mlp.shared.down.weight",
-}
-"""Names of experts in a layer, one after the other or, with weight0, grouped."""
-CORE_EXPERTS = {
-    r"mlp_norm\.weight": "pre_mlp_layernorm.weight",
-    r"mlp\.router\.weight": "mlp.router.weight",
-    r"mlp\.router\.bias": "mlp.router.expert_bias",
-    r"mlp\.experts\.up\.(\d+)": "mlp.experts.local_experts.{}.linear_fc1.weight",
-    r"mlp\.experts\.down\.(\d+)": "mlp.experts.local_experts.{}.linear_fc2.weight",
-    r"mlp\.shared\.up\.weight": "mlp.shared_experts.linear_fc1.weight",
-    r"mlp\.shared\.down\.weight": "mlp.shared_experts.linear_fc2.weight",
-}
-"""Our names in a layer with experts, where they differ from CORE_LAYER -> those of Megatron Core."""
-STACKS = ("mlp.experts.up", "mlp.experts.down")
-"""Our tensors of all experts in a layer."""
+THROUGH_HF = (
+    "mixtures of experts go to Megatron and back as a folder of Hugging Face, which mlm export hf writes and "
+    "mlm import reads: convert it with Megatron Bridge"
+)
+"""Problem and fix of a model that is not converted."""
 _IN_LAYER = re.compile(r"(?:transformer|encoder|decoder)\.layers\.(\d{1,6})\.(.+)")
 
 ARGS: Mapping[str, tuple[Any, ...]] = {
@@ -213,13 +194,12 @@ class MegatronMapping:
             return None if ours is None else f"layers.{first_layer + int(in_layer[1])}.{ours}"
         return _translate(self.outer, short)
 
-    def core_name(self, ours: str, *, has_experts: bool) -> tuple[str, int | None]:
+    def core_name(self, ours: str) -> tuple[str, int | None]:
         """Return Megatron Core's name of a tensor, with {} for its layer's number, and that number."""
         if ours.startswith("final_norm."):
             return f"{self.layers}.final_layernorm.{ours.rpartition('.')[2]}", None
         layer, short = split_layer(ours)
-        theirs = _translate(CORE_EXPERTS, short) if has_experts and layer is not None else None
-        theirs = theirs or _translate(CORE_OUTER if layer is None else CORE_LAYER, short)
+        theirs = _translate(CORE_OUTER if layer is None else CORE_LAYER, short)
         assert theirs is not None, f"{ours} has no name in Megatron Core"
         return (theirs, None) if layer is None else (f"{self.layers}.layers.{{}}.{theirs}", layer)
 
@@ -230,15 +210,9 @@ def split_layer(name: str) -> tuple[int | None, str]:
     return (int(found[1]), found[2]) if found else (None, name)
 
 
-def split_expert(name: str) -> tuple[str, int | None]:
-    """Return our name of all experts for one of their tensors, and its number; other names as they are."""
-    stack, _, number = name.rpartition(".")
-    return (stack, int(number)) if stack.endswith(STACKS) else (name, None)
-
-
 def short_name(name: str) -> str:
-    """Return one of our names without the numbers of its layer and its expert."""
-    return split_expert(split_layer(name)[1])[0]
+    """Return one of our names without the number of its layer."""
+    return split_layer(name)[1]
 
 
 def _translate(table: Mapping[str, str], theirs: str) -> str | None:

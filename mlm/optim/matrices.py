@@ -78,7 +78,7 @@ def dp_part(shard: ParameterShard, rank: int, size: int) -> Extent:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in a weight: number `index` of a stack, and of the fused ones in it number `part`.
+    """A matrix in a weight: the one at `index` of a stack, and of the fused ones in it number `part`.
 
     Of a stack that is split over ep, this rank's part is numbered from 0.
     """
@@ -86,7 +86,7 @@ class Matrix:
     shard: ParameterShard
     rows: FusedRows
     """How many parts its rows interleave."""
-    index: int
+    index: tuple[int, ...]
     part: int
 
     @property
@@ -104,7 +104,7 @@ class Matrix:
     def region(self, extent: Extent) -> Region:
         """Region of it in a part of its weight; an empty one if none is."""
         (*stack, row, column), (*depth, rows, columns) = extent
-        held = all(first <= self.index < first + n for first, n in zip(stack, depth, strict=True))
+        held = all(first <= at < first + n for at, first, n in zip(self.index, stack, depth, strict=True))
         stop = row + rows if held else row
         return Region(range(self._row(row), self._row(stop)), range(column, column + columns))
 
@@ -123,7 +123,7 @@ class Matrix:
 
 
 def matrices_of(shard: ParameterShard, *, per_head: bool) -> list[Matrix]:
-    """The matrices in a weight of two or three dimensions; with `per_head` each head's by themselves."""
+    """The matrices in a weight, maybe a stack; with `per_head` each head's by themselves."""
     (*stack, _, _), rows = shard.part_shape, shard.global_shape[-2]
     rows_of = getattr(shard.module, "fused_rows", None)
     if isinstance(rows_of, Mapping):
@@ -131,8 +131,8 @@ def matrices_of(shard: ParameterShard, *, per_head: bool) -> list[Matrix]:
     fused: FusedRows = rows_of or FusedRows(1, rows)
     if per_head and fused.are_heads:
         fused = FusedRows(rows // fused.width, fused.width)
-    numbers = range(stack[0] if stack else 1)
-    return [Matrix(shard, fused, index, part) for index, part in product(numbers, range(fused.parts))]
+    places = product(*map(range, stack))
+    return [Matrix(shard, fused, index, part) for index, part in product(places, range(fused.parts))]
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class Bucket:
 
     def transform(
         self, tensors: Mapping[nn.Parameter, Tensor], function: Callable[[Tensor], Tensor]
-    ) -> Iterator[tuple[Matrix, slice | int, Tensor | None, Tensor]]:
+    ) -> Iterator[tuple[Matrix, tuple[int, ...], Tensor | None, Tensor]]:
         """Apply a function to whole matrices of tensors that are laid out like the weights.
 
         Yield for each matrix that this rank holds some of: it, where in the stack and which rows of the
@@ -323,13 +323,11 @@ def _apply(function: Callable[[Tensor], Tensor], matrices: Sequence[Tensor]) -> 
         torch.set_num_threads(threads)  # the newest call's is what new threads begin with
 
 
-def _stacked(matrix: Matrix, part: Extent) -> slice | int | None:
-    """The index of a matrix in a part of its stack; None if it is not there; all of a weight of one."""
+def _stacked(matrix: Matrix, part: Extent) -> tuple[int, ...] | None:
+    """The index of a matrix in a part of its stack, () in a weight of one; None if it is not there."""
     (*stack, _, _), (*depth, _, _) = part
-    if not stack:
-        return slice(None)
-    index = matrix.index - stack[0]
-    return index if 0 <= index < depth[0] else None
+    index = tuple(at - first for at, first in zip(matrix.index, stack, strict=True))
+    return index if all(0 <= at < n for at, n in zip(index, depth, strict=True)) else None
 
 
 def assign(matrices: Sequence[Matrix], dp: int, tp: int) -> list[tuple[int, int]]:

@@ -219,12 +219,6 @@ def num_experts(values: LayoutValues) -> int:
     return experts if type(experts) is int and experts > 0 else 0
 
 
-def expert_replicas(values: LayoutValues, launch: Launch) -> int:
-    """Ranks that ep is folded of: those of a stage that hold the same part of what is no expert."""
-    dp = num_replicas(replica_size(values), values["dp"], launch)
-    return int(dp * values["cp"] * (values["tp"] if values.get("expert_tp") == 1 else 1))
-
-
 def _ep_divides_experts(values: LayoutValues, _: Launch) -> Breach | None:
     experts, ep = num_experts(values), values.get("ep", 1)
     if ep == 1 or (experts and experts % ep == 0):
@@ -233,13 +227,13 @@ def _ep_divides_experts(values: LayoutValues, _: Launch) -> Breach | None:
 
 
 def _ep_divides_replicas(values: LayoutValues, launch: Launch) -> Breach | None:
-    ranks = expert_replicas(values, launch)
+    keys = ("tp", "cp", "dp") if values.get("expert_tp") == 1 else ("cp", "dp")
+    folded = values.changed({"dp": num_replicas(replica_size(values), values["dp"], launch)})
+    ranks = math.prod(folded[key] for key in keys)
     if ranks % values.get("ep", 1) == 0:
         return None
-    keys = ("tp", "cp", "dp") if values.get("expert_tp") == 1 else ("cp", "dp")
-    dp = num_replicas(replica_size(values), values["dp"], launch)
-    folded = values.changed({"dp": dp}).typed(*keys)
-    return Breach(f"{values.typed('ep')} does not divide {folded} = {ranks} ranks, which it is folded of")
+    typed = f"{folded.typed(*keys)} = {ranks} ranks"
+    return Breach(f"{values.typed('ep')} does not divide {typed}, which it is folded of")
 
 
 def _experts_fit_tp(values: LayoutValues, _: Launch) -> Breach | None:

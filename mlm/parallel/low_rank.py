@@ -169,7 +169,7 @@ class ExpertAdapter(nn.Module):
     W2, has a gradient that is summed over it.
     """
 
-    tp_dims: ClassVar[dict[str, int]] = {"up_b": 1, "down_a": 2}
+    tp_dims: ClassVar[dict[str, int]] = {"up_b": 2, "down_a": 2}
     is_partial = True
 
     def __init__(self, experts: Experts, *, rank: int, scale: float) -> None:
@@ -182,17 +182,14 @@ class ExpertAdapter(nn.Module):
             **dict.fromkeys(("up_b", "down_b"), 0.0),
         }
         self.up_a = nn.Parameter(torch.empty(here, rank, hidden))  # [e, r, H]
-        self.up_b = nn.Parameter(torch.zeros(here, 2 * width, rank))  # [e, 2F/t, r]
+        self.up_b = nn.Parameter(torch.zeros(here, 2, width, rank))  # [e, 2, F/t, r]
         self.down_a = nn.Parameter(torch.empty(here, rank, width))  # [e, r, F/t]
         self.down_b = nn.Parameter(torch.zeros(here, hidden, rank))  # [e, H, r]
 
-    def up(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the term beside W1 x: [R, H] -> [R, 2F/t]."""
-        return grouped_linear(grouped_linear(x, self.up_a, counts) * self.scale, self.up_b, counts)
-
-    def down(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the term beside this rank's of W2 x: [R, F/t] -> [R, H]."""
-        return grouped_linear(grouped_linear(x, self.down_a, counts) * self.scale, self.down_b, counts)
+    def term(self, x: Tensor, counts: Sequence[int], weight: str) -> Tensor:
+        """Return the term beside this rank's of a weight, up or down, times x: [R, I] -> [R, O]."""
+        a, b = (getattr(self, f"{weight}_{part}") for part in "ab")
+        return grouped_linear(grouped_linear(x, a, counts) * self.scale, b, counts)
 
 
 def weight_change(a: Tensor, b: Tensor, scale: float, rows: AdaptedRows, size: int) -> Tensor:

@@ -141,13 +141,11 @@ def build_mesh(
 
     `watch` is the one that a watchdog looks at, if there is one. `host_backend` is the backend of
     `host_group`; "fake" lets one process be any rank of any layout.
-    Raises AssertionError if tp * cp * pp * dp is not the world size, or ep does not divide the ranks that it
-    is folded of: configuration is checked before launch.
+    Raises AssertionError if tp * cp * pp * dp is not the world size: configuration is checked before launch.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sizes = f"tp={tp} * cp={cp} * pp={pp} * dp={dp}"
     assert tp * cp * pp * dp == world_size, f"{sizes} is not world_size={world_size}"
-    assert dp * cp * (tp if folds_tp(tp, expert_tp) else 1) % ep == 0, f"ep={ep} does not divide {sizes}"
     watch = watch or Watch(rank, timeout_s)
     folds = folds_tp(tp, expert_tp)
     lines = _ranks_of_axes(torch.arange(world_size).view(pp, dp, cp, tp), ep=ep, folds=folds)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,20 +119,21 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     """
     ctx, ranks, config = trainer.ctx, Ranks.of(trainer.ctx), to_dict(trainer.config)
 
-    def check() -> tuple[bool, bool, Any]:
+    def check() -> tuple[bool, dict[str, Any] | None, Any]:
         if not ranks.is_main:
-            return False, False, None
+            return False, None, None
         manifest = read_manifest(path)
         check_identity(trainer.config, path, manifest)
         dense = upcycled_from(trainer.config, path, manifest)
         check_base(trainer, path, manifest)
         steps = manifest.state.get("applied_steps") if trainer.config.optimizer.kind == "adamw" else None
-        return is_weights_only(manifest), dense is not None, steps
+        return is_weights_only(manifest), None if dense is None else to_dict(dense), steps
 
     checked = ranks.together(check, lambda error: CheckpointError(f"{path}: {error}"))
-    is_start, is_dense, steps = ranks.broadcast(checked)
-    if is_dense:
-        return _upcycle(trainer, path)
+    is_start, dense, steps = ranks.broadcast(checked)
+    if dense is not None:
+        fill = partial(load_weights, path=path, ctx=ctx, config=dense)
+        return start_from_dense(trainer.config.model, trainer.shards, fill)
     if is_start and type(steps) is int and 0 < steps < run_state.MAX_COUNT:
         shards = training_shards(trainer, trainer.shards)
         manifest = load_checkpoint(path, shards, ranks=ranks, config=config, cast=True)
@@ -217,19 +219,6 @@ def upcycled_from(config: PretrainConfig, path: Path, manifest: Manifest) -> Pre
     saved = manifest.state.get("config")
     is_own = path.parent.resolve() == Path(config.out, CHECKPOINTS).resolve()
     return None if is_own or not isinstance(saved, Mapping) else dense_config(config, saved)
-
-
-def _upcycle(trainer: Trainer, path: Path) -> Manifest:
-    """Begin with a dense model of a checkpoint."""
-    found: list[Manifest] = []
-    dense = dense_config(trainer.config, {})
-    assert dense is not None
-
-    def fill(shards: Sequence[ParameterShard]) -> None:
-        found.append(load_weights(shards, path, trainer.ctx, config=to_dict(dense)))
-
-    start_from_dense(trainer.shards, dense, trainer.ctx, fill)
-    return found[0]
 
 
 def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:

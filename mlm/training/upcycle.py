@@ -4,21 +4,20 @@ Each expert is a copy of the dense MLP, routers have initial weights of their ow
 model's. Where the weights of a token's experts add up to 1, the first logits are those of the dense model.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from mlm.parallel.collectives import gather_rows
-from mlm.parallel.mesh import Axis, ParallelContext
-from mlm.parallel.sharding import ParameterShard, parameter_shards
+from mlm.models.config import ModelConfig
+from mlm.models.llama.settings import num_blocks
+from mlm.parallel.sharding import ParameterShard
 from mlm.training.config import PretrainConfig
-from mlm.training.pipelined import PipelinedModel
 
-COPIES = {"experts.up": ("up.weight", 0), "experts.down": ("down.weight", 1)}
-"""Parameter of all experts -> the MLP's that each is a copy of, and its dim that tp splits."""
+T = TypeVar("T")
 
 
 def dense_config(config: PretrainConfig, saved: Mapping[str, Any]) -> PretrainConfig | None:
@@ -34,43 +33,30 @@ def dense_config(config: PretrainConfig, saved: Mapping[str, Any]) -> PretrainCo
 
 
 def start_from_dense(
-    shards: Iterable[ParameterShard],
-    dense: PretrainConfig,
-    ctx: ParallelContext,
-    fill: Callable[[list[ParameterShard]], object],
-) -> None:
-    """Fill the parameters of a mixture of experts from a dense model, but those of routers. Collective.
+    model: ModelConfig, shards: Sequence[ParameterShard], fill: Callable[[list[ParameterShard]], T]
+) -> T:
+    """Fill the parameters of a mixture from a dense model, but those of routers; return what `fill` does.
 
-    Args:
-        shards: parameters of the mixture.
-        dense: the run's settings with the dense model.
-        ctx: ranks and axes.
-        fill: fills the parameters of the dense model.
+    `fill` fills parameters of the dense model.
     """
-    twin = PipelinedModel(dense.model, replace(dense.parallel, zero=0), dense.precision, ctx)
-    found = {s.name: s for chunk in twin.chunks for s in parameter_shards(chunk, ctx.tp)}
-    fill(list(found.values()))
+    dense = {shard.name: _of_mlp(shard) for shard in shards if ".mlp.router." not in shard.name}
+    filled = fill(list(dense.values()))
+    block = model.ffn_size // num_blocks(model)
     with torch.no_grad():
         for shard in shards:
-            block, _, name = shard.name.partition(".mlp.")
-            if shard.name in found:
-                shard.parameter.copy_(_rows(found[shard.name].parameter, shard))
-            elif name in COPIES:
-                source, dim = COPIES[name]
-                one = _over_tp(found[f"{block}.mlp.{source}"].parameter, dim, shard, ctx.tp)
+            if shard.experts is not None:
+                one = dense[shard.name].parameter
+                if shard.parameter.dim() == 4:  # gates and the rest, which an MLP has in blocks
+                    one = one.unflatten(0, (-1, 2, block)).transpose(0, 1).flatten(1, 2)
                 shard.parameter.copy_(one.expand_as(shard.parameter))
+    return filled
 
 
-def _rows(x: Tensor, shard: ParameterShard) -> Tensor:
-    """Return what a shard holds of its tensor-parallel part."""
-    if shard.dp_slice is None:
-        return x
-    first = shard.dp_slice.first_row
-    return x[first : first + len(shard.parameter)]
-
-
-def _over_tp(x: Tensor, dim: int, shard: ParameterShard, tp: Axis) -> Tensor:
-    """Return an MLP's weight as the ranks that split an expert hold it: whole where tp does not."""
-    if shard.tp.size == tp.size:
-        return x
-    return gather_rows(x.transpose(0, dim).contiguous(), tp).transpose(0, dim)
+def _of_mlp(shard: ParameterShard) -> ParameterShard:
+    """Return this rank's part of the MLP's weight, for a parameter of experts; others as they are."""
+    if shard.experts is None:
+        return shard
+    *parts, rows, columns = shard.parameter.shape[1:]
+    one = nn.Parameter(shard.parameter.new_empty(math.prod((*parts, rows)), columns), requires_grad=False)
+    name, dim = f"{shard.name.replace('.experts.', '.')}.weight", 0 if parts else 1
+    return replace(shard, name=name, parameter=one, tp_dim=dim, dp_slice=None, experts=None)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlm.models.llama.settings import num_blocks
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.training.config import PretrainConfig
 from mlm.training.resume import start_problems
@@ -82,7 +83,11 @@ def check_parts(ctx: ParallelContext, config: PretrainConfig, path: Path, dense:
         if ".router." in shard.name:
             continue
         name = shard.name.replace("experts.up", "up.weight").replace("experts.down", "down.weight")
-        whole = dense[name] if name == shard.name else dense[name].expand(shard.global_shape)
+        whole = dense[name]
+        if shard.name.endswith("experts.up"):  # [block][gate, up] of the MLP
+            blocks = num_blocks(config.model)
+            whole = torch.stack([whole.unflatten(0, (blocks, 2, -1))[:, n].flatten(0, 1) for n in (0, 1)])
+        whole = whole.expand(shard.global_shape) if shard.experts else whole
         part = shard.without_padding(shard.parameter.detach())
         region = tuple(slice(o, o + n) for o, n in zip(shard.offset, part.shape, strict=True))
         assert torch.equal(part, whole[region]), shard.name
@@ -90,7 +95,7 @@ def check_parts(ctx: ParallelContext, config: PretrainConfig, path: Path, dense:
 
 WRONG = [
     ({"expert_ffn_size": 32}, "model.options.expert_ffn_size=32: experts that start from a dense model are"),
-    ({"shared_experts": 1}, "model.options.shared_experts=1: a dense model has no MLP that they could"),
+    ({"shared_experts": 1}, "model.options.shared_experts=1: experts that start from a dense model are"),
     ({"num_kv_heads": 4}, "model.options="),
 ]
 

@@ -129,14 +129,13 @@ def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
 
 
 def stored_tensor(tensor: Exported, source: Source) -> Tensor:
-    """Return a tensor to write, float32; of experts one is read."""
+    """Return a tensor to write, float32; of stacked ones it alone is read."""
     location, part = tensor.location, tensor.part
     if not location.stacked:
         return location.to_theirs(source.whole(tensor.ours))[part]
-    number, part = divmod(part, len(location.names) // location.stacked)
-    _, *others = source.parameters[tensor.ours].shape
-    expert = source.read(tensor.ours, Region((number, *(0 for _ in others)), (1, *others)))[0]
-    return location.of_expert(number).to_theirs(expert)[part]
+    place, shape = location.places[part], tensor.form.shape
+    region = Region((*place, *(0 for _ in shape)), (*(1 for _ in place), *shape))
+    return source.read(tensor.ours, region).view(shape)
 
 
 def folded_bias(source: Source, mapping: HuggingFaceMapping) -> Tensor | None:

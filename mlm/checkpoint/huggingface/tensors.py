@@ -92,10 +92,12 @@ class HFTensors:
 
     def _read(self, location: Location, region: Region) -> Tensor:
         if location.stacked:
-            target = torch.empty(region.size, dtype=torch.float32)
-            inner = Region(region.offset[1:], region.size[1:])
-            for number, part in enumerate(target, region.offset[0]):
-                part.copy_(self._read(location.of_expert(number), inner))
+            target, depth = torch.empty(region.size, dtype=torch.float32), len(location.stacked)
+            inner = Region(region.offset[depth:], region.size[depth:])
+            for place, name in zip(location.places, location.names, strict=True):
+                at = tuple(n - first for n, first in zip(place, region.offset, strict=False))
+                if all(0 <= n < size for n, size in zip(at, region.size, strict=False)):
+                    target[at].copy_(self._load(name, inner))
             return target
         if location.is_plain:
             return self._load(location.names[0], region)

@@ -13,7 +13,7 @@ from typing import Any
 from mlm.checkpoint.megatron.files import printable
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
-from mlm.models.megatron import MegatronMapping
+from mlm.models.megatron import THROUGH_HF, MegatronMapping
 from mlm.util.errors import CorruptFileError, UserError
 
 Sizes = Mapping[str, int]
@@ -105,7 +105,8 @@ def unsupported_arguments(args: MegatronArgs, mapping: MegatronMapping) -> list[
     if is_grouped and args.number("num_query_groups") != heads:
         names.append("group_query_attention")
     return [
-        f"{args.path}: args.{name}={describe_value(values.get(name))}: {import_summary(mapping)}"
+        f"{args.path}: args.{name}={describe_value(values.get(name))}: "
+        + (THROUGH_HF if name == "num_experts" else import_summary(mapping))
         for name in names
     ]
 

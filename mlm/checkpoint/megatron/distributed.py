@@ -6,18 +6,16 @@
 
 Names are those with Transformer Engine. The layers of a usual model are one tensor with the layer as its
 first dim, decoder.layers.mlp.linear_fc1.weight; with other settings, and in fsdp_dtensor, each has a
-number. So are experts, in the dim after that of the layers. The rows of a fused gate and input are
-[gate, up], whatever the tensor-parallel size; fsdp_dtensor has them as two tensors, …weight_w and …weight_v,
-and args and iteration in place of common.pt as items of .metadata. Source: NVIDIA/Megatron-LM,
-core/dist_checkpointing, core/transformer/transformer_block.py, mlp.py, moe/experts.py,
+number. The rows of a fused gate and input are [gate, up], whatever the tensor-parallel size; fsdp_dtensor
+has them as two tensors, …weight_w and …weight_v, and args and iteration in place of common.pt as items of
+.metadata. Source: NVIDIA/Megatron-LM,
+core/dist_checkpointing, core/transformer/transformer_block.py, mlp.py,
 core/transformer/fsdp_dtensor_checkpoint.py, training/checkpointing.py.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +49,11 @@ _OTHER = re.compile(
 _WRAPPERS = re.compile(r"(?:(?:model\d*|module)\.)+")
 """What wrappers of modules put before a name."""
 _STACKED = re.compile(r"((?:decoder|encoder)\.layers)\.(?!\d)(.+)")
-_EXPERTS = re.compile(r"(.+\.mlp\.experts\.experts)\.(?!\d)(.+)")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias)\d*)_([wv])")
 _MOMENT = re.compile(r"optimizer\.state\.(?:(exp_avg(?:_sq)?)\.(.+)|(.+)\.(exp_avg(?:_sq)?))")
 MOST_STACKED = 1 << 17
-"""Layers times experts of a tensor."""
+"""Layers of a tensor."""
 Place = tuple[str, tuple[int, ...]]
 """A stored tensor, and an index into its first dims."""
 
@@ -68,7 +65,7 @@ class CoreTensors:
 
     def __init__(self, path: Path, reader: DCPReader, places: dict[str, Place]) -> None:
         self.path, self.reader, self.places = path, reader, places
-        """Our name -> the stored tensor, and the layer's and the expert's index in it."""
+        """Our name -> the stored tensor, and the layer's index in it."""
         layers = {int(name.split(".")[1]) for name in places if name.startswith("layers.")}
         if layers != set(range(len(layers))):
             raise CorruptFileError(
@@ -225,17 +222,15 @@ def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def core_names(tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
-    """Return Megatron Core's name of each layer's and expert's tensors -> where it is stored."""
+    """Return Megatron Core's name of each layer's tensors -> where it is stored."""
     names: dict[str, Place] = {}
     for stored, tensor in tensors.items():
         plain = _WRAPPERS.sub("", stored, count=1) if _WRAPPERS.match(stored) else stored
-        stacks = [pattern for pattern in (_STACKED, _EXPERTS) if pattern.fullmatch(plain)]
-        counts = tensor.shape[: len(stacks)]
-        if math.prod(counts) > MOST_STACKED or len(counts) < len(stacks):
+        if not _STACKED.fullmatch(plain):
+            names[plain] = stored, ()
+            continue
+        if not tensor.shape or tensor.shape[0] > MOST_STACKED:
             raise CorruptFileError(f"{stored} is {list(tensor.shape)}; {MOST_STACKED} layers are supported")
-        for index in product(*map(range, counts)):
-            name = plain
-            for pattern, number in zip(stacks, index, strict=True):
-                name = pattern.sub(rf"\g<1>.{number}.\g<2>", name)
-            names[name] = stored, index
+        for layer in range(tensor.shape[0]):
+            names[_STACKED.sub(rf"\g<1>.{layer}.\g<2>", plain)] = stored, (layer,)
     return names

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import serialization
 
+from mlm.models.megatron import THROUGH_HF
 from mlm.util.errors import CorruptFileError, UserError
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -172,7 +173,7 @@ def _rank_files(step: Path) -> RankFiles:
         if not numbers or path is None:  # the moments of one data-parallel rank lie in folders of their own
             continue
         if numbers[3] is not None:
-            raise expert_ranks_error(folder)
+            raise UserError(f"{folder}: of one expert-parallel rank: {THROUGH_HF}")
         rank = int(numbers[1]), int(numbers[2] or 0)
         if rank in files:
             raise CorruptFileError(f"{step}: {folder.name} of two layouts: delete the older")
@@ -187,14 +188,6 @@ def _rank_files(step: Path) -> RankFiles:
                 f"{step}: {name}/{MODEL_FILES[0]} is missing, of tp={tp} pp={pp} ranks: copy it too"
             )
     return RankFiles(step, files, tp, pp)
-
-
-def expert_ranks_error(path: Path) -> UserError:
-    """Return the error of files that hold some experts each."""
-    return UserError(
-        f"{path}: of one expert-parallel rank: in Megatron-LM, save it again as torch_dist, with "
-        "--ckpt-convert-format torch_dist"
-    )
 
 
 def _nothing_found(step: Path) -> UserError:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.megatron.args import MegatronArgs, describe_value, mappings
-from mlm.checkpoint.megatron.files import RankFiles, expert_ranks_error, printable, read_file
+from mlm.checkpoint.megatron.files import RankFiles, printable, read_file
 from mlm.checkpoint.megatron.model import MegatronModel, assemble, kind_of, no_part
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
@@ -128,8 +128,6 @@ def open_checkpoint(
     contents = {rank: read_file(path) for rank, path in sorted(files.files.items())}
     chunks = {rank: _chunks(files.files[rank], content) for rank, content in contents.items()}
     args = MegatronArgs(contents[0, 0].get("args"), files.files[0, 0])
-    if args.number("expert_model_parallel_size") not in (None, 1):
-        raise expert_ranks_error(files.files[0, 0])
     kind = kind_of(
         {files.files[rank]: [n for part in parts for n in part] for rank, parts in chunks.items()}, args
     )

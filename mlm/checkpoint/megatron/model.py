@@ -1,9 +1,9 @@
 """A Megatron-LM checkpoint of any format as a model of ours: settings, and parameters read one at a time."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import parameters
 from mlm.checkpoint.woven import reweave
 from mlm.models.config import ModelConfig
-from mlm.models.megatron import HEAD, STACKS, MegatronMapping, Weaves, short_name
+from mlm.models.megatron import HEAD, THROUGH_HF, MegatronMapping, Weaves, short_name
 from mlm.models.stage import parameter_home
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
@@ -84,13 +84,7 @@ class MegatronModel:
         """
         if name in self.zeros:
             return torch.zeros(region.size)
-        if short_name(name) in STACKS:
-            first, count = region.offset[0], region.size[0]
-            inner = Region(region.offset[1:], region.size[1:])
-            experts = [self._read(f"{name}.{expert}", inner) for expert in range(first, first + count)]
-            wanted = torch.stack(experts) if experts else torch.empty(region.size)
-        else:
-            wanted = self._read(name, region)
+        wanted = self._read(name, region)
         if wanted.numel() and not torch.stack(wanted.aminmax()).isfinite().all():
             raise CorruptFileError(
                 f"{self.held.path}: {name} is not finite everywhere: take another iteration"
@@ -134,8 +128,7 @@ def assemble(
     Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError.
     """
     mapping, present = mappings()[kind], set(held.names())
-    given = mapping.settings(args.values) if config is None else {"ffn_hidden_size": config.ffn_size}
-    sizes = _sizes(held, mapping, given)
+    sizes = _sizes(held, mapping)
     check_recorded(args, held.tp, held.pp, sizes)
     table_rows = sizes["vocab_size"]
     heads = args.number("num_attention_heads") or num_heads
@@ -168,15 +161,12 @@ def assemble(
     )
 
 
-def _sizes(held: HeldTensors, mapping: MegatronMapping, given: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of the model as its tensors show them, or as given where only experts are there to show one."""
+def _sizes(held: HeldTensors, mapping: MegatronMapping) -> dict[str, int]:
+    """Sizes of the model as its tensors show them."""
     sizes, present = {"num_layers": held.num_layers}, set(held.names())
     for field, (name, is_split, dim) in mapping.sizes.items():
-        if name in present or field not in given:
-            _check_present(held.path, name, present)
-            sizes[field] = held.extent(name, dim, is_split)
-        else:
-            sizes[field] = given[field]
+        _check_present(held.path, name, present)
+        sizes[field] = held.extent(name, dim, is_split)
     return sizes
 
 
@@ -184,29 +174,14 @@ def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, GlobalTen
     """Return the tensors of a model as Megatron has them, whole, under our names for them."""
     ours = parameters(replace(model, vocab_multiple=1))
     kept = {name: one for name, one in ours.items() if short_name(name) not in weaves.ours}
-    for name, one in ours.items():
-        if short_name(name) in STACKS:
-            kept.pop(name, None)
-            kept |= {f"{name}.{expert}": part for expert, part in enumerate(_experts(one))}
     for layer in range(model.num_layers if weaves.theirs else 0):
         for short, woven in weaves.theirs.items():
-            if short in STACKS:
-                continue
             name = f"layers.{layer}.{short}"
             rest = () if short.endswith("bias") else (model.hidden_size,)
             kept[name] = GlobalTensor(
                 (woven.rows, *rest), torch.float32, TensorSplit(0, parameter_home(name), 1)
             )
     return kept
-
-
-def _experts(stack: GlobalTensor) -> Iterator[GlobalTensor]:
-    """Yield the tensor of each expert, split over tp as all of them."""
-    count, *shape = stack.shape
-    assert stack.split.tp_dim is not None
-    split = replace(stack.split, tp_dim=stack.split.tp_dim - 1)
-    for _ in range(count):
-        yield GlobalTensor(tuple(shape), torch.float32, split)
 
 
 def _check_present(path: Path, name: str, present: Iterable[str]) -> None:
@@ -261,6 +236,8 @@ def kind_of(names: Mapping[Path, Iterable[str]], args: MegatronArgs) -> str:
 
 def no_part(path: Path, theirs: str) -> UserError:
     """Return the error of a name that no family has."""
+    if ".mlp.router." in theirs or ".mlp.experts." in theirs:
+        return UserError(f"{path}: {printable(theirs)}: {THROUGH_HF}")
     return UserError(
         f"{path}: {printable(theirs)} is no part of {family_names(last='or')} as mlm has them: only these "
         "are imported, and torchtitan's names by mlm convert"

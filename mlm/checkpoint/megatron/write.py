@@ -5,7 +5,6 @@ padded with zeros, as Megatron pads it.
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.woven import reweave
 from mlm.models.config import ModelConfig
-from mlm.models.megatron import MegatronMapping, short_name, split_expert
+from mlm.models.megatron import THROUGH_HF, MegatronMapping, short_name
 from mlm.models.stage import split_layers
 from mlm.util.errors import UserError
 from mlm.util.files import write_atomic
@@ -56,6 +55,8 @@ class MegatronWriter:
         mapping = mappings().get(self.model.kind)
         if mapping is None:
             raise UserError(f"model.kind={self.model.kind}: Megatron has no such model")
+        if self.model.architecture.experts:
+            raise UserError(f"model.options.num_experts={self.model.architecture.experts}: {THROUGH_HF}")
         if problem := mapping.problem(self.model):
             raise UserError(f"Megatron Core has no such model: {problem}")
         return mapping
@@ -79,7 +80,7 @@ class MegatronWriter:
         if short_name(name) in weaves.theirs:
             return reweave(name, weaves.ours, weaves.theirs, self._load_ours).to(self.dtype)
         if name not in TABLES:
-            return self._read(name, shape).to(self.dtype)
+            return self.read(name, Region.whole(shape)).to(self.dtype)
         padded = torch.zeros(shape, dtype=self.dtype)
         for region in row_blocks((self.model.vocab_size, *shape[1:]), 4):  # not two tables in memory
             padded[region.within(Region.whole(shape))] = self.read(name, region)
@@ -89,18 +90,8 @@ class MegatronWriter:
         """Return a whole parameter of ours that is part of a woven tensor."""
         weaves = self.mapping.weaves(self.model, self.tp)
         rows = weaves.ours[short_name(name)].rows
-        return self._read(name, (rows,) if name.endswith("bias") else (rows, self.model.hidden_size))
-
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a whole parameter of ours, of experts one's."""
-        stack, expert = split_expert(name)
-        if expert is None:
-            return self.read(name, Region.whole(shape))
-        return self.read(stack, Region((expert, *(0 for _ in shape)), (1, *shape))).squeeze(0)
-
-    def core_name(self, name: str) -> tuple[str, int | None]:
-        """Return Megatron Core's name, as `MegatronMapping.core_name`."""
-        return self.mapping.core_name(name, has_experts=self.model.architecture.experts > 0)
+        shape = (rows,) if name.endswith("bias") else (rows, self.model.hidden_size)
+        return self.read(name, Region.whole(shape))
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a run that has this model."""
@@ -135,17 +126,15 @@ class MegatronWriter:
 def core_tensors(
     writer: MegatronWriter, *, stacked: bool
 ) -> tuple[dict[str, DCPTensor], Callable[[str, Region], Tensor]]:
-    """Return Megatron Core's tensors for a DCP folder, an item for each layer or expert, and what reads them.
+    """Return Megatron Core's tensors for a DCP folder, an item for each layer, and what reads them.
 
-    `stacked` makes one tensor of all layers, as torch_dist has them; else each has a number. Experts are one.
+    `stacked` makes one tensor of all layers, as torch_dist has them; else each has a number.
     """
     sources: dict[str, dict[tuple[int, ...], tuple[str, GlobalTensor]]] = {}
     for name, tensor in writer.tensors().items():
-        theirs, layer = writer.core_name(name)
-        theirs = re.sub(r"\.local_experts\.\d+\.", ".experts.", theirs)
+        theirs, layer = writer.mapping.core_name(name)
         key = theirs if layer is None else theirs.replace(".{}", "") if stacked else theirs.format(layer)
-        numbers = (layer if stacked else None, split_expert(name)[1])
-        index = tuple(number for number in numbers if number is not None)
+        index = (layer,) if stacked and layer is not None else ()
         sources.setdefault(key, {})[index] = name, tensor
     forms: dict[str, DCPTensor] = {}
     for key, held in sources.items():
@@ -204,7 +193,7 @@ def rank_files(writer: MegatronWriter) -> Iterator[RankFile]:
         for name, tensor in tensors.items():
             home = tensor.split.stage
             is_here = home in stage.layers if isinstance(home, int) else getattr(stage, f"is_{home}")
-            theirs, layer = writer.core_name(name)
+            theirs, layer = writer.mapping.core_name(name)
             if is_here:
                 held.append((theirs.format(None if layer is None else layer - stage.layers[0]), name, tensor))
         if stage.is_last and not stage.is_first and model.is_tied:

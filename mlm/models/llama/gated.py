@@ -34,9 +34,9 @@ class GatedMLP(MLP):
         return gate(y, self.activation, self.block)
 
 
-def gate(y: Tensor, activation: str, block: int) -> Tensor:
-    """act(gate) * up of rows `[block][gate, up][block's size]`: [..., 2F/t] -> [..., F/t]."""
-    pairs = y.unflatten(-1, (-1, 2, block))  # [..., blocks/t, 2, F / blocks]
+def gate(y: Tensor, activation: str, block: int | None = None) -> Tensor:
+    """act(gate) * up of rows `[block][gate, up][block's size]`, None for one: [..., 2F/t] -> [..., F/t]."""
+    pairs = y.unflatten(-1, (-1, 2, block or y.shape[-1] // 2))  # [..., blocks/t, 2, F / blocks]
     if activation != "silu":
         gated: Tensor = activate(pairs[..., 0, :], activation) * pairs[..., 1, :]
         return gated.flatten(-2)

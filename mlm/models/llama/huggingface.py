@@ -16,10 +16,8 @@ from mlm.models.gpt2.huggingface import our_outputs, their_outputs
 from mlm.models.llama.huggingface_moe import (
     EXPERT_KEYS,
     expert_problem,
-    latent_locations,
     mlp_locations,
     predictors,
-    with_usual_names,
 )
 from mlm.models.llama.huggingface_rope import read_rope, write_rope
 from mlm.models.llama.settings import DEFAULTS, LlamaSettings, model_problem
@@ -55,6 +53,7 @@ _TYPES = hf.TYPES | {
     "use_sliding_window": (bool,),
     "max_window_layers": (int,),
     "mlp_only_layers": (list, hf.NULL),
+    "norm_topk_prob": (bool,),
 }
 _NUMBERS = {
     "rms_norm_eps": hf.NumberKey("layer_norm_eps", 1e-6),
@@ -89,7 +88,7 @@ def _keys(
             **({key: size._replace(ours="") for key, size in more.sizes.items()} if more else {}),
         },
         numbers={**_NUMBERS, **(more.numbers if more else {})},
-        types=_TYPES | dict.fromkeys(more.switches if more else (), (bool,)),
+        types=_TYPES,
     )
 
 
@@ -151,7 +150,7 @@ def locations(model: ModelConfig) -> Iterator[tuple[str, hf.Location]]:
         ours, stored = f"layers.{layer}", f"layers.{layer}"
         yield f"{ours}.attention_norm.weight", hf.Location((f"{stored}.input_layernorm.weight",))
         if settings.kv_lora_rank:
-            yield from latent_locations(f"{ours}.attention", f"{stored}.self_attn", settings)
+            yield from _latent_locations(f"{ours}.attention", f"{stored}.self_attn", settings)
         else:
             yield from _query_locations(f"{ours}.attention", f"{stored}.self_attn", settings)
         yield f"{ours}.attention.out.weight", hf.Location((f"{stored}.self_attn.o_proj.weight",))
@@ -173,12 +172,35 @@ def _query_locations(ours: str, stored: str, settings: LlamaSettings) -> Iterato
         yield f"{ours}.key_norm.weight", hf.Location((f"{stored}.k_norm.weight",))
 
 
+def _latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Iterator[tuple[str, hf.Location]]:
+    """Yield (our name, location) of latent attention.
+
+    Turned dimensions are stored in pairs, and after the others of a head; here in halves, and first.
+    """
+    turned, latent = settings.rope_head_dim, settings.kv_lora_rank
+    halves = [*range(0, turned, 2), *range(1, turned, 2)]
+    plain = settings.head_dim - turned
+    order = (*(plain + place for place in halves), *range(plain))
+    query = f"{stored}.q_proj.weight"
+    if settings.q_lora_rank:
+        yield f"{ours}.query_down.weight", hf.Location((f"{stored}.q_a_proj.weight",))
+        yield f"{ours}.query_down_norm.weight", hf.Location((f"{stored}.q_a_layernorm.weight",))
+        query = f"{stored}.q_b_proj.weight"
+    yield f"{ours}.query.weight", hf.Location((query,), rows=order)
+    order = (*range(latent), *(latent + place for place in halves))
+    yield f"{ours}.kv_down.weight", hf.Location((f"{stored}.kv_a_proj_with_mqa.weight",), rows=order)
+    yield f"{ours}.kv_down_norm.weight", hf.Location((f"{stored}.kv_a_layernorm.weight",))
+    yield f"{ours}.kv.weight", hf.Location((f"{stored}.kv_b_proj.weight",))
+
+
 def read_config(config: Mapping[str, hf.JSON], path: str) -> tuple[ModelConfig, list[str]]:
     """Return our settings for one of the configurations, and notes. Raises ConfigError."""
     kind = str(config["model_type"])
     experts = EXPERT_KEYS.get(kind)
-    if experts:
-        config = with_usual_names(config, kind)
+    if kind == "deepseek_v3":
+        config = {"q_lora_rank": 1536, **config}  # null is none
+    elif kind == "qwen3_moe" and "num_local_experts" in config:  # its name since transformers 5
+        config = {"num_experts": config["num_local_experts"], **config}
     if isinstance(config.get("quantization_config"), dict):
         raise ConfigError([f"{path}: {QUANTISED}"])
     values = _KEYS[kind].read(config, path, NAMES[kind])
@@ -282,7 +304,9 @@ def content(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: str
     other = next((name for name in shapes if name.startswith(("score.", "qa_outputs."))), None)
     if other is not None:
         raise UserError(f"{path}: holds {other}, a head that is not supported. Save the model with lm_head")
-    left_out, notes = predictors(model, shapes)
+    left_out, notes = predictors(model, shapes), tuple[hf.Note, ...]()
+    if left_out:
+        notes = (hf.Note(f"multi-token prediction is left out: {len(left_out)} tensors"),)
     if "lm_head.weight" in shapes or LlamaSettings.of(model).tied:
         return hf.FolderContent(model, left_out=left_out, notes=notes)
     note = hf.Note(

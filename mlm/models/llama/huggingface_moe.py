@@ -5,20 +5,18 @@ DeepseekV3Config (https://huggingface.co/docs/transformers/model_doc/mixtral, â€
 â€¦/deepseek_v3). Each expert has tensors of its own there, one of all experts here.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from mlm.models.config import ModelConfig
-from mlm.models.huggingface import JSON, Location, Note, NumberKey, SizeKey, show
-from mlm.models.llama.mixture_checks import is_of_experts
-from mlm.models.llama.settings import LlamaSettings, num_blocks
+from mlm.models.huggingface import JSON, Location, NumberKey, SizeKey, show
+from mlm.models.llama.settings import LlamaSettings, is_of_experts, num_blocks
 
 Options = dict[str, bool | int | float | str]
 
 TRAINING_ONLY = ("balance", "balance_rate", "balance_coefficient", "z_loss", "capacity_factor")
 """Settings that do not change what a model computes."""
-_NAMES_OF_COUNT = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Of one number: `transformers` takes each for the others."""
 _MOST = 1 << 16
 
 
@@ -32,10 +30,10 @@ class ExpertKeys:
     """As in ConfigKeys."""
     numbers: Mapping[str, NumberKey] = field(default_factory=dict)
     """Keys of other numbers, for which `ours` is ""."""
-    switches: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
-    """Key of a boolean -> our option, and its default."""
+    normalises: bool | None = None
+    """Default of norm_topk_prob; None where weights are always divided by their sum."""
     always: Mapping[str, bool | str] = field(default_factory=dict)
-    """Options that are so in every model of this type."""
+    """Options that are so in every model of this type, where ours have another default."""
     block: str = "mlp"
     """Module of router and experts."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -45,10 +43,9 @@ class ExpertKeys:
     ) -> tuple[Options, list[str]]:
         """Return our options, and a line for each setting that is not supported."""
         options: Options = {key.ours: values[theirs] or 0 for theirs, key in self._options}
-        options |= {
-            ours: config.get(theirs, default) is True for theirs, (ours, default) in self.switches.items()
-        }
         options |= self.always
+        if self.normalises is not None:
+            options["router_normalise"] = config.get("norm_topk_prob", self.normalises) is True
         dense, problems = _dense_layers(config, values["num_hidden_layers"], path)
         if "kv_lora_rank" in self.sizes:
             options["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
@@ -63,7 +60,8 @@ class ExpertKeys:
         keys: dict[str, JSON] = {
             theirs: getattr(settings, key.ours) or key.default for theirs, key in self._options
         }
-        keys |= {theirs: getattr(settings, ours) for theirs, (ours, _) in self.switches.items()}
+        if self.normalises is not None:
+            keys["norm_topk_prob"] = settings.router_normalise
         keys |= {theirs: allowed[0] for theirs, allowed in self.fixed.items()}
         dense = settings.dense_layers if settings.num_experts else model.num_layers
         if "kv_lora_rank" in self.sizes:
@@ -82,7 +80,6 @@ class ExpertKeys:
         return [(theirs, key) for theirs, key in self.sizes.items() if key.ours]
 
 
-_SOFTMAX: dict[str, bool | str] = {"router_scores": "softmax"}
 _PER_TOKEN = "num_experts_per_tok"
 EXPERT_KEYS = {
     "mixtral": ExpertKeys(
@@ -91,7 +88,6 @@ EXPERT_KEYS = {
             _PER_TOKEN: SizeKey("experts_per_token", 2, _MOST),
         },
         fixed={"router_jitter_noise": (0.0, 0)},
-        always=_SOFTMAX | {"router_normalise": True},
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     ),
@@ -102,8 +98,7 @@ EXPERT_KEYS = {
             "moe_intermediate_size": SizeKey("expert_ffn_size", 768, 1 << 24),
         },
         fixed={"decoder_sparse_step": (1,)},
-        switches={"norm_topk_prob": ("router_normalise", False)},
-        always=_SOFTMAX,
+        normalises=False,
     ),
     "olmoe": ExpertKeys(
         sizes={
@@ -111,8 +106,8 @@ EXPERT_KEYS = {
             _PER_TOKEN: SizeKey("experts_per_token", 8, _MOST),
         },
         fixed={"clip_qkv": (None,)},
-        switches={"norm_topk_prob": ("router_normalise", False)},
-        always=_SOFTMAX | {"qk_norm_whole": True},
+        normalises=False,
+        always={"qk_norm_whole": True},
     ),
     "deepseek_v3": ExpertKeys(
         sizes={
@@ -135,19 +130,11 @@ EXPERT_KEYS = {
             "topk_method": ("noaux_tc",),
             "moe_layer_freq": (1,),
         },
-        switches={"norm_topk_prob": ("router_normalise", True)},
+        normalises=True,
         always={"router_scores": "sigmoid", "router_bias": True},
     ),
 }
 """model_type -> its keys."""
-
-
-def with_usual_names(config: Mapping[str, JSON], kind: str) -> Mapping[str, JSON]:
-    """Return config.json with the number of experts under the model type's own key, and a null filled in."""
-    count = next(name for name in _NAMES_OF_COUNT if name in EXPERT_KEYS[kind].sizes)
-    other = next((name for name in _NAMES_OF_COUNT if name in config), count)
-    named = {count: config[other]} if other in config and count not in config else {}
-    return {"q_lora_rank": 1536, **config, **named} if kind == "deepseek_v3" else {**config, **named}
 
 
 def _dense_layers(config: Mapping[str, JSON], layers: int, path: str) -> tuple[int, list[str]]:
@@ -200,10 +187,8 @@ def mlp_locations(
     gate, up, down = keys.projections
     each = [f"{block}.experts.{expert}" for expert in range(count)]
     pairs = tuple(f"{expert}.{part}.weight" for expert in each for part in (gate, up))
-    blocks = num_blocks(replace(model, ffn_hidden_size=width))
-    yield f"{ours}.mlp.experts.up", Location(pairs, num_heads=blocks, parts=2, stacked=count)
-    down_names = tuple(f"{expert}.{down}.weight" for expert in each)
-    yield f"{ours}.mlp.experts.down", Location(down_names, stacked=count)
+    yield f"{ours}.mlp.experts.up", Location(pairs, stacked=(count, 2))
+    yield f"{ours}.mlp.experts.down", Location(tuple(f"{e}.{down}.weight" for e in each), stacked=(count,))
     if settings.shared_experts:
         blocks = num_blocks(replace(model, ffn_hidden_size=settings.shared_experts * width))
         yield from _gated(f"{ours}.mlp.shared", f"{block}.shared_experts", blocks)
@@ -215,43 +200,10 @@ def _gated(ours: str, stored: str, blocks: int) -> Iterator[tuple[str, Location]
     yield f"{ours}.down.weight", Location((down,))
 
 
-def latent_locations(ours: str, stored: str, settings: LlamaSettings) -> Iterator[tuple[str, Location]]:
-    """Yield (our name, location) of latent attention.
-
-    Turned dimensions are stored in pairs, and after the others of a head; here in halves, and first.
-    """
-    turned, latent = settings.rope_head_dim, settings.kv_lora_rank
-    halves = [*range(0, turned, 2), *range(1, turned, 2)]
-    plain = settings.head_dim - turned
-    order = (*(plain + place for place in halves), *range(plain))
-    query = f"{stored}.q_proj.weight"
-    if settings.q_lora_rank:
-        yield f"{ours}.query_down.weight", Location((f"{stored}.q_a_proj.weight",))
-        yield f"{ours}.query_down_norm.weight", Location((f"{stored}.q_a_layernorm.weight",))
-        query = f"{stored}.q_b_proj.weight"
-    yield f"{ours}.query.weight", Location((query,), rows=order)
-    order = (*range(latent), *(latent + place for place in halves))
-    yield f"{ours}.kv_down.weight", Location((f"{stored}.kv_a_proj_with_mqa.weight",), rows=order)
-    yield f"{ours}.kv_down_norm.weight", Location((f"{stored}.kv_a_layernorm.weight",))
-    yield f"{ours}.kv.weight", Location((f"{stored}.kv_b_proj.weight",))
-
-
-def predictors(
-    model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[frozenset[str], tuple[Note, ...]]:
-    """Return the tensors of multi-token prediction, which is not supported, and a note on them.
-
-    They are layers after the model's, each with a projection eh_proj (arXiv:2412.19437, section 2.2).
-    """
-    layers, number = [], model.num_layers
-    while f"layers.{number}.eh_proj.weight" in shapes:
-        layers.append(number)
-        number += 1
-    if not layers:
-        return frozenset(), ()
-    prefixes = tuple(f"layers.{layer}." for layer in layers)
-    left_out = frozenset(name for name in shapes if name.startswith(prefixes))
-    listed = ", ".join(map(str, layers))
-    return left_out, (
-        Note(f"multi-token prediction is left out: the {len(left_out)} tensors of layer {listed}"),
+def predictors(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """Return the tensors of multi-token prediction, layers after the model's (arXiv:2412.19437, 2.2)."""
+    numbers = itertools.takewhile(
+        lambda layer: f"layers.{layer}.eh_proj.weight" in shapes, itertools.count(model.num_layers)
     )
+    prefixes = tuple(f"layers.{layer}." for layer in numbers)
+    return frozenset(name for name in shapes if name.startswith(prefixes))

@@ -3,7 +3,7 @@
 Megatron-LM: `--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear`. One
 weight holds queries, keys and values, [group][its queries, k, v][head_dim]; another gates and inputs, on each
 tensor-parallel rank [gate, up]. Source: NVIDIA/Megatron-LM, core/transformer/attention.py, mlp.py,
-core/models/common/embeddings/rotary_pos_embedding.py; arguments.py. Experts: megatron_moe.py.
+core/models/common/embeddings/rotary_pos_embedding.py; arguments.py.
 
 torchtitan: the names of Meta's Llama, and its order of the rows of queries and keys where the model turns
 neighbouring dimensions. Source: pytorch/torchtitan, state_dict_adapter.py of models/llama3 and models/qwen3.
@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlm.models.config import ModelConfig
-from mlm.models.llama import megatron_moe as moe
 from mlm.models.llama.settings import LlamaSettings, num_blocks
-from mlm.models.megatron import ARGS, EXPERTS, LAYER, MegatronMapping, SizeOf, Weaves, Woven
+from mlm.models.megatron import ARGS, LAYER, MegatronMapping, SizeOf, Weaves, Woven
 
 LLAMA3_CONTEXT = 8192
 """Context before scaling, which Megatron Core fixes, as it does the factors 1 and 4 (use_rope_scaling)."""
@@ -51,8 +50,6 @@ def weaves(model: ModelConfig, tp: int) -> Weaves:
         ours[f"attention.query.{part}"] = Woven(((q, rows_q),), 1)
         ours[f"attention.kv.{part}"] = Woven(((k, rows_kv), (v, rows_kv)), kv)
         theirs[f"attention.qkv.{part}"] = Woven(((q, rows_q), (k, rows_kv), (v, rows_kv)), kv)
-    if settings.num_experts:
-        return moe.add_weaves(Weaves(ours, theirs), model, tp)
     pair = (("gate", model.ffn_size), ("up", model.ffn_size))
     ours["mlp.up.weight"] = Woven(pair, num_blocks(model))
     theirs["mlp.up.weight"] = Woven(pair, tp)
@@ -94,7 +91,7 @@ def torchtitan_problem(model: ModelConfig) -> str | None:
     """Return why torchtitan has no such model."""
     settings = LlamaSettings.of(model)
     if settings.num_experts:
-        return "it has experts, which are converted to megatron and hf alone"
+        return "it has experts, which are converted to hf alone"
     if settings.qkv_bias or settings.window or settings.rotary_fraction != 1:
         return "it has biases, a window or a rotary fraction, which torchtitan's Llama 3 and Qwen 3 lack"
     return None
@@ -125,12 +122,7 @@ def settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
         if type(options.get(name)) is int:
             options[name] = float(options[name])
     options = {name: value for name, value in options.items() if value not in (None, False)}
-    sizes = {}
-    if args.get("num_experts") not in (None, 0, 1):
-        options |= moe.options_of(args)
-        sizes = {"ffn_hidden_size": args.get("ffn_hidden_size")}
     return {
-        **sizes,
         "activation": "silu",
         "max_positions": args.get("max_position_embeddings") or args.get("seq_length") or 4096,
         "options": options,
@@ -160,7 +152,6 @@ def write_args(model: ModelConfig) -> dict[str, Any]:
         "group_query_attention": settings.num_kv_heads != model.num_heads,
         "num_query_groups": settings.num_kv_heads,
         "kv_channels": settings.head_dim,
-        **(moe.write_args(settings) if settings.num_experts else {}),
     }
 
 
@@ -182,21 +173,19 @@ def problem(model: ModelConfig) -> str | None:
         return f"its activation={model.activation}: Megatron's --swiglu is silu's"
     if settings.qk_norm_whole:
         return "its qk_norm_whole=true: --qk-layernorm norms each head"
-    return moe.problem(settings) if settings.num_experts else None
+    return None
 
 
 MAPPING = MegatronMapping(
     name="Llama",
     summary="RMSNorm first, rotary positions, SwiGLU, no biases but those of queries, keys and values",
     layer=LAYER
-    | EXPERTS
     | {
         r"self_attention\.q_layernorm\.weight": "attention.query_norm.weight",
         r"self_attention\.k_layernorm\.weight": "attention.key_norm.weight",
     },
     args={
-        **{name: supported for name, supported in ARGS.items() if name != "num_experts"},
-        **moe.ARGS,
+        **ARGS,
         "use_rotary_position_embeddings": (None, False, True),
         "position_embedding_type": ("rope",),
         "rotary_interleaved": (None, False),

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from mlm.models.config import ModelConfig
 from mlm.models.llama.gated import GatedMLP, gate
-from mlm.models.llama.settings import LlamaSettings, num_blocks
+from mlm.models.llama.settings import LlamaSettings
 from mlm.parallel.collectives import copy_to_tp, gather_sequence, reduce_from_tp, scatter_sequence
 from mlm.parallel.expert.dispatch import Exchange, combine, permute, sort_by_expert
 from mlm.parallel.expert.experts import Experts
 from mlm.parallel.expert.router import Router
-from mlm.parallel.layers import FusedRows
 from mlm.parallel.mesh import Axis, ExpertAxes
 from mlm.parallel.uncompiled import skip_compile
 
@@ -50,16 +49,14 @@ class MixtureOfExperts(nn.Module):
             axes=(cp or Axis("cp"), tp if sequence_parallel else Axis("tp")),
             init_std=config.init_std,
         )
-        block = width // num_blocks(replace(config, ffn_hidden_size=width))
         self.experts = Experts(
             settings.num_experts,
             h,
             width,
-            inner=partial(gate, activation=config.activation, block=block),
+            inner=partial(gate, activation=config.activation),
             axes=axes,
             init_stds=(config.init_std, config.init_std / math.sqrt(2 * config.num_layers)),
         )
-        self.experts.fused_rows = {"up": FusedRows(2, block)}
         self.shared: GatedMLP | None = None
         if settings.shared_experts:
             dense = replace(config, ffn_hidden_size=settings.shared_experts * width)
@@ -69,18 +66,15 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[S, B, H] -> [S, B, H]."""
         routing, tp = self.router(x), self.axes.tp
-        rows, experts, weights = x, routing.experts, routing.weights
-        if tp.size > 1 and self.sequence_parallel:  # [S, B, …] of [S/t, B, …]
-            rows, weights = gather_sequence(rows, tp), gather_sequence(weights, tp)
-            experts = gather_sequence(experts, tp)
-        elif tp.size > 1:
-            rows, weights = copy_to_tp(rows, tp), copy_to_tp(weights, tp)
+        enter, leave = copy_to_tp, reduce_from_tp
+        if self.sequence_parallel:  # [S, B, …] of [S/t, B, …]
+            enter, leave = gather_sequence, scatter_sequence
+        rows, experts, weights = (enter(each, tp) for each in (x, routing.experts, routing.weights))
         order = sort_by_expert(experts.flatten(0, 1), self.router.settings.num_experts)
         exchange = Exchange(self.axes.ep, order.counts, x.device)
         travelling = exchange.start(permute(rows.flatten(0, 1), order))
         beside = None if self.shared is None else self.shared(x)
         y = self.experts(exchange.finish(travelling), exchange.counts)
         y = combine(exchange.back(y), weights.flatten(0, 1), order).view_as(rows)
-        if tp.size > 1:
-            y = scatter_sequence(y, tp) if self.sequence_parallel else reduce_from_tp(y, tp)
+        y = leave(y, tp)
         return y if beside is None else y + beside

@@ -1,17 +1,20 @@
 """Settings of the Llama family alone: model.options.NAME, checked and typed."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture
 from mlm.models.gpt2.family import decoder_problem
-from mlm.models.llama.mixture_checks import mixture_problem, without_experts
 from mlm.parallel.expert.settings import RouterSettings
-from mlm.util.errors import Problem, show
+from mlm.util.errors import ConfigError, Problem, show
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Values of rope_scaling."""
+ROUTER_SCORES = ("softmax", "sigmoid")
+"""Values of router_scores."""
+BALANCES = ("none", "bias", "sequence", "global_batch", "micro_batch")
+"""Values of balance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,8 +156,29 @@ def architecture(model: ModelConfig) -> Architecture:
 
 
 def dense_twin(model: ModelConfig) -> ModelConfig | None:
-    """Return the dense model that a mixture of experts can start from; None for a dense model."""
-    return without_experts(model, LlamaSettings.of(model))
+    """Return the dense model of which experts can be copies; None for a dense model.
+
+    Raises ConfigError if they cannot.
+    """
+    settings = LlamaSettings.of(model)
+    if not settings.num_experts:
+        return None
+    for name, value, fits in (
+        ("expert_ffn_size", settings.expert_ffn_size, model.ffn_size),
+        ("shared_experts", settings.shared_experts, 0),
+    ):
+        if value != fits:
+            key = f"model.options.{name}"
+            problem = f"{key}={value}: experts that start from a dense model are copies of its MLP"
+            raise ConfigError([Problem((key,), problem, f"set {key}={fits}")])
+    options = {name: value for name, value in model.options.items() if not is_of_experts(name)}
+    return replace(model, options=options)
+
+
+def is_of_experts(option: str) -> bool:
+    """Return True for an option that means nothing without experts."""
+    others = ("expert_ffn_size", "shared_experts", "dense_layers")
+    return option in others or option in {field.name for field in fields(RouterSettings)}
 
 
 def warning(model: ModelConfig) -> str | None:
@@ -234,7 +258,9 @@ def _value_problem(model: ModelConfig, settings: LlamaSettings) -> Problem | Non
     if settings.rope_scaling == "yarn" and not 0 < settings.rope_beta_slow <= settings.rope_beta_fast:
         why = f"must be at least rope_beta_slow={settings.rope_beta_slow:g}, and that greater than 0"
         return problem("rope_beta_fast", why, "use 32.0 and 1.0")
-    return mixture_problem(model, settings)
+    if wrong := _mixture_problem(model, settings):
+        return problem(*wrong)
+    return None
 
 
 def _latent_problem(model: ModelConfig, settings: LlamaSettings) -> tuple[str, str, str] | None:
@@ -255,4 +281,34 @@ def _latent_problem(model: ModelConfig, settings: LlamaSettings) -> tuple[str, s
     for name, value in {**usual, "num_kv_heads": model.num_heads}.items():
         if getattr(settings, name) != value:
             return name, "does not go with latent attention (kv_lora_rank)", "remove it"
+    return None
+
+
+def _mixture_problem(model: ModelConfig, settings: LlamaSettings) -> tuple[str, str, str] | None:
+    """Return setting, problem and fix of a mixture of experts."""
+    experts, groups = settings.num_experts, settings.router_groups
+    if not experts:
+        wrong = "capacity_factor", "is of experts, and model.options.num_experts=0", "remove it"
+        return wrong if settings.capacity_factor else None
+    for name, values in (("router_scores", ROUTER_SCORES), ("balance", BALANCES)):
+        if getattr(settings, name) not in values:
+            return name, "is none of ours", f"use {', '.join(values[:-1])} or {values[-1]}"
+    if settings.dense_layers >= model.num_layers:
+        why = f"leaves no layer of model.num_layers={model.num_layers} to experts"
+        return "dense_layers", why, "use fewer, or model.options.num_experts=0"
+    if groups < 1 or experts % groups:
+        why = f"does not divide model.options.num_experts={experts}"
+        return "router_groups", why, f"use model.options.router_groups={math.gcd(experts, groups)}"
+    if not 1 <= settings.router_top_groups <= groups:
+        why = f"must be from 1 to model.options.router_groups={groups}"
+        return "router_top_groups", why, f"use model.options.router_top_groups={groups}"
+    most = experts // groups * settings.router_top_groups
+    if not 1 <= settings.experts_per_token <= most:
+        known = f"model.options.num_experts={experts}"
+        if most < experts:
+            known = f"the {most} experts of router_top_groups={settings.router_top_groups} groups"
+        fix = f"use model.options.experts_per_token={max(1, min(settings.experts_per_token, most))}"
+        return "experts_per_token", f"must be from 1 to {known}", fix
+    if not settings.router_scale > 0:
+        return "router_scale", "must be above 0", "use 1.0 for none"
     return None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mlm.parallel.collectives import all_reduce
-from mlm.parallel.expert.router import Router, TrainingState
+from mlm.parallel.expert.router import Router
 from mlm.parallel.mesh import Axis
 
 
@@ -36,12 +36,12 @@ class Balance:
         experts = self.routers[0].settings.num_experts
         self.totals = torch.zeros(len(self.routers), 2, experts, dtype=torch.int64, device=scale.device)
         for router, counts in zip(self.routers, self.totals, strict=True):
-            router.state = TrainingState(scale, counts)
+            router.scale, router.totals = scale, counts
 
     def reduce(self) -> None:
         """Sum the counts over ranks, one message for all layers; backward passes are over."""
         for router in self.routers:
-            router.state = TrainingState()
+            router.scale = router.totals = None
         if self.totals is not None:
             for axis in self.axes:
                 all_reduce(self.totals, axis)

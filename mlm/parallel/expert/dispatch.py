@@ -73,6 +73,8 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Order:
 
 
 class _Permute(torch.autograd.Function):
+    """A copy of its token for each row: [T, H] -> [R, H]. The gradient of a token is its rows' sum."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
         ctx.order, ctx.tokens = order, len(x)
@@ -85,6 +87,11 @@ class _Permute(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
+    """Sum of each token's rows by its weights [T, k], in the order of its choices: [R, H] -> [T, H].
+
+    In the weights' dtype; how rows were sorted or sent changes no bit.
+    """
+
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Order) -> Tensor:
         ctx.save_for_backward(y, weights)
@@ -126,19 +133,8 @@ def _sum_slots(slots: Tensor) -> Tensor:
     return total.to(slots.dtype)
 
 
-def permute(x: Tensor, order: Order) -> Tensor:
-    """A copy of its token for each row: [T, H] -> [R, H]. The gradient of a token is its rows' sum."""
-    y: Tensor = _Permute.apply(x, order)  # type: ignore[no-untyped-call]
-    return y
-
-
-def combine(y: Tensor, weights: Tensor, order: Order) -> Tensor:
-    """Sum of each token's rows by its weights [T, k], in the order of its choices: [R, H] -> [T, H].
-
-    In the weights' dtype; how rows were sorted or sent changes no bit.
-    """
-    out: Tensor = _Combine.apply(y, weights, order)  # type: ignore[no-untyped-call]
-    return out
+permute: Callable[[Tensor, Order], Tensor] = _Permute.apply
+combine: Callable[[Tensor, Tensor, Order], Tensor] = _Combine.apply
 
 
 class Exchange:

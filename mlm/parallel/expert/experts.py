@@ -4,15 +4,14 @@ Shapes: R rows sorted by expert, e experts of this rank, H hidden, F width of an
 size inside an expert.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
-from mlm.parallel.layers import FusedRows, split
+from mlm.parallel.layers import split
 from mlm.parallel.matmul import grouped_gradients, grouped_product
 from mlm.parallel.mesh import ExpertAxes
 
@@ -23,16 +22,17 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, cast: Tensor | None, counts: Sequence[int]) -> Tensor:
         cast = copy_of_dtype(cast, x.dtype)
-        used = weight if cast is None else cast
+        used = (weight if cast is None else cast).flatten(1, -2)
         ctx.save_for_backward(x, used)
-        ctx.counts, ctx.weight_dtype = counts, weight.dtype
+        ctx.counts, ctx.weight_shape, ctx.weight_dtype = counts, weight.shape, weight.dtype
         return grouped_product(x, used.to(x.dtype), counts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            return *grouped_gradients(dy, x, weight.to(dy.dtype), ctx.counts, ctx.weight_dtype), None, None
+            dx, dw = grouped_gradients(dy, x, weight.to(dy.dtype), ctx.counts, ctx.weight_dtype)
+            return dx, dw.view(ctx.weight_shape), None, None
         return grouped_product(dy, weight.to(dy.dtype).mT, ctx.counts), None, None, None
 
 
@@ -46,14 +46,12 @@ class Experts(ComputesInHalf):
         num_experts: E.
         hidden_size: H.
         ffn_size: F.
-        inner: input of W2 for the output of W1, [R, 2F/t] -> [R, F/t].
+        inner: input of W2 for the output of W1, gates before the rest: [R, 2F/t] -> [R, F/t].
         axes: those that split the experts (ep) and each of them (tp), and hold copies.
         init_stds: standard deviations of the initial weights W1 and W2.
     """
 
-    tp_dims: ClassVar[dict[str, int]] = {"up": 1, "down": 2}
-    fused_rows: Mapping[str, FusedRows] = MappingProxyType({})
-    """Matrices in the rows of each of W1's experts, by the parameter's name."""
+    tp_dims: ClassVar[dict[str, int]] = {"up": 2, "down": 2}
 
     def __init__(
         self,
@@ -73,14 +71,8 @@ class Experts(ComputesInHalf):
         if num_experts % ep.size:
             raise ValueError(f"num_experts={num_experts} must be divisible by ep={ep.size}")
         here, width = num_experts // ep.size, split(ffn_size, "expert_ffn_size", tp)
-        self.up = nn.Parameter(torch.empty(here, 2 * width, hidden_size))  # [e, 2F/t, H]
+        self.up = nn.Parameter(torch.empty(here, 2, width, hidden_size))  # [e, 2, F/t, H]: gates, rest
         self.down = nn.Parameter(torch.empty(here, hidden_size, width))  # [e, H, F/t]
-
-    def extra_repr(self) -> str:
-        """Sizes of all, and the ranks that split them."""
-        here, hidden, width = self.down.shape
-        ep, tp = self.expert_axes.ep.size, self.expert_axes.tp.size
-        return f"experts={here * ep}, hidden={hidden}, ffn={width * tp}, ep={ep}, tp={tp}"
 
     def cached_half_params(self, dtype: torch.dtype) -> dict[str, bool]:
         """Both weights: a product gives their gradients itself."""
@@ -89,13 +81,13 @@ class Experts(ComputesInHalf):
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows of each expert, `counts` of them, one expert after the other: [R, H] -> [R, H]."""
         up = grouped_linear(x, self.up, counts, cast=self.compute.up_copy)
-        inner = self.inner(up if self.lora is None else up + self.lora.up(x, counts))
+        inner = self.inner(up if self.lora is None else up + self.lora.term(x, counts, "up"))
         y = grouped_linear(inner, self.down, counts, cast=self.compute.down_copy)
-        return y if self.lora is None else y + self.lora.down(inner, counts)
+        return y if self.lora is None else y + self.lora.term(inner, counts, "down")
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int], *, cast: Tensor | None = None) -> Tensor:
-    """Each row times the weight of its expert: [R, I], [e, O, I] -> [R, O].
+    """Each row times the weight of its expert: [R, I], [e, …, O, I] -> [R, … O].
 
     `counts` are the rows of each expert, in order; `cast` is the weight in the dtype of compute.
     """

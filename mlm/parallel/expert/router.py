@@ -42,16 +42,6 @@ class Routing:
     """[S, B, k] float32 or float64, those of dropped choices included."""
 
 
-@dataclass
-class TrainingState:
-    """State of a router in training; set by the trainer before a step."""
-
-    scale: Tensor | None = None
-    """0-d: loss scale / tokens of the global batch, factor of each token's loss; None outside of training."""
-    counts: Tensor | None = None
-    """[2, E] int64: tokens that chose each expert, so far in the step, and of them those it dropped."""
-
-
 class Router(nn.Module):
     """Scores of all experts for each token, and the choice of k of them.
 
@@ -73,17 +63,16 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.settings, self.axes, self.init_std = settings, axes, init_std
-        self.state = TrainingState()
+        self.scale: Tensor | None = None
+        """0-d: loss scale / tokens of the global batch, a factor of losses; None outside of training."""
+        self.totals: Tensor | None = None
+        """[2, E] int64: tokens that chose each expert, so far in the step, and of them those it dropped."""
         self.weight = nn.Parameter(torch.empty(settings.num_experts, hidden_size))
         self.bias = self._add_state() if settings.has_router_bias else None
         self.load = self._add_state() if settings.balance == "global_batch" else None
 
     def _add_state(self) -> nn.Parameter:
         return nn.Parameter(torch.zeros(self.settings.num_experts), requires_grad=False)
-
-    def extra_repr(self) -> str:
-        """Sizes."""
-        return f"experts={self.settings.num_experts}, per_token={self.settings.experts_per_token}"
 
     def forward(self, x: Tensor) -> Routing:
         """[S, B, H] -> the experts of each of the S B tokens."""
@@ -97,9 +86,9 @@ class Router(nn.Module):
         if self.settings.router_scale != 1:
             weights = weights * self.settings.router_scale
         taken, factor = experts, self.settings.capacity_factor
-        if self.state.scale is not None and factor:
+        if self.scale is not None and factor:
             taken = drop_choices(experts, self.settings.num_experts, factor, *self.axes)
-        if self.state.scale is not None and torch.is_grad_enabled():
+        if self.scale is not None and torch.is_grad_enabled():
             weights = self._inject(weights, experts, taken, logits, scores)
         return Routing(taken, weights)
 
@@ -126,7 +115,7 @@ class Router(nn.Module):
             counts = torch.cat([counts, counts - kept])
         loss = self.auxiliary_loss(logits, scores, experts)
         injected: Tensor = _Inject.apply(  # type: ignore[no-untyped-call]
-            weights, loss, self.state.scale, counts, self.state.counts
+            weights, loss, self.scale, counts, self.totals
         )
         return injected
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from mlm.inference.trained import resolve_checkpoint
 from mlm.launch.doctor.folder import check_start
 from mlm.optim.schedule import warmup_warning
 from mlm.parallel.mesh import ParallelContext
-from mlm.parallel.sharding import ParameterShard
 from mlm.plan import forecast
 from mlm.tracking.history import FILE_NAME, diverged_since
 from mlm.tracking.metrics import Parts, Rates
@@ -101,15 +101,11 @@ def run(config: PretrainConfig, ctx: ParallelContext) -> int:
 def start_from_folder(trainer: Trainer, source: Path) -> None:
     """Fill a trainer's parameters from a model folder of `transformers`, maybe as experts. Collective."""
     config, ctx = trainer.config, trainer.ctx
-    dense = dense_config(config, {"model": asdict(read_settings(source)[2])})
-
-    def fill(shards: Sequence[ParameterShard]) -> None:
-        load_model_folder(shards, source, ctx, fill=False)
-
-    if dense is None:
+    fill = partial(load_model_folder, folder=source, ctx=ctx, fill=False)
+    if dense_config(config, {"model": asdict(read_settings(source)[2])}) is None:
         fill(trainer.shards)
     else:
-        start_from_dense(trainer.shards, dense, ctx, fill)
+        start_from_dense(config.model, trainer.shards, fill)
 
 
 def load_base(trainer: Trainer) -> None:

@@ -24,34 +24,6 @@ LLAMA = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
-EXPERTS = {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 16,
-    "moe_router_topk": 2,
-    "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": False,
-    "moe_router_topk_scaling_factor": None,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_shared_expert_intermediate_size": None,
-}
-SIGMOID = {
-    "num_experts": 8,
-    "moe_router_topk": 4,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2,
-    "moe_shared_expert_intermediate_size": 32,
-}
-KINDS = {
-    "llama": LLAMA,
-    "experts": LLAMA | EXPERTS,
-    "unscaled": LLAMA | EXPERTS | {"moe_router_pre_softmax": True},
-    "sigmoid": LLAMA | EXPERTS | SIGMOID,
-}
 GPT = {
     "position_embedding_type": "learned_absolute",
     "normalization": "LayerNorm",
@@ -76,7 +48,7 @@ def arguments(kind: str) -> argparse.Namespace:
         "attention_dropout": 0.0,
         "vocab_size": VOCAB,
     }
-    return argparse.Namespace(**(common | KINDS.get(kind, GPT)))
+    return argparse.Namespace(**(common | (LLAMA if kind == "llama" else GPT)))
 
 
 def start(rank: int, world: int, port: int) -> None:
@@ -86,7 +58,7 @@ def start(rank: int, world: int, port: int) -> None:
     replace_cuda()
 
 
-def build(args: argparse.Namespace, tp: int, pp: int, ep: int = 1) -> Any:
+def build(args: argparse.Namespace, tp: int, pp: int) -> Any:
     """Megatron Core's model of some arguments at a layout, random weights."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -94,11 +66,7 @@ def build(args: argparse.Namespace, tp: int, pp: int, ep: int = 1) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
-    experts = {name: getattr(args, name) for name in EXPERTS if hasattr(args, name)}
-    num_experts = experts.pop("num_experts", None)
-    if num_experts:
-        experts |= {"num_moe_experts": num_experts, "moe_router_load_balancing_type": "none"}
+    parallel_state.initialize_model_parallel(tp, pp)
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -107,7 +75,6 @@ def build(args: argparse.Namespace, tp: int, pp: int, ep: int = 1) -> Any:
         ffn_hidden_size=args.ffn_hidden_size,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
         pipeline_dtype=torch.float32,
         gated_linear_unit=args.swiglu,
         activation_func=F.silu if args.swiglu else F.gelu,
@@ -116,11 +83,8 @@ def build(args: argparse.Namespace, tp: int, pp: int, ep: int = 1) -> Any:
         layernorm_epsilon=args.norm_epsilon,
         **NO_DROPOUT,
         **UNFUSED,
-        **experts,
     )
-    spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization=args.normalization)
-    if num_experts:  # with Transformer Engine the norm before experts keeps its name
-        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    spec = get_gpt_layer_local_spec(normalization=args.normalization)
     model = GPTModel(
         config,
         spec,
@@ -132,12 +96,10 @@ def build(args: argparse.Namespace, tp: int, pp: int, ep: int = 1) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
-    named = [*model.named_parameters(), *((n, x) for n, x in model.named_buffers() if "expert_bias" in n)]
-    for name, parameter in named:
+    for name, parameter in model.named_parameters():
         is_split = getattr(parameter, "tensor_model_parallel", False)
         split = parallel_state.get_tensor_model_parallel_rank() if is_split else 0
         seed = zlib.crc32(name.encode()) + split + 100 * parallel_state.get_pipeline_model_parallel_rank()
-        seed += 10_000 * parallel_state.get_expert_model_parallel_rank() if "local_experts" in name else 0
         noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         parameter.data.add_(noise * 0.2)
     return model.eval()
@@ -152,15 +114,15 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def save(rank: int, world: int, port: int, folder: Path, layouts: list[tuple[str, int, int, int]]) -> None:
-    """Save a model at each layout (kind, tp, pp, ep) in folder/kind-tp-pp-ep."""
+def save(rank: int, world: int, port: int, folder: Path, layouts: list[tuple[str, int, int]]) -> None:
+    """Save a model at each layout (kind, tp, pp) in folder/kind-tp-pp."""
     from megatron.core import dist_checkpointing
 
     start(rank, world, port)
-    for kind, tp, pp, ep in layouts:
-        out = folder / f"{kind}-{tp}-{pp}-{ep}"
+    for kind, tp, pp in layouts:
+        out = folder / f"{kind}-{tp}-{pp}"
         out.mkdir(exist_ok=True)
-        model = build(arguments(kind), tp, pp, ep)
+        model = build(arguments(kind), tp, pp)
         state = {"args": arguments(kind), "iteration": 3, "checkpoint_version": 3.0}
         dist_checkpointing.save(state | {"model": model.sharded_state_dict()}, str(out))
     torch.distributed.destroy_process_group()

@@ -1,7 +1,6 @@
 """`mlm convert`: around the circle of formats, bytes stay; what it writes, PyTorch and transformers read."""
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,11 @@ from transformers import (
     AutoTokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from mlm.checkpoint.commands import convert
 from mlm.checkpoint.commands.config import ConvertConfig
 from mlm.config.cli import main
-from mlm.models.config import ModelConfig
-from mlm.models.family import model_problem
-from mlm.models.llama import megatron_moe
-from mlm.models.llama.settings import LlamaSettings
 from mlm.util.errors import UserError
 from tests.checkpoint.commands.hf_berts import make_bert
 from tests.checkpoint.commands.hf_models import edit_config, make_model
@@ -227,16 +220,6 @@ def mixtral(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "mixtral", kind="Mixtral")
 
 
-def test_experts_around_the_circle_give_the_same_bytes(mixtral: Path, tmp_path: Path) -> None:
-    torch_dist = converted(mixtral, tmp_path / "1", "torch_dist")
-    native = converted(torch_dist, tmp_path / "2", "native", tp=2, pp=2)
-    ranks = converted(native, tmp_path / "3", "torch", tp=2, pp=2)
-    numbered = converted(ranks, tmp_path / "4", "megatron_dcp")
-    back, first = weights(converted(numbered, tmp_path / "5", "hf")), weights(mixtral)
-    assert back.keys() == first.keys()
-    assert_equal(back, first)
-
-
 def test_a_run_keeps_its_chat_template(mixtral: Path, tmp_path: Path) -> None:
     back = converted(converted(mixtral, tmp_path / "run", "native"), tmp_path / "hf", "hf")
     theirs, ours = (AutoTokenizer.from_pretrained(folder).chat_template for folder in (mixtral, back))
@@ -244,121 +227,32 @@ def test_a_run_keeps_its_chat_template(mixtral: Path, tmp_path: Path) -> None:
     assert theirs == ours
 
 
-def test_qwen_with_experts_around_megatron_gives_the_same_bytes(tmp_path: Path) -> None:
-    """Weights of a token's experts are not divided by their sum; norms of heads."""
-    config = Qwen3MoeConfig(**QWEN, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "hf")
-    ranks = converted(tmp_path / "hf", tmp_path / "1", "torch", tp=2)
-    torch_dist = converted(ranks, tmp_path / "2", "torch_dist")
-    back = converted(torch_dist, tmp_path / "3", "hf")
-    assert_equal(weights(back), weights(tmp_path / "hf"))
-    assert json.loads((back / "config.json").read_text())["norm_topk_prob"] is False
+@pytest.mark.parametrize("to", ["torch", "torch_dist", "megatron_dcp"])
+def test_a_mixture_goes_to_megatron_by_the_hugging_face_folder(
+    mixtral: Path, tmp_path: Path, to: str
+) -> None:
+    with pytest.raises(UserError, match=r"num_experts=4: .* mlm export hf"):
+        convert.run(ConvertConfig(source=str(mixtral), out=str(tmp_path / "out"), to=to))
 
 
-def test_experts_are_read_by_pytorch_as_megatron_core_stacks_them(mixtral: Path, tmp_path: Path) -> None:
-    """[layer, expert, gate and input, H], each picked from the tensors of transformers."""
-    state = weights(mixtral)
-
-    def stacked(*names: str) -> torch.Tensor:
-        block = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
-        each = [
-            [torch.cat([state[block.format(n, e, name)] for name in names]) for e in range(4)]
-            for n in range(2)
-        ]
-        return torch.stack([torch.stack(experts) for experts in each])
-
-    router = [state[f"model.layers.{n}.block_sparse_moe.gate.weight"] for n in range(2)]
-    norm = [state[f"model.layers.{n}.post_attention_layernorm.weight"] for n in range(2)]
-    wanted = {
-        "decoder.layers.mlp.experts.experts.linear_fc1.weight": stacked("w1", "w3"),
-        "decoder.layers.mlp.experts.experts.linear_fc2.weight": stacked("w2"),
-        "decoder.layers.mlp.router.weight": torch.stack(router),
-        "decoder.layers.pre_mlp_layernorm.weight": torch.stack(norm),
-    }
-    folder = converted(mixtral, tmp_path / "out", "torch_dist") / "release"
-    assert_equal(load_dcp(folder, wanted), wanted)
-
-
-def test_grouped_experts_are_read_as_those_one_after_the_other(mixtral: Path, tmp_path: Path) -> None:
-    """Names of Transformer Engine's grouped products, linear_fc1.weight3, in the files of ranks."""
-    ranks = converted(mixtral, tmp_path / "ranks", "torch")
+@pytest.mark.parametrize("content", ["args", "names"])
+def test_a_mixture_of_megatron_comes_by_the_hugging_face_folder(tmp_path: Path, content: str) -> None:
+    """Told by its arguments, or by its tensors where a file has none."""
+    random_llama().save_pretrained(tmp_path / "hf")
+    ranks = converted(tmp_path / "hf", tmp_path / "ranks", "torch")
     path = ranks / "release/mp_rank_00/model_optim_rng.pt"
     with safe_globals([argparse.Namespace]):
-        content = torch.load(path, weights_only=True)
-    assert content["args"].num_experts == 4
-    pattern = r"experts\.local_experts\.(\d+)\.(linear_fc.)\.weight"
-    content["model"] = {re.sub(pattern, r"experts.\2.weight\1", k): v for k, v in content["model"].items()}
-    assert any(name.endswith("linear_fc2.weight3") for name in content["model"])
-    torch.save(content, path)
-    assert_equal(weights(converted(ranks, tmp_path / "back", "hf")), weights(mixtral))
+        stored = torch.load(path, weights_only=True)
+    if content == "args":
+        stored["args"].num_experts = 8
+    else:
+        stored["model"]["decoder.layers.0.mlp.router.weight"] = torch.zeros(8, 32)
+    torch.save(stored, path)
+    with pytest.raises(UserError, match="Megatron Bridge") as raised:
+        convert.open_(ConvertConfig(source=str(ranks), out=str(tmp_path / "x"), to="native"))
+    assert "\n" not in str(raised.value)
 
 
-def options(**changes: Any) -> LlamaSettings:
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 48}
-    model = ModelConfig(kind="llama", activation="silu", options={"num_experts": 8, **changes}, **sizes)
-    assert model_problem(model) is None
-    return LlamaSettings.of(model)
-
-
-SIGMOID = {"router_scores": "sigmoid", "router_bias": True, "router_scale": 2.5, "experts_per_token": 4}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"router_normalise": False, "expert_ffn_size": 16},
-        SIGMOID | {"router_groups": 4, "router_top_groups": 2, "shared_experts": 2},
-        {"router_scores": "sigmoid", "router_normalise": False, "experts_per_token": 1},
-    ],
-)
-def test_arguments_of_experts_are_read_as_they_were_written(changes: dict[str, Any]) -> None:
-    settings = options(**changes)
-    assert megatron_moe.problem(settings) is None
-    read = megatron_moe.options_of(megatron_moe.write_args(settings))
-    assert options(**{name: value for name, value in read.items() if name != "num_experts"}) == settings
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"dense_layers": 1}, "its dense_layers=1"),
-        ({"router_bias": True}, "its router_bias"),
-        (SIGMOID | {"router_normalise": False}, "its router_normalise=False"),
-        (SIGMOID | {"router_groups": 4, "router_top_groups": 3}, "its router_top_groups=3"),
-        ({"router_groups": 4}, "its router_groups=4"),
-    ],
-)
-def test_experts_that_megatron_computes_otherwise_are_rejected(changes: dict[str, Any], problem: str) -> None:
-    assert (megatron_moe.problem(options(**changes)) or "").startswith(problem)
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"moe_router_num_groups": 2, "moe_router_group_topk": 2}, "its router_groups=2"),
-        ({"moe_shared_expert_intermediate_size": 50}, "moe_shared_expert_intermediate_size=50"),
-        ({"num_experts": 10**9}, "args.num_experts is no whole number"),
-        ({"moe_layer_freq": 2}, "args.moe_layer_freq=2"),
-        ({"moe_expert_capacity_factor": 1.0}, "args.moe_expert_capacity_factor=1.0"),
-        ({"expert_model_parallel_size": 2}, "save it again as torch_dist"),
-    ],
-)
-def test_runs_whose_experts_are_others_are_rejected(
-    mixtral: Path, tmp_path: Path, changes: dict[str, Any], problem: str
-) -> None:
-    path = converted(mixtral, tmp_path / "ranks", "torch") / "release/mp_rank_00/model_optim_rng.pt"
-    with safe_globals([argparse.Namespace]):
-        content = torch.load(path, weights_only=True)
-    vars(content["args"]).update(changes)
-    torch.save(content, path)
-    with pytest.raises(UserError, match=re.escape(problem)):
-        convert.open_(ConvertConfig(source=str(tmp_path / "ranks"), out=str(tmp_path / "x"), to="native"))
-
-
-def test_torchtitan_and_files_of_expert_ranks_are_rejected(mixtral: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="it has experts, which are converted to megatron and hf alone"):
+def test_torchtitan_has_no_such_mixture(mixtral: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="it has experts, which are converted to hf alone"):
         convert.run(ConvertConfig(source=str(mixtral), out=str(tmp_path / "x"), to="torchtitan"))
-    ranks = converted(mixtral, tmp_path / "ranks", "torch") / "release"
-    (ranks / "mp_rank_00").rename(ranks / "mp_rank_00_000_001")
-    with pytest.raises(UserError, match="save it again as torch_dist"):
-        convert.run(ConvertConfig(source=str(ranks), out=str(tmp_path / "x"), to="native"))

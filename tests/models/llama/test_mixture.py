@@ -28,7 +28,7 @@ def random_mixture(model: ModelConfig) -> MixtureOfExperts:
 
 
 def theirs_of(up: Tensor, model: ModelConfig, width: int) -> Tensor:
-    """Rows [gate, up] of our rows [block][gate, up]: [..., 2F, H]."""
+    """Rows [gate, up] of the shared experts' rows [block][gate, up]: [2F, H]."""
     blocks = num_blocks(replace(model, ffn_hidden_size=width))
     return up.unflatten(-2, (blocks, 2, -1)).transpose(-4, -3).flatten(-4, -2)
 
@@ -39,7 +39,7 @@ def check(mixture: MixtureOfExperts, theirs: torch.nn.Module, router: torch.nn.M
     named = dict(theirs.named_parameters())
     with torch.no_grad():
         named["gate.weight"].copy_(mixture.router.weight)
-        named["experts.gate_up_proj"].copy_(theirs_of(mixture.experts.up, model, F))
+        named["experts.gate_up_proj"].copy_(mixture.experts.up.flatten(1, 2))
         named["experts.down_proj"].copy_(mixture.experts.down)
     x = torch.randn(S, B, model.hidden_size, dtype=torch.float64).requires_grad_()
     dy = torch.randn_like(x)
@@ -54,7 +54,7 @@ def check(mixture: MixtureOfExperts, theirs: torch.nn.Module, router: torch.nn.M
     grads: list[tuple[Any, Any]] = [
         (x.grad, x2.grad.transpose(0, 1)),
         (mixture.router.weight.grad, named["gate.weight"].grad),
-        (theirs_of(mixture.experts.up.grad, model, F), named["experts.gate_up_proj"].grad),
+        (mixture.experts.up.grad.flatten(1, 2), named["experts.gate_up_proj"].grad),
         (mixture.experts.down.grad, named["experts.down_proj"].grad),
     ]
     for ours, other in grads:
