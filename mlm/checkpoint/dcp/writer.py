@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mlm.checkpoint.dcp.metadata import CLASSES, METADATA, STORAGE_INFO
 from mlm.checkpoint.dcp.pickled import call, dtype_name, instance, size, write_pickle
-from mlm.checkpoint.dcp.storage import REBUILD, STORAGES, Window
+from mlm.checkpoint.dcp.torch_file import REBUILD, STORAGES, Window
 from mlm.checkpoint.dcp.unpickled import Name, PersistentId, Record
 from mlm.checkpoint.native.shard_file import Form
 from mlm.checkpoint.native.slices import Region

@@ -3,13 +3,13 @@
 An argument that a version did not have is absent, and has that version's one behaviour.
 """
 
-import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mlm.checkpoint.dcp.unpickled import PickleError
 from mlm.checkpoint.megatron.files import printable
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
@@ -40,11 +40,14 @@ class MegatronArgs:
         self.path = path
         self.is_known = args is not None
         """True if the file holds any; those of 2019 do not."""
-        if self.is_known and type(args) is not argparse.Namespace:
-            raise CorruptFileError(
-                f"{path}: its args are {type(args).__name__}, not a Namespace: copy it again"
-            )
-        self.values: Mapping[str, Any] = vars(args) if self.is_known else {}
+        self.values: Mapping[str, Any] = {}
+        if self.is_known:
+            try:
+                self.values = args.fields("argparse.Namespace")
+            except (AttributeError, PickleError):
+                raise CorruptFileError(
+                    f"{path}: its args are {type(args).__name__}, not a Namespace: copy it again"
+                ) from None
 
     def number(self, *names: str) -> int | None:
         """Return the first of these that is given and not None, a positive whole number.

@@ -1,7 +1,7 @@
 """Megatron Core's distributed checkpoints (torch_dist), and plain DCP folders with its names.
 
     metadata.json    {"sharded_backend": "torch_dist", …}
-    common.pt        args, iteration and other plain values: read by torch's weights-only unpickler
+    common.pt        args, iteration and other plain values, a file of torch.save
     .metadata, __*_*.distcp    tensors, whole over all ranks (mlm/checkpoint/dcp)
 
 Names are those with Transformer Engine. The layers of a usual model are one tensor with the layer as its
@@ -34,7 +34,7 @@ from mlm.checkpoint.dcp.metadata import (
 )
 from mlm.checkpoint.dcp.storage import DCPReader
 from mlm.checkpoint.megatron.args import MegatronArgs, mappings
-from mlm.checkpoint.megatron.files import read_file, read_value
+from mlm.checkpoint.megatron.files import TorchFile
 from mlm.checkpoint.megatron.model import MegatronModel, assemble, kind_of, no_part
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
@@ -201,9 +201,9 @@ def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:
 def read_common(folder: Path) -> Mapping[str, Any]:
     """Return args and iteration of a folder, from common.pt or items; empty without. Raises as above."""
     if (folder / COMMON).is_file():
-        return read_file(folder / COMMON)
+        return TorchFile(folder / COMMON).parts
     saved = read_objects(folder, ("args", "iteration"))
-    return {name: read_value(folder / METADATA, content) for name, content in saved.items()}
+    return {name: TorchFile(folder / METADATA, content).value for name, content in saved.items()}
 
 
 def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlm.checkpoint.dcp.torch_file import DAMAGES
 from mlm.checkpoint.megatron.args import MegatronArgs, describe_value, mappings
-from mlm.checkpoint.megatron.files import RankFiles, expert_ranks_error, printable, read_file
+from mlm.checkpoint.megatron.files import RankFiles, TorchFile, expert_ranks_error, printable
 from mlm.checkpoint.megatron.model import MegatronModel, assemble, kind_of, no_part
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.native.stream import GlobalTensor
@@ -27,6 +28,8 @@ _VERSIONS = (0, 1.0, 2.0, 3.0)
 
 Named = Mapping[str, Any]
 """Part of the model in a file: Megatron-LM's names -> values."""
+Rank = tuple[int, int]
+"""(tensor-parallel rank, pipeline rank)."""
 Parts = dict[str, tuple[Tensor, ...]]
 """Our name -> the tensor of each tensor-parallel rank."""
 
@@ -125,7 +128,8 @@ def open_checkpoint(
         UserError: The model is not supported, or something has to be specified.
         CorruptFileError: A file is damaged, or they do not belong together.
     """
-    contents = {rank: read_file(path) for rank, path in sorted(files.files.items())}
+    opened = {rank: TorchFile(path) for rank, path in sorted(files.files.items())}
+    contents = {rank: file.parts for rank, file in opened.items()}
     chunks = {rank: _chunks(files.files[rank], content) for rank, content in contents.items()}
     args = MegatronArgs(contents[0, 0].get("args"), files.files[0, 0])
     if args.number("expert_model_parallel_size") not in (None, 1):
@@ -134,7 +138,7 @@ def open_checkpoint(
         {files.files[rank]: [n for part in parts for n in part] for rank, parts in chunks.items()}, args
     )
     version = _check_one_save(files, contents, chunks)
-    parts, num_layers = _merge(files, chunks, mappings()[kind])
+    parts, num_layers = _merge(files, opened, chunks, mappings()[kind])
     held = RankTensors(
         files,
         parts,
@@ -169,8 +173,8 @@ def _chunks(path: Path, content: Mapping[str, Any]) -> list[Named]:
 
 def _check_one_save(
     files: RankFiles,
-    contents: Mapping[tuple[int, int], dict[str, Any]],
-    chunks: Mapping[tuple[int, int], list[Named]],
+    contents: Mapping[Rank, dict[str, Any]],
+    chunks: Mapping[Rank, list[Named]],
 ) -> float:
     """Return the version of all files. Raises CorruptFileError if they are not of one save."""
     first = contents[0, 0]
@@ -196,10 +200,15 @@ def _check_one_save(
 
 
 def _merge(
-    files: RankFiles, chunks: Mapping[tuple[int, int], list[Named]], mapping: MegatronMapping
+    files: RankFiles,
+    opened: Mapping[Rank, TorchFile],
+    chunks: Mapping[Rank, list[Named]],
+    mapping: MegatronMapping,
 ) -> tuple[Parts, int]:
     """Return what each tensor-parallel rank holds of each parameter, and the number of layers."""
-    ranks, counts = zip(*(_stages_of(files, chunks, mapping, t) for t in range(files.tp)), strict=True)
+    ranks, counts = zip(
+        *(_stages_of(files, opened, chunks, mapping, t) for t in range(files.tp)), strict=True
+    )
     for rank in ranks:
         if differing := rank.keys() ^ ranks[0].keys():
             raise CorruptFileError(
@@ -209,7 +218,11 @@ def _merge(
 
 
 def _stages_of(
-    files: RankFiles, chunks: Mapping[tuple[int, int], list[Named]], mapping: MegatronMapping, t: int
+    files: RankFiles,
+    opened: Mapping[Rank, TorchFile],
+    chunks: Mapping[Rank, list[Named]],
+    mapping: MegatronMapping,
+    t: int,
 ) -> tuple[dict[str, Tensor], int]:
     """Return the tensors of a tensor-parallel rank, all stages, under our names; and how many layers."""
     named: dict[str, Tensor] = {}
@@ -221,7 +234,7 @@ def _stages_of(
                 ours = mapping.our_name(theirs, num_layers)
                 if ours is None or ours in named:
                     raise no_part(path, theirs)
-                named[ours] = _plain(path, theirs, value)
+                named[ours] = _plain(opened[t, p], theirs, value)
                 if ours.startswith("layers."):
                     layers.add(int(ours.split(".")[1]) - num_layers)
             if layers != set(range(len(layers))):
@@ -253,22 +266,17 @@ def flatten_named(path: Path, chunk: Any) -> dict[str, Any]:
     return named
 
 
-def _plain(path: Path, name: str, value: Any) -> Tensor:
-    """Return a tensor whose elements are all in the file: strides could make a few bytes one of any size."""
-    if (
-        not isinstance(value, Tensor)
-        or type(value) not in (Tensor, torch.nn.Parameter)
-        or value.layout is not torch.strided
-        or value.device.type != "cpu"
-        or value.dtype not in _DTYPES
-        or not value.is_contiguous()
-        or not 1 <= value.ndim <= 2
-        or not value.numel()
-    ):
+def _plain(file: TorchFile, name: str, value: Any) -> Tensor:
+    """Return a tensor of a file."""
+    try:
+        tensor = file.tensor(value)
+    except DAMAGES:
+        tensor = None
+    if tensor is None or tensor.dtype not in _DTYPES or not 1 <= tensor.ndim <= 2 or not tensor.numel():
         raise CorruptFileError(
-            f"{path}: {printable(name)} is not a plain tensor of floating-point numbers: copy it again"
+            f"{file.path}: {printable(name)} is not a plain tensor of floating-point numbers: copy it again"
         )
-    return value.detach()
+    return tensor
 
 
 def whole_shape(held: tuple[Tensor, ...], dim: int | None) -> tuple[int, ...]:
