@@ -15,7 +15,7 @@ core/transformer/fsdp_dtensor_checkpoint.py, training/checkpointing.py.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.dcp.metadata import (
-    COPY_AGAIN,
     METADATA,
     MOMENTS,
     StoredTensor,
@@ -35,12 +34,11 @@ from mlm.checkpoint.dcp.metadata import (
 from mlm.checkpoint.dcp.storage import DCPReader
 from mlm.checkpoint.megatron.args import MegatronArgs, mappings
 from mlm.checkpoint.megatron.files import TorchFile
-from mlm.checkpoint.megatron.model import MegatronModel, assemble, kind_of, no_part
+from mlm.checkpoint.megatron.model import HeldTensors, MegatronModel, assemble, kind_of, no_part
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.models.config import ModelConfig
 from mlm.models.megatron import HEAD
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError
 
 COMMON = "common.pt"
 BACKEND = "metadata.json"
@@ -61,66 +59,24 @@ Place = tuple[str, tuple[int, ...]]
 """A stored tensor, and an index into its first dims."""
 
 
-class CoreTensors:
-    """The tensors of a distributed checkpoint (`HeldTensors`)."""
-
-    tp = pp = vp = 1
+class CoreTensors(HeldTensors):
+    """The tensors of a distributed checkpoint."""
 
     def __init__(self, path: Path, reader: DCPReader, places: dict[str, Place]) -> None:
-        self.path, self.reader, self.places = path, reader, places
+        super().__init__(path, places)
+        self.reader, self.places = reader, places
         """Our name -> the stored tensor, and the layer's and the expert's index in it."""
-        layers = {int(name.split(".")[1]) for name in places if name.startswith("layers.")}
-        if layers != set(range(len(layers))):
-            raise CorruptFileError(
-                f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: {COPY_AGAIN}"
-            )
-        self.num_layers = len(layers)
 
-    def names(self) -> Iterable[str]:
-        """Return the names of all."""
-        return self.places
-
-    def extent(self, name: str, dim: int, is_split: bool) -> int:
-        """Return the size of a dim."""
-        shape = self.shape(name)
-        return shape[dim] if dim < len(shape) else 0
-
-    def rename_head(self) -> None:
-        """Take the output layer, HEAD, for a parameter of its own."""
-        self.places["output.weight"] = self.places.pop(HEAD)
-
-    def check(self, wanted: Mapping[str, GlobalTensor]) -> None:
-        """Raise CorruptFileError for a wrong shape, or a tensor that the model does not have."""
-        for name in self.places:
-            tensor = wanted.get("token.weight" if name == HEAD else name)
-            if tensor is None or self.shape(name) != tensor.shape:
-                needed = "none" if tensor is None else f"{list(tensor.shape)}"
-                raise CorruptFileError(
-                    f"{self.path}: {name} is {list(self.shape(name))}, {needed} is needed: {COPY_AGAIN}"
-                )
-
-    def check_copies(self) -> None:
-        """Raise UserError for an output layer that is not the token table that it is tied to."""
-        if HEAD not in self.places:
-            return
-        rows, columns = self.shape(HEAD)
-        for first in range(0, rows, 4096):
-            region = Region((first, 0), (min(4096, rows - first), columns))
-            if not torch.equal(self.load(HEAD, region), self.load("token.weight", region)):
-                raise UserError(
-                    f"{self.path}: the output layer differs from the token table that it is tied to"
-                )
+    def shape(self, name: str, tp_dim: int | None = None) -> tuple[int, ...]:
+        """Return the shape of a tensor, which is stored whole."""
+        stored, index = self.places[self.names[name]]
+        return self.reader.tensors[stored].shape[len(index) :]
 
     def load(self, name: str, region: Region) -> Tensor:
         """Return those elements, float32 on the CPU."""
-        stored, index = self.places[name]
+        stored, index = self.places[self.names[name]]
         part = Region((*index, *region.offset), (*(1 for _ in index), *region.size))
         return self.reader.read(stored, part, torch.float32).reshape(region.size)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        stored, index = self.places[name]
-        return self.reader.tensors[stored].shape[len(index) :]
 
 
 def is_distributed(folder: Path) -> bool:

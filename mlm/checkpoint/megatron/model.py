@@ -1,9 +1,10 @@
 """A Megatron-LM checkpoint of any format as a model of ours: settings, and parameters read one at a time."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from mlm.checkpoint.megatron.args import (
     unsupported_arguments,
 )
 from mlm.checkpoint.megatron.files import printable
+from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import parameters
@@ -30,33 +32,52 @@ from mlm.models.stage import parameter_home
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
 
-class HeldTensors(Protocol):
+class HeldTensors(ABC):
     """The tensors of a checkpoint, whole over tensor-parallel ranks, by our names for Megatron's."""
 
-    path: Path
-    """For messages."""
-    tp: int
-    pp: int
-    vp: int
-    num_layers: int
+    def __init__(self, path: Path, names: Iterable[str], *, tp: int = 1, pp: int = 1, vp: int = 1) -> None:
+        """Raises CorruptFileError unless layers are numbered without a gap; `path` is for messages."""
+        self.path, self.tp, self.pp, self.vp = path, tp, pp, vp
+        self.names = {name: name for name in names}
+        """Our name -> the one it is held under."""
+        self.tp_dims: dict[str, int | None] = {}
+        """Our name -> the dim that tensor-parallel ranks share; None where each holds all of it."""
+        layers = {int(name.split(".")[1]) for name in self.names if name.startswith("layers.")}
+        self.num_layers = len(layers)
+        if layers != set(range(self.num_layers)):
+            raise CorruptFileError(
+                f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy all files again"
+            )
 
-    def names(self) -> Iterable[str]:
-        """Return the names of all."""
+    @abstractmethod
+    def shape(self, name: str, tp_dim: int | None) -> tuple[int, ...]:
+        """Return the shape of a tensor of which tensor-parallel ranks share a dim."""
 
-    def extent(self, name: str, dim: int, is_split: bool) -> int:
-        """Return the size of a dim, which tensor-parallel ranks share if `is_split`."""
-
-    def rename_head(self) -> None:
-        """Take the output layer, HEAD, for a parameter of its own."""
-
-    def check(self, wanted: Mapping[str, GlobalTensor]) -> None:
-        """Raise CorruptFileError for a wrong shape."""
-
-    def check_copies(self) -> None:
-        """Raise CorruptFileError or UserError unless copies are equal, HEAD with the token table."""
-
+    @abstractmethod
     def load(self, name: str, region: Region) -> Tensor:
         """Return those elements, float32 on the CPU, qkv rows as [head][q, k, v][column]."""
+
+    def check(self, wanted: Mapping[str, GlobalTensor]) -> None:
+        """Raise CorruptFileError for a wrong shape, or a tensor that the model does not have."""
+        for name in self.names:
+            tensor = wanted.get("token.weight" if name == HEAD else name)
+            dim = self.tp_dims[name] = tensor.split.tp_dim if tensor else None
+            found, needed = list(self.shape(name, dim)), list(tensor.shape) if tensor else "none"
+            if found != needed:
+                raise CorruptFileError(
+                    f"{self.path}: {name} is {found} in its {self.tp} tensor-parallel ranks, {needed} is "
+                    "needed: some files are missing or of another model"
+                )
+
+    def check_copies(self) -> None:
+        """Raise UserError for an output layer that is not the token table that it is tied to."""
+        if HEAD not in self.names:
+            return
+        for region in row_blocks(self.shape(HEAD, self.tp_dims[HEAD]), 4):
+            if not torch.equal(self.load(HEAD, region), self.load("token.weight", region)):
+                raise UserError(
+                    f"{self.path}: the output layer differs from the token table that it is tied to"
+                )
 
 
 @dataclass(frozen=True)
@@ -133,7 +154,7 @@ def assemble(
 
     Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError.
     """
-    mapping, present = mappings()[kind], set(held.names())
+    mapping, present = mappings()[kind], set(held.names)
     given = mapping.settings(args.values) if config is None else {"ffn_hidden_size": config.ffn_size}
     sizes = _sizes(held, mapping, given)
     check_recorded(args, held.tp, held.pp, sizes)
@@ -143,8 +164,8 @@ def assemble(
         shape_config(args, kind, sizes, heads) if config is None else replace(config, vocab_size=table_rows)
     )
     if HEAD in present and not shape.is_tied:
-        held.rename_head()
-        present = set(held.names())
+        held.names["output.weight"] = held.names.pop(HEAD)
+        present = set(held.names)
     weaves = mapping.weaves(shape, held.tp)
     wanted = stored_parameters(shape, weaves)
     filled, zeros, remarks = _absent(held.path, present, wanted, mapping)
@@ -170,11 +191,12 @@ def assemble(
 
 def _sizes(held: HeldTensors, mapping: MegatronMapping, given: Mapping[str, Any]) -> dict[str, int]:
     """Sizes of the model as its tensors show them, or as given where only experts are there to show one."""
-    sizes, present = {"num_layers": held.num_layers}, set(held.names())
+    sizes, present = {"num_layers": held.num_layers}, set(held.names)
     for field, (name, is_split, dim) in mapping.sizes.items():
         if name in present or field not in given:
             _check_present(held.path, name, present)
-            sizes[field] = held.extent(name, dim, is_split)
+            shape = held.shape(name, dim if is_split else None)
+            sizes[field] = shape[dim] if dim < len(shape) else 0
         else:
             sizes[field] = given[field]
     return sizes
