@@ -27,11 +27,10 @@ from mlm.checkpoint.megatron.files import check_records, find_files, find_step, 
 from mlm.checkpoint.megatron.merge import RankTensors, open_checkpoint
 from mlm.checkpoint.megatron.model import MegatronModel
 from mlm.checkpoint.native.folders import locate
-from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, TensorEntry, read_manifest
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.save_load import resolve
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.native.verify import check_whole
 from mlm.checkpoint.parameters import parameters
 from mlm.data.chat_template import ChatTemplate
@@ -84,7 +83,7 @@ class Source:
         return self.checkpoint or Manifest(0, "", {}, {}, made_up)
 
     @cached_property
-    def parameters(self) -> Mapping[str, GlobalTensor]:
+    def parameters(self) -> Mapping[str, TensorEntry]:
         """Every parameter of ours."""
         return parameters(self.model)
 

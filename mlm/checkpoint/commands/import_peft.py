@@ -11,11 +11,11 @@ from mlm.checkpoint.commands.conversion_sources import SourceSettings, open_sour
 from mlm.checkpoint.commands.result import show_table
 from mlm.checkpoint.huggingface import peft
 from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, read_json, reading
+from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.run_state import LORA
 from mlm.checkpoint.native.shard_file import read_safetensors_header
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import split_of
 from mlm.data.chat_template import ChatTemplate
 from mlm.data.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def run(config: ImportHFConfig) -> None:
         found, shape = tuple(tensors[name].shape), shard.global_shape
         if found != shape:
             raise CorruptFileError(f"{folder}: {name} is {list(found)}, its base makes it {list(shape)}")
-        form[name] = GlobalTensor(shape, torch.float32, split_of(shard, model.vocab_multiple))
+        form[name] = TensorEntry(shape, torch.float32, split_of(shard, model.vocab_multiple))
     run = replace(run_config(folder.resolve().name, model), lora=lora)
     from_base = Base(base_name(ckpt, base.path), base_digest(base.path)).encode()
     with new_folder(Path(config.out), sum(one.num_bytes for one in form.values())) as out:

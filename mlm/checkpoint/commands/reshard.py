@@ -15,12 +15,19 @@ from torch import Tensor
 from mlm.checkpoint.commands.config import ReshardConfig
 from mlm.checkpoint.commands.result import show_table
 from mlm.checkpoint.native.folders import CHECKPOINTS, best_note
-from mlm.checkpoint.native.format import JSON, RESTORE, CheckpointError, Manifest, read_manifest_head
+from mlm.checkpoint.native.format import (
+    JSON,
+    RESTORE,
+    CheckpointError,
+    Manifest,
+    TensorEntry,
+    read_manifest_head,
+)
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.run_state import LINEAGE, TOKENIZER_FILE, check_run_tokenizer, tokenizer_path
 from mlm.checkpoint.native.save_load import read_finite, resolve
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
+from mlm.checkpoint.native.stream import derived_id, write_streamed
 from mlm.data.tokenizer import MAX_BYTES
 from mlm.inference.base import Base
 from mlm.inference.trained import check_stored_parameters, split_problems, trained_config
@@ -43,7 +50,7 @@ class ReshardPlan:
     source: Path
     """The step-… directory to read."""
     manifest: Manifest
-    tensors: dict[str, GlobalTensor]
+    tensors: dict[str, TensorEntry]
     stage_ranks: dict[int | str, int]
     """Pipeline rank of each layer, and of "first" and "last"."""
     state: dict[str, JSON]
@@ -98,15 +105,15 @@ def stage_ranks_of(model: ModelConfig, pp: int, vp: int) -> dict[int | str, int]
 
 def tensors_to_write(
     path: Path, manifest: Manifest, stage_ranks: dict[int | str, int], *, weights_only: bool
-) -> dict[str, GlobalTensor]:
+) -> dict[str, TensorEntry]:
     """Return the tensors by name. Raises CorruptFileError for one without a split that fits the model."""
     tensors = {}
     for name, entry in manifest.tensors.items():
         if weights_only and name.startswith("optimizer."):
             continue
-        if entry.split is None or entry.split.stage not in stage_ranks:
+        if entry.split.stage not in stage_ranks:
             raise CorruptFileError(f"{path}: does not record how {name} is split in this model. {RESTORE}")
-        tensors[name] = GlobalTensor(entry.shape, entry.dtype, entry.split, entry.norm, entry.norm_before)
+        tensors[name] = entry
     return tensors
 
 

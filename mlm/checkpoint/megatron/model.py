@@ -22,8 +22,8 @@ from mlm.checkpoint.megatron.args import (
 )
 from mlm.checkpoint.megatron.files import printable
 from mlm.checkpoint.native.compare import row_blocks
+from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import Region, TensorSplit
-from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import parameters
 from mlm.checkpoint.woven import reweave
 from mlm.models.config import ModelConfig
@@ -57,7 +57,7 @@ class HeldTensors(ABC):
     def load(self, name: str, region: Region) -> Tensor:
         """Return those elements, float32 on the CPU, qkv rows as [head][q, k, v][column]."""
 
-    def check(self, wanted: Mapping[str, GlobalTensor]) -> None:
+    def check(self, wanted: Mapping[str, TensorEntry]) -> None:
         """Raise CorruptFileError for a wrong shape, or a tensor that the model does not have."""
         for name in self.names:
             tensor = wanted.get("token.weight" if name == HEAD else name)
@@ -202,7 +202,7 @@ def _sizes(held: HeldTensors, mapping: MegatronMapping, given: Mapping[str, Any]
     return sizes
 
 
-def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, GlobalTensor]:
+def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, TensorEntry]:
     """Return the tensors of a model as Megatron has them, whole, under our names for them."""
     ours = parameters(replace(model, vocab_multiple=1))
     kept = {name: one for name, one in ours.items() if short_name(name) not in weaves.ours}
@@ -216,19 +216,19 @@ def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, GlobalTen
                 continue
             name = f"layers.{layer}.{short}"
             rest = () if short.endswith("bias") else (model.hidden_size,)
-            kept[name] = GlobalTensor(
+            kept[name] = TensorEntry(
                 (woven.rows, *rest), torch.float32, TensorSplit(0, parameter_home(name), 1)
             )
     return kept
 
 
-def _experts(stack: GlobalTensor) -> Iterator[GlobalTensor]:
+def _experts(stack: TensorEntry) -> Iterator[TensorEntry]:
     """Yield the tensor of each expert, split over tp as all of them."""
     count, *shape = stack.shape
     assert stack.split.tp_dim is not None
     split = replace(stack.split, tp_dim=stack.split.tp_dim - 1)
     for _ in range(count):
-        yield GlobalTensor(tuple(shape), torch.float32, split)
+        yield TensorEntry(tuple(shape), torch.float32, split)
 
 
 def _check_present(path: Path, name: str, present: Iterable[str]) -> None:
@@ -237,7 +237,7 @@ def _check_present(path: Path, name: str, present: Iterable[str]) -> None:
 
 
 def _absent(
-    path: Path, present: set[str], wanted: Mapping[str, GlobalTensor], mapping: MegatronMapping
+    path: Path, present: set[str], wanted: Mapping[str, TensorEntry], mapping: MegatronMapping
 ) -> tuple[frozenset[str], frozenset[str], list[str]]:
     """Return the parameters to fill with initial values, those that are zero, and remarks.
 

@@ -114,7 +114,7 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
         forms = {name: [_form(manifest.tensors[name]) for manifest in manifests] for name in mine & theirs}
         with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
             alike = sorted(name for name, (here, there) in forms.items() if here == there)
-            count = sum(_bytes_of(manifests[0].tensors[name]) for name in alike)
+            count = sum(manifests[0].tensors[name].num_bytes for name in alike)
             with progress_bar("comparing", count, in_bytes=True) as advance:
                 tensors = tuple(_compare(a, b, name, advance) for name in alike)
     except OSError as error:
@@ -131,10 +131,6 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
 
 def _form(entry: TensorEntry) -> str:
     return f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)}"
-
-
-def _bytes_of(entry: TensorEntry) -> int:
-    return prod(entry.shape) * entry.dtype.itemsize
 
 
 def _compare(first: Reader, second: Reader, name: str, progress: Advance) -> TensorDifference:

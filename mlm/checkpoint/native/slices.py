@@ -61,6 +61,9 @@ class TensorSplit:
         return range(min(rank * each, size), min((rank + 1) * each, size))
 
 
+UNSPLIT = TensorSplit(None, "first")
+
+
 @dataclass(frozen=True)
 class TensorShard:
     """A region of a global tensor, held by this rank.
@@ -72,8 +75,8 @@ class TensorShard:
     tensor: Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    split: TensorSplit | None = None
-    """Split of the global tensor over layouts, if known."""
+    split: TensorSplit = UNSPLIT
+    """Split of the global tensor over layouts."""
 
     def __post_init__(self) -> None:
         assert self.tensor.ndim == len(self.global_shape) == len(self.offset), "dims differ"
