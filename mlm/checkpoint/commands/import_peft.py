@@ -10,7 +10,7 @@ from mlm.checkpoint.commands.config import ImportHFConfig
 from mlm.checkpoint.commands.conversion_sources import SourceSettings, open_source
 from mlm.checkpoint.commands.result import show_table
 from mlm.checkpoint.huggingface import peft
-from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, read_json, reading
+from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, read_json
 from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.run_state import LORA
@@ -24,7 +24,7 @@ from mlm.inference.trained import is_model_folder, load_tokenizer, resolve_check
 from mlm.models.lora import adapter_shards
 from mlm.training.run_folder import imported_state, new_folder, run_config, write_run
 from mlm.training.state import CHECKPOINTS
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError, reading_from
 
 
 def is_adapter(source: str) -> bool:
@@ -41,7 +41,7 @@ def run(config: ImportHFConfig) -> None:
         base = resolve_checkpoint(ckpt)
     except UserError as error:
         raise UserError(f"base={ckpt}: the base of {folder} cannot be read ({error}); set base=…") from error
-    with reading(folder / peft.WEIGHTS):
+    with reading_from(folder / peft.WEIGHTS, SAVE_AGAIN):
         stored = read_safetensors_header(folder / peft.WEIGHTS, SAVE_AGAIN)[1]
     model = base.config.model
     lora = peft.read_config(settings, list(stored), model, str(folder / peft.CONFIG))
@@ -49,7 +49,7 @@ def run(config: ImportHFConfig) -> None:
     def read(name: str) -> Tensor:
         shape = stored[name].shape
         whole, target = Region((0,) * len(shape), shape), torch.empty(shape)
-        with reading(folder / peft.WEIGHTS), open(folder / peft.WEIGHTS, "rb") as f:
+        with reading_from(folder / peft.WEIGHTS, SAVE_AGAIN), open(folder / peft.WEIGHTS, "rb") as f:
             copy_region(f, stored[name], whole, whole, target)
         return target
 

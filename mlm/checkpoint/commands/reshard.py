@@ -5,8 +5,6 @@ and the target layout alone, so resharding 1 -> 2 -> 4 gives the bytes of 1 -> 4
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from mlm.checkpoint.native.folders import CHECKPOINTS, best_note
 from mlm.checkpoint.native.format import (
     JSON,
     RESTORE,
-    CheckpointError,
     Manifest,
     TensorEntry,
     read_manifest_head,
@@ -35,7 +32,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig
 from mlm.training.run_folder import new_folder, out_problems
-from mlm.util.errors import ConfigError, CorruptFileError, UserError, attempt
+from mlm.util.errors import ConfigError, CorruptFileError, UserError, attempt, reading_from
 from mlm.util.files import read_bounded, write_atomic
 from mlm.util.terminal import Advance, format_bytes, progress_bar
 
@@ -86,7 +83,7 @@ def make_plan(config: ReshardConfig) -> ReshardPlan:
     check_stored_parameters(manifest, model, path)
     if problems := split_problems(model, ParallelConfig(tp=config.tp, pp=config.pp, vp=config.vp)):
         raise ConfigError(problems)
-    with reading(path):
+    with reading_from(path, RESTORE):
         check_run_tokenizer(path, manifest.state)
         file = tokenizer_path(path)
         tokenizer = read_bounded(file, MAX_BYTES, RESTORE) if file.exists() else None
@@ -149,7 +146,7 @@ def write_checkpoint(plan: ReshardPlan, root: Path, tp: int, advance: Advance) -
     with Reader(plan.source, plan.manifest) as reader:
 
         def read(name: str, piece: Region) -> Tensor:
-            with reading(plan.source):
+            with reading_from(plan.source, RESTORE):
                 return reader.read(name, piece)
 
         return write_streamed(
@@ -163,16 +160,6 @@ def write_checkpoint(plan: ReshardPlan, root: Path, tp: int, advance: Advance) -
             stage_rank=plan.stage_ranks.__getitem__,
             progress=advance,
         )
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Around what reads the source: an OSError in it is not one of the disk written to."""
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or path
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror}. {RESTORE}") from error
 
 
 def show(config: ReshardConfig, plan: ReshardPlan, path: Path, seconds: float) -> None:

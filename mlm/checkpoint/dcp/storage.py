@@ -18,7 +18,7 @@ from mlm.checkpoint.dcp.unpickled import PickleError
 from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.shard_file import Form, Stored
 from mlm.checkpoint.native.slices import Region
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, reading_from
 from mlm.util.files import digest_file
 
 OPEN_FILES = 64
@@ -72,10 +72,8 @@ class DCPReader:
                     raise self._damaged(name, piece, str(error)) from error
                 if damaged is not None:
                     raise self._damaged(name, piece, f"bad CRC of {damaged[:60]}")
-        try:
+        with reading_from(self.folder, COPY_AGAIN):
             return {file: digest_file(self.folder / file, progress) for file in self.files}
-        except OSError as error:
-            raise UserError(f"{error.filename}: {error.strerror}: {COPY_AGAIN}") from error
 
     def _find(self, name: str, dtype: torch.dtype, piece: StoredPiece) -> Stored:
         """Return where the bytes of a piece lie in its file."""
@@ -95,7 +93,7 @@ class DCPReader:
         path = self.folder / piece.file
         reason = (why if why.isprintable() else ascii(why))[:120]
         return CorruptFileError(
-            f"{path}: the item at byte {piece.begin} holds no plain {name} ({reason}); nothing was executed: "
+            f"{path}: the item at byte {piece.begin} holds no plain {name} ({reason}); nothing was executed. "
             f"{COPY_AGAIN}"
         )
 
@@ -103,10 +101,8 @@ class DCPReader:
         if name not in self._open:
             if len(self._open) >= OPEN_FILES:
                 self._open.pop(next(iter(self._open))).close()
-            try:
+            with reading_from(self.folder, COPY_AGAIN):
                 self._open[name] = open(self.folder / name, "rb", buffering=0)  # noqa: SIM115
-            except OSError as error:
-                raise UserError(f"{error.filename}: {error.strerror}: {COPY_AGAIN}") from error
         return self._open[name]
 
 

@@ -76,7 +76,7 @@ class TorchtitanReader:
             if held != needed:
                 raise CorruptFileError(
                     f"{folder}: {ascii(theirs)[1:100]} is {held}, {needed} is needed: name the config of "
-                    f"this model, or {COPY_AGAIN}"
+                    "this model, or copy the whole folder again"
                 )
         self.names = {name: stored[their_name(name)] for name in self.shapes}
         self.reader = DCPReader(folder, tensors)

@@ -12,14 +12,13 @@ from mlm.checkpoint.huggingface.folder import (
     TOKENIZER,
     HFModel,
     find_file,
-    reading,
 )
 from mlm.checkpoint.native.format import DTYPE_NAMES
 from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
 from mlm.models.huggingface import Location, show
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import digest_file
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -60,10 +59,10 @@ class HFTensors:
             if name == beside_vocabulary and not find_file(folder, vocabulary):
                 continue
             if path := find_file(folder, name):
-                with reading(folder / name):
+                with reading_from(folder / name, SAVE_AGAIN):
                     out[name] = digest_file(path)
         for name, path in self.model.files.items():
-            with reading(folder / name):
+            with reading_from(folder / name, SAVE_AGAIN):
                 out[name] = digest_file(path, progress)
         return dict(sorted(out.items()))
 
@@ -109,7 +108,7 @@ class HFTensors:
         region = region or whole
         target = torch.empty(region.size, dtype=torch.float32)
         if region.volume:
-            with reading(self.model.folder / file), open(self.model.files[file], "rb") as f:
+            with reading_from(self.model.folder / file, SAVE_AGAIN), open(self.model.files[file], "rb") as f:
                 copy_region(f, stored, region, whole, target)
             if not torch.stack(target.aminmax()).isfinite().all():  # without a copy of the tensor's size
                 raise CorruptFileError(f"{self.model.folder / file}: {theirs} is not finite. {SAVE_AGAIN}")

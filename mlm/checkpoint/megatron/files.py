@@ -25,9 +25,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from mlm.checkpoint.dcp.metadata import COPY_AGAIN
 from mlm.checkpoint.dcp.torch_file import DAMAGES, ZIP_MAGIC, open_archive, read_archive, read_old_file
 from mlm.checkpoint.dcp.unpickled import NotDataError
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError, reading_from
 
 LATEST = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -70,23 +71,14 @@ def find_files(source: str | Path) -> RankFiles:
 
     Raises UserError when there are none or it is not clear which, CorruptFileError when one is missing.
     """
-    try:
+    with reading_from(Path(source), COPY_AGAIN):
         return _rank_files(find_step(source))
-    except OSError as error:
-        raise unreadable_error(Path(error.filename or source), error) from error
 
 
 def find_step(source: str | Path) -> Path:
     """The folder of one iteration, whatever its format. Raises UserError when it is not clear which."""
-    try:
+    with reading_from(Path(source), COPY_AGAIN):
         return _step_folder(Path(source))
-    except OSError as error:
-        raise unreadable_error(Path(error.filename or source), error) from error
-
-
-def unreadable_error(path: Path, error: OSError) -> UserError:
-    """Return the error of a file that cannot be read."""
-    return UserError(f"{path}: {error.strerror or error}: make it readable, or copy it to where it is")
 
 
 def _step_folder(source: Path) -> Path:
@@ -167,11 +159,12 @@ class TorchFile:
         """Raises CorruptFileError if the file is damaged, or names anything that is not data."""
         self.path = path
         try:
-            with open(path, "rb") if saved is None else io.BytesIO(saved) as f:
+            with (
+                reading_from(path, COPY_AGAIN),
+                open(path, "rb") if saved is None else io.BytesIO(saved) as f,
+            ):
                 self._saved = (read_archive if is_zip(f) else read_old_file)(f, _is_data)
                 self._size = f.seek(0, os.SEEK_END)
-        except OSError as error:
-            raise unreadable_error(path, error) from error
         except NotDataError as error:
             raise CorruptFileError(
                 f"{path}: {printable(str(error))}; nothing was executed: {RESAVE}"

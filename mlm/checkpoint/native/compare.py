@@ -12,13 +12,13 @@ from torch import Tensor
 from mlm.checkpoint.native.format import (
     DTYPE_NAMES,
     RESTORE,
-    CheckpointError,
     Manifest,
     TensorEntry,
     read_manifest,
 )
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.slices import Region
+from mlm.util.errors import reading_from
 from mlm.util.terminal import Advance, one_line, progress_bar
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -106,9 +106,9 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
     Reads both by blocks of rows: a dozen times BLOCK bytes, or one row, are held at most. Blocks that are
     read are compared with their digests, the others are not: `mlm ckpt verify` does that. Raises
     CorruptFileError when a file is missing, short, damaged, or holds other tensors than listed; UserError
-    when there is no such checkpoint; CheckpointError when one cannot be read.
+    when there is no such checkpoint, or one cannot be read.
     """
-    try:
+    with reading_from(first, RESTORE):
         manifests = read_manifest(first), read_manifest(second)
         mine, theirs = (manifest.tensors.keys() for manifest in manifests)
         forms = {name: [_form(manifest.tensors[name]) for manifest in manifests] for name in mine & theirs}
@@ -117,9 +117,6 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
             count = sum(manifests[0].tensors[name].num_bytes for name in alike)
             with progress_bar("comparing", count, in_bytes=True) as advance:
                 tensors = tuple(_compare(a, b, name, advance) for name in alike)
-    except OSError as error:
-        where = error.filename or f"{first} or {second}"
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror}. {RESTORE}") from error
     return CheckpointComparison(
         *manifests,
         only_first=tuple(sorted(mine - theirs)),
