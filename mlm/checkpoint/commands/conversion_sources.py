@@ -30,7 +30,7 @@ from mlm.checkpoint.native.folders import locate
 from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, TensorEntry, read_manifest
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.save_load import resolve
-from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.slices import Read, Region
 from mlm.checkpoint.native.verify import check_whole
 from mlm.checkpoint.parameters import parameters
 from mlm.data.chat_template import ChatTemplate
@@ -49,7 +49,6 @@ from mlm.util.files import digest_file, read_bounded
 from mlm.util.terminal import progress_bar
 
 SETTINGS = "tokenizer_config.json"
-Read = Callable[[str, Region], Tensor]
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,8 @@ from mlm.checkpoint.native.run_state import LORA
 from mlm.checkpoint.native.shard_file import read_safetensors_header
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import split_of
-from mlm.data.chat_template import ChatTemplate
-from mlm.data.tokenizer import Tokenizer
 from mlm.inference.base import Base, base_digest, base_name
-from mlm.inference.trained import is_model_folder, load_tokenizer, resolve_checkpoint, run_directory
+from mlm.inference.trained import resolve_checkpoint
 from mlm.models.lora import adapter_shards
 from mlm.training.run_folder import imported_state, new_folder, run_config, write_run
 from mlm.training.state import CHECKPOINTS
@@ -74,16 +72,8 @@ def run(config: ImportHFConfig) -> None:
             form,
             lambda name, region: tensors[name][region.within(Region.whole(tensors[name].shape))],
             state={**imported_state(run, {"kind": "peft", "name": run.name}, ()), LORA: from_base},
-            tokenizer=tokenizer_of_base(base.path),
+            tokenizer=below.tokenizer,
         )
     where = Path(config.out) / CHECKPOINTS / path.name
     columns: dict[str, object] = {"rank#": lora.rank, "tensors#": len(tensors)}
     show_table(f"import hf · {config.source}", columns, [], f"adapters of {ckpt}", f"written to {where}")
-
-
-def tokenizer_of_base(base: Path) -> Tokenizer:
-    """Return the tokenizer of a model folder or checkpoint, with its chat template. Raises UserError."""
-    tokenizer = load_tokenizer(None, base)
-    beside = base if is_model_folder(base) else run_directory(base)
-    tokenizer.chat_template = ChatTemplate.find(beside, tokenizer)
-    return tokenizer

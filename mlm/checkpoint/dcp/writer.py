@@ -19,13 +19,12 @@ from mlm.checkpoint.dcp.pickled import call, dtype_name, instance, size, write_p
 from mlm.checkpoint.dcp.torch_file import REBUILD, STORAGES, Window
 from mlm.checkpoint.dcp.unpickled import Name, PersistentId, Record
 from mlm.checkpoint.native.shard_file import Form
-from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.slices import Read, Region
 from mlm.util.files import CHUNK, fsync_directory, write_atomic
 
 ALIGNMENT = 64
 LARGE = 1 << 31
 """Bytes from which a record needs 64-bit sizes."""
-Read = Callable[[str, Region], Tensor]
 Progress = Callable[[int], None]
 
 

@@ -1,6 +1,7 @@
 """The tensors of a model folder of `transformers` as our parameters: checked, read, digested."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from mlm.checkpoint.huggingface.folder import (
     HFModel,
     find_file,
 )
+from mlm.checkpoint.native.compare import are_equal
 from mlm.checkpoint.native.format import DTYPE_NAMES
 from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.slices import Region
@@ -22,7 +24,6 @@ from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import digest_file
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-ROWS = 4096  # compared at a time
 
 
 class HFTensors:
@@ -157,12 +158,8 @@ class HFTensors:
 
     def _check_copy(self, copy: str, name: str) -> None:
         (_, mine), (_, other) = self.model.stored[name], self.model.stored[copy]
-        equal = mine.shape == other.shape and other.dtype in FLOATS
-        for first in range(0, mine.shape[0] if equal else 0, ROWS):
-            rows = min(ROWS, mine.shape[0] - first)
-            region = Region((first, *(0,) * (len(mine.shape) - 1)), (rows, *mine.shape[1:]))
-            equal = equal and torch.equal(self._load(name, region), self._load(copy, region))
-        if not equal:
+        is_alike = mine.shape == other.shape and other.dtype in FLOATS
+        if not (is_alike and are_equal(partial(self._load, name), partial(self._load, copy), mine.shape)):
             raise UserError(
                 f"{self.model.folder}: {copy} differs from {name}: an untied output layer is not "
                 f"supported, ours is the token table"

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mlm.checkpoint.megatron.args import (
     unsupported_arguments,
 )
 from mlm.checkpoint.megatron.files import printable
-from mlm.checkpoint.native.compare import row_blocks
+from mlm.checkpoint.native.compare import are_equal
 from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import Region, TensorSplit
 from mlm.checkpoint.parameters import parameters
@@ -71,13 +72,9 @@ class HeldTensors(ABC):
 
     def check_copies(self) -> None:
         """Raise UserError for an output layer that is not the token table that it is tied to."""
-        if HEAD not in self.names:
-            return
-        for region in row_blocks(self.shape(HEAD, self.tp_dims[HEAD]), 4):
-            if not torch.equal(self.load(HEAD, region), self.load("token.weight", region)):
-                raise UserError(
-                    f"{self.path}: the output layer differs from the token table that it is tied to"
-                )
+        head, table = (partial(self.load, name) for name in (HEAD, "token.weight"))
+        if HEAD in self.names and not are_equal(head, table, self.shape(HEAD, self.tp_dims[HEAD])):
+            raise UserError(f"{self.path}: the output layer differs from the token table that it is tied to")
 
 
 @dataclass(frozen=True)

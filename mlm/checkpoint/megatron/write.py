@@ -24,7 +24,7 @@ from mlm.checkpoint.megatron.model import stored_parameters
 from mlm.checkpoint.native.compare import row_blocks
 from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.shard_file import Form
-from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.slices import Read, Region
 from mlm.checkpoint.woven import reweave
 from mlm.models.config import ModelConfig
 from mlm.models.megatron import MegatronMapping, short_name, split_expert
@@ -36,7 +36,6 @@ RELEASE = "release"
 """Folder of a checkpoint that Megatron-LM starts from without an optimizer."""
 TABLES = ("token.weight", "output.weight", "mlm_head.vocabulary.bias")
 """Tensors with a row per token."""
-Read = Callable[[str, Region], Tensor]
 
 
 @dataclass(frozen=True)

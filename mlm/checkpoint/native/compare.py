@@ -1,7 +1,7 @@
 """Comparison of the tensors of two checkpoints, written by any layouts, in a memory of a few blocks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,6 +24,7 @@ from mlm.util.terminal import Advance, one_line, progress_bar
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype to compare an element's bits in, by its bytes."""
 
+Shape = tuple[int, ...]
 BLOCK = 1 << 22  # bytes of a tensor compared at a time: 4 MiB, up to four times that in float64
 
 
@@ -142,7 +143,7 @@ def _compare(first: Reader, second: Reader, name: str, progress: Advance) -> Ten
     return TensorDifference(name, differing, prod(entry.shape), largest, scale)
 
 
-def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Region]:
+def row_blocks(shape: Shape, itemsize: int) -> Iterator[Region]:
     """Cut a tensor along dim 0 into regions of at most BLOCK bytes, or one row."""
     if not prod(shape):
         return
@@ -153,6 +154,11 @@ def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Region]:
     rows = max(1, BLOCK // (prod(rest) * itemsize))
     for row in range(0, shape[0], rows):
         yield Region((row, *(0 for _ in rest)), (min(rows, shape[0] - row), *rest))
+
+
+def are_equal(first: Callable[[Region], Tensor], second: Callable[[Region], Tensor], shape: Shape) -> bool:
+    """Return True if two tensors of a shape, read by blocks of rows, have equal numbers."""
+    return all(torch.equal(first(region), second(region)) for region in row_blocks(shape, 4))
 
 
 def _difference(a: Tensor, b: Tensor) -> tuple[int, float]:

@@ -1,6 +1,6 @@
 """Regions of a global tensor, and the shards of ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -41,6 +41,10 @@ class Region(NamedTuple):
         """Index of these elements in a tensor that holds `outer` only."""
         starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(a, a + n) for a, n in zip(starts, self.size, strict=True))
+
+
+Read = Callable[[str, Region], Tensor]
+"""Returns elements of a tensor, on the CPU, by its name."""
 
 
 @dataclass(frozen=True)

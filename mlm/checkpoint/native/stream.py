@@ -5,17 +5,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from mlm.checkpoint.native.columns import Chunk
 from mlm.checkpoint.native.declaration import file_name
 from mlm.checkpoint.native.folders import point_latest, step_name
 from mlm.checkpoint.native.format import JSON, FileEntry, Manifest, TensorEntry, canonical, write_manifest
 from mlm.checkpoint.native.shard_file import Form, write_stream
-from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.slices import Read, Region
 from mlm.util.files import digest_bytes, fsync_directory
 
-Read = Callable[[str, Region], Tensor]
 Pieces = dict[str, dict[str, Region]]
 """File name → tensor name → the region of the tensor that the file holds."""
 
