@@ -22,6 +22,7 @@ from mlm.checkpoint.huggingface.folder import (
     read_settings,
 )
 from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.checkpoint.megatron.args import Given
 from mlm.checkpoint.megatron.distributed import CoreTensors, is_distributed, open_distributed, open_moments
 from mlm.checkpoint.megatron.files import check_records, find_files, find_step
 from mlm.checkpoint.megatron.merge import RankTensors, open_checkpoint
@@ -116,10 +117,10 @@ def open_source(path: str, settings: SourceSettings) -> Source:
     if is_core and TOKEN_TABLE.encode() in read_bounded(step / METADATA, MAX_METADATA_BYTES, COPY_AGAIN):
         return _torchtitan(step, config, tokenizer)
     known = tokenizer.vocab_size if tokenizer else None
-    sizes = {"vocab_size": settings.vocab_size, "known": known, "num_heads": settings.num_heads}
+    given = Given(vocab_size=settings.vocab_size, known=known, num_heads=settings.num_heads, config=config)
     if is_core:
-        return _megatron(open_distributed(step, config=config, **sizes), tokenizer)
-    return _megatron(open_checkpoint(find_files(path), **sizes), tokenizer)
+        return _megatron(open_distributed(step, given), tokenizer)
+    return _megatron(open_checkpoint(find_files(path), replace(given, config=None)), tokenizer)
 
 
 def _is_native(path: str) -> bool:

@@ -5,7 +5,7 @@ An argument that a version did not have is absent, and has that version's one be
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,19 @@ def family_names(last: str = "and") -> str:
     """Return the names of what is imported, for messages."""
     *names, final = (mapping.name for mapping in mappings().values())
     return f"{', '.join(names)} {last} {final}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Settings that the files may not record."""
+
+    vocab_size: int | None = None
+    """Tokens without padding; None takes `known`, else a published size where it fits."""
+    known: int | None = None
+    """Tokens of the tokenizer."""
+    num_heads: int | None = None
+    config: ModelConfig | None = None
+    """The model of a folder without arguments."""
 
 
 class MegatronArgs:
@@ -193,22 +206,12 @@ def model_config(
     )
 
 
-def true_vocabulary(
-    args: MegatronArgs,
-    mapping: MegatronMapping,
-    rows: int,
-    tp: int,
-    *,
-    vocab_size: int | None,
-    known: int | None,
-) -> int:
+def true_vocabulary(args: MegatronArgs, mapping: MegatronMapping, rows: int, tp: int, given: Given) -> int:
     """Return how many of the token table's rows are tokens.
-
-    That is `vocab_size`, the size of the tokenizer (`known`), or that of a published tokenizer.
 
     Raises UserError if they do not fit the table, or the published would leave out more than padding.
     """
-    recorded = args.number("vocab_size")
+    recorded, vocab_size, known = args.number("vocab_size"), given.vocab_size, given.known
     if vocab_size is None and known is None and recorded is not None and recorded <= rows:
         return recorded
     if vocab_size is None and known is None:

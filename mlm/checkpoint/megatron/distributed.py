@@ -32,11 +32,10 @@ from mlm.checkpoint.dcp.metadata import (
     read_objects,
 )
 from mlm.checkpoint.dcp.storage import DCPReader
-from mlm.checkpoint.megatron.args import MegatronArgs, mappings
+from mlm.checkpoint.megatron.args import Given, MegatronArgs, mappings
 from mlm.checkpoint.megatron.files import TorchFile
 from mlm.checkpoint.megatron.model import HeldTensors, MegatronModel, assemble, kind_of, no_part
 from mlm.checkpoint.native.slices import Region
-from mlm.models.config import ModelConfig
 from mlm.models.megatron import HEAD
 from mlm.util.errors import CorruptFileError
 
@@ -84,18 +83,10 @@ def is_distributed(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def open_distributed(
-    folder: Path,
-    *,
-    config: ModelConfig | None = None,
-    vocab_size: int | None = None,
-    known: int | None = None,
-    num_heads: int | None = None,
-) -> MegatronModel:
+def open_distributed(folder: Path, given: Given) -> MegatronModel:
     """Open a distributed checkpoint: names, shapes, supported arguments. Its files stay open.
 
-    `config` is the model of a folder without common.pt; the others are as in `open_checkpoint`. Raises
-    UserError and CorruptFileError.
+    Raises UserError and CorruptFileError.
     """
     common = read_common(folder)
     args = MegatronArgs(common.get("args"), folder / COMMON)
@@ -106,7 +97,7 @@ def open_distributed(
                 f"{folder}: {name} is of {tensor.dtype}: only floating-point numbers are read"
             )
     theirs = core_names(tensors)
-    kind = kind_of({folder: theirs}, args) if config is None else config.kind
+    kind = kind_of({folder: theirs}, args) if given.config is None else given.config.kind
     mapping = mappings()[kind]
     places = {}
     for name, place in theirs.items():
@@ -114,16 +105,8 @@ def open_distributed(
         if ours is None or ours in places:
             raise no_part(folder, name)
         places[ours] = place
-    return assemble(
-        CoreTensors(folder, DCPReader(folder, tensors), places),
-        args,
-        kind,
-        iteration=common.get("iteration"),
-        config=config,
-        vocab_size=vocab_size,
-        known=known,
-        num_heads=num_heads,
-    )
+    held = CoreTensors(folder, DCPReader(folder, tensors), places)
+    return assemble(held, args, kind, iteration=common.get("iteration"), given=given)
 
 
 def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:

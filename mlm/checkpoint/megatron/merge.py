@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.dcp.torch_file import DAMAGES
-from mlm.checkpoint.megatron.args import MegatronArgs, describe_value, mappings
+from mlm.checkpoint.megatron.args import Given, MegatronArgs, describe_value, mappings
 from mlm.checkpoint.megatron.files import RankFiles, TorchFile, expert_ranks_error, printable
 from mlm.checkpoint.megatron.model import HeldTensors, MegatronModel, assemble, kind_of, no_part
 from mlm.checkpoint.native.slices import Region
@@ -88,20 +88,11 @@ class RankTensors(HeldTensors):
         return rows.flatten(0, 2)
 
 
-def open_checkpoint(
-    files: RankFiles, *, vocab_size: int | None = None, known: int | None = None, num_heads: int | None = None
-) -> MegatronModel:
+def open_checkpoint(files: RankFiles, given: Given) -> MegatronModel:
     """Open and check every rank file: names, shapes, equal replicas and tied head, supported arguments.
 
-    Args:
-        files: Those of one iteration.
-        vocab_size: Tokens without padding; None takes `known`, else a published size where it fits.
-        known: Tokens of the tokenizer.
-        num_heads: For a file that does not hold it.
-
-    Raises:
-        UserError: The model is not supported, or something has to be specified.
-        CorruptFileError: A file is damaged, or they do not belong together.
+    Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError
+    if a file is damaged, or they do not belong together.
     """
     opened = {rank: TorchFile(path) for rank, path in sorted(files.files.items())}
     contents = {rank: file.parts for rank, file in opened.items()}
@@ -119,17 +110,9 @@ def open_checkpoint(
         parts,
         vp=len(chunks[0, 0]),
         version=version,
-        heads=args.number("num_attention_heads") or num_heads,
+        heads=args.number("num_attention_heads") or given.num_heads,
     )
-    return assemble(
-        held,
-        args,
-        kind,
-        iteration=contents[0, 0].get("iteration"),
-        vocab_size=vocab_size,
-        known=known,
-        num_heads=num_heads,
-    )
+    return assemble(held, args, kind, iteration=contents[0, 0].get("iteration"), given=given)
 
 
 def _chunks(path: Path, content: Mapping[str, Any]) -> list[Named]:

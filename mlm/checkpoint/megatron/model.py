@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.megatron.args import (
+    Given,
     MegatronArgs,
     check_recorded,
     family_names,
@@ -127,33 +128,16 @@ class MegatronModel:
 
 
 def assemble(
-    held: HeldTensors,
-    args: MegatronArgs,
-    kind: str,
-    *,
-    iteration: object,
-    config: ModelConfig | None = None,
-    vocab_size: int | None = None,
-    known: int | None = None,
-    num_heads: int | None = None,
+    held: HeldTensors, args: MegatronArgs, kind: str, *, iteration: object, given: Given
 ) -> MegatronModel:
     """Check that the tensors are those of a model of `kind`, and return it.
-
-    Args:
-        held: The tensors.
-        args: Arguments of the run.
-        kind: Its model family.
-        iteration: As the files record it.
-        config: The model, for files without arguments.
-        vocab_size: Tokens without padding; None takes `known`, else a published size where it fits.
-        known: Tokens of the tokenizer.
-        num_heads: For a file that does not hold it.
 
     Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError.
     """
     mapping, present = mappings()[kind], set(held.names)
-    given = mapping.settings(args.values) if config is None else {"ffn_hidden_size": config.ffn_size}
-    sizes = _sizes(held, mapping, given)
+    config, num_heads = given.config, given.num_heads
+    known = mapping.settings(args.values) if config is None else {"ffn_hidden_size": config.ffn_size}
+    sizes = _sizes(held, mapping, known)
     check_recorded(args, held.tp, held.pp, sizes)
     table_rows = sizes["vocab_size"]
     heads = args.number("num_attention_heads") or num_heads
@@ -168,7 +152,7 @@ def assemble(
     filled, zeros, remarks = _absent(held.path, present, wanted, mapping)
     held.check(wanted)
     if config is None:
-        vocabulary = true_vocabulary(args, mapping, table_rows, held.tp, vocab_size=vocab_size, known=known)
+        vocabulary = true_vocabulary(args, mapping, table_rows, held.tp, given)
         model = model_config(args, shape, held.tp, num_heads=num_heads, vocab_size=vocabulary)
     else:
         model = config

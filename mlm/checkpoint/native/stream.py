@@ -1,9 +1,10 @@
 """Writing a checkpoint in one process, a piece of a tensor at a time: for resharding and imports."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from mlm.checkpoint.native.columns import Chunk
 from mlm.checkpoint.native.declaration import file_name
@@ -13,8 +14,22 @@ from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Read, Region
 from mlm.util.files import digest_bytes, fsync_directory
 
+T = TypeVar("T")
 Pieces = dict[str, dict[str, Region]]
 """File name → tensor name → the region of the tensor that the file holds."""
+
+
+def group_by_size(items: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
+    """Distribute items over groups of at most `most` bytes, in order; a larger item has its own."""
+    groups: list[list[T]] = [[]]
+    held = 0
+    for item in items:
+        if groups[-1] and held + size(item) > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(item)
+        held += size(item)
+    return groups
 
 
 def derived_id(value: JSON) -> str:

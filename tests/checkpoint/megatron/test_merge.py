@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mlm.checkpoint.megatron.args import Given
 from mlm.checkpoint.megatron.files import find_files
 from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
 from mlm.checkpoint.native.slices import Region
@@ -25,7 +26,7 @@ from tests.checkpoint.megatron.written import (
 
 
 def opened(folder: Path, **settings: Any) -> MegatronModel:
-    return open_checkpoint(find_files(folder), **({"vocab_size": VOCAB} | settings))
+    return open_checkpoint(find_files(folder), Given(**({"vocab_size": VOCAB} | settings)))
 
 
 def test_tensors_stay_in_their_file_until_they_are_read(tmp_path: Path) -> None:
