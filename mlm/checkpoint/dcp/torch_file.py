@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from mlm.checkpoint.dcp.unpickled import PersistentId, PickleError, Record, read_pickle, read_pickles
+from mlm.checkpoint.dcp.unpickled import Name, PersistentId, PickleError, Record, read_pickle, read_pickles
+from mlm.checkpoint.native.format import MAX_DIMS
 from mlm.checkpoint.native.shard_file import Stored
 
 MAX_PICKLE_BYTES = 1 << 28
@@ -39,7 +40,10 @@ STORAGES = {
 """dtype -> class of torch that a tensor's description names."""
 DTYPES = {f"torch.{name}": dtype for dtype, name in STORAGES.items()}
 REBUILD = "torch._utils._rebuild_tensor_v2"
-DAMAGES = (zipfile.BadZipFile, struct.error, EOFError, RuntimeError, LookupError, TypeError, ValueError)
+DAMAGES = (
+    *(zipfile.BadZipFile, struct.error, EOFError, RuntimeError),
+    *(LookupError, AttributeError, TypeError, ValueError),
+)
 """Errors of a damaged file; a PickleError is a ValueError."""
 IsData = Callable[[str], bool]
 
@@ -111,17 +115,26 @@ class Saved:
         if type(tensor) is not Record or tensor.name != REBUILD:
             raise PickleError("describes no plain tensor")
         storage, first, shape, strides = tensor.args[:4]
-        _, kind, key = storage.value[:3] if type(storage) is PersistentId else ("", "", "")
-        if type(shape) is not tuple or any(type(n) is not int or n < 0 for n in (first, *shape)):
+        dtype, (begin, held) = _dtype(storage), self.storages[storage.value[2]]
+        if type(shape) is not tuple or len(shape) > MAX_DIMS:
+            raise PickleError(f"has a shape that is no list of at most {MAX_DIMS} numbers")
+        if any(type(n) is not int or n < 0 for n in (first, *shape)):
             raise PickleError("has an impossible shape")
         contiguous = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if any(n > 1 and a != b for n, a, b in zip(shape, strides, contiguous, strict=True)):
             raise PickleError(f"is no contiguous tensor of {list(shape)}")
-        dtype, (begin, held) = DTYPES[kind], self.storages[key]
         needed = (first + prod(shape)) * dtype.itemsize
         if needed > held:
             raise PickleError(f"needs {needed} bytes, {held} are stored")
         return Stored(dtype, shape, begin + first * dtype.itemsize)
+
+
+def _dtype(storage: Any) -> torch.dtype:
+    """Return the dtype of the storage that a reference names."""
+    _, kind, key, *_ = storage.value if type(storage) is PersistentId else (None, None, None)
+    if type(kind) is not Name or type(key) is not str:  # to hash a tuple would recurse
+        raise PickleError("describes no plain tensor")
+    return DTYPES[kind]
 
 
 def open_archive(f: BinaryIO) -> zipfile.ZipFile:
@@ -165,9 +178,11 @@ def read_old_file(f: BinaryIO, is_data: IsData) -> Saved:
     magic, _, _, value, keys = values
     if magic != MAGIC or type(keys) is not list:
         raise PickleError("begins otherwise")
-    itemsizes = {each.value[2]: DTYPES[each.value[1]].itemsize for each in references}
+    itemsizes = {each.value[2]: _dtype(each).itemsize for each in references}
     storages = {}
     for key in keys:
+        if type(key) is not str:
+            raise PickleError("a storage has no name")
         f.seek(at)
         begin, held = at + 8, int.from_bytes(f.read(8), "little") * itemsizes[key]
         storages[key], at = (begin, held), begin + held
