@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import TensorSplit
-from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
 from mlm.models.stage import parameter_home
@@ -18,10 +18,10 @@ def build_on_meta(model: ModelConfig) -> nn.Module:
         return family_of(model.kind).model(model, tp=Axis("tp"))
 
 
-def parameters(model: ModelConfig) -> dict[str, GlobalTensor]:
+def parameters(model: ModelConfig) -> dict[str, TensorEntry]:
     """Return every parameter: name (layers.0.mlp.up.weight) -> whole shape without padding, float32."""
     return {
-        shard.name: GlobalTensor(shard.global_shape, torch.float32, split_of(shard, model.vocab_multiple))
+        shard.name: TensorEntry(shard.global_shape, torch.float32, split_of(shard, model.vocab_multiple))
         for shard in parameter_shards(build_on_meta(model), Axis("tp"))
     }
 

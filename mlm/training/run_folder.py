@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import mlm
-from mlm.checkpoint.native.format import JSON, FileEntry
+from mlm.checkpoint.native.format import JSON, FileEntry, TensorEntry
 from mlm.checkpoint.native.run_state import TOKENIZER
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
+from mlm.checkpoint.native.stream import derived_id, write_streamed
 from mlm.checkpoint.parameters import build_on_meta
 from mlm.config.build import to_dict
 from mlm.data.config import DataConfig
@@ -56,7 +56,7 @@ def initial_values(model: ModelConfig, names: Collection[str], seed: int) -> dic
 
 def write_run(
     run: Path,
-    tensors: Mapping[str, GlobalTensor],
+    tensors: Mapping[str, TensorEntry],
     read: Callable[[str, Region], Tensor],
     *,
     state: Mapping[str, JSON],

@@ -5,6 +5,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
@@ -173,6 +174,15 @@ def attempt(problems: list[str], call: Callable[[], T]) -> T | None:
     except UserError as error:
         problems += [problem for problem in error.problems if problem not in problems]
         return None
+
+
+@contextmanager
+def reading_from(path: Path, fix: str) -> Iterator[None]:
+    """Raise UserError for errors of the disk while reading `path`, or a file below it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{error.filename or path}: cannot be read: {error.strerror}. {fix}") from error
 
 
 @contextmanager

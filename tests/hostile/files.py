@@ -65,6 +65,9 @@ def payloads(marker: Path) -> dict[str, bytes]:
     return {**found, "numpy objects": file.getvalue()}
 
 
+SPLIT = {"tp_dim": None, "stage": "first", "multiple": 1}
+
+
 def manifest_of(shape: list[int], offsets: list[list[int]], size: list[int]) -> dict[str, Any]:
     """A manifest of one tensor, in chunks of `size` at these offsets: each in a file of 8 bytes."""
     names = [f"{number:06d}.safetensors" for number in range(len(offsets))]
@@ -76,7 +79,7 @@ def manifest_of(shape: list[int], offsets: list[list[int]], size: list[int]) -> 
         "step": 1,
         "save_id": "x",
         "files": {name: {"bytes": 8, "digest": DIGEST, "blocks": [DIGEST]} for name in names},
-        "tensors": {"w": {"shape": shape, "dtype": "F32", "split": None, "norms": None}},
+        "tensors": {"w": {"shape": shape, "dtype": "F32", "split": SPLIT, "norms": None}},
         "chunks": pack(encode_columns(columns_of([dims], [chunks], names))),
         "state": {},
     }

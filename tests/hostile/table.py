@@ -71,7 +71,7 @@ MANIFESTS: dict[str, Edit] = dict(
             }.items()
             for value in values
         ),
-        *each("split", [{}, [], 3], "tensors", QKV, "split"),
+        *each("split", [None, {}, [], 3], "tensors", QKV, "split"),
         *(
             (f"split {key} {value!r}", put("tensors", QKV, "split", to=SPLIT | {key: value}))
             for key, values in {

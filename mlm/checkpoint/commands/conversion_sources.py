@@ -22,16 +22,16 @@ from mlm.checkpoint.huggingface.folder import (
     read_settings,
 )
 from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.checkpoint.megatron.args import Given
 from mlm.checkpoint.megatron.distributed import CoreTensors, is_distributed, open_distributed, open_moments
-from mlm.checkpoint.megatron.files import check_records, find_files, find_step, unreadable_error
+from mlm.checkpoint.megatron.files import check_records, find_files, find_step
 from mlm.checkpoint.megatron.merge import RankTensors, open_checkpoint
 from mlm.checkpoint.megatron.model import MegatronModel
 from mlm.checkpoint.native.folders import locate
-from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.native.format import JSON, RESTORE, Manifest, TensorEntry, read_manifest
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.save_load import resolve
-from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor
+from mlm.checkpoint.native.slices import Read, Region
 from mlm.checkpoint.native.verify import check_whole
 from mlm.checkpoint.parameters import parameters
 from mlm.data.chat_template import ChatTemplate
@@ -45,12 +45,11 @@ from mlm.models.lora import adapter_shards, merged_changes
 from mlm.parallel.low_rank import WeightChange
 from mlm.parallel.mesh import Axis
 from mlm.training.state import is_weights_only
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import digest_file, read_bounded
 from mlm.util.terminal import progress_bar
 
 SETTINGS = "tokenizer_config.json"
-Read = Callable[[str, Region], Tensor]
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Source:
         return self.checkpoint or Manifest(0, "", {}, {}, made_up)
 
     @cached_property
-    def parameters(self) -> Mapping[str, GlobalTensor]:
+    def parameters(self) -> Mapping[str, TensorEntry]:
         """Every parameter of ours."""
         return parameters(self.model)
 
@@ -118,10 +117,10 @@ def open_source(path: str, settings: SourceSettings) -> Source:
     if is_core and TOKEN_TABLE.encode() in read_bounded(step / METADATA, MAX_METADATA_BYTES, COPY_AGAIN):
         return _torchtitan(step, config, tokenizer)
     known = tokenizer.vocab_size if tokenizer else None
-    sizes = {"vocab_size": settings.vocab_size, "known": known, "num_heads": settings.num_heads}
+    given = Given(vocab_size=settings.vocab_size, known=known, num_heads=settings.num_heads, config=config)
     if is_core:
-        return _megatron(open_distributed(step, config=config, **sizes), tokenizer)
-    return _megatron(open_checkpoint(find_files(path), **sizes), tokenizer)
+        return _megatron(open_distributed(step, given), tokenizer)
+    return _megatron(open_checkpoint(find_files(path), replace(given, config=None)), tokenizer)
 
 
 def _is_native(path: str) -> bool:
@@ -158,12 +157,8 @@ def native_source(path: str, tokenizer: Tokenizer | None = None) -> Source:
     def read(kind: str, name: str, region: Region) -> Tensor:
         if f"{kind}.{name}" not in manifest.tensors:
             raise CorruptFileError(f"{step}: holds no {kind}.{name}, its config has one. {RESTORE}")
-        try:
+        with reading_from(step, RESTORE):
             return reader.read(f"{kind}.{name}", region).float()
-        except OSError as error:
-            raise CorruptFileError(
-                f"{error.filename}: cannot be read: {error.strerror}. {RESTORE}"
-            ) from error
 
     def digests() -> dict[str, str]:
         size = sum(entry.bytes for entry in manifest.files.values())
@@ -254,14 +249,13 @@ def read_tokenizer(model: HFModel) -> tuple[Tokenizer | None, list[str]]:
     present = {name for name in TOKENIZER if find_file(model.folder, name)}
     if not any(present.issuperset(kind) for kind in (TOKENIZER[:1], TOKENIZER[1:3], TOKENIZER[3:4])):
         return None, ["no tokenizer is there: give tokenizer=… where text is read or written"]
-    try:
-        tokenizer = Tokenizer.load(model.folder)
-    except CorruptFileError:
-        raise
-    except UserError as error:
-        return None, [f"the tokenizer was not taken: {error}"]
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be read: {error.strerror}. {SAVE_AGAIN}") from error
+    with reading_from(model.folder, SAVE_AGAIN):
+        try:
+            tokenizer = Tokenizer.load(model.folder)
+        except CorruptFileError:
+            raise
+        except UserError as error:
+            return None, [f"the tokenizer was not taken: {error}"]
     notes, size = unread_tokens(model.folder, tokenizer), model.config.vocab_size
     try:
         tokenizer.chat_template = ChatTemplate.find(model.folder, tokenizer)
@@ -376,9 +370,7 @@ def _digests(opened: MegatronModel) -> Iterable[tuple[str, str]]:
     paths, digests = list(held.files.files.values()), {}
     with progress_bar("reading", sum(path.stat().st_size for path in paths), in_bytes=True) as advance:
         for path in paths:
-            try:
+            with reading_from(path, COPY_AGAIN):
                 check_records(path)
                 digests[path.relative_to(held.path).as_posix()] = digest_file(path, advance)
-            except OSError as error:
-                raise unreadable_error(path, error) from error
     return digests.items()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.commands.conversion_sources import Source
-from mlm.checkpoint.commands.huggingface_target import hf_mapping, token_ids, write_hf, write_json
+from mlm.checkpoint.commands.huggingface_target import hf_mapping, token_ids, write_json
 from mlm.checkpoint.commands.reshard import stage_ranks_of
 from mlm.checkpoint.dcp.torchtitan import torchtitan_tensors
 from mlm.checkpoint.dcp.writer import DCPTensor, plan_files, write_items, write_metadata
@@ -112,14 +112,6 @@ def write_native(
     )
 
 
-def write_transformers(
-    source: Source, folder: Path, dtype: torch.dtype, file_gb: float, advance: Advance
-) -> None:
-    """Write a folder that `transformers` loads."""
-    progress = Progress(folder, advance)
-    write_hf(source, folder, dtype, file_gb, advance, partial(progress.shard, folder))
-
-
 def write_dcp(
     folder: Path,
     tensors: Mapping[str, DCPTensor],
@@ -147,21 +139,20 @@ def write_torchtitan(
     write_config(source, folder)
 
 
-def write_megatron_dcp(writer: MegatronWriter, folder: Path, file_gb: float, advance: Advance) -> None:
-    """Write a DCP folder with Megatron's names, a tensor for each of a layer, and common.pt."""
-    tensors, read = core_tensors(writer, stacked=False)
-    write_dcp(folder, tensors, read, file_gb, Progress(folder, advance), advance)
-    (folder / "common.pt").unlink(missing_ok=True)
-    write_common(folder, writer)
+def write_core(
+    writer: MegatronWriter, folder: Path, file_gb: float, advance: Advance, *, stacked: bool
+) -> None:
+    """Write a DCP folder with Megatron's names, and common.pt.
 
-
-def write_torch_dist(writer: MegatronWriter, folder: Path, file_gb: float, advance: Advance) -> None:
-    """Write a checkpoint that Megatron-LM starts from: release/ and the file that names it."""
-    tensors, read = core_tensors(writer, stacked=True)
-    write_dcp(folder / RELEASE, tensors, read, file_gb, Progress(folder, advance), advance)
-    (folder / RELEASE / "common.pt").unlink(missing_ok=True)
-    write_common(folder / RELEASE, writer)
-    write_atomic(folder / LATEST, RELEASE.encode())
+    `stacked` is what Megatron-LM starts from: release/ and the file that names it, layers in one tensor.
+    """
+    tensors, read = core_tensors(writer, stacked=stacked)
+    inner = folder / RELEASE if stacked else folder
+    write_dcp(inner, tensors, read, file_gb, Progress(folder, advance), advance)
+    (inner / "common.pt").unlink(missing_ok=True)
+    write_common(inner, writer)
+    if stacked:
+        write_atomic(folder / LATEST, RELEASE.encode())
 
 
 def write_torch(writer: MegatronWriter, folder: Path, advance: Advance) -> None:

@@ -1,6 +1,5 @@
 """Comparison of two checkpoints of any format: every parameter, and outputs computed a layer at a time."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from mlm.checkpoint.commands.conversion_sources import Source
 from mlm.checkpoint.native.compare import row_blocks
-from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.slices import Read, Region
 from mlm.models.backbone import Transformer
 from mlm.models.config import ModelConfig
 from mlm.models.family import family_of
@@ -19,7 +18,6 @@ from mlm.util.errors import CheckFailedError
 from mlm.util.terminal import progress_bar
 
 TOKENS = 64
-Read = Callable[[str, Region], Tensor]
 
 
 def compare(source: Source, target: Source, dtype: torch.dtype) -> str:

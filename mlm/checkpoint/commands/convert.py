@@ -6,6 +6,7 @@ whole are kept.
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from mlm.checkpoint.commands.config import (
 )
 from mlm.checkpoint.commands.conversion_sources import Source, SourceSettings, open_source
 from mlm.checkpoint.commands.conversion_verify import compare
-from mlm.checkpoint.commands.huggingface_target import hf_mapping
+from mlm.checkpoint.commands.huggingface_target import hf_mapping, write_hf
 from mlm.checkpoint.commands.result import model_columns, show_table
 from mlm.checkpoint.dcp.torchtitan import stored_shapes
 from mlm.checkpoint.megatron.write import MegatronWriter, rank_files
@@ -174,12 +175,12 @@ def write(
         case "native":
             targets.write_native(source, folder, origin, advance, tp=config.tp, pp=config.pp, resumes=True)
         case "hf":
-            targets.write_transformers(source, folder, dtype, most, advance)
+            progress = targets.Progress(folder, advance)
+            write_hf(source, folder, dtype, most, advance, partial(progress.shard, folder))
         case "torchtitan":
             targets.write_torchtitan(source, folder, dtype, most, advance)
-        case "torch_dist":
-            targets.write_torch_dist(writer_of(config, source), folder, most, advance)
-        case "megatron_dcp":
-            targets.write_megatron_dcp(writer_of(config, source), folder, most, advance)
+        case "torch_dist" | "megatron_dcp":
+            writer = writer_of(config, source)
+            targets.write_core(writer, folder, most, advance, stacked=config.to == "torch_dist")
         case "torch":
             targets.write_torch(writer_of(config, source), folder, advance)

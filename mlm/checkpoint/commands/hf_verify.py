@@ -22,7 +22,7 @@ from mlm.models.huggingface import Outputs, ProbeSamples
 from mlm.optim.config import PrecisionConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext, shape_context
-from mlm.util.errors import CheckFailedError, UserError
+from mlm.util.errors import CheckFailedError, UserError, attempt
 
 TOLERANCE = 1e-4
 """Of the largest number compared: float32 sums of these lengths in two orders differ by a tenth of it at
@@ -48,12 +48,10 @@ class Agreement:
 
 def extra_problems(verify: bool) -> list[str]:
     """Return what is missing to verify, for a preflight."""
-    try:
-        if verify:
-            _transformers()
-    except UserError as error:
-        return list(error.problems)
-    return []
+    problems: list[str] = []
+    if verify:
+        attempt(problems, _transformers)
+    return problems
 
 
 def compare_logits(folder: Path, run: Path) -> Agreement:

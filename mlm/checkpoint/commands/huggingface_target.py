@@ -19,6 +19,7 @@ from mlm.checkpoint.native.format import JSON, FileEntry
 from mlm.checkpoint.native.run_state import FINETUNING, as_strings, label_names
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.stream import group_by_size
 from mlm.data.chat_template import FILE as CHAT_TEMPLATE
 from mlm.inference.chat import end_of_turn_tokens
 from mlm.models.family import family_of
@@ -114,15 +115,7 @@ def plan_tensors(source: Source, mapping: HuggingFaceMapping, dtype: torch.dtype
 
 def into_files(tensors: list[Exported], most: int) -> dict[str, list[Exported]]:
     """Distribute tensors over files of at most `most` bytes, in order; a larger tensor has its own."""
-    groups: list[list[Exported]] = [[]]
-    size = 0
-    for tensor in tensors:
-        needed = tensor.form.num_bytes + HEADER
-        if groups[-1] and size + needed > most:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += needed
+    groups = group_by_size(tensors, lambda tensor: tensor.form.num_bytes + HEADER, most)
     if len(groups) == 1:
         return {WEIGHTS: groups[0]}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}

@@ -12,7 +12,7 @@ from mlm.checkpoint.commands import import_peft
 from mlm.checkpoint.commands.config import ImportHFConfig
 from mlm.checkpoint.commands.conversion_sources import huggingface_source
 from mlm.checkpoint.commands.conversion_targets import tensor_bytes, write_native
-from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, Agreement, compare_logits, extra_problems
+from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, compare_logits, extra_problems
 from mlm.checkpoint.commands.result import model_columns, show_table
 from mlm.checkpoint.huggingface.folder import HFModel, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
@@ -72,12 +72,14 @@ def run(config: ImportHFConfig) -> None:
     """Import the model and print a table. Raises UserError and leaves no files."""
     if import_peft.is_adapter(config.source):
         import_peft.run(config)
-    else:
-        show(config, *convert(config))
+        return
+    model, notes, *lines = convert(config)
+    columns = {"class#": model.architecture, **model_columns(model.config)}
+    show_table(f"import hf · {config.source}", columns, notes, *lines)
 
 
-def convert(config: ImportHFConfig) -> tuple[HFModel, Path, list[str], Agreement | None]:
-    """Read, write, verify and publish; return what `show` prints."""
+def convert(config: ImportHFConfig) -> tuple[HFModel, list[str], str, str]:
+    """Read, write, verify and publish; return the model, notes, and what was compared and written."""
     folder, revision = locate(config)
     name = folder.resolve().name if revision is None else config.source
     model, out = read_model(folder), Path(config.out)
@@ -87,8 +89,8 @@ def convert(config: ImportHFConfig) -> tuple[HFModel, Path, list[str], Agreement
     with new_folder(out, count) as run:
         with progress_bar(f"writing {out}", count, in_bytes=True) as advance:
             path = write_native(source, run, origin, advance)
-        agreement = compare_logits(folder, run) if config.verify else None
-    return model, out / CHECKPOINTS / path.name, list(source.notes), agreement
+        line = str(compare_logits(folder, run)) if config.verify else NOT_COMPARED
+    return model, list(source.notes), line, f"written to {out / CHECKPOINTS / path.name}"
 
 
 def locate(config: ImportHFConfig) -> tuple[Path, str | None]:
@@ -100,12 +102,3 @@ def locate(config: ImportHFConfig) -> tuple[Path, str | None]:
         raise UserError(no_such_folder(config.source))
     folder = fetch(config.source, config.revision, "source")
     return folder, commit_of(folder) or config.revision or "main"
-
-
-def show(
-    config: ImportHFConfig, model: HFModel, path: Path, notes: list[str], agreement: Agreement | None
-) -> None:
-    """Print the table and notes."""
-    columns = {"class#": model.architecture, **model_columns(model.config)}
-    lines = str(agreement or NOT_COMPARED), f"written to {path}"
-    show_table(f"import hf · {config.source}", columns, notes, *lines)

@@ -10,21 +10,19 @@ from mlm.checkpoint.commands.config import ImportHFConfig
 from mlm.checkpoint.commands.conversion_sources import SourceSettings, open_source
 from mlm.checkpoint.commands.result import show_table
 from mlm.checkpoint.huggingface import peft
-from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, read_json, reading
+from mlm.checkpoint.huggingface.folder import SAVE_AGAIN, read_json
+from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.run_state import LORA
 from mlm.checkpoint.native.shard_file import read_safetensors_header
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import split_of
-from mlm.data.chat_template import ChatTemplate
-from mlm.data.tokenizer import Tokenizer
 from mlm.inference.base import Base, base_digest, base_name
-from mlm.inference.trained import is_model_folder, load_tokenizer, resolve_checkpoint, run_directory
+from mlm.inference.trained import resolve_checkpoint
 from mlm.models.lora import adapter_shards
 from mlm.training.run_folder import imported_state, new_folder, run_config, write_run
 from mlm.training.state import CHECKPOINTS
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError, reading_from
 
 
 def is_adapter(source: str) -> bool:
@@ -41,7 +39,7 @@ def run(config: ImportHFConfig) -> None:
         base = resolve_checkpoint(ckpt)
     except UserError as error:
         raise UserError(f"base={ckpt}: the base of {folder} cannot be read ({error}); set base=…") from error
-    with reading(folder / peft.WEIGHTS):
+    with reading_from(folder / peft.WEIGHTS, SAVE_AGAIN):
         stored = read_safetensors_header(folder / peft.WEIGHTS, SAVE_AGAIN)[1]
     model = base.config.model
     lora = peft.read_config(settings, list(stored), model, str(folder / peft.CONFIG))
@@ -49,7 +47,7 @@ def run(config: ImportHFConfig) -> None:
     def read(name: str) -> Tensor:
         shape = stored[name].shape
         whole, target = Region((0,) * len(shape), shape), torch.empty(shape)
-        with reading(folder / peft.WEIGHTS), open(folder / peft.WEIGHTS, "rb") as f:
+        with reading_from(folder / peft.WEIGHTS, SAVE_AGAIN), open(folder / peft.WEIGHTS, "rb") as f:
             copy_region(f, stored[name], whole, whole, target)
         return target
 
@@ -65,7 +63,7 @@ def run(config: ImportHFConfig) -> None:
         found, shape = tuple(tensors[name].shape), shard.global_shape
         if found != shape:
             raise CorruptFileError(f"{folder}: {name} is {list(found)}, its base makes it {list(shape)}")
-        form[name] = GlobalTensor(shape, torch.float32, split_of(shard, model.vocab_multiple))
+        form[name] = TensorEntry(shape, torch.float32, split_of(shard, model.vocab_multiple))
     run = replace(run_config(folder.resolve().name, model), lora=lora)
     from_base = Base(base_name(ckpt, base.path), base_digest(base.path)).encode()
     with new_folder(Path(config.out), sum(one.num_bytes for one in form.values())) as out:
@@ -74,16 +72,8 @@ def run(config: ImportHFConfig) -> None:
             form,
             lambda name, region: tensors[name][region.within(Region.whole(tensors[name].shape))],
             state={**imported_state(run, {"kind": "peft", "name": run.name}, ()), LORA: from_base},
-            tokenizer=tokenizer_of_base(base.path),
+            tokenizer=below.tokenizer,
         )
     where = Path(config.out) / CHECKPOINTS / path.name
     columns: dict[str, object] = {"rank#": lora.rank, "tensors#": len(tensors)}
     show_table(f"import hf · {config.source}", columns, [], f"adapters of {ckpt}", f"written to {where}")
-
-
-def tokenizer_of_base(base: Path) -> Tokenizer:
-    """Return the tokenizer of a model folder or checkpoint, with its chat template. Raises UserError."""
-    tokenizer = load_tokenizer(None, base)
-    beside = base if is_model_folder(base) else run_directory(base)
-    tokenizer.chat_template = ChatTemplate.find(beside, tokenizer)
-    return tokenizer

@@ -86,7 +86,7 @@ def groups(manifest: Manifest) -> dict[str, Group]:
         group = grouped.setdefault(".".join(words[: 2 if words[0] == "optimizer" else 1]), Group())
         group.tensors += 1
         group.elements += prod(entry.shape)
-        group.bytes += prod(entry.shape) * entry.dtype.itemsize
+        group.bytes += entry.num_bytes
         group.dtypes = tuple(sorted({*group.dtypes, DTYPE_NAMES[entry.dtype]}))
     return dict(sorted(grouped.items()))
 
@@ -95,7 +95,7 @@ def _tensor(entry: TensorEntry) -> dict[str, Any]:
     return {
         "shape": list(entry.shape),
         "dtype": DTYPE_NAMES[entry.dtype],
-        "split": entry.split and asdict(entry.split),
+        "split": asdict(entry.split),
         "pieces": {chunk.file: describe(chunk.region) for chunk in entry.chunks},
     }
 
@@ -173,8 +173,6 @@ def data_text(segments: JSON) -> str:
 
 def split_text(entry: TensorEntry) -> str:
     """`dim 0 over tp, layer 3`: the split of a tensor over layouts."""
-    if entry.split is None:
-        return "not recorded"
     dim, stage = entry.split.tp_dim, entry.split.stage
     over = "whole on each tp rank" if dim is None else f"dim {dim} over tp"
     if entry.split.multiple > 1:

@@ -5,8 +5,6 @@ and the target layout alone, so resharding 1 -> 2 -> 4 gives the bytes of 1 -> 4
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +13,18 @@ from torch import Tensor
 from mlm.checkpoint.commands.config import ReshardConfig
 from mlm.checkpoint.commands.result import show_table
 from mlm.checkpoint.native.folders import CHECKPOINTS, best_note
-from mlm.checkpoint.native.format import JSON, RESTORE, CheckpointError, Manifest, read_manifest_head
+from mlm.checkpoint.native.format import (
+    JSON,
+    RESTORE,
+    Manifest,
+    TensorEntry,
+    read_manifest_head,
+)
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.run_state import LINEAGE, TOKENIZER_FILE, check_run_tokenizer, tokenizer_path
 from mlm.checkpoint.native.save_load import read_finite, resolve
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
+from mlm.checkpoint.native.stream import derived_id, write_streamed
 from mlm.data.tokenizer import MAX_BYTES
 from mlm.inference.base import Base
 from mlm.inference.trained import check_stored_parameters, split_problems, trained_config
@@ -28,7 +32,7 @@ from mlm.models.config import ModelConfig
 from mlm.models.stage import split_layers
 from mlm.parallel.config import ParallelConfig
 from mlm.training.run_folder import new_folder, out_problems
-from mlm.util.errors import ConfigError, CorruptFileError, UserError, attempt
+from mlm.util.errors import ConfigError, CorruptFileError, UserError, attempt, reading_from
 from mlm.util.files import read_bounded, write_atomic
 from mlm.util.terminal import Advance, format_bytes, progress_bar
 
@@ -43,7 +47,7 @@ class ReshardPlan:
     source: Path
     """The step-… directory to read."""
     manifest: Manifest
-    tensors: dict[str, GlobalTensor]
+    tensors: dict[str, TensorEntry]
     stage_ranks: dict[int | str, int]
     """Pipeline rank of each layer, and of "first" and "last"."""
     state: dict[str, JSON]
@@ -79,7 +83,7 @@ def make_plan(config: ReshardConfig) -> ReshardPlan:
     check_stored_parameters(manifest, model, path)
     if problems := split_problems(model, ParallelConfig(tp=config.tp, pp=config.pp, vp=config.vp)):
         raise ConfigError(problems)
-    with reading(path):
+    with reading_from(path, RESTORE):
         check_run_tokenizer(path, manifest.state)
         file = tokenizer_path(path)
         tokenizer = read_bounded(file, MAX_BYTES, RESTORE) if file.exists() else None
@@ -98,15 +102,15 @@ def stage_ranks_of(model: ModelConfig, pp: int, vp: int) -> dict[int | str, int]
 
 def tensors_to_write(
     path: Path, manifest: Manifest, stage_ranks: dict[int | str, int], *, weights_only: bool
-) -> dict[str, GlobalTensor]:
+) -> dict[str, TensorEntry]:
     """Return the tensors by name. Raises CorruptFileError for one without a split that fits the model."""
     tensors = {}
     for name, entry in manifest.tensors.items():
         if weights_only and name.startswith("optimizer."):
             continue
-        if entry.split is None or entry.split.stage not in stage_ranks:
+        if entry.split.stage not in stage_ranks:
             raise CorruptFileError(f"{path}: does not record how {name} is split in this model. {RESTORE}")
-        tensors[name] = GlobalTensor(entry.shape, entry.dtype, entry.split, entry.norm, entry.norm_before)
+        tensors[name] = entry
     return tensors
 
 
@@ -142,7 +146,7 @@ def write_checkpoint(plan: ReshardPlan, root: Path, tp: int, advance: Advance) -
     with Reader(plan.source, plan.manifest) as reader:
 
         def read(name: str, piece: Region) -> Tensor:
-            with reading(plan.source):
+            with reading_from(plan.source, RESTORE):
                 return reader.read(name, piece)
 
         return write_streamed(
@@ -156,16 +160,6 @@ def write_checkpoint(plan: ReshardPlan, root: Path, tp: int, advance: Advance) -
             stage_rank=plan.stage_ranks.__getitem__,
             progress=advance,
         )
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Around what reads the source: an OSError in it is not one of the disk written to."""
-    try:
-        yield
-    except OSError as error:
-        where = error.filename or path
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror}. {RESTORE}") from error
 
 
 def show(config: ReshardConfig, plan: ReshardPlan, path: Path, seconds: float) -> None:

@@ -22,7 +22,7 @@ from mlm.checkpoint.dcp.unpickled import PickleError, Record, read_pickle
 from mlm.checkpoint.native.columns import Chunk, columns_of, tiling_problem
 from mlm.checkpoint.native.format import DTYPES, MAX_DIMS, MAX_NAME
 from mlm.checkpoint.native.slices import Region
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, reading_from
 from mlm.util.files import read_bounded
 
 METADATA = ".metadata"
@@ -33,7 +33,7 @@ CLASSES = f"{PACKAGE}.metadata"
 STORAGE_INFO = f"{PACKAGE}.filesystem._StorageInfo"
 FILE_NAME = re.compile(r"[\w-][\w.-]{0,200}\.distcp", re.ASCII)
 DTYPES_BY_NAME = {str(dtype): dtype for dtype in DTYPES.values()}
-COPY_AGAIN = "copy the whole folder again"
+COPY_AGAIN = "Copy the whole folder again"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, by PyTorch's names."""
 
@@ -114,15 +114,14 @@ def _reading(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the fields of `.metadata`; errors become UserError and CorruptFileError that name it."""
     path = folder / METADATA
     try:
-        _check_regular(path)
-        value = read_pickle(read_bounded(path, MAX_METADATA_BYTES, COPY_AGAIN), _is_data)
-        if type(value) is not Record:
-            raise PickleError("holds no Metadata")
-        yield value.fields(f"{CLASSES}.Metadata")
-    except OSError as error:
-        raise UserError(f"{error.filename or path}: {error.strerror}: {COPY_AGAIN}") from error
+        with reading_from(path, COPY_AGAIN):
+            _check_regular(path)
+            value = read_pickle(read_bounded(path, MAX_METADATA_BYTES, COPY_AGAIN), _is_data)
+            if type(value) is not Record:
+                raise PickleError("holds no Metadata")
+            yield value.fields(f"{CLASSES}.Metadata")
     except PickleError as error:
-        raise CorruptFileError(f"{path}: {error}; nothing was executed: {COPY_AGAIN}") from error
+        raise CorruptFileError(f"{path}: {error}; nothing was executed. {COPY_AGAIN}") from error
 
 
 def _is_data(name: str) -> bool:

@@ -7,16 +7,17 @@ those of 2026, attention.qkv_linear.wq and lm_head, are read.
 
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.dcp.metadata import COPY_AGAIN, MOMENTS, read_metadata
+from mlm.checkpoint.dcp.metadata import MOMENTS, read_metadata
 from mlm.checkpoint.dcp.storage import DCPReader
 from mlm.checkpoint.dcp.writer import DCPTensor
-from mlm.checkpoint.native.compare import row_blocks
-from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.compare import are_equal
+from mlm.checkpoint.native.slices import Read, Region
 from mlm.checkpoint.parameters import parameters
 from mlm.checkpoint.woven import reweave
 from mlm.models.config import ModelConfig
@@ -28,7 +29,6 @@ TOKEN_TABLE = TORCHTITAN["token.weight"]
 OUTPUT = TORCHTITAN["output.weight"]
 STATE = "optimizer.state."
 _OTHER = ("optimizer.", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
-Read = Callable[[str, Region], Tensor]
 
 
 def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -76,7 +76,7 @@ class TorchtitanReader:
             if held != needed:
                 raise CorruptFileError(
                     f"{folder}: {ascii(theirs)[1:100]} is {held}, {needed} is needed: name the config of "
-                    f"this model, or {COPY_AGAIN}"
+                    "this model, or copy the whole folder again"
                 )
         self.names = {name: stored[their_name(name)] for name in self.shapes}
         self.reader = DCPReader(folder, tensors)
@@ -115,13 +115,12 @@ class TorchtitanReader:
         return found, int(reader.read(first, Region((), ())).item())
 
     def _check_tied(self, output: str) -> None:
-        for region in row_blocks(self.shapes["token.weight"], 4):
-            table = self._load("token.weight", region)
-            if not torch.equal(table, self.reader.read(output, region, torch.float32)):
-                raise UserError(
-                    f"{self.reader.folder}: {output} differs from the token table, to which its config "
-                    "ties it: set tie_word_embeddings=false in its config.json"
-                )
+        stored = partial(self.reader.read, output, dtype=torch.float32)
+        if not are_equal(partial(self._load, "token.weight"), stored, self.shapes["token.weight"]):
+            raise UserError(
+                f"{self.reader.folder}: {output} differs from the token table, to which its config "
+                "ties it: set tie_word_embeddings=false in its config.json"
+            )
 
     def _load(self, name: str, region: Region) -> Tensor:
         return self.reader.read(self.names[name], region, torch.float32)

@@ -20,6 +20,10 @@ class PickleError(ValueError):
     """A pickle that is damaged, or holds what is not data."""
 
 
+class NotDataError(PickleError):
+    """A pickle that refers to a class or function which is not data."""
+
+
 class Name(str):
     """Dotted name of a class or function."""
 
@@ -53,15 +57,17 @@ class PersistentId:
 
 
 _MARK = object()
-_KEYS = (str, bool, bytes, type(None), Record)  # not int, whose hash an adversary knows
+_KEYS = (str, bool, bytes, type(None), Record)
+"""Types of keys that are kept: an adversary knows the hash of a number, that of a tuple would recurse."""
+_DICTS = ("collections.OrderedDict", "collections.defaultdict")
 
 
 class _Machine:
     def __init__(self, content: bytes, is_data: Callable[[str], bool]) -> None:
-        self.content, self.position = content, 0
+        self.content, self.position, self.is_data = content, 0, is_data
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
-        self.is_data = is_data
+        self.references: list[PersistentId] = []
 
     def take(self, count: int) -> bytes:
         begin, self.position = self.position, self.position + count
@@ -92,6 +98,8 @@ class _Machine:
         return self.stack[-1]
 
     def run(self) -> Any:
+        self.stack.clear()
+        self.memo.clear()
         push = self.stack.append
         for _ in range(MAX_INSTRUCTIONS):
             code = self.take(1)
@@ -110,7 +118,7 @@ class _Machine:
 
     def named(self, module: Any, name: Any) -> Name:
         if type(module) is not str or type(name) is not str or not self.is_data(f"{module}.{name}"):
-            raise PickleError(f"refers to {str(module)[:60]}.{str(name)[:60]}, which is not data")
+            raise NotDataError(f"refers to {str(module)[:60]}.{str(name)[:60]}, which is not data")
         return Name(f"{module}.{name}")
 
     def global_name(self) -> Name:
@@ -121,13 +129,13 @@ class _Machine:
             self.position += 1
         return self.named(*lines)
 
-    def record(self) -> Record:
+    def record(self) -> Any:
         args, name = self.pop(), self.pop()
         if type(name) is not Name or type(args) is not tuple:
             raise PickleError("calls what is no class of data")
-        return Record(name, args)
+        return {} if name in _DICTS else Record(name, args)
 
-    def record_with_keywords(self) -> Record:
+    def record_with_keywords(self) -> Any:
         if self.pop():
             raise PickleError("calls with keywords")
         return self.record()
@@ -143,20 +151,20 @@ class _Machine:
         return self.memo[index]
 
     def put(self, items: list[Any]) -> None:
-        target = self.stack[-1] if self.stack else None
-        if type(target) is Record and target.name == "collections.OrderedDict":
-            target.state = target.state if type(target.state) is dict else {}
-            target = target.state
-        if type(target) is not dict or len(items) % 2:
-            raise PickleError("no dict to add to")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) not in _KEYS:  # a tuple's hash would recurse
-                raise PickleError(f"a {type(key).__name__} is no key")
-            target[key] = value
+        target = self.top(dict)
+        if len(items) % 2:
+            raise PickleError("a key without a value")
+        pairs = zip(items[::2], items[1::2], strict=True)
+        target.update((key, value) for key, value in pairs if type(key) in _KEYS)
 
     def build(self) -> None:
         state = self.pop()
-        self.top(Record).state = state
+        if not self.stack or type(self.stack[-1]) is not dict:  # whose attributes are not kept
+            self.top(Record).state = state
+
+    def reference(self) -> PersistentId:
+        self.references.append(PersistentId(self.pop()))
+        return self.references[-1]
 
     def tuple_of(self, count: int) -> tuple[Any, ...]:
         return tuple([self.pop() for _ in range(count)][::-1])
@@ -202,7 +210,7 @@ _VALUES: dict[bytes, Callable[[_Machine], Any]] = {
     b"R": _Machine.record,
     b"\x81": _Machine.record,
     b"\x92": _Machine.record_with_keywords,
-    b"Q": lambda m: PersistentId(m.pop()),
+    b"Q": _Machine.reference,
     b"h": lambda m: m.recall(m.number("<B")),
     b"j": lambda m: m.recall(m.number("<I")),
 }
@@ -231,11 +239,22 @@ def _append(m: _Machine, items: list[Any]) -> None:
 def read_pickle(content: bytes, is_data: Callable[[str], bool]) -> Any:
     """Return the value of a pickle: None, bool, int, float, str, bytes, list, dict, tuple, Record.
 
-    `is_data(name)` says of a dotted name whether a Record of it is data to the caller. Raises PickleError.
+    `is_data(name)` says of a dotted name whether a Record of it is data to the caller. Entries of a dict
+    whose keys are numbers or tuples are left out. Raises PickleError.
     """
+    return read_pickles(content, 1, is_data)[0][0]
+
+
+def read_pickles(
+    content: bytes, count: int, is_data: Callable[[str], bool]
+) -> tuple[list[Any], list[PersistentId], int]:
+    """Return the values of consecutive pickles, all references in them, and the bytes they take.
+
+    As `read_pickle` otherwise.
+    """
+    machine = _Machine(content, is_data)
     try:
-        return _Machine(content, is_data).run()
-    except PickleError:
-        raise
+        values = [machine.run() for _ in range(count)]
     except (IndexError, UnicodeDecodeError, OverflowError) as error:
         raise PickleError(str(error)) from error
+    return values, machine.references, machine.position

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from mlm.checkpoint.dcp.metadata import CLASSES, METADATA, STORAGE_INFO
 from mlm.checkpoint.dcp.pickled import call, dtype_name, instance, size, write_pickle
-from mlm.checkpoint.dcp.storage import REBUILD, STORAGES, Window
+from mlm.checkpoint.dcp.torch_file import REBUILD, STORAGES, Window
 from mlm.checkpoint.dcp.unpickled import Name, PersistentId, Record
 from mlm.checkpoint.native.shard_file import Form
-from mlm.checkpoint.native.slices import Region
+from mlm.checkpoint.native.slices import Read, Region
+from mlm.checkpoint.native.stream import group_by_size
 from mlm.util.files import CHUNK, fsync_directory, write_atomic
 
 ALIGNMENT = 64
 LARGE = 1 << 31
 """Bytes from which a record needs 64-bit sizes."""
-Read = Callable[[str, Region], Tensor]
 Progress = Callable[[int], None]
 
 
@@ -102,16 +102,8 @@ def _bytes_of(read: Callable[[], Tensor], form: Form, progress: Progress) -> Ite
 
 def plan_files(tensors: Mapping[str, DCPTensor], most: int) -> dict[str, list[Item]]:
     """Distribute the items over files of about `most` bytes, in order."""
-    groups: list[list[Item]] = [[]]
-    held = 0
-    for name, tensor in tensors.items():
-        for region in tensor.regions:
-            count = region.volume * tensor.dtype.itemsize
-            if groups[-1] and held + count > most:
-                groups.append([])
-                held = 0
-            groups[-1].append(Item(name, region))
-            held += count
+    items = [Item(name, region) for name, tensor in tensors.items() for region in tensor.regions]
+    groups = group_by_size(items, lambda item: item.region.volume * tensors[item.name].dtype.itemsize, most)
     return {f"__0_{number}.distcp": items for number, items in enumerate(groups)}
 
 

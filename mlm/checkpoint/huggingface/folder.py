@@ -8,8 +8,7 @@ blobs/…).
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from mlm.checkpoint.native.shard_file import Stored, read_safetensors_header
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
 from mlm.models.huggingface import FolderContent, HuggingFaceMapping, Note, TokenIds, show, token_ids_to_keep
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import parse_json, read_bounded
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -71,10 +70,9 @@ def read_json(folder: Path, name: str) -> dict[str, JSON]:
     if path is None:
         raise UserError(f"{folder}: holds no {name}. Name the folder of a model that transformers saved")
     try:
-        content = parse_json(read_bounded(path, MAX_BYTES[name], SAVE_AGAIN), foreign=True)
-    except OSError as error:
-        raise UserError(f"{folder / name}: {error.strerror}. Make it readable") from error
-    except CorruptFileError:
+        with reading_from(folder / name, "Make it readable"):
+            content = parse_json(read_bounded(path, MAX_BYTES[name], SAVE_AGAIN), foreign=True)
+    except UserError:
         raise
     except ValueError as error:
         raise CorruptFileError(f"{folder / name}: is no JSON ({error}). {SAVE_AGAIN}") from error
@@ -180,7 +178,7 @@ def _headers(
     """Return file and layout of every tensor, under its plain name."""
     out: dict[str, tuple[str, Stored]] = {}
     for file, path in files.items():
-        with reading(folder / file):
+        with reading_from(folder / file, SAVE_AGAIN):
             header = read_safetensors_header(path, SAVE_AGAIN)[1]
         for theirs, layout in header.items():
             name = mapping.plain(theirs)
@@ -188,15 +186,6 @@ def _headers(
                 raise CorruptFileError(f"{folder}: {name} is in {out[name][0]} and in {file}. {SAVE_AGAIN}")
             out[name] = file, layout
     return out
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError within into a UserError that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}. {SAVE_AGAIN}") from error
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

@@ -1,6 +1,7 @@
 """The tensors of a model folder of `transformers` as our parameters: checked, read, digested."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,18 +13,17 @@ from mlm.checkpoint.huggingface.folder import (
     TOKENIZER,
     HFModel,
     find_file,
-    reading,
 )
+from mlm.checkpoint.native.compare import are_equal
 from mlm.checkpoint.native.format import DTYPE_NAMES
 from mlm.checkpoint.native.reader import copy_region
 from mlm.checkpoint.native.slices import Region
 from mlm.checkpoint.parameters import parameters
 from mlm.models.huggingface import Location, show
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import digest_file
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-ROWS = 4096  # compared at a time
 
 
 class HFTensors:
@@ -60,10 +60,10 @@ class HFTensors:
             if name == beside_vocabulary and not find_file(folder, vocabulary):
                 continue
             if path := find_file(folder, name):
-                with reading(folder / name):
+                with reading_from(folder / name, SAVE_AGAIN):
                     out[name] = digest_file(path)
         for name, path in self.model.files.items():
-            with reading(folder / name):
+            with reading_from(folder / name, SAVE_AGAIN):
                 out[name] = digest_file(path, progress)
         return dict(sorted(out.items()))
 
@@ -111,7 +111,7 @@ class HFTensors:
         region = region or whole
         target = torch.empty(region.size, dtype=torch.float32)
         if region.volume:
-            with reading(self.model.folder / file), open(self.model.files[file], "rb") as f:
+            with reading_from(self.model.folder / file, SAVE_AGAIN), open(self.model.files[file], "rb") as f:
                 copy_region(f, stored, region, whole, target)
             if not torch.stack(target.aminmax()).isfinite().all():  # without a copy of the tensor's size
                 raise CorruptFileError(f"{self.model.folder / file}: {theirs} is not finite. {SAVE_AGAIN}")
@@ -160,12 +160,8 @@ class HFTensors:
 
     def _check_copy(self, copy: str, name: str) -> None:
         (_, mine), (_, other) = self.model.stored[name], self.model.stored[copy]
-        equal = mine.shape == other.shape and other.dtype in FLOATS
-        for first in range(0, mine.shape[0] if equal else 0, ROWS):
-            rows = min(ROWS, mine.shape[0] - first)
-            region = Region((first, *(0,) * (len(mine.shape) - 1)), (rows, *mine.shape[1:]))
-            equal = equal and torch.equal(self._load(name, region), self._load(copy, region))
-        if not equal:
+        is_alike = mine.shape == other.shape and other.dtype in FLOATS
+        if not (is_alike and are_equal(partial(self._load, name), partial(self._load, copy), mine.shape)):
             raise UserError(
                 f"{self.model.folder}: {copy} differs from {name}: an untied output layer is not "
                 f"supported, ours is the token table"

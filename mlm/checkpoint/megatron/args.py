@@ -3,13 +3,13 @@
 An argument that a version did not have is absent, and has that version's one behaviour.
 """
 
-import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mlm.checkpoint.dcp.unpickled import PickleError
 from mlm.checkpoint.megatron.files import printable
 from mlm.models.config import ModelConfig
 from mlm.models.family import SHIPPED, family_of
@@ -33,6 +33,19 @@ def family_names(last: str = "and") -> str:
     return f"{', '.join(names)} {last} {final}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Settings that the files may not record."""
+
+    vocab_size: int | None = None
+    """Tokens without padding; None takes `known`, else a published size where it fits."""
+    known: int | None = None
+    """Tokens of the tokenizer."""
+    num_heads: int | None = None
+    config: ModelConfig | None = None
+    """The model of a folder without arguments."""
+
+
 class MegatronArgs:
     """The args of one rank file. Values of unexpected types are never read."""
 
@@ -40,11 +53,14 @@ class MegatronArgs:
         self.path = path
         self.is_known = args is not None
         """True if the file holds any; those of 2019 do not."""
-        if self.is_known and type(args) is not argparse.Namespace:
-            raise CorruptFileError(
-                f"{path}: its args are {type(args).__name__}, not a Namespace: copy it again"
-            )
-        self.values: Mapping[str, Any] = vars(args) if self.is_known else {}
+        self.values: Mapping[str, Any] = {}
+        if self.is_known:
+            try:
+                self.values = args.fields("argparse.Namespace")
+            except (AttributeError, PickleError):
+                raise CorruptFileError(
+                    f"{path}: its args are {type(args).__name__}, not a Namespace: copy it again"
+                ) from None
 
     def number(self, *names: str) -> int | None:
         """Return the first of these that is given and not None, a positive whole number.
@@ -191,22 +207,12 @@ def model_config(
     )
 
 
-def true_vocabulary(
-    args: MegatronArgs,
-    mapping: MegatronMapping,
-    rows: int,
-    tp: int,
-    *,
-    vocab_size: int | None,
-    known: int | None,
-) -> int:
+def true_vocabulary(args: MegatronArgs, mapping: MegatronMapping, rows: int, tp: int, given: Given) -> int:
     """Return how many of the token table's rows are tokens.
-
-    That is `vocab_size`, the size of the tokenizer (`known`), or that of a published tokenizer.
 
     Raises UserError if they do not fit the table, or the published would leave out more than padding.
     """
-    recorded = args.number("vocab_size")
+    recorded, vocab_size, known = args.number("vocab_size"), given.vocab_size, given.known
     if vocab_size is None and known is None and recorded is not None and recorded <= rows:
         return recorded
     if vocab_size is None and known is None:

@@ -1,7 +1,7 @@
 """Megatron Core's distributed checkpoints (torch_dist), and plain DCP folders with its names.
 
     metadata.json    {"sharded_backend": "torch_dist", …}
-    common.pt        args, iteration and other plain values: read by torch's weights-only unpickler
+    common.pt        args, iteration and other plain values, a file of torch.save
     .metadata, __*_*.distcp    tensors, whole over all ranks (mlm/checkpoint/dcp)
 
 Names are those with Transformer Engine. The layers of a usual model are one tensor with the layer as its
@@ -14,7 +14,7 @@ core/transformer/fsdp_dtensor_checkpoint.py, training/checkpointing.py.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from mlm.checkpoint.dcp.metadata import (
-    COPY_AGAIN,
     METADATA,
     MOMENTS,
     StoredTensor,
@@ -31,14 +30,12 @@ from mlm.checkpoint.dcp.metadata import (
     read_objects,
 )
 from mlm.checkpoint.dcp.storage import DCPReader
-from mlm.checkpoint.megatron.args import MegatronArgs, mappings
-from mlm.checkpoint.megatron.files import read_file, read_value
-from mlm.checkpoint.megatron.model import MegatronModel, assemble, kind_of, no_part
+from mlm.checkpoint.megatron.args import Given, MegatronArgs, mappings
+from mlm.checkpoint.megatron.files import TorchFile
+from mlm.checkpoint.megatron.model import HeldTensors, MegatronModel, assemble, kind_of, no_part
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor
-from mlm.models.config import ModelConfig
 from mlm.models.megatron import HEAD
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError
 
 COMMON = "common.pt"
 BACKEND = "metadata.json"
@@ -58,66 +55,24 @@ Place = tuple[str, tuple[int, ...]]
 """A stored tensor, and an index into its first dims."""
 
 
-class CoreTensors:
-    """The tensors of a distributed checkpoint (`HeldTensors`)."""
-
-    tp = pp = vp = 1
+class CoreTensors(HeldTensors):
+    """The tensors of a distributed checkpoint."""
 
     def __init__(self, path: Path, reader: DCPReader, places: dict[str, Place]) -> None:
-        self.path, self.reader, self.places = path, reader, places
+        super().__init__(path, places)
+        self.reader, self.places = reader, places
         """Our name -> the stored tensor, and the layer's index in it."""
-        layers = {int(name.split(".")[1]) for name in places if name.startswith("layers.")}
-        if layers != set(range(len(layers))):
-            raise CorruptFileError(
-                f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: {COPY_AGAIN}"
-            )
-        self.num_layers = len(layers)
 
-    def names(self) -> Iterable[str]:
-        """Return the names of all."""
-        return self.places
-
-    def extent(self, name: str, dim: int, is_split: bool) -> int:
-        """Return the size of a dim."""
-        shape = self.shape(name)
-        return shape[dim] if dim < len(shape) else 0
-
-    def rename_head(self) -> None:
-        """Take the output layer, HEAD, for a parameter of its own."""
-        self.places["output.weight"] = self.places.pop(HEAD)
-
-    def check(self, wanted: Mapping[str, GlobalTensor]) -> None:
-        """Raise CorruptFileError for a wrong shape, or a tensor that the model does not have."""
-        for name in self.places:
-            tensor = wanted.get("token.weight" if name == HEAD else name)
-            if tensor is None or self.shape(name) != tensor.shape:
-                needed = "none" if tensor is None else f"{list(tensor.shape)}"
-                raise CorruptFileError(
-                    f"{self.path}: {name} is {list(self.shape(name))}, {needed} is needed: {COPY_AGAIN}"
-                )
-
-    def check_copies(self) -> None:
-        """Raise UserError for an output layer that is not the token table that it is tied to."""
-        if HEAD not in self.places:
-            return
-        rows, columns = self.shape(HEAD)
-        for first in range(0, rows, 4096):
-            region = Region((first, 0), (min(4096, rows - first), columns))
-            if not torch.equal(self.load(HEAD, region), self.load("token.weight", region)):
-                raise UserError(
-                    f"{self.path}: the output layer differs from the token table that it is tied to"
-                )
+    def shape(self, name: str, tp_dim: int | None = None) -> tuple[int, ...]:
+        """Return the shape of a tensor, which is stored whole."""
+        stored, index = self.places[self.names[name]]
+        return self.reader.tensors[stored].shape[len(index) :]
 
     def load(self, name: str, region: Region) -> Tensor:
         """Return those elements, float32 on the CPU."""
-        stored, index = self.places[name]
+        stored, index = self.places[self.names[name]]
         part = Region((*index, *region.offset), (*(1 for _ in index), *region.size))
         return self.reader.read(stored, part, torch.float32).reshape(region.size)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        stored, index = self.places[name]
-        return self.reader.tensors[stored].shape[len(index) :]
 
 
 def is_distributed(folder: Path) -> bool:
@@ -125,18 +80,10 @@ def is_distributed(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def open_distributed(
-    folder: Path,
-    *,
-    config: ModelConfig | None = None,
-    vocab_size: int | None = None,
-    known: int | None = None,
-    num_heads: int | None = None,
-) -> MegatronModel:
+def open_distributed(folder: Path, given: Given) -> MegatronModel:
     """Open a distributed checkpoint: names, shapes, supported arguments. Its files stay open.
 
-    `config` is the model of a folder without common.pt; the others are as in `open_checkpoint`. Raises
-    UserError and CorruptFileError.
+    Raises UserError and CorruptFileError.
     """
     common = read_common(folder)
     args = MegatronArgs(common.get("args"), folder / COMMON)
@@ -147,7 +94,7 @@ def open_distributed(
                 f"{folder}: {name} is of {tensor.dtype}: only floating-point numbers are read"
             )
     theirs = core_names(tensors)
-    kind = kind_of({folder: theirs}, args) if config is None else config.kind
+    kind = kind_of({folder: theirs}, args) if given.config is None else given.config.kind
     mapping = mappings()[kind]
     places = {}
     for name, place in theirs.items():
@@ -155,16 +102,8 @@ def open_distributed(
         if ours is None or ours in places:
             raise no_part(folder, name)
         places[ours] = place
-    return assemble(
-        CoreTensors(folder, DCPReader(folder, tensors), places),
-        args,
-        kind,
-        iteration=common.get("iteration"),
-        config=config,
-        vocab_size=vocab_size,
-        known=known,
-        num_heads=num_heads,
-    )
+    held = CoreTensors(folder, DCPReader(folder, tensors), places)
+    return assemble(held, args, kind, iteration=common.get("iteration"), given=given)
 
 
 def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:
@@ -198,9 +137,9 @@ def open_moments(opened: MegatronModel) -> dict[str, MegatronModel]:
 def read_common(folder: Path) -> Mapping[str, Any]:
     """Return args and iteration of a folder, from common.pt or items; empty without. Raises as above."""
     if (folder / COMMON).is_file():
-        return read_file(folder / COMMON)
+        return TorchFile(folder / COMMON).parts
     saved = read_objects(folder, ("args", "iteration"))
-    return {name: read_value(folder / METADATA, content) for name, content in saved.items()}
+    return {name: TorchFile(folder / METADATA, content).value for name, content in saved.items()}
 
 
 def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -9,27 +9,27 @@ The distributed optimizer of 2023 puts the model into model_rng.pt, and moments 
 more.
 Source: NVIDIA/Megatron-LM, megatron/checkpointing.py, get_checkpoint_name(s) from 2020 to 2023.
 
-The files are pickles, programs that build objects. They are read by torch's weights-only unpickler, which
-builds tensors and plain containers. Beside these it is given `argparse.Namespace`, and for the classes of
-`IGNORED_GLOBALS` a stub that keeps nothing: no function of these files is ever looked up or called.
+The files are pickles, programs that build objects. They are read as data (mlm/checkpoint/dcp/unpickled.py): a
+class or function in them is a name, which is compared with `_DATA` and never looked up or called.
 """
 
-import argparse
 import io
+import os
 import re
-import warnings
-import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from torch import serialization
+from torch import Tensor
 
+from mlm.checkpoint.dcp.metadata import COPY_AGAIN
+from mlm.checkpoint.dcp.torch_file import DAMAGES, ZIP_MAGIC, open_archive, read_archive, read_old_file
+from mlm.checkpoint.dcp.unpickled import NotDataError
 from mlm.models.megatron import THROUGH_HF
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError, reading_from
 
 LATEST = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -37,67 +37,22 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 STEP_FOLDER = re.compile(r"iter_(\d{7,})|release")
 DISTRIBUTED = ("metadata.json", "common.pt", "*.distcp")
 """Files of torch_dist, beside a .metadata, and of its predecessor zarr."""
-ZIP_MAGIC = b"PK\x03\x04"
 
-IGNORED_GLOBALS = (
-    # the state of numpy's generator, and numpy numbers in schedules
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.core.multiarray.scalar",
-    "numpy._core.multiarray.scalar",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "numpy.dtypes.UInt32DType",
-    # values of args
-    "types.SimpleNamespace",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",
-    "signal.Signals",
-    "megatron.core.enums.ModelType",
-    "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.CudaGraphScope",
-    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-    *(
-        f"megatron.{module}.enums.{name}"
-        for module in ("model", "legacy.model", "core.transformer")
-        for name in ("ModelType", "LayerType", "AttnType", "AttnMaskType")
-    ),
-    # the fp16 optimizer of 2019 and 2020 saved its loss scaler as an object
-    *(
-        f"{module}.loss_scaler.{name}"
-        for module in ("fp16", "megatron.fp16", "megatron.fp16_deprecated")
-        for name in ("LossScaler", "DynamicLossScaler")
-    ),
-    # the re-run state of 2025
-    *(
-        f"megatron.core.rerun_state_machine.{name}"
-        for name in ("RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus")
-    ),
-    # extra state of Transformer Engine's modules
-    "_io.BytesIO",
-    "io.BytesIO",
-    "builtins.bytes",
+_DATA = re.compile(
+    r"torch\.(\w+Storage|Size|Tensor|device|strided|u?int\d+|b?float\d+\w*|bool|complex\d+)"
+    r"|torch\.(storage\.UntypedStorage|nn\.parameter\.Parameter|serialization\._get_layout)"
+    r"|torch\._(utils|tensor)\._rebuild_\w+|argparse\.Namespace|types\.SimpleNamespace"
+    r"|collections\.(OrderedDict|defaultdict)|_codecs\.encode|(builtins|__builtin__)\.(set|bytes|bytearray)"
+    r"|numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|ndarray|dtype|dtypes\.\w+DType)"
+    r"|pathlib\.(_local\.)?PosixPath|signal\.Signals|_?io\.BytesIO"
+    r"|(megatron\.(\w+\.)*|fp16\.loss_scaler\.)[A-Z]\w*",  # settings, loss scalers, the re-run state
+    re.ASCII,
 )
-"""Classes and functions that such files name and that hold nothing of the model. Of the newer ones
-Megatron-LM keeps a list itself: megatron/core/safe_globals.py."""
+"""Names that such files hold. None of them is imported."""
 
 RESAVE = (
     "save it again in Megatron-LM with --no-save-optim --no-save-rng, and trust no file of unknown origin"
 )
-
-
-class IgnoredGlobal:
-    """Stub for the classes and functions of `IGNORED_GLOBALS`: takes anything, keeps nothing."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "IgnoredGlobal":
-        """Ignore the arguments."""
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        """Ignore the state."""
 
 
 @dataclass(frozen=True)
@@ -117,23 +72,14 @@ def find_files(source: str | Path) -> RankFiles:
 
     Raises UserError when there are none or it is not clear which, CorruptFileError when one is missing.
     """
-    try:
+    with reading_from(Path(source), COPY_AGAIN):
         return _rank_files(find_step(source))
-    except OSError as error:
-        raise unreadable_error(Path(error.filename or source), error) from error
 
 
 def find_step(source: str | Path) -> Path:
     """The folder of one iteration, whatever its format. Raises UserError when it is not clear which."""
-    try:
+    with reading_from(Path(source), COPY_AGAIN):
         return _step_folder(Path(source))
-    except OSError as error:
-        raise unreadable_error(Path(error.filename or source), error) from error
-
-
-def unreadable_error(path: Path, error: OSError) -> UserError:
-    """Return the error of a file that cannot be read."""
-    return UserError(f"{path}: {error.strerror or error}: make it readable, or copy it to where it is")
 
 
 def _step_folder(source: Path) -> Path:
@@ -199,10 +145,59 @@ def _nothing_found(step: Path) -> UserError:
     return UserError(f"{step}: holds no mp_rank_…/{MODEL_FILES[0]}: is it a Megatron-LM checkpoint?")
 
 
-def is_zip(path: Path) -> bool:
-    """Return True for torch's format since 1.6; the one before cannot be mapped into memory."""
-    with open(path, "rb") as f:
-        return f.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+class TorchFile:
+    """A file of torch.save, or `saved` of one: its value, whose tensors are mapped into memory, not read."""
+
+    def __init__(self, path: Path, saved: bytes | None = None) -> None:
+        """Raises CorruptFileError if the file is damaged, or names anything that is not data."""
+        self.path = path
+        try:
+            with (
+                reading_from(path, COPY_AGAIN),
+                open(path, "rb") if saved is None else io.BytesIO(saved) as f,
+            ):
+                self._saved = (read_archive if is_zip(f) else read_old_file)(f, _is_data)
+                self._size = f.seek(0, os.SEEK_END)
+        except NotDataError as error:
+            raise CorruptFileError(
+                f"{path}: {printable(str(error))}; nothing was executed: {RESAVE}"
+            ) from error
+        except DAMAGES as error:
+            raise damaged_error(path, error) from error
+
+    @property
+    def value(self) -> Any:
+        """None, bool, int, float, str, bytes, list, dict, tuple, and Record for a tensor or an object."""
+        return self._saved.value
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The value as a dictionary of names. Raises CorruptFileError."""
+        if type(self.value) is not dict or not all(type(key) is str for key in self.value):
+            raise CorruptFileError(f"{self.path}: holds no named parts: is it a Megatron-LM checkpoint?")
+        return self.value
+
+    def tensor(self, record: Any) -> Tensor:
+        """Return a contiguous tensor of the value. Raises one of DAMAGES for anything else."""
+        stored = self._saved.find(record)
+        content = self._mapped[stored.begin : stored.begin + stored.form.num_bytes]
+        if stored.begin % stored.dtype.itemsize:  # before torch 1.6
+            content = content.clone()
+        return content.view(stored.dtype).view(stored.shape)
+
+    @cached_property
+    def _mapped(self) -> Tensor:
+        return torch.from_file(str(self.path), shared=False, size=self._size, dtype=torch.uint8)
+
+
+def _is_data(name: str) -> bool:
+    return _DATA.fullmatch(name) is not None
+
+
+def is_zip(f: BinaryIO) -> bool:
+    """Return True for torch's format since 1.6."""
+    f.seek(0)
+    return f.read(len(ZIP_MAGIC)) == ZIP_MAGIC
 
 
 def check_records(path: Path) -> None:
@@ -210,78 +205,16 @@ def check_records(path: Path) -> None:
 
     Raises CorruptFileError where one differs.
     """
-    if not is_zip(path):
-        return
-    try:
-        with zipfile.ZipFile(path) as records:
-            damaged = records.testzip()
-    # a RuntimeError, or a kind of it, is zipfile's word for an encrypted record and for an unknown method
-    except (zipfile.BadZipFile, EOFError, RuntimeError) as error:
-        raise damaged_error(path, error) from error
+    with open(path, "rb") as f:
+        if not is_zip(f):
+            return
+        try:
+            with open_archive(f) as records:
+                damaged = records.testzip()
+        except DAMAGES as error:
+            raise damaged_error(path, error) from error
     if damaged is not None:
         raise damaged_error(path, ValueError(f"bad CRC of {damaged}"))
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """Return the content of a rank file; tensors of torch's present format are mapped into memory, not read.
-
-    Raises CorruptFileError when it is damaged, or names anything that is not data: nothing in it is run.
-    """
-    content = read_value(path)
-    if type(content) is not dict or not all(type(key) is str for key in content):
-        raise CorruptFileError(f"{path}: holds no named parts: is it a Megatron-LM checkpoint?")
-    return content
-
-
-def read_value(path: Path, saved: bytes | None = None) -> Any:
-    """Return what torch.save wrote to a file, or `saved` of it. Raises as `read_file`."""
-
-    def source() -> Any:
-        return path if saved is None else io.BytesIO(saved)
-
-    try:
-        has_records = saved is not None or is_zip(path)
-        if has_records:
-            _check_stored(path, source())
-        with _restricted_globals(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the age of the format
-            if has_records and (named := serialization.get_unsafe_globals_in_checkpoint(source())):
-                raise rejected_error(path, ", ".join(sorted(named)[:3]))
-            mapped = has_records and saved is None
-            return torch.load(source(), map_location="cpu", weights_only=True, mmap=mapped)
-    except UserError:
-        raise
-    except OSError as error:
-        raise unreadable_error(path, error) from error
-    except Exception as error:  # what a damaged or hostile file can raise has no end
-        if named_one := re.search(r"GLOBAL (\S+)", str(error)):
-            raise rejected_error(path, named_one[1]) from None
-        raise damaged_error(path, error) from error
-
-
-def _check_stored(path: Path, source: Any) -> None:
-    """Reject compression, which torch never uses: it could unpack to any size, and cannot be mapped."""
-    with zipfile.ZipFile(source) as records:
-        if any(info.compress_type != zipfile.ZIP_STORED for info in records.infolist()):
-            raise CorruptFileError(f"{path}: is compressed, which torch.save never does: copy the original")
-
-
-@contextmanager
-def _restricted_globals() -> Iterator[None]:
-    """Limit torch's unpickler to its own names, Namespace and the stubs.
-
-    Libraries add their classes when they are imported.
-    """
-    others = serialization.get_safe_globals()
-    serialization.clear_safe_globals()
-    try:
-        serialization.add_safe_globals(
-            [argparse.Namespace, *((IgnoredGlobal, name) for name in IGNORED_GLOBALS)]
-        )
-        yield
-    finally:
-        serialization.clear_safe_globals()
-        serialization.add_safe_globals(others)
 
 
 def printable(text: str) -> str:
@@ -289,15 +222,7 @@ def printable(text: str) -> str:
     return (text if text.isprintable() else ascii(text))[:120]
 
 
-def rejected_error(path: Path, name: str) -> CorruptFileError:
-    """Return the error of a file that names a class or function it does not need."""
-    return CorruptFileError(
-        f"{path}: refers to {printable(name)}, which is not data; nothing was executed: {RESAVE}"
-    )
-
-
 def damaged_error(path: Path, error: Exception) -> CorruptFileError:
     """Return the error of a file that is damaged or of another format."""
-    lines = str(error).split("WeightsUnpickler error: ")[-1].strip().splitlines()
-    reason = printable(lines[0].split(". In PyTorch")[0]) if lines else type(error).__name__
+    reason = printable(str(error)) or type(error).__name__
     return CorruptFileError(f"{path}: damaged, or not written by torch.save ({reason}): copy it again")

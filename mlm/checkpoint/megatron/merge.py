@@ -6,19 +6,19 @@ qkv rows depends on checkpoint_version: NVIDIA/Megatron-LM, megatron/checkpointi
 fix_query_key_value_ordering.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mlm.checkpoint.megatron.args import MegatronArgs, describe_value, mappings
-from mlm.checkpoint.megatron.files import RankFiles, printable, read_file
-from mlm.checkpoint.megatron.model import MegatronModel, assemble, kind_of, no_part
+from mlm.checkpoint.dcp.torch_file import DAMAGES
+from mlm.checkpoint.megatron.args import Given, MegatronArgs, describe_value, mappings
+from mlm.checkpoint.megatron.files import RankFiles, TorchFile, printable
+from mlm.checkpoint.megatron.model import HeldTensors, MegatronModel, assemble, kind_of, no_part
 from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor
-from mlm.models.megatron import HEAD, MegatronMapping
+from mlm.models.megatron import MegatronMapping
 from mlm.util.errors import CorruptFileError, UserError
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,72 +27,50 @@ _VERSIONS = (0, 1.0, 2.0, 3.0)
 
 Named = Mapping[str, Any]
 """Part of the model in a file: Megatron-LM's names -> values."""
+Rank = tuple[int, int]
+"""(tensor-parallel rank, pipeline rank)."""
 Parts = dict[str, tuple[Tensor, ...]]
 """Our name -> the tensor of each tensor-parallel rank."""
 
 
-class RankTensors:
-    """The tensors of all rank files (`HeldTensors`): mapped into memory, or held."""
+class RankTensors(HeldTensors):
+    """The tensors of all rank files, mapped into memory."""
 
-    def __init__(
-        self, files: RankFiles, parts: Parts, *, vp: int, num_layers: int, version: float, heads: int | None
-    ) -> None:
-        self.files, self.path, self.parts, self.version, self.heads = files, files.path, parts, version, heads
-        self.tp, self.pp, self.vp, self.num_layers = files.tp, files.pp, vp, num_layers
-        self.tp_dims: dict[str, int | None] = {}
-        """Our name -> the dim that tensor-parallel ranks share; None where each holds all of it."""
+    def __init__(self, files: RankFiles, parts: Parts, *, vp: int, version: float, heads: int | None) -> None:
+        super().__init__(files.path, parts, tp=files.tp, pp=files.pp, vp=vp)
+        self.files, self.parts, self.version, self.heads = files, parts, version, heads
 
-    def names(self) -> Iterable[str]:
-        """Return the names of all."""
-        return self.parts
-
-    def extent(self, name: str, dim: int, is_split: bool) -> int:
-        """Return the size of a dim, which tensor-parallel ranks share if `is_split`."""
-        shape = self.parts[name][0].shape
-        return int(shape[dim]) * (self.tp if is_split else 1) if dim < len(shape) else 0
-
-    def rename_head(self) -> None:
-        """Take the output layer, HEAD, for a parameter of its own."""
-        self.parts["output.weight"] = self.parts.pop(HEAD)
-
-    def check(self, wanted: Mapping[str, GlobalTensor]) -> None:
-        """Note the dim along which each parameter is split. Raises CorruptFileError for a wrong shape."""
-        for name, held in self.parts.items():
-            if name != HEAD and name not in wanted:
-                raise CorruptFileError(f"{self.path}: {name} is no part of its model: copy all files again")
-            tensor = wanted["token.weight" if name == HEAD else name]
-            dim = self.tp_dims[name] = tensor.split.tp_dim
-            if len({part.shape for part in held}) > 1 or whole_shape(held, dim) != tensor.shape:
-                shapes = " + ".join(str(list(part.shape)) for part in held[:4])
-                raise CorruptFileError(
-                    f"{self.path}: {name} is {shapes} in its {self.tp} tensor-parallel ranks, "
-                    f"{list(tensor.shape)} is needed in all: some are missing or of another model"
-                )
+    def shape(self, name: str, tp_dim: int | None) -> tuple[int, ...]:
+        """Return the shape of the tensor of which ranks hold parts or copies."""
+        first, *others = self.parts[self.names[name]]
+        if any(part.shape != first.shape for part in others):
+            raise CorruptFileError(f"{self.path}: {name} differs in shape between tensor-parallel ranks")
+        shape = list(first.shape)
+        if tp_dim is not None and tp_dim < len(shape):
+            shape[tp_dim] *= self.tp
+        return tuple(shape)
 
     def check_copies(self) -> None:
-        """Raise CorruptFileError unless copies in several ranks are equal.
-
-        Raises UserError for an output layer that is not the token table.
-        """
-        for name, held in self.parts.items():
-            if self.tp_dims[name] is None and not all(_same_bits(part, held[0]) for part in held):
+        """Raise CorruptFileError too unless copies in several ranks are equal."""
+        for name, held in self.names.items():
+            first, *others = self.parts[held]
+            if self.tp_dims[name] is None and not all(_same_bits(part, first) for part in others):
                 raise CorruptFileError(
                     f"{self.path}: {name} differs between tensor-parallel ranks, which hold copies of it: "
                     "they are of different saves, take another iteration"
                 )
-        if not all(map(_same_bits, self.parts.get(HEAD, ()), self.parts["token.weight"])):
-            raise UserError(f"{self.path}: the output layer differs from the token table that it is tied to")
+        super().check_copies()
 
     def load(self, name: str, region: Region) -> Tensor:
         """Return those elements of a tensor, whole over tp, float32 on CPU."""
-        parts, dim = self.parts[name], self.tp_dims[name]
-        if dim is None:
-            whole = parts[0].to(torch.float32)
-        else:
-            whole = torch.empty(whole_shape(parts, dim))
-            for part, target in zip(parts, whole.chunk(len(parts), dim), strict=True):
-                target.copy_(self._ordered(name, part))
-        return whole[region.within(Region.whole(whole.shape))]
+        parts, dim = self.parts[self.names[name]], self.tp_dims[name]
+        target = torch.empty(region.size)
+        for t, part in enumerate(parts if dim is not None else parts[:1]):
+            begin = [t * size if axis == dim else 0 for axis, size in enumerate(part.shape)]
+            held = Region(tuple(begin), tuple(part.shape))
+            if common := region.intersect(held):
+                target[common.within(region)] = self._ordered(name, part)[common.within(held)]
+        return target
 
     def _ordered(self, name: str, part: Tensor) -> Tensor:
         """Return a rank's part with the rows of the fused qkv as [head][q, k, v][column].
@@ -110,46 +88,29 @@ class RankTensors:
         return rows.flatten(0, 2)
 
 
-def open_checkpoint(
-    files: RankFiles, *, vocab_size: int | None = None, known: int | None = None, num_heads: int | None = None
-) -> MegatronModel:
+def open_checkpoint(files: RankFiles, given: Given) -> MegatronModel:
     """Open and check every rank file: names, shapes, equal replicas and tied head, supported arguments.
 
-    Args:
-        files: Those of one iteration.
-        vocab_size: Tokens without padding; None takes `known`, else a published size where it fits.
-        known: Tokens of the tokenizer.
-        num_heads: For a file that does not hold it.
-
-    Raises:
-        UserError: The model is not supported, or something has to be specified.
-        CorruptFileError: A file is damaged, or they do not belong together.
+    Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError
+    if a file is damaged, or they do not belong together.
     """
-    contents = {rank: read_file(path) for rank, path in sorted(files.files.items())}
+    opened = {rank: TorchFile(path) for rank, path in sorted(files.files.items())}
+    contents = {rank: file.parts for rank, file in opened.items()}
     chunks = {rank: _chunks(files.files[rank], content) for rank, content in contents.items()}
     args = MegatronArgs(contents[0, 0].get("args"), files.files[0, 0])
     kind = kind_of(
         {files.files[rank]: [n for part in parts for n in part] for rank, parts in chunks.items()}, args
     )
     version = _check_one_save(files, contents, chunks)
-    parts, num_layers = _merge(files, chunks, mappings()[kind])
+    parts = _merge(files, opened, chunks, mappings()[kind])
     held = RankTensors(
         files,
         parts,
         vp=len(chunks[0, 0]),
-        num_layers=num_layers,
         version=version,
-        heads=args.number("num_attention_heads") or num_heads,
+        heads=args.number("num_attention_heads") or given.num_heads,
     )
-    return assemble(
-        held,
-        args,
-        kind,
-        iteration=contents[0, 0].get("iteration"),
-        vocab_size=vocab_size,
-        known=known,
-        num_heads=num_heads,
-    )
+    return assemble(held, args, kind, iteration=contents[0, 0].get("iteration"), given=given)
 
 
 def _chunks(path: Path, content: Mapping[str, Any]) -> list[Named]:
@@ -167,8 +128,8 @@ def _chunks(path: Path, content: Mapping[str, Any]) -> list[Named]:
 
 def _check_one_save(
     files: RankFiles,
-    contents: Mapping[tuple[int, int], dict[str, Any]],
-    chunks: Mapping[tuple[int, int], list[Named]],
+    contents: Mapping[Rank, dict[str, Any]],
+    chunks: Mapping[Rank, list[Named]],
 ) -> float:
     """Return the version of all files. Raises CorruptFileError if they are not of one save."""
     first = contents[0, 0]
@@ -194,40 +155,42 @@ def _check_one_save(
 
 
 def _merge(
-    files: RankFiles, chunks: Mapping[tuple[int, int], list[Named]], mapping: MegatronMapping
-) -> tuple[Parts, int]:
-    """Return what each tensor-parallel rank holds of each parameter, and the number of layers."""
-    ranks, counts = zip(*(_stages_of(files, chunks, mapping, t) for t in range(files.tp)), strict=True)
-    for rank in ranks:
-        if differing := rank.keys() ^ ranks[0].keys():
+    files: RankFiles,
+    opened: Mapping[Rank, TorchFile],
+    chunks: Mapping[Rank, list[Named]],
+    mapping: MegatronMapping,
+) -> Parts:
+    """Return what each tensor-parallel rank holds of each parameter."""
+    ranks = []
+    for t in range(files.tp):
+        stages = [(opened[t, p], chunks[t, p][v]) for v in range(len(chunks[t, 0])) for p in range(files.pp)]
+        ranks.append(_stages_of(stages, mapping))
+        if differing := ranks[t].keys() ^ ranks[0].keys():
             raise CorruptFileError(
                 f"{files.path}: {min(differing)} is not in every rank that should hold it: copy all again"
             )
-    return {name: tuple(rank[name] for rank in ranks) for name in ranks[0]}, counts[0]
+    return {name: tuple(rank[name] for rank in ranks) for name in ranks[0]}
 
 
-def _stages_of(
-    files: RankFiles, chunks: Mapping[tuple[int, int], list[Named]], mapping: MegatronMapping, t: int
-) -> tuple[dict[str, Tensor], int]:
-    """Return the tensors of a tensor-parallel rank, all stages, under our names; and how many layers."""
+def _stages_of(stages: list[tuple[TorchFile, Named]], mapping: MegatronMapping) -> dict[str, Tensor]:
+    """Return the tensors of a tensor-parallel rank, all stages, under our names."""
     named: dict[str, Tensor] = {}
-    num_layers = 0
-    for v in range(len(chunks[0, 0])):
-        for p in range(files.pp):
-            path, layers = files.files[t, p], set[int]()
-            for theirs, value in chunks[t, p][v].items():
-                ours = mapping.our_name(theirs, num_layers)
-                if ours is None or ours in named:
-                    raise no_part(path, theirs)
-                named[ours] = _plain(path, theirs, value)
-                if ours.startswith("layers."):
-                    layers.add(int(ours.split(".")[1]) - num_layers)
-            if layers != set(range(len(layers))):
-                raise CorruptFileError(
-                    f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy it again"
-                )
-            num_layers += len(layers)
-    return named, num_layers
+    first_layer = 0
+    for file, part in stages:
+        layers = set[int]()
+        for theirs, value in part.items():
+            ours = mapping.our_name(theirs, first_layer)
+            if ours is None or ours in named:
+                raise no_part(file.path, theirs)
+            named[ours] = _plain(file, theirs, value)
+            if ours.startswith("layers."):
+                layers.add(int(ours.split(".")[1]) - first_layer)
+        if layers != set(range(len(layers))):
+            raise CorruptFileError(
+                f"{file.path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy it again"
+            )
+        first_layer += len(layers)
+    return named
 
 
 def flatten_named(path: Path, chunk: Any) -> dict[str, Any]:
@@ -251,30 +214,17 @@ def flatten_named(path: Path, chunk: Any) -> dict[str, Any]:
     return named
 
 
-def _plain(path: Path, name: str, value: Any) -> Tensor:
-    """Return a tensor whose elements are all in the file: strides could make a few bytes one of any size."""
-    if (
-        not isinstance(value, Tensor)
-        or type(value) not in (Tensor, torch.nn.Parameter)
-        or value.layout is not torch.strided
-        or value.device.type != "cpu"
-        or value.dtype not in _DTYPES
-        or not value.is_contiguous()
-        or not 1 <= value.ndim <= 2
-        or not value.numel()
-    ):
+def _plain(file: TorchFile, name: str, value: Any) -> Tensor:
+    """Return a tensor of a file."""
+    try:
+        tensor = file.tensor(value)
+    except DAMAGES:
+        tensor = None
+    if tensor is None or tensor.dtype not in _DTYPES or not 1 <= tensor.ndim <= 2 or not tensor.numel():
         raise CorruptFileError(
-            f"{path}: {printable(name)} is not a plain tensor of floating-point numbers: copy it again"
+            f"{file.path}: {printable(name)} is not a plain tensor of floating-point numbers: copy it again"
         )
-    return value.detach()
-
-
-def whole_shape(held: tuple[Tensor, ...], dim: int | None) -> tuple[int, ...]:
-    """Return the shape of the tensor of which these are the tensor-parallel parts."""
-    shape = list(held[0].shape)
-    if dim is not None and dim < len(shape):
-        shape[dim] *= len(held)
-    return tuple(shape)
+    return tensor
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

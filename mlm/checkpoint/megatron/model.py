@@ -1,14 +1,16 @@
 """A Megatron-LM checkpoint of any format as a model of ours: settings, and parameters read one at a time."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mlm.checkpoint.megatron.args import (
+    Given,
     MegatronArgs,
     check_recorded,
     family_names,
@@ -20,8 +22,9 @@ from mlm.checkpoint.megatron.args import (
     unsupported_arguments,
 )
 from mlm.checkpoint.megatron.files import printable
+from mlm.checkpoint.native.compare import are_equal
+from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.slices import Region, TensorSplit
-from mlm.checkpoint.native.stream import GlobalTensor
 from mlm.checkpoint.parameters import parameters
 from mlm.checkpoint.woven import reweave
 from mlm.models.config import ModelConfig
@@ -30,33 +33,48 @@ from mlm.models.stage import parameter_home
 from mlm.util.errors import ConfigError, CorruptFileError, UserError
 
 
-class HeldTensors(Protocol):
+class HeldTensors(ABC):
     """The tensors of a checkpoint, whole over tensor-parallel ranks, by our names for Megatron's."""
 
-    path: Path
-    """For messages."""
-    tp: int
-    pp: int
-    vp: int
-    num_layers: int
+    def __init__(self, path: Path, names: Iterable[str], *, tp: int = 1, pp: int = 1, vp: int = 1) -> None:
+        """Raises CorruptFileError unless layers are numbered without a gap; `path` is for messages."""
+        self.path, self.tp, self.pp, self.vp = path, tp, pp, vp
+        self.names = {name: name for name in names}
+        """Our name -> the one it is held under."""
+        self.tp_dims: dict[str, int | None] = {}
+        """Our name -> the dim that tensor-parallel ranks share; None where each holds all of it."""
+        layers = {int(name.split(".")[1]) for name in self.names if name.startswith("layers.")}
+        self.num_layers = len(layers)
+        if layers != set(range(self.num_layers)):
+            raise CorruptFileError(
+                f"{path}: its layers are {sorted(layers)[:8]}, not 0, 1, 2, …: copy all files again"
+            )
 
-    def names(self) -> Iterable[str]:
-        """Return the names of all."""
+    @abstractmethod
+    def shape(self, name: str, tp_dim: int | None) -> tuple[int, ...]:
+        """Return the shape of a tensor of which tensor-parallel ranks share a dim."""
 
-    def extent(self, name: str, dim: int, is_split: bool) -> int:
-        """Return the size of a dim, which tensor-parallel ranks share if `is_split`."""
-
-    def rename_head(self) -> None:
-        """Take the output layer, HEAD, for a parameter of its own."""
-
-    def check(self, wanted: Mapping[str, GlobalTensor]) -> None:
-        """Raise CorruptFileError for a wrong shape."""
-
-    def check_copies(self) -> None:
-        """Raise CorruptFileError or UserError unless copies are equal, HEAD with the token table."""
-
+    @abstractmethod
     def load(self, name: str, region: Region) -> Tensor:
         """Return those elements, float32 on the CPU, qkv rows as [head][q, k, v][column]."""
+
+    def check(self, wanted: Mapping[str, TensorEntry]) -> None:
+        """Raise CorruptFileError for a wrong shape, or a tensor that the model does not have."""
+        for name in self.names:
+            tensor = wanted.get("token.weight" if name == HEAD else name)
+            dim = self.tp_dims[name] = tensor.split.tp_dim if tensor else None
+            found, needed = list(self.shape(name, dim)), list(tensor.shape) if tensor else "none"
+            if found != needed:
+                raise CorruptFileError(
+                    f"{self.path}: {name} is {found} in its {self.tp} tensor-parallel ranks, {needed} is "
+                    "needed: some files are missing or of another model"
+                )
+
+    def check_copies(self) -> None:
+        """Raise UserError for an output layer that is not the token table that it is tied to."""
+        head, table = (partial(self.load, name) for name in (HEAD, "token.weight"))
+        if HEAD in self.names and not are_equal(head, table, self.shape(HEAD, self.tp_dims[HEAD])):
+            raise UserError(f"{self.path}: the output layer differs from the token table that it is tied to")
 
 
 @dataclass(frozen=True)
@@ -103,31 +121,14 @@ class MegatronModel:
 
 
 def assemble(
-    held: HeldTensors,
-    args: MegatronArgs,
-    kind: str,
-    *,
-    iteration: object,
-    config: ModelConfig | None = None,
-    vocab_size: int | None = None,
-    known: int | None = None,
-    num_heads: int | None = None,
+    held: HeldTensors, args: MegatronArgs, kind: str, *, iteration: object, given: Given
 ) -> MegatronModel:
     """Check that the tensors are those of a model of `kind`, and return it.
 
-    Args:
-        held: The tensors.
-        args: Arguments of the run.
-        kind: Its model family.
-        iteration: As the files record it.
-        config: The model, for files without arguments.
-        vocab_size: Tokens without padding; None takes `known`, else a published size where it fits.
-        known: Tokens of the tokenizer.
-        num_heads: For a file that does not hold it.
-
     Raises UserError for a model that is not supported, or if something has to be specified; CorruptFileError.
     """
-    mapping, present = mappings()[kind], set(held.names())
+    mapping, present = mappings()[kind], set(held.names)
+    config, num_heads = given.config, given.num_heads
     sizes = _sizes(held, mapping)
     check_recorded(args, held.tp, held.pp, sizes)
     table_rows = sizes["vocab_size"]
@@ -136,14 +137,14 @@ def assemble(
         shape_config(args, kind, sizes, heads) if config is None else replace(config, vocab_size=table_rows)
     )
     if HEAD in present and not shape.is_tied:
-        held.rename_head()
-        present = set(held.names())
+        held.names["output.weight"] = held.names.pop(HEAD)
+        present = set(held.names)
     weaves = mapping.weaves(shape, held.tp)
     wanted = stored_parameters(shape, weaves)
     filled, zeros, remarks = _absent(held.path, present, wanted, mapping)
     held.check(wanted)
     if config is None:
-        vocabulary = true_vocabulary(args, mapping, table_rows, held.tp, vocab_size=vocab_size, known=known)
+        vocabulary = true_vocabulary(args, mapping, table_rows, held.tp, given)
         model = model_config(args, shape, held.tp, num_heads=num_heads, vocab_size=vocabulary)
     else:
         model = config
@@ -163,14 +164,15 @@ def assemble(
 
 def _sizes(held: HeldTensors, mapping: MegatronMapping) -> dict[str, int]:
     """Sizes of the model as its tensors show them."""
-    sizes, present = {"num_layers": held.num_layers}, set(held.names())
+    sizes, present = {"num_layers": held.num_layers}, set(held.names)
     for field, (name, is_split, dim) in mapping.sizes.items():
         _check_present(held.path, name, present)
-        sizes[field] = held.extent(name, dim, is_split)
+        shape = held.shape(name, dim if is_split else None)
+        sizes[field] = shape[dim] if dim < len(shape) else 0
     return sizes
 
 
-def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, GlobalTensor]:
+def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, TensorEntry]:
     """Return the tensors of a model as Megatron has them, whole, under our names for them."""
     ours = parameters(replace(model, vocab_multiple=1))
     kept = {name: one for name, one in ours.items() if short_name(name) not in weaves.ours}
@@ -178,7 +180,7 @@ def stored_parameters(model: ModelConfig, weaves: Weaves) -> dict[str, GlobalTen
         for short, woven in weaves.theirs.items():
             name = f"layers.{layer}.{short}"
             rest = () if short.endswith("bias") else (model.hidden_size,)
-            kept[name] = GlobalTensor(
+            kept[name] = TensorEntry(
                 (woven.rows, *rest), torch.float32, TensorSplit(0, parameter_home(name), 1)
             )
     return kept
@@ -190,7 +192,7 @@ def _check_present(path: Path, name: str, present: Iterable[str]) -> None:
 
 
 def _absent(
-    path: Path, present: set[str], wanted: Mapping[str, GlobalTensor], mapping: MegatronMapping
+    path: Path, present: set[str], wanted: Mapping[str, TensorEntry], mapping: MegatronMapping
 ) -> tuple[frozenset[str], frozenset[str], list[str]]:
     """Return the parameters to fill with initial values, those that are zero, and remarks.
 

@@ -21,9 +21,9 @@ from mlm.checkpoint.megatron.distributed import BACKEND, COMMON
 from mlm.checkpoint.megatron.files import MODEL_FILES
 from mlm.checkpoint.megatron.model import stored_parameters
 from mlm.checkpoint.native.compare import row_blocks
+from mlm.checkpoint.native.format import TensorEntry
 from mlm.checkpoint.native.shard_file import Form
-from mlm.checkpoint.native.slices import Region
-from mlm.checkpoint.native.stream import GlobalTensor
+from mlm.checkpoint.native.slices import Read, Region
 from mlm.checkpoint.woven import reweave
 from mlm.models.config import ModelConfig
 from mlm.models.megatron import THROUGH_HF, MegatronMapping, short_name
@@ -35,7 +35,6 @@ RELEASE = "release"
 """Folder of a checkpoint that Megatron-LM starts from without an optimizer."""
 TABLES = ("token.weight", "output.weight", "mlm_head.vocabulary.bias")
 """Tensors with a row per token."""
-Read = Callable[[str, Region], Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,11 @@ class MegatronWriter:
         """Rows of the token table, padding included."""
         return self.model.padded_vocab_size(self.tp)
 
-    def tensors(self) -> dict[str, GlobalTensor]:
+    def tensors(self) -> dict[str, TensorEntry]:
         """Return the tensors by our names for Megatron's, padded."""
         stored = stored_parameters(self.model, self.mapping.weaves(self.model, self.tp))
         return {
-            name: GlobalTensor((self.rows, *one.shape[1:]), one.dtype, one.split) if name in TABLES else one
+            name: TensorEntry((self.rows, *one.shape[1:]), one.dtype, one.split) if name in TABLES else one
             for name, one in stored.items()
         }
 
@@ -130,7 +129,7 @@ def core_tensors(
 
     `stacked` makes one tensor of all layers, as torch_dist has them; else each has a number.
     """
-    sources: dict[str, dict[tuple[int, ...], tuple[str, GlobalTensor]]] = {}
+    sources: dict[str, dict[tuple[int, ...], tuple[str, TensorEntry]]] = {}
     for name, tensor in writer.tensors().items():
         theirs, layer = writer.mapping.core_name(name)
         key = theirs if layer is None else theirs.replace(".{}", "") if stacked else theirs.format(layer)
@@ -170,7 +169,7 @@ class RankFile:
     folder: str
     """mp_rank_01 or mp_rank_01_002."""
     t: int
-    held: tuple[tuple[str, str, GlobalTensor], ...]
+    held: tuple[tuple[str, str, TensorEntry], ...]
     """Megatron's name, ours for it, and the whole tensor."""
 
     @property
@@ -212,7 +211,7 @@ def write_rank_file(path: Path, file: RankFile, writer: MegatronWriter, progress
             shape[dim] //= writer.tp
         forms[theirs] = Form(writer.dtype, tuple(shape))
 
-    def read(name: str, tensor: GlobalTensor) -> Tensor:
+    def read(name: str, tensor: TensorEntry) -> Tensor:
         value, dim = writer.load(name, tensor.shape), tensor.split.tp_dim
         return value if dim is None else value.chunk(writer.tp, dim)[file.t].contiguous()
 

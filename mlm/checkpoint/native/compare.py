@@ -1,7 +1,7 @@
 """Comparison of the tensors of two checkpoints, written by any layouts, in a memory of a few blocks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,18 +12,19 @@ from torch import Tensor
 from mlm.checkpoint.native.format import (
     DTYPE_NAMES,
     RESTORE,
-    CheckpointError,
     Manifest,
     TensorEntry,
     read_manifest,
 )
 from mlm.checkpoint.native.reader import Reader
 from mlm.checkpoint.native.slices import Region
+from mlm.util.errors import reading_from
 from mlm.util.terminal import Advance, one_line, progress_bar
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype to compare an element's bits in, by its bytes."""
 
+Shape = tuple[int, ...]
 BLOCK = 1 << 22  # bytes of a tensor compared at a time: 4 MiB, up to four times that in float64
 
 
@@ -106,20 +107,17 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
     Reads both by blocks of rows: a dozen times BLOCK bytes, or one row, are held at most. Blocks that are
     read are compared with their digests, the others are not: `mlm ckpt verify` does that. Raises
     CorruptFileError when a file is missing, short, damaged, or holds other tensors than listed; UserError
-    when there is no such checkpoint; CheckpointError when one cannot be read.
+    when there is no such checkpoint, or one cannot be read.
     """
-    try:
+    with reading_from(first, RESTORE):
         manifests = read_manifest(first), read_manifest(second)
         mine, theirs = (manifest.tensors.keys() for manifest in manifests)
         forms = {name: [_form(manifest.tensors[name]) for manifest in manifests] for name in mine & theirs}
         with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
             alike = sorted(name for name, (here, there) in forms.items() if here == there)
-            count = sum(_bytes_of(manifests[0].tensors[name]) for name in alike)
+            count = sum(manifests[0].tensors[name].num_bytes for name in alike)
             with progress_bar("comparing", count, in_bytes=True) as advance:
                 tensors = tuple(_compare(a, b, name, advance) for name in alike)
-    except OSError as error:
-        where = error.filename or f"{first} or {second}"
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror}. {RESTORE}") from error
     return CheckpointComparison(
         *manifests,
         only_first=tuple(sorted(mine - theirs)),
@@ -131,10 +129,6 @@ def compare_checkpoints(first: Path, second: Path) -> CheckpointComparison:
 
 def _form(entry: TensorEntry) -> str:
     return f"{DTYPE_NAMES[entry.dtype]} {list(entry.shape)}"
-
-
-def _bytes_of(entry: TensorEntry) -> int:
-    return prod(entry.shape) * entry.dtype.itemsize
 
 
 def _compare(first: Reader, second: Reader, name: str, progress: Advance) -> TensorDifference:
@@ -149,7 +143,7 @@ def _compare(first: Reader, second: Reader, name: str, progress: Advance) -> Ten
     return TensorDifference(name, differing, prod(entry.shape), largest, scale)
 
 
-def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Region]:
+def row_blocks(shape: Shape, itemsize: int) -> Iterator[Region]:
     """Cut a tensor along dim 0 into regions of at most BLOCK bytes, or one row."""
     if not prod(shape):
         return
@@ -160,6 +154,11 @@ def row_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Region]:
     rows = max(1, BLOCK // (prod(rest) * itemsize))
     for row in range(0, shape[0], rows):
         yield Region((row, *(0 for _ in rest)), (min(rows, shape[0] - row), *rest))
+
+
+def are_equal(first: Callable[[Region], Tensor], second: Callable[[Region], Tensor], shape: Shape) -> bool:
+    """Return True if two tensors of a shape, read by blocks of rows, have equal numbers."""
+    return all(torch.equal(first(region), second(region)) for region in row_blocks(shape, 4))
 
 
 def _difference(a: Tensor, b: Tensor) -> tuple[int, float]:

@@ -44,7 +44,7 @@ def declare_shards(shards: Mapping[str, TensorShard], step: int, main_step: int)
         if shard.tensor.dtype not in DTYPE_NAMES or name == "__metadata__":
             raise CheckpointError(f"{name} of {shard.tensor.dtype} cannot be stored")
     rows = [
-        [name, DTYPE_NAMES[shard.tensor.dtype], shard.global_shape, shard.split and asdict(shard.split)]
+        [name, DTYPE_NAMES[shard.tensor.dtype], shard.global_shape, asdict(shard.split)]
         for name, shard in shards.items()
     ]
     held = [[Chunk("", shard.region)] if shard.tensor.numel() else [] for shard in shards.values()]
@@ -92,7 +92,7 @@ def _add_table(
     """
     rows = json.loads(zlib.decompress(table))
     for name, dtype, shape, split in rows:
-        entry = TensorEntry(tuple(shape), DTYPES[dtype], (), TensorSplit(**split) if split else None)
+        entry = TensorEntry(tuple(shape), DTYPES[dtype], TensorSplit(**split))
         known = entries.setdefault(name, entry)
         if (known.shape, known.dtype) != (entry.shape, entry.dtype):
             raise CheckpointError(

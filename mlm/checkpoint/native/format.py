@@ -30,7 +30,7 @@ from mlm.checkpoint.native.columns import (
 )
 from mlm.checkpoint.native.run_state import RESTORE as RESTORE
 from mlm.checkpoint.native.run_state import Save
-from mlm.checkpoint.native.slices import Region, TensorSplit
+from mlm.checkpoint.native.slices import UNSPLIT, Region, TensorSplit
 from mlm.util.errors import CorruptFileError, UserError
 from mlm.util.files import DIGEST, digest_bytes, parse_json, read_bounded, whole_number, write_atomic
 
@@ -81,17 +81,22 @@ class NotFiniteError(CheckpointError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A global tensor and the chunks that tile it."""
+    """A global tensor, and where it is stored the chunks that tile it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Collection[Chunk]
-    split: TensorSplit | None = None
-    """Split over layouts, if the writer knew it."""
+    split: TensorSplit = UNSPLIT
+    """Split over layouts."""
+    chunks: Collection[Chunk] = ()
     norm: float | None = field(default=None, compare=False)
     """L2 norm, NaN if an element is not finite; None of integers, and of what no training run saved."""
     norm_before: float | None = field(default=None, compare=False)
     """Norm in the checkpoint before, or in the last one before weights jumped."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def overlapping(self, wanted: Region) -> Iterable[Chunk]:
         """The chunks that hold an element of `wanted`."""
@@ -185,7 +190,7 @@ def _encode_tensor(entry: TensorEntry) -> dict[str, JSON]:
     return {
         "shape": list(entry.shape),
         "dtype": DTYPE_NAMES[entry.dtype],
-        "split": entry.split and asdict(entry.split),
+        "split": asdict(entry.split),
         "norms": norms,
     }
 
@@ -311,9 +316,9 @@ def _build_tensor(name: str, entry: JSON) -> TensorEntry:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name} has unknown dtype {entry['dtype']!r}")
     sizes = tuple(map(whole_number, shape))
-    split = None if entry["split"] is None else _build_split(name, entry["split"], sizes)
+    split = _build_split(name, entry["split"], sizes)
     before, norm = (None, None) if entry["norms"] is None else map(_build_norm, entry["norms"])
-    return TensorEntry(sizes, DTYPES[entry["dtype"]], (), split, norm, before)
+    return TensorEntry(sizes, DTYPES[entry["dtype"]], split, (), norm, before)
 
 
 def _build_norm(value: JSON) -> float | None:

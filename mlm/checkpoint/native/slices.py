@@ -1,6 +1,6 @@
 """Regions of a global tensor, and the shards of ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -43,6 +43,10 @@ class Region(NamedTuple):
         return tuple(slice(a, a + n) for a, n in zip(starts, self.size, strict=True))
 
 
+Read = Callable[[str, Region], Tensor]
+"""Returns elements of a tensor, on the CPU, by its name."""
+
+
 @dataclass(frozen=True)
 class TensorSplit:
     """Split of a tensor over layouts. Stored in the manifest, so that resharding needs no model."""
@@ -61,6 +65,9 @@ class TensorSplit:
         return range(min(rank * each, size), min((rank + 1) * each, size))
 
 
+UNSPLIT = TensorSplit(None, "first")
+
+
 @dataclass(frozen=True)
 class TensorShard:
     """A region of a global tensor, held by this rank.
@@ -72,8 +79,8 @@ class TensorShard:
     tensor: Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    split: TensorSplit | None = None
-    """Split of the global tensor over layouts, if known."""
+    split: TensorSplit = UNSPLIT
+    """Split of the global tensor over layouts."""
 
     def __post_init__(self) -> None:
         assert self.tensor.ndim == len(self.global_shape) == len(self.offset), "dims differ"

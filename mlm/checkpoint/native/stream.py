@@ -1,41 +1,35 @@
 """Writing a checkpoint in one process, a piece of a tensor at a time: for resharding and imports."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TypeVar
 
 from mlm.checkpoint.native.columns import Chunk
 from mlm.checkpoint.native.declaration import file_name
 from mlm.checkpoint.native.folders import point_latest, step_name
 from mlm.checkpoint.native.format import JSON, FileEntry, Manifest, TensorEntry, canonical, write_manifest
 from mlm.checkpoint.native.shard_file import Form, write_stream
-from mlm.checkpoint.native.slices import Region, TensorSplit
+from mlm.checkpoint.native.slices import Read, Region
 from mlm.util.files import digest_bytes, fsync_directory
 
-Read = Callable[[str, Region], Tensor]
+T = TypeVar("T")
 Pieces = dict[str, dict[str, Region]]
 """File name → tensor name → the region of the tensor that the file holds."""
 
 
-@dataclass(frozen=True)
-class GlobalTensor:
-    """A tensor to write, not yet read."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    split: TensorSplit
-    norm: float | None = None
-    norm_before: float | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return prod(self.shape) * self.dtype.itemsize
+def group_by_size(items: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
+    """Distribute items over groups of at most `most` bytes, in order; a larger item has its own."""
+    groups: list[list[T]] = [[]]
+    held = 0
+    for item in items:
+        if groups[-1] and held + size(item) > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(item)
+        held += size(item)
+    return groups
 
 
 def derived_id(value: JSON) -> str:
@@ -46,7 +40,7 @@ def derived_id(value: JSON) -> str:
 def write_streamed(
     root: Path,
     step: int,
-    tensors: Mapping[str, GlobalTensor],
+    tensors: Mapping[str, TensorEntry],
     read: Read,
     *,
     save_id: str,
@@ -80,7 +74,12 @@ def write_streamed(
         )
 
     files = {name: done(name, partial(write, name)) for name in pieces}
-    entries = {name: _entry(tensor, name, pieces) for name, tensor in tensors.items()}
+    entries = {
+        name: replace(
+            tensor, chunks=tuple(Chunk(f, held[name]) for f, held in pieces.items() if name in held)
+        )
+        for name, tensor in tensors.items()
+    }
     write_manifest(directory, Manifest(step, save_id, entries, files, state))
     fsync_directory(directory)
     point_latest(root, step)
@@ -88,7 +87,7 @@ def write_streamed(
 
 
 def shard_by_file(
-    tensors: Mapping[str, GlobalTensor], tp: int, stage_rank: Callable[[int | str], int]
+    tensors: Mapping[str, TensorEntry], tp: int, stage_rank: Callable[[int | str], int]
 ) -> Pieces:
     """Return the content of each file, in the order of the files; empty ones are left out."""
     pieces: Pieces = {}
@@ -103,8 +102,3 @@ def shard_by_file(
             if piece.volume:
                 pieces.setdefault(file_name(first + rank), {})[name] = piece
     return dict(sorted(pieces.items()))
-
-
-def _entry(tensor: GlobalTensor, name: str, pieces: Pieces) -> TensorEntry:
-    chunks = tuple(Chunk(file, held[name]) for file, held in pieces.items() if name in held)
-    return TensorEntry(tensor.shape, tensor.dtype, chunks, tensor.split, tensor.norm, tensor.norm_before)

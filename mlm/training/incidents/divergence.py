@@ -78,7 +78,7 @@ def describe_weights(parts: Sequence[Mapping[str, float]], good: Path | None) ->
     except (UserError, OSError):
         then = {}
     names = sorted({name for part in parts for name in part})
-    blank = TensorEntry((), torch.float32, ())
+    blank = TensorEntry((), torch.float32)
     before = {name: entry.norm for name, entry in then.items()}
     now = with_norms({name: then.get(name, blank) for name in names}, parts, before)
     if problem := not_finite_problem(now):

@@ -12,7 +12,8 @@ import torch
 
 from mlm.checkpoint.commands.config import ReshardConfig
 from mlm.checkpoint.commands.reshard import run
-from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
+from mlm.checkpoint.native.format import TensorEntry
+from mlm.checkpoint.native.stream import write_streamed
 from mlm.checkpoint.parameters import parameters
 from mlm.config.build import to_dict
 from mlm.models.config import ModelConfig
@@ -23,7 +24,7 @@ MODEL = ModelConfig(num_layers=3, hidden_size=512, num_heads=8, vocab_size=512, 
 
 def main(folder: Path) -> None:
     kinds = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
-    tensors: dict[str, GlobalTensor] = {k + n: t for k in kinds for n, t in parameters(MODEL).items()}
+    tensors: dict[str, TensorEntry] = {k + n: t for k in kinds for n, t in parameters(MODEL).items()}
     config = PretrainConfig(name="large", out="unused", model=MODEL)
     state = {"step": 1, "config": to_dict(config)}
     torch.ones(1 << 20).sum()

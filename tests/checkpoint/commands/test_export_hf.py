@@ -18,8 +18,8 @@ from mlm.checkpoint.commands.config import ConvertConfig, ExportHFConfig
 from mlm.checkpoint.commands.hf_verify import reference_outputs
 from mlm.checkpoint.huggingface.folder import read_model
 from mlm.checkpoint.native.compare import Reader
-from mlm.checkpoint.native.format import read_manifest
-from mlm.checkpoint.native.stream import GlobalTensor, write_streamed
+from mlm.checkpoint.native.format import TensorEntry, read_manifest
+from mlm.checkpoint.native.stream import write_streamed
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.trained import resolve_checkpoint
 from mlm.models.huggingface import Location
@@ -79,7 +79,7 @@ def test_checkpoint_of_another_layout_gives_the_same_weights(
     tensors = {}
     for name, entry in manifest.tensors.items():
         assert entry.split is not None
-        tensors[name] = GlobalTensor(entry.shape, entry.dtype, entry.split)
+        tensors[name] = TensorEntry(entry.shape, entry.dtype, entry.split)
     stages = {"first": 0, 0: 0, 1: 1, 2: 2, "last": 2}
     with Reader(source, manifest) as reader:
         cut = write_streamed(

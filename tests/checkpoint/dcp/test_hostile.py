@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from mlm.checkpoint.dcp.metadata import MAX_METADATA_BYTES, read_metadata
 from mlm.checkpoint.dcp.storage import DCPReader
+from mlm.checkpoint.dcp.torch_file import DAMAGES, REBUILD, Saved
+from mlm.checkpoint.dcp.unpickled import Name, PersistentId, Record, read_pickle
 from mlm.checkpoint.native.slices import Region
 from mlm.util.errors import UserError
 
@@ -109,6 +111,12 @@ def test_pickle_that_is_no_metadata_runs_nothing(folder: Path, name: str) -> Non
     assert_one_line(folder, "nothing was executed")
 
 
+def test_entries_whose_keys_are_no_text_are_left_out() -> None:
+    """An adversary knows the hashes of numbers, and makes them equal: a dict of them takes quadratic time."""
+    equal = {n * ((1 << 61) - 1): n for n in range(3)}
+    assert read_pickle(pickle.dumps({"a": 1, **equal, (1, 2): 3}, 2), lambda name: False) == {"a": 1}
+
+
 def index(folder: Path, name: str) -> MetadataIndex:
     return next(index for index in metadata(folder).storage_data if index.fqn == name)
 
@@ -166,7 +174,6 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "control characters": (lambda m: rename(m, "a\x1b[2J\nall is well"), "not allowed"),
     "no tensors": (lambda m: setattr(m, "state_dict_metadata", None), "lists no tensors"),
-    "numbers as keys": (lambda m: setattr(m, "planner_data", {1: 2}), "is no key"),
 }
 
 
@@ -177,6 +184,42 @@ def test_metadata_that_does_not_fit_is_named_in_one_line(folder: Path, name: str
     change(found)
     (folder / ".metadata").write_bytes(pickle.dumps(found))
     assert_one_line(folder, match)
+
+
+def deep() -> tuple[Any, ...]:
+    """Tuples nested so deep that to hash them overflows the stack."""
+    value: tuple[Any, ...] = ()
+    for _ in range(1_000_000):
+        value = (value,)
+    return value
+
+
+def tensor_in(*storage: Any) -> Record:
+    """A tensor of four numbers in a storage of this class and key."""
+    return Record(Name(REBUILD), (PersistentId(("storage", *storage, "cpu", 4)), 0, (4,), (1,)))
+
+
+FLOATS = PersistentId(("storage", Name("torch.FloatStorage"), "0", "cpu", 4))
+TENSORS_OF_AN_ADVERSARY: dict[str, Callable[[], Any]] = {
+    "a key that overflows the stack": lambda: tensor_in(Name("torch.FloatStorage"), deep()),
+    "a class that overflows the stack": lambda: tensor_in(deep(), "0"),
+    "a million dims": lambda: Record(Name(REBUILD), (FLOATS, 0, (1,) * 1_000_000, (1,) * 1_000_000)),
+    "more than is stored": lambda: Record(Name(REBUILD), (FLOATS, 1, (4,), (1,))),
+    "a first element below 0": lambda: Record(Name(REBUILD), (FLOATS, -1, (4,), (1,))),
+    "a type without a name": lambda: Record(Name("torch._tensor._rebuild_from_type_v2"), (1, 2, (3,), 4)),
+    "no arguments": lambda: Record(Name(REBUILD), ()),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS_OF_AN_ADVERSARY)
+def test_tensor_of_an_adversary_is_not_found(name: str) -> None:
+    with pytest.raises(DAMAGES):
+        Saved(None, {"0": (100, 16)}).find(TENSORS_OF_AN_ADVERSARY[name]())
+
+
+def test_plain_tensor_is_found() -> None:
+    found = Saved(None, {"0": (100, 16)}).find(Record(Name(REBUILD), (FLOATS, 1, (3,), (1,))))
+    assert (found.dtype, found.shape, found.begin) == (torch.float32, (3,), 104)
 
 
 def saved(value: Any, **options: Any) -> bytes:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from mlm.checkpoint.megatron.args import Given
 from mlm.checkpoint.megatron.files import find_files
 from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
 from mlm.util.errors import ConfigError, UserError
@@ -18,7 +19,7 @@ from tests.checkpoint.megatron.written import (
 
 
 def opened(folder: Path, **settings: Any) -> MegatronModel:
-    return open_checkpoint(find_files(folder), **({"vocab_size": VOCAB} | settings))
+    return open_checkpoint(find_files(folder), Given(**({"vocab_size": VOCAB} | settings)))
 
 
 UNSUPPORTED = dict.fromkeys(

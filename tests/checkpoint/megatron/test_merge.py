@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mlm.checkpoint.megatron.args import Given
 from mlm.checkpoint.megatron.files import find_files
 from mlm.checkpoint.megatron.merge import MegatronModel, open_checkpoint
 from mlm.checkpoint.native.slices import Region
@@ -25,7 +26,7 @@ from tests.checkpoint.megatron.written import (
 
 
 def opened(folder: Path, **settings: Any) -> MegatronModel:
-    return open_checkpoint(find_files(folder), **({"vocab_size": VOCAB} | settings))
+    return open_checkpoint(find_files(folder), Given(**({"vocab_size": VOCAB} | settings)))
 
 
 def test_tensors_stay_in_their_file_until_they_are_read(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_problem_of_a_file_is_named_in_one_line(tmp_path: Path, change: Change, 
     [
         (lambda c: c.update(iteration=2000), "iteration=1000, but 2000 in mp_rank_00_000"),
         (lambda c: c.update(checkpoint_version=2.0), "checkpoint_version=3.0, but 2.0"),
-        (lambda c: c.update(iteration=torch.ones(3)), r"iteration=\(Tensor\)"),
+        (lambda c: c.update(iteration=torch.ones(3)), r"iteration=\(Record\)"),
         (
             lambda c: language_model(c)["encoder"]["layers.0.input_layernorm.bias"].add_(1),
             "layers.0.attention_norm.bias differs between",

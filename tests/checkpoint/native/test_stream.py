@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mlm.checkpoint.native.folders import latest_checkpoint
-from mlm.checkpoint.native.format import read_manifest
+from mlm.checkpoint.native.format import TensorEntry, read_manifest
 from mlm.checkpoint.native.slices import Region, TensorSplit
-from mlm.checkpoint.native.stream import GlobalTensor, derived_id, write_streamed
+from mlm.checkpoint.native.stream import derived_id, write_streamed
 from tests.checkpoint.native.helpers import load
 
 FULL = {
@@ -31,7 +31,7 @@ SPLITS = {
     "scale": TensorSplit(None, 0),
     "none": TensorSplit(None, 0),
 }
-TENSORS = {name: GlobalTensor(tuple(x.shape), x.dtype, SPLITS[name]) for name, x in FULL.items()}
+TENSORS = {name: TensorEntry(tuple(x.shape), x.dtype, SPLITS[name]) for name, x in FULL.items()}
 SAVE_ID = derived_id(["of", "this"])
 
 
