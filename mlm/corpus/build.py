@@ -26,7 +26,6 @@ from mlm.corpus.stages.publish import (
     write_rejected,
 )
 from mlm.corpus.stages.run import run_stages
-from mlm.corpus.stages.slurm import run_slurm
 from mlm.data.corpus_files import MARKER, parse_split
 from mlm.data.receipt import INPUTS, RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
@@ -42,11 +41,11 @@ LOCK = ".lock"
 WORK = "work"
 
 
-def run_build(config: DataBuildConfig, console: Console | None = None) -> Receipt | None:
+def run_build(config: DataBuildConfig, console: Console | None = None) -> Receipt:
     """Write a corpus folder, its receipt last; return the receipt. Does nothing if the corpus is there.
 
-    Finished tasks of an interrupted build are reused. Returns None while jobs on a cluster are running.
-    Raises UserError: bad input, an empty part, or a folder that holds something else.
+    Finished tasks of an interrupted build are reused. Raises UserError: bad input, an empty part, or a folder
+    that holds something else.
     """
     console = console or Screen()
     parse_split(config.split)
@@ -88,8 +87,6 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
         else:
             write_atomic(out / MARKER, b"")
             receipt = build(plan, inputs, listing.account(), made_of, out, console)
-        if receipt is None:
-            return None
         warn(config, console)
         if not config.keep_work and (kept := delete_work(config)) is not None:
             console.print(kept, soft_wrap=True, markup=False, highlight=False)
@@ -159,14 +156,9 @@ def build(
     made_of: Receipt,
     out: Path,
     console: Console,
-) -> Receipt | None:
-    """Run the stages and publish their output. Returns None while jobs on a cluster are running."""
-    path, executor = plan.save(), plan.config.executor
-    if executor.kind == "local":
-        workers = executor.workers or len(os.sched_getaffinity(0))
-        run_stages(plan, workers)
-    elif not run_slurm(plan, path, console):
-        return None
+) -> Receipt:
+    """Run the stages and publish their output."""
+    run_stages(plan, plan.config.workers or len(os.sched_getaffinity(0)))
     facts = outcome(plan) | {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)

@@ -134,24 +134,6 @@ class DecontaminateConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorConfig:
-    """Executor of the tasks."""
-
-    kind: Literal["local", "slurm"] = "local"
-    """local: processes of this machine; slurm: submitted jobs."""
-    workers: Annotated[int | None, POSITIVE] = None
-    """Tasks at a time; null means this machine's cores, on a cluster no limit. Never changes the output."""
-    partition: str | None = None
-    """SLURM partition; required by slurm."""
-    time: str = "24:00:00"
-    """SLURM time limit of one task."""
-    memory_gb: Annotated[int, POSITIVE] = 4
-    """Memory per SLURM task, GiB."""
-    environment: str = ""
-    """Shell command that a SLURM task starts with, such as `source .venv/bin/activate`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DataBuildConfig:
     """The run spec of `mlm data build`: text to a clean corpus in Megatron's .bin/.idx."""
 
@@ -200,6 +182,8 @@ class DataBuildConfig:
     """Begin every document with the tokenizer's beginning-of-sequence token."""
     sentences: bool = False
     """One sequence per sentence, as BERT samples need. Needs mlm[data]."""
+    workers: Annotated[int | None, POSITIVE] = None
+    """Processes; null means one for each core. Never changes the output."""
     keep_work: bool = False
     """Keep {out}/work, the files between stages: a build into the same folder with another tokenizer, once
     the files of the corpus are deleted, reuses what does not change."""
@@ -207,7 +191,6 @@ class DataBuildConfig:
     filter: FilterConfig = field(default_factory=FilterConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)
     decontaminate: DecontaminateConfig = field(default_factory=DecontaminateConfig)
-    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
 
 
 MAX_BANDS = 1024  # a task and a column of keys each
@@ -216,7 +199,7 @@ MAX_BANDS = 1024  # a task and a column of keys each
 def check_build(config: DataBuildConfig) -> list[Problem]:
     """Problems of `mlm data build` between its settings."""
     problems = []
-    decontaminate, executor, rules = config.decontaminate, config.executor, config.filter
+    decontaminate, rules = config.decontaminate, config.filter
     if (bands := config.dedup.bands) > MAX_BANDS:
         problem = f"dedup.bands={bands} is above {MAX_BANDS}"
         problems.append(Problem(("dedup.bands",), problem, "lower it, and dedup.rows with it"))
@@ -232,9 +215,6 @@ def check_build(config: DataBuildConfig) -> list[Problem]:
     if not decontaminate.parts or not set(decontaminate.parts) <= set(SPLITS):
         parts, fix = f"[{','.join(decontaminate.parts)}]", f"name some of {', '.join(SPLITS)}"
         problems.append(Problem.at("decontaminate.parts", parts, "must be parts of a corpus", fix))
-    if executor.kind == "slurm" and not executor.partition:
-        problem = "executor.kind=slurm needs a partition"
-        problems.append(Problem(("executor.partition",), problem, "set executor.partition=NAME"))
     for low, high in (("min_words", "max_words"), ("min_mean_word_length", "max_mean_word_length")):
         least, most = getattr(rules, low), getattr(rules, high)
         if least is not None and most is not None and least > most:

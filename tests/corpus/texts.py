@@ -15,7 +15,6 @@ from mlm.corpus.config import (
     DataBuildConfig,
     DecontaminateConfig,
     DedupConfig,
-    ExecutorConfig,
     FilterConfig,
     NormaliseConfig,
 )
@@ -68,7 +67,7 @@ def plain(source: Path, **changes: Any) -> DataBuildConfig:
         normalise=NormaliseConfig(ftfy=False),
         filter=FilterConfig(min_tokens=None),
         dedup=DedupConfig(enabled=False),
-        executor=ExecutorConfig(workers=1),
+        workers=1,
     )
     return replace(config, **changes)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlm.corpus.build import run_build
-from mlm.corpus.config import ExecutorConfig, FilterConfig
+from mlm.corpus.config import FilterConfig
 from mlm.corpus.stages import match as match_stage
 from mlm.data.indexed import IndexedDataset
 from mlm.util.errors import CorruptFileError, UserError
@@ -79,7 +79,7 @@ def test_second_document_of_an_id_goes(tmp_path: Path) -> None:
 
 def test_workers_do_not_change_a_byte(source: Path) -> None:
     run_build(thorough(source), quiet())
-    two = replace(thorough(source, out=str(source.parent / "two")), executor=ExecutorConfig(workers=2))
+    two = replace(thorough(source, out=str(source.parent / "two")), workers=2)
     run_build(two, quiet())
     assert output(source.parent / "out") == output(source.parent / "two")
 
@@ -102,7 +102,7 @@ def test_keys_looked_at_a_few_at_a_time_change_nothing(source: Path, monkeypatch
         json.dumps({"text": " ".join(text), "key": i % 33 if i < 40 else i}) for i, text in enumerate(texts)
     ]
     (source.parent / "c.jsonl").write_text("\n".join(lines))
-    config = thorough(source.parent / "c.jsonl", id_key="key", executor=ExecutorConfig(workers=1))
+    config = thorough(source.parent / "c.jsonl", id_key="key", workers=1)
     receipt = run_build(config, quiet())
     monkeypatch.setattr(match_stage, "AT_ONCE", 5)
     run_build(replace(config, out=str(source / "sliced")), quiet())
@@ -220,7 +220,7 @@ def test_damaged_input_ends_with_1(source: Path, workers: int) -> None:
     with pytest.raises(
         CorruptFileError, match=r"b\.jsonl\.gz:\d+: the file is damaged.*bad_input=skip"
     ) as caught:
-        run_build(thorough(source, executor=ExecutorConfig(workers=workers)), quiet())
+        run_build(thorough(source, workers=workers), quiet())
     assert caught.value.exit_code == 1
 
 

@@ -51,7 +51,7 @@ def test_a_killed_worker_is_reported_in_a_line_and_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "run_task", killed_or_long)
-    said = r"executor\.workers=2: a worker was killed in stage clean"
+    said = r"workers=2: a worker was killed in stage clean"
     with pytest.raises(UserError, match=said), Workers(2) as workers:
         workers.run(cast(BuildPlan, tmp_path), BuildStage("clean", 2, tmp_path), [0, 1], int)
     assert len(pids_in(tmp_path)) == 2
