@@ -19,6 +19,8 @@ from mlm.config.fields import (
 from mlm.data.config import SPLITS, DataPath, StoredPath
 from mlm.util.errors import Problem
 
+MAX_DOCUMENT_BYTES = 1 << 26
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataTokenizerConfig:
@@ -38,8 +40,6 @@ class DataTokenizerConfig:
     vocab.txt the tokenizer_config.json beside it decides, else the absence of capitals in its tokens."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
-    unreadable: Literal["error", "skip"] = "error"
-    """As in `mlm data build`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,10 +166,7 @@ class DataBuildConfig:
     bad_input: Literal["refuse", "skip"] = "refuse"
     """A document that cannot be read stops the build (refuse), or is counted and listed in
     rejected.jsonl (skip)."""
-    unreadable: Literal["error", "skip"] = "error"
-    """A folder or file of the input that cannot be opened, a link that leads nowhere, a FIFO, socket or
-    device stops the build (error), or is listed in the receipt (skip)."""
-    max_document_bytes: Annotated[int, MANY] = 1 << 26
+    max_document_bytes: Annotated[int, MANY] = MAX_DOCUMENT_BYTES
     """Longest line or document, in bytes; a longer one is bad input."""
     seed: Annotated[int, SEED] = 1234
     """Seed of the split: a document's part is a function of it and of the text."""

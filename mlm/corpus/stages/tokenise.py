@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from mlm.corpus.benchmarks import load_benchmarks
 from mlm.corpus.config import DecontaminateConfig
 from mlm.corpus.decontaminate import Contaminants, count_matches
 from mlm.corpus.pieces import segments, split_sentences
@@ -123,7 +124,7 @@ def load_contaminants(plan: BuildPlan) -> Contaminants | None:
 
 @lru_cache(maxsize=1)
 def _load_contaminants(path: Path, digest: str, config: DecontaminateConfig) -> Contaminants:
-    return Contaminants.load(config, path)
+    return Contaminants(config, load_benchmarks(path))
 
 
 def write(plan: BuildPlan, batch: list[Piece], writers: Writers, counts: Counter[str]) -> None:
