@@ -64,7 +64,7 @@ COMMANDS = (
         aliases=(("data", "input"),),
         keys=(
             *("input", "tokenizer", "out", "split", "bad_input", "filter.min_tokens", "dedup.threshold"),
-            *("decontaminate.against", "workers", "keep_work"),
+            *("decontaminate.against", "workers"),
         ),
     ),
     Command(

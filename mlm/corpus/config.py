@@ -181,9 +181,6 @@ class DataBuildConfig:
     """One sequence per sentence, as BERT samples need. Needs mlm[data]."""
     workers: Annotated[int | None, POSITIVE] = None
     """Processes; null means one for each core. Never changes the output."""
-    keep_work: bool = False
-    """Keep {out}/work, the files between stages: a build into the same folder with another tokenizer, once
-    the files of the corpus are deleted, reuses what does not change."""
     normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from mlm.corpus.config import (
@@ -46,6 +47,11 @@ def write_jsonl(path: Path, texts: Sequence[str], **more: Sequence[Any]) -> Path
 def quiet() -> Console:
     """A console nobody reads."""
     return Console(file=io.StringIO(), width=200)
+
+
+def keep_work(patch: pytest.MonkeyPatch) -> None:
+    """Leave the files between the stages of a build where they are."""
+    patch.setattr("mlm.corpus.build.delete_work", lambda config: None)
 
 
 def small_tokenizer(folder: Path) -> Path:

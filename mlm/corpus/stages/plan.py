@@ -3,9 +3,9 @@
 The work folder holds plan.jsonl, with a line of shards for each task. A task reads its own line alone: its
 memory does not grow with the files of the build.
 
-A stage's folder is named after the digest of all that its output is a function of: its contents were made by
-equal stages from equal inputs, whichever build made them, and can be reused. The marker of a task is written
-last and atomically: where it is, the files are complete. So a build that was killed continues.
+The folders of stages are named after the digest of all that a build is a function of: what is in them was
+made by an equal build. The marker of a task is written last and atomically: where it is, the files are
+complete. So a build that was killed continues.
 """
 
 import json
@@ -17,7 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mlm.config.build import to_dict
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.records import Input, InputShard
 from mlm.data.config import SPLITS
@@ -25,7 +24,7 @@ from mlm.data.corpus_files import parse_split
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.files import digest_bytes, write_atomic
 
-VERSION = 3  # of what the stages write; part of every stage's digest
+VERSION = 3  # of what the stages write
 TASKS = "plan.jsonl"
 TOKENIZER = "tokenizer.json"
 EVALUATION = "evaluation.jsonl"
@@ -106,16 +105,14 @@ class BuildPlan:
 def make_plan(
     config: DataBuildConfig,
     work: Path,
-    inputs: Sequence[Input],
     shards: Sequence[InputShard],
     bounds: Sequence[int],
-    tokenizer: str,
-    evaluation: str | None,
+    made_of: dict[str, Any],
 ) -> BuildPlan:
     """Plan a build, and write the shards of each task.
 
-    `bounds` are the first shard of each task, then the number of shards; `tokenizer` and `evaluation` are
-    digests. Raises OSError.
+    `bounds` are the first shard of each task, then the number of shards; `made_of` is all that the output is
+    a function of. Raises OSError.
     """
     given = {shard.split for shard in shards if shard.split}
     shares = dict(zip(SPLITS, parse_split(config.split), strict=True))
@@ -126,57 +123,27 @@ def make_plan(
         bands = config.dedup.bands if config.dedup.enabled else 0
         tasks |= {"match": bands + 1, "group": 1, "verify": many, "gather": 1}
     tasks |= {"tokenise": many, "merge": len(parts)}
-    ingredients = stage_ingredients(config, inputs, shards, bounds, tokenizer, evaluation)
-    stages, before = dict[str, BuildStage](), digest_bytes(b"")
-    for name, count in tasks.items():
-        made_of = json.dumps([VERSION, name, count, before, ingredients.get(name)], sort_keys=True)
-        before = digest_bytes(made_of.encode())
-        stages[name] = BuildStage(name, count, work / f"{name}-{before.partition(':')[2][:NAME_DIGITS]}")
-    is_divided = not any(item.split for item in inputs)
-    ranges = list(pairwise(bounds))
-    sizes = tuple(sum(shard.end - shard.begin for shard in shards[begin:end]) for begin, end in ranges)
-    offsets = tuple(write_tasks(work / TASKS, [shards[begin:end] for begin, end in ranges]))
-    return BuildPlan(config, work, tokenizer, evaluation, parts, is_divided, stages, offsets, sizes)
+    ranges = [(shard.kind, shard.begin, shard.end) for shard in shards]
+    identity = digest_bytes(json.dumps([VERSION, made_of, ranges, list(bounds)]).encode())
+    name = identity.partition(":")[2][:NAME_DIGITS]
+    stages = {stage: BuildStage(stage, count, work / f"{stage}-{name}") for stage, count in tasks.items()}
+    of_tasks = [shards[begin:end] for begin, end in pairwise(bounds)]
+    return BuildPlan(
+        config,
+        work,
+        tokenizer=made_of["tokenizer"],
+        evaluation=made_of["evaluation_texts"],
+        parts=parts,
+        is_divided=made_of["split"] is not None,
+        stages=stages,
+        offsets=tuple(write_tasks(work / TASKS, of_tasks)),
+        sizes=tuple(sum(shard.end - shard.begin for shard in mine) for mine in of_tasks),
+    )
 
 
 def removes_duplicates(config: DataBuildConfig) -> bool:
     """True if documents are compared with each other."""
     return config.dedup.enabled or config.id_key is not None
-
-
-def stage_ingredients(
-    config: DataBuildConfig,
-    inputs: Sequence[Input],
-    shards: Sequence[InputShard],
-    bounds: Sequence[int],
-    tokenizer: str,
-    evaluation: str | None,
-) -> dict[str, Any]:
-    """Return everything that the output of each stage depends on other than the stages before it."""
-    values = to_dict(config)
-
-    def settings(*keys: str) -> dict[str, Any]:
-        return {key: values[key] for key in keys}
-
-    return {
-        "clean": [
-            settings(
-                *("text_key", "id_key", "keep_ids", "bad_input", "max_document_bytes", "normalise", "filter")
-            ),
-            {key: values["dedup"][key] for key in ("enabled", "ngram", "unit", "bands", "rows")},
-            [(item.name, item.bytes, item.digest, item.split) for item in inputs],
-            # where the folder of an input lies does not matter
-            [(shard.kind, shard.begin, shard.end, shard.split) for shard in shards],
-            bounds,
-            tokenizer if config.filter.min_tokens is not None else None,
-        ],
-        "verify": config.dedup.threshold,
-        "tokenise": [
-            settings("split", "seed", "eod", "append_eod", "prepend_bos", "sentences", "decontaminate"),
-            tokenizer,
-            evaluation,
-        ],
-    }
 
 
 def write_tasks(path: Path, tasks: Iterable[Sequence[InputShard]]) -> list[int]:

@@ -15,7 +15,7 @@ from mlm.corpus.build import run_build
 from mlm.corpus.read.finding import Listing, search
 from mlm.util.errors import UserError
 from tests.corpus.read.test_shards import names, put
-from tests.corpus.texts import documents, output, plain, quiet, write_jsonl
+from tests.corpus.texts import documents, keep_work, output, plain, quiet, write_jsonl
 
 NOBODY = 65534
 
@@ -131,11 +131,12 @@ def test_more_names_of_the_formats_are_read(tmp_path: Path) -> None:
     ]
 
 
-def test_corpus_inside_its_input_is_not_read(tmp_path: Path) -> None:
+def test_corpus_inside_its_input_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a second build nor by one of another corpus."""
+    keep_work(monkeypatch)
     source = write_jsonl(tmp_path / "text/a.jsonl", ["one"]).parent
     (source / "bad.jsonl").write_text("no JSON\n")
-    config = plain(source, out=str(source / "out"), bad_input="skip", keep_work=True)
+    config = plain(source, out=str(source / "out"), bad_input="skip")
     receipt = run_build(config, quiet())
     assert (source / "out/rejected.jsonl").is_file()
     console = quiet()
@@ -152,7 +153,6 @@ def test_killed_build_into_its_input_resumes(tmp_path: Path, monkeypatch: pytest
         source,
         out=str(source / "out"),
         bad_input="skip",
-        keep_work=True,
     )
 
     def stop(*_: object) -> None:

@@ -72,7 +72,8 @@ def test_a_task_reads_its_own_part_of_the_plan(tmp_path: Path) -> None:
     source = many_files(tmp_path / "text", 12)
     inputs = [Input(path.name, str(path), 100, "", None, (1, 2)) for path in sorted(source.iterdir())]
     ranges = split_inputs(inputs, 1 << 23)
-    whole = plan.make_plan(plain(source), tmp_path, inputs, ranges, (0, 5, 11, 12), "sha256:0", None)
+    made_of = {"tokenizer": "sha256:0", "evaluation_texts": None, "split": [1, 0, 0]}
+    whole = plan.make_plan(plain(source), tmp_path, ranges, (0, 5, 11, 12), made_of)
     assert [whole.shards_of(task) for task in range(3)] == [ranges[:5], ranges[5:11], ranges[11:]]
 
 
