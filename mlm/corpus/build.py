@@ -170,7 +170,7 @@ def ingredients(
     """Everything that the output is a function of; `evaluation` is the digest of the texts to keep out."""
     values = to_dict(config)
     settings = (
-        *("text_key", "id_key", "keep_ids", "bad_input", "max_document_bytes"),
+        *("text_key", "bad_input", "max_document_bytes"),
         *("append_eod", "eod", "prepend_bos", "sentences"),
     )
     is_divided = not any(item.split for item in inputs)

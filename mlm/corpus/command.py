@@ -80,7 +80,7 @@ COMMANDS = (
             ("Counts and lengths of a corpus, part by part", "mlm data inspect corpus"),
             ("A foreign pair", "mlm data inspect wiki_text_document tokenizer=gpt2 samples=10"),
             (
-                "A document, and where it came from (keep_ids=true)",
+                "A document whole",
                 "mlm data inspect corpus/train document=17",
             ),
         ),

@@ -152,11 +152,6 @@ class DataBuildConfig:
     On a command line write slashes (0.9/0.05/0.05): Hydra takes commas for a sweep."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
-    id_key: str | None = None
-    """Key (or column) of a document's id: a second document of the same id is removed."""
-    keep_ids: bool = False
-    """Keep where every document came from: its source, line and id (id_key, else the key id) lie in
-    {part}.origins.bin/.idx, for `mlm data inspect … document=N`."""
     hub_config: str | None = None
     """Configuration (subset) of a Hub dataset."""
     hub_split: str = "train"
@@ -228,8 +223,7 @@ class DataInspectConfig:
     samples: Annotated[int, NOT_NEGATIVE] = 3
     """Documents to decode, spread over the corpus; 0 decodes none."""
     document: int | None = None
-    """Number of a document to show whole, with where it came from if the corpus was built with keep_ids=true;
-    path is then a prefix, or a folder's train part is taken."""
+    """Number of a document to show whole; path is then a prefix, or a folder's train part is taken."""
     token: int | None = None
     """As `document`, by the number of one of its tokens."""
     out: ResultFile | None = None

@@ -1,6 +1,5 @@
 """`mlm data inspect`: the contents of a corpus."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlm.corpus.config import DataInspectConfig
-from mlm.data.corpus_files import corpora_at, eod_of, origins_of, tokenizer_beside
-from mlm.data.indexed import REBUILD, VERSION, IndexedDataset, bin_path, idx_path
+from mlm.data.corpus_files import corpora_at, eod_of, tokenizer_beside
+from mlm.data.indexed import VERSION, IndexedDataset
 from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import UserError
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import add_row, console, format_bytes, one_line, table
 
@@ -42,23 +41,17 @@ def run_inspect(config: DataInspectConfig) -> None:
 
 
 def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
-    """Show one document and its origin. Raises UserError."""
+    """Show one document whole. Raises UserError."""
     corpus, (tokenizer, _) = IndexedDataset(prefix), tokenizer_for(config, folder)
     number = document_wanted(config, corpus)
-    origin = origin_of(prefix, number)
     ids = [int(token) for token in corpus.document(number)]
     known = tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids)
     text = tokenizer.decode(ids) if tokenizer is not None and known else None
     if config.out is not None:
-        facts = {"document": number, "tokens": len(ids), "origin": origin, "ids": ids, "text": text}
+        facts = {"document": number, "tokens": len(ids), "ids": ids, "text": text}
         write_result(config.out, {"task": "data inspect", "path": str(prefix), **facts})
     out = console()
-    made = table(f"{prefix} · document {number:,}", "", "")
-    for key, value in (
-        {"tokens": f"{len(ids):,}"} | (origin or {"source": "not kept; build with keep_ids=true"})
-    ).items():
-        add_row(made, key, str(value))
-    out.print(made)
+    out.print(f"{prefix} · document {number:,} · {len(ids):,} tokens")
     shown = text if text is not None else " ".join(map(str, ids))
     for line in shown.split("\n"):
         out.print(
@@ -77,21 +70,6 @@ def document_wanted(config: DataInspectConfig, corpus: IndexedDataset) -> int:
     if not 0 <= number < count:
         raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
     return number if key == "document" else corpus.document_of(number)
-
-
-def origin_of(prefix: Path, number: int) -> dict[str, Any] | None:
-    """Return source, line and id of a document; None if they were not kept. Raises CorruptFileError."""
-    kept = origins_of(prefix)
-    if not idx_path(kept).is_file():
-        return None
-    content = IndexedDataset(kept).document(number).tobytes()
-    try:
-        origin = json.loads(content)
-    except (ValueError, RecursionError):
-        origin = None
-    if not isinstance(origin, dict):
-        raise CorruptFileError(f"{bin_path(kept)} does not record the source of document {number}: {REBUILD}")
-    return {one_line(str(key)): one_line(str(value)) for key, value in origin.items()}
 
 
 def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:

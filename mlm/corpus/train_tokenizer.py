@@ -119,7 +119,6 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
                 for document in read_shard(
                     shard,
                     text_key=config.text_key,
-                    id_key=None,
                     max_bytes=MAX_DOCUMENT_BYTES,
                     reject=reject,
                 ):

@@ -57,7 +57,6 @@ KINDS: dict[str, FolderType] = {
         "a corpus",
         (
             *(f"{part}.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
-            *(f"{part}.origins.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
             *("corpus.json", "tokenizer.json", "rejected.jsonl", "corpus-inputs.jsonl", ".building", "work"),
         ),
     ),
@@ -71,7 +70,7 @@ KINDS: dict[str, FolderType] = {
         (
             *(f"{'[0-9]' * 5}{rest}" for rest in (".*", "*.npy", "*.bin", "*.idx")),
             *(f".{'[0-9]' * 5}.*", ".*.partial", "*.partial", "rejected.jsonl"),
-            *("members.npy", "bounds.npy", "near.npy", "again.npy", "firsts.npy"),
+            *("members.npy", "bounds.npy", "near.npy", "firsts.npy"),
             *(f"{part}[.-]*" for part in ("train", "validation", "test")),
         ),
     ),

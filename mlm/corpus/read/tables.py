@@ -1,6 +1,6 @@
 """Documents of tables: Parquet files and datasets of the Hugging Face Hub. Needs mlm[data].
 
-Of a Parquet file the columns of the text and the id are read, a few rows at a time. A Hub dataset is streamed
+Of a Parquet file the column of the text is read, a few rows at a time. A Hub dataset is streamed
 by the library `datasets`: only its small cache is stored. No code of a dataset runs: `datasets` 4 and later
 reject a dataset that needs a script, and only formats that hold text are accepted (FORMATS).
 """
@@ -66,7 +66,7 @@ def read_parquet(shard: InputShard, intake: Intake) -> Iterator[Document]:
                 if shard.begin == 0:  # once for the file
                     intake.reject(Place(shard.path, 1, unit="row "), problem)
                 return
-            for batch in batches(file, shard, intake.keys):
+            for batch in batches(file, shard, intake.text_key):
                 for index in range(len(batch)):
                     row += 1
                     place = Place(shard.path, row, unit="row ")
@@ -89,17 +89,17 @@ def column_problem(file: Any, path: str, intake: Intake) -> BadRecordError | Non
     letters = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(letters) or types.is_large_string(letters) or types.is_string_view(letters)):
         return BadRecordError("text_type", f'column "{intake.text_key}" holds {letters}, not strings')
-    return intake.without_id() if intake.id_key is not None and intake.id_key not in names else None
+    return None
 
 
-def batches(file: Any, shard: InputShard, columns: list[str]) -> Iterator[Any]:
+def batches(file: Any, shard: InputShard, column: str) -> Iterator[Any]:
     """Yield batches of the rows of a shard. Raises DamagedError where the rest cannot be read."""
     starts = list(accumulate(group_rows(file), initial=0))
     for group, start in enumerate(starts[:-1]):
         if not shard.begin <= start < shard.end:
             continue
         # one row group at a time: a batch over two would be lost when the second is damaged
-        source = file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
+        source = file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[column], use_threads=False)
         while True:
             with readable(shard.path), explain_damage():
                 batch = next(source, None)
@@ -114,18 +114,10 @@ def row_document(batch: Any, index: int, intake: Intake, place: Place) -> Docume
     value = getattr(value, "value", value)  # of a dictionary
     if value is not None and value.is_valid and value.as_buffer().size > intake.max_bytes:
         raise intake.too_long("text")
-    record = {intake.text_key: None if value is None else python_value(value, intake.text_key)}
-    if intake.id_key is not None:
-        record[intake.id_key] = python_value(batch.column(intake.id_key)[index], intake.id_key)
-    return intake.document(record, place)
-
-
-def python_value(value: Any, key: str) -> Any:
-    """Convert a cell to a Python value. Raises BadRecordError: pyarrow accepts any bytes as a string."""
     try:
-        return value.as_py()
-    except UnicodeDecodeError as error:
-        detail = f'"{key}" is not UTF-8 ({error.reason} at byte {error.start + 1})'
+        return intake.document({intake.text_key: None if value is None else value.as_py()}, place)
+    except UnicodeDecodeError as error:  # pyarrow accepts any bytes as a string
+        detail = f'"{intake.text_key}" is not UTF-8 ({error.reason} at byte {error.start + 1})'
         raise BadRecordError("not_utf8", detail) from error
 
 
@@ -210,8 +202,8 @@ def read_hub(shard: InputShard, intake: Intake) -> Iterator[Document]:
     _, stream = open_hub(source)
     unit = f"shard {shard.begin} row "
     with explain_hub_errors(source):
-        if stream.features is not None and all(key in stream.features for key in intake.keys):
-            stream = stream.select_columns(intake.keys)  # so that nothing else is decoded
+        if stream.features is not None and intake.text_key in stream.features:
+            stream = stream.select_columns([intake.text_key])  # so that nothing else is decoded
         rows = iter(stream.shard(num_shards=stream.num_shards, index=shard.begin))
     row = 0
     while True:

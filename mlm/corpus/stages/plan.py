@@ -119,9 +119,8 @@ def make_plan(
     parts = tuple(part for part in SPLITS if (part in given if given else shares[part] > 0))
     many = len(bounds) - 1
     tasks = {"clean": many}
-    if removes_duplicates(config):
-        bands = config.dedup.bands if config.dedup.enabled else 0
-        tasks |= {"match": bands + 1, "group": 1, "verify": many, "gather": 1}
+    if config.dedup.enabled:
+        tasks |= {"match": config.dedup.bands, "group": 1, "verify": many, "gather": 1}
     tasks |= {"tokenise": many, "merge": len(parts)}
     ranges = [(shard.kind, shard.begin, shard.end) for shard in shards]
     identity = digest_bytes(json.dumps([VERSION, made_of, ranges, list(bounds)]).encode())
@@ -139,11 +138,6 @@ def make_plan(
         offsets=tuple(write_tasks(work / TASKS, of_tasks)),
         sizes=tuple(sum(shard.end - shard.begin for shard in mine) for mine in of_tasks),
     )
-
-
-def removes_duplicates(config: DataBuildConfig) -> bool:
-    """True if documents are compared with each other."""
-    return config.dedup.enabled or config.id_key is not None
 
 
 def write_tasks(path: Path, tasks: Iterable[Sequence[InputShard]]) -> list[int]:

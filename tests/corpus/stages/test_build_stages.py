@@ -70,14 +70,6 @@ def test_rules_remove_what_they_should(source: Path) -> None:
     assert sum(count["documents"] for count in receipt["splits"].values()) == 60 - 7 - 10 + 3
 
 
-def test_second_document_of_an_id_goes(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "t.jsonl", ["one", "two", "three", "four"], key=["a", "b", "a", 7])
-    receipt = run_build(plain(source, id_key="key"), quiet())
-    assert documents(tmp_path / "out/train") == [f"one{END}", f"two{END}", f"four{END}"]
-    assert receipt is not None
-    assert receipt["removed"] == {"duplicate_id": {"documents": 1, "bytes": 5}}
-
-
 def test_workers_do_not_change_a_byte(source: Path) -> None:
     run_build(thorough(source), quiet())
     two = replace(thorough(source, out=str(source.parent / "two")), workers=2)
@@ -97,21 +89,17 @@ def test_shards_do_not_change_a_byte(source: Path, size: int, monkeypatch: pytes
 
 
 def test_keys_looked_at_a_few_at_a_time_change_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither near-duplicates nor ids seen before are missed for lying in other slices."""
+    """No near-duplicate is missed for lying in another slice."""
     texts = [words(random.Random(100 + i), 60) for i in range(40)]
     texts += [with_changes(text, 50) for text in texts[:8]]
-    lines = [
-        json.dumps({"text": " ".join(text), "key": i % 33 if i < 40 else i}) for i, text in enumerate(texts)
-    ]
-    (source.parent / "c.jsonl").write_text("\n".join(lines))
-    config = thorough(source.parent / "c.jsonl", id_key="key", workers=1)
+    config = thorough(write_jsonl(source.parent / "c.jsonl", [" ".join(text) for text in texts]))
     receipt = run_build(config, quiet())
     monkeypatch.setattr(match_stage, "AT_ONCE", 5)
     run_build(replace(config, out=str(source / "sliced")), quiet())
     assert output(Path(config.out)) == output(source / "sliced")
     assert receipt is not None
     removed = {rule: count["documents"] for rule, count in receipt["removed"].items()}
-    assert removed == {"duplicate_id": 7, "near_duplicate": 8}
+    assert removed == {"near_duplicate": 8}
 
 
 KILL = """
