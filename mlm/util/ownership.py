@@ -63,7 +63,7 @@ KINDS: dict[str, FolderType] = {
     "corpus-work": FolderType(
         "the work of a build",
         (
-            *("plan.jsonl", "tokenizer.json", "evaluation.jsonl"),
+            *("tokenizer.json", "evaluation.jsonl"),
             *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("clean", "match", "group", "verify", "gather")),
             *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("tokenise", "merge")),
         ),

@@ -152,7 +152,7 @@ def run(plan: BuildPlan, task: int) -> None:
 def documents_of(plan: BuildPlan, task: int, reject: Callable[[BadRecordError], None]) -> Iterator[Document]:
     """Yield the documents of a task. Raises UserError if a file changes while it is read."""
     config = plan.config
-    for shard in plan.shards_of(task):
+    for shard in plan.shards[task]:
         check_unchanged(shard.input)
         yield from read_shard(
             shard, text_key=config.text_key, max_bytes=config.max_document_bytes, reject=reject

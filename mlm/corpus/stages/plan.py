@@ -1,8 +1,5 @@
 """The plan of a build: its stages, the folder of each, the markers of finished tasks, the files of each task.
 
-The work folder holds plan.jsonl, with a line of shards for each task. A task reads its own line alone: its
-memory does not grow with the files of the build.
-
 The folders of stages are named after the digest of all that a build is a function of: what is in them was
 made by an equal build. The marker of a task is written last and atomically: where it is, the files are
 complete. So a build that was killed continues.
@@ -10,22 +7,21 @@ complete. So a build that was killed continues.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.records import Input, InputShard
+from mlm.corpus.read.records import InputShard
 from mlm.data.config import SPLITS
 from mlm.data.corpus_files import parse_split
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.files import digest_bytes, write_atomic
 
 VERSION = 3  # of what the stages write
-TASKS = "plan.jsonl"
 TOKENIZER = "tokenizer.json"
 EVALUATION = "evaluation.jsonl"
 NAME_DIGITS = 16  # hexadecimal digits of a digest in a folder's name
@@ -85,17 +81,16 @@ class BuildPlan:
     """True if documents are assigned to parts; False if the input folder has parts."""
     stages: dict[str, BuildStage]
     """By name, in their order."""
-    offsets: tuple[int, ...]
-    """First byte of each task's line in plan.jsonl."""
-    sizes: tuple[int, ...]
-    """Bytes (or rows) that each of these tasks reads."""
+    shards: Mapping[int, Sequence[InputShard]]
+    """Shards of each task of the stages `clean` and `tokenise`."""
 
-    def shards_of(self, task: int) -> list[InputShard]:
-        """Read the shards that a task of the stages `clean` and `tokenise` works on."""
-        with open(self.work / TASKS, "rb") as file:
-            file.seek(self.offsets[task])
-            shards = json.loads(file.readline())
-        return [as_shard(shard) for shard in shards]
+    def of_task(self, task: int) -> "BuildPlan":
+        """Return the plan for a worker: the memory of one does not grow with the files of the build."""
+        return replace(self, shards={task: self.shards[task]} if task in self.shards else {})
+
+    def size_of(self, task: int) -> int:
+        """Bytes (or rows) that a task of these stages reads."""
+        return sum(shard.end - shard.begin for shard in self.shards[task])
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer, kept between the tasks of a process."""
@@ -109,10 +104,10 @@ def make_plan(
     bounds: Sequence[int],
     made_of: dict[str, Any],
 ) -> BuildPlan:
-    """Plan a build, and write the shards of each task.
+    """Plan a build.
 
     `bounds` are the first shard of each task, then the number of shards; `made_of` is all that the output is
-    a function of. Raises OSError.
+    a function of.
     """
     given = {shard.split for shard in shards if shard.split}
     shares = dict(zip(SPLITS, parse_split(config.split), strict=True))
@@ -126,7 +121,6 @@ def make_plan(
     identity = digest_bytes(json.dumps([VERSION, made_of, ranges, list(bounds)]).encode())
     name = identity.partition(":")[2][:NAME_DIGITS]
     stages = {stage: BuildStage(stage, count, work / f"{stage}-{name}") for stage, count in tasks.items()}
-    of_tasks = [shards[begin:end] for begin, end in pairwise(bounds)]
     return BuildPlan(
         config,
         work,
@@ -135,28 +129,8 @@ def make_plan(
         parts=parts,
         is_divided=made_of["split"] is not None,
         stages=stages,
-        offsets=tuple(write_tasks(work / TASKS, of_tasks)),
-        sizes=tuple(sum(shard.end - shard.begin for shard in mine) for mine in of_tasks),
+        shards={task: shards[begin:end] for task, (begin, end) in enumerate(pairwise(bounds))},
     )
-
-
-def write_tasks(path: Path, tasks: Iterable[Sequence[InputShard]]) -> list[int]:
-    """Write a line with the shards of each task; return where each line begins. Raises OSError."""
-    offsets = list[int]()
-
-    def write(f: BinaryIO) -> None:
-        for shards in tasks:
-            offsets.append(f.tell())
-            f.write(json.dumps([asdict(shard) for shard in shards]).encode() + b"\n")
-
-    write_atomic(path, write)
-    return offsets
-
-
-def as_shard(values: dict[str, Any]) -> InputShard:
-    """Return the shard of a line of plan.jsonl."""
-    item = values.pop("input")
-    return InputShard(input=Input(**item | {"state": tuple(item["state"])}), **values)
 
 
 @lru_cache(maxsize=1)

@@ -46,8 +46,8 @@ def run_stages(plan: BuildPlan, workers: int) -> None:
             for partial in stage.folder.glob(".*.partial"):  # of a task that was killed
                 partial.unlink(missing_ok=True)
             tasks = [task for task in range(stage.tasks) if not stage.is_done(task)]
-            if stage.tasks == len(plan.sizes):
-                tasks.sort(key=lambda task: -plan.sizes[task])  # the last to finish is then a short one
+            if stage.tasks == len(plan.shards):
+                tasks.sort(key=plan.size_of, reverse=True)  # the last to finish is then a short one
             with progress_bar(f"{number}/{len(plan.stages)} {stage.name}", len(tasks)) as advance:
                 pool.run(plan, stage, tasks, advance)
 
@@ -72,7 +72,7 @@ class Workers:
             return
         pool = self._pool = self._pool or self._start()
         try:
-            doing = [pool.submit(run_task, plan, stage.name, task) for task in tasks]
+            doing = [pool.submit(run_task, plan.of_task(task), stage.name, task) for task in tasks]
             # the pool watches the workers it had at the last submission: submit a trifle
             pool.submit(os.getpid)
             for done in as_completed(doing):

@@ -64,7 +64,7 @@ def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[st
     """Yield what remains of the documents of a task."""
     config, contaminants, matches = plan.config, load_contaminants(plan), Counter[str]()
     near = removal_mask(plan, task) if config.dedup.enabled else np.zeros(len(texts), dtype=bool)
-    shares, split = parse_split(config.split), plan.shards_of(task)[0].split
+    shares, split = parse_split(config.split), plan.shards[task][0].split
     for number in range(len(texts)):
         content = texts[number].tobytes()
         if near[number]:
