@@ -58,8 +58,6 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
     if (warning := listing.warning()) is not None:
         console.print(warning, soft_wrap=True, markup=False)
     with explain_disk_errors(out), ExitStack() as stack:
-        if problems := folder_problems(config, tokenizer):
-            raise UserError(problems[0])
         (_, claim), (_, claim_of_work) = claims(config, tokenizer)
         claim_folder(out, **claim)
         stack.enter_context(sole_build(out))
@@ -98,11 +96,6 @@ def preflight(config: DataBuildConfig) -> list[str]:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
         return list(error.problems)
-    return folder_problems(config, tokenizer)
-
-
-def folder_problems(config: DataBuildConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return problems of the folders to write: something of the user's is in the way."""
     return [each for folder, claim in claims(config, tokenizer) for each in claim_problems(folder, **claim)]
 
 

@@ -8,7 +8,6 @@ reject a dataset that needs a script, and only formats that hold text are accept
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -16,7 +15,7 @@ from typing import Any
 
 from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Place
 from mlm.corpus.read.streams import DamagedError, explain_damage
-from mlm.data.records import open_parquet, readable
+from mlm.data.records import explain_hub_errors, open_parquet, readable
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 
@@ -137,6 +136,11 @@ class HubSource:
     split: str = "train"
     revision: str | None = None
 
+    @property
+    def setting(self) -> str:
+        """The keys that name it, for errors."""
+        return f"input={self.path} hub_config={self.config} hub_split={self.split}"
+
     def pinned(self, commit: str) -> str:
         """Return the path of a shard: all that another machine needs to read the same rows."""
         return f"{self.path}?{json.dumps([self.config, self.split, commit])}"
@@ -173,7 +177,7 @@ def open_hub(source: HubSource) -> tuple[Any, Any]:
     datasets = load_extra("datasets", f"input={source.path}")
     # the prefix keeps `datasets` from taking a folder of the same name for it
     name = f"hf://datasets/{source.path.removeprefix(HUB)}"
-    with explain_hub_errors(source):
+    with explain_hub_errors(source.setting, LOCAL_COPY):
         builder = datasets.load_dataset_builder(name, source.config, revision=source.revision)
         if builder.name not in FORMATS:
             raise UserError(
@@ -183,32 +187,19 @@ def open_hub(source: HubSource) -> tuple[Any, Any]:
         return builder, builder.as_streaming_dataset(split=source.split)
 
 
-@contextmanager
-def explain_hub_errors(source: HubSource) -> Iterator[None]:
-    """Turn any error of `datasets` into a UserError of one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # of the network, of the Hub, of a dozen libraries: no common base
-        reason = " ".join(str(error).split())[:300]
-        setting = f"input={source.path} hub_config={source.config} hub_split={source.split}"
-        raise UserError(f"{setting}: {type(error).__name__}: {reason}: {LOCAL_COPY}") from error
-
-
 def read_hub(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of one of the dataset's shards; rows are counted from its beginning."""
     source = HubSource.of(shard.path)
     _, stream = open_hub(source)
     unit = f"shard {shard.begin} row "
-    with explain_hub_errors(source):
+    with explain_hub_errors(source.setting, LOCAL_COPY):
         if stream.features is not None and intake.text_key in stream.features:
             stream = stream.select_columns([intake.text_key])  # so that nothing else is decoded
         rows = iter(stream.shard(num_shards=stream.num_shards, index=shard.begin))
     row = 0
     while True:
         place = Place(source.path, row + 1, unit=unit)
-        with explain_hub_errors(source):
+        with explain_hub_errors(source.setting, LOCAL_COPY):
             record = next(rows, None)
         if record is None:
             return

@@ -43,7 +43,7 @@ def are_short(tokenizer: Tokenizer, texts: list[str], least: int) -> list[bool]:
     heads = [next(segments(tokenizer, head(text, least))) for text in texts]
     short = [len(ids) < least for ids in tokenizer.encode_batch(heads)]
     return [
-        is_short and (len(begin) == len(text) or is_whole_short(tokenizer, text, least))
+        is_short and (len(begin) == len(text) or count_tokens(tokenizer, text) < least)
         for is_short, begin, text in zip(short, heads, texts, strict=True)
     ]
 
@@ -54,14 +54,9 @@ def head(text: str, least: int) -> str:
     return text if end <= 0 or len(text) <= least * BYTES_PER_TOKEN else text[:end]
 
 
-def is_whole_short(tokenizer: Tokenizer, text: str, least: int) -> bool:
-    """Test one text, all of it if need be."""
-    count = 0
-    for segment in segments(tokenizer, text):
-        count += len(tokenizer.encode_batch([segment])[0])
-        if count >= least:
-            return False
-    return True
+def count_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """Count the tokens of a text, a segment at a time."""
+    return sum(len(tokenizer.encode_batch([segment])[0]) for segment in segments(tokenizer, text))
 
 
 class Cleaning:

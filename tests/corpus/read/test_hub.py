@@ -97,7 +97,7 @@ def test_damaged_file_of_a_dataset_stops_the_build(tmp_path: Path, monkeypatch: 
     ("error", "message"),
     [
         (ConnectionError("Couldn't reach 'us/books' on the Hub"), "Couldn't reach.*give the files as input"),
-        (datasets.exceptions.DatasetNotFoundError("no\nsuch set"), "no such set: check name"),
+        (datasets.exceptions.DatasetNotFoundError("no\nsuch set"), r"no such set\): check name"),
         (
             RuntimeError("Dataset scripts are no longer supported, but found books.py"),
             "scripts are no longer",
