@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from mlm.config.build import to_dict
-from mlm.corpus.benchmarks import read_benchmarks, save_benchmarks
+from mlm.corpus.benchmarks import dump_benchmarks, read_benchmarks
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.finding import find_inputs
 from mlm.corpus.read.records import Input
@@ -26,12 +26,11 @@ from mlm.corpus.stages.publish import (
     write_rejected,
 )
 from mlm.corpus.stages.run import run_stages
-from mlm.corpus.stages.slurm import run_slurm
 from mlm.data.corpus_files import MARKER, parse_split
 from mlm.data.receipt import INPUTS, RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.errors import UserError
-from mlm.util.files import digest_bytes, digest_file, write_atomic
+from mlm.util.files import digest_bytes, write_atomic
 from mlm.util.lock import Lock
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
 from mlm.util.terminal import Screen
@@ -42,11 +41,11 @@ LOCK = ".lock"
 WORK = "work"
 
 
-def run_build(config: DataBuildConfig, console: Console | None = None) -> Receipt | None:
+def run_build(config: DataBuildConfig, console: Console | None = None) -> Receipt:
     """Write a corpus folder, its receipt last; return the receipt. Does nothing if the corpus is there.
 
-    Finished tasks of an interrupted build are reused. Returns None while jobs on a cluster are running.
-    Raises UserError: bad input, an empty part, or a folder that holds something else.
+    Finished tasks of an interrupted build are reused. Raises UserError: bad input, an empty part, or a folder
+    that holds something else.
     """
     console = console or Screen()
     parse_split(config.split)
@@ -59,39 +58,29 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
     if (warning := listing.warning()) is not None:
         console.print(warning, soft_wrap=True, markup=False)
     with explain_disk_errors(out), ExitStack() as stack:
-        begun = work.exists()
-        if problems := folder_problems(config, tokenizer):
-            raise UserError(problems[0])
         (_, claim), (_, claim_of_work) = claims(config, tokenizer)
         claim_folder(out, **claim)
         stack.enter_context(sole_build(out))
-        claim_folder(work, **claim_of_work)
-        inputs = with_digests(listing.inputs, work)
-        tokenizer.save(work / TOKENIZER)
-        evaluation = prepare_evaluation(config, work)
-        size = shard_bytes(sum(item.bytes for item in inputs))
+        inputs = with_digests(listing.inputs)
         parts = parts_of_text(inputs, parse_split(config.split), config.max_document_bytes)
         if parts is not None:
             print_split_of_one_text(config, console)
         config = with_min_tokens(config, is_one_text=parts is not None)
-        shards = parts or split_inputs(inputs, size)
-        plan = make_plan(config, work, inputs, shards, group(shards, size), tokenizer.digest, evaluation)
-        made_of = ingredients(plan, inputs, tokenizer)
-        try:
-            receipt = reusable(out, made_of)
-        except UserError:
-            if not begun:
-                delete_work(config)
-            raise
-        if receipt is not None:
+        evaluation = dump_benchmarks(read_benchmarks(config.decontaminate.against))
+        made_of = ingredients(config, inputs, tokenizer, digest_bytes(evaluation) if evaluation else None)
+        if (receipt := reusable(out, made_of)) is not None:
             console.print(f"{out} is up to date", soft_wrap=True)
         else:
+            claim_folder(work, **claim_of_work)
+            tokenizer.save(work / TOKENIZER)
+            write_atomic(work / EVALUATION, evaluation)
+            size = shard_bytes(sum(item.bytes for item in inputs))
+            shards = parts or split_inputs(inputs, size)
+            plan = make_plan(config, work, shards, group(shards, size), made_of)
             write_atomic(out / MARKER, b"")
             receipt = build(plan, inputs, listing.account(), made_of, out, console)
-        if receipt is None:
-            return None
         warn(config, console)
-        if not config.keep_work and (kept := delete_work(config)) is not None:
+        if (kept := delete_work(config)) is not None:
             console.print(kept, soft_wrap=True, markup=False, highlight=False)
     return receipt
 
@@ -107,11 +96,6 @@ def preflight(config: DataBuildConfig) -> list[str]:
         tokenizer = Tokenizer.load(config.tokenizer, eod=config.eod)
     except UserError as error:
         return list(error.problems)
-    return folder_problems(config, tokenizer)
-
-
-def folder_problems(config: DataBuildConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return problems of the folders to write: something of the user's is in the way."""
     return [each for folder, claim in claims(config, tokenizer) for each in claim_problems(folder, **claim)]
 
 
@@ -159,14 +143,9 @@ def build(
     made_of: Receipt,
     out: Path,
     console: Console,
-) -> Receipt | None:
-    """Run the stages and publish their output. Returns None while jobs on a cluster are running."""
-    path, executor = plan.save(), plan.config.executor
-    if executor.kind == "local":
-        workers = executor.workers or len(os.sched_getaffinity(0))
-        run_stages(plan, workers)
-    elif not run_slurm(plan, path, console):
-        return None
+) -> Receipt:
+    """Run the stages and publish their output."""
+    run_stages(plan, plan.config.workers or len(os.sched_getaffinity(0)))
     facts = outcome(plan) | {"not_read": not_read}
     reject_empty_parts(plan, facts)
     names = publish(plan, out)
@@ -178,33 +157,28 @@ def build(
     return receipt
 
 
-def ingredients(plan: BuildPlan, inputs: Sequence[Input], tokenizer: Tokenizer) -> Receipt:
-    """Everything that the output is a function of."""
-    config = to_dict(plan.config)
+def ingredients(
+    config: DataBuildConfig, inputs: Sequence[Input], tokenizer: Tokenizer, evaluation: str | None
+) -> Receipt:
+    """Everything that the output is a function of; `evaluation` is the digest of the texts to keep out."""
+    values = to_dict(config)
     settings = (
-        *("text_key", "id_key", "keep_ids", "bad_input", "max_document_bytes"),
+        *("text_key", "bad_input", "max_document_bytes"),
         *("append_eod", "eod", "prepend_bos", "sentences"),
     )
+    is_divided = not any(item.split for item in inputs)
     return {
         "format": "mlm-corpus-2",
         "tokenizer": tokenizer.digest,
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
-        **{key: config[key] for key in settings},
-        "recipe": {key: config[key] for key in ("normalise", "filter", "dedup", "decontaminate")},
-        "evaluation_texts": plan.evaluation,
-        "split": list(parse_split(plan.config.split)) if plan.is_divided else None,
-        "seed": plan.config.seed,
+        **{key: values[key] for key in settings},
+        "recipe": {key: values[key] for key in ("normalise", "filter", "dedup", "decontaminate")},
+        "evaluation_texts": evaluation,
+        "split": list(parse_split(config.split)) if is_divided else None,
+        "seed": config.seed,
         "inputs": {"files": len(inputs), "digest": digest_bytes(input_lines(inputs))},
     }
-
-
-def prepare_evaluation(config: DataBuildConfig, work: Path) -> str | None:
-    """Write the evaluation texts into the work folder; return their digest, None if there are none."""
-    if not config.decontaminate.against:
-        return None
-    save_benchmarks(read_benchmarks(config.decontaminate.against), work / EVALUATION)
-    return digest_file(work / EVALUATION)
 
 
 def reusable(out: Path, made_of: Receipt) -> Receipt | None:

@@ -60,15 +60,11 @@ COMMANDS = (
                 "Compressed files, split by documents",
                 "mlm data build 'data=web/*.jsonl.zst' tokenizer=gpt2 out=corpus split=0.9/0.05/0.05",
             ),
-            (
-                "On a SLURM cluster",
-                "mlm data build data=web tokenizer=gpt2 out=clean executor.kind=slurm executor.partition=cpu",
-            ),
         ),
         aliases=(("data", "input"),),
         keys=(
             *("input", "tokenizer", "out", "split", "bad_input", "filter.min_tokens", "dedup.threshold"),
-            *("decontaminate.against", "executor.kind", "executor.workers", "keep_work"),
+            *("decontaminate.against", "workers"),
         ),
     ),
     Command(
@@ -84,7 +80,7 @@ COMMANDS = (
             ("Counts and lengths of a corpus, part by part", "mlm data inspect corpus"),
             ("A foreign pair", "mlm data inspect wiki_text_document tokenizer=gpt2 samples=10"),
             (
-                "A document, and where it came from (keep_ids=true)",
+                "A document whole",
                 "mlm data inspect corpus/train document=17",
             ),
         ),

@@ -19,6 +19,8 @@ from mlm.config.fields import (
 from mlm.data.config import SPLITS, DataPath, StoredPath
 from mlm.util.errors import Problem
 
+MAX_DOCUMENT_BYTES = 1 << 26
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataTokenizerConfig:
@@ -38,8 +40,6 @@ class DataTokenizerConfig:
     vocab.txt the tokenizer_config.json beside it decides, else the absence of capitals in its tokens."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
-    unreadable: Literal["error", "skip"] = "error"
-    """As in `mlm data build`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,24 +134,6 @@ class DecontaminateConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExecutorConfig:
-    """Executor of the tasks."""
-
-    kind: Literal["local", "slurm"] = "local"
-    """local: processes of this machine; slurm: submitted jobs."""
-    workers: Annotated[int | None, POSITIVE] = None
-    """Tasks at a time; null means this machine's cores, on a cluster no limit. Never changes the output."""
-    partition: str | None = None
-    """SLURM partition; required by slurm."""
-    time: str = "24:00:00"
-    """SLURM time limit of one task."""
-    memory_gb: Annotated[int, POSITIVE] = 4
-    """Memory per SLURM task, GiB."""
-    environment: str = ""
-    """Shell command that a SLURM task starts with, such as `source .venv/bin/activate`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DataBuildConfig:
     """The run spec of `mlm data build`: text to a clean corpus in Megatron's .bin/.idx."""
 
@@ -170,11 +152,6 @@ class DataBuildConfig:
     On a command line write slashes (0.9/0.05/0.05): Hydra takes commas for a sweep."""
     text_key: str = "text"
     """Key (or column) that holds a document's text."""
-    id_key: str | None = None
-    """Key (or column) of a document's id: a second document of the same id is removed."""
-    keep_ids: bool = False
-    """Keep where every document came from: its source, line and id (id_key, else the key id) lie in
-    {part}.origins.bin/.idx, for `mlm data inspect … document=N`."""
     hub_config: str | None = None
     """Configuration (subset) of a Hub dataset."""
     hub_split: str = "train"
@@ -184,10 +161,7 @@ class DataBuildConfig:
     bad_input: Literal["refuse", "skip"] = "refuse"
     """A document that cannot be read stops the build (refuse), or is counted and listed in
     rejected.jsonl (skip)."""
-    unreadable: Literal["error", "skip"] = "error"
-    """A folder or file of the input that cannot be opened, a link that leads nowhere, a FIFO, socket or
-    device stops the build (error), or is listed in the receipt (skip)."""
-    max_document_bytes: Annotated[int, MANY] = 1 << 26
+    max_document_bytes: Annotated[int, MANY] = MAX_DOCUMENT_BYTES
     """Longest line or document, in bytes; a longer one is bad input."""
     seed: Annotated[int, SEED] = 1234
     """Seed of the split: a document's part is a function of it and of the text."""
@@ -200,14 +174,12 @@ class DataBuildConfig:
     """Begin every document with the tokenizer's beginning-of-sequence token."""
     sentences: bool = False
     """One sequence per sentence, as BERT samples need. Needs mlm[data]."""
-    keep_work: bool = False
-    """Keep {out}/work, the files between stages: a build into the same folder with another tokenizer, once
-    the files of the corpus are deleted, reuses what does not change."""
+    workers: Annotated[int | None, POSITIVE] = None
+    """Processes; null means one for each core. Never changes the output."""
     normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     dedup: DedupConfig = field(default_factory=DedupConfig)
     decontaminate: DecontaminateConfig = field(default_factory=DecontaminateConfig)
-    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
 
 
 MAX_BANDS = 1024  # a task and a column of keys each
@@ -216,7 +188,7 @@ MAX_BANDS = 1024  # a task and a column of keys each
 def check_build(config: DataBuildConfig) -> list[Problem]:
     """Problems of `mlm data build` between its settings."""
     problems = []
-    decontaminate, executor, rules = config.decontaminate, config.executor, config.filter
+    decontaminate, rules = config.decontaminate, config.filter
     if (bands := config.dedup.bands) > MAX_BANDS:
         problem = f"dedup.bands={bands} is above {MAX_BANDS}"
         problems.append(Problem(("dedup.bands",), problem, "lower it, and dedup.rows with it"))
@@ -232,9 +204,6 @@ def check_build(config: DataBuildConfig) -> list[Problem]:
     if not decontaminate.parts or not set(decontaminate.parts) <= set(SPLITS):
         parts, fix = f"[{','.join(decontaminate.parts)}]", f"name some of {', '.join(SPLITS)}"
         problems.append(Problem.at("decontaminate.parts", parts, "must be parts of a corpus", fix))
-    if executor.kind == "slurm" and not executor.partition:
-        problem = "executor.kind=slurm needs a partition"
-        problems.append(Problem(("executor.partition",), problem, "set executor.partition=NAME"))
     for low, high in (("min_words", "max_words"), ("min_mean_word_length", "max_mean_word_length")):
         least, most = getattr(rules, low), getattr(rules, high)
         if least is not None and most is not None and least > most:
@@ -254,8 +223,7 @@ class DataInspectConfig:
     samples: Annotated[int, NOT_NEGATIVE] = 3
     """Documents to decode, spread over the corpus; 0 decodes none."""
     document: int | None = None
-    """Number of a document to show whole, with where it came from if the corpus was built with keep_ids=true;
-    path is then a prefix, or a folder's train part is taken."""
+    """Number of a document to show whole; path is then a prefix, or a folder's train part is taken."""
     token: int | None = None
     """As `document`, by the number of one of its tokens."""
     out: ResultFile | None = None

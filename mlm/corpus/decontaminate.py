@@ -14,10 +14,7 @@ A word is a run of letters and digits, casefolded, in Unicode form NFKC and with
 full-width letters and the marks of WikiText's tokenisation (` @-@ `, `@,@`, spaces before commas) make no
 difference. This is for matching alone: the remaining text keeps its letters.
 
-A word of an evaluation text is a number here; a word that is in none is 0, and no n-gram with one matches.
-N-grams are looked up by a 64-bit hash, and hits are compared word by word.
-
-Shapes: w words of a text, e words of all evaluation texts with a 0 after each run, n words of an n-gram.
+N-grams are compared by a hash of 64 bits (minhash.py), so that two different ones agree in 1 of 10^19 cases.
 """
 
 import re
@@ -25,18 +22,15 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlm.corpus.benchmarks import EvaluationText, load_benchmarks, read_benchmarks
+from mlm.corpus.benchmarks import EvaluationText
 from mlm.corpus.config import DecontaminateConfig
-from mlm.corpus.minhash import Hashes, ngram_hashes
+from mlm.corpus.minhash import Hashes, hash_words, ngram_hashes
 from mlm.corpus.pieces import pieces_of
-from mlm.util.splitmix import mix
 
 TOP = 20  # evaluation texts named in a report
 PREVIEW = 60  # letters of each
@@ -79,14 +73,6 @@ class Contaminants:
     def __init__(self, config: DecontaminateConfig, texts: Sequence[EvaluationText]) -> None:
         self.config, self._texts = config, texts
         self._ngrams = NGrams([text.text for text in texts], ngram=config.ngram, min_ngram=config.min_ngram)
-
-    @classmethod
-    def load(cls, config: DecontaminateConfig, saved: Path | None = None) -> "Contaminants":
-        """Read the sets that `config` names, or the file that `save_benchmarks` wrote for them.
-
-        Raises UserError, see benchmarks.py.
-        """
-        return cls(config, load_benchmarks(saved) if saved is not None else read_benchmarks(config.against))
 
     def clean(self, text: str) -> Cleaned:
         """Remove from a document what occurs in evaluation texts."""
@@ -137,12 +123,8 @@ class Contaminants:
         first = np.flatnonzero(fresh)
         last_word = np.maximum.reduceat(hits.end, first) - 1
         word_begin, word_end = spans(text)
-        rows = zip(
-            hits.text[first].tolist(),
-            word_begin[hits.begin[first]].tolist(),
-            word_end[last_word].tolist(),
-            strict=True,
-        )
+        places = (hits.text[first], word_begin[hits.begin[first]], word_end[last_word])
+        rows = zip(*(place.tolist() for place in places), strict=True)
         return [Match(self._texts[number].set, number, begin, end) for number, begin, end in rows]
 
 
@@ -194,7 +176,6 @@ def right_of_word(text: str, at: int) -> int:
     return at
 
 
-Words = NDArray[np.int32]
 Ints = NDArray[np.int64]
 
 WORD = re.compile(r"[^\W_]+")
@@ -207,15 +188,16 @@ IGNORABLE = re.compile(  # Default_Ignorable_Code_Point of Unicode 16
 )
 UNKNOWN = re.compile(r"<unk>|@@UNKNOWN@@", re.IGNORECASE)  # a lost word: nothing matches across it
 SPLIT_NEGATION = re.compile(r"(?<=\w)\s+(?=n['’]t\b)", re.IGNORECASE)  # "did n't" of the Penn Treebank
+NO_WORDS: Hashes = np.empty(0, np.uint64)
 BLOCK = 1 << 15  # words processed at a time: their hashes stay in a core's cache
 
 
-def words(text: str) -> list[bytes]:
-    """Return the words of a text, in UTF-8."""
+def plain_words(text: str) -> bytes:
+    """Return the words of a text as they are compared: UTF-8, spaces between them."""
     folded = plain_form(text).casefold()
     if not folded.isascii():
         folded = SEPARATORS.sub(" ", folded)
-    return folded.encode().translate(KEPT).split()
+    return folded.encode().translate(KEPT)
 
 
 def plain_form(text: str) -> str:
@@ -226,7 +208,7 @@ def plain_form(text: str) -> str:
 
 
 def spans(text: str) -> tuple[Ints, Ints]:
-    """Return begin and end of each of `words(text)` in the text: letters, int64 [w] each.
+    """Return begin and end of each word in the text: letters, int64 [words] each.
 
     If letters are composed, a word extends between two white spaces.
     """
@@ -262,11 +244,9 @@ def units_of(piece: str) -> list[str]:
     return [piece]
 
 
-def runs(text: str) -> Iterator[list[bytes]]:
-    """Yield runs of words of an evaluation text, split where a word was replaced by `<unk>`."""
-    for part in UNKNOWN.split(SPLIT_NEGATION.sub("", text)):
-        if run := words(part):
-            yield run
+def runs(text: str) -> Iterator[bytes]:
+    """Yield the words of an evaluation text, in runs that end where a word was replaced by `<unk>`."""
+    return map(plain_words, UNKNOWN.split(SPLIT_NEGATION.sub("", text)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,79 +271,39 @@ class NGrams:
     """
 
     def __init__(self, texts: Sequence[str], *, ngram: int, min_ngram: int) -> None:
-        self._numbers: dict[bytes, int] = {}
-        flat, starts, lengths, owners = list[int](), list[int](), list[int](), list[int]()
         self.covered = np.zeros(len(texts), dtype=bool)
+        found: dict[int, list[tuple[Hashes, Ints]]] = {}  # by length: hashes, and their text
         for number, text in enumerate(texts):
-            all_runs = list(runs(text))
+            all_runs = [hash_words(run)[1] for run in runs(text)]
             chosen = [run for run in all_runs if len(run) >= ngram]
-            if not chosen and all_runs and len(longest := max(all_runs, key=len)) >= min_ngram:
+            if not chosen and len(longest := max(all_runs, key=len)) >= min_ngram:
                 chosen = [longest]
             self.covered[number] = bool(chosen)
             for run in chosen:
-                starts.append(len(flat))
-                lengths.append(len(run))
-                owners.append(number)
-                flat += [self._numbers.setdefault(word, len(self._numbers) + 1) for word in run]
-                flat.append(0)
-        self._words = np.array(flat, dtype=np.int32)  # [e]
-        self._starts, self._owners = np.array(starts, dtype=np.int64), np.array(owners, dtype=np.int64)
-        self._keys = mix(np.arange(1, len(self._numbers) + 2, dtype=np.uint64))  # hash of each word
-        sizes = np.array(lengths, dtype=np.int64)
-        self._tables = [self._table(n, sizes, ngram) for n in sorted({*np.minimum(sizes, ngram).tolist()})]
+                hashes = ngram_hashes(run, n := min(len(run), ngram))
+                found.setdefault(n, []).append((hashes, np.full(len(hashes), number)))
+        self._tables = dict[int, tuple[Hashes, Ints]]()
+        for n, parts in sorted(found.items()):
+            hashes, owners = (np.concatenate(each) for each in zip(*parts, strict=True))
+            known, first = np.unique(hashes, return_index=True)
+            self._tables[n] = known, owners[first]
 
     def find(self, text: str) -> Hits | None:
         """Find the known n-grams of a text, ordered by first word and length; None if there is none."""
-        numbers = np.concatenate([np.empty(0, np.int32), *map(self._numbers_of, pieces_of(text))])
-        hits = [hit for table in self._tables for hit in self._find(table, numbers)]
+        words = np.concatenate([hash_words(plain_words(piece))[1] for piece in pieces_of(text)] or [NO_WORDS])
+        hits = [hit for n in self._tables for hit in self._find(n, words)]
         if not hits:
             return None
-        begin, end, place = (np.concatenate(part) for part in zip(*hits, strict=True))
+        begin, end, owner = (np.concatenate(part) for part in zip(*hits, strict=True))
         order = np.lexsort((end, begin))
-        return Hits(begin[order], end[order], self._text_of(place[order]))
+        return Hits(begin[order], end[order], owner[order])
 
-    def _numbers_of(self, piece: str) -> Words:
-        """Return the number of each word: i32 [w]."""
-        listed = words(piece)
-        return np.fromiter(map(self._numbers.get, listed, repeat(0)), dtype=np.int32, count=len(listed))
-
-    def _find(self, table: "NGramTable", numbers: Words) -> Iterator[tuple[Ints, Ints, Ints]]:
-        """Yield (first word, end, position in the evaluation words) of known n-grams of one length."""
-        n = table.ngram
-        for start in range(0, len(numbers) - n + 1, BLOCK):
-            hashes = ngram_hashes(self._keys[numbers[start : start + BLOCK + n - 1]], n)
-            at = np.minimum(np.searchsorted(table.hashes, hashes), len(table.hashes) - 1)
-            candidates = np.flatnonzero(table.hashes[at] == hashes)
-            begin, place = start + candidates, table.places[at[candidates]]
-            same = (windows(self._words, place, n) == windows(numbers, begin, n)).all(axis=1)
-            if same.any():
-                yield begin[same], begin[same] + n, place[same]
-
-    def _table(self, n: int, sizes: Ints, ngram: int) -> "NGramTable":
-        """Index the n-grams of length n: of longer runs if n is `ngram`, else the runs of that length."""
-        mine = sizes >= n if n == ngram else sizes == n
-        count = sizes[mine] - n + 1
-        first = np.repeat(self._starts[mine] - (np.cumsum(count) - count), count)
-        places = first + np.arange(count.sum())
-        hashes, firsts = np.unique(ngram_hashes(self._keys[self._words], n)[places], return_index=True)
-        return NGramTable(n, hashes, places[firsts])
-
-    def _text_of(self, places: Ints) -> Ints:
-        """Return the evaluation text at a position in the evaluation words."""
-        return self._owners[np.searchsorted(self._starts, places, side="right") - 1]
-
-
-@dataclass(frozen=True, eq=False)
-class NGramTable:
-    """Distinct n-grams of one length, by hash. Of two that share a hash (1 in 2^64) the first is known."""
-
-    ngram: int
-    hashes: Hashes
-    """Sorted: [m]."""
-    places: Ints
-    """First position of each n-gram in the evaluation words: [m]."""
-
-
-def windows(values: Words, begin: Ints, n: int) -> Words:
-    """Return values[b : b + n] for every b in `begin`: [k, n]."""
-    return values[begin[:, None] + np.arange(n)]
+    def _find(self, n: int, words: Hashes) -> Iterator[tuple[Ints, Ints, Ints]]:
+        """Yield (first word, end, evaluation text) of the known n-grams of one length."""
+        known, owners = self._tables[n]
+        for start in range(0, len(words) - n + 1, BLOCK):
+            hashes = ngram_hashes(words[start : start + BLOCK + n - 1], n)
+            at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+            hit = np.flatnonzero(known[at] == hashes)
+            if len(hit):
+                yield start + hit, start + hit + n, owners[at[hit]]

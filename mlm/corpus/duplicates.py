@@ -67,7 +67,7 @@ def components(links: Numbers, num_documents: int) -> tuple[Numbers, Numbers]:
     Each round attaches every root to its smallest neighbour and then flattens the trees (Shiloach and Vishkin
     1982). Two rounds at least halve the roots: O(log k) rounds, and memory in proportion to the links alone.
     """
-    documents = _unique(links.reshape(-1))
+    documents = np.unique(links)
     assert not len(documents) or (documents[0] >= 0 and documents[-1] < num_documents)
     roots = np.arange(len(documents))
     a, b = np.searchsorted(documents, links[:, 0]), np.searchsorted(documents, links[:, 1])
@@ -239,12 +239,6 @@ def _equal_neighbours(values: NDArray, order: Numbers) -> NDArray[np.bool_]:
     """Mask of values[order] that equal their successor: bool [n - 1]. The sorted copy is freed on return."""
     in_order = values[order]
     return in_order[1:] == in_order[:-1]
-
-
-def _unique(values: Numbers) -> Numbers:
-    """Return the distinct values, sorted."""
-    in_order = np.sort(values)
-    return in_order[_changes(in_order)[:-1]]
 
 
 def _changes(values: NDArray) -> Numbers:

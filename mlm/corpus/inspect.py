@@ -1,24 +1,21 @@
 """`mlm data inspect`: the contents of a corpus."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 from mlm.corpus.config import DataInspectConfig
-from mlm.data.corpus_files import corpora_at, eod_of, origins_of, tokenizer_beside
-from mlm.data.indexed import REBUILD, VERSION, IndexedDataset, bin_path, idx_path
-from mlm.data.receipt import Receipt, read_receipt
+from mlm.data.corpus_files import corpora_at, eod_of, tokenizer_beside
+from mlm.data.indexed import VERSION, IndexedDataset
+from mlm.data.receipt import read_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import UserError
 from mlm.util.results import target_name, write_result
 from mlm.util.terminal import add_row, console, format_bytes, one_line, table
 
-BAR = 40  # characters of the longest bar
 CHECKED_ENDS = 10_000  # documents whose last token is read: each costs a page
 SAMPLE_TOKENS = 64
 SAMPLE_LETTERS = 200
@@ -40,27 +37,21 @@ def run_inspect(config: DataInspectConfig) -> None:
     if config.out is not None:
         result = {"task": "data inspect", "path": config.path, "corpora": corpora, "receipt": receipt}
         write_result(config.out, result)
-    show(config, corpora, receipt, note)
+    show(config, corpora, note)
 
 
 def run_document(config: DataInspectConfig, folder: Path, prefix: Path) -> None:
-    """Show one document and its origin. Raises UserError."""
+    """Show one document whole. Raises UserError."""
     corpus, (tokenizer, _) = IndexedDataset(prefix), tokenizer_for(config, folder)
     number = document_wanted(config, corpus)
-    origin = origin_of(prefix, number)
     ids = [int(token) for token in corpus.document(number)]
     known = tokenizer is not None and all(0 <= token < tokenizer.vocab_size for token in ids)
     text = tokenizer.decode(ids) if tokenizer is not None and known else None
     if config.out is not None:
-        facts = {"document": number, "tokens": len(ids), "origin": origin, "ids": ids, "text": text}
+        facts = {"document": number, "tokens": len(ids), "ids": ids, "text": text}
         write_result(config.out, {"task": "data inspect", "path": str(prefix), **facts})
     out = console()
-    made = table(f"{prefix} · document {number:,}", "", "")
-    for key, value in (
-        {"tokens": f"{len(ids):,}"} | (origin or {"source": "not kept; build with keep_ids=true"})
-    ).items():
-        add_row(made, key, str(value))
-    out.print(made)
+    out.print(f"{prefix} · document {number:,} · {len(ids):,} tokens")
     shown = text if text is not None else " ".join(map(str, ids))
     for line in shown.split("\n"):
         out.print(
@@ -79,21 +70,6 @@ def document_wanted(config: DataInspectConfig, corpus: IndexedDataset) -> int:
     if not 0 <= number < count:
         raise UserError(f"{key}={number}: {corpus.prefix} holds {count} {key}s; use 0 to {count - 1}")
     return number if key == "document" else corpus.document_of(number)
-
-
-def origin_of(prefix: Path, number: int) -> dict[str, Any] | None:
-    """Return source, line and id of a document; None if they were not kept. Raises CorruptFileError."""
-    kept = origins_of(prefix)
-    if not idx_path(kept).is_file():
-        return None
-    content = IndexedDataset(kept).document(number).tobytes()
-    try:
-        origin = json.loads(content)
-    except (ValueError, RecursionError):
-        origin = None
-    if not isinstance(origin, dict):
-        raise CorruptFileError(f"{bin_path(kept)} does not record the source of document {number}: {REBUILD}")
-    return {one_line(str(key)): one_line(str(value)) for key, value in origin.items()}
 
 
 def tokenizer_for(config: DataInspectConfig, folder: Path) -> tuple[Tokenizer | None, str | None]:
@@ -121,7 +97,6 @@ def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samp
         "tokens": corpus.num_tokens,
         "bytes": corpus.bin_path.stat().st_size,
         "tokens_per_document": spread(np.diff(corpus.document_starts)),
-        "sequences_per_document": spread(np.diff(corpus.document_indices)),
         "ends_with_eod": share,
         "looked_at": looked_at,
         "samples": [sample_of(corpus, number, tokenizer) for number in spaced(corpus.num_documents, samples)],
@@ -129,20 +104,14 @@ def facts_of(prefix: Path, tokenizer: Tokenizer | None, eod_id: int | None, samp
 
 
 def spread(counts: NDArray[np.int64]) -> Facts:
-    """Return min, median (the lower of two in the middle), mean, max and histogram of counts [n].
-
-    The histogram holds (from, to, documents): 0, 1, 2 to 3, 4 to 7, …
-    """
+    """Return min, median (the lower of two in the middle), mean and max of counts [n]."""
     if not len(counts):
-        return {"min": 0, "median": 0, "mean": 0.0, "max": 0, "histogram": []}
-    bits = np.bincount(np.frexp(counts.astype(np.float64))[1])  # documents by the bits of their count
-    bins = [(1 << k >> 1, (1 << k) - 1, int(n)) for k, n in enumerate(bits)]
+        return {"min": 0, "median": 0, "mean": 0.0, "max": 0}
     return {
         "min": int(counts.min()),
         "median": int(np.quantile(counts, 0.5, method="lower")),
         "mean": int(counts.sum()) / len(counts),
         "max": int(counts.max()),
-        "histogram": bins[int(np.flatnonzero(bits)[0]) :],
     }
 
 
@@ -178,68 +147,35 @@ def share_of(facts: Facts) -> str:
     return "unknown" if share is None else f"{share:.1%} of {facts['looked_at']:,}"
 
 
-HEADER_ROWS: dict[str, Callable[[Facts], str]] = {
+ROWS: dict[str, Callable[[Facts], str]] = {
     "tokens are": lambda facts: f"{facts['dtype']} (version {facts['version']})",
     "documents": lambda facts: f"{facts['documents']:,}",
     "sequences": lambda facts: f"{facts['sequences']:,}",
     "tokens": lambda facts: f"{facts['tokens']:,}",
+    "shortest document": lambda facts: f"{facts['tokens_per_document']['min']:,}",
+    "median document": lambda facts: f"{facts['tokens_per_document']['median']:,}",
+    "mean document": lambda facts: f"{facts['tokens_per_document']['mean']:,.1f}",
+    "longest document": lambda facts: f"{facts['tokens_per_document']['max']:,}",
     "size of .bin": lambda facts: format_bytes(facts["bytes"]),
-    "end with end-of-document": share_of,
+    "end with eod": share_of,
 }
 
 
-def show(config: DataInspectConfig, corpora: list[Facts], receipt: Receipt | None, note: str | None) -> None:
+def show(config: DataInspectConfig, corpora: list[Facts], note: str | None) -> None:
     """Print the tables."""
     out, names = console(), [Path(facts["prefix"]).name for facts in corpora]
     header = table(f"data inspect · {config.path}", "", *(f"{name}#" for name in names))
-    for name, cell in HEADER_ROWS.items():
+    for name, cell in ROWS.items():
         add_row(header, name, *map(cell, corpora))
     out.print(header)
     samples = table("samples", "", "document#", "tokens#", "begins")
     for name, facts in zip(names, corpora, strict=True):
-        show_spread(out, f"{name}: tokens per document", facts["tokens_per_document"])
-        if facts["sequences"] != facts["documents"]:
-            show_spread(out, f"{name}: sequences per document", facts["sequences_per_document"])
         for sample in facts["samples"]:
             begins = sample["text"] if sample["text"] is not None else " ".join(map(str, sample["ids"][:16]))
             add_row(samples, name, f"{sample['document']:,}", f"{sample['tokens']:,}", begins)
-    if receipt is not None:
-        show_receipt(out, receipt)
     if samples.row_count:
         out.print(samples)
         if note is not None:
             out.print(f"note: {one_line(note)}")
     if config.out is not None:
         out.print(f"written to {target_name(config.out)}")
-
-
-def show_spread(out: Console, title: str, spread: Facts) -> None:
-    """Print a histogram as bars."""
-    summary = f"min {spread['min']:,} · median {spread['median']:,} · mean {spread['mean']:,.1f}"
-    bars = table(f"{title}: {summary} · max {spread['max']:,}", "from#", "to#", "documents#", "")
-    longest = max((documents for *_, documents in spread["histogram"]), default=1)
-    for low, high, documents in spread["histogram"]:
-        add_row(bars, f"{low:,}", f"{high:,}", f"{documents:,}", "█" * -(-documents * BAR // longest))
-    out.print(bars)
-
-
-def show_receipt(out: Console, receipt: Receipt) -> None:
-    """Print how the corpus was made, by its receipt, which may be of any shape."""
-    made = table("receipt", "", "")
-    recipe = receipt.get("recipe")
-    sections = {f"recipe.{key}": value for key, value in recipe.items()} if isinstance(recipe, dict) else {}
-    facts = {key: receipt.get(key) for key in ("format", "tokenizer", "vocab_size", "eod_id", "seed", "read")}
-    for key, value in (facts | {"rejected": receipt.get("rejected")} | sections).items():
-        if value not in (None, {}):
-            add_row(made, key, format_entry(value))
-    removed = receipt.get("removed")
-    for rule, count in removed.items() if isinstance(removed, dict) else ():
-        add_row(made, f"removed by {rule}", format_entry(count))
-    out.print(made)
-
-
-def format_entry(value: Any) -> str:
-    """Format a table of the receipt in one line, without unset values."""
-    if not isinstance(value, dict):
-        return str(value)
-    return " ".join(f"{key}={item}" for key, item in value.items() if item not in (None, [], {}))

@@ -99,7 +99,7 @@ def _words(normal: Sequence[bytes]) -> tuple[Hashes, Numbers]:
     text, before = b" ".join([*normal, b""]), np.zeros(len(ends), np.int64)
     hashes = [np.empty(0, np.uint64)]
     for begin, block in _blocks(text):
-        starts, words = _hash_words(block)
+        starts, words = hash_words(block)
         hashes.append(words)
         before += np.searchsorted(starts, ends - begin)
     return np.concatenate(hashes), np.diff(before, prepend=0)
@@ -114,7 +114,7 @@ def _blocks(text: bytes) -> Iterator[tuple[int, bytes]]:
         begin = end
 
 
-def _hash_words(text: bytes) -> tuple[Numbers, Hashes]:
+def hash_words(text: bytes) -> tuple[Numbers, Hashes]:
     """Return the start of each word of normalised text and its 64-bit hash, a function of its bytes alone."""
     padded = b" " + text + b" " * 8
     inside = np.frombuffer(padded, np.uint8)[: len(text) + 2] != SPACE

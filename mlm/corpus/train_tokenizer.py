@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from tokenizers import models, pre_tokenizers, trainers
 
-from mlm.corpus.config import DataBuildConfig, DataTokenizerConfig
-from mlm.corpus.read.finding import find_inputs, kind_of
+from mlm.corpus.config import MAX_DOCUMENT_BYTES, DataTokenizerConfig
+from mlm.corpus.read.finding import kind_of, search
 from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import BadRecordError
 from mlm.corpus.read.shards import split_inputs
@@ -106,10 +106,7 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
 
     Iterating raises UserError for a bad record, and at the end if all texts were empty.
     """
-    build = DataBuildConfig(
-        input=config.input, tokenizer="", out="", text_key=config.text_key, unreadable=config.unreadable
-    )
-    inputs = [item for item in find_inputs(build).inputs if item.split in (None, "train")]
+    inputs = [item for item in search(config.input).inputs if item.split in (None, "train")]
     shards = split_inputs(inputs, SHARD_BYTES)
 
     def reject(error: BadRecordError) -> None:
@@ -122,8 +119,7 @@ def texts_of(config: DataTokenizerConfig) -> Texts:
                 for document in read_shard(
                     shard,
                     text_key=config.text_key,
-                    id_key=None,
-                    max_bytes=build.max_document_bytes,
+                    max_bytes=MAX_DOCUMENT_BYTES,
                     reject=reject,
                 ):
                     seen = seen or bool(document.text)

@@ -12,8 +12,6 @@ from mlm.util.errors import Absent, Problem
 from mlm.util.object_store import is_stored
 
 MAX_SOURCES = 1000
-MIN_SHARE = 1e-12
-"""Least share of a blend that a corpus may have: below it a run never sees a sample."""
 BLEND = ("data.blend",)
 HOW = "write data.blend=[0.3 corpora/wiki,0.7 corpora/web]"
 
@@ -84,16 +82,6 @@ def blend_problems(data: DataConfig) -> list[Problem]:
                 "give it one, or leave all out: then each corpus counts by its tokens",
             )
         )
-    if len(weights) == len(entries) and not any(of_entries):
-        problems += [
-            Problem(
-                BLEND,
-                f"data.blend: '{e.text}' has a share of {share:.1g}, too small to ever count",
-                "leave it out",
-            )
-            for e, share in zip(entries, normalize_weights(weights), strict=True)
-            if share < MIN_SHARE
-        ]
     return problems
 
 

@@ -45,7 +45,6 @@ def split_of_document(text: bytes, shares: Iterable[float], seed: int) -> str:
 
 
 TOKENIZER = "tokenizer.json"
-ORIGINS = ".origins"  # ends the prefix of a file with the origins of documents
 MARKER = (
     ".building"  # in a corpus folder while a build runs or after it was killed: its files may be replaced
 )
@@ -60,7 +59,6 @@ def corpora_at(path: str) -> tuple[Path, list[Path]]:
     if place.is_dir():
         files = [file for file in place.iterdir() if file.suffix in (".bin", ".idx")]
         found = {file.with_suffix("") for file in files if not file.name.startswith(".")}
-        found -= {prefix for prefix in found if prefix.name.endswith(ORIGINS)}
         if not found:
             raise UserError(f"path={path} holds no .bin and .idx: name a corpus folder, or a prefix")
         return place, sorted(found, key=_order)
@@ -97,8 +95,3 @@ def eod_of(receipt: Receipt | None, tokenizer: Tokenizer | None) -> int | None:
     if type(eod_id) is int:
         return eod_id
     return None if tokenizer is None else tokenizer.eod_id
-
-
-def origins_of(prefix: Path) -> Path:
-    """Return the prefix of the file with the origins of a corpus's documents."""
-    return prefix.with_name(prefix.name + ORIGINS)

@@ -92,27 +92,9 @@ def permutation(n: int, seed: int, epoch: int, *, stream: int, head: int | None 
     """
     raw = np.random.PCG64(np.random.SeedSequence([seed % (1 << 64), epoch, stream])).random_raw(n)
     if head is None or head >= n:
-        return stable_argsort(raw)
+        return np.argsort(raw, kind="stable")
     chosen = np.flatnonzero(raw <= np.partition(raw, head - 1)[head - 1])  # ties included
-    return chosen[stable_argsort(raw[chosen])][:head]
-
-
-def stable_argsort(raw: NDArray[np.uint64]) -> Ids:
-    """np.argsort(raw, kind="stable"), int64 [n], for random numbers in a third of the time.
-
-    A number's low bits make room for its position; such values can be sorted without an index beside them,
-    for which NumPy has vector instructions. Numbers that agree in what is left are then sorted whole.
-    """
-    bits = np.uint64(len(raw).bit_length())
-    packed = (raw >> bits << bits) | np.arange(len(raw), dtype=np.uint64)
-    packed.sort()
-    order: Ids = (packed & ((np.uint64(1) << bits) - np.uint64(1))).view(np.int64)
-    packed >>= bits
-    again = np.flatnonzero(packed[1:] == packed[:-1])
-    tied = np.union1d(again, again + 1)
-    positions = order[tied]
-    order[tied] = positions[np.lexsort((positions, raw[positions]))]
-    return order
+    return chosen[np.argsort(raw[chosen], kind="stable")][:head]
 
 
 def save_checked(path: Path, values: NDArray[Any]) -> None:

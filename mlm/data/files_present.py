@@ -104,16 +104,8 @@ def file(key: str, path: str | None) -> Problem | None:
     if path is None or Path(path).is_file():
         return None
     if Path(path).is_dir():
-        inside = f"name a file in it: {key}={Path(path, _a_file_in(path))}"
-        return Absent((key,), f"{key}={path} is a folder", inside)
+        return Absent((key,), f"{key}={path} is a folder", "name a file in it")
     return Absent.at(key, path, "no such file", f"correct the path, or {key}=null")
-
-
-def _a_file_in(folder: str) -> str:
-    try:
-        return next((each.name for each in sorted(Path(folder).iterdir()) if each.is_file()), "FILE")
-    except OSError:
-        return "FILE"
 
 
 def folder(key: str, path: str | None) -> Problem | None:

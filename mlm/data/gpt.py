@@ -12,23 +12,18 @@ Megatron-LM treats only its last epoch apart (its separate-last-epoch rule); her
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from mlm.data.epochs import CACHE_FROM, EpochCache, Ids, permutation
 from mlm.data.indexed import IndexedDataset
-from mlm.data.stored_corpus import StoredTokens
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.util.errors import UserError
 
 BLOCK = 1 << 16  # tokens gathered at a time: intermediate arrays stay in a core's cache
 RULE = 1  # number of the sampling rule; part of the cache key
-STRIDE = 32  # entries of a sorted array per entry of its coarse copy
-SHORT_RUN = 128  # tokens: below that, on average, one fancy index beats a slice per run
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +38,6 @@ class Epoch:
     documents: Ids
     ends: Ids
     windows: Ids
-
-    @cached_property
-    def coarse_ends(self) -> Ids:
-        """Every STRIDE-th of `ends`, for first_above."""
-        return coarse(self.ends)
 
 
 class GPTDataset:
@@ -119,7 +109,9 @@ class GPTDataset:
         rows = max(1, BLOCK // (self.seq_length + 1))
         for at in range(0, len(ids), rows):
             begin, length = self._pieces(number, ids[at : at + rows])
-            copy_runs(self.indexed.tokens, begin, length, samples[at : at + rows].reshape(-1))
+            ends = np.cumsum(length)  # of the pieces, in these samples
+            positions = np.arange(ends[-1]) + np.repeat(begin + length - ends, length)
+            samples[at : at + rows] = self.indexed.tokens[positions].reshape(-1, samples.shape[1])
         return samples
 
     def _pieces(self, number: int, ids: Ids) -> tuple[Ids, Ids]:
@@ -130,8 +122,8 @@ class GPTDataset:
         epoch, width, first = self.epoch(number), self.seq_length + 1, self.first_window(number)
         begins = (first + epoch.windows[ids - first]) * self.seq_length - number * self.indexed.num_tokens
         # The first that ends after a token holds it: documents without tokens are passed over.
-        head = first_above(epoch.ends, epoch.coarse_ends, begins)  # document of each window's first token
-        tail = first_above(epoch.ends, epoch.coarse_ends, begins + width - 1)  # … and of its last
+        head = np.searchsorted(epoch.ends, begins, side="right")  # document of each window's first token
+        tail = np.searchsorted(epoch.ends, begins + width - 1, side="right")  # … and of its last
         count = tail - head + 1  # pieces per window
         last = np.cumsum(count)
         place = np.arange(last[-1]) + np.repeat(head - (last - count), count)
@@ -212,37 +204,3 @@ def too_short(indexed: IndexedDataset, seq_length: int) -> str:
         f"needs {seq_length + 1}: lower data.seq_length to {max(1, indexed.num_tokens - 1)} or less or build "
         f"a larger corpus"
     )
-
-
-def coarse(rising: Ids) -> Ids:
-    """Copy the last of every STRIDE entries, which fits a cache: [len(rising) // STRIDE]."""
-    return rising[STRIDE - 1 :: STRIDE].copy()
-
-
-def first_above(rising: Ids, coarse_copy: Ids, values: Ids) -> Ids:
-    """Return np.searchsorted(rising, values, side="right") for values below the last entry: int64 [n].
-
-    A plain search of a large array waits for memory at each step; here all steps but the last stay in the
-    coarse copy, and the last reads neighbours.
-    """
-    low = np.searchsorted(coarse_copy, values, side="right") * STRIDE
-    near = np.minimum(low[:, None] + np.arange(STRIDE), len(rising) - 1)
-    found: Ids = low + np.count_nonzero(rising[near] <= values[:, None], axis=1)
-    return found
-
-
-def copy_runs(tokens: NDArray[Any] | StoredTokens, begin: Ids, length: Ids, out: Ids) -> None:
-    """Fill `out` with tokens[b : b + n] of every run, one after another. begin, length: [runs]."""
-    ends = begin + length
-    if isinstance(tokens, StoredTokens) or len(out) < SHORT_RUN * len(begin):
-        if not isinstance(tokens, StoredTokens):
-            # Both ends of all runs are fetched first, many at a time: one by one each would wait for memory.
-            _ = tokens[begin[length > 0]], tokens[ends[length > 0] - 1]
-        index = np.arange(len(out))
-        index += np.repeat(ends - np.cumsum(length), length)
-        out[:] = tokens[index]
-        return
-    # Slices of a memoryview are made and joined several times faster than array slices are assigned.
-    view = memoryview(tokens.data)
-    content = b"".join([view[b:e] for b, e in zip(begin.tolist(), ends.tolist(), strict=True)])
-    out[:] = np.frombuffer(content, dtype=tokens.dtype)

@@ -12,7 +12,6 @@ A GPT corpus holds one sequence per document, a BERT corpus one per sentence.
 
 import os
 import struct
-from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -254,7 +253,7 @@ class IndexedWriter:
 
         Raises ValueError if a token id does not fit the dtype.
         """
-        content = np.asarray(self._content(tokens))
+        content = self._content(tokens)
         if (count := len(content)) > LONGEST:
             raise ValueError(f"a document of {count} tokens: {LONGEST} is the limit of the format")
         self._bin.write(content.data)
@@ -283,17 +282,9 @@ class IndexedWriter:
         self.num_sequences += other.num_sequences
         self.num_tokens += other.num_tokens
 
-    def _content(self, tokens: Sequence[int] | NDArray[Any]) -> "NDArray[Any] | array[int]":
+    def _content(self, tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
         """Convert tokens to the dtype of the file."""
-        if isinstance(tokens, (bytes, bytearray, memoryview)):
-            tokens = np.frombuffer(tokens, dtype=np.uint8)
-        elif isinstance(tokens, array):
-            tokens = np.frombuffer(tokens, dtype=tokens.typecode)
-        if not isinstance(tokens, np.ndarray):
-            try:
-                return array(self.dtype.char, tokens)  # checks the range, in less time than np.asarray takes
-            except OverflowError:
-                tokens = np.asarray(tokens)
+        tokens = np.asarray(tokens)
         if tokens.dtype != self.dtype and len(tokens):
             lowest, highest = tokens.min(), tokens.max()
             if lowest < self._limits.min or highest > self._limits.max:

@@ -126,15 +126,21 @@ def hub_records(name: str, config: str | None, split: str, *, key: str, bring: s
 
     Raises UserError, which names the setting `key` and the files to `bring` in place of the Hub's.
     """
-    datasets = load_extra("datasets", key)
-    try:
+    datasets, source = load_extra("datasets", key), " ".join(filter(None, (name, config, split)))
+    with explain_hub_errors(f"{key}: {source}", f"bring {bring} and give {key}=…"):
         # the prefix keeps `datasets` from taking a folder of the same name for it
         rows: Sequence[Record] = datasets.load_dataset(f"hf://datasets/{name}", config, split=split)
-    except Exception as error:  # of datasets, huggingface_hub, httpx and pyarrow: no base class in common
-        reason = " ".join(str(error).split())[:200]
-        source = " ".join(filter(None, (name, config, split)))
-        raise UserError(
-            f"{key}: {source} could not be loaded from the Hub ({type(error).__name__}: {reason}): "
-            f"bring {bring} and give {key}=…"
-        ) from error
     return rows
+
+
+@contextmanager
+def explain_hub_errors(what: str, fix: str) -> Iterator[None]:
+    """Turn any error of `datasets` into a UserError of one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of datasets, huggingface_hub, httpx and pyarrow: no base class in common
+        reason = " ".join(str(error).split())[:300]
+        problem = f"could not be loaded from the Hub ({type(error).__name__}: {reason})"
+        raise UserError(f"{what} {problem}: {fix}") from error

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mlm.config.command import resolve
-from mlm.data.epochs import stable_argsort
 from mlm.finetune.examples import Example
 from mlm.parallel.labels import IGNORE_INDEX
 from mlm.training.pipelined import PipelinedModel
@@ -89,7 +88,7 @@ class Order:
 
 def permutation(count: int, state: Bits) -> Ids:
     """Return the numbers below `count` in an order drawn from `state`."""
-    return stable_argsort(draw(state, np.arange(count)))
+    return np.argsort(draw(state, np.arange(count)), kind="stable")
 
 
 def draw_rows(count: int, wanted: int, seed: int) -> Ids:

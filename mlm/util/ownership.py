@@ -57,22 +57,20 @@ KINDS: dict[str, FolderType] = {
         "a corpus",
         (
             *(f"{part}.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
-            *(f"{part}.origins.{end}" for part in ("train", "validation", "test") for end in ("bin", "idx")),
             *("corpus.json", "tokenizer.json", "rejected.jsonl", "corpus-inputs.jsonl", ".building", "work"),
         ),
     ),
     "corpus-work": FolderType(
         "the work of a build",
         (
-            *("plan.jsonl", "plan.json", "digests.json", "jobs.json"),
             *("tokenizer.json", "evaluation.jsonl"),
             *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("clean", "match", "group", "verify", "gather")),
             *(f"{stage}-{'[0-9a-f]' * 8}*" for stage in ("tokenise", "merge")),
         ),
         (
             *(f"{'[0-9]' * 5}{rest}" for rest in (".*", "*.npy", "*.bin", "*.idx")),
-            *(f".{'[0-9]' * 5}.*", ".*.partial", "*.partial", "[0-9]*_[0-9]*.log", "rejected.jsonl"),
-            *("members.npy", "bounds.npy", "near.npy", "again.npy", "firsts.npy"),
+            *(f".{'[0-9]' * 5}.*", ".*.partial", "*.partial", "rejected.jsonl"),
+            *("members.npy", "bounds.npy", "near.npy", "firsts.npy"),
             *(f"{part}[.-]*" for part in ("train", "validation", "test")),
         ),
     ),

@@ -31,22 +31,20 @@ def read(
     *,
     shard_bytes: int = 1 << 20,
     text_key: str = "text",
-    id_key: str | None = None,
     max_bytes: int = 1 << 20,
 ) -> Outcome:
     """Read all that an input names."""
     shards = split_inputs(search(str(path)).inputs, shard_bytes)
-    return read_shards(shards, text_key=text_key, id_key=id_key, max_bytes=max_bytes)
+    return read_shards(shards, text_key=text_key, max_bytes=max_bytes)
 
 
-def read_shards(shards: list[InputShard], *, text_key: str, id_key: str | None, max_bytes: int) -> Outcome:
+def read_shards(shards: list[InputShard], *, text_key: str, max_bytes: int) -> Outcome:
     """Read shards one after the other."""
     outcome = Outcome()
     for shard in shards:
         outcome.documents += read_shard(
             shard,
             text_key=text_key,
-            id_key=id_key,
             max_bytes=max_bytes,
             reject=outcome.rejected.append,
         )

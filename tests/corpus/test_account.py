@@ -1,4 +1,4 @@
-"""The account of a build: what came in, what went out and why, and where every document came from."""
+"""The account of a build: what came in, what went out and why."""
 
 import bz2
 import json
@@ -17,7 +17,6 @@ from mlm.corpus.inspect import run_inspect
 from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.train_tokenizer import train_bpe
 from mlm.corpus.verify import run_verify
-from mlm.data.corpus_files import corpora_at
 from mlm.data.indexed import IndexedDataset
 from mlm.data.receipt import Receipt
 from mlm.data.tokenizer import Tokenizer
@@ -54,7 +53,7 @@ def source(tmp_path: Path) -> Path:
     texts += [" ".join([*words(rng, 50), *leak[:20], *words(rng, 8), *leak[20:], *words(rng, 40)])]
     texts += [" ".join(leak)]
     (tmp_path / "evaluation.txt").write_text(" ".join(leak[:20]) + "\n" + " ".join(leak[20:]) + "\n")
-    write_jsonl(tmp_path / "text/a.jsonl", texts, id=range(100, 100 + len(texts)))
+    write_jsonl(tmp_path / "text/a.jsonl", texts)
     return tmp_path / "text"
 
 
@@ -136,26 +135,16 @@ def test_end_of_document_token_can_be_named(tmp_path: Path) -> None:
     run_verify(DataVerifyConfig(path=str(tmp_path / "out")))
 
 
-def test_documents_lead_back_to_their_source(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (source / "b.txt").write_text(f"first\n{END}\n" + " ".join(words(random.Random(77), 60)) + "\n")
-    build(thorough(source, split="1,0,0", keep_ids=True))
-    out = source.parent / "out"
-    origins, corpus = IndexedDataset(out / "train.origins"), IndexedDataset(out / "train")
-    assert len(origins) == corpus.num_documents
-    lines = [json.loads(line) for line in (source / "a.jsonl").read_text().splitlines()]
-    texts = documents(out / "train")
-    for number in range(len(origins)):
-        origin = json.loads(origins[number].tobytes())
-        if origin["source"] == "a.jsonl":
-            line = lines[origin["line"] - 1]
-            assert origin["id"] == str(line["id"])
-            assert texts[number].removesuffix(END)[:50] in line["text"]
-    assert json.loads(origins[len(origins) - 1].tobytes()) == {"source": "b.txt", "line": 3}
-    assert [prefix.name for prefix in corpora_at(str(out))[1]] == ["train"]
-    found = out.parent / "found.json"
+def test_a_document_is_shown_whole_by_its_number_or_that_of_a_token(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build(thorough(source, split="1,0,0"))
+    out, found = source.parent / "out", source.parent / "found.json"
+    corpus, texts = IndexedDataset(out / "train"), documents(out / "train")
     run_inspect(DataInspectConfig(path=str(out), token=corpus.num_tokens - 1, out=str(found)))
-    assert "b.txt" in capsys.readouterr().out
-    assert json.loads(found.read_text())["origin"] == {"source": "b.txt", "line": "3"}
+    shown = json.loads(found.read_text())
+    assert (shown["document"], shown["text"]) == (corpus.num_documents - 1, texts[-1])
+    assert texts[-1] in capsys.readouterr().out
     with pytest.raises(UserError, match=r"document=99: .* holds \d+ documents; use 0 to"):
         run_inspect(DataInspectConfig(path=str(out), document=99))
 

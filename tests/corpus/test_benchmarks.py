@@ -9,9 +9,9 @@ import pytest
 
 from mlm.corpus.benchmarks import (
     EvaluationText,
+    dump_benchmarks,
     load_benchmarks,
     read_benchmarks,
-    save_benchmarks,
 )
 from mlm.data import records
 from mlm.util.errors import UserError
@@ -114,5 +114,5 @@ def test_set_that_the_hub_does_not_give_asks_for_a_file(monkeypatch: pytest.Monk
 
 def test_saved_texts_come_back(tmp_path: Path) -> None:
     texts = [EvaluationText("a", "line 1", "one\n\u2028two"), EvaluationText("b", "line 9", "three \ud800")]
-    save_benchmarks(texts, tmp_path / "saved.jsonl")
+    (tmp_path / "saved.jsonl").write_bytes(dump_benchmarks(texts))
     assert load_benchmarks(tmp_path / "saved.jsonl") == texts

@@ -9,13 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from mlm.corpus.config import (
     DataBuildConfig,
     DecontaminateConfig,
     DedupConfig,
-    ExecutorConfig,
     FilterConfig,
     NormaliseConfig,
 )
@@ -49,6 +49,11 @@ def quiet() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
+def keep_work(patch: pytest.MonkeyPatch) -> None:
+    """Leave the files between the stages of a build where they are."""
+    patch.setattr("mlm.corpus.build.delete_work", lambda config: None)
+
+
 def small_tokenizer(folder: Path) -> Path:
     """tokenizer.json that knows all bytes."""
     path = folder / "tokenizer.json"
@@ -68,7 +73,7 @@ def plain(source: Path, **changes: Any) -> DataBuildConfig:
         normalise=NormaliseConfig(ftfy=False),
         filter=FilterConfig(min_tokens=None),
         dedup=DedupConfig(enabled=False),
-        executor=ExecutorConfig(workers=1),
+        workers=1,
     )
     return replace(config, **changes)
 

@@ -42,7 +42,6 @@ def test_a_sound_blend_has_no_problem(blend: str) -> None:
         ("[-1 a,1 b]", "'-1 a' has the weight -1, which must be above 0 and finite; write data.blend="),
         ("[nan a,1 b]", "'nan a' has the weight nan, which must be above 0"),
         ("[inf a,1 b]", "'inf a' has the weight inf, which must be above 0"),
-        ("[1e-13 a,1 b]", "'1e-13 a' has a share of 1e-13, too small to ever count; leave it out"),
         ("[1 a,b]", "'b' has no weight and others have one; give it one, or leave all out"),
         ("['0.5',1 b]", "'0.5' names no corpus; write data.blend=[0.3 corpora/wiki,0.7 corpora/web]"),
         ("[1 a,2 ./a]", "'1 a' and '2 ./a' are the same corpus; name it once, with the sum of the weights"),

@@ -147,13 +147,6 @@ def test_sequences_of_a_document_are_written_as_megatron_packs_them(tmp_path: Pa
     assert [corpus.document(i).tolist() for i in range(3)] == [[1, 2, 3], [], [7, 500, 600]]
 
 
-@pytest.mark.parametrize("code", [1, 8])
-def test_text_is_kept_as_bytes(tmp_path: Path, code: int) -> None:
-    with IndexedWriter(tmp_path / "c", DTYPES[code]) as writer:
-        writer.add_document("naïve".encode())
-    assert bytes(IndexedDataset(tmp_path / "c")[0].tolist()).decode() == "naïve"
-
-
 @pytest.mark.parametrize("kernel", [True, False])
 def test_merged_shards_are_the_bytes_of_one_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bool

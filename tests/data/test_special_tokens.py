@@ -102,7 +102,7 @@ def built(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "corpus"
     words = ["input=" + str(tmp_path / "rows.jsonl"), f"tokenizer={tmp_path / 'tokenizer.json'}"]
-    split = ["split=1/0/0", "recipe=plain", "executor.workers=1"]
+    split = ["split=1/0/0", "recipe=plain", "workers=1"]
     assert main(["data", "build", *words, f"out={out}", *split]) == 0
     return out
 

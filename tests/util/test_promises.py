@@ -8,7 +8,7 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from mlm.util.ownership import KINDS, MARKER, claim_folder, claim_problems, dele
 from mlm.util.results import write_result
 from tests.checkpoints_on_disk import write_run
 from tests.config.test_fields import PATHS, values_with
-from tests.corpus.texts import plain, quiet, write_jsonl
+from tests.corpus.texts import keep_work, plain, quiet, write_jsonl
 from tests.data.corpora import counting_corpus
 
 PAGE = Path(__file__).resolve().parents[2] / "scripts/docs/pages/guides/file-safety.md"
@@ -284,12 +284,14 @@ def test_folders_of_mlm_carry_its_marker(kind: str, tmp_path: Path) -> None:
 # ---- deleting
 
 
-def test_work_keeps_what_is_not_ours(tmp_path: Path) -> None:
+def test_work_keeps_what_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "text" / "train.jsonl", ["the cat sat", "on the mat"])
-    config = plain(tmp_path / "text", keep_work=True)
-    run_build(config, quiet())
+    config = plain(tmp_path / "text")
+    with monkeypatch.context() as patch:
+        keep_work(patch)
+        run_build(config, quiet())
     mine = write_jsonl(tmp_path / "out" / "work" / "deep" / "mine.jsonl", ["mine"])
-    run_build(replace(config, keep_work=False), quiet())  # finds the corpus up to date
+    run_build(config, quiet())  # finds the corpus up to date
     assert [path for path in (tmp_path / "out" / "work").rglob("*") if path.is_file()] == [mine]
 
 

@@ -1,15 +1,13 @@
 """The files that an `input=` names, their formats, and everything beside them that is not read."""
 
-import errno
 import glob
 import os
-import stat
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mlm.corpus.config import DataBuildConfig
 from mlm.corpus.read.records import Input
@@ -18,7 +16,7 @@ from mlm.data.config import SPLITS
 from mlm.data.receipt import INPUTS, RECEIPT, REJECTED
 from mlm.util.errors import UserError
 from mlm.util.object_store import S3, is_stored, list_objects
-from mlm.util.ownership import KINDS, kind_of_folder, matches_any
+from mlm.util.ownership import KINDS, file_type_name, kind_of_folder, matches_any
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 LINES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "txt"}
@@ -97,22 +95,14 @@ LISTED = 100
 """Limit on the files that a receipt names for each reason; all are counted."""
 UNKNOWN_FORMAT, NO_PART, OWN, HIDDEN = "unknown format", "no part of the corpus", "written by mlm", "hidden"
 READ_ALREADY = "link to a folder that is read already"
-SPECIAL_FILES = {
-    stat.S_IFIFO: "FIFO",
-    stat.S_IFSOCK: "socket",
-    stat.S_IFCHR: "device",
-    stat.S_IFBLK: "device",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A file or folder that is not read."""
+    """A file or folder that is not read, and why."""
 
     path: Path
     reason: str
-    is_error: bool = False
-    """True if it belongs to the input and cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -123,16 +113,13 @@ class Listing:
     unread: tuple[Unread, ...] = ()
 
     def warning(self) -> str | None:
-        """Warn in a line of files that are not read; None if all are read."""
-        lines, errors = list[str](), [entry for entry in self.unread if entry.is_error]
-        if errors:
-            lines.append(f"not read: {list_entries(errors)}")
+        """Warn in a line of files that may have been meant to be read; None if there are none."""
         names = [entry.path.name for entry in self.unread if entry.reason in (UNKNOWN_FORMAT, NO_PART)]
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            known = f"neither {READABLE}, nor a part train, validation or test"
-            lines.append(f"not read: {', '.join(names[:5])}{more} ({known})")
-        return "\n".join(lines) or None
+        if not names:
+            return None
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        known = f"neither {READABLE}, nor a part train, validation or test"
+        return f"not read: {', '.join(names[:5])}{more} ({known})"
 
     def account(self) -> dict[str, Any]:
         """Count what is not read by reason, and name the first files. Plain JSON."""
@@ -144,25 +131,20 @@ class Listing:
         }
 
 
-def list_entries(entries: Sequence[Unread]) -> str:
-    """List some files with their reasons."""
-    named = ", ".join(f"{entry.path} ({entry.reason})" for entry in entries[:3])
-    return named + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
-
-
 def find_inputs(config: DataBuildConfig) -> Listing:
     """Return the inputs of a build in corpus order, and the files beside them that are not read.
 
-    Raises UserError for none, or two for one part.
+    Raises UserError for none, two for one part, or one that cannot be read.
     """
-    hub = HubSource(config.input, config.hub_config, config.hub_split, config.hub_revision)
-    listing = search(config.input, hub, unreadable=config.unreadable)
+    listing = search(
+        config.input, HubSource(config.input, config.hub_config, config.hub_split, config.hub_revision)
+    )
     if config.out and not config.input.startswith((HUB, S3)):
         check_apart([item.path for item in listing.inputs], f"input={config.input}", config.out)
     return listing
 
 
-def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error") -> Listing:
+def search(path: str, hub: HubSource | None = None) -> Listing:
     """Find the contents of an `input=`: a Hub dataset, a file, a folder or a glob. Raises UserError."""
     if path.startswith(HUB):
         dataset, size, digest = find_hub(hub or HubSource(path))
@@ -172,17 +154,13 @@ def search(path: str, hub: HubSource | None = None, *, unreadable: str = "error"
     if is_stored(path):
         listing = in_store(path)
     elif root.is_dir():
-        listing = in_folder(root, *visible_files(root), readable_files)
+        listing = in_folder(root)
     elif os.path.lexists(root):
         listing = readable_files([root], root.parent, [])
     elif any(letter in path for letter in WILDCARDS):
         listing = in_glob(path)
     else:
         raise UserError(f"{setting} does not exist: name a file {READABLE}, a folder or a glob of them")
-    errors = [entry for entry in listing.unread if entry.is_error]
-    if errors and (unreadable == "error" or not listing.inputs):
-        fix = "fix them or set unreadable=skip" if unreadable == "error" else "name another"
-        raise UserError(f"{setting} holds files that cannot be read: {list_entries(errors)}; {fix}")
     if not listing.inputs:
         others = [entry.path.name for entry in listing.unread if entry.reason != HIDDEN]
         held = f", only {len(others)} others such as {others[0]}" if others else ""
@@ -206,18 +184,46 @@ def in_store(url: str) -> Listing:
                 inputs.append(Input(name.as_posix(), each.url, each.bytes, each.digest, None))
         return Listing(tuple(inputs), tuple(others))
 
-    root = Path(url.removeprefix(S3))
-    return in_folder(root.parent if root in found else root, sorted(found), [], read)
+    root, files = Path(url.removeprefix(S3)), sorted(found)
+    root = root.parent if root in found else root
+    return parts_in(root, files, read) or read(files, root, [])
+
+
+def in_folder(root: Path) -> Listing:
+    """Return the parts of a folder with train.*, else every readable file below it, sorted by path.
+
+    Links to folders are followed, once each. Raises UserError.
+    """
+    try:
+        beside = sorted(path for path in root.iterdir() if not (path.name.startswith(".") or path.is_dir()))
+    except OSError as error:
+        raise_unreadable(error)
+    if (parts := parts_in(root, beside, readable_files)) is not None:
+        return parts
+    files, unread, seen = list[Path](), list[Unread](), set[str]()
+    for place, folders, names in os.walk(root, followlinks=True, onerror=raise_unreadable):
+        folder = Path(place)
+        if (real := os.path.realpath(place)) in seen:
+            unread.append(Unread(folder, READ_ALREADY))
+            folders.clear()
+            continue
+        seen.add(real)
+        reasons = {name: HIDDEN for name in (*folders, *names) if name.startswith(".")}
+        reasons |= {name: OWN for name in (*folders, *names) if is_own(folder / name)}
+        unread += [Unread(folder / name, reason) for name, reason in reasons.items()]
+        folders[:] = sorted(name for name in folders if name not in reasons)
+        files += [folder / name for name in names if name not in reasons]
+    return readable_files(sorted(files), root, unread)
 
 
 Read = Callable[[Iterable[Path], Path, Iterable[Unread]], Listing]
 
 
-def in_folder(root: Path, files: list[Path], unread: list[Unread], read: Read) -> Listing:
-    """Return the parts of a folder with train.*, else every readable file below it, sorted by path."""
-    parts: dict[Path, str] = {file: part for file in files if (part := part_name(file, root)) is not None}
+def parts_in(root: Path, files: list[Path], read: Read) -> Listing | None:
+    """Return train.*, validation.* and test.* of the folder `root`; None if it has no such file."""
+    parts = {file: part for file in files if not is_own(file) and (part := part_name(file, root)) is not None}
     if not parts:
-        return read(files, root, unread)
+        return None
     named = sorted(parts, key=lambda file: SPLITS.index(parts[file]))
     if "train" not in parts.values():
         raise UserError(
@@ -230,13 +236,8 @@ def in_folder(root: Path, files: list[Path], unread: list[Unread], read: Read) -
                 f"input={root} holds {one.name} and {other.name}, all for the part {parts[one]}: "
                 "keep one of them"
             )
-    others = [Unread(file, NO_PART) for file in files if file not in parts]
-    # beside the parts nothing is read anyway
-    unread = [
-        replace(entry, is_error=entry.is_error and part_name(entry.path, root) is not None)
-        for entry in unread
-    ]
-    listing = read(named, root, [*unread, *others])
+    others = [Unread(file, OWN if is_own(file) else NO_PART) for file in files if file not in parts]
+    listing = read(named, root, others)
     return replace(
         listing, inputs=tuple(replace(item, split=parts[root / item.name]) for item in listing.inputs)
     )
@@ -244,23 +245,21 @@ def in_folder(root: Path, files: list[Path], unread: list[Unread], read: Read) -
 
 def in_glob(pattern: str) -> Listing:
     """Return the files that a glob matches, sorted by path. Raises UserError."""
+    check_searchable(pattern)
     first = min(pattern.find(letter) for letter in WILDCARDS if letter in pattern)
     files = [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if not os.path.isdir(path)]
-    unread = denied_folders(pattern)
-    if not files and not unread:
+    if not files:
         raise UserError(f"input={pattern} matches no file: quote it from the shell; ** descends into folders")
     own = [path for path in files if is_own(path)]
     kept = sorted(set(files).difference(own))
-    unread += [Unread(path, OWN) for path in own]
-    return readable_files(kept, Path(pattern[:first] + "x").parent, unread)
+    return readable_files(kept, Path(pattern[:first] + "x").parent, [Unread(path, OWN) for path in own])
 
 
-def denied_folders(pattern: str) -> list[Unread]:
-    """Return the folders that may hold matches of a glob and deny a look: `glob` passes over them."""
+def check_searchable(pattern: str) -> None:
+    """Raise UserError for a folder that may hold matches and denies a look: `glob` passes over it."""
     levels = [Path(pattern), *Path(pattern).parents]
     needs = {folder: glob.has_magic(below.name) for below, folder in pairwise(levels)}
     needs |= {level: True for level in levels if level.name == "**"}
-    denied = dict[Path, Unread]()
     for level, is_listed in needs.items():
         for folder in glob.glob(os.path.join(level, ""), recursive=True):
             try:
@@ -268,65 +267,32 @@ def denied_folders(pattern: str) -> list[Unread]:
                 if is_listed:
                     os.scandir(folder).close()
             except OSError as error:
-                denied[Path(folder)] = Unread(Path(folder), reason_of(error), is_error=True)
-    return list(denied.values())
+                raise_unreadable(error)
 
 
 def readable_files(files: Iterable[Path], root: Path, unread: Iterable[Unread]) -> Listing:
-    """Return the files that can be read as inputs, named by their paths below `root`, and the others."""
+    """Return the files as inputs, named by their paths below `root`, and those of unknown formats.
+
+    Raises UserError for one that cannot be read, and for a link that leads nowhere, maybe to a folder.
+    """
     inputs, others = list[Input](), list(unread)
     for file in files:
-        known = kind_of(file) is not None
-        reason = problem_of(file, opened=known)
-        if reason is not None:
-            # a link that leads nowhere may have been one to a folder
-            others.append(Unread(file, reason, is_error=known or not file.suffix))
-        elif not known:
+        if kind_of(file) is None and os.path.exists(file):
             others.append(Unread(file, UNKNOWN_FORMAT))
-        else:
-            inputs.append(Input(file.relative_to(root).as_posix(), str(file), file.stat().st_size, "", None))
+            continue
+        if (kind := file_type_name(file)) != "a file":  # a FIFO is not opened: that would wait
+            raise UserError(f"input {file} is {kind}: {NAME_OTHERS}")
+        try:
+            open(file, "rb").close()
+        except OSError as error:
+            raise_unreadable(error)
+        inputs.append(Input(file.relative_to(root).as_posix(), str(file), file.stat().st_size, "", None))
     return Listing(tuple(inputs), tuple(sorted(others, key=lambda entry: entry.path)))
 
 
-def visible_files(root: Path) -> tuple[list[Path], list[Unread]]:
-    """Return all files below a folder but hidden ones and ours, sorted by path, and those left out.
-
-    Links to folders are followed, once each.
-    """
-    files, unread, seen = list[Path](), list[Unread](), set[str]()
-
-    def failed(error: OSError) -> None:
-        unread.append(Unread(Path(error.filename), reason_of(error), is_error=True))
-
-    for place, folders, names in os.walk(root, followlinks=True, onerror=failed):
-        folder = Path(place)
-        if (real := os.path.realpath(place)) in seen:
-            unread.append(Unread(folder, READ_ALREADY))
-            folders.clear()
-            continue
-        seen.add(real)
-        reasons = {name: HIDDEN for name in (*folders, *names) if name.startswith(".")}
-        reasons |= {name: OWN for name in (*folders, *names) if is_own(folder / name)}
-        unread += [Unread(folder / name, reason) for name, reason in reasons.items()]
-        folders[:] = sorted(name for name in folders if name not in reasons)
-        files += [folder / name for name in names if name not in reasons]
-    return sorted(files), unread
+NAME_OTHERS = "make it readable, move it away, or name the others by a glob"
 
 
-def problem_of(path: Path, *, opened: bool = True) -> str | None:
-    """Return the reason why a file cannot be read, None if it can. `opened`: also try to open it."""
-    try:
-        if (name := SPECIAL_FILES.get(stat.S_IFMT(os.stat(path).st_mode))) is not None:
-            return name
-        if opened:
-            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    except FileNotFoundError:
-        return "broken link"
-    except OSError as error:
-        return reason_of(error)
-    return None
-
-
-def reason_of(error: OSError) -> str:
-    """Describe an error of the operating system."""
-    return "circular link" if error.errno == errno.ELOOP else (error.strerror or type(error).__name__).lower()
+def raise_unreadable(error: OSError) -> NoReturn:
+    """Raise UserError for a file or folder that the system denies."""
+    raise UserError(f"input {error.filename}: {error.strerror}: {NAME_OTHERS}") from error

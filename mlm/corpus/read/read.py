@@ -32,10 +32,8 @@ def read_shard(
     shard: InputShard,
     *,
     text_key: str,
-    id_key: str | None,
     max_bytes: int,
     reject: Callable[[BadRecordError], None],
-    keep_ids: bool = False,
 ) -> Iterator[Document]:
     """Yield the documents of a shard in corpus order.
 
@@ -43,7 +41,7 @@ def read_shard(
     blocks, whatever the file holds. Raises UserError for a file that cannot be opened or a Hub that cannot be
     reached.
     """
-    intake = Intake(text_key, id_key, max_bytes, reject, keep_ids)
+    intake = Intake(text_key, max_bytes, reject)
     readers = {
         "jsonl": read_jsonl,
         "txt": read_text,
@@ -165,8 +163,6 @@ def text_document(content: bytearray, size: int, intake: Intake, place: Place) -
     """Make a plain-text document of `size` bytes. Raises BadRecordError."""
     if size > intake.max_bytes:
         raise intake.too_long("document")
-    if intake.id_key is not None:
-        raise intake.without_id()
     begin = len(BOM) if place.number == 1 and content.startswith(BOM) else 0
     try:
         text = str(memoryview(content)[begin:], "utf-8")

@@ -8,8 +8,6 @@ from typing import Any
 from mlm.data.records import open_binary, readable
 from mlm.util.errors import CorruptFileError, UserError, type_of
 
-ID = "id"
-LONGEST_ID = 1000  # letters of an id that is kept
 COUNT_BLOCK = 1 << 20  # bytes read at a time when lines are counted: 1 MiB
 
 
@@ -90,21 +88,12 @@ class Place:
 
 @dataclass(slots=True)
 class Document:
-    """One text and its origin. The text may be empty."""
+    """One text and its location. The text may be empty."""
 
     text: str
     num_bytes: int
     """Bytes of the text in UTF-8, as it was read."""
     place: Place
-    id: str | None = None
-    """Value under `id_key`; None if no key is set."""
-
-
-def parse_document_id(value: Any) -> str | None:
-    """Return an id that nothing depends on, None if there is none."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        return None
-    return str(value)[:LONGEST_ID].encode("utf-8", "replace").decode()
 
 
 class BadRecordError(Exception):
@@ -123,20 +112,12 @@ class BadRecordError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Settings that the readers of all formats share: keys to read, and a callback for bad records."""
+    """Settings that the readers of all formats share, and a callback for bad records."""
 
     text_key: str
-    id_key: str | None
     max_bytes: int
     """Longest line or text."""
     on_reject: Callable[[BadRecordError], None] = field(repr=False)
-    keep_ids: bool = False
-    """Read ids from the key "id" by default, where present."""
-
-    @property
-    def keys(self) -> list[str]:
-        """Keys or columns to read."""
-        return [self.text_key] if self.id_key is None else [self.text_key, self.id_key]
 
     def reject(self, place: Place, error: BadRecordError) -> None:
         """Report a bad record; the caller decides if that ends the build."""
@@ -155,7 +136,7 @@ class Intake:
         text = record[self.text_key]
         if not isinstance(text, str):
             raise BadRecordError("text_type", f'"{self.text_key}" holds {type_of(text)}, not a text')
-        return Document(text, self.measure(text), place, self.identity(record))
+        return Document(text, self.measure(text), place)
 
     def without_text(self, keys: Iterable[str]) -> BadRecordError:
         """Return the error of a record that has only these keys or columns."""
@@ -180,20 +161,3 @@ class Intake:
     def too_long(self, what: str) -> BadRecordError:
         """Return the error of a line, text or document above `max_bytes`."""
         return BadRecordError("too_long", f"a {what} of more than max_document_bytes={self.max_bytes} bytes")
-
-    def identity(self, record: Mapping[str, Any]) -> str | None:
-        """Return the id of a record, a string or integer; None if no key is set. Raises BadRecordError."""
-        if self.id_key is None:
-            return parse_document_id(record.get(ID)) if self.keep_ids else None
-        value = record.get(self.id_key)
-        if value is None:
-            raise self.without_id()
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            detail = f'"{self.id_key}" holds {type_of(value)}; an id is a text or an integer'
-            raise BadRecordError("id_type", detail)
-        self.measure(str(value))
-        return str(value)
-
-    def without_id(self) -> BadRecordError:
-        """Return the error of a record without an id."""
-        return BadRecordError("no_id", f'no "{self.id_key}", which id_key names')

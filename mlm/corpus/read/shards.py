@@ -6,9 +6,6 @@ are those of the inputs in their order.
 An input of one text (the only document of a .txt) cannot be divided by documents. It is split into
 consecutive parts, train first, at the ends of paragraphs, else of lines, else of words. Text of one part then
 occurs in no other, and nothing ends within a part that does not end in the text.
-
-Digesting 15 TB again only to learn that nothing changed would take hours: a file of the same size and times
-of change as when it was last digested is taken to be the same.
 """
 
 import json
@@ -19,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 from mlm.corpus.read.finding import kind_of
 from mlm.corpus.read.records import Input, InputShard
@@ -28,7 +24,7 @@ from mlm.corpus.read.tables import HUB, hub_shards, row_ranges
 from mlm.data.config import SPLITS
 from mlm.data.records import readable
 from mlm.util.errors import UserError
-from mlm.util.files import digest_file, write_atomic
+from mlm.util.files import digest_file
 from mlm.util.object_store import is_stored, list_objects
 from mlm.util.terminal import progress_bar
 
@@ -140,34 +136,18 @@ def split_before(content: bytearray, target: int, least: int) -> int:
     return begin + max(0, at - 1) if at else target
 
 
-KNOWN = "digests.json"
-SAVE_EVERY = 1 << 34  # bytes digested between two saves: 16 GiB
-
-
-def with_digests(inputs: Sequence[Input], work: Path) -> tuple[Input, ...]:
-    """Return the inputs with content digests; a Hub dataset has one already. Raises OSError."""
-    known, fresh, unsaved = load_known(work / KNOWN), dict[str, list[object]](), 0
+def with_digests(inputs: Sequence[Input]) -> tuple[Input, ...]:
+    """Return the inputs with content digests; a Hub dataset has one already. Raises UserError."""
     done = list[Input]()
     with progress_bar("input", sum(item.bytes for item in inputs), in_bytes=True) as advance:
         for item in inputs:
-            if item.digest:
-                done.append(item)
-                continue
-            state, key = state_of(item.path), os.path.realpath(item.path)
-            *same, digest = known.get(key, [""])
-            if tuple(same) == state:
-                advance(item.bytes)
-            else:
+            if not item.digest:
+                state = state_of(item.path)
                 with readable(item.path):
                     digest = digest_file(Path(item.path), advance)
-                unsaved += item.bytes
-            fresh[key] = [*state, digest]
-            done.append(item := replace(item, digest=digest, state=state, bytes=state[0]))
-            check_unchanged(item)
-            if unsaved >= SAVE_EVERY:
-                write_atomic(work / KNOWN, json.dumps(known | fresh).encode())
-                unsaved = 0
-    write_atomic(work / KNOWN, json.dumps(fresh).encode())
+                item = replace(item, digest=digest, state=state, bytes=state[0])
+                check_unchanged(item)
+            done.append(item)
     return tuple(done)
 
 
@@ -194,11 +174,3 @@ def check_unchanged(item: Input) -> None:
         raise UserError(
             f"input {item.path} changed while the build read it; build again once nothing writes to it"
         )
-
-
-def load_known(path: Path) -> dict[str, list[Any]]:
-    """Return the digests of an earlier start; empty if they cannot be read."""
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return {}

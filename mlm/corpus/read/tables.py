@@ -1,6 +1,6 @@
 """Documents of tables: Parquet files and datasets of the Hugging Face Hub. Needs mlm[data].
 
-Of a Parquet file the columns of the text and the id are read, a few rows at a time. A Hub dataset is streamed
+Of a Parquet file the column of the text is read, a few rows at a time. A Hub dataset is streamed
 by the library `datasets`: only its small cache is stored. No code of a dataset runs: `datasets` 4 and later
 reject a dataset that needs a script, and only formats that hold text are accepted (FORMATS).
 """
@@ -8,7 +8,6 @@ reject a dataset that needs a script, and only formats that hold text are accept
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -16,7 +15,7 @@ from typing import Any
 
 from mlm.corpus.read.records import BadRecordError, Document, InputShard, Intake, Place
 from mlm.corpus.read.streams import DamagedError, explain_damage
-from mlm.data.records import open_parquet, readable
+from mlm.data.records import explain_hub_errors, open_parquet, readable
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
 
@@ -66,7 +65,7 @@ def read_parquet(shard: InputShard, intake: Intake) -> Iterator[Document]:
                 if shard.begin == 0:  # once for the file
                     intake.reject(Place(shard.path, 1, unit="row "), problem)
                 return
-            for batch in batches(file, shard, intake.keys):
+            for batch in batches(file, shard, intake.text_key):
                 for index in range(len(batch)):
                     row += 1
                     place = Place(shard.path, row, unit="row ")
@@ -89,17 +88,17 @@ def column_problem(file: Any, path: str, intake: Intake) -> BadRecordError | Non
     letters = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(letters) or types.is_large_string(letters) or types.is_string_view(letters)):
         return BadRecordError("text_type", f'column "{intake.text_key}" holds {letters}, not strings')
-    return intake.without_id() if intake.id_key is not None and intake.id_key not in names else None
+    return None
 
 
-def batches(file: Any, shard: InputShard, columns: list[str]) -> Iterator[Any]:
+def batches(file: Any, shard: InputShard, column: str) -> Iterator[Any]:
     """Yield batches of the rows of a shard. Raises DamagedError where the rest cannot be read."""
     starts = list(accumulate(group_rows(file), initial=0))
     for group, start in enumerate(starts[:-1]):
         if not shard.begin <= start < shard.end:
             continue
         # one row group at a time: a batch over two would be lost when the second is damaged
-        source = file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
+        source = file.iter_batches(BATCH_ROWS, row_groups=[group], columns=[column], use_threads=False)
         while True:
             with readable(shard.path), explain_damage():
                 batch = next(source, None)
@@ -114,18 +113,10 @@ def row_document(batch: Any, index: int, intake: Intake, place: Place) -> Docume
     value = getattr(value, "value", value)  # of a dictionary
     if value is not None and value.is_valid and value.as_buffer().size > intake.max_bytes:
         raise intake.too_long("text")
-    record = {intake.text_key: None if value is None else python_value(value, intake.text_key)}
-    if intake.id_key is not None:
-        record[intake.id_key] = python_value(batch.column(intake.id_key)[index], intake.id_key)
-    return intake.document(record, place)
-
-
-def python_value(value: Any, key: str) -> Any:
-    """Convert a cell to a Python value. Raises BadRecordError: pyarrow accepts any bytes as a string."""
     try:
-        return value.as_py()
-    except UnicodeDecodeError as error:
-        detail = f'"{key}" is not UTF-8 ({error.reason} at byte {error.start + 1})'
+        return intake.document({intake.text_key: None if value is None else value.as_py()}, place)
+    except UnicodeDecodeError as error:  # pyarrow accepts any bytes as a string
+        detail = f'"{intake.text_key}" is not UTF-8 ({error.reason} at byte {error.start + 1})'
         raise BadRecordError("not_utf8", detail) from error
 
 
@@ -144,6 +135,11 @@ class HubSource:
     config: str | None = None
     split: str = "train"
     revision: str | None = None
+
+    @property
+    def setting(self) -> str:
+        """The keys that name it, for errors."""
+        return f"input={self.path} hub_config={self.config} hub_split={self.split}"
 
     def pinned(self, commit: str) -> str:
         """Return the path of a shard: all that another machine needs to read the same rows."""
@@ -181,7 +177,7 @@ def open_hub(source: HubSource) -> tuple[Any, Any]:
     datasets = load_extra("datasets", f"input={source.path}")
     # the prefix keeps `datasets` from taking a folder of the same name for it
     name = f"hf://datasets/{source.path.removeprefix(HUB)}"
-    with explain_hub_errors(source):
+    with explain_hub_errors(source.setting, LOCAL_COPY):
         builder = datasets.load_dataset_builder(name, source.config, revision=source.revision)
         if builder.name not in FORMATS:
             raise UserError(
@@ -191,32 +187,19 @@ def open_hub(source: HubSource) -> tuple[Any, Any]:
         return builder, builder.as_streaming_dataset(split=source.split)
 
 
-@contextmanager
-def explain_hub_errors(source: HubSource) -> Iterator[None]:
-    """Turn any error of `datasets` into a UserError of one line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # of the network, of the Hub, of a dozen libraries: no common base
-        reason = " ".join(str(error).split())[:300]
-        setting = f"input={source.path} hub_config={source.config} hub_split={source.split}"
-        raise UserError(f"{setting}: {type(error).__name__}: {reason}: {LOCAL_COPY}") from error
-
-
 def read_hub(shard: InputShard, intake: Intake) -> Iterator[Document]:
     """Yield documents of one of the dataset's shards; rows are counted from its beginning."""
     source = HubSource.of(shard.path)
     _, stream = open_hub(source)
     unit = f"shard {shard.begin} row "
-    with explain_hub_errors(source):
-        if stream.features is not None and all(key in stream.features for key in intake.keys):
-            stream = stream.select_columns(intake.keys)  # so that nothing else is decoded
+    with explain_hub_errors(source.setting, LOCAL_COPY):
+        if stream.features is not None and intake.text_key in stream.features:
+            stream = stream.select_columns([intake.text_key])  # so that nothing else is decoded
         rows = iter(stream.shard(num_shards=stream.num_shards, index=shard.begin))
     row = 0
     while True:
         place = Place(source.path, row + 1, unit=unit)
-        with explain_hub_errors(source):
+        with explain_hub_errors(source.setting, LOCAL_COPY):
             record = next(rows, None)
         if record is None:
             return

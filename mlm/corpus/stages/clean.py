@@ -1,8 +1,7 @@
 """Stage `clean`: read shards, fix and filter their documents, sign them for deduplication.
 
 Task 12 leaves 00012.bin/.idx, the kept texts as sequences of UTF-8 bytes; 00012.keys.npy, the keys of their
-bands [bands, documents]; 00012.ids.npy, digests of their ids; 00012.rejected.jsonl; and with keep_ids=true
-00012.origins.bin/.idx, the origin of each text.
+bands [bands, documents]; and 00012.rejected.jsonl.
 """
 
 import json
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from mlm.corpus.filter import Cleaner
@@ -23,7 +21,6 @@ from mlm.corpus.read.read import read_shard
 from mlm.corpus.read.records import BadRecordError, Document
 from mlm.corpus.read.shards import check_unchanged
 from mlm.corpus.stages.plan import BuildPlan
-from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedWriter, bin_path, idx_path
 from mlm.data.tokenizer import Tokenizer
 from mlm.util.files import write_atomic
@@ -46,7 +43,7 @@ def are_short(tokenizer: Tokenizer, texts: list[str], least: int) -> list[bool]:
     heads = [next(segments(tokenizer, head(text, least))) for text in texts]
     short = [len(ids) < least for ids in tokenizer.encode_batch(heads)]
     return [
-        is_short and (len(begin) == len(text) or is_whole_short(tokenizer, text, least))
+        is_short and (len(begin) == len(text) or count_tokens(tokenizer, text) < least)
         for is_short, begin, text in zip(short, heads, texts, strict=True)
     ]
 
@@ -57,14 +54,9 @@ def head(text: str, least: int) -> str:
     return text if end <= 0 or len(text) <= least * BYTES_PER_TOKEN else text[:end]
 
 
-def is_whole_short(tokenizer: Tokenizer, text: str, least: int) -> bool:
-    """Test one text, all of it if need be."""
-    count = 0
-    for segment in segments(tokenizer, text):
-        count += len(tokenizer.encode_batch([segment])[0])
-        if count >= least:
-            return False
-    return True
+def count_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """Count the tokens of a text, a segment at a time."""
+    return sum(len(tokenizer.encode_batch([segment])[0]) for segment in segments(tokenizer, text))
 
 
 class Cleaning:
@@ -85,15 +77,11 @@ class Cleaning:
         self._tokenizer = plan.load_tokenizer()
         self._signer = Signer(config.dedup) if config.dedup.enabled else None
         self._writer = stack.enter_context(IndexedWriter(self.prefix, TEXT))
-        self._origins = (
-            stack.enter_context(IndexedWriter(origins_of(self.prefix), TEXT)) if config.keep_ids else None
-        )
-        self.keys, self.ids = list[NDArray[np.uint64]](), list[int]()
-        self._names = dict[str, str]()
+        self.keys = list[NDArray[np.uint64]]()
         self._batch, self._size = list[Document](), 0
 
-    def take(self, document: Document, source: str) -> None:
-        """Process one document of an input named `source`."""
+    def take(self, document: Document) -> None:
+        """Process one document."""
         self.counts["read/documents"] += 1
         self.counts["read/bytes"] += document.num_bytes
         document.text, rule = self._cleaner(document.text)
@@ -102,7 +90,6 @@ class Cleaning:
         if rule is not None:
             remove(self.counts, rule, document.num_bytes)
             return
-        self._names[document.place.source] = source
         self._batch.append(document)
         self._size += document.num_bytes
         if self._size >= BATCH_BYTES or len(self._batch) >= BATCH_DOCUMENTS:
@@ -123,19 +110,9 @@ class Cleaning:
             self.counts["kept/bytes"] += len(content)
             kept.append(document.text)
             self._writer.add_document(np.frombuffer(content, dtype=TEXT))
-            self._note(document)
             del content  # a long one is held once
         if self._signer is not None:
             self.keys.append(self._signer.keys(kept))
-
-    def _note(self, document: Document) -> None:
-        """Keep the digest of a document's id, and its origin."""
-        self.ids.append(xxhash.xxh3_64_intdigest(document.id.encode()) if document.id is not None else 0)
-        if self._origins is not None:
-            place = document.place
-            origin = {"source": self._names[place.source], place.unit.strip() or "line": place.line}
-            origin |= {} if document.id is None else {"id": document.id}
-            self._origins.add_document(json.dumps(origin).encode())
 
 
 def run(plan: BuildPlan, task: int) -> None:
@@ -152,8 +129,8 @@ def run(plan: BuildPlan, task: int) -> None:
             line = {"place": str(error.place), "rule": error.rule, "detail": error.detail}
             rejects.append((json.dumps(line) + "\n").encode())
 
-        for document, source in documents_of(plan, task, reject):
-            cleaning.take(document, source)
+        for document in documents_of(plan, task, reject):
+            cleaning.take(document)
             del document  # free a long one before the next is read
         cleaning.flush()
     prefix = cleaning.prefix
@@ -162,36 +139,19 @@ def run(plan: BuildPlan, task: int) -> None:
         # a band's keys are contiguous: stage `match` reads one band of all shards
         by_band = np.ascontiguousarray(np.concatenate(cleaning.keys).T)
         files.append(save(prefix.with_name(f"{task:05d}.keys.npy"), by_band))
-    if config.id_key is not None:
-        ids = np.array(cleaning.ids, dtype=np.uint64)
-        files.append(save(prefix.with_name(f"{task:05d}.ids.npy"), ids))
-    if config.keep_ids:
-        files += [bin_path(origins_of(prefix)), idx_path(origins_of(prefix))]
     rejected = prefix.with_name(f"{task:05d}.rejected.jsonl")
     write_atomic(rejected, b"".join(rejects))
     stage.finish(task, cleaning.counts, [*files, rejected])
 
 
-def documents_of(
-    plan: BuildPlan, task: int, reject: Callable[[BadRecordError], None]
-) -> Iterator[tuple[Document, str]]:
-    """Yield the documents of a task and the names of their inputs.
-
-    Raises UserError if a file changes while it is read.
-    """
+def documents_of(plan: BuildPlan, task: int, reject: Callable[[BadRecordError], None]) -> Iterator[Document]:
+    """Yield the documents of a task. Raises UserError if a file changes while it is read."""
     config = plan.config
-    for shard in plan.shards_of(task):
+    for shard in plan.shards[task]:
         check_unchanged(shard.input)
-        for document in read_shard(
-            shard,
-            text_key=config.text_key,
-            id_key=config.id_key,
-            max_bytes=config.max_document_bytes,
-            reject=reject,
-            keep_ids=config.keep_ids,
-        ):
-            yield document, shard.input.name
-            del document
+        yield from read_shard(
+            shard, text_key=config.text_key, max_bytes=config.max_document_bytes, reject=reject
+        )
         check_unchanged(shard.input)
 
 

@@ -1,7 +1,6 @@
 """Stages `match`, `group`, `verify` and `gather`: which documents are near-duplicates of an earlier one.
 
-match   task b < bands: documents that agree on band b, as links [m, 2]; the last task: documents with the
-        id of an earlier one
+match   task b: documents that agree on band b, as links [m, 2]
 group   documents that links connect, directly or not, a component each
 verify  in every component, in corpus order: a document is removed if its exact Jaccard similarity with an
         earlier kept one is above the threshold
@@ -54,9 +53,9 @@ class CleanTexts:
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
-    def array(self, shard: int, name: str) -> NDArray[np.uint64]:
-        """An array of a shard, mapped: `keys` [bands, documents] or `ids` [documents]."""
-        path = self.folder / f"{shard:05d}.{name}.npy"
+    def keys_of(self, shard: int) -> NDArray[np.uint64]:
+        """The keys of a shard, mapped: [bands, documents]."""
+        path = self.folder / f"{shard:05d}.keys.npy"
         return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
     def text(self, document: int) -> str:
@@ -78,26 +77,20 @@ class CleanTexts:
     def _open(self, shard: int) -> tuple[IndexedDataset, NDArray[np.uint64]]:
         if shard not in self._shards:
             texts = IndexedDataset(self.folder / f"{shard:05d}", allow_empty=True)
-            self._shards[shard] = texts, self.array(shard, "keys")
+            self._shards[shard] = texts, self.keys_of(shard)
         return self._shards[shard]
 
 
 def match(plan: BuildPlan, task: int) -> None:
-    """Links of one band; of the last task, the documents whose id was seen before."""
-    texts, stage = CleanTexts(plan), plan.stages["match"]
+    """Links of one band."""
+    stage = plan.stages["match"]
+    links = [documents[links_of_band(keys)] for documents, keys in slices(CleanTexts(plan), task)]
     path = stage.folder / f"{task:05d}.npy"
-    if task < stage.tasks - 1:
-        links = [documents[links_of_band(keys)] for documents, keys in slices(texts, task)]
-        stage.finish(task, {}, [save(path, np.concatenate([np.empty((0, 2), dtype=np.int64), *links]))])
-        return
-    seen_before = [np.empty(0, dtype=np.int64)]
-    if plan.config.id_key is not None:
-        seen_before += [documents[repeated(ids)] for documents, ids in slices(texts, None)]
-    stage.finish(task, {}, [save(path, np.sort(np.concatenate(seen_before)))])
+    stage.finish(task, {}, [save(path, np.concatenate([np.empty((0, 2), dtype=np.int64), *links]))])
 
 
-def slices(texts: CleanTexts, band: int | None) -> Iterator[tuple[Ids, NDArray[np.uint64]]]:
-    """All documents with their keys of a band, or with their ids, in slices of about AT_ONCE.
+def slices(texts: CleanTexts, band: int) -> Iterator[tuple[Ids, NDArray[np.uint64]]]:
+    """All documents with their keys of a band, in slices of about AT_ONCE.
 
     Equal keys lie in one slice, in the order of their documents.
     """
@@ -105,32 +98,23 @@ def slices(texts: CleanTexts, band: int | None) -> Iterator[tuple[Ids, NDArray[n
     for residue in range(int(count)):
         documents, keys = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.uint64)]
         for shard, first in enumerate(texts.firsts[:-1]):
-            of_shard = texts.array(shard, "ids") if band is None else texts.array(shard, "keys")[band]
+            of_shard = texts.keys_of(shard)[band]
             mine = np.flatnonzero(of_shard % count == residue)
             documents.append(mine + first)
             keys.append(of_shard[mine])
         yield np.concatenate(documents), np.concatenate(keys)
 
 
-def repeated(ids: NDArray[np.uint64]) -> Ids:
-    """Positions of ids that occurred before: int64 [k]."""
-    order = np.argsort(ids, kind="stable")
-    return order[np.flatnonzero(ids[order][1:] == ids[order][:-1]) + 1]
-
-
 def group(plan: BuildPlan, _: int) -> None:
     """Components of all links. One band after another is folded in, so that few links are held at a time."""
     before, stage = plan.stages["match"], plan.stages["group"]
-    total, bands = len(CleanTexts(plan)), before.tasks - 1
+    total = len(CleanTexts(plan))
     links = np.empty((0, 2), dtype=np.int64)
-    for band in range(bands):
+    for band in range(before.tasks):
         links = np.concatenate([links, load(before.folder / f"{band:05d}.npy")])
         links = star_links(*components(links, total))
     members, bounds = components(links, total)
-    # A document that is removed for its id proposes nothing, but may connect others.
-    stays = ~np.isin(members, load(before.folder / f"{bands:05d}.npy"))
-    bounds = np.append(0, np.cumsum(stays))[bounds]
-    files = [("members", members[stays]), ("bounds", bounds)]
+    files = [("members", members), ("bounds", bounds)]
     stage.finish(0, {}, [save(stage.folder / f"{name}.npy", values) for name, values in files])
 
 
@@ -156,32 +140,22 @@ def component_range(bounds: Ids, task: int, tasks: int) -> tuple[int, int]:
 
 
 def gather(plan: BuildPlan, _: int) -> None:
-    """The near-duplicates that all tasks of `verify` found, and those of ids, sorted."""
-    verified, matched, stage = (plan.stages[name] for name in ("verify", "match", "gather"))
+    """The near-duplicates that all tasks of `verify` found, sorted."""
+    verified, stage = plan.stages["verify"], plan.stages["gather"]
     removed = [load(verified.folder / f"{task:05d}.npy") for task in range(verified.tasks)]
     near = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *removed]))
-    again = load(matched.folder / f"{matched.tasks - 1:05d}.npy")
-    files = [
-        save(stage.folder / "near.npy", near),
-        save(stage.folder / "again.npy", again),
-        save(stage.folder / "firsts.npy", CleanTexts(plan).firsts),
-    ]
-    stage.finish(0, {}, files)
+    files = [("near", near), ("firsts", CleanTexts(plan).firsts)]
+    stage.finish(0, {}, [save(stage.folder / f"{name}.npy", values) for name, values in files])
 
 
-def removal_masks(plan: BuildPlan, task: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Masks of a task's documents to remove: near-duplicates, and ids seen before. Both [documents]."""
+def removal_mask(plan: BuildPlan, task: int) -> NDArray[np.bool_]:
+    """Mask of a task's documents to remove: bool [documents]."""
     folder = plan.stages["gather"].folder
     begin, end = load(folder / "firsts.npy")[task : task + 2].tolist()
-    near, again = (mask_of(load(folder / f"{name}.npy"), begin, end) for name in ("near", "again"))
-    return near, again
-
-
-def mask_of(documents: Ids, begin: int, end: int) -> NDArray[np.bool_]:
-    """Mask of the documents begin … end - 1 that are among others, which are sorted: bool [end - begin]."""
+    near = load(folder / "near.npy")
+    first, last = np.searchsorted(near, [begin, end])
     mask = np.zeros(end - begin, dtype=bool)
-    first, last = np.searchsorted(documents, [begin, end])
-    mask[documents[first:last] - begin] = True
+    mask[near[first:last] - begin] = True
     return mask
 
 

@@ -1,35 +1,27 @@
 """The plan of a build: its stages, the folder of each, the markers of finished tasks, the files of each task.
 
-The plan is in the work folder, so that a task on another machine can read it: plan.json for the build, and in
-plan.jsonl a line with the shards of each task. A task reads its own line alone: its memory does not grow with
-the files of the build.
-
-A stage's folder is named after the digest of all that its output is a function of: its contents were made by
-equal stages from equal inputs, whichever build made them, and can be reused. The marker of a task is written
-last and atomically: where it is, the files are complete. So a build that was killed continues.
+The folders of stages are named after the digest of all that a build is a function of: what is in them was
+made by an equal build. The marker of a task is written last and atomically: where it is, the files are
+complete. So a build that was killed continues.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from mlm.config.build import from_dict, to_dict
 from mlm.corpus.config import DataBuildConfig
-from mlm.corpus.read.records import Input, InputShard
+from mlm.corpus.read.records import InputShard
 from mlm.data.config import SPLITS
 from mlm.data.corpus_files import parse_split
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.errors import CorruptFileError
 from mlm.util.files import digest_bytes, write_atomic
 
-VERSION = 3  # of what the stages write; part of every stage's digest
-PLAN = "plan.json"
-TASKS = "plan.jsonl"
+VERSION = 3  # of what the stages write
 TOKENIZER = "tokenizer.json"
 EVALUATION = "evaluation.jsonl"
 NAME_DIGITS = 16  # hexadecimal digits of a digest in a folder's name
@@ -49,28 +41,17 @@ class BuildStage:
         return self.folder / f"{task:05d}.done.json"
 
     def is_done(self, task: int) -> bool:
-        """True if a task has left its marker."""
-        return self.marker(task).exists()
-
-    def unfinished(self) -> list[int]:
-        """Tasks without a marker."""
-        return [task for task in range(self.tasks) if not self.is_done(task)]
+        """True if a task has left its marker, and its files have the sizes in it."""
+        try:
+            sizes = json.loads(self.marker(task).read_bytes())["files"]
+            return all((self.folder / name).stat().st_size == size for name, size in sizes.items())
+        except (OSError, ValueError):
+            return False
 
     def finish(self, task: int, counts: dict[str, Any], files: Sequence[Path] = ()) -> None:
         """Mark a task as done, with its counts and the sizes of its files. Raises OSError."""
         sizes = {file.name: file.stat().st_size for file in files}
         write_atomic(self.marker(task), json.dumps({"counts": counts, "files": sizes}).encode())
-
-    def reopen_incomplete(self) -> None:
-        """Delete the markers of tasks whose files are gone or of another size: they run again."""
-        for task in range(self.tasks):
-            try:
-                sizes = json.loads(self.marker(task).read_bytes())["files"]
-                if all((self.folder / name).stat().st_size == size for name, size in sizes.items()):
-                    continue
-            except (OSError, ValueError):
-                pass
-            self.marker(task).unlink(missing_ok=True)
 
     def counts(self) -> list[dict[str, Any]]:
         """Return the counts of all tasks; the stage is finished."""
@@ -100,155 +81,61 @@ class BuildPlan:
     """True if documents are assigned to parts; False if the input folder has parts."""
     stages: dict[str, BuildStage]
     """By name, in their order."""
-    offsets: tuple[int, ...]
-    """First byte of each task's line in plan.jsonl."""
-    sizes: tuple[int, ...]
-    """Bytes (or rows) that each of these tasks reads."""
+    shards: Mapping[int, Sequence[InputShard]]
+    """Shards of each task of the stages `clean` and `tokenise`."""
 
-    def shards_of(self, task: int) -> list[InputShard]:
-        """Read the shards that a task of the stages `clean` and `tokenise` works on."""
-        with open(self.work / TASKS, "rb") as file:
-            file.seek(self.offsets[task])
-            shards = json.loads(file.readline())
-        return [as_shard(shard) for shard in shards]
+    def of_task(self, task: int) -> "BuildPlan":
+        """Return the plan for a worker: the memory of one does not grow with the files of the build."""
+        return replace(self, shards={task: self.shards[task]} if task in self.shards else {})
+
+    def size_of(self, task: int) -> int:
+        """Bytes (or rows) that a task of these stages reads."""
+        return sum(shard.end - shard.begin for shard in self.shards[task])
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer, kept between the tasks of a process. Raises UserError, CorruptFileError."""
+        """The tokenizer, kept between the tasks of a process."""
         return _load_tokenizer(self.work / TOKENIZER, self.tokenizer, self.config.eod)
-
-    def save(self) -> Path:
-        """Write the plan into the work folder; return its path. Raises OSError."""
-        content = {
-            "config": to_dict(self.config),
-            "tokenizer": self.tokenizer,
-            "evaluation": self.evaluation,
-            "parts": self.parts,
-            "is_divided": self.is_divided,
-            "stages": [(stage.name, stage.tasks, stage.folder.name) for stage in self.stages.values()],
-            "offsets": self.offsets,
-            "sizes": self.sizes,
-        }
-        write_atomic(self.work / PLAN, json.dumps(content).encode())
-        return self.work / PLAN
-
-    @classmethod
-    def load(cls, path: Path) -> "BuildPlan":
-        """Return the plan in a work folder. Raises CorruptFileError."""
-        try:
-            saved = json.loads(path.read_bytes())
-            stages = {
-                name: BuildStage(name, tasks, path.parent / folder)
-                for name, tasks, folder in saved.pop("stages")
-            }
-            saved["config"] = from_dict(DataBuildConfig, saved["config"])
-            saved |= {key: tuple(saved[key]) for key in ("parts", "offsets", "sizes")}
-            return cls(work=path.parent, stages=stages, **saved)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            remedy = "delete the work folder and build again"
-            raise CorruptFileError(f"{path} is not the plan of a build: {remedy}") from error
 
 
 def make_plan(
     config: DataBuildConfig,
     work: Path,
-    inputs: Sequence[Input],
     shards: Sequence[InputShard],
     bounds: Sequence[int],
-    tokenizer: str,
-    evaluation: str | None,
+    made_of: dict[str, Any],
 ) -> BuildPlan:
-    """Plan a build, and write the shards of each task.
+    """Plan a build.
 
-    `bounds` are the first shard of each task, then the number of shards; `tokenizer` and `evaluation` are
-    digests. Raises OSError.
+    `bounds` are the first shard of each task, then the number of shards; `made_of` is all that the output is
+    a function of.
     """
     given = {shard.split for shard in shards if shard.split}
     shares = dict(zip(SPLITS, parse_split(config.split), strict=True))
     parts = tuple(part for part in SPLITS if (part in given if given else shares[part] > 0))
     many = len(bounds) - 1
     tasks = {"clean": many}
-    if removes_duplicates(config):
-        bands = config.dedup.bands if config.dedup.enabled else 0
-        tasks |= {"match": bands + 1, "group": 1, "verify": many, "gather": 1}
+    if config.dedup.enabled:
+        tasks |= {"match": config.dedup.bands, "group": 1, "verify": many, "gather": 1}
     tasks |= {"tokenise": many, "merge": len(parts)}
-    ingredients = stage_ingredients(config, inputs, shards, bounds, tokenizer, evaluation)
-    stages, before = dict[str, BuildStage](), digest_bytes(b"")
-    for name, count in tasks.items():
-        made_of = json.dumps([VERSION, name, count, before, ingredients.get(name)], sort_keys=True)
-        before = digest_bytes(made_of.encode())
-        stages[name] = BuildStage(name, count, work / f"{name}-{before.partition(':')[2][:NAME_DIGITS]}")
-    is_divided = not any(item.split for item in inputs)
-    ranges = list(pairwise(bounds))
-    sizes = tuple(sum(shard.end - shard.begin for shard in shards[begin:end]) for begin, end in ranges)
-    offsets = tuple(write_tasks(work / TASKS, [shards[begin:end] for begin, end in ranges]))
-    return BuildPlan(config, work, tokenizer, evaluation, parts, is_divided, stages, offsets, sizes)
-
-
-def removes_duplicates(config: DataBuildConfig) -> bool:
-    """True if documents are compared with each other."""
-    return config.dedup.enabled or config.id_key is not None
-
-
-def stage_ingredients(
-    config: DataBuildConfig,
-    inputs: Sequence[Input],
-    shards: Sequence[InputShard],
-    bounds: Sequence[int],
-    tokenizer: str,
-    evaluation: str | None,
-) -> dict[str, Any]:
-    """Return everything that the output of each stage depends on other than the stages before it."""
-    values = to_dict(config)
-
-    def settings(*keys: str) -> dict[str, Any]:
-        return {key: values[key] for key in keys}
-
-    return {
-        "clean": [
-            settings(
-                *("text_key", "id_key", "keep_ids", "bad_input", "max_document_bytes", "normalise", "filter")
-            ),
-            {key: values["dedup"][key] for key in ("enabled", "ngram", "unit", "bands", "rows")},
-            [(item.name, item.bytes, item.digest, item.split) for item in inputs],
-            # where the folder of an input lies does not matter
-            [(shard.kind, shard.begin, shard.end, shard.split) for shard in shards],
-            bounds,
-            tokenizer if config.filter.min_tokens is not None else None,
-        ],
-        "verify": config.dedup.threshold,
-        "tokenise": [
-            settings("split", "seed", "eod", "append_eod", "prepend_bos", "sentences", "decontaminate"),
-            tokenizer,
-            evaluation,
-        ],
-    }
-
-
-def write_tasks(path: Path, tasks: Iterable[Sequence[InputShard]]) -> list[int]:
-    """Write a line with the shards of each task; return where each line begins. Raises OSError."""
-    offsets = list[int]()
-
-    def write(f: BinaryIO) -> None:
-        for shards in tasks:
-            offsets.append(f.tell())
-            f.write(json.dumps([asdict(shard) for shard in shards]).encode() + b"\n")
-
-    write_atomic(path, write)
-    return offsets
-
-
-def as_shard(values: dict[str, Any]) -> InputShard:
-    """Return the shard of a line of plan.jsonl."""
-    item = values.pop("input")
-    return InputShard(input=Input(**item | {"state": tuple(item["state"])}), **values)
+    ranges = [(shard.kind, shard.begin, shard.end) for shard in shards]
+    identity = digest_bytes(json.dumps([VERSION, made_of, ranges, list(bounds)]).encode())
+    name = identity.partition(":")[2][:NAME_DIGITS]
+    stages = {stage: BuildStage(stage, count, work / f"{stage}-{name}") for stage, count in tasks.items()}
+    return BuildPlan(
+        config,
+        work,
+        tokenizer=made_of["tokenizer"],
+        evaluation=made_of["evaluation_texts"],
+        parts=parts,
+        is_divided=made_of["split"] is not None,
+        stages=stages,
+        shards={task: shards[begin:end] for task, (begin, end) in enumerate(pairwise(bounds))},
+    )
 
 
 @lru_cache(maxsize=1)
-def _load_tokenizer(path: Path, digest: str, eod: str | None) -> Tokenizer:
-    tokenizer = Tokenizer.load(path, eod=eod)
-    if tokenizer.digest != digest:
-        raise CorruptFileError(f"{path} differs from the plan beside it: build again")
-    return tokenizer
+def _load_tokenizer(path: Path, _digest: str, eod: str | None) -> Tokenizer:
+    return Tokenizer.load(path, eod=eod)
 
 
 def shard_bytes(total: int) -> int:

@@ -10,10 +10,8 @@ from typing import Any
 
 from rich.console import Console, Group
 
-from mlm.corpus.stages.clean import TEXT
 from mlm.corpus.stages.plan import BuildPlan
 from mlm.corpus.stages.tokenise import MATCHES, load_contaminants
-from mlm.data.corpus_files import origins_of
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.receipt import REJECTED
 from mlm.util.errors import UserError
@@ -24,19 +22,11 @@ from mlm.util.terminal import add_row, table
 def merge(plan: BuildPlan, task: int) -> None:
     """Merge one part. The result stays in the work folder until all parts are complete."""
     stage, tokenised = plan.stages["merge"], plan.stages["tokenise"]
-    part = plan.parts[task]
-    names, files = [part], list[Path]()
-    if plan.config.keep_ids:
-        names.append(origins_of(Path(part)).name)
-    for name in names:
-        suffix = name.removeprefix(part)
-        shards = [tokenised.folder / f"{part}-{shard:05d}{suffix}" for shard in range(tokenised.tasks)]
-        dtype = TEXT if suffix else token_dtype(plan.load_tokenizer().vocab_size)
-        with IndexedWriter(stage.folder / name, dtype) as writer:
-            for shard in shards:
-                writer.append(IndexedDataset(shard, allow_empty=True))
-        files += [bin_path(stage.folder / name), idx_path(stage.folder / name)]
-    stage.finish(task, {}, files)
+    prefix = stage.folder / (part := plan.parts[task])
+    with IndexedWriter(prefix, token_dtype(plan.load_tokenizer().vocab_size)) as writer:
+        for shard in range(tokenised.tasks):
+            writer.append(IndexedDataset(tokenised.folder / f"{part}-{shard:05d}", allow_empty=True))
+    stage.finish(task, {}, [bin_path(prefix), idx_path(prefix)])
 
 
 def publish(plan: BuildPlan, out: Path) -> list[str]:
@@ -45,9 +35,7 @@ def publish(plan: BuildPlan, out: Path) -> list[str]:
     An .idx vouches for its .bin, so it comes second.
     """
     merged = plan.stages["merge"].folder
-    prefixes = [Path(part) for part in plan.parts]
-    prefixes += [origins_of(prefix) for prefix in prefixes] if plan.config.keep_ids else []
-    names = [path(prefix).name for prefix in prefixes for path in (bin_path, idx_path)]
+    names = [path(Path(part)).name for part in plan.parts for path in (bin_path, idx_path)]
     for name in names:
         os.replace(merged / name, out / name)
     fsync_directory(out)

@@ -1,7 +1,7 @@
-"""Running the tasks of a build: one task, or all stages on this machine with progress.
+"""Running the tasks of a build: all stages, one after the other, with progress.
 
-On one machine they run in the standard library's process pool: datatrove's executor waits for ever for a task
-whose worker was killed, and when its own process is killed leaves another running.
+They run in the standard library's process pool: datatrove's executor waits for ever for a task whose worker
+was killed, and when its own process is killed leaves another running.
 """
 
 import multiprocessing.forkserver
@@ -13,7 +13,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from mlm.corpus.stages import clean as clean_stage
 from mlm.corpus.stages import match as match_stage
@@ -21,7 +20,6 @@ from mlm.corpus.stages import tokenise as tokenise_stage
 from mlm.corpus.stages.plan import BuildPlan, BuildStage
 from mlm.corpus.stages.publish import merge
 from mlm.util.errors import UserError
-from mlm.util.files import write_atomic
 from mlm.util.terminal import Advance, progress_bar
 
 STAGE_FUNCTIONS: dict[str, Callable[[BuildPlan, int], None]] = {
@@ -36,34 +34,8 @@ STAGE_FUNCTIONS: dict[str, Callable[[BuildPlan, int], None]] = {
 
 
 def run_task(plan: BuildPlan, stage: str, task: int) -> None:
-    """Do one task, unless it is done. Raises UserError for bad input.
-
-    The error is written to a file too: a command that submitted the task to a cluster reads it.
-    """
-    folder = plan.stages[stage].folder
-    if plan.stages[stage].is_done(task):
-        return
-    try:
-        STAGE_FUNCTIONS[stage](plan, task)
-    except UserError as error:
-        write_atomic(error_path(folder, task), str(error).encode(errors="surrogateescape"))
-        raise
-    error_path(folder, task).unlink(missing_ok=True)
-
-
-def error_path(folder: Path, task: int) -> Path:
-    """Path of a task's error."""
-    return folder / f"{task:05d}.error.txt"
-
-
-def first_error(stage: BuildStage) -> str | None:
-    """Return the error of the first task that failed, None if none did."""
-    for task in range(stage.tasks):
-        try:
-            return error_path(stage.folder, task).read_text(errors="surrogateescape")
-        except OSError:
-            continue
-    return None
+    """Do one task. Raises UserError for bad input."""
+    STAGE_FUNCTIONS[stage](plan, task)
 
 
 def run_stages(plan: BuildPlan, workers: int) -> None:
@@ -73,10 +45,9 @@ def run_stages(plan: BuildPlan, workers: int) -> None:
             stage.folder.mkdir(parents=True, exist_ok=True)
             for partial in stage.folder.glob(".*.partial"):  # of a task that was killed
                 partial.unlink(missing_ok=True)
-            stage.reopen_incomplete()
-            tasks = stage.unfinished()
-            if stage.tasks == len(plan.sizes):
-                tasks.sort(key=lambda task: -plan.sizes[task])  # the last to finish is then a short one
+            tasks = [task for task in range(stage.tasks) if not stage.is_done(task)]
+            if stage.tasks == len(plan.shards):
+                tasks.sort(key=plan.size_of, reverse=True)  # the last to finish is then a short one
             with progress_bar(f"{number}/{len(plan.stages)} {stage.name}", len(tasks)) as advance:
                 pool.run(plan, stage, tasks, advance)
 
@@ -101,7 +72,7 @@ class Workers:
             return
         pool = self._pool = self._pool or self._start()
         try:
-            doing = [pool.submit(run_task, plan, stage.name, task) for task in tasks]
+            doing = [pool.submit(run_task, plan.of_task(task), stage.name, task) for task in tasks]
             # the pool watches the workers it had at the last submission: submit a trifle
             pool.submit(os.getpid)
             for done in as_completed(doing):
@@ -109,7 +80,7 @@ class Workers:
                 advance(1)
         except BrokenProcessPool as error:
             raise UserError(
-                f"executor.workers={self.count}: a worker was killed in stage {stage.name}, perhaps for "
+                f"workers={self.count}: a worker was killed in stage {stage.name}, perhaps for "
                 f"memory: set fewer, and run this again: finished tasks are kept"
             ) from error
 

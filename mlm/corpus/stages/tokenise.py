@@ -1,7 +1,6 @@
 """Stage `tokenise`: the kept documents, without the text of evaluation sets, as tokens of each part.
 
-Task 12 leaves train-00012.bin/.idx and so on for every part, and with keep_ids=true
-train-00012.origins.bin/.idx.
+Task 12 leaves train-00012.bin/.idx and so on for every part.
 """
 
 from array import array
@@ -15,13 +14,14 @@ from typing import TypeVar
 
 import numpy as np
 
+from mlm.corpus.benchmarks import load_benchmarks
 from mlm.corpus.config import DecontaminateConfig
 from mlm.corpus.decontaminate import Contaminants, count_matches
 from mlm.corpus.pieces import segments, split_sentences
-from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, TEXT, remove
-from mlm.corpus.stages.match import removal_masks
-from mlm.corpus.stages.plan import EVALUATION, BuildPlan, removes_duplicates
-from mlm.data.corpus_files import origins_of, parse_split, split_of_document
+from mlm.corpus.stages.clean import BATCH_BYTES, BATCH_DOCUMENTS, remove
+from mlm.corpus.stages.match import removal_mask
+from mlm.corpus.stages.plan import EVALUATION, BuildPlan
+from mlm.data.corpus_files import parse_split, split_of_document
 from mlm.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path, token_dtype
 from mlm.data.tokenizer import Tokenizer
 
@@ -44,29 +44,6 @@ class Piece:
     num_bytes: int
     is_cut: bool
     """True for a piece of a document that was cut."""
-    origin: bytes | None
-    """Origin, as stage `clean` records it; None without keep_ids."""
-
-
-class Writers:
-    """The files of a task: tokens of each part, and the origins of their documents."""
-
-    def __init__(self, plan: BuildPlan, task: int, stack: ExitStack) -> None:
-        folder, dtype = plan.stages["tokenise"].folder, token_dtype(plan.load_tokenizer().vocab_size)
-        prefixes = {part: folder / f"{part}-{task:05d}" for part in plan.parts}
-        self.tokens = {
-            part: stack.enter_context(IndexedWriter(prefix, dtype)) for part, prefix in prefixes.items()
-        }
-        self.origins = {
-            part: stack.enter_context(IndexedWriter(origins_of(prefix), TEXT))
-            for part, prefix in prefixes.items()
-            if plan.config.keep_ids
-        }
-
-    def files(self) -> list[Path]:
-        """List all files that are written."""
-        writers = [*self.tokens.values(), *self.origins.values()]
-        return [path(writer.prefix) for writer in writers for path in (bin_path, idx_path)]
 
 
 def run(plan: BuildPlan, task: int) -> None:
@@ -74,33 +51,32 @@ def run(plan: BuildPlan, task: int) -> None:
     counts = Counter({f"splits/{part}/{key}": 0 for part in plan.parts for key in PART_COUNTS})
     with ExitStack() as stack:
         texts = IndexedDataset(plan.stages["clean"].folder / f"{task:05d}", allow_empty=True)
-        writers = Writers(plan, task, stack)
+        dtype, folder = token_dtype(plan.load_tokenizer().vocab_size), plan.stages["tokenise"].folder
+        prefixes = {part: folder / f"{part}-{task:05d}" for part in plan.parts}
+        writers = {part: stack.enter_context(IndexedWriter(at, dtype)) for part, at in prefixes.items()}
         for batch in grouped(pieces(plan, task, texts, counts), lambda piece: piece.num_bytes):
             write(plan, batch, writers, counts)
-    plan.stages["tokenise"].finish(task, counts, writers.files())
+    files = [path(prefix) for prefix in prefixes.values() for path in (bin_path, idx_path)]
+    plan.stages["tokenise"].finish(task, counts, files)
 
 
 def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[str]) -> Iterator[Piece]:
     """Yield what remains of the documents of a task."""
     config, contaminants, matches = plan.config, load_contaminants(plan), Counter[str]()
-    none = np.zeros(len(texts), dtype=bool)
-    near, again = removal_masks(plan, task) if removes_duplicates(config) else (none, none)
-    shares, split = parse_split(config.split), plan.shards_of(task)[0].split
-    prefix = plan.stages["clean"].folder / f"{task:05d}"
-    origins = IndexedDataset(origins_of(prefix), allow_empty=True) if config.keep_ids else None
+    near = removal_mask(plan, task) if config.dedup.enabled else np.zeros(len(texts), dtype=bool)
+    shares, split = parse_split(config.split), plan.shards[task][0].split
     for number in range(len(texts)):
         content = texts[number].tobytes()
-        if again[number] or near[number]:
-            remove(counts, "duplicate_id" if again[number] else "near_duplicate", len(content))
+        if near[number]:
+            remove(counts, "near_duplicate", len(content))
             continue
         part = split or split_of_document(content, shares, config.seed)
-        origin = None if origins is None else origins[number].tobytes()
         text, is_searched = content.decode(), part in config.decontaminate.parts
         cleaned = contaminants.clean(text) if contaminants and is_searched else None
         if cleaned is None or cleaned.fate == "kept":
             num_bytes = len(content)
             del content, cleaned  # a long one is held once
-            yield Piece(part, text, num_bytes, False, origin)
+            yield Piece(part, text, num_bytes, is_cut=False)
             continue
         count_matches(matches, cleaned)
         if cleaned.fate == "dropped":
@@ -110,7 +86,7 @@ def pieces(plan: BuildPlan, task: int, texts: IndexedDataset, counts: Counter[st
         cut = {"documents": 1, "pieces": len(sizes), "bytes": len(content) - sum(sizes)}
         counts.update({f"cut/{key}": count for key, count in cut.items()})
         for piece, num_bytes in zip(cleaned.pieces, sizes, strict=True):
-            yield Piece(part, piece, num_bytes, True, origin)
+            yield Piece(part, piece, num_bytes, is_cut=True)
     counts.update({MATCHES + name: count for name, count in matches.items()})
 
 
@@ -123,10 +99,12 @@ def load_contaminants(plan: BuildPlan) -> Contaminants | None:
 
 @lru_cache(maxsize=1)
 def _load_contaminants(path: Path, digest: str, config: DecontaminateConfig) -> Contaminants:
-    return Contaminants.load(config, path)
+    return Contaminants(config, load_benchmarks(path))
 
 
-def write(plan: BuildPlan, batch: list[Piece], writers: Writers, counts: Counter[str]) -> None:
+def write(
+    plan: BuildPlan, batch: list[Piece], writers: dict[str, IndexedWriter], counts: Counter[str]
+) -> None:
     """Tokenise a batch of pieces and append each to its part."""
     config, tokenizer = plan.config, plan.load_tokenizer()
     least = config.filter.least_tokens or 1
@@ -152,12 +130,10 @@ def write(plan: BuildPlan, batch: list[Piece], writers: Writers, counts: Counter
         lengths[0] += len(first)
         lengths[-1] += len(last)
         content = np.concatenate([first, *(ids for sequence in sequences for ids in sequence), last])
-        writers.tokens[piece.part].add_document(content, lengths)
+        writers[piece.part].add_document(content, lengths)
         values = (1, len(lengths), sum(lengths), piece.num_bytes, len(eod) + bos.count(tokenizer.eod_id))
         for key, value in zip(PART_COUNTS, values, strict=True):
             counts[f"splits/{piece.part}/{key}"] += value
-        if piece.origin is not None:
-            writers.origins[piece.part].add_document(piece.origin)
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> "Iterator[array[int]]":

@@ -1,6 +1,5 @@
 """Faults planted in jobs of SLURM, and what has to come of each."""
 
-import json
 import re
 import signal
 import time
@@ -322,51 +321,6 @@ def array_in_turn(stage: Stage) -> Finding:
     )
 
 
-def corpus_built(stage: Stage) -> Finding:
-    """`mlm data build` as job arrays, on the same cluster."""
-    texts = stage.folder / "texts"
-    texts.mkdir()
-    for number in range(2):
-        lines = [
-            json.dumps({"text": f"Document {number} {i} of the rehearsal, of some length."})
-            for i in range(20)
-        ]
-        (texts / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
-    mlm = (stage.cluster.python, "-m", "mlm", "data")
-    stage.cluster.ask(
-        *mlm, "tokenizer", f"input={texts}", f"out={stage.folder}/tokenizer.json", "vocab_size=300"
-    )
-    words = (f"input={texts}", f"tokenizer={stage.folder}/tokenizer.json", "recipe=plain", "split=1/0/0")
-    slurm = (
-        "executor.kind=slurm",
-        "executor.partition=main",
-        "executor.time=00:10:00",
-        "executor.memory_gb=1",
-    )
-    built, local = stage.folder / "corpus", stage.folder / "local"
-    begin = time.monotonic()
-    stage.cluster.ask(*mlm, "build", *words, *slurm, f"out={built}")
-
-    def finish() -> bool:
-        if stage.cluster.ask("squeue", "--noheader").strip():
-            return False
-        stage.cluster.ask(*mlm, "build", *words, *slurm, f"out={built}")
-        return (built / "train.bin").exists()
-
-    wait("the corpus", finish, 150, every=2.0)
-    took = time.monotonic() - begin
-    stage.cluster.ask(*mlm, "build", *words, f"out={local}", "executor.workers=1")
-    for name in ("train.bin", "train.idx"):
-        if (built / name).read_bytes() != (local / name).read_bytes():
-            raise Failed(f"{name} differs from the one built on one machine")
-    return Finding(
-        "nothing: `mlm data build executor.kind=slurm`",
-        None,
-        f"built in {took:.0f} s",
-        "nothing: equal bytes",
-    )
-
-
 def ranks_on(cluster: Cluster, node: str) -> list[int]:
     """Process ids of the ranks on a node."""
     found = []
@@ -396,5 +350,4 @@ CASES: dict[str, Case] = {
     "the script's node lost": partial(node_lost, "n1", True),
     "array at once": array_at_once,
     "array in turn": array_in_turn,
-    "data build": corpus_built,
 }

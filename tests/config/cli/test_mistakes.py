@@ -58,7 +58,7 @@ OWN_CONFIG = "write your settings to DIR/experiment/NAME.yaml and type --config-
         ("eval loss model=gpt2_8b ckpt=.", "mlm eval loss: unknown key 'model'; --help lists the keys"),
         (
             "eval lambada ckpt=. data.path=texts",
-            "mlm eval lambada: data.path=texts is a folder; name a file in it: data.path=texts/a.jsonl",
+            "mlm eval lambada: data.path=texts is a folder; name a file in it",
         ),
     ],
 )

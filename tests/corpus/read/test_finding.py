@@ -15,7 +15,7 @@ from mlm.corpus.build import run_build
 from mlm.corpus.read.finding import Listing, search
 from mlm.util.errors import UserError
 from tests.corpus.read.test_shards import names, put
-from tests.corpus.texts import documents, output, plain, quiet, write_jsonl
+from tests.corpus.texts import documents, keep_work, output, plain, quiet, write_jsonl
 
 NOBODY = 65534
 
@@ -41,19 +41,16 @@ def reasons(found: Listing) -> dict[str, str]:
     return {entry.path.name: entry.reason for entry in found.unread}
 
 
-def check_stops_and_can_be_skipped(root: Path, name: str, reason: str, path: str | None = None) -> None:
-    with pytest.raises(UserError, match=rf"{name} \({reason}\).*unreadable=skip") as problem:
-        search(path or str(root))
+def check_stops(path: Path | str, name: str, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"{name}/?\.?:? {reason}: make it readable") as problem:
+        search(str(path))
     assert "\n" not in str(problem.value)
-    found = search(path or str(root), unreadable="skip")
-    assert [Path(item.name).name for item in found.inputs] == ["a.jsonl"]
-    assert reasons(found)[name] == reason
 
 
 def test_folder_that_cannot_be_listed_stops_the_build(unprivileged: Path) -> None:
     put(unprivileged, "a.jsonl", "shut/b.jsonl")
     (unprivileged / "shut").chmod(0)
-    check_stops_and_can_be_skipped(unprivileged, "shut", "permission denied")
+    check_stops(unprivileged, "shut", "Permission denied")
 
 
 @pytest.mark.parametrize("pattern", ["**/*.jsonl", "**", "*/*.jsonl", "*/a.jsonl", "[d-s]*/*/*.jsonl"])
@@ -64,7 +61,7 @@ def test_folder_that_a_glob_cannot_search_stops_the_build(
     deep = pattern.count("/") - pattern.count("**")
     put(unprivileged, f"good{'/deep' * (deep > 1)}/a.jsonl", f"shut{'/deep' * (deep > 1)}/a.jsonl")
     (unprivileged / "shut").chmod(mode)
-    check_stops_and_can_be_skipped(unprivileged, "shut", "permission denied", f"{unprivileged}/{pattern}")
+    check_stops(f"{unprivileged}/{pattern}", "shut", "Permission denied")
 
 
 def test_folder_that_a_glob_does_not_list_may_be_shut(unprivileged: Path) -> None:
@@ -81,41 +78,44 @@ def test_folder_that_a_glob_does_not_list_may_be_shut(unprivileged: Path) -> Non
 def test_file_that_cannot_be_opened_stops_the_build(unprivileged: Path) -> None:
     put(unprivileged, "a.jsonl", "b.txt")
     (unprivileged / "b.txt").chmod(0)
-    check_stops_and_can_be_skipped(unprivileged, "b.txt", "permission denied")
+    check_stops(unprivileged, "b.txt", "Permission denied")
+
+
+def test_folder_beside_the_parts_may_be_shut(unprivileged: Path) -> None:
+    put(unprivileged, "train.jsonl", "lost+found/b.jsonl")
+    (unprivileged / "lost+found").chmod(0)
+    assert [item.name for item in search(str(unprivileged)).inputs] == ["train.jsonl"]
 
 
 @pytest.mark.parametrize("pattern", ["", "*"])
 def test_broken_and_circular_links_stop_the_build(tmp_path: Path, pattern: str) -> None:
-    for target, reason in (("gone", "broken link"), ("b.jsonl", "circular link")):
-        put(root := tmp_path / reason, "a.jsonl")
-        (root / "b.jsonl").symlink_to(root / target)
-        check_stops_and_can_be_skipped(root, "b.jsonl", reason, str(root / pattern) if pattern else None)
+    for name, target in (("b.jsonl", "gone"), ("b.jsonl", "b.jsonl"), ("b", "gone")):
+        put(root := tmp_path / f"{name} {target}", "a.jsonl")
+        (root / name).symlink_to(root / target)
+        check_stops(root / pattern, name, "is a broken link")
 
 
 def test_fifos_and_sockets_stop_the_build_unopened(tmp_path: Path) -> None:
     os.mkfifo(put(tmp_path / "f", "a.jsonl") / "b.jsonl")
-    check_stops_and_can_be_skipped(tmp_path / "f", "b.jsonl", "FIFO")
+    check_stops(tmp_path / "f", "b.jsonl", "is a FIFO")
     with socket.socket(socket.AF_UNIX) as s:
         s.bind(str(put(tmp_path / "s", "a.jsonl") / "b.txt"))
-        check_stops_and_can_be_skipped(tmp_path / "s", "b.txt", "socket")
-    with pytest.raises(UserError, match=r"cannot be read: .*b\.jsonl \(FIFO\)"):
-        search(str(tmp_path / "f/b.jsonl"))
+        check_stops(tmp_path / "s", "b.txt", "is a socket")
+    check_stops(tmp_path / "f/b.jsonl", "b.jsonl", "is a FIFO")
 
 
 def test_receipt_lists_all_that_is_not_read(tmp_path: Path) -> None:
     source = put(tmp_path / "text", *(f"image{i}.png" for i in range(150)), ".hidden.txt")
     write_jsonl(source / "a.jsonl", ["one"])
-    (source / "b.jsonl").symlink_to(source / "gone")
     (source / "again").symlink_to(source)
-    receipt = run_build(plain(source, unreadable="skip"), quiet())
+    receipt = run_build(plain(source), quiet())
     assert receipt is not None
     assert {reason: entry["count"] for reason, entry in receipt["not_read"].items()} == {
-        "broken link": 1,
         "hidden": 1,
         "link to a folder that is read already": 1,
         "unknown format": 150,
     }
-    assert receipt["not_read"]["broken link"]["files"] == [str(source / "b.jsonl")]
+    assert receipt["not_read"]["hidden"]["files"] == [str(source / ".hidden.txt")]
     assert len(receipt["not_read"]["unknown format"]["files"]) == 100
 
 
@@ -131,11 +131,12 @@ def test_more_names_of_the_formats_are_read(tmp_path: Path) -> None:
     ]
 
 
-def test_corpus_inside_its_input_is_not_read(tmp_path: Path) -> None:
+def test_corpus_inside_its_input_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by a second build nor by one of another corpus."""
+    keep_work(monkeypatch)
     source = write_jsonl(tmp_path / "text/a.jsonl", ["one"]).parent
     (source / "bad.jsonl").write_text("no JSON\n")
-    config = plain(source, out=str(source / "out"), bad_input="skip", keep_work=True)
+    config = plain(source, out=str(source / "out"), bad_input="skip")
     receipt = run_build(config, quiet())
     assert (source / "out/rejected.jsonl").is_file()
     console = quiet()
@@ -152,7 +153,6 @@ def test_killed_build_into_its_input_resumes(tmp_path: Path, monkeypatch: pytest
         source,
         out=str(source / "out"),
         bad_input="skip",
-        keep_work=True,
     )
 
     def stop(*_: object) -> None:

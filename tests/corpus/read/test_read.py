@@ -74,7 +74,7 @@ def test_error_ends_the_reading_if_the_callback_raises(tmp_path: Path) -> None:
         raise UserError(f"{problem.place}: {problem.detail}")
 
     [shard] = split_inputs(search(str(jsonl(tmp_path, GOOD + b"[]\n" + GOOD))).inputs, 1000)
-    found = read_shard(shard, text_key="text", id_key=None, max_bytes=99, reject=refuse)
+    found = read_shard(shard, text_key="text", max_bytes=99, reject=refuse)
     assert next(found).text == "x"
     with pytest.raises(UserError, match=r"a\.jsonl:2: a list, not a JSON object"):
         next(found)
@@ -127,18 +127,3 @@ def test_text_document_above_the_bound_is_rejected(tmp_path: Path, long: bytes) 
     found = read(write(tmp_path / "a.txt", content), max_bytes=100)
     assert found.texts == ["one\n", "two"]
     assert found.problems == [("a.txt:3", "too_long")]
-
-
-@pytest.mark.parametrize(
-    ("value", "rule"),
-    [
-        ("", "no_id"),
-        (', "id": null', "no_id"),
-        (', "id": 1.5', "id_type"),
-        (', "id": true', "id_type"),
-        (', "id": "\\ud800"', "surrogate"),
-    ],
-)
-def test_bad_id_is_rejected(tmp_path: Path, value: str, rule: str) -> None:
-    found = read(jsonl(tmp_path, b'{"text": "x"%s}\n' % value.encode()), id_key="id")
-    assert (found.texts, found.problems) == ([], [("a.jsonl:1", rule)])

@@ -53,14 +53,13 @@ def test_errors_name_the_row(tmp_path: Path) -> None:
         ({"body": TEXTS, "id": TEXTS}, "no_text", "its keys: body, id"),
         ({"text": list(range(100)), "id": TEXTS}, "text_type", "int64"),
         ({"text": [text.encode() for text in TEXTS], "id": TEXTS}, "text_type", "binary"),
-        ({"text": TEXTS}, "no_id", '"id"'),
     ],
 )
 def test_wrong_columns_are_one_error_of_the_file(
     tmp_path: Path, columns: dict[str, Any], rule: str, detail: str
 ) -> None:
     path = table(tmp_path / "a.parquet", columns, row_group_size=10)
-    found = read(path, shard_bytes=1, id_key="id")
+    found = read(path, shard_bytes=1)
     assert (found.texts, found.problems) == ([], [("a.parquet:row 1", rule)])
     assert detail in found.rejected[0].detail
 

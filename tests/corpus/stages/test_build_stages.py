@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from mlm.corpus.build import run_build
-from mlm.corpus.config import ExecutorConfig, FilterConfig
+from mlm.corpus.config import DedupConfig
 from mlm.corpus.stages import match as match_stage
 from mlm.data.indexed import IndexedDataset
 from mlm.util.errors import CorruptFileError, UserError
 from tests.corpus.texts import (
     documents,
+    keep_work,
     output,
     plain,
     quiet,
@@ -69,17 +70,9 @@ def test_rules_remove_what_they_should(source: Path) -> None:
     assert sum(count["documents"] for count in receipt["splits"].values()) == 60 - 7 - 10 + 3
 
 
-def test_second_document_of_an_id_goes(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "t.jsonl", ["one", "two", "three", "four"], key=["a", "b", "a", 7])
-    receipt = run_build(plain(source, id_key="key"), quiet())
-    assert documents(tmp_path / "out/train") == [f"one{END}", f"two{END}", f"four{END}"]
-    assert receipt is not None
-    assert receipt["removed"] == {"duplicate_id": {"documents": 1, "bytes": 5}}
-
-
 def test_workers_do_not_change_a_byte(source: Path) -> None:
     run_build(thorough(source), quiet())
-    two = replace(thorough(source, out=str(source.parent / "two")), executor=ExecutorConfig(workers=2))
+    two = replace(thorough(source, out=str(source.parent / "two")), workers=2)
     run_build(two, quiet())
     assert output(source.parent / "out") == output(source.parent / "two")
 
@@ -88,28 +81,25 @@ def test_workers_do_not_change_a_byte(source: Path) -> None:
 def test_shards_do_not_change_a_byte(source: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run_build(thorough(source), quiet())
     monkeypatch.setattr("mlm.corpus.build.shard_bytes", lambda total: size)
-    config = thorough(source, out=str(source.parent / "cut"), keep_work=True)
+    keep_work(monkeypatch)
+    config = thorough(source, out=str(source.parent / "cut"))
     run_build(config, quiet())
     assert output(source.parent / "out") == output(source.parent / "cut")
     assert len(list((source.parent / "cut/work").glob("clean-*/*.done.json"))) > 2
 
 
 def test_keys_looked_at_a_few_at_a_time_change_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither near-duplicates nor ids seen before are missed for lying in other slices."""
+    """No near-duplicate is missed for lying in another slice."""
     texts = [words(random.Random(100 + i), 60) for i in range(40)]
     texts += [with_changes(text, 50) for text in texts[:8]]
-    lines = [
-        json.dumps({"text": " ".join(text), "key": i % 33 if i < 40 else i}) for i, text in enumerate(texts)
-    ]
-    (source.parent / "c.jsonl").write_text("\n".join(lines))
-    config = thorough(source.parent / "c.jsonl", id_key="key", executor=ExecutorConfig(workers=1))
+    config = thorough(write_jsonl(source.parent / "c.jsonl", [" ".join(text) for text in texts]))
     receipt = run_build(config, quiet())
     monkeypatch.setattr(match_stage, "AT_ONCE", 5)
     run_build(replace(config, out=str(source / "sliced")), quiet())
     assert output(Path(config.out)) == output(source / "sliced")
     assert receipt is not None
     removed = {rule: count["documents"] for rule, count in receipt["removed"].items()}
-    assert removed == {"duplicate_id": 7, "near_duplicate": 8}
+    assert removed == {"near_duplicate": 8}
 
 
 KILL = """
@@ -137,7 +127,9 @@ run_build(thorough(Path(sys.argv[1])), quiet())
         for stage in STAGES
     ],
 )
-def test_kill_in_a_stage_changes_nothing_and_loses_no_finished_task(source: Path, stage: str) -> None:
+def test_kill_in_a_stage_changes_nothing_and_loses_no_finished_task(
+    source: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     number = 0 if stage in ("group", "gather") else 1
     code = KILL.format(stage=stage, task=number)
     done = subprocess.run(
@@ -147,14 +139,17 @@ def test_kill_in_a_stage_changes_nothing_and_loses_no_finished_task(source: Path
     work = source.parent / "out/work"
     before = {path: path.stat().st_mtime_ns for path in work.glob("*/*.done.json")}
     assert len(before) >= number
-    kept = run_build(thorough(source, keep_work=True), quiet())
+    keep_work(monkeypatch)
+    kept = run_build(thorough(source), quiet())
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert run_build(thorough(source, out=str(source.parent / "calm")), quiet()) == kept
     assert output(source.parent / "out") == output(source.parent / "calm")
 
 
-def test_truncated_work_is_done_again(source: Path) -> None:
-    run_build(thorough(source, keep_work=True, out=str(source.parent / "first")), quiet())
+def test_truncated_work_is_done_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        keep_work(patch)
+        run_build(thorough(source, out=str(source.parent / "first")), quiet())
     work = source.parent / "first/work"
     victim = next(work.glob("clean-*/00000.bin"))
     victim.write_bytes(victim.read_bytes()[1:])
@@ -165,21 +160,18 @@ def test_truncated_work_is_done_again(source: Path) -> None:
     assert output(source.parent / "first") == output(source.parent / "out")
 
 
-def test_other_tokenizer_reuses_the_cleaning(source: Path) -> None:
-    config = thorough(source, filter=FilterConfig(min_tokens=None), keep_work=True)
-    run_build(config, quiet())
+def test_a_build_with_other_settings_starts_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        keep_work(patch)
+        run_build(thorough(source), quiet())
     out = source.parent / "out"
-    before = {path.name for path in (out / "work").iterdir()}
     for name in output(out).keys() - {".mlm.json"}:
         (out / name).unlink()
-    (source.parent / "second").mkdir()
-    other = plain(source.parent / "second/x").tokenizer
-    content = json.loads(Path(other).read_text())
-    content["version"] = "1.0"
-    Path(other).write_text(json.dumps(content, indent=1))
-    run_build(replace(config, tokenizer=other), quiet())
-    fresh = {path.name for path in (out / "work").iterdir()} - before
-    assert {name.partition("-")[0] for name in fresh} == {"tokenise", "merge"}
+    other = thorough(source, dedup=DedupConfig(threshold=0.95))
+    run_build(other, quiet())
+    run_build(replace(other, out=str(source.parent / "calm")), quiet())
+    assert output(out) == output(source.parent / "calm")
+    assert not (out / "work").exists()
 
 
 def test_bad_input_stops_the_build_and_keeps_what_is_done(source: Path) -> None:
@@ -220,7 +212,7 @@ def test_damaged_input_ends_with_1(source: Path, workers: int) -> None:
     with pytest.raises(
         CorruptFileError, match=r"b\.jsonl\.gz:\d+: the file is damaged.*bad_input=skip"
     ) as caught:
-        run_build(thorough(source, executor=ExecutorConfig(workers=workers)), quiet())
+        run_build(thorough(source, workers=workers), quiet())
     assert caught.value.exit_code == 1
 
 

@@ -1,6 +1,7 @@
 """The work of a build grows with the bytes of its input, not with the square of its files or tasks."""
 
 import json
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -68,13 +69,15 @@ def test_small_files_share_tasks() -> None:
     assert (bounds[0], bounds[-1]) == (0, 20_000)
 
 
-def test_a_task_reads_its_own_part_of_the_plan(tmp_path: Path) -> None:
+def test_a_worker_receives_the_shards_of_its_task_alone(tmp_path: Path) -> None:
     source = many_files(tmp_path / "text", 12)
     inputs = [Input(path.name, str(path), 100, "", None, (1, 2)) for path in sorted(source.iterdir())]
     ranges = split_inputs(inputs, 1 << 23)
-    whole = plan.make_plan(plain(source), tmp_path, inputs, ranges, (0, 5, 11, 12), "sha256:0", None)
-    assert plan.BuildPlan.load(whole.save()) == whole
-    assert [whole.shards_of(task) for task in range(3)] == [ranges[:5], ranges[5:11], ranges[11:]]
+    made_of = {"tokenizer": "sha256:0", "evaluation_texts": None, "split": [1, 0, 0]}
+    whole = plan.make_plan(plain(source), tmp_path, ranges, (0, 5, 11, 12), made_of)
+    assert whole.shards == {0: ranges[:5], 1: ranges[5:11], 2: ranges[11:]}
+    assert whole.of_task(1).shards == {1: ranges[5:11]}
+    assert len(pickle.dumps(whole.of_task(2))) < len(pickle.dumps(whole)) - 300
 
 
 def test_inputs_are_named_in_a_file_beside_the_receipt(tmp_path: Path) -> None:

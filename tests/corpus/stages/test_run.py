@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,16 @@ from mlm.corpus.stages import run
 from mlm.corpus.stages.plan import BuildPlan, BuildStage
 from mlm.corpus.stages.run import Workers
 from mlm.util.errors import UserError
+
+
+@dataclass
+class FolderAsPlan:
+    """A folder in place of a plan."""
+
+    path: Path
+
+    def of_task(self, task: int) -> Path:
+        return self.path
 
 
 def note_pid(path: Path) -> None:
@@ -51,9 +62,9 @@ def test_a_killed_worker_is_reported_in_a_line_and_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "run_task", killed_or_long)
-    said = r"executor\.workers=2: a worker was killed in stage clean"
+    said = r"workers=2: a worker was killed in stage clean"
     with pytest.raises(UserError, match=said), Workers(2) as workers:
-        workers.run(cast(BuildPlan, tmp_path), BuildStage("clean", 2, tmp_path), [0, 1], int)
+        workers.run(cast(BuildPlan, FolderAsPlan(tmp_path)), BuildStage("clean", 2, tmp_path), [0, 1], int)
     assert len(pids_in(tmp_path)) == 2
     wait_until_gone(pids_in(tmp_path))
 
@@ -64,12 +75,12 @@ import sys
 from pathlib import Path
 from mlm.corpus.stages import run
 from mlm.corpus.stages.plan import BuildStage
-from tests.corpus.stages.test_run import long
+from tests.corpus.stages.test_run import FolderAsPlan, long
 run.run_task = long
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 path = Path(sys.argv[1])
 with run.Workers(2) as workers:
-    workers.run(path, BuildStage("clean", 2, path), [0, 1], int)
+    workers.run(FolderAsPlan(path), BuildStage("clean", 2, path), [0, 1], int)
 """
 
 
