@@ -14,6 +14,7 @@ from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, RECOMPUTED
 from mlm.plan.dry_run_rank import META, DryRun, dry_run
 from mlm.plan.report import show_table
+from mlm.plan.trace import Message
 from mlm.training.memory import reuse_large_blocks
 from mlm.util.results import save_result
 from mlm.util.terminal import Screen, console
@@ -23,6 +24,8 @@ SCOPE = (
     "the loss computes its gradients in its forward pass"
 )
 CPU = torch.device("cpu")
+MESSAGE = Message._fields[:-1]
+"""Fields of a message that its likes share."""
 PROCESS = 390_000_000
 """Bytes of a process beside its tensors: interpreter and libraries, 0.30 GB, and 0.09 at their first use."""
 
@@ -46,10 +49,7 @@ def run(config: PlanDryRunConfig) -> DryRun:
 
 def flops_of(result: DryRun) -> dict[str, int]:
     """FLOPs of a step by phase; `model` without what is computed twice, `hardware` with all."""
-    phases = {
-        phase: sum(n for (of, _), n in result.counts.flops.items() if of == phase)
-        for phase in (FORWARD, BACKWARD, RECOMPUTED, IN_ATTENTION)
-    }
+    phases = {phase: result.counts.flops[phase] for phase in (FORWARD, BACKWARD, RECOMPUTED, IN_ATTENTION)}
     model = phases[FORWARD] + phases[BACKWARD]
     return {**phases, "model": model, "hardware": sum(phases.values())}
 
@@ -72,13 +72,8 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
         "scope": SCOPE.format("CPU" if ctx.device == CPU else "GPU"),
         "parameters": result.parameters,
         "flops": flops_of(result),
-        "flops_by_module": [
-            {"phase": phase, "module": module, "flops": n}
-            for (phase, module), n in sorted(counts.flops.items())
-            if n
-        ],
         "communication": [
-            {**message._asdict(), "count": n, "ring_bytes_each": message.ring_bytes}
+            {**dict(zip(MESSAGE, message, strict=False)), "count": n, "ring_bytes_each": message.ring_bytes}
             for message, n in messages
         ],
         "memory": {
@@ -86,7 +81,6 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
             **({"process": peak.bytes + PROCESS, "kept": kept} if ctx.device == CPU else {}),
             "phase": peak.phase,
             "parts": peak.parts,
-            "by_module": peak.modules,
         },
     }
 
@@ -115,7 +109,6 @@ def show(found: dict[str, Any], screen: Screen) -> None:
     if "process" in memory:
         sizes["process, if it keeps no freed blocks"] = memory["process"]
         sizes["this process, which keeps them"] = memory["kept"]
-    sizes |= {f"made by {module}": n for module, n in memory["by_module"].items()}
     rows = [(name, n, f"{n / 2**30:.3f}", f"{n / memory['peak']:.1%}") for name, n in sizes.items()]
     show_table(screen, f"Memory at its peak (in {memory['phase']})", ("", "bytes#", "GiB#", "of it#"), rows)
     screen.print(found["scope"])
