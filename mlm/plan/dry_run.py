@@ -4,7 +4,6 @@ On meta tensors, as on a GPU; with dist.device=cpu on real ones, as on this CPU.
 """
 
 import logging
-import resource
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, RECOMPUTED
 from mlm.plan.dry_run_rank import META, DryRun, dry_run
 from mlm.plan.report import show_table
 from mlm.plan.trace import Message
-from mlm.training.memory import reuse_large_blocks
 from mlm.util.results import save_result
 from mlm.util.terminal import Screen, console
 
@@ -38,8 +36,6 @@ def run(config: PlanDryRunConfig) -> DryRun:
     screen = console()
     for name in ("torch.distributed", "torch.nn.parallel"):  # advice for real groups
         logging.getLogger(name).setLevel(logging.ERROR)
-    if config.dist.device == "cpu":
-        reuse_large_blocks()
     result = dry_run(config, config.rank, device=CPU if config.dist.device == "cpu" else META)
     found = record(result, config)
     show(found, screen)
@@ -58,7 +54,6 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
     """All of a dry run in values that JSON holds; bytes and FLOPs are of this rank and one step."""
     ctx, peak, counts = result.ctx, result.log.peak(), result.counts
     messages = sorted(counts.messages.items(), key=lambda each: (each[0].axis, -each[0].bytes * each[1]))
-    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # at most; Linux counts in KiB
     return {
         "format": "mlm-dry-run-1",
         "settings": to_dict(config),
@@ -78,7 +73,7 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
         ],
         "memory": {
             "peak": peak.bytes,
-            **({"process": peak.bytes + PROCESS, "kept": kept} if ctx.device == CPU else {}),
+            **({"process": peak.bytes + PROCESS} if ctx.device == CPU else {}),
             "phase": peak.phase,
             "parts": peak.parts,
         },
@@ -108,7 +103,6 @@ def show(found: dict[str, Any], screen: Screen) -> None:
     sizes = {**memory["parts"], "peak": memory["peak"]}
     if "process" in memory:
         sizes["process, if it keeps no freed blocks"] = memory["process"]
-        sizes["this process, which keeps them"] = memory["kept"]
     rows = [(name, n, f"{n / 2**30:.3f}", f"{n / memory['peak']:.1%}") for name, n in sizes.items()]
     show_table(screen, f"Memory at its peak (in {memory['phase']})", ("", "bytes#", "GiB#", "of it#"), rows)
     screen.print(found["scope"])

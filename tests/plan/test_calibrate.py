@@ -11,7 +11,7 @@ from mlm.config.cli import main
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.calibrate import fit, fit_link, implausible, measure, of_kind, on_rank
+from mlm.plan.calibrate import fit, fit_link, measure, of_kind, on_rank
 from mlm.plan.calibrate_measure import Measurements, Timing, Workload
 from mlm.plan.checks import check_plan_calibrate
 from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
@@ -204,12 +204,6 @@ def test_waiting_for_a_processor_is_counted() -> None:
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("this kernel does not count waits")
     assert float(done.stdout) > 0.05
-
-
-def test_numbers_that_no_machine_has_are_named() -> None:
-    assert implausible(TRUE) == []
-    slow = replace(TRUE, memory_gbps=0.4, efficiency=replace(TRUE.efficiency, attention=0.02))
-    assert implausible(slow) == ["memory_gbps=0.4", "efficiency.attention=0.02"]
 
 
 def interrupted(*_: object) -> None:

@@ -159,8 +159,8 @@ def test_memory_of_both_ends_and_of_a_rank(tmp_path: Path, capsys: pytest.Captur
 def test_one_rank_of_a_cpu_host_has_all_of_it_in_every_command(tmp_path: Path) -> None:
     """It equals a host of one device with the memory, peak and power of all four."""
     values = yaml.safe_load((CONFIG_DIR / "hardware/dgx_a100_80g.yaml").read_text())
-    scaled = ("memory_gib", "memory_gbps", "power_w")
-    hosts = [{**values, "device": "cpu", "devices_per_node": 4, "memory_gib": 2, "power_w": 100}]
+    scaled = ("memory_gib", "memory_gbps")
+    hosts = [{**values, "device": "cpu", "devices_per_node": 4, "memory_gib": 2}]
     hosts.append({**hosts[0], "devices_per_node": 1, **{key: 4 * hosts[0][key] for key in scaled}})
     hosts[1]["peak_tflops"] = {name: 4 * peak for name, peak in values["peak_tflops"].items()}
     commands = [["layouts", "gpus=1", "tokens=1e9"], ["compare", "tp1", "tp1 mb2"], ["memory"]]
