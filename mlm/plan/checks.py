@@ -47,7 +47,7 @@ MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three ti
 
 def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
     """Problems of `mlm plan schedule`."""
-    out = _out_ends_in((".svg", ".json"), "schedule")
+    out = _out_ends_in((".json",), "schedule")
     return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, _can_be_simulated, out))
 
 

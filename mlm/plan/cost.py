@@ -224,10 +224,6 @@ class CostModel:
             for phase in (FORWARD, BACKWARD)
         }
 
-    def trained(self, split: ParallelConfig, home: str) -> int:
-        """Elements that a home trains."""
-        return sum(each.size for each in self.counts.state(split, home) if each.is_trained)
-
     # -- a step
 
     def stages(self, layout: PlannedLayout) -> StageTimes:
@@ -243,7 +239,8 @@ class CostModel:
         @cache
         def cost(home: str) -> tuple[float, float, float]:
             """Forward, backward with additions to gradients, and its part for weights."""
-            parts, added = [times[part] for part in ENDS.get(home, (home,))], each * self.trained(split, home)
+            parts = [times[part] for part in ENDS.get(home, (home,))]
+            added = each * sum(held.size for held in self.counts.state(split, home) if held.is_trained)
             forward, backward = (sum(sum(getattr(x, n)) for x in parts) for n in ("forward", "backward"))
             return forward, backward + added, sum(x.weight_gradient for x in parts) + added
 

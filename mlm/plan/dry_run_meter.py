@@ -33,8 +33,8 @@ FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
 """Phases of a step: `recomputed` runs within backward; transfers and reductions lie between passes."""
 IN_ATTENTION = "recomputed in attention"
 """The products that a fused kernel's backward pass does again: q k^T, a half of what its forward did."""
-OUTSIDE = "other"
-"""Label of what no module computes."""
+OUTSIDE, HEAD = "other", "head"
+"""Labels of what no module computes, and of the modules between the layers and the vocabulary projection."""
 FIRST_LEAF = 1 << 63
 """Nodes that add up gradients have sequence numbers from here on."""
 
@@ -277,4 +277,4 @@ def home_of(name: str) -> str:
     words = name.split(".")
     if words[0] == "layers":
         return words[1] if len(words) > 1 else OUTSIDE
-    return (EMBEDDING if words[0] in EMBEDDINGS else VOCABULARY) if name else STAGE
+    return (EMBEDDING if words[0] in EMBEDDINGS else HEAD) if name else STAGE

@@ -31,7 +31,7 @@ from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import Axis, ExpertAxes, ParallelContext, folds_tp
 from mlm.parallel.sharding import ParameterShard
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Log
-from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter
+from mlm.plan.dry_run_meter import BACKWARD, HEAD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter
 from mlm.plan.dry_run_rank import META, MetaAttention, batches_of, countable, tag_state
 from mlm.plan.layout import BOTH, FIRST, LAST, split_of_state
 from mlm.plan.trace import Place, TracedWatch, Work, joined
@@ -42,6 +42,8 @@ from mlm.util.errors import UserError
 
 LONGEST = 160
 """Characters of another's error in one of ours."""
+HOMES = {HEAD: VOCABULARY}
+"""Homes of labels that are none: the last norm is a part of the head."""
 SIZES = (1, 1, 2)
 """Samples of the micro-batches. The first makes the gradients that the others add to."""
 
@@ -300,7 +302,7 @@ def by_home(work: dict[Place, Work]) -> dict[Place, Work]:
     found = dict[Place, Work]()
     for (phase, label), its in work.items():
         if label != OUTSIDE:
-            place = (BACKWARD if phase == RECOMPUTED else phase, label)
+            place = (BACKWARD if phase == RECOMPUTED else phase, HOMES.get(label, label))
             found[place] = joined([found[place], its]) if place in found else its
     return found
 
@@ -310,12 +312,13 @@ def memory_of(log: Log, begin: int, end: int, homes: list[str]) -> tuple[dict[st
     kept = dict.fromkeys(homes, 0)
     for block, change in log.events[begin:end]:
         if change > 0 and block.is_kept and block.part is None:
-            kept[block.label] += block.size
+            kept[HOMES.get(block.label, block.label)] += block.size
     until = dict(zip(homes, accumulate(kept.values()), strict=True))  # of the homes up to each
     working, live, home = dict.fromkeys(homes, 0), 0, homes[0]
     for block, change in log.events[begin:end]:
         live += change
-        home = block.label if block.label in kept and change > 0 else home
+        label = HOMES.get(block.label, block.label)
+        home = label if label in kept and change > 0 else home
         if change > 0 and (block.phase in (BACKWARD, RECOMPUTED) or home == homes[-1]):
             working[home] = max(working[home], live - until[home])
     return kept, working

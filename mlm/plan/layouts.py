@@ -59,8 +59,10 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         result = (search_leanest if config.goal == "memory" else search)(query, config.show)
     if not result.best:
         raise UserError(too_large(query, result))
-    priced = [(each, share(each.layout.gpus)) for each in result.best]
-    rows = [as_row(query, each, config.tokens, config.price_per_gpu_hour, its) for each, its in priced]
+    rows = [
+        as_row(query, each, config.tokens, config.price_per_gpu_hour, share(each.layout.gpus))
+        for each in result.best
+    ]
     screen.print(title(config, query))
     show_layouts(rows, screen)
     best = result.best[0]

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from mlm.parallel.config import Schedule
@@ -12,7 +11,7 @@ from mlm.parallel.pipeline.lower import DEFAULT_COST, lower
 from mlm.parallel.pipeline.schedules import build_schedule
 from mlm.parallel.pipeline.simulate import Step, ordered, times_of
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.drawing import draw, svg_file
+from mlm.plan.drawing import draw
 from mlm.util.results import save_result
 from mlm.util.terminal import console
 
@@ -32,10 +31,7 @@ def run(config: PlanScheduleConfig) -> Plan:
     screen.print(f"makespan  {plan.makespan:.6g}; {plan.makespan / (1 + plan.bubble):.6g} without the bubble")
     held = " ".join(map(str, plan.peak_in_flight))
     screen.print(f"in flight {held}: micro-batches of which a rank holds activations, in each of its chunks")
-    caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
-    if config.out is not None:
-        is_picture = Path(config.out).suffix == ".svg"
-        save_result(config.out, svg_file(plan, caption) if is_picture else record(plan, config), screen.print)
+    save_result(config.out, record(plan, config), screen.print)
     return plan
 
 
