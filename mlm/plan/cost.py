@@ -113,7 +113,7 @@ class CostModel:
         names = {1: "fp8", 2: half if half in ("bf16", "fp16") else "bf16", 4: single, 8: "fp64"}
         known = {size: getattr(hardware.peak_tflops, name) for size, name in names.items()}
         self.peaks = {size: (peak or hardware.peak(half) / 1e12) * 1e12 for size, peak in known.items()}
-        self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(dtype, 2)
+        self.element = counts.element
         self.peak = hardware.peak(half)
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
         self.home_times, self.stage_times = cache(self._homes), cache(self._stages)

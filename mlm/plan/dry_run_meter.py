@@ -104,13 +104,13 @@ class Meter(TorchDispatchMode):
     Attributes:
         counts: FLOPs and messages so far.
         log: allocations and releases so far, on devices of type `device_type`.
-        trace: work by place.
+        trace: work by place, if `is_traced`: that takes as long as all other counts.
         phase: of what runs outside passes; None tells by itself.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, *, is_traced: bool = False) -> None:
         super().__init__()
-        self.device_type, self.trace = device_type, Trace()
+        self.device_type, self.is_traced, self.trace = device_type, is_traced, Trace()
         self.counts, self.log, self.labels = StepCounts(), Log(), Labels()
         self.axes: dict[str, tuple[str, int]] = {}
         self.phase: str | None = None
@@ -153,8 +153,10 @@ class Meter(TorchDispatchMode):
             flops = formula(*args, **(kwargs or {}), out_val=out)
             # five products for two in forward: one of them is made again
             again = flops // 5 if func._overloadpacket in FUSED_BACKWARD else 0
-            self.counts.flops += Counter({IN_ATTENTION: again, place[0]: flops - again})
-        self.trace.operator(place, func, args, kwargs or {}, out, flops)
+            self.counts.flops[place[0]] += flops - again
+            self.counts.flops[IN_ATTENTION] += again
+        if self.is_traced:
+            self.trace.operator(place, func, args, kwargs or {}, out, flops)
         if func.namespace == "c10d":
             self.count_message(place, func.__name__.split(".")[0], args)
         for tensor in tensors_of([out]):

@@ -113,6 +113,8 @@ class LayerCounts:
 
     def __init__(self, run: PretrainConfig, device: str) -> None:
         self.run, self.device = countable(run), device
+        self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(run.precision.dtype, 2)
+        """Bytes of an activation's element."""
         self._state, self._counts = cache(self._held), cache(self._count)
 
     @cached_property
@@ -170,7 +172,7 @@ class LayerCounts:
         self, split: ParallelConfig, stage: PipelineStage
     ) -> Iterator[tuple[Trainer[MicroBatch], Meter]]:
         """The trainer of a rank that holds this stage alone, and the meter that follows it."""
-        meter = Meter("meta")
+        meter = Meter("meta", is_traced=True)
         ctx = split_context(split, meter)
         prepare_products(META)
         with ExitStack() as stack:

@@ -83,9 +83,7 @@ class MemoryModel:
 
     def __init__(self, counts: "LayerCounts", reserved: float = 0.0) -> None:
         self.counts, self.run, self.reserved = counts, counts.run, reserved
-        dtype = self.run.precision.dtype
-        self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(dtype, 2)
-        self.master = max(4, self.element)
+        self.element, self.master = counts.element, max(4, counts.element)
         self._states = cache(self._state)
 
     def peak(self, layout: PlannedLayout, stage_rank: int = 0, dp_rank: int = 0) -> DeviceMemory:
