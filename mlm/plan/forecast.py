@@ -15,7 +15,7 @@ from mlm.plan.candidates import Query
 from mlm.plan.cost import StepTime
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB, DeviceMemory, gib
+from mlm.plan.memory import GIB, gib
 from mlm.plan.report import as_row, format_seconds, spread, time_error
 from mlm.plan.search import Models
 from mlm.tracking.summary import Predicted
@@ -24,8 +24,6 @@ from mlm.util.system import host_memory
 
 GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3
 """GiB that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""
-MOST_STAGES = 16
-"""Pipeline stages whose memory a run's page shows."""
 GPU_QUERY = ("nvidia-smi", "--id=0", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 """Name and MiB of the host's first GPU; torch would open a context."""
 
@@ -41,8 +39,8 @@ class Forecast:
     layout: PlannedLayout
     memory: float
     """Bytes of the fullest rank."""
-    stages: list[DeviceMemory]
-    """Memory of the first pipeline stages."""
+    first: float
+    """Bytes of rank 0."""
     step: StepTime | None
     """None where the hardware's speed is unknown."""
     mfu: float | None
@@ -60,17 +58,11 @@ def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
     if (run := try_forecast(config, ranks)[1]) is None:
         return None
-    hardware, memory = run.query.hardware, run.stages[0].total
+    hardware, memory = run.query.hardware, run.first
     if run.step is None:
         return Predicted(None, memory, None, "")
     source = "hardware=this" if hardware.is_calibrated else "a preset"
     return Predicted(run.step.total, memory, run.mfu, f"{hardware.name} ({source})")
-
-
-def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
-    """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
-    _, run = try_forecast(config, ranks)
-    return [] if run is None else run.stages
 
 
 def try_forecast(config: PretrainConfig, ranks: int) -> tuple[float, Forecast | None]:
@@ -117,8 +109,8 @@ def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig | None
     if getattr(hardware.peak_tflops, config.precision.dtype) is not None:
         found = models.forecast(layout)
         step, mfu = found.step, as_row(query, found)["mfu"]
-    stages = [models.memory.peak(layout, stage) for stage in range(min(layout.pp, MOST_STAGES))]
-    return Forecast(query, layout, models.memory.worst(layout).total, stages, step, mfu)
+    memory = models.memory
+    return Forecast(query, layout, memory.worst(layout).total, memory.peak(layout).total, step, mfu)
 
 
 def hardware_here(config: PretrainConfig, local_ranks: int) -> HardwareConfig:
