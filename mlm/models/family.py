@@ -292,19 +292,25 @@ def count_parameters(model: "ModelConfig", *, with_state: bool = False) -> int:
     """Parameters of a model, counted in its modules on the meta device; padding rows and copies not.
 
     `with_state` counts those that no gradient moves too: what routers know of the loads of experts.
-    Layers of a shipped family are alike but the first without experts: two are built besides those, however
-    many a file claims. Raises OwnCodeError (a UserError) if there is no such family.
+    Of layers that are alike two are built, however many a file claims. Raises OwnCodeError (a UserError) if
+    there is no such family.
     """
-    layers, first = model.num_layers, model.architecture.dense_layers
 
     def count(num_layers: int) -> int:
         some = parameters_by_name(replace(model, num_layers=num_layers)).values()
         return sum(p.numel() for p in some if with_state or p.requires_grad)
 
-    if model.kind not in SHIPPED or layers <= first + 2:
-        return count(layers)
-    one, two = count(first + 1), count(first + 2)
-    return one + (layers - first - 1) * (two - one)
+    built = count_distinct(model)
+    if model.num_layers <= built + 1:
+        return count(model.num_layers)
+    one, two = count(built), count(built + 1)
+    return one + (model.num_layers - built) * (two - one)
+
+
+def count_distinct(model: "ModelConfig") -> int:
+    """First layers of a model of which the last is like all after it: all of those of a user's own family."""
+    layers, first = model.num_layers, model.architecture.dense_layers
+    return min(layers, first + 1) if model.kind in SHIPPED else layers
 
 
 def model_problem(model: "ModelConfig") -> Problem | None:

@@ -8,7 +8,6 @@ from mlm.config.suggest import either, multiples_around, nearest
 from mlm.config.tree import out_of_range, values_of
 from mlm.launch.checks import Rule, problems_of
 from mlm.parallel.layout_checks import (
-    MAX_CPU_RANKS,
     RANK_RULES,
     SCHEDULE_RULES,
     TRAIN_RULES,
@@ -28,7 +27,7 @@ from mlm.plan.goodput import LEAST_SHARE, FailureConfig, goodput
 from mlm.plan.layout import BATCH_NAMES, DEFAULTS, PlannedLayout
 from mlm.training.checks import SETTINGS_RULES, context_problem
 from mlm.util.errors import Problem
-from mlm.util.results import folder_problem, is_stream, result_problems
+from mlm.util.results import folder_problem, is_stream
 
 TABLE_ENDINGS = (".json", ".csv")
 HARDWARE_ENDINGS = (".yaml", ".yml")
@@ -48,7 +47,7 @@ MAX_COMPUTATIONS = 500_000  # in one simulation: a quarter of a minute, three ti
 
 def check_plan_schedule(config: PlanScheduleConfig) -> list[Problem]:
     """Problems of `mlm plan schedule`."""
-    out = _out_ends_in((".svg", ".json"), "schedule")
+    out = _out_ends_in((".json",), "schedule")
     return problems_of(config, ANYWHERE, SCHEDULE_RULES[:1], (_rounds_are_full, _can_be_simulated, out))
 
 
@@ -90,16 +89,7 @@ def _of_rank(config: PlanDryRunConfig, *rules: Rule) -> list[Problem]:
 
 def check_plan_calibrate(config: PlanCalibrateConfig) -> list[Problem]:
     """Problems of `mlm plan calibrate`."""
-    problems = problems_of(config, ANYWHERE, (), (_ranks_fit, _out_ends_in(HARDWARE_ENDINGS, "hardware")))
-    return problems or [Problem(("out",), line) for line in result_problems(config.out)]
-
-
-def _ranks_fit(config: PlanCalibrateConfig, _: Launch) -> Problem | None:
-    """The problem of more ranks than one host is started with."""
-    if config.ranks is None or config.ranks <= MAX_CPU_RANKS:
-        return None
-    problem = f"ranks={config.ranks}: one host is started with {MAX_CPU_RANKS} at most"
-    return Problem(("ranks",), problem, f"use ranks={MAX_CPU_RANKS} or less, or start ranks with torchrun")
+    return problems_of(config, ANYWHERE, (), (_out_ends_in(HARDWARE_ENDINGS, "hardware"),))
 
 
 def _price_has_tokens(config: PlanLayoutsConfig, _: Launch) -> Problem | None:
@@ -177,11 +167,11 @@ def _can_be_simulated(config: PlanScheduleConfig, _: Launch) -> Problem | None:
     each = (3 if config.pipeline == "zb_h1" else 2) * config.pp * config.vp
     if each * config.micro_batches <= MAX_COMPUTATIONS:
         return None
-    most = MAX_COMPUTATIONS // each // config.pp * config.pp if config.pp > 0 < config.vp else 0
+    most = MAX_COMPUTATIONS // each // config.pp * config.pp
     return Problem(
         ("micro_batches", "pp", "vp"),
-        f"micro_batches={config.micro_batches} * pp={config.pp} * vp={config.vp} make "
-        f"{each * config.micro_batches:,} computations, more than the {MAX_COMPUTATIONS:,} simulated here",
+        f"micro_batches={config.micro_batches} * pp={config.pp} * vp={config.vp}: more than "
+        f"{MAX_COMPUTATIONS:,} computations, which are simulated at most",
         f"use micro_batches={most} or fewer" if most else "use a smaller pp or vp",
     )
 
@@ -198,9 +188,6 @@ def _out_ends_in(allowed: tuple[str, ...], stem: str) -> Rule:
             fixed = out.parent / f"{out.stem.strip('.') or stem}{ending}"
             why = f"out={config.out} must end in {' or '.join(allowed)}"
             return Problem(("out",), why, f"use out={fixed}")
-        if out.is_dir():
-            fix = f"use out={out / f'{stem}{out.suffix}'}"
-            return Problem(("out",), f"out={config.out} is a folder", fix)
         return folder_problem(out, makes_folders=True)
 
     return rule

@@ -53,10 +53,6 @@ COMMANDS = (
                 "mlm plan layouts model=gpt2_8b gpus=64 tokens=300e9 price_per_gpu_hour=2.5 "
                 "failures.mtbf_hours=50000",
             ),
-            (
-                "What memory costs in time",
-                "mlm plan layouts model=gpt2_2_5b gpus=16 goal=memory out=a.json",
-            ),
         ),
         keys=(
             *("gpus", "goal", "tokens", "price_per_gpu_hour", "failures.mtbf_hours", "show", "out"),
@@ -114,10 +110,6 @@ COMMANDS = (
         ),
         examples=(
             (
-                "A rank of the 8.3 billion model of arXiv:1909.08053 on 512 GPUs",
-                "mlm plan dry-run experiment=v1_8_3b rank=137",
-            ),
-            (
                 "A rank of the trillion of arXiv:2104.04473 on 3,072 GPUs, every number as JSON",
                 "mlm plan dry-run model=gpt2_sc21_1t parallel=sc21_1t precision=bf16 rank=1600 out=rank.json",
             ),
@@ -157,8 +149,8 @@ COMMANDS = (
         ),
         examples=(
             (
-                "Figure 4 of the paper: interleaved 1F1B, as an SVG too",
-                "mlm plan schedule pp=4 vp=2 micro_batches=8 out=schedule.svg",
+                "Figure 4 of the paper: interleaved 1F1B",
+                "mlm plan schedule pp=4 vp=2 micro_batches=8",
             ),
             (
                 "Zero bubble (ZB-H1): weight gradients fill the gaps",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, ResultFile
+from mlm.config.fields import NOT_NEGATIVE, POSITIVE, PROBABILITY, Also, Bound, ResultFile
 from mlm.launch.config import DistConfig
 from mlm.parallel.config import (
     ContextSize,
@@ -17,9 +17,12 @@ from mlm.parallel.config import (
     Zero,
     ZeroReduce,
 )
+from mlm.parallel.layout_checks import MAX_CPU_RANKS
 from mlm.plan.goodput import FailureConfig
 from mlm.plan.hardware import HardwareConfig
 from mlm.training.config import MicroBatchSize, PretrainConfig, TrainConfig
+
+HOST_RANKS = Bound(lambda x: x > 0, "greater than 0", most=MAX_CPU_RANKS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +41,7 @@ class PlanScheduleConfig:
     pipeline: Schedule = "1f1b"
     """Schedule: 1f1b (arXiv:2104.04473), gpipe (all forward, then all backward), zb_h1 (arXiv:2401.10241)."""
     out: ResultFile | None = None
-    """File to write beside the printed picture: .svg, or .json for the whole plan; null writes none."""
+    """File to write beside the printed picture, .json; null writes none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +90,7 @@ class PlanLayoutsConfig(PlannedRunConfig):
     memory and time. cost: of gpus, gpus/2, gpus/4, … the numbers that no other beats in both GPU-hours and
     time, with their fastest layouts, the cheapest first."""
     tokens: Annotated[float | None, POSITIVE, Also("train_tokens", "max_tokens")] = None
-    """Tokens to train on, such as 300e9: adds days, energy and, with a price, cost."""
+    """Tokens to train on, such as 300e9: adds days and, with a price, cost."""
     price_per_gpu_hour: Annotated[float | None, POSITIVE] = None
     """Price of one GPU for an hour, in any currency; needs tokens."""
     failures: FailureConfig = field(default_factory=FailureConfig)
@@ -129,7 +132,7 @@ class PlanCalibrateConfig:
 
     out: ResultFile | None = None
     """YAML to write, for hardware=FILE; null only keeps the result for hardware=this."""
-    ranks: Annotated[int | None, POSITIVE, Also("nproc_per_node", "gpus")] = None
+    ranks: Annotated[int | None, HOST_RANKS, Also("nproc_per_node", "gpus")] = None
     """Ranks to start on this host; null: one for each GPU, or on a CPU for each core, at most 8. A launcher's
     ranks are taken as they are."""
     max_waiting: Annotated[float, PROBABILITY] = 0.1

@@ -113,7 +113,7 @@ class CostModel:
         names = {1: "fp8", 2: half if half in ("bf16", "fp16") else "bf16", 4: single, 8: "fp64"}
         known = {size: getattr(hardware.peak_tflops, name) for size, name in names.items()}
         self.peaks = {size: (peak or hardware.peak(half) / 1e12) * 1e12 for size, peak in known.items()}
-        self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(dtype, 2)
+        self.element = counts.element
         self.peak = hardware.peak(half)
         self.bandwidth = hardware.memory_gbps * 1e9 * hardware.efficiency.memory
         self.home_times, self.stage_times = cache(self._homes), cache(self._stages)
@@ -224,10 +224,6 @@ class CostModel:
             for phase in (FORWARD, BACKWARD)
         }
 
-    def trained(self, split: ParallelConfig, home: str) -> int:
-        """Elements that a home trains."""
-        return sum(each.size for each in self.counts.state(split, home) if each.is_trained)
-
     # -- a step
 
     def stages(self, layout: PlannedLayout) -> StageTimes:
@@ -243,7 +239,8 @@ class CostModel:
         @cache
         def cost(home: str) -> tuple[float, float, float]:
             """Forward, backward with additions to gradients, and its part for weights."""
-            parts, added = [times[part] for part in ENDS.get(home, (home,))], each * self.trained(split, home)
+            parts = [times[part] for part in ENDS.get(home, (home,))]
+            added = each * sum(held.size for held in self.counts.state(split, home) if held.is_trained)
             forward, backward = (sum(sum(getattr(x, n)) for x in parts) for n in ("forward", "backward"))
             return forward, backward + added, sum(x.weight_gradient for x in parts) + added
 

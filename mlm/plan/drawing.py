@@ -1,25 +1,21 @@
-"""A plan drawn for a terminal and for a page: a line per rank, time from left to right.
+"""A plan drawn for a terminal: a line per rank, time from left to right, folded to the screen's width.
 
-In a terminal lines are folded to its width. A cell begins with the op's letter and is filled with dashes, on
+A cell begins with the op's letter and is filled with dashes, on
 the colour of its op; idle time is dots.
 """
 
 from collections.abc import Sequence
 
-from markupsafe import Markup, escape
 from rich.console import Console
 from rich.text import Text
 
 from mlm.parallel.pipeline.actions import Action, Op, Plan, TimedAction
-from mlm.util.results import CREATOR
 
 NAMES = {Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.WEIGHT: "weight gradient"}
 INPUT_GRADIENT = "input gradient"  # what BACKWARD is where there are WEIGHT actions
 IDLE = "."
 MOST_LINES = 60  # of a picture
 HUES = {Op.FORWARD: "rgb(43,108,176)", Op.BACKWARD: "rgb(39,119,73)", Op.WEIGHT: "rgb(192,86,33)"}
-PAGE_WIDTH, ROW = 1000, 24
-"""Width of a drawing in a page, and height of a rank, in its own units."""
 
 
 def draw(plan: Plan, screen: Console) -> None:
@@ -38,7 +34,7 @@ def draw(plan: Plan, screen: Console) -> None:
             screen.print(name.append_text(line[start : start + width]), soft_wrap=True)
         screen.print()
     if shown < columns:
-        screen.print(f"… the rest, from {shown / cell:.6g} on, is left out; out=schedule.svg draws all …\n")
+        screen.print(f"… the rest, from {shown / cell:.6g} on, is left out; out=schedule.json holds all …\n")
     words = [f"{op.value} {name}" for op, name in op_names(plan.timeline).items()]
     more = ("", "; small letters: the second chunk", "; after the point: chunks")[min(chunks, 3) - 1]
     screen.print("   ".join([*words, f"{IDLE} idle", f"numbers: micro-batches{more}"]))
@@ -67,55 +63,3 @@ def op_names(lines: Sequence[Sequence[TimedAction]]) -> dict[Op, str]:
     ops = {span.action.op for spans in lines for span in spans}
     names = NAMES | ({Op.BACKWARD: INPUT_GRADIENT} if Op.WEIGHT in ops else {})
     return {op: names[op] for op in Op if op in ops}
-
-
-def svg(lines: Sequence[Sequence[TimedAction]], chunks: int, whole: float, name: str) -> Markup:
-    """Draw a line of computations for each stage, over a time of `whole`; `name` is read aloud."""
-    scale, height, parts = PAGE_WIDTH / whole, ROW * len(lines), []
-    for rank, spans in enumerate(lines):
-        parts.append(
-            f'<rect class="idle" x="0" y="{rank * ROW + 1}" width="{PAGE_WIDTH}" height="{ROW - 2}"/>'
-        )
-        for span in spans:
-            action, x, y = span.action, span.start * scale, rank * ROW
-            width, paler = (span.end - span.start) * scale, 1 - 0.5 * action.chunk / max(chunks - 1, 1)
-            inner = max(width - 0.6, 0.4)
-            label = f"{action.op.value}{action.micro_batch}" if width > 22 else str(action.micro_batch)
-            parts.append(
-                f'<rect class="op{action.op.value}" x="{x:.4g}" y="{y + 1}" width="{inner:.4g}"'
-                f' height="{ROW - 2}" fill-opacity="{paler:.2g}"/>'
-            )
-            if width > 7 * len(label):
-                parts.append(f'<text x="{x + width / 2:.4g}" y="{y + 16}">{label}</text>')
-    return Markup(
-        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(name)}"><svg class="schedule" '
-        f'role="img" viewBox="0 0 {PAGE_WIDTH} {height}" aria-label="a line per stage, time to the right">'
-        f"{''.join(parts)}</svg></div>"
-    )
-
-
-def svg_file(plan: Plan, caption: str) -> bytes:
-    """Draw a plan as a file of its own, with a caption and the colours of a terminal."""
-    lines, top = plan.timeline, 2 * ROW
-    drawn = svg(lines, plan.num_stages // len(lines), plan.makespan, "schedule")
-    inner = drawn[drawn.index(">", drawn.index("<svg")) + 1 : drawn.index("</svg>")]
-    colours = "".join(f".op{op.value}{{fill:{hue}}}" for op, hue in HUES.items())
-    keys = "".join(
-        f'<text class="op{op.value}" x="{120 * n}" y="{top + ROW * len(lines) + 18}">{op.value} {name}</text>'
-        for n, (op, name) in enumerate(op_names(lines).items())
-    )
-    style = f".idle{{fill:#e8e8e8}}text{{font:11px sans-serif}}g text{{text-anchor:middle}}{colours}"
-    size = f"0 0 {PAGE_WIDTH} {top + ROW * (len(lines) + 1)}"
-    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:dc="http://purl.org/dc/elements/1.1/"'
-    return (
-        f'<svg {names} viewBox="{size}"><metadata><dc:title>{CREATOR} plan</dc:title></metadata>'
-        f'<style>{style}</style><text y="16">{escape(caption)}</text>'
-        f'<g transform="translate(0 {ROW})">{inner}</g>{keys}</svg>\n'
-    ).encode()
-
-
-def svg_legend(lines: Sequence[Sequence[TimedAction]]) -> Markup:
-    """Name the colours of a drawing."""
-    names = ((op.value, name) for op, name in op_names(lines).items())
-    keys = "".join(f'<span class="key op{letter}">{letter}</span> {name} ' for letter, name in names)
-    return Markup(f'<p class="legend">{keys}<span class="key idle"> </span> idle</p>\n')

@@ -4,7 +4,6 @@ On meta tensors, as on a GPU; with dist.device=cpu on real ones, as on this CPU.
 """
 
 import logging
-import resource
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from mlm.plan.config import PlanDryRunConfig
 from mlm.plan.dry_run_meter import BACKWARD, FORWARD, IN_ATTENTION, RECOMPUTED
 from mlm.plan.dry_run_rank import META, DryRun, dry_run
 from mlm.plan.report import show_table
-from mlm.training.memory import reuse_large_blocks
+from mlm.plan.trace import Message
 from mlm.util.results import save_result
 from mlm.util.terminal import Screen, console
 
@@ -23,6 +22,8 @@ SCOPE = (
     "the loss computes its gradients in its forward pass"
 )
 CPU = torch.device("cpu")
+MESSAGE = Message._fields[:-1]
+"""Fields of a message that its likes share."""
 PROCESS = 390_000_000
 """Bytes of a process beside its tensors: interpreter and libraries, 0.30 GB, and 0.09 at their first use."""
 
@@ -35,8 +36,6 @@ def run(config: PlanDryRunConfig) -> DryRun:
     screen = console()
     for name in ("torch.distributed", "torch.nn.parallel"):  # advice for real groups
         logging.getLogger(name).setLevel(logging.ERROR)
-    if config.dist.device == "cpu":
-        reuse_large_blocks()
     result = dry_run(config, config.rank, device=CPU if config.dist.device == "cpu" else META)
     found = record(result, config)
     show(found, screen)
@@ -46,10 +45,7 @@ def run(config: PlanDryRunConfig) -> DryRun:
 
 def flops_of(result: DryRun) -> dict[str, int]:
     """FLOPs of a step by phase; `model` without what is computed twice, `hardware` with all."""
-    phases = {
-        phase: sum(n for (of, _), n in result.counts.flops.items() if of == phase)
-        for phase in (FORWARD, BACKWARD, RECOMPUTED, IN_ATTENTION)
-    }
+    phases = {phase: result.counts.flops[phase] for phase in (FORWARD, BACKWARD, RECOMPUTED, IN_ATTENTION)}
     model = phases[FORWARD] + phases[BACKWARD]
     return {**phases, "model": model, "hardware": sum(phases.values())}
 
@@ -58,7 +54,6 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
     """All of a dry run in values that JSON holds; bytes and FLOPs are of this rank and one step."""
     ctx, peak, counts = result.ctx, result.log.peak(), result.counts
     messages = sorted(counts.messages.items(), key=lambda each: (each[0].axis, -each[0].bytes * each[1]))
-    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # at most; Linux counts in KiB
     return {
         "format": "mlm-dry-run-1",
         "settings": to_dict(config),
@@ -72,21 +67,15 @@ def record(result: DryRun, config: PlanDryRunConfig) -> dict[str, Any]:
         "scope": SCOPE.format("CPU" if ctx.device == CPU else "GPU"),
         "parameters": result.parameters,
         "flops": flops_of(result),
-        "flops_by_module": [
-            {"phase": phase, "module": module, "flops": n}
-            for (phase, module), n in sorted(counts.flops.items())
-            if n
-        ],
         "communication": [
-            {**message._asdict(), "count": n, "ring_bytes_each": message.ring_bytes}
+            {**dict(zip(MESSAGE, message, strict=False)), "count": n, "ring_bytes_each": message.ring_bytes}
             for message, n in messages
         ],
         "memory": {
             "peak": peak.bytes,
-            **({"process": peak.bytes + PROCESS, "kept": kept} if ctx.device == CPU else {}),
+            **({"process": peak.bytes + PROCESS} if ctx.device == CPU else {}),
             "phase": peak.phase,
             "parts": peak.parts,
-            "by_module": peak.modules,
         },
     }
 
@@ -114,8 +103,6 @@ def show(found: dict[str, Any], screen: Screen) -> None:
     sizes = {**memory["parts"], "peak": memory["peak"]}
     if "process" in memory:
         sizes["process, if it keeps no freed blocks"] = memory["process"]
-        sizes["this process, which keeps them"] = memory["kept"]
-    sizes |= {f"made by {module}": n for module, n in memory["by_module"].items()}
     rows = [(name, n, f"{n / 2**30:.3f}", f"{n / memory['peak']:.1%}") for name, n in sizes.items()]
     show_table(screen, f"Memory at its peak (in {memory['phase']})", ("", "bytes#", "GiB#", "of it#"), rows)
     screen.print(found["scope"])

@@ -56,8 +56,6 @@ class MemoryPeak:
     """The phase that ran then."""
     parts: dict[str, int]
     """Bytes by purpose, most first; sums to `bytes`."""
-    modules: dict[str, int]
-    """Bytes of what is not weights, gradients or optimizer state, by the part of the model that made it."""
 
 
 @dataclass
@@ -110,11 +108,9 @@ class Log:
                 held[id(block)] = block
             else:
                 held.pop(id(block), None)
-        parts, modules = Counter[str](), Counter[str]()
+        parts = Counter[str]()
         for block in held.values():
             parts[block.purpose] += block.size
-            if block.part is None:
-                modules[block.label] += block.size
         phase = self.events[at][0].phase if self.events else ""
         whole = totals[at] if totals else 0
-        return MemoryPeak(whole, phase, dict(parts.most_common()), dict(modules.most_common()))
+        return MemoryPeak(whole, phase, dict(parts.most_common()))

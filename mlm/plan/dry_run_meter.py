@@ -8,10 +8,10 @@ is not seen, nor what an allocator rounds up.
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mlm.models.backbone import Transformer
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Allocation, Log
-from mlm.plan.trace import Trace, tensors_of
+from mlm.plan.trace import Message, Place, Trace, tensors_of
 
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
     "forward",
@@ -33,8 +33,8 @@ FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER, BETWEEN = (
 """Phases of a step: `recomputed` runs within backward; transfers and reductions lie between passes."""
 IN_ATTENTION = "recomputed in attention"
 """The products that a fused kernel's backward pass does again: q k^T, a half of what its forward did."""
-OUTSIDE = "other"
-"""Label of what no module computes."""
+OUTSIDE, HEAD = "other", "head"
+"""Labels of what no module computes, and of the modules between the layers and the vocabulary projection."""
 FIRST_LEAF = 1 << 63
 """Nodes that add up gradients have sequence numbers from here on."""
 
@@ -56,35 +56,12 @@ OPERATIONS = {
 """Operators of torch.distributed, in the papers' words."""
 
 
-class MessageType(NamedTuple):
-    """Communications that are alike."""
-
-    axis: str
-    operation: str
-    ranks: int
-    """Size of the axis."""
-    bytes: int
-    """Of one: the whole tensor, that is the gathered one, or the one that is reduced and scattered."""
-
-    @property
-    def ring_bytes(self) -> float:
-        """Bytes that this rank sends for one, if collectives go round a ring."""
-        n = self.ranks
-        shares = {
-            "all-reduce": 2 * (n - 1) / n,
-            "all-gather": (n - 1) / n,
-            "reduce-scatter": (n - 1) / n,
-            "receive": 0.0,
-        }
-        return self.bytes * shares.get(self.operation, 1.0)
-
-
 @dataclass
-class Counts:
-    """FLOPs by (phase, module) and messages."""
+class StepCounts:
+    """FLOPs by phase, and messages."""
 
-    flops: Counter[tuple[str, str]] = field(default_factory=Counter)
-    messages: Counter[MessageType] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
+    messages: Counter[Message] = field(default_factory=Counter)
 
 
 class Labels:
@@ -127,14 +104,14 @@ class Meter(TorchDispatchMode):
     Attributes:
         counts: FLOPs and messages so far.
         log: allocations and releases so far, on devices of type `device_type`.
+        trace: work by place, if `is_traced`: that takes as long as all other counts.
         phase: of what runs outside passes; None tells by itself.
-        trace: work by place, where a model of time needs it.
     """
 
-    def __init__(self, device_type: str, trace: Trace | None = None) -> None:
+    def __init__(self, device_type: str, *, is_traced: bool = False) -> None:
         super().__init__()
-        self.device_type, self.trace = device_type, trace
-        self.counts, self.log, self.labels = Counts(), Log(), Labels()
+        self.device_type, self.is_traced, self.trace = device_type, is_traced, Trace()
+        self.counts, self.log, self.labels = StepCounts(), Log(), Labels()
         self.axes: dict[str, tuple[str, int]] = {}
         self.phase: str | None = None
 
@@ -170,28 +147,23 @@ class Meter(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):  # importing it would load a compiler
             return NotImplemented  # it comes back as operations on its parts
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        formula, flops = flop_registry.get(packet), 0
+        formula, flops = flop_registry.get(func._overloadpacket), 0
+        place = self.now(), self.labels.now()
         if formula is not None:
             flops = formula(*args, **(kwargs or {}), out_val=out)
-            self.count_flops(packet, flops)
-        if self.trace is not None:
-            self.trace.operator((self.now(), self.labels.now()), func, args, kwargs or {}, out, flops)
+            # five products for two in forward: one of them is made again
+            again = flops // 5 if func._overloadpacket in FUSED_BACKWARD else 0
+            self.counts.flops[place[0]] += flops - again
+            self.counts.flops[IN_ATTENTION] += again
+        if self.is_traced:
+            self.trace.operator(place, func, args, kwargs or {}, out, flops)
         if func.namespace == "c10d":
-            self.count_message(func.__name__.split(".")[0], args)
+            self.count_message(place, func.__name__.split(".")[0], args)
         for tensor in tensors_of([out]):
             self.see(tensor)
         return out
 
-    def count_flops(self, packet: Any, flops: int) -> None:
-        """Count an operator's products."""
-        phase, label = self.now(), self.labels.now()
-        if packet in FUSED_BACKWARD:  # five products for two in forward: one of them is made again
-            self.counts.flops[IN_ATTENTION, label] += flops // 5
-            flops -= flops // 5
-        self.counts.flops[phase, label] += flops
-
-    def count_message(self, name: str, args: tuple[Any, ...]) -> None:
+    def count_message(self, place: Place, name: str, args: tuple[Any, ...]) -> None:
         """Count an operator of torch.distributed, and mark the buffers that it fills."""
         if name not in OPERATIONS:
             return
@@ -199,10 +171,9 @@ class Meter(TorchDispatchMode):
         tensors = list(tensors_of(args[:2]))
         group = next(x for x in args if isinstance(x, torch.ScriptObject))
         axis, ranks = self.axes[dist.ProcessGroup.unbox(group).group_name]
-        counted = max(tensor.nbytes for tensor in tensors)
-        self.counts.messages[MessageType(axis, operation, ranks, counted)] += 1
-        if self.trace is not None:
-            self.trace.message((self.now(), self.labels.now()), axis, operation, ranks, counted)
+        message = Message(axis, operation, ranks, max(tensor.nbytes for tensor in tensors))
+        self.counts.messages[message] += 1
+        self.trace.message(place, message)
         block = None if operation == "all-reduce" else self.block_of(tensors[0])  # what is filled, or sent
         if block is not None:
             block.is_transported = True
@@ -245,12 +216,10 @@ class Meter(TorchDispatchMode):
             self.follow(storage)
 
     @contextmanager
-    def watching(
-        self, modules: Mapping[nn.Module, str], label: Callable[[str], str] | None = None
-    ) -> Iterator[None]:
-        """Label what these modules compute, from their names in a stage; count while inside."""
+    def watching(self, stages: Iterable[nn.Module]) -> Iterator[None]:
+        """Label what the modules of these stages compute by their homes; count while inside."""
         labels = self.labels
-        labels.of = {module: (label or label_of)(name) for module, name in modules.items()}
+        labels.of = {module: home_of(name) for stage in stages for name, module in stage.named_modules()}
 
         def enter(module: nn.Module, args: Any) -> None:
             if module not in labels.of:
@@ -295,24 +264,19 @@ class Meter(TorchDispatchMode):
     def _begin_pass(self, args: Any) -> None:
         """A stage begins a micro-batch: what it received belongs to the pass."""
         self.log.begin_pass(BACKWARD)
-        if self.trace is not None:
-            self.trace.begin_pass()
+        self.trace.begin_pass()
         for x in tensors_of(args):
             if (block := self.block_of(x)) is not None:
                 block.is_input = True
 
 
 STAGE = "stage"
-PARTS = {"token": EMBEDDING, "position": EMBEDDING, "token_type": EMBEDDING, "embedding_norm": EMBEDDING}
+EMBEDDINGS = ("token", "position", "token_type", "embedding_norm")
 
 
-def label_of(name: str) -> str:
-    """The label of a module from its name in a stage: `layers.3.attention.qkv` is attention."""
+def home_of(name: str) -> str:
+    """The home of a module by its name in a stage: a layer's number, the embedding or the head."""
     words = name.split(".")
-    if not name:
-        return STAGE
-    if words[0] != "layers":
-        return PARTS.get(words[0], "head")
-    if len(words) < 3:
-        return "residual and dropout" if len(words) == 2 else OUTSIDE
-    return "norm" if words[2].endswith("norm") else words[2]
+    if words[0] == "layers":
+        return words[1] if len(words) > 1 else OUTSIDE
+    return (EMBEDDING if words[0] in EMBEDDINGS else HEAD) if name else STAGE

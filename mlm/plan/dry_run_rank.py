@@ -9,6 +9,7 @@ sends the same, so that counts are linear in their number, and memory grows only
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +32,7 @@ from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import ParallelContext, build_mesh
 from mlm.parallel.pipeline.actions import SENDS_KEPT
 from mlm.plan.dry_run_memory import CASTS, GRADIENTS, STATE, TABLES, WEIGHTS, Log
-from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Counts, Meter
+from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, Meter, StepCounts
 from mlm.training.config import AttentionKernel, PretrainConfig
 from mlm.training.corpora import train_dataset
 from mlm.training.trainer import StopVote, Trainer
@@ -48,7 +49,7 @@ class DryRun:
     """Of this rank."""
     layers: list[list[int]]
     """Numbers of its layers, a list for each of its chunks."""
-    counts: Counts
+    counts: StepCounts
     """Of the whole step."""
     log: Log
     """Of what was run, `micro_batches_run`. The last stage keeps 4 bytes for each further one, its loss."""
@@ -96,15 +97,14 @@ def run_steps(trainer: Trainer[MicroBatch], meter: Meter, *, in_full: bool) -> D
     whole = config.train.global_batch_size // (ctx.dp.size * config.train.micro_batch_size)
     few, enough = (whole, whole) if in_full else numbers_to_run(config, ctx, whole)
     tag_state(trainer, meter)
-    names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
     count_late_work(trainer, meter)
     batches = batches_of(config, [config.train.micro_batch_size] * enough)
-    log, counts = meter.log, Counts()
-    with meter.watching(names):
+    log, counts = meter.log, StepCounts()
+    with meter.watching(trainer.model.chunks):
         meter.counts = counts
         step(trainer, meter, batches)
         if few < enough:
-            meter.log, meter.counts = Log(), Counts()  # memory is that of the first step
+            meter.log, meter.counts = Log(), StepCounts()  # memory is that of the first step
             step(trainer, meter, batches[:few])
             counts = extrapolated(meter.counts, few, counts, enough, whole)
     return DryRun(
@@ -148,18 +148,15 @@ def numbers_to_run(config: PretrainConfig, ctx: ParallelContext, whole: int) -> 
     return (whole, whole) if enough >= whole else (few, enough)
 
 
-def extrapolated(less: Counts, few: int, more: Counts, enough: int, whole: int) -> Counts:
+def extrapolated(less: StepCounts, few: int, more: StepCounts, enough: int, whole: int) -> StepCounts:
     """Counts of `whole` micro-batches from those of two smaller numbers. Exact, as each adds the same."""
 
-    def line(before: int, after: int) -> int:
-        each, rest = divmod(after - before, enough - few)
-        assert rest == 0, "each micro-batch computes and sends the same"
-        return after + each * (whole - enough)
+    def extend(before: Counter[Any], after: Counter[Any]) -> Counter[Any]:
+        added = {key: divmod(n - before[key], enough - few) for key, n in after.items()}
+        assert not any(rest for _, rest in added.values()), "each micro-batch computes and sends the same"
+        return Counter({key: n + added[key][0] * (whole - enough) for key, n in after.items()})
 
-    return Counts(
-        type(more.flops)({key: line(less.flops[key], n) for key, n in more.flops.items()}),
-        type(more.messages)({key: line(less.messages[key], n) for key, n in more.messages.items()}),
-    )
+    return StepCounts(extend(less.flops, more.flops), extend(less.messages, more.messages))
 
 
 def batches_of(config: PretrainConfig, sizes: Sequence[int]) -> list[MicroBatch]:

@@ -15,7 +15,7 @@ from mlm.plan.candidates import Query
 from mlm.plan.cost import StepTime
 from mlm.plan.hardware import HardwareConfig, calibrated, preset_of_gpu, unmeasured
 from mlm.plan.layout import PlannedLayout
-from mlm.plan.memory import GIB, DeviceMemory, gib
+from mlm.plan.memory import GIB, gib
 from mlm.plan.report import as_row, format_seconds, spread, time_error
 from mlm.plan.search import Models
 from mlm.tracking.summary import Predicted
@@ -24,8 +24,6 @@ from mlm.util.system import host_memory
 
 GPU_RESERVED_GIB, CPU_RESERVED_GIB = 1.5, 0.3
 """GiB that a rank has before the model: driver and libraries on a GPU, the program on a CPU."""
-MOST_STAGES = 16
-"""Pipeline stages whose memory a run's page shows."""
 GPU_QUERY = ("nvidia-smi", "--id=0", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 """Name and MiB of the host's first GPU; torch would open a context."""
 
@@ -41,16 +39,11 @@ class Forecast:
     layout: PlannedLayout
     memory: float
     """Bytes of the fullest rank."""
-    stages: list[DeviceMemory]
-    """Memory of the first pipeline stages."""
+    first: float
+    """Bytes of rank 0."""
     step: StepTime | None
     """None where the hardware's speed is unknown."""
     mfu: float | None
-
-    @property
-    def fits(self) -> bool:
-        """True if the fullest rank has the memory that it needs."""
-        return self.memory <= self.query.memory_bytes
 
 
 def lines(config: PretrainConfig, ranks: int) -> list[str]:
@@ -58,31 +51,25 @@ def lines(config: PretrainConfig, ranks: int) -> list[str]:
     most, run = try_forecast(config, ranks)
     if most:
         return [f"needs {gib(most)} at most; this host has {gib(host_memory())}"]
-    return [] if run is None else [summary(run), *(() if run.fits else [warning(run)])]
+    return [] if run is None else summary(run)
 
 
 def predicted(config: PretrainConfig, ranks: int) -> Predicted | None:
     """The forecast as a run's summary shows it, in one of its ranks; None without one. Never raises."""
     if (run := try_forecast(config, ranks)[1]) is None:
         return None
-    hardware, memory = run.query.hardware, run.stages[0].total
+    hardware, memory = run.query.hardware, run.first
     if run.step is None:
         return Predicted(None, memory, None, "")
     source = "hardware=this" if hardware.is_calibrated else "a preset"
     return Predicted(run.step.total, memory, run.mfu, f"{hardware.name} ({source})")
 
 
-def planned_memory(config: PretrainConfig, ranks: int) -> list[DeviceMemory]:
-    """The memory of the first pipeline stages, for the run's page; empty without a forecast. Never raises."""
-    _, run = try_forecast(config, ranks)
-    return [] if run is None else run.stages
-
-
 def try_forecast(config: PretrainConfig, ranks: int) -> tuple[float, Forecast | None]:
     """The bound of a small run, else its forecast; neither where there is none: it must not be in the way."""
     try:
         most = most_of_small(config, ranks)
-        return most, None if most else forecast_run(config, ranks)
+        return most, None if most else forecast(config, ranks)
     except Exception as error:
         log.debug("no forecast: %r", error)
         return 0.0, None
@@ -108,22 +95,22 @@ def most_of_small(config: PretrainConfig, ranks: int) -> float:
     return most if most < host_memory() / 4 else 0.0
 
 
-def forecast_run(config: PretrainConfig, ranks: int) -> Forecast:
-    """The forecast of a run of so many ranks that this host is part of. Raises OSError and UserError."""
-    place = read_rank_place(os.environ)
-    return forecast(config, ranks, hardware_here(config, place.local_world_size if place else ranks))
+def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig | None = None) -> Forecast:
+    """The forecast of a run on so many ranks, of this host if no hardware is given.
 
-
-def forecast(config: PretrainConfig, ranks: int, hardware: HardwareConfig) -> Forecast:
-    """The forecast of a run on so many ranks."""
+    Raises OSError and UserError.
+    """
+    if hardware is None:
+        place = read_rank_place(os.environ)
+        hardware = hardware_here(config, place.local_world_size if place else ranks)
     layout = PlannedLayout.of(config, ranks // config.parallel.replica)
     query, step, mfu = Query(run=config, hardware=hardware, gpus=ranks), None, None
     models = Models(query)
     if getattr(hardware.peak_tflops, config.precision.dtype) is not None:
         found = models.forecast(layout)
         step, mfu = found.step, as_row(query, found)["mfu"]
-    stages = [models.memory.peak(layout, stage) for stage in range(min(layout.pp, MOST_STAGES))]
-    return Forecast(query, layout, models.memory.worst(layout).total, stages, step, mfu)
+    memory = models.memory
+    return Forecast(query, layout, memory.worst(layout).total, memory.peak(layout).total, step, mfu)
 
 
 def hardware_here(config: PretrainConfig, local_ranks: int) -> HardwareConfig:
@@ -131,23 +118,25 @@ def hardware_here(config: PretrainConfig, local_ranks: int) -> HardwareConfig:
 
     So too where more ranks share a CPU than were measured. Raises OSError.
     """
-    own = calibrated()
-    if device_kind(config.dist) == "cpu":
+    own, is_cpu = calibrated(), device_kind(config.dist) == "cpu"
+    if is_cpu:
         memory = host_memory() / local_ranks / GIB
-        is_known = own is not None and own.device == "cpu" and local_ranks <= own.devices_per_node
-        known = own.for_ranks(local_ranks) if own is not None and is_known else None
-        blank = unmeasured("this machine", "cpu", 1, memory, CPU_RESERVED_GIB)
+        fits = own is not None and own.device == "cpu" and local_ranks <= own.devices_per_node
+        known = own.for_ranks(local_ranks) if own is not None and fits else None
     else:
         answer = subprocess.run(GPU_QUERY, capture_output=True, text=True, check=True, timeout=10).stdout
         name, mib = answer.strip().rsplit(", ", 1)
         memory = float(mib) / 1024
         known = own if own is not None and own.device == "gpu" else preset_of_gpu(name)
-        blank = unmeasured("this machine", "gpu", 1, memory, GPU_RESERVED_GIB)
-    return blank if known is None else replace(known, memory_gib=memory)
+    if known is not None:
+        return replace(known, memory_gib=memory)
+    device, reserved = ("cpu", CPU_RESERVED_GIB) if is_cpu else ("gpu", GPU_RESERVED_GIB)
+    blank = {"name": "this machine", "device": device, "devices_per_node": 1}
+    return unmeasured(**blank, memory_gib=memory, reserved_gib=reserved)
 
 
-def summary(run: Forecast) -> str:
-    """`needs 61.0 GiB of 79.2 GiB per GPU; 41% MFU expected (DGX A100 80GB)`."""
+def summary(run: Forecast) -> list[str]:
+    """`needs 61.0 GiB of 79.2 GiB per GPU; 41% MFU expected (DGX A100 80GB)`, and a warning if they lack."""
     hardware, capacity, ranks = run.query.hardware, run.query.memory_bytes, run.layout.gpus
     if hardware.device == "cpu":
         local = round(host_memory() / capacity)
@@ -155,18 +144,12 @@ def summary(run: Forecast) -> str:
         words = f"{need}; this host has {gib(host_memory())}"
     else:
         words = f"needs {gib(run.memory)} of {gib(capacity)} per GPU"
-    if run.step is None or run.mfu is None:
-        return words
-    name = f"{hardware.name}, {ranks} ranks" if ranks > 1 else hardware.name
-    error, assumed = time_error(hardware, run.query.run.model, ranks, run.step.unmeasured)
-    step, mfu = spread(run.step.total, error, format_seconds), spread(run.mfu, error, "{:.0%}".format)
-    name = "; ".join([name, *assumed])
-    return f"{words}; {step} a step and {mfu} MFU expected ({name})"
-
-
-def warning(run: Forecast) -> str:
-    """The memory that a layout lacks, and the command that finds others."""
-    lacks = gib(run.memory - run.query.memory_bytes)
-    return (
-        f"warning: {lacks} may be lacking; `mlm plan layouts gpus={run.layout.gpus}` finds layouts that fit"
-    )
+    if run.step is not None and run.mfu is not None:
+        name = f"{hardware.name}, {ranks} ranks" if ranks > 1 else hardware.name
+        error, assumed = time_error(hardware, run.query.run.model, ranks, run.step.unmeasured)
+        step, mfu = spread(run.step.total, error, format_seconds), spread(run.mfu, error, "{:.0%}".format)
+        words += f"; {step} a step and {mfu} MFU expected ({'; '.join([name, *assumed])})"
+    if run.memory <= capacity:
+        return [words]
+    command = f"`mlm plan layouts gpus={ranks}` finds layouts that fit"
+    return [words, f"warning: {gib(run.memory - capacity)} may be lacking; {command}"]

@@ -83,8 +83,6 @@ class HardwareConfig:
     kernel_us: Annotated[float, NOT_NEGATIVE] = 0.0
     """Time of the smallest kernel, with what starts it, microseconds; 0 where the host runs ahead of a
     GPU."""
-    power_w: Annotated[float | None, POSITIVE] = None
-    """Power of a node under load for each device, W, without cooling; null leaves out the energy."""
     is_calibrated: bool = False
     """True if `efficiency` was measured with this program, by `mlm plan calibrate`; else it is of others."""
     time_error: Annotated[float | None, POSITIVE] = None
@@ -115,7 +113,6 @@ class HardwareConfig:
             devices_per_node=ranks,
             memory_gib=self.memory_gib * share,
             memory_gbps=self.memory_gbps * share,
-            power_w=self.power_w and self.power_w * share,
             peak_tflops=PeakConfig(**peaks),
         )
 
@@ -127,23 +124,12 @@ def hardware_of(values: Mapping[str, Any]) -> HardwareConfig:
     return HardwareConfig(**{**values, "peak_tflops": peak, "efficiency": efficiency})
 
 
-def unmeasured(
-    name: str, device: Literal["gpu", "cpu"], devices_per_node: int, memory_gib: float, reserved_gib: float
-) -> HardwareConfig:
-    """Hardware of this machine of which nothing but the memory is known; each other number is 1."""
-    return HardwareConfig(
-        name=name,
-        device=device,
-        devices_per_node=devices_per_node,
-        memory_gib=memory_gib,
-        reserved_gib=reserved_gib,
-        memory_gbps=1.0,
-        node_gbps=1.0,
-        node_latency_us=1.0,
-        network_gbps=1.0,
-        network_latency_us=1.0,
-        is_calibrated=True,
-    )
+RATES = ("memory_gbps", "node_gbps", "node_latency_us", "network_gbps", "network_latency_us")
+
+
+def unmeasured(**known: Any) -> HardwareConfig:
+    """Hardware of this machine of which nothing but the memory is known; each rate is 1."""
+    return HardwareConfig(**{**dict.fromkeys(RATES, 1.0), "is_calibrated": True, **known})
 
 
 def preset(name: str) -> HardwareConfig:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlm.data.sampler import MicroBatch
+from mlm.models.family import count_distinct
 from mlm.models.stage import PipelineStage, parameter_home
 from mlm.optim.adamw import moments
 from mlm.parallel import chunks
@@ -30,10 +31,10 @@ from mlm.parallel.matmul import prepare_products
 from mlm.parallel.mesh import Axis, ExpertAxes, ParallelContext, folds_tp
 from mlm.parallel.sharding import ParameterShard
 from mlm.plan.dry_run_memory import EMBEDDING, VOCABULARY, Log
-from mlm.plan.dry_run_meter import BACKWARD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter, label_of
+from mlm.plan.dry_run_meter import BACKWARD, HEAD, OPTIMIZER, OUTSIDE, RECOMPUTED, Meter
 from mlm.plan.dry_run_rank import META, MetaAttention, batches_of, countable, tag_state
 from mlm.plan.layout import BOTH, FIRST, LAST, split_of_state
-from mlm.plan.trace import Place, Trace, TracedWatch, Work, joined
+from mlm.plan.trace import Place, TracedWatch, Work, joined
 from mlm.training import pipelined
 from mlm.training.config import PretrainConfig
 from mlm.training.trainer import Trainer
@@ -41,7 +42,7 @@ from mlm.util.errors import UserError
 
 LONGEST = 160
 """Characters of another's error in one of ours."""
-HOMES = {"head": VOCABULARY}
+HOMES = {HEAD: VOCABULARY}
 """Homes of labels that are none: the last norm is a part of the head."""
 SIZES = (1, 1, 2)
 """Samples of the micro-batches. The first makes the gradients that the others add to."""
@@ -112,15 +113,19 @@ class LayerCounts:
 
     def __init__(self, run: PretrainConfig, device: str) -> None:
         self.run, self.device = countable(run), device
+        self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(run.precision.dtype, 2)
+        """Bytes of an activation's element."""
         self._state, self._counts = cache(self._held), cache(self._count)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """Of each layer the first that is like it: of parameters of the same names and shapes."""
         model, firsts = self.run.model, dict[object, int]()
+        built = count_distinct(model)
         with without_numbers(self.run), META:
-            module = model.family.model(model, stage=PipelineStage(range(model.num_layers), False, False))
-        return tuple(firsts.setdefault(signature(layer), int(n)) for n, layer in module.layers.items())
+            module = model.family.model(model, stage=PipelineStage(range(built), False, False))
+        kinds = [firsts.setdefault(signature(layer), int(n)) for n, layer in module.layers.items()]
+        return (*kinds, *[kinds[-1]] * (model.num_layers - built))
 
     def state(self, split: ParallelConfig, home: str) -> list[Held]:
         """The parameters of a home: FIRST, LAST, BOTH or the number of a kind of layer."""
@@ -159,16 +164,15 @@ class LayerCounts:
     def _count(self, split: ParallelConfig, sizes: tuple[int, ...], has_layers: bool) -> Counts:
         numbers = sorted(set(self.kinds)) if has_layers or self.run.lora.rank else []  # as above
         stage = PipelineStage(numbers, True, True)  # type: ignore[arg-type]  # any layers, in order
-        trace = Trace() if has_layers and split.recompute != "full" else None  # of that memory alone
-        with self._trainer(split, stage, trace) as (trainer, meter):
+        with self._trainer(split, stage) as (trainer, meter):
             return count_passes(trainer, meter, sizes)
 
     @contextmanager
     def _trainer(
-        self, split: ParallelConfig, stage: PipelineStage, trace: Trace | None = None
+        self, split: ParallelConfig, stage: PipelineStage
     ) -> Iterator[tuple[Trainer[MicroBatch], Meter]]:
         """The trainer of a rank that holds this stage alone, and the meter that follows it."""
-        meter = Meter("meta", trace)
+        meter = Meter("meta", is_traced=True)
         ctx = split_context(split, meter)
         prepare_products(META)
         with ExitStack() as stack:
@@ -224,7 +228,7 @@ def counts_of(run: PretrainConfig, device: str) -> LayerCounts:
 def signature(layer: nn.Module) -> object:
     """Parameters of a layer, by name and shape, and the classes of its modules."""
     shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-    return shapes, tuple(type(module) for module in layer.modules())
+    return shapes, tuple(map(type, layer.modules()))
 
 
 def held(shard: ParameterShard, trainer: Trainer[MicroBatch], cast_bytes: int) -> Held:
@@ -248,8 +252,7 @@ def held(shard: ParameterShard, trainer: Trainer[MicroBatch], cast_bytes: int) -
 
 def split_context(split: ParallelConfig, meter: Meter) -> ParallelContext:
     """A rank among others that answer at once, without a default process group."""
-    watch = TracedWatch()
-    watch.trace = meter.trace
+    watch = TracedWatch(meter.trace)
 
     def axis(name: str, size: int) -> Axis:
         if size == 1:
@@ -268,29 +271,20 @@ def split_context(split: ParallelConfig, meter: Meter) -> ParallelContext:
     return ParallelContext(tp=tp, cp=axis("cp", split.cp), experts=experts, world_size=size, device=META)
 
 
-def home_of(name: str) -> str:
-    """The home of a module by its name in a stage: a layer's number, the embedding or the head."""
-    words = name.split(".")
-    return words[1] if words[0] == "layers" and len(words) > 1 else label_of(name)
-
-
 def count_passes(trainer: Trainer[MicroBatch], meter: Meter, sizes: tuple[int, ...]) -> Counts:
     """Run micro-batches of these sizes and an optimizer's step, and take apart what the meter saw."""
     tag_state(trainer, meter)
-    names = {module: name for chunk in trainer.model.chunks for name, module in chunk.named_modules()}
-    batches, trace = batches_of(trainer.config, sizes), meter.trace or Trace()
-    with meter.watching(names, home_of):
+    batches, trace = batches_of(trainer.config, sizes), meter.trace
+    with meter.watching(trainer.model.chunks):
         trace.begin_pass()
         before, log = len(trace.passes), meter.log
         parts = trainer.forward_backward(batches)
         begins = [*log.pass_begins, len(log.events)]
         trace.begin_pass()
-        if meter.trace is not None:
-            with meter.during(OPTIMIZER):
-                trainer.reduce_gradients()
-                trainer.clip_and_update(parts)
+        with meter.during(OPTIMIZER):
+            trainer.reduce_gradients()
+            trainer.clip_and_update(parts)
     casts, *works, update = trace.passes[before - 1 :]
-    works = works or [defaultdict(Work) for _ in sizes]  # of memory alone
     homes = [EMBEDDING, *trainer.model.chunks[0].layers, VOCABULARY]
     found = [
         PassCounts(by_home(work), *memory_of(log, begin, end, homes))
@@ -317,7 +311,6 @@ def by_home(work: dict[Place, Work]) -> dict[Place, Work]:
 
 def memory_of(log: Log, begin: int, end: int, homes: list[str]) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that are kept by home, and those that work on top of them, of the pass of these events."""
-    places = {home: n for n, home in enumerate(homes)}
     kept = dict.fromkeys(homes, 0)
     for block, change in log.events[begin:end]:
         if change > 0 and block.is_kept and block.part is None:
@@ -327,7 +320,7 @@ def memory_of(log: Log, begin: int, end: int, homes: list[str]) -> tuple[dict[st
     for block, change in log.events[begin:end]:
         live += change
         label = HOMES.get(block.label, block.label)
-        home = label if label in places and change > 0 else home
+        home = label if label in kept and change > 0 else home
         if change > 0 and (block.phase in (BACKWARD, RECOMPUTED) or home == homes[-1]):
             working[home] = max(working[home], live - until[home])
     return kept, working

@@ -23,8 +23,8 @@ from mlm.plan.report import (
     as_row,
     fit,
     format_seconds,
-    layout_cautions,
     memory_row,
+    node_cautions,
     show_table,
     spread,
     time_caution,
@@ -59,8 +59,10 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
         result = (search_leanest if config.goal == "memory" else search)(query, config.show)
     if not result.best:
         raise UserError(too_large(query, result))
-    priced = [(each, share(each.layout.gpus)) for each in result.best]
-    rows = [as_row(query, each, config.tokens, config.price_per_gpu_hour, its) for each, its in priced]
+    rows = [
+        as_row(query, each, config.tokens, config.price_per_gpu_hour, share(each.layout.gpus))
+        for each in result.best
+    ]
     screen.print(title(config, query))
     show_layouts(rows, screen)
     best = result.best[0]
@@ -68,7 +70,7 @@ def run(config: PlanLayoutsConfig) -> SearchResult:
     if progress := goodput(config.failures, best.layout.gpus):
         failure, interval = map(format_seconds, (progress.failure_s, progress.interval_s))
         line = f"goodput {progress.share:.1%}: a failure every {failure}, a checkpoint every {interval}"
-        screen.print(f"{line}; days, energy and price include it")
+        screen.print(f"{line}; days and price include it")
     for line in notes(query, best):
         screen.print(line)
     screen.print(f"\n{command_line(config, best.layout)}")
@@ -92,7 +94,7 @@ def title(config: PlanLayoutsConfig, query: Query) -> str:
 
 def show_layouts(rows: Sequence[Row], screen: Console) -> None:
     """The table of layouts."""
-    headings = {"days": "days", "energy_mwh": "MWh", "price": "price"}
+    headings = {"days": "days", "price": "price"}
     if len({row["gpus"] for row in rows}) > 1:
         headings = {"gpus": "GPUs", "gpu_hours_per_billion": "GPUh/Gtok", **headings}
     more = [key for key in headings if rows[0][key] is not None]
@@ -142,9 +144,8 @@ def footnote(result: SearchResult, goal: str) -> str:
 
 def notes(query: Query, best: LayoutForecast) -> list[str]:
     """Lines on how far the best layout's numbers can be trusted."""
-    cautions = layout_cautions(query.hardware, query.run.model, query.run.data.seq_length, best.layout)
     _, assumed = time_error(query.hardware, query.run.model, best.layout.gpus, best.step.unmeasured)
-    return [*time_caution(assumed), *cautions]
+    return [*time_caution(assumed), *node_cautions(query.hardware, best.layout)]
 
 
 def too_large(query: Query, result: SearchResult) -> str:
@@ -182,7 +183,7 @@ def compare(config: PlanCompareConfig) -> tuple[LayoutForecast, LayoutForecast]:
         screen.print(f"{name}: {each.layout.label} on {query.gpus} GPUs; {took} a step; the fullest {needs}")
     ratio, more = b.step.total / a.step.total, b.layout.gpus / a.layout.gpus
     screen.print(f"B takes {ratio:.3g} times the time of A and {ratio * more:.3g} times its GPU-hours")
-    for line in time_caution(list(reasons)):
+    for line in time_caution(reasons):
         screen.print(line)
     write_rows(config, "compare", {"layouts": rows}, screen)
     return a, b
@@ -219,7 +220,7 @@ def memory(config: PlanMemoryConfig) -> dict[int, DeviceMemory]:
     show_table(screen, "", ("", *(f"rank {rank}#" for rank in peaks)), memory_lines(rows))
     rank, fullest = max(peaks.items(), key=lambda each: each[1].total)
     screen.print(f"rank {rank} {fit(fullest.total, capacity)}")
-    for line in layout_cautions(hardware, config.model, seq, layout):
+    for line in node_cautions(hardware, layout):
         screen.print(line)
     write_rows(config, "memory", {"memory_bytes_per_gpu": capacity, "ranks": rows}, screen)
     return peaks

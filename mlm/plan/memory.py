@@ -83,9 +83,7 @@ class MemoryModel:
 
     def __init__(self, counts: "LayerCounts", reserved: float = 0.0) -> None:
         self.counts, self.run, self.reserved = counts, counts.run, reserved
-        dtype = self.run.precision.dtype
-        self.element = {"fp32": 4, "tf32": 4, "fp64": 8}.get(dtype, 2)
-        self.master = max(4, self.element)
+        self.element, self.master = counts.element, max(4, counts.element)
         self._states = cache(self._state)
 
     def peak(self, layout: PlannedLayout, stage_rank: int = 0, dp_rank: int = 0) -> DeviceMemory:
@@ -227,7 +225,7 @@ class MemoryModel:
         first, usual = (
             each.working[VOCABULARY] + each.kept[VOCABULARY] for each in (counts.alone, counts.passes[0])
         )
-        waits = last_in_flight(layout) - 1
+        waits = layout.micro_batches - 1 if layout.pipeline == "gpipe" else 0  # besides the newest
         waiting = waits * counts.passes[0].kept[VOCABULARY]
         if waits and layout.zero == 0 and layout.dp * layout.cp > 1:
             # losses add to the head's gradient, which joins the flat buffer in the first backward pass
@@ -274,11 +272,6 @@ def in_flight(layout: PlannedLayout, stage_rank: int) -> int:
     if v == 1:
         return min(p - stage_rank, m)
     return min((v + 1) * p - 2 * stage_rank - 1, v * m)
-
-
-def last_in_flight(layout: PlannedLayout) -> int:
-    """Micro-batches between the loss and its backward on the last stage."""
-    return layout.micro_batches if layout.pipeline == "gpipe" else 1
 
 
 def gib(size: float) -> str:

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,6 @@ from mlm.util.terminal import PlainScreen, add_row, table
 
 HOUR, DAY = 3600.0, 86400.0
 WIDTH = 100  # columns of the widest table
-LONG_SEQUENCE = 8192
-"""Tokens from which on a length that was not typed is worth a line: a model's most positions."""
 MOST_UNMEASURED = 0.1
 """Share of the products' time that may be of sizes that were not measured."""
 UNKNOWN_ERROR = 0.5
@@ -39,7 +37,7 @@ def as_row(
 ) -> Row:
     """A layout as a flat row: settings, numbers, seconds and bytes by part.
 
-    Days, energy and price are those of so many tokens, at the price of a GPU for an hour, with this share of
+    Days and price are those of so many tokens, at the price of a GPU for an hour, with this share of
     the time progress.
     """
     layout, step, memory = forecast.layout, forecast.step, forecast.memory
@@ -47,7 +45,7 @@ def as_row(
     counted, rate = (query.run.model, seq, batch), batch * seq / seconds
     per_gpu = 1 / (seconds * layout.gpus * 1e12)
     model = model_flops(*counted, layout.tp) * per_gpu
-    length, power = None if tokens is None else tokens / rate / share, query.hardware.power_w
+    length = None if tokens is None else tokens / rate / share
     sizes = ("micro_batch", "global_batch")
     settings = {name: getattr(layout, name) for name in DEFAULTS if name not in sizes}
     return {
@@ -64,7 +62,6 @@ def as_row(
         "days": None if length is None else length / DAY,
         "gpus": layout.gpus,
         "gpu_hours_per_billion": 1e9 / rate / share / HOUR * layout.gpus,
-        "energy_mwh": None if length is None or power is None else length / HOUR * power * layout.gpus / 1e6,
         "price": None if length is None or price is None else length / HOUR * layout.gpus * price,
         "bubble": step.bubble,
         **{f"{name}_s": value for name, value in step.parts.items()},
@@ -125,13 +122,10 @@ def time_error(
     return (known or UNKNOWN_ERROR if assumed else 0.0), assumed
 
 
-def time_caution(assumed: Sequence[str]) -> list[str]:
+def time_caution(assumed: Iterable[str]) -> list[str]:
     """A line on what times rest on that was not measured."""
-    return (
-        [f"times are ranges, and speeds of their middle: they rest on {' and '.join(assumed)}"]
-        if assumed
-        else []
-    )
+    reasons = " and ".join(assumed)
+    return [f"times are ranges, and speeds of their middle: they rest on {reasons}"] if reasons else []
 
 
 def spread(value: float, error: float, form: Callable[[float], str]) -> str:
@@ -143,20 +137,15 @@ def spread(value: float, error: float, form: Callable[[float], str]) -> str:
     return f"{number if high.endswith(f' {unit}') else low}-{high}"
 
 
-def layout_cautions(
-    hardware: HardwareConfig, model: ModelConfig, seq: int, layout: PlannedLayout
-) -> list[str]:
-    """Lines on a sequence as long as the model's positions, and on tp across nodes."""
-    lines = []
-    if seq == model.max_positions > LONG_SEQUENCE:
-        fix = f"data.seq_length={LONG_SEQUENCE} plans shorter ones"
-        lines.append(f"sequences are as long as the model's positions, {seq:,}; {fix}")
-    if hardware.device == "gpu" and layout.tp > hardware.devices_per_node:
-        lines.append(
-            f"warning: tp={layout.tp} crosses nodes of {hardware.devices_per_node}: the network carries each "
-            f"layer's all-reduces (arXiv:2104.04473, section 3.2); use tp={hardware.devices_per_node} or less"
-        )
-    return lines
+def node_cautions(hardware: HardwareConfig, layout: PlannedLayout) -> list[str]:
+    """A line on tp across nodes."""
+    node = hardware.devices_per_node
+    if hardware.device == "cpu" or layout.tp <= node:
+        return []
+    return [
+        f"warning: tp={layout.tp} crosses nodes of {node}: the network carries each layer's all-reduces "
+        f"(arXiv:2104.04473, section 3.2); use tp={node} or less"
+    ]
 
 
 def wide_screen() -> Console:

@@ -3,16 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from mlm.parallel.config import Schedule
 from mlm.parallel.pipeline.actions import Cost, Plan
 from mlm.parallel.pipeline.lower import DEFAULT_COST, lower
 from mlm.parallel.pipeline.schedules import build_schedule
-from mlm.parallel.pipeline.simulate import Step, ordered
+from mlm.parallel.pipeline.simulate import Step, ordered, times_of
 from mlm.plan.config import PlanScheduleConfig
-from mlm.plan.drawing import draw, svg_file
+from mlm.plan.drawing import draw
 from mlm.util.results import save_result
 from mlm.util.terminal import console
 
@@ -32,10 +31,7 @@ def run(config: PlanScheduleConfig) -> Plan:
     screen.print(f"makespan  {plan.makespan:.6g}; {plan.makespan / (1 + plan.bubble):.6g} without the bubble")
     held = " ".join(map(str, plan.peak_in_flight))
     screen.print(f"in flight {held}: micro-batches of which a rank holds activations, in each of its chunks")
-    caption = f"{title(config)}   bubble {plan.bubble:.2%}   makespan {plan.makespan:.6g}"
-    if config.out is not None:
-        is_picture = Path(config.out).suffix == ".svg"
-        save_result(config.out, svg_file(plan, caption) if is_picture else record(plan, config), screen.print)
+    save_result(config.out, record(plan, config), screen.print)
     return plan
 
 
@@ -86,26 +82,10 @@ def pipeline_time(name: Schedule, p: int, v: int, m: int, costs: Sequence[Cost])
 
 def _simulated(steps: list[Step], p: int, costs: Sequence[Cost], *, split: bool) -> tuple[float, float]:
     """Time of the last end, and of p micro-batches at the end of the last stage."""
-    durations = [
-        (cost.forward, cost.input_gradient if split else cost.backward, cost.weight_gradient)
-        for cost in costs
-    ]
-    transfers, last = [cost.transfer for cost in costs], len(costs) - 1
-    free, ends, losses = [0.0] * p, list[float](), list[float]()
-    for stage, rank, op, producer, source, _ in steps:
-        start = free[rank]
-        if producer >= 0:
-            arrival = ends[producer]
-            if source != stage:
-                arrival += transfers[source]
-            if arrival > start:
-                start = arrival
-        start += durations[stage][op]
-        free[rank] = start
-        ends.append(start)
-        if op == 1 and stage == last:
-            losses.append(start)
-    return max(free), losses[-1] - losses[-1 - p] if len(losses) > p else 0.0
+    _, ends = times_of(steps, p, costs, split=split)
+    last = len(costs) - 1
+    losses = [end for step, end in zip(steps, ends, strict=True) if step.op == 1 and step.stage == last]
+    return max(ends), losses[-1] - losses[-1 - p] if len(losses) > p else 0.0
 
 
 @cache

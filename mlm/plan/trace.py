@@ -56,8 +56,19 @@ class Message(NamedTuple):
     axis: str
     operation: str
     ranks: int
+    """Size of the axis."""
     bytes: int
-    number: int
+    """Of the whole tensor, that is the gathered one, or the one that is reduced and scattered."""
+    number: int = 0
+    """Among all of a trace; 0 for the kind of message."""
+
+    @property
+    def ring_bytes(self) -> float:
+        """Bytes that this rank sends, if collectives go round a ring."""
+        n = self.ranks
+        share = {"all-reduce": 2 * (n - 1) / n, "receive": 0.0}
+        share |= dict.fromkeys(("all-gather", "reduce-scatter"), (n - 1) / n)
+        return self.bytes * share.get(self.operation, 1.0)
 
 
 class Waited(NamedTuple):
@@ -117,12 +128,12 @@ class Trace:
                 self.work[place].events.append(Waited(self._under_way[axis].pop(0)))
             self._wait = None
 
-    def message(self, place: Place, axis: str, operation: str, ranks: int, size: int) -> None:
+    def message(self, place: Place, message: Message) -> None:
         """Note a communication."""
         self.place, self._wait = place, None
         self._messages += 1
-        self._under_way[axis].append(self._messages)
-        self.work[place].events.append(Message(axis, operation, ranks, size, self._messages))
+        self._under_way[message.axis].append(self._messages)
+        self.work[place].events.append(message._replace(number=self._messages))
 
     def operator(
         self, place: Place, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, flops: int
@@ -186,12 +197,13 @@ class Trace:
 class TracedWatch(Watch):
     """Tells a trace where a program begins communications and waits for them."""
 
-    trace: Trace | None = None
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
 
     def waiting(self, op: str, axis: str, ranks: tuple[int, ...], limit_s: float | None = None) -> Wait:
         """As of Watch."""
-        if self.trace is not None:
-            self.trace.waiting(axis)
+        self.trace.waiting(axis)
         return super().waiting(op, axis, ranks, limit_s)
 
 

@@ -22,7 +22,7 @@ from mlm.util.ownership import KINDS, STDOUT, file_type_name, kind_of_folder, ma
 
 Content = bytes | Callable[[BinaryIO], None]
 """Bytes, or a function that writes them to an open file."""
-HEAD = 1 << 12  # bytes of a picture that name its software
+HEAD = 1 << 12  # bytes of a page that name its software
 LARGEST_PARSED = 1 << 26  # bytes of JSON that are parsed to recognise it
 GENERATED = frozenset(("prompt", "sample", "continuation", "tokens", "stop", "seed"))
 """Keys of a line that `mlm generate out=` writes."""
@@ -36,12 +36,8 @@ NO_RESULTS = ("mlm-checkpoint", "mlm-corpus", "mlm-folder")
 VERSIONS = frozenset(("versions", "versions_here"))
 """Keys by which a result names the version of mlm that wrote it."""
 WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
-CREATOR = "mlm"
-"""Software named in our pictures."""
-HTML_MARK = f'<meta name="generator" content="{CREATOR}">'
+HTML_MARK = '<meta name="generator" content="mlm">'
 """In the head of our pages."""
-MARKS = (b"Software\0" + CREATOR.encode(), f"<dc:title>{CREATOR}".encode(), HTML_MARK.encode())
-"""In the heads of our PNG, SVG and HTML files."""
 CALIBRATION_MARK = b"# Measured by `mlm plan calibrate`"
 """Beginning of a YAML of hardware that `mlm plan calibrate` writes."""
 BEGINNINGS = (
@@ -206,8 +202,8 @@ def is_result(path: Path) -> bool:
     size, head = path.stat().st_size, read_regular(path, HEAD)
     if size == 0 or head.startswith(BEGINNINGS):
         return True
-    if head.startswith((b"\x89PNG", b"<!doctype html>")) or b"<svg" in head:
-        return any(mark in head for mark in MARKS)
+    if head.startswith(b"<!doctype html>"):
+        return HTML_MARK.encode() in head
     if not head.lstrip().startswith(b"{"):
         return False
     with open(path, "rb") as f:

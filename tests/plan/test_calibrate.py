@@ -11,7 +11,7 @@ from mlm.config.cli import main
 from mlm.models.config import ModelConfig
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.mesh import ParallelContext
-from mlm.plan.calibrate import fit, fit_link, implausible, measure, of_kind, on_rank
+from mlm.plan.calibrate import fit, fit_link, measure, of_kind, on_rank
 from mlm.plan.calibrate_measure import Measurements, Timing, Workload
 from mlm.plan.checks import check_plan_calibrate
 from mlm.plan.config import CalibrationJob, PlanCalibrateConfig
@@ -176,7 +176,7 @@ def test_interrupting_a_calibration_ends_with_130_and_keeps_nothing(
 def test_more_ranks_than_a_host_is_started_with_are_rejected() -> None:
     (problem,) = check_plan_calibrate(PlanCalibrateConfig(ranks=9_999_999))
     assert problem.keys == ("ranks",)
-    assert problem.fix.startswith("use ranks=64 or less")
+    assert problem == "ranks=9999999 must be at most 64"
     assert not check_plan_calibrate(PlanCalibrateConfig(ranks=64))
 
 
@@ -204,12 +204,6 @@ def test_waiting_for_a_processor_is_counted() -> None:
     if not Path("/proc/self/schedstat").exists():
         pytest.skip("this kernel does not count waits")
     assert float(done.stdout) > 0.05
-
-
-def test_numbers_that_no_machine_has_are_named() -> None:
-    assert implausible(TRUE) == []
-    slow = replace(TRUE, memory_gbps=0.4, efficiency=replace(TRUE.efficiency, attention=0.02))
-    assert implausible(slow) == ["memory_gbps=0.4", "efficiency.attention=0.02"]
 
 
 def interrupted(*_: object) -> None:

@@ -43,7 +43,7 @@ def test_sound_settings_have_no_problem(overrides: list[str]) -> None:
         (["vp=2", "pipeline=zb_h1"], ["vp"], "use pipeline=1f1b or vp=1"),
         (["micro_batches=100000"], ["micro_batches"], "use micro_batches=62500 or fewer"),
         ([f"pp={MAX_COMPUTATIONS}"], ["micro_batches"], "use a smaller pp or vp"),
-        (["pp=0", "vp=2", "pipeline=zb_h1", "out=a"], ["pp", "vp", "out"], "use out=a.svg"),
+        (["pp=0", "vp=2", "pipeline=zb_h1", "out=a"], ["pp", "vp", "out"], "use out=a.json"),
     ],
 )
 def test_problems_come_together_with_key_and_fix(overrides: list[str], keys: list[str], fix: str) -> None:
@@ -58,35 +58,21 @@ def test_remedy_for_a_long_schedule_has_no_problem_itself() -> None:
     assert problems_of("pp=96", "vp=7", remedy) == []
 
 
-@pytest.mark.parametrize(
-    "out, remedy",
-    [
-        ("a.svgz", "a.svg"),
-        ("a", "a.svg"),
-        ("..", "schedule.svg"),
-    ],
-)
+@pytest.mark.parametrize(("out", "remedy"), [("a.jsn", "a.json"), ("a", "a.json"), ("..", "schedule.json")])
 def test_unknown_ending_gets_the_nearest(out: str, remedy: str) -> None:
-    assert problems_of(f"out='{out}'") == [f"out={out} must end in .svg or .json; use out={remedy}"]
+    assert problems_of(f"out='{out}'") == [f"out={out} must end in .json; use out={remedy}"]
 
 
 def test_folder_that_does_not_exist_yet_is_no_problem(tmp_path: Path) -> None:
-    assert problems_of(f"out={tmp_path}/new/folder/a.svg") == []
+    assert problems_of(f"out={tmp_path}/new/folder/a.json") == []
 
 
 def test_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (problem,) = problems_of(f"out={tmp_path}/file/b/a.svg")
+    (problem,) = problems_of(f"out={tmp_path}/file/b/a.json")
     assert problem.endswith(
-        f"{tmp_path}/file is no folder that can be written; name a file in one that is, such as out=a.svg"
+        f"{tmp_path}/file is no folder that can be written; name a file in one that is, such as out=a.json"
     )
-
-
-def test_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.svg").mkdir()
-    assert problems_of(f"out={tmp_path}/a.svg") == [
-        f"out={tmp_path}/a.svg is a folder; use out={tmp_path}/a.svg/schedule.svg"
-    ]
 
 
 @pytest.mark.parametrize(

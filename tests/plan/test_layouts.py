@@ -159,8 +159,8 @@ def test_memory_of_both_ends_and_of_a_rank(tmp_path: Path, capsys: pytest.Captur
 def test_one_rank_of_a_cpu_host_has_all_of_it_in_every_command(tmp_path: Path) -> None:
     """It equals a host of one device with the memory, peak and power of all four."""
     values = yaml.safe_load((CONFIG_DIR / "hardware/dgx_a100_80g.yaml").read_text())
-    scaled = ("memory_gib", "memory_gbps", "power_w")
-    hosts = [{**values, "device": "cpu", "devices_per_node": 4, "memory_gib": 2, "power_w": 100}]
+    scaled = ("memory_gib", "memory_gbps")
+    hosts = [{**values, "device": "cpu", "devices_per_node": 4, "memory_gib": 2}]
     hosts.append({**hosts[0], "devices_per_node": 1, **{key: 4 * hosts[0][key] for key in scaled}})
     hosts[1]["peak_tflops"] = {name: 4 * peak for name, peak in values["peak_tflops"].items()}
     commands = [["layouts", "gpus=1", "tokens=1e9"], ["compare", "tp1", "tp1 mb2"], ["memory"]]
@@ -324,13 +324,8 @@ def test_hardware_that_cannot_be_is_one_line(
     assert message in line
 
 
-def test_a_long_sequence_and_tp_across_nodes_are_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=llama3_70b", "tp=16", "hardware=dgx_h100", "train.global_batch_size=16"]
-    assert main(["plan", "memory", *words]) == 0
-    printed = capsys.readouterr().out
-    assert "as the model's positions, 131,072; data.seq_length=8192 plans shorter ones" in printed
-    assert "warning: tp=16 crosses nodes of 8" in printed
-    assert main(["plan", "memory", *words, "tp=8", "data.seq_length=8192"]) == 0
-    printed = capsys.readouterr().out
-    assert "positions" not in printed
-    assert "crosses" not in printed
+def test_tp_across_nodes_is_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=llama3_70b", "hardware=dgx_h100", "train.global_batch_size=16", "data.seq_length=8192"]
+    for tp, crosses in ((16, True), (8, False)):
+        assert main(["plan", "memory", *words, f"tp={tp}"]) == 0
+        assert (f"warning: tp={tp} crosses nodes of 8" in capsys.readouterr().out) == crosses

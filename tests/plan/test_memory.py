@@ -168,3 +168,16 @@ def test_both_ends_of_a_pipeline_exchange_the_gradient_of_a_tied_table() -> None
         memory, table = memory_of(model), 4 * model.padded_vocab_size(2) // 2 * 48
         found = [memory.optimizer_steps(layout, rank, memory.state(layout, rank)) for rank in range(3)]
         assert [parts["communication"] for parts in found] == [table * size for size in sizes]
+
+
+def test_layers_that_are_alike_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, build = [], TransformerLayer.__init__
+
+    def count(self: TransformerLayer, *args: Any, **kwargs: Any) -> None:
+        built.append(self)
+        build(self, *args, **kwargs)
+
+    monkeypatch.setattr(TransformerLayer, "__init__", count)
+    peak = memory_of(replace(GPT2, num_layers=2000)).peak(PlannedLayout(global_batch=4))
+    assert peak.parameters > 2000 * 12 * 48**2
+    assert len(built) < 20

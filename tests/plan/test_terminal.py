@@ -65,7 +65,7 @@ def test_long_schedule_shows_its_start() -> None:
     text = drawn(plan(m=400))
     assert lines(text, 0)[0].startswith("rank 0  F0--F1--F2--F3--....")
     assert len(text.splitlines()) < 80
-    (left_out,) = re.findall(r"… the rest, from (\S+) on, is left out; out=schedule.svg draws all …", text)
+    (left_out,) = re.findall(r"… the rest, from (\S+) on, is left out; out=schedule.json holds all …", text)
     shown = sum(len(line) - 8 for line in lines(text, 0))
     assert float(left_out) == shown / 4 < 1209
 

@@ -416,18 +416,6 @@ def test_minus_is_standard_output(name: str, tmp_path: Path, capfd: pytest.Captu
         assert main([*words, f"out={tmp_path / 'result.json'}"]) == 0
 
 
-def test_pictures_of_mlm_are_replaced_and_others_are_not(tmp_path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    words, mine = ["plan", "schedule", "pp=2", "micro_batches=2"], tmp_path / "mine.svg"
-    Figure().savefig(mine)
-    before = mine.read_bytes()
-    assert main([*words, f"out={mine}"]) == 2
-    assert mine.read_bytes() == before
-    for micro_batches in (2, 4):
-        assert main([*words, f"micro_batches={micro_batches}", f"out={tmp_path / 'ours.svg'}"]) == 0
-
-
 def test_results_are_whole_and_keep_permissions(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     file.write_bytes(OURS)

@@ -19,8 +19,6 @@ RESULTS = {
     "plan": b'{"format": "mlm-schedule-1"}',
     "generated": b'{"prompt":"","sample":0,"continuation":"","tokens":[],"stop":"eod","seed":1}\n',
     "samples": b'{"task": "lambada", "protocol": "strict"}\n{"task": "lambada", "protocol": "strict"}\n',
-    "svg": b'<?xml version="1.0"?><svg><metadata><dc:title>mlm plan</dc:title></metadata></svg>',
-    "png": b"\x89PNG\r\n\x1a\n....tEXtSoftware\0mlm....",
     "empty": b"",
 }
 FOREIGN = {

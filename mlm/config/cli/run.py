@@ -46,7 +46,7 @@ LAUNCH = "mlm.launch.start"
 SWEEP_TABLE = "mlm.tracking.sweep"
 SWEEPS = "runs/sweeps"
 """Folder for the jobs of sweeps whose `out` is not set."""
-FILES = (".html", ".json", ".jsonl", ".svg", ".png")  # an `out` that ends so is one file, any other a folder
+FILES = (".html", ".json", ".jsonl")  # an `out` that ends so is one file, any other a folder
 LONGEST_FOLDER = 120  # characters of a sweep's job folder; file systems reject names above 255 bytes
 
 

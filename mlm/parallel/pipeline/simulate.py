@@ -1,6 +1,6 @@
 """Who needs what from whom in a pipeline, and when each action of a schedule would run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from mlm.parallel.pipeline.actions import Action, Cost, Op, Schedule, ScheduleError, TimedAction
@@ -93,22 +93,39 @@ def simulate(schedule: Schedule, *, cost: Cost) -> list[Computed]:
     arrived; transfers take `cost.transfer` and never wait for one another.
     """
     p, v = len(schedule), num_chunks(schedule)
-    durations = _durations(schedule, cost)
-    free: list[float] = [0] * p
-    computed: list[Computed] = []
-    for stage, rank, _, producer, source, action in ordered(schedule):
+    steps, split = ordered(schedule), any(action.op is Op.WEIGHT for action in schedule[0])
+    starts, ends = times_of(steps, p, [cost] * (p * v), split=split)
+    return [
+        Computed(rank, TimedAction(action, start, end), consumer(rank, action, p=p, v=v))
+        for (_, rank, *_, action), start, end in zip(steps, starts, ends, strict=True)
+    ]
+
+
+def times_of(
+    steps: Iterable[Step], p: int, costs: Sequence[Cost], *, split: bool
+) -> tuple[list[float], list[float]]:
+    """Starts and ends of steps on p ranks; `costs` are those of the stages.
+
+    `split` if weight gradients are computed apart.
+    """
+    durations = [
+        (cost.forward, cost.input_gradient if split else cost.backward, cost.weight_gradient)
+        for cost in costs
+    ]
+    transfers, free = [cost.transfer for cost in costs], [0.0] * p
+    starts, ends = list[float](), list[float]()
+    for stage, rank, op, producer, source, _ in steps:
         start = free[rank]
         if producer >= 0:
-            start = max(start, computed[producer].span.end + (cost.transfer if source != stage else 0))
-        end = free[rank] = start + durations[action.op]
-        computed.append(Computed(rank, TimedAction(action, start, end), consumer(rank, action, p=p, v=v)))
-    return computed
-
-
-def _durations(schedule: Schedule, cost: Cost) -> dict[Op, float]:
-    split = any(action.op is Op.WEIGHT for action in schedule[0])
-    backward = cost.input_gradient if split else cost.backward
-    return {Op.FORWARD: cost.forward, Op.BACKWARD: backward, Op.WEIGHT: cost.weight_gradient}
+            arrival = ends[producer]
+            if source != stage:
+                arrival += transfers[source]
+            if arrival > start:
+                start = arrival
+        starts.append(start)
+        free[rank] = start + durations[stage][op]
+        ends.append(free[rank])
+    return starts, ends
 
 
 def _wait(rank: int, action: Action, p: int, v: int) -> str:

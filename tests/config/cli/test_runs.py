@@ -144,7 +144,7 @@ class TestSweeps:
         "line, name",
         [
             ("eval loss -m ckpt=. batch_size=1,2", "eval_loss.json"),
-            ("plan schedule -m pp=2,4 out=o/a.svg", "a.svg"),
+            ("plan schedule -m pp=2,4 out=o/a.json", "a.json"),
         ],
     )
     def test_result_files_do_not_collide(self, cli: Cli, line: str, name: str) -> None:
@@ -184,7 +184,7 @@ class TestSweeps:
         assert cli("pretrain data=synthetic -m --config-dir own model=broken,gpt2_tiny") == 2
         assert [c.model.hidden_size for c in cli.launched.configs] == [64]
 
-    @pytest.mark.parametrize("line", [f"{SOUND} -m tp=1,2 out=o", "plan schedule -m pp=2,4 out=o/a.svg"])
+    @pytest.mark.parametrize("line", [f"{SOUND} -m tp=1,2 out=o", "plan schedule -m pp=2,4 out=o/a.json"])
     def test_an_interrupt_starts_no_further_job(self, cli: Cli, line: str) -> None:
         cli.launched.run = raising(KeyboardInterrupt())
         assert cli(line) == 130
