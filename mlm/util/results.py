@@ -40,8 +40,9 @@ CREATOR = "mlm"
 """Software named in our pictures."""
 HTML_MARK = f'<meta name="generator" content="{CREATOR}">'
 """In the head of our pages."""
-MARKS = (b"Software\0" + CREATOR.encode(), f"<dc:title>{CREATOR}".encode(), HTML_MARK.encode())
-"""In the heads of our PNG, SVG and HTML files."""
+GGUF_MARK = b"general.quantized_by\x08\0\0\0\x03\0\0\0\0\0\0\0" + CREATOR.encode()
+MARKS = (b"Software\0" + CREATOR.encode(), f"<dc:title>{CREATOR}".encode(), HTML_MARK.encode(), GGUF_MARK)
+"""In the heads of our PNG, SVG, HTML and GGUF files."""
 CALIBRATION_MARK = b"# Measured by `mlm plan calibrate`"
 """Beginning of a YAML of hardware that `mlm plan calibrate` writes."""
 BEGINNINGS = (
@@ -206,7 +207,7 @@ def is_result(path: Path) -> bool:
     size, head = path.stat().st_size, read_regular(path, HEAD)
     if size == 0 or head.startswith(BEGINNINGS):
         return True
-    if head.startswith((b"\x89PNG", b"<!doctype html>")) or b"<svg" in head:
+    if head.startswith((b"\x89PNG", b"<!doctype html>", b"GGUF")) or b"<svg" in head:
         return any(mark in head for mark in MARKS)
     if not head.lstrip().startswith(b"{"):
         return False
