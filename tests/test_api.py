@@ -294,7 +294,9 @@ class TestGenerate:
         [
             ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
             ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4: must be 0 to max_new_tokens=3"),
-            ({"temperature": -1.0}, "temperature=-1.0: must be 0 or more"),
+            ({"temperature": "hot"}, "temperature=hot: must be a number"),
+            ({"seed": 1.5}, "seed=1.5: must be an integer"),
+            ({"temperature": -1.0}, "temperature=-1.0: must be finite and 0 or more"),
             ({"top_p": 0.0}, "top_p=0.0: must be above 0"),
             ({"stop": ""}, 'stop="": would end'),
         ],
@@ -558,3 +560,28 @@ def test_gpt2_of_one_process_trains_without_layout_or_scale() -> None:
     loss.backward()
     assert loss.item() == pytest.approx(model.losses(tokens, labels).sum().item() / 12, rel=1e-6)
     assert model.position.weight.grad.abs().sum() > 0
+
+
+def test_half_a_surrogate_pair_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"texts: holds half a surrogate pair \(U\+D800\)"):
+        mlm.load(folder).score(["\ud800"])
+
+
+def test_groups_are_destroyed_as_the_program_ends(tmp_path: Path) -> None:
+    """Threads of gloo that outlive it abort it now and then: exit code 134."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, torch.distributed as d, mlm\n"
+        "atexit.register(lambda: print('initialised', d.is_initialized()))\n"
+        "mlm.build_mesh(tp=2, device='cpu')\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(program),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.count("initialised False") == 2

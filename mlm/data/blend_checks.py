@@ -108,7 +108,7 @@ def problem_of_path(e: Entry) -> Problem | None:
         return Absent(BLEND, problem, WRITE_ONE)
     if not missing:
         return None
-    return Absent(BLEND, f"data.blend: '{e.text}': {' and '.join(missing)} is not there", WRITE_ONE)
+    return Absent(BLEND, f"data.blend: '{e.text}': {' and '.join(missing)}: not there", WRITE_ONE)
 
 
 def problems_of_repeats(entries: Sequence[Entry]) -> list[Problem]:

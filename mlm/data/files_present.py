@@ -38,7 +38,7 @@ def corpus(data: DataConfig) -> Problem | None:
         return Absent.at("data.path", data.path, "no such folder", WRITE_ONE)
     missing_files = " and ".join(missing_pair(str(training_prefix(data))))
     if missing_files:
-        return Absent.at("data.path", data.path, f"{missing_files} is not there", WRITE_ONE)
+        return Absent.at("data.path", data.path, f"{missing_files}: not there", WRITE_ONE)
     return None
 
 
@@ -92,7 +92,7 @@ def indexed(key: str, prefix: str | None) -> Problem | None:
     if parts := [pair for pair in pairs if not missing_pair(pair)]:
         one = " or ".join(f"{key}={part}" for part in parts[:3])
         return Absent.at(key, prefix, "a folder", f"use {one}")
-    return Absent.at(key, prefix, f"{' and '.join(missing)} is not there", WRITE_ONE)
+    return Absent.at(key, prefix, f"{' and '.join(missing)}: not there", WRITE_ONE)
 
 
 def _stem(prefix: str) -> str:

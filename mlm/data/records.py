@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.errors import CorruptFileError, UserError, decode_problem
 from mlm.util.extras import load_extra
 from mlm.util.object_store import explain_store_errors, is_stored, open_object
 
@@ -65,7 +65,7 @@ def _jsonl_records(file: Path) -> Iterator[Located]:
 def json_problem(error: ValueError | RecursionError) -> str:
     """Describe the error that parsing a line of JSON raised."""
     if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 ({error.reason} at byte {error.start + 1})"
+        return decode_problem(error, f" at byte {error.start + 1}")
     if isinstance(error, json.JSONDecodeError):
         return f"not a line of JSON ({error.msg} at letter {error.pos + 1})"
     if isinstance(error, RecursionError):

@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens, V vocabulary.
 import logging
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
@@ -41,7 +41,7 @@ from mlm.parallel.collectives import broadcast
 from mlm.parallel.config import ParallelConfig
 from mlm.parallel.cross_entropy import loss_dtype
 from mlm.parallel.mesh import ParallelContext
-from mlm.util.errors import ConfigError, Problem, UserError, type_of
+from mlm.util.errors import ConfigError, Problem, UserError, lone_surrogate, type_of
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +121,12 @@ def _stops(options: Sampling, stop: str | Sequence[str]) -> list[str]:
 
 
 def _listed(key: str, value: str | Sequence[str]) -> list[str]:
-    """Return a text, or several, as a list. Raises TypeError."""
-    texts = [value] if isinstance(value, str) else list(value)
+    """Return a text, or several, as a list. Raises TypeError, UserError for half a surrogate pair."""
+    texts = list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else [value]
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise TypeError(f"{key}: {type_of(wrong[0])}, not a str or a list of str")
+    if half := next(filter(None, map(lone_surrogate, texts)), None):
+        raise UserError(f"{key}: holds {half}, no UTF-8: correct it")
     return texts
 
 

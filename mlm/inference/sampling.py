@@ -8,7 +8,8 @@ Shapes: B texts, V vocabulary.
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 
 import numpy as np
 import torch
@@ -39,12 +40,16 @@ class Sampling:
     """Sequences generated at a time. When one ends, the next takes its place."""
 
     def problems(self) -> list[Problem]:
-        """Return the problem of each value that is out of range."""
+        """Return the problem of each value of another type, else of each that is out of range."""
+        numbers = {each.name: (Integral if type(each.default) is int else Real) for each in fields(self)}
+        nouns = {Integral: "an integer", Real: "a number"}
+        if wrong := [key for key, kind in numbers.items() if not isinstance(getattr(self, key), kind)]:
+            return [Problem.at(key, getattr(self, key), f"must be {nouns[numbers[key]]}") for key in wrong]
         most = self.max_new_tokens
         rules: tuple[tuple[str, bool, str], ...] = (
             ("max_new_tokens", most >= 1, "must be at least 1"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= most, f"must be 0 to max_new_tokens={most}"),
-            ("temperature", 0 <= self.temperature < math.inf, "must be 0 or more"),
+            ("temperature", 0 <= self.temperature < math.inf, "must be finite and 0 or more"),
             ("top_k", self.top_k >= 0, "must be 0 or more"),
             ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be above 0"),

@@ -1,6 +1,8 @@
 """Process groups of a program that is not a command: a script under torchrun or SLURM, a notebook."""
 
+import atexit
 import os
+import sys
 from numbers import Integral
 
 import torch
@@ -27,8 +29,8 @@ def build_mesh(
 ) -> ParallelContext:
     """Make the process groups of a layout. Collective over all ranks.
 
-    Under torchrun or SLURM it joins the other ranks, unless `torch.distributed` is initialised already; end
-    with `torch.distributed.destroy_process_group()`. A process that nothing started as a rank is alone.
+    Under torchrun or SLURM it joins the other ranks, unless `torch.distributed` is initialised already. The
+    groups are destroyed as the program ends well. A process that nothing started as a rank is alone.
 
     Args:
         tp: Tensor-parallel size.
@@ -62,8 +64,15 @@ def build_mesh(
     if not distributed.is_initialized():
         os.environ.update(place_variables(place))  # SLURM sets others
         init_world(place, rendezvous_store(place, timeout_s), own, max(START_S, timeout_s))
+        atexit.register(_destroy_groups)
     dp = place.world_size // ranks
     return build_groups(tp=tp, pp=pp, dp=dp, cp=cp, device=own, timeout_s=timeout_s)
+
+
+def _destroy_groups() -> None:
+    """Join gloo's threads: one that outlives the program aborts it. After an exception that could hang."""
+    if distributed.is_initialized() and not hasattr(sys, "last_value"):
+        distributed.destroy_process_group()
 
 
 def _device_of(device: str | torch.device, place: RankPlace) -> torch.device:

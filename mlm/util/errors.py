@@ -46,6 +46,13 @@ def has_controls(text: str) -> bool:
     return any(unicodedata.category(c) == "Cc" for c in text if c not in "\n\t")
 
 
+def decode_problem(error: UnicodeDecodeError, place: str = "") -> str:
+    """Describe text that is no UTF-8; of UTF-16 also the command that converts it."""
+    if error.object.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "not UTF-8 but UTF-16 (convert it: iconv -f UTF-16 -t UTF-8)"
+    return f"not UTF-8 ({error.reason}{place})"
+
+
 def show(value: Any) -> str:
     """A value as it is typed: true, null, [1,2]."""
     return value if isinstance(value, str) else json.dumps(value, default=str, separators=(",", ":"))

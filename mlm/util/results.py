@@ -36,8 +36,12 @@ NO_RESULTS = ("mlm-checkpoint", "mlm-corpus", "mlm-folder")
 VERSIONS = frozenset(("versions", "versions_here"))
 """Keys by which a result names the version of mlm that wrote it."""
 WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
-HTML_MARK = '<meta name="generator" content="mlm">'
-"""In the head of our pages."""
+CREATOR = "mlm"
+"""Software named in our pages and GGUF files."""
+HTML_MARK = f'<meta name="generator" content="{CREATOR}">'
+GGUF_MARK = b"general.quantized_by\x08\0\0\0\x03\0\0\0\0\0\0\0" + CREATOR.encode()
+MARKS = {b"<!doctype html>": HTML_MARK.encode(), b"GGUF": GGUF_MARK}
+"""Beginnings of files of other formats, and what is in the heads of ours."""
 CALIBRATION_MARK = b"# Measured by `mlm plan calibrate`"
 """Beginning of a YAML of hardware that `mlm plan calibrate` writes."""
 BEGINNINGS = (
@@ -202,8 +206,9 @@ def is_result(path: Path) -> bool:
     size, head = path.stat().st_size, read_regular(path, HEAD)
     if size == 0 or head.startswith(BEGINNINGS):
         return True
-    if head.startswith(b"<!doctype html>"):
-        return HTML_MARK.encode() in head
+    for beginning, mark in MARKS.items():
+        if head.startswith(beginning):
+            return mark in head
     if not head.lstrip().startswith(b"{"):
         return False
     with open(path, "rb") as f:

@@ -104,7 +104,15 @@ def test_row_of_the_tutorial_is_what_the_command_answers(flags: list[str], ours:
 
 OF_OTHERS = {
     *("activation_checkpointing", "async_tensor_parallel", "async_tp", "beta1", "beta2", "decay_lr", "flash"),
-    *("fsdp", "gradient_accumulation_steps", "gradient_checkpointing", "init_from", "verbose", "wandb"),
+    *(
+        "fsdp",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "init_from",
+        "num_kv_heads",
+        "verbose",
+        "wandb",
+    ),
     "wandb_log",
 }
 """Options that are none of Megatron-LM."""

@@ -36,7 +36,7 @@ def test_a_sound_blend_has_no_problem(blend: str) -> None:
     "blend, said",
     [
         ("[0.3 nowhere,0.7 b]", "'0.3 nowhere': no folder nowhere, no pair nowhere.bin/.idx; write one"),
-        ("[1 half,1 b]", "'1 half': half/train.bin is not there; write one"),
+        ("[1 half,1 b]", "'1 half': half/train.bin: not there; write one"),
         ("[1 x.bin,1 b]", "'1 x.bin': give the prefix of .bin and .idx, which is x"),
         ("[0 a,1 b]", "'0 a' has the weight 0, which must be above 0 and finite; leave the entry out"),
         ("[-1 a,1 b]", "'-1 a' has the weight -1, which must be above 0 and finite; write data.blend="),

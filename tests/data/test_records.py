@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
+
+from mlm.data.records import read_records
+from mlm.util.errors import UserError
 
 MEMORY = """
 import resource, sys
@@ -30,3 +34,10 @@ def test_one_message_said_many_times_is_held_once(tmp_path: Path) -> None:
     letters, grown = map(int, done.stdout.split())
     assert letters == 384
     assert grown < 300
+
+
+def test_utf_16_is_named_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "é"}\n', encoding="utf-16")
+    with pytest.raises(UserError, match=r"a\.jsonl:1: not UTF-8 but UTF-16 \(convert it: iconv -f UTF-16"):
+        list(read_records(path))

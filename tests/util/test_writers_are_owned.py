@@ -13,7 +13,6 @@ ALLOWED = {
     "checkpoint/native/folders.py": "publishes and prunes checkpoints, after foreign_in",
     "checkpoint/commands/conversion_targets.py": "files in the folder of a conversion, which it claimed",
     "checkpoint/commands/convert.py": "the list of what is finished, in that folder",
-    "checkpoint/commands/export_gguf.py": "a temporary file of its own, over a result that it may replace",
     "checkpoint/commands/rollback.py": "renames checkpoints of a run, by their names",
     "checkpoint/native/save_load.py": "names the first state that is not finite, out of its staging folder",
     "checkpoint/native/staging.py": "files of a staging folder",

@@ -86,7 +86,7 @@ def test_axes_are_audited_alone_where_the_layout_parts() -> None:
         ("needs_cuda", "the subject needs CUDA"),
         ("random", "the subject is not deterministic: the output of the whole module in step 1"),
         ("changes_batch", "the subject changes its batch in place"),
-        ("absent", "has no attribute 'absent'; type FILE.py:FUNCTION"),
+        ("absent", " has no absent; type FILE.py:FUNCTION"),
         ("HIDDEN", "the subject fails in build on one process: TypeError: 'int' object is not callable"),
         ("not_finite", "the output of 1 in step 1 is not finite on one process either"),
         ("no_loss", "fails in backward on one process: RuntimeError: grad can be implicitly created only"),

@@ -7,8 +7,8 @@ writes. Matrices are of the chosen type, norms and biases float32.
 import json
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ from mlm.models.llama.settings import LlamaSettings
 from mlm.training.run_folder import GB
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
-from mlm.util.files import partial_of
-from mlm.util.results import result_problems
+from mlm.util.results import CREATOR, result_problems, target_name, write_result
 
 EXTRA = "gguf"
 ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
@@ -86,29 +85,25 @@ def model_problem(source: Source) -> str | None:
 def run(config: ExportGGUFConfig) -> None:
     """Write the file, read it back and print a table. Raises UserError."""
     gguf: Any = load_extra("gguf", "mlm export gguf", EXTRA)
-    source, out = native_source(config.ckpt), Path(config.out)
-    work = partial_of(out)
-    try:
-        source.digests()
-        written = write(gguf, source, work, config.type)
-        work.rename(out)
-    except OSError as error:
-        raise UserError(f"out={config.out}: {error.strerror}; name a file that can be written") from error
-    finally:
-        work.unlink(missing_ok=True)
+    source = native_source(config.ckpt)
+    source.digests()
+    writer = prepare(gguf, source, config.type)
+    write_result(config.out, partial(write, gguf, writer))
+    size = sum(tensor.nbytes for tensors in writer.tensors for tensor in tensors.values())
     columns: dict[str, object] = {
-        "architecture#": written,
+        "architecture#": writer.arch,
         "type#": config.type,
-        "GB#": f"{out.stat().st_size / GB:.3g}",
+        "GB#": f"{size / GB:.3g}",
     }
     notes = [] if source.tokenizer else [f"no tokenizer: {source.path} has none"]
-    show_table(f"export gguf · {source.path}", columns, notes, f"written to {out}")
+    show_table(f"export gguf · {source.path}", columns, notes, f"written to {target_name(config.out)}")
 
 
-def write(gguf: Any, source: Source, path: Path, kind: str) -> str:
-    """Write all keys and tensors; return the architecture."""
+def prepare(gguf: Any, source: Source, kind: str) -> Any:
+    """Return a writer that holds all keys and tensors."""
     architecture = ARCHITECTURES[model_type(source.model)]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
+    writer.add_quantized_by(CREATOR)  # by which a later export knows the file
     add_settings(gguf, writer, source, kind)
     if source.tokenizer is not None:
         add_tokenizer(gguf, writer, source, source.tokenizer)
@@ -127,11 +122,15 @@ def write(gguf: Any, source: Source, path: Path, kind: str) -> str:
                 value = interleave(value, heads[module])
             data, dtype = encoded(gguf, value, kind)
             writer.add_tensor(name, data, raw_dtype=dtype)
+    return writer
+
+
+def write(gguf: Any, writer: Any, file: BinaryIO) -> None:
+    """Write a prepared file to one that is open. Raises OSError; a pipe has no position to align tensors."""
+    writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
-    writer.close()
-    return str(writer.arch)
 
 
 def interleave(value: Tensor, heads: int) -> Tensor:

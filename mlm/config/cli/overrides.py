@@ -235,9 +235,12 @@ def _choice_problem(
         return None
     typed = choice if isinstance(choice, str) else show(choice)
     foreign = foreign_choices(group, options, config_dir)
-    near = foreign.get(typed.lower().replace("-", "_")) or nearest(typed, options)
+    begin = [option for option in options if option.startswith(f"{typed}_")]
+    near = foreign.get(typed.lower().replace("-", "_")) or (None if begin[1:] else nearest(typed, options))
     if near:
         hint = f"did you mean {near}? (list: mlm {command.name} --help)"
+    elif begin:
+        hint = f"choose {', '.join(begin[:-1])} or {begin[-1]}"
     elif len(options) > MOST_LISTED:
         hint = f"list: mlm {command.name} --help"
     else:

@@ -23,7 +23,7 @@ from mlm.corpus.read.shards import TEXT_END
 from mlm.corpus.read.streams import DamagedError, blocks, first_line, lines
 from mlm.corpus.read.tables import read_hub, read_parquet
 from mlm.data.records import json_problem
-from mlm.util.errors import type_of
+from mlm.util.errors import decode_problem, type_of
 
 BOM = b"\xef\xbb\xbf"
 
@@ -168,5 +168,5 @@ def text_document(content: bytearray, size: int, intake: Intake, place: Place) -
         text = str(memoryview(content)[begin:], "utf-8")
     except UnicodeDecodeError as error:
         line = place.number + content.count(b"\n", 0, begin + error.start)
-        raise BadRecordError("not_utf8", f"not UTF-8 ({error.reason})", Place(place.source, line)) from error
+        raise BadRecordError("not_utf8", decode_problem(error), Place(place.source, line)) from error
     return Document(text, len(content) - begin, place)

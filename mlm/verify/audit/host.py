@@ -76,14 +76,13 @@ class Outcome:
 def load_build(name: str) -> Build:
     """The function FILE.py:FUNCTION or MODULE:FUNCTION. Raises UserError where it cannot be imported."""
     where, _, function = name.rpartition(":")
-    os.environ[IMPORTING] = name
+    os.environ[IMPORTING], module = name, None
     try:
         module = import_file(Path(where)) if where.endswith(".py") else import_module(where)
         build: Build = getattr(module, function)
     except (Exception, SystemExit) as error:
-        raise UserError(
-            f"build={name}: importing it fails: {first_line(error)}", fix="type FILE.py:FUNCTION"
-        ) from error
+        fails = f"{where} has no {function}" if module else f"importing it fails: {first_line(error)}"
+        raise UserError(f"build={name}: {fails}", fix="type FILE.py:FUNCTION") from error
     finally:
         del os.environ[IMPORTING]
     return build

@@ -1,6 +1,8 @@
 """GGUF files, read back by the reader of the `gguf` package."""
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from mlm.checkpoint.commands.config import ExportGGUFConfig
 from mlm.checkpoint.commands.conversion_sources import native_source
 from mlm.checkpoint.commands.export_hf import export_hf
 from mlm.checkpoint.commands.import_hf import import_hf
+from mlm.util.errors import UserError
 from tests.finetune.chats import write_llama
 from tests.finetune.runs import write_model
 
@@ -105,3 +108,28 @@ def test_the_export_for_transformers_has_what_vllm_and_sglang_read(folder: Path,
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert {"model_type", "dtype", "eos_token_id", "vocab_size", "max_position_embeddings"} <= config.keys()
+
+
+def test_a_device_is_written_to_and_stays(folder: Path, tmp_path: Path) -> None:
+    full = tmp_path / "full"
+    try:
+        os.mknod(full, 0o666 | stat.S_IFCHR, os.makedev(1, 7))
+        full.stat()
+    except OSError as error:
+        pytest.skip(f"no device can be made here: {error}")
+    with pytest.raises(UserError, match=r"out=.*full: No space left on device"):
+        read(folder, "f16", full)
+    assert stat.S_ISCHR(full.lstat().st_mode)
+
+
+def test_the_file_of_a_link_is_written_and_the_link_stays(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file.gguf").touch()
+    link = tmp_path / "link.gguf"
+    link.symlink_to("file.gguf")
+    assert read(folder, "f16", link).tensors
+    assert link.is_symlink()
+
+
+def test_a_file_of_mlm_is_replaced_by_another_export(folder: Path, tmp_path: Path) -> None:
+    read(folder, "f16", tmp_path / "model.gguf")
+    assert field(read(folder, "f32", tmp_path / "model.gguf"), "general.file_type") == 0

@@ -132,6 +132,12 @@ def test_mistake_in_a_command_is_one_line(cli: Cli, tmp_path: Path, line: str, m
             r"out: Environment variable 'NOT_SET' not found; correct ${…}, or write \${…} for text",
         ),
         # choices of groups
+        ("optimizer=adamw", "optimizer=adamw: no such choice; choose adamw_bert, adamw_demo or adamw_v1"),
+        (
+            "model.num_kv_heads=2",
+            "unknown key 'model.num_kv_heads'; a part of Llama, Mistral and Qwen (model=llama3_8b, …): "
+            "model.options.num_kv_heads",
+        ),
         ("model=gpt2_9b", f"model=gpt2_9b: no such choice; did you mean gpt2_8b? ({LISTED})"),
         (f"model={'x' * 300}", f"model={'x' * 94}…{'x' * 19}: no such choice; {LISTED}"),
         ("model=[1,2]", f"model=1: no such choice; {LISTED}"),

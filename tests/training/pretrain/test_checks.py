@@ -142,7 +142,7 @@ class TestFiles:
 
     def test_absent_half_of_a_corpus_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "train.bin").touch()
-        assert f"{tmp_path}/train.idx is not there" in self.problem(f"data.path={tmp_path}")
+        assert f"{tmp_path}/train.idx: not there" in self.problem(f"data.path={tmp_path}")
 
     def test_prefix_with_its_suffix_is_corrected(self, tmp_path: Path) -> None:
         touch(tmp_path / "x.bin", tmp_path / "x.idx")
