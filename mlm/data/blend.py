@@ -121,10 +121,10 @@ def _around(weights: Floats, begin: int, end: int) -> tuple[Ids, Ids, Ids]:
     """
     assert 0 <= begin <= end <= MAX_SAMPLES
     reach = len(weights) + 2  # k / 2 is enough for weights that sum to 1 exactly
-    before, after = _due_before(weights, begin - reach), _due_before(weights, end + reach)
+    before, after = _count_due(weights, begin - reach), _count_due(weights, end + reach)
     while before.sum() > begin or after.sum() < end:
         reach *= 4
-        before, after = _due_before(weights, begin - reach), _due_before(weights, end + reach)
+        before, after = _count_due(weights, begin - reach), _count_due(weights, end + reach)
     count = after - before
     source = np.repeat(np.arange(len(weights)), count)
     number = np.arange(count.sum()) + np.repeat(before - (np.cumsum(count) - count), count)
@@ -133,7 +133,7 @@ def _around(weights: Floats, begin: int, end: int) -> tuple[Ids, Ids, Ids]:
     return before, source[order], number[order]
 
 
-def _due_before(weights: Floats, time: int) -> Ids:
+def _count_due(weights: Floats, time: int) -> Ids:
     """Count the samples of each source that are due before a time: int64 [k].
 
     The product is an estimate; the same division as everywhere else decides.

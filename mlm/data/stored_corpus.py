@@ -84,7 +84,7 @@ class StoredTokens:
         """Return blocks, each kept or fetched: [n, BLOCK], zeros after the end of the object."""
         content, missing = np.zeros((len(blocks), BLOCK), dtype=np.uint8), list[int]()
         for row, number in enumerate(blocks):
-            kept = self._kept(number)
+            kept = self._read_cached(number)
             if kept is None:
                 missing.append(row)
             else:
@@ -96,7 +96,7 @@ class StoredTokens:
     def _path(self, block: int) -> Path:
         return self.folder / f"{block:08d}"
 
-    def _kept(self, block: int) -> NDArray[np.uint8] | None:
+    def _read_cached(self, block: int) -> NDArray[np.uint8] | None:
         """Return a block that is on disk; None for one that is not, or is damaged, as its digest tells."""
         try:
             content = np.fromfile(self._path(block), dtype=np.uint8)

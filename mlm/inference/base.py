@@ -140,7 +140,7 @@ def _add_adapters(
             target = shard.without_padding(shard.parameter.detach())
             region = tuple(slice(o, o + n) for o, n in zip(shard.offset, target.shape, strict=True))
             tp = ctx.tp if shard.tp_dim == 1 else Axis("tp")
-            target.copy_(change.added_to(target.to(change.change.device, torch.float32), region, tp))
+            target.copy_(change.apply_to(target.to(change.change.device, torch.float32), region, tp))
     return found
 
 

@@ -171,9 +171,9 @@ class SelfAttention(nn.Module):
         ) -> Tensor:  # its masks do not depend on the place in a sample
             return self.fused(qkv, p, bias, causal)
 
-        return self._inside(spans, attention, qkv)
+        return self._attend_spans(spans, attention, qkv)
 
-    def _inside(self, spans: Spans | None, attention: Callable[..., Tensor], qkv: Tensor) -> Tensor:
+    def _attend_spans(self, spans: Spans | None, attention: Callable[..., Tensor], qkv: Tensor) -> Tensor:
         """`attention` to all tokens before (to all, if not causal) within each token's span.
 
         It is told the sample and the first row of a part of one (documents).
@@ -223,7 +223,7 @@ class SelfAttention(nn.Module):
             return self.unfused(qkv, drop, bias, causal)
 
         def core(qkv: Tensor) -> Tensor:
-            return self._inside(spans, attention, qkv)
+            return self._attend_spans(spans, attention, qkv)
 
         if self.recompute and torch.is_grad_enabled():
             # only here is anything of size S * S kept: fused kernels recompute it by themselves

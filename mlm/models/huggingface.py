@@ -251,7 +251,7 @@ class HuggingFaceMapping:
     """Return the entries of tokenizer_config.json that AutoTokenizer needs."""
     our_outputs: "Callable[[Transformer, Tensor, Tensor], Outputs]"
     """(last stage, its hidden states [S, B, H], mask [B, S]) -> outputs without a finetuning head."""
-    their_outputs: Callable[[Any, ProbeSamples, FolderContent], Outputs]
+    hf_outputs: Callable[[Any, ProbeSamples, FolderContent], Outputs]
     """Run a model of `transformers` on a probe; parameters that the folder lacks are not compared."""
 
     def copies(self, model: ModelConfig) -> Mapping[str, str]:

@@ -77,7 +77,9 @@ def draw_keep_mask(rows: Tensor, keys: Tensor, width: int, p: float, stride: int
     """
     stride = ((stride or width) + 1) // 2
     if torch.compiler.is_compiling():
-        return _kept_singly(rows, keys, torch.arange(width, dtype=torch.int32, device=rows.device), p, stride)
+        return _keep_elements(
+            rows, keys, torch.arange(width, dtype=torch.int32, device=rows.device), p, stride
+        )
     shape = (*torch.broadcast_shapes(rows.shape, keys.shape[:-1]), width)
     out = torch.empty(shape, dtype=torch.bool, device=rows.device)
     _keep_pairs(out, rows, keys, p, stride)
@@ -102,7 +104,7 @@ def _keep_pairs(out: Tensor, rows: Tensor, keys: Tensor, p: float, stride: int) 
     torch.ge(bits, dropped_steps(p) - STEPS // 2, out=out)
 
 
-def _kept_singly(rows: Tensor, keys: Tensor, columns: Tensor, p: float, stride: int) -> Tensor:
+def _keep_elements(rows: Tensor, keys: Tensor, columns: Tensor, p: float, stride: int) -> Tensor:
     """The same for some columns, int32, by one hash an element: all in one kernel of a compiler."""
     bits = _mix((rows * stride)[..., None] + (columns >> 1), keys)
     return (bits >> 16 * (columns & 1)).to(torch.int16) >= dropped_steps(p) - STEPS // 2
@@ -148,17 +150,17 @@ class DropoutStream:
     def hidden(self, x: Tensor, p: float, place: Tensor) -> Tensor:
         """Dropout with probability `p` on hidden states [S, B, H], or this rank's rows of them."""
         if self.places is None:
-            return self._of_rows(x, p, place, self._rows(x, self.sequence_rank * x.shape[0]))
-        return self._of_rows(x, p, place, self.places)
+            return self._drop_rows(x, p, place, self._rows(x, self.sequence_rank * x.shape[0]))
+        return self._drop_rows(x, p, place, self.places)
 
     def replicated(self, x: Tensor, p: float, place: Tensor) -> Tensor:
         """Dropout of activations [S, B, H] replicated over tp, however hidden states are split."""
-        return self._of_rows(x, p, place, self._rows(x, 0))
+        return self._drop_rows(x, p, place, self._rows(x, 0))
 
     def _rows(self, x: Tensor, first: int) -> Tensor:
         return torch.arange(first, first + x.shape[0], dtype=torch.int32, device=x.device)
 
-    def _of_rows(self, x: Tensor, p: float, place: Tensor, rows: Tensor) -> Tensor:
+    def _drop_rows(self, x: Tensor, p: float, place: Tensor, rows: Tensor) -> Tensor:
         if p == 0:
             return x
         assert x.shape[:2] == (len(rows), len(self.keys)), f"{x.shape}: {len(rows)}, {len(self.keys)} masks"
@@ -216,7 +218,7 @@ class DropoutStream:
         """
         first = torch.arange(heads.start, heads.stop, dtype=torch.int32, device=rows.device) * length
         keys = (self.keys ^ place)[:, None, None]  # [B, 1, 1, 2]
-        keep = _kept_singly(first[:, None] + rows.int(), keys, columns.int(), p, (length + 1) // 2)
+        keep = _keep_elements(first[:, None] + rows.int(), keys, columns.int(), p, (length + 1) // 2)
         return dropped(x, keep, p)
 
     def features(
@@ -228,7 +230,7 @@ class DropoutStream:
         """
         numbers = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=x.device)
         keys = (self.keys ^ place)[None]  # [1, B, 2]
-        return dropped(x, _kept_singly(rows.int()[:, None], keys, numbers, p, (width + 1) // 2), p)
+        return dropped(x, _keep_elements(rows.int()[:, None], keys, numbers, p, (width + 1) // 2), p)
 
     @skip_compile
     def seed_kernel(self, layer: int, tp_rank: int) -> None:

@@ -414,7 +414,7 @@ def build_reducer(
 
     if zero == 0 or dp.group is None:
         return _grouped([whole(some, axis) for axis, some in parameters_by_axis(model, dp).items()])
-    unsharded = _left_whole(model, dp, replicated)
+    unsharded = _unsharded(model, dp, replicated)
     from mlm.parallel.sharded import ShardedReducer  # loads FSDP: 0.5 s in every rank's start
 
     sharded = ShardedReducer(
@@ -431,7 +431,7 @@ def build_reducer(
     return _grouped([sharded, *(whole(some, axis) for axis, some in unsharded if some)])
 
 
-def _left_whole(
+def _unsharded(
     model: nn.Module, dp: Axis, replicated: Sequence[nn.Parameter]
 ) -> list[tuple[Axis, list[nn.Parameter]]]:
     """Parameters that zero=2|3 leaves whole: of routers, `replicated` ones and those of one rank alone."""

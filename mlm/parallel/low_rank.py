@@ -38,7 +38,7 @@ class WeightChange:
     change: Tensor
     magnitude: Tensor | None = None
 
-    def added_to(self, weight: Tensor, region: tuple[slice, ...], tp: Axis) -> Tensor:
+    def apply_to(self, weight: Tensor, region: tuple[slice, ...], tp: Axis) -> Tensor:
         """Return a region of the weight, changed; ranks of `tp` have other columns. Collective."""
         changed = weight + self.change[region]
         if self.magnitude is None:

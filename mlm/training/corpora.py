@@ -72,7 +72,7 @@ def corpora(data: DataConfig) -> list[Corpus]:
     entries = [parse_entry(text) for text in data.blend]
     prefixes = [training_prefix(data, e.path) for e in entries]
     return [
-        Corpus(name, prefix, _beside(prefix, "validation"), e.weight, _tokenizer_of(prefix))
+        Corpus(name, prefix, _sibling_part(prefix, "validation"), e.weight, _tokenizer_of(prefix))
         for name, prefix, e in zip(corpus_names(prefixes), prefixes, entries, strict=True)
     ]
 
@@ -81,7 +81,7 @@ def validation_prefix(data: DataConfig) -> Path | None:
     """Prefix of the validation .bin/.idx of a run on one corpus, or of the one it names; None without."""
     if data.validation is not None:
         return pair_prefix(data, "data.validation", data.validation)
-    return _beside(training_prefix(data), "validation") if data.path is not None else None
+    return _sibling_part(training_prefix(data), "validation") if data.path is not None else None
 
 
 def tokenizer_path(data: DataConfig) -> Path | None:
@@ -93,7 +93,7 @@ def tokenizer_path(data: DataConfig) -> Path | None:
     return _tokenizer_of(training_prefix(data)) if data.path is not None else None
 
 
-def _beside(train: Path, part: str) -> Path | None:
+def _sibling_part(train: Path, part: str) -> Path | None:
     """Another part of the folder of a training part."""
     prefix = train.with_name(part)
     return prefix if train.name == "train" and idx_path(prefix).exists() else None

@@ -112,7 +112,7 @@ class Observers(Observer):
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context that enters those of all."""
         contexts = [each for observer in self.list if (each := observer.phase(name)) is not NOTHING]
-        return _all_of(contexts) if contexts else NOTHING
+        return _enter_all(contexts) if contexts else NOTHING
 
     def before_update(self, parts: Tensor, grad_norm: Tensor) -> DeferredCheck | None:
         """All observers' decisions as one check; None where nothing is skipped or held."""
@@ -131,7 +131,7 @@ class Observers(Observer):
 
 
 @contextmanager
-def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+def _enter_all(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

@@ -212,7 +212,7 @@ class Saver(Observer):
 
     def _copy(self, pending: PendingSave) -> None:
         """Copy the tensors to be written, on a GPU when its queue has got to `pending.ready`."""
-        with _after(pending.ready, self.trainer.ctx.device):
+        with _stream_after(pending.ready, self.trainer.ctx.device):
             self._file.fill(stored_tensors(pending.shards), pending.save_id)
         pending.staged.set()
 
@@ -256,7 +256,7 @@ def _mark(ctx: ParallelContext) -> "torch.cuda.Event | None":
     return event
 
 
-def _after(ready: "torch.cuda.Event | None", device: torch.device) -> Any:
+def _stream_after(ready: "torch.cuda.Event | None", device: torch.device) -> Any:
     """Copies made inside wait for `ready`, on a separate stream: they do not queue after training."""
     if ready is None:
         return nullcontext()

@@ -155,7 +155,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         trainer.history = read_history(state)
         trainer.scaler.load_state(state["scaler"])
         ensure_state(trainer.optimizer, trainer.shards, float(state["applied_steps"]))
-        trainer.past = past_of(trainer.config, path, manifest) if ctx.is_main else Past()
+        trainer.past = read_past(trainer.config, path, manifest) if ctx.is_main else Past()
         if TOKENIZER in state:
             trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])
         trainer.extra_state.pop(INCIDENTS, None)
@@ -221,7 +221,7 @@ def upcycled_from(config: PretrainConfig, path: Path, manifest: Manifest) -> Pre
     return None if is_own or not isinstance(saved, Mapping) else dense_config(config, saved)
 
 
-def past_of(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
+def read_past(config: PretrainConfig, path: Path, manifest: Manifest) -> Past:
     """The past of a run that continues from a checkpoint: its ancestors, and the allowed changes since."""
     since = changes_since(config, manifest.state["config"], manifest.step)
     if later := descendants_set_aside(path.parent, path):

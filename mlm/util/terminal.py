@@ -143,10 +143,12 @@ class ProgressLines:
         self.first = self.first or (now, self.done)
         if now - self.printed >= LINE_S:
             self.printed = now
-            line = f"{self.title}: {self.number(self.done)} of {self.number(self.total)}{self._left(now)}"
+            line = (
+                f"{self.title}: {self.number(self.done)} of {self.number(self.total)}{self._time_left(now)}"
+            )
             print(line, file=sys.stderr, flush=True)
 
-    def _left(self, now: float) -> str:
+    def _time_left(self, now: float) -> str:
         """The time left, as far as the rate is known."""
         assert self.first is not None
         begin, before = self.first

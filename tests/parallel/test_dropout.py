@@ -66,7 +66,7 @@ def test_chunks_and_single_hashes_give_the_same_bits(
     found = draw_keep_mask(rows, keys, width, 0.3, 9)
     assert found.shape == (7, 2, width)
     columns = torch.arange(width, dtype=torch.int32)
-    assert torch.equal(found, dropout._kept_singly(rows, keys, columns, 0.3, 5))
+    assert torch.equal(found, dropout._keep_elements(rows, keys, columns, 0.3, 5))
 
 
 def test_the_hash_is_murmur_s_on_unsigned_numbers() -> None:

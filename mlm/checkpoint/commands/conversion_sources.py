@@ -209,7 +209,7 @@ def _on_base(adapters: Source, manifest: Manifest, base: Base, lora: LoraConfig)
         change, value = change_of(name), below.read(name, region)
         if change is None:
             return value
-        return change.added_to(value, region.within(Region.whole(region.size)), Axis("tp"))
+        return change.apply_to(value, region.within(Region.whole(region.size)), Axis("tp"))
 
     def digests() -> dict[str, str]:
         changes()

@@ -136,7 +136,7 @@ def reference_outputs(model: HFModel) -> Outputs:
     """
     theirs = _load(model)
     with _blames_folder(model, "run"):
-        outputs = model.mapping.their_outputs(theirs, ProbeSamples.of(model.config), model.content)
+        outputs = model.mapping.hf_outputs(theirs, ProbeSamples.of(model.config), model.content)
     del theirs
     gc.collect()
     return outputs

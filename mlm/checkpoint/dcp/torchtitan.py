@@ -46,7 +46,7 @@ def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return kept
 
 
-def their_name(name: str) -> str:
+def torchtitan_name(name: str) -> str:
     """Return torchtitan's name of a tensor."""
     layer, short = split_layer(name)
     return TORCHTITAN[short] if layer is None else f"layers.{layer}.{TORCHTITAN[short]}"
@@ -67,7 +67,7 @@ class TorchtitanReader:
         self.weaves = torchtitan_weaves(model)
         tensors = read_metadata(folder, lambda name: not name.startswith(_OTHER))
         stored = {usual_name(name): name for name in tensors}
-        wanted = {their_name(name): shape for name, shape in self.shapes.items()}
+        wanted = {torchtitan_name(name): shape for name, shape in self.shapes.items()}
         if model.is_tied and OUTPUT in stored:
             wanted[OUTPUT] = self.shapes["token.weight"]
         for theirs in sorted({*stored, *wanted}):
@@ -78,7 +78,7 @@ class TorchtitanReader:
                     f"{folder}: {ascii(theirs)[1:100]} is {held}, {needed} is needed: name the config of "
                     "this model, or copy the whole folder again"
                 )
-        self.names = {name: stored[their_name(name)] for name in self.shapes}
+        self.names = {name: stored[torchtitan_name(name)] for name in self.shapes}
         self.reader = DCPReader(folder, tensors)
         if model.is_tied and OUTPUT in stored:
             self._check_tied(stored[OUTPUT])
@@ -132,7 +132,7 @@ def torchtitan_tensors(
     """Return torchtitan's tensors for a DCP folder, and what makes them of ours. Raises UserError."""
     shapes, weaves = stored_shapes(model), torchtitan_weaves(model)
     ours = {name: one.shape for name, one in parameters(model).items()}
-    names = {their_name(name): name for name in shapes}
+    names = {torchtitan_name(name): name for name in shapes}
 
     def make(theirs: str, region: Region) -> Tensor:
         name = names[theirs]

@@ -111,7 +111,7 @@ def prepare(
         if problem is None:
             overrides.texts.append(text)
         else:
-            overrides.reject(problem, _meant(command, text, options))
+            overrides.reject(problem, _intended_keys(command, text, options))
     return overrides
 
 
@@ -159,7 +159,7 @@ def _spelling(command: Command, text: str, options: dict[str, list[str]]) -> Pro
     return unknown_key(spec, key)
 
 
-def _meant(command: Command, text: str, options: dict[str, list[str]]) -> set[str]:
+def _intended_keys(command: Command, text: str, options: dict[str, list[str]]) -> set[str]:
     """Keys and sections that a rejected override was meant to set."""
     name = text.partition("=")[0]
     if option := foreign_option(command.spec, name):

@@ -225,7 +225,7 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
     return {"token logits": stage.token_logits(rows), "order logits": stage.sop_head(pooled)[0]}
 
 
-def their_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
+def hf_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
     """Outputs of a BERT of `transformers`, but for heads that the folder lacks."""
     types = {} if probe.token_types is None else {"token_type_ids": probe.token_types}
     output = theirs(probe.tokens, attention_mask=probe.mask.long(), **types)
@@ -263,5 +263,5 @@ MAPPING = hf.HuggingFaceMapping(
     problem=problem,
     special_tokens=special_tokens,
     our_outputs=our_outputs,
-    their_outputs=their_outputs,
+    hf_outputs=hf_outputs,
 )

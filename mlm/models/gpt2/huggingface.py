@@ -151,7 +151,7 @@ def our_outputs(stage: Transformer, y: Tensor, mask: Tensor) -> hf.Outputs:
     return {"logits": full_logits(rows, stage.vocabulary)}
 
 
-def their_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
+def hf_outputs(theirs: Any, probe: hf.ProbeSamples, content: hf.FolderContent) -> hf.Outputs:
     """Outputs of a causal model of `transformers`."""
     head = content.config.head
     if head == "classification":
@@ -182,5 +182,5 @@ MAPPING = hf.HuggingFaceMapping(
     pads_with_special_token=True,  # the exported tokenizer would take a piece of words for padding
     special_tokens=special_tokens,
     our_outputs=our_outputs,
-    their_outputs=their_outputs,
+    hf_outputs=hf_outputs,
 )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from mlm.data.tokenizer import Tokenizer
 from mlm.models import huggingface as hf
 from mlm.models.config import ModelConfig
-from mlm.models.gpt2.huggingface import our_outputs, their_outputs
+from mlm.models.gpt2.huggingface import hf_outputs, our_outputs
 from mlm.models.llama.huggingface_moe import (
     EXPERT_KEYS,
     expert_problem,
@@ -337,5 +337,5 @@ MAPPING = hf.HuggingFaceMapping(
     problem=problem,
     special_tokens=special_tokens,
     our_outputs=our_outputs,
-    their_outputs=their_outputs,
+    hf_outputs=hf_outputs,
 )

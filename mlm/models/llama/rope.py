@@ -28,15 +28,15 @@ def frequencies(settings: LlamaSettings, dtype: torch.dtype, device: torch.devic
         case "linear":
             return plain / settings.rope_factor, 1.0
         case "llama3":
-            return _by_wavelength(plain, settings), 1.0
+            return _llama3_frequencies(plain, settings), 1.0
         case "yarn":
             default = 0.1 * math.log(settings.rope_factor) + 1.0
-            return _by_turns(plain, settings), settings.rope_attention_factor or default
+            return _yarn_frequencies(plain, settings), settings.rope_attention_factor or default
         case _:
             return plain, 1.0
 
 
-def _by_wavelength(plain: Tensor, settings: LlamaSettings) -> Tensor:
+def _llama3_frequencies(plain: Tensor, settings: LlamaSettings) -> Tensor:
     """llama3: the share of a frequency that stays grows with the waves in the original context."""
     waves = settings.rope_original_positions * plain / (2 * math.pi)
     low, high = settings.rope_low_freq_factor, settings.rope_high_freq_factor
@@ -44,7 +44,7 @@ def _by_wavelength(plain: Tensor, settings: LlamaSettings) -> Tensor:
     return stays * plain + (1 - stays) * plain / settings.rope_factor
 
 
-def _by_turns(plain: Tensor, settings: LlamaSettings) -> Tensor:
+def _yarn_frequencies(plain: Tensor, settings: LlamaSettings) -> Tensor:
     """yarn: dimensions before the ramp stay, those after it are scaled in full."""
     first, last = (
         _dimension(turns, settings) for turns in (settings.rope_beta_fast, settings.rope_beta_slow)
