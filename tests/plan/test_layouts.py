@@ -256,7 +256,7 @@ def test_each_number_of_a_preset_names_its_source() -> None:
     ("words", "line"),
     thinned(
         [
-            ([*LAYOUTS, "hardware=dgx_a100"], "did you mean dgx_"),
+            ([*LAYOUTS, "hardware=dgx_a100"], "choose dgx_a100_40g or dgx_a100_80g"),
             ([*LAYOUTS, "hardware=no/such.yaml"], "hardware=no/such.yaml: "),
             ([*LAYOUTS, "gpus=509"], "use gpus=512"),
             (["plan", "layouts", "model=gpt2_355m", "gpus=9999"], " = 9999); use fewer"),

@@ -72,10 +72,10 @@ def test_folder_with_a_broken_marker_is_neither_claimed_nor_deleted(elsewhere: P
     folder = elsewhere / "work"
     folder.mkdir()
     (folder / MARKER).write_text(content)
-    (folder / "plan.json").write_text("{}")
+    (folder / "evaluation.jsonl").write_text("{}")
     assert claim_problems(folder, "corpus-work") != []
     assert delete_owned(folder, "corpus-work") == f"{folder}: not deleted, as mlm did not make it"
-    assert (folder / "plan.json").exists()
+    assert (folder / "evaluation.jsonl").exists()
 
 
 def test_marker_that_is_a_fifo_or_link_does_not_hang_or_count(elsewhere: Path) -> None:
@@ -93,7 +93,7 @@ def test_delete_removes_a_folder_that_we_made_and_keeps_one_that_we_adopted(else
     (elsewhere / "adopted").mkdir()
     adopted = claim_folder(elsewhere / "adopted", "corpus-work")
     for folder in (made, adopted):
-        (folder / "plan.json").write_text("{}")
+        (folder / "evaluation.jsonl").write_text("{}")
         assert delete_owned(folder, "corpus-work") is None
     assert not made.exists()
     assert os.listdir(adopted) == []
@@ -103,7 +103,7 @@ def test_delete_rejects_inputs_the_working_directory_and_what_has_no_marker(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = claim_folder(elsewhere / "work", "corpus-work")
-    (folder / "plan.json").write_text("{}")
+    (folder / "evaluation.jsonl").write_text("{}")
     text = folder / "text.jsonl"
     text.write_text("{}")
     assert "holds the input" in str(delete_owned(folder, "corpus-work", inputs=[text]))
@@ -111,10 +111,10 @@ def test_delete_rejects_inputs_the_working_directory_and_what_has_no_marker(
     monkeypatch.chdir(folder)
     assert "is the working directory" in str(delete_owned(folder, "corpus-work"))
     (elsewhere / "s").mkdir()
-    (elsewhere / "s" / "plan.json").write_text("{}")
+    (elsewhere / "s" / "evaluation.jsonl").write_text("{}")
     assert "mlm did not make it" in str(delete_owned(elsewhere / "s", "corpus-work"))
-    assert (elsewhere / "s" / "plan.json").exists()
-    assert (folder / "plan.json").exists()
+    assert (elsewhere / "s" / "evaluation.jsonl").exists()
+    assert (folder / "evaluation.jsonl").exists()
 
 
 def test_claim_and_deletion_of_a_link_leave_the_link(elsewhere: Path) -> None:
@@ -122,7 +122,7 @@ def test_claim_and_deletion_of_a_link_leave_the_link(elsewhere: Path) -> None:
     link = elsewhere / "work"
     link.symlink_to(elsewhere / "scratch")
     claim_folder(link, "corpus-work")
-    (link / "plan.json").write_text("{}")
+    (link / "evaluation.jsonl").write_text("{}")
     assert delete_owned(link, "corpus-work") is None
     assert link.is_symlink()
     assert os.listdir(elsewhere / "scratch") == []

@@ -17,8 +17,6 @@ ALLOWED = {
     "checkpoint/native/save_load.py": "names the first state that is not finite, out of its staging folder",
     "checkpoint/native/staging.py": "files of a staging folder",
     "corpus/build.py": ".building and the locks of folders it claimed",
-    "corpus/stages/slurm.py": "files of a stage in the work folder",
-    "corpus/stages/plan.py": "markers of a stage's tasks in the work folder",
     "corpus/stages/publish.py": "moves what it merged into the corpus",
     "corpus/stages/run.py": "files of a stage in the work folder",
     "data/indexed.py": "the pair that it writes",

@@ -45,7 +45,7 @@ def test_documents_do_not_depend_on_where_a_file_is_split(tmp_path: Path, shard_
     [
         (b'{"text": "x"', "not_json", "not a line of JSON"),
         (b'{"text": "\xff"}', "not_utf8", "byte 11"),
-        ('{"text": "x"}'.encode("utf-16"), "not_utf8", "byte 1"),
+        ('{"text": "x"}'.encode("utf-16"), "not_utf8", "convert it: iconv -f UTF-16"),
         (b"[" * 100_000, "not_json", "nested too deeply"),
         (b'{"text": "x", "n": ' + b"1" * 5000 + b"}", "not_json", "holds a number of more than 4,300 digits"),
         (b"[1]", "not_object", "a list, not a JSON object"),

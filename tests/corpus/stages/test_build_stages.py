@@ -196,7 +196,9 @@ def test_bad_input_is_counted_and_listed_where_it_is_skipped(source: Path) -> No
 def test_all_rejected_is_said_with_the_first_place_and_reason(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.jsonl").write_bytes('{"text": "x"}\n{"text": "y"}\n'.encode("utf-16"))
-    first = re.escape(f"{tmp_path}/text/a.jsonl:1: not UTF-8 (invalid start byte at byte 1)")
+    first = re.escape(
+        f"{tmp_path}/text/a.jsonl:1: not UTF-8 but UTF-16 (convert it: iconv -f UTF-16 -t UTF-8)"
+    )
     problem = (
         rf"no document for train \(removed: none; rejected: 3, first {first}\); repair the input, or name"
     )
