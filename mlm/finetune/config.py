@@ -35,7 +35,7 @@ SHIPPED = {
 """Import paths of the shipped types of task."""
 
 
-PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
+PreferenceLoss = Literal["dpo", "ipo", "simpo", "orpo"]
 SMOOTHING = Bound(lambda x: 0 <= x < 0.5, "at least 0 and below 0.5")
 
 
@@ -105,14 +105,14 @@ class TaskConfig:
     held_out: Annotated[float, FRACTION] = 0.05
     """Kinds chat and preferences: share of a single file's rows that are validated on, and not trained on;
     one at least."""
-    loss: PreferenceLoss = "sigmoid"
-    """Kind preferences: sigmoid (DPO, arXiv:2305.18290), ipo (arXiv:2310.12036), and without a reference
+    loss: PreferenceLoss = "dpo"
+    """Kind preferences: dpo (arXiv:2305.18290), ipo (arXiv:2310.12036), and without a reference
     model simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691)."""
     beta: Annotated[float, POSITIVE] = 0.1
     """Kind preferences: factor of rewards; of ipo its tau, of orpo the weight of the odds ratio. simpo takes
     2 to 10."""
     label_smoothing: Annotated[float, SMOOTHING] = 0.0
-    """Kind preferences, sigmoid and simpo: probability that an answer was preferred by mistake."""
+    """Kind preferences, dpo and simpo: probability that an answer was preferred by mistake."""
     margin: Annotated[float, NOT_NEGATIVE] = 0.5
     """Kind preferences, simpo: reward by which a chosen answer is to lead (gamma)."""
     n_best: Annotated[int, POSITIVE] = 20

@@ -216,8 +216,8 @@ def continuation_problem(ckpt: str, model: ModelConfig) -> str | None:
     """Problem of continuing a prompt with a model that is not causal; None if it is."""
     if not model.family.causal:
         return (
-            f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 "
-            "checkpoint"
+            f"ckpt={ckpt} holds a {model.kind} model, which does not read from left to right; give a gpt2 or "
+            "llama checkpoint"
         )
     return prediction_problem(ckpt, model)
 
