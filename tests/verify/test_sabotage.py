@@ -22,6 +22,7 @@ from mlm.optim.clip import gradient_norm
 from mlm.optim.precision import parameter_dtype
 from mlm.parallel.collectives import Pending, reduce_scatter
 from mlm.parallel.dropout import DropoutStream
+from mlm.parallel.expert.capacity import drop_choices
 from mlm.parallel.expert.experts import Experts, grouped_linear
 from mlm.parallel.expert.router import Router, count_choices
 from mlm.parallel.layers import RowParallelLinear
@@ -188,9 +189,9 @@ def without_z_loss(router: Router, *arguments: Tensor) -> Tensor | None:
     return TRUE_LOSS(router, *arguments)
 
 
-def no_earlier_choices(counts: Tensor, *axes: Any) -> Tensor:
-    """Each rank fills the experts anew, and its second half as if the first were not there."""
-    return torch.zeros_like(counts)
+def drop_among_own_tokens(experts: Tensor, num_experts: int, factor: float, *axes: Axis) -> Tensor:
+    """Each rank fills the experts anew with its rows of the sequence."""
+    return drop_choices(experts, num_experts, factor, Axis("cp"), Axis("tp"))
 
 
 def bias_of_each_micro_batch(router: Router, weights: Tensor, experts: Tensor, *rest: Tensor) -> Tensor:
@@ -431,8 +432,8 @@ CASES = {
         "the biases of routers",
     ),
     "capacity of a rank's own tokens": Sabotage(
-        "mlm.parallel.expert.capacity.earlier_choices",
-        no_earlier_choices,
+        "mlm.parallel.expert.router.drop_choices",
+        drop_among_own_tokens,
         Layout(cp=2, ep=2, moe="capacity"),
         "loss (step 1",
         "capacity",
