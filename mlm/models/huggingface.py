@@ -82,7 +82,7 @@ class Location:
 
     @property
     def places(self) -> list[tuple[int, ...]]:
-        """Where in the stack each of the tensors is."""
+        """Index of each tensor in the stack."""
         return list(product(*map(range, self.stacked)))
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:

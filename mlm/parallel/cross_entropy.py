@@ -277,8 +277,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=loss_dtype(bias.dtype))
         loss = torch.zeros((), dtype=loss_dtype(hidden.dtype), device=hidden.device)
         hits = torch.zeros_like(loss)
-        can_fuse = table.compiled and half and bias is None and not counts_hits
-        fused = compiled() if can_fuse else None
+        fused = compiled() if table.compiled and half and bias is None and not counts_hits else None
         wide: Tensor | None = None
         if half and fused is None:
             wide = torch.empty(wide_rows, weight.shape[0], dtype=loss.dtype, device=loss.device)

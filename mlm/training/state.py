@@ -141,12 +141,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         return manifest
     if is_start:
         return load_weights(trainer.shards, path, ctx, config=config)
-    manifest = load_checkpoint(
-        path,
-        training_shards(trainer, trainer.shards),
-        ranks=ranks,
-        config=config,
-    )
+    manifest = load_checkpoint(path, training_shards(trainer, trainer.shards), ranks=ranks, config=config)
     check_run_state(manifest, path)
     try:
         state = manifest.state

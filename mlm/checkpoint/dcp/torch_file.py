@@ -1,4 +1,4 @@
-"""What torch.save writes, read as plain data: the value, and where the bytes of its tensors lie.
+"""Files of torch.save, read as plain data: the value, and the location of each tensor's bytes.
 
 Since torch 1.6 that is a zip archive: archive/data.pkl holds the value, archive/data/0 the bytes of a
 storage, uncompressed. Before, five pickles lie end to end (a magic number, the protocol, the machine, the
