@@ -11,6 +11,8 @@ Experts are split over ep, too, along dim 0, and have replicas of their own: a m
 A vocabulary-sized parameter may also have padding rows at its global end: `true_rows` of the module is the
 number of real ones. A module that holds another rank's parameters once more has a true `is_tied_copy`. With
 sharded data parallelism (sharded.py) a rank holds some rows of its tensor-parallel part only: `DP_SLICES`.
+
+For muP's rates `constant_sides` names the side of a weight, in or out, that a wider model does not widen.
 """
 
 from collections.abc import Iterator, Mapping
@@ -65,6 +67,12 @@ class ParameterShard:
     def is_trained(self) -> bool:
         """False for state that no gradient moves, such as the biases of routers."""
         return self.parameter.requires_grad
+
+    @property
+    def constant_side(self) -> str | None:
+        """Side of the weight, in or out, that a wider model does not widen; None if it widens both."""
+        sides: Mapping[str, str] = getattr(self.module, "constant_sides", {})
+        return sides.get(self.name.rpartition(".")[2])
 
     @cached_property
     def is_owner(self) -> bool:

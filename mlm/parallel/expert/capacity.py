@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from mlm.config.fields import exact
 from mlm.parallel.collectives import all_gather
 from mlm.parallel.context import rank_positions
 from mlm.parallel.mesh import Axis
@@ -31,6 +32,5 @@ def drop_choices(experts: Tensor, num_experts: int, factor: float, cp: Axis, tp:
     chosen[places] = chosen.scatter(-1, all_gather(all_gather(experts, tp), cp).view(length, batch, k), 1)
     order = chosen.cumsum(0, dtype=torch.int32)[places].view(-1, rows, batch, num_experts)
     mine = order[cp.rank * tp.size + tp.rank]
-    return experts.masked_fill(
-        mine.gather(-1, experts) > math.ceil(factor * k * length / num_experts), num_experts
-    )
+    capacity = math.ceil(exact(factor) * k * length / num_experts)
+    return experts.masked_fill(mine.gather(-1, experts) > capacity, num_experts)
