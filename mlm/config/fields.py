@@ -34,7 +34,7 @@ MOST = 2**31 - 1
 
 
 def exact(value: float) -> Fraction:
-    """Return the decimal fraction that a float was typed as: 11/10 of 1.1, which is stored as a little more."""
+    """Return the decimal fraction that a float was typed as: 11/10 of 1.1, whose value is a little more."""
     return Fraction(repr(float(value)))
 
 

@@ -42,7 +42,7 @@ def counting(count: Callable[[], Any] = int) -> tuple[Counting, list[ParameterSh
 
 @pytest.mark.parametrize("count", [int, lambda: torch.zeros(())], ids=["an int", "a tensor"])
 def test_state_is_made_without_a_trace_and_counts_from_where_it_should(count: Callable[[], Any]) -> None:
-    optimizer, shards, weight = counting(count)
+    optimizer, _, weight = counting(count)
     before = weight.detach().clone()
     ensure_state(optimizer, 5.0)
     assert torch.equal(weight, before)
