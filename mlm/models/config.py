@@ -79,9 +79,8 @@ class ModelConfig:
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 * num_layers)."""
     mup_base_width: Annotated[int | None, EXTENT] = None
     """muP (arXiv:2203.03466): settings are those of a model of this hidden_size, and learning rates, initial
-    weights and the output layer follow this model's width. MLPs and experts widen with it; widths of heads,
-    ranks and the number of experts do not. Of gpt2 and llama; null for none. One that is trained so stays
-    so."""
+    weights and the output layer follow this model's width. MLPs and experts widen with it, not heads, ranks
+    or the number of experts. Of gpt2 and llama; null for none. One that is trained so stays so."""
     layer_norm_eps: Annotated[
         float, POSITIVE, Also("layer_norm_epsilon", "layernorm_epsilon", "norm_eps")
     ] = 1e-5

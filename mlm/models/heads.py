@@ -6,7 +6,6 @@ weights are of those rows, like those of all replicated parameters, and are summ
 Shapes: S sequence, B micro-batch, H hidden, R rows (tokens), V padded vocabulary, t = tensor-parallel size.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -24,8 +23,6 @@ from mlm.parallel.mesh import Axis
 
 class PlainLinear(ComputesInHalf):
     """y = x W^T + b, replicated over tp: [..., I] -> [..., O]."""
-
-    constant_sides: Mapping[str, str]
 
     def __init__(self, in_features: int, out_features: int, *, init_std: float, bias: bool = True) -> None:
         super().__init__()

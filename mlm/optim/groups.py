@@ -69,7 +69,7 @@ def is_matrix(name: str, dims: int, config: OptimizerConfig) -> bool:
 
 
 def rates(
-    name: str, dims: int, config: OptimizerConfig, width: float = 1.0, constant_side: str | None = None
+    name: str, dims: int, config: OptimizerConfig, width: float = 1.0, side: str | None = None
 ) -> Rates:
     """Return the settings of a parameter. Raises OwnCodeError as `patterns`.
 
@@ -77,7 +77,7 @@ def rates(
     `width` is the model's width over that of its base in muP, 1 without it: Adam moves an element of a
     layer's matrix by the learning rate whatever the gradient, and of W times as many an output sums W times
     as much, so that its rate falls as 1 / W (arXiv:2203.03466, table 8), unless its inputs are the
-    `constant_side`, as of LoRA's B (arXiv:2402.12354). Muon's update has a spectral norm of its scale, which
+    constant `side`, as of LoRA's B (arXiv:2402.12354). Muon's update has a spectral norm of its scale, which
     should follow sqrt(outputs / inputs) (arXiv:2310.17813): the original one does but for constant outputs,
     the other grows as sqrt(W). Decay is of rate times weight_decay, and stays.
     """
@@ -97,11 +97,11 @@ def rates(
             break
     if dims > 1 and fnmatchcase(name, HIDDEN):
         if not by_muon:
-            power = 0.0 if constant_side == "in" else 1.0
+            power = 0.0 if side == "in" else 1.0
         elif config.muon.scale == "match_rms_adamw":
-            power = {"in": 0.0, "out": 1.0}.get(constant_side or "", 0.5)
+            power = {"in": 0.0, "out": 1.0}.get(side or "", 0.5)
         else:
-            power = 0.5 if constant_side == "out" else 0.0
+            power = 0.5 if side == "out" else 0.0
         factor = width**-power
         return Rates(by_muon, scale * factor, decay / factor)
     return Rates(by_muon, scale, decay)

@@ -10,7 +10,6 @@ tp loads is saved by `save_checkpoint` of mlm/checkpoint/native/save_load.py, fr
 Shapes: S sequence, B micro-batch, I in, O out, H hidden, V padded vocabulary, t = tensor-parallel size.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -56,7 +55,6 @@ class TensorParallelLayer(ComputesInHalf):
     """Neighbouring tp ranks that hold the same part; its gradient is the sum over them."""
     fused_rows: FusedRows | None = None
     """Matrices that the rows of the weight interleave; None for one matrix."""
-    constant_sides: Mapping[str, str]
 
     def __init__(self, *, tp: Axis, sequence_parallel: bool, init_std: float) -> None:
         super().__init__()

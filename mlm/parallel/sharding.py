@@ -11,8 +11,6 @@ Experts are split over ep, too, along dim 0, and have replicas of their own: a m
 A vocabulary-sized parameter may also have padding rows at its global end: `true_rows` of the module is the
 number of real ones. A module that holds another rank's parameters once more has a true `is_tied_copy`. With
 sharded data parallelism (sharded.py) a rank holds some rows of its tensor-parallel part only: `DP_SLICES`.
-
-For muP's rates `constant_sides` names the side of a weight, in or out, that a wider model does not widen.
 """
 
 from collections.abc import Iterator, Mapping
@@ -70,7 +68,7 @@ class ParameterShard:
 
     @property
     def constant_side(self) -> str | None:
-        """Side of the weight, in or out, that a wider model does not widen; None if it widens both."""
+        """Side of the weight, in or out, that a wider model keeps: `constant_sides` of its module."""
         sides: Mapping[str, str] = getattr(self.module, "constant_sides", {})
         return sides.get(self.name.rpartition(".")[2])
 

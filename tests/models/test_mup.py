@@ -154,7 +154,7 @@ def test_a_step_moves_the_outputs_of_a_wide_model_no_further() -> None:
 def test_a_step_moves_what_new_modules_give_no_further_in_a_wide_model(options: dict[str, Any]) -> None:
     """The coordinate check, of each module in a layer at eight times the width: changes grow by a half."""
     narrow, wide = (moved_by_module(special(width, 64, options)) for width in (64, 512))
-    assert len(narrow) > 3
+    assert len(narrow) >= 3
     assert {name: wide[name] / x for name, x in narrow.items() if wide[name] > 1.5 * x} == {}
 
 
