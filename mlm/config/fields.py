@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -30,6 +31,11 @@ STORED = re.compile(r"s3:", re.IGNORECASE)
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 MOST = 2**31 - 1
 """Limit of whole numbers other than seeds and bytes: more is a slip of a finger."""
+
+
+def exact(value: float) -> Fraction:
+    """Return the decimal fraction that a float was typed as: 11/10 of 1.1, whose value is a little more."""
+    return Fraction(repr(float(value)))
 
 
 @dataclass(frozen=True)

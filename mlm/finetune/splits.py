@@ -9,6 +9,7 @@ from typing import Any
 
 import xxhash
 
+from mlm.config.fields import exact
 from mlm.data.records import SUFFIXES, Located, Record, hub_records, read_records, readable
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
@@ -107,7 +108,7 @@ def read_part(task: TaskConfig, split: str, *, path: str | None) -> TaskSplit:
             f"{path}: holds one conversation, and some are held out to validate on: add others, or give a "
             "folder with train.jsonl and validation.jsonl"
         )
-    last = distinct[min(max(1, round(task.held_out * len(distinct))), len(distinct) - 1) - 1]
+    last = distinct[min(max(1, round(exact(task.held_out) * len(distinct))), len(distinct) - 1) - 1]
     part = whole.select([n for n, rank in enumerate(ranks) if (rank <= last) == (split != task.train)])
     note = f"{path}: {len(part):,} of {len(whole):,} conversations are {split}"
     return replace(part, digest=digest_rows(part.rows), note=note)

@@ -16,6 +16,7 @@ import mlm
 from mlm.checkpoint.native.run_state import LORA, TOKENIZER
 from mlm.checkpoint.native.save_load import resolve
 from mlm.config.build import config_digest
+from mlm.config.fields import exact
 from mlm.data.config import DataConfig
 from mlm.data.files_present import hub_id
 from mlm.finetune.batches import Batcher, Order, TaskBatch, make_batcher
@@ -164,7 +165,7 @@ class FinetuneLoop(Loop):
 
 def pretrain_config(config: FinetuneConfig, start: Start, steps: int) -> PretrainConfig:
     """Return the run as the trainer takes it, and as checkpoints save it."""
-    warmup = min(math.ceil(config.schedule.warmup * steps), steps - 1)
+    warmup = min(math.ceil(exact(config.schedule.warmup) * steps), steps - 1)
     return PretrainConfig(
         name=config.name,
         out=config.out,

@@ -78,9 +78,9 @@ class ModelConfig:
     init_std: Annotated[float, NOT_NEGATIVE, Also("init_method_std", "initializer_range")] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 * num_layers)."""
     mup_base_width: Annotated[int | None, EXTENT] = None
-    """muP (arXiv:2203.03466): settings are those of a model of this hidden_size with heads of the same width,
-    and learning rates, initial weights and the output layer follow this model's width. Of gpt2 and llama;
-    null for none. One that is trained so stays so."""
+    """muP (arXiv:2203.03466): settings are those of a model of this hidden_size, and learning rates, initial
+    weights and the output layer follow this model's width. MLPs and experts widen with it, not heads, ranks
+    or the number of experts. Of gpt2 and llama; null for none. One that is trained so stays so."""
     layer_norm_eps: Annotated[
         float, POSITIVE, Also("layer_norm_epsilon", "layernorm_epsilon", "norm_eps")
     ] = 1e-5

@@ -124,14 +124,18 @@ def build_optimizer(
         replicas: ranks that hold the same part of the model, or rows of it: they share Muon's work.
         width: factor of muP's learning rates: the model's width over that of its base.
     """
-    shards = [shard for shard in shards if shard.is_trained]
+    first, shards = shards[0].parameter, [shard for shard in shards if shard.is_trained]
     by_rates: dict[Rates, list[ParameterShard]] = {}
     for shard in shards:
-        found = rates(shard.name, shard.parameter.dim(), config, width)
+        found = rates(shard.name, shard.parameter.dim(), config, width, shard.constant_side)
         by_rates.setdefault(found, []).append(shard)
     groups: Groups = [
         {"params": [shard.parameter for shard in some], **each._asdict()} for each, some in by_rates.items()
     ]
+    if not groups:  # a pipeline stage without adapters counts steps as the others do, by an empty parameter
+        empty = torch.nn.Parameter(first.new_empty(0))
+        empty.grad = torch.zeros_like(empty)
+        groups = [{"params": [empty], **Rates(False, 1.0, 0.0)._asdict()}]
     optimizer: torch.optim.Optimizer
     if (own := own_optimizer(config)) is not None:
         optimizer = own([{key: x for key, x in group.items() if key != "is_matrix"} for group in groups])
@@ -141,25 +145,22 @@ def build_optimizer(
         optimizer = Muon(groups, updates, config)
     else:
         optimizer = adamw(groups, config)
-    ensure_state(optimizer, shards)
+    ensure_state(optimizer)
     return optimizer
 
 
-def ensure_state(
-    optimizer: torch.optim.Optimizer, shards: Sequence[ParameterShard], step: float = 0.0
-) -> None:
+def ensure_state(optimizer: torch.optim.Optimizer, step: float = 0.0) -> None:
     """Make the optimizer's state exist: moments as they are or zero, and its step count `step`.
 
     PyTorch makes it in the first `step()`, which would change the weights.
     """
-    shards = [s for s in shards if s.is_trained]
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
     if not isinstance(optimizer, AdamW):
         check_state(optimizer)
         if not optimizer.state:
-            _first_state(optimizer, shards)
-    count = torch.tensor(step, device=shards[0].parameter.device)
-    for shard in shards:
-        p = shard.parameter
+            _first_state(optimizer, parameters)
+    count = torch.tensor(step, device=parameters[0].device)
+    for p in parameters:
         state = optimizer.state[p]
         if isinstance(optimizer, AdamW):
             state["step"] = count
@@ -172,19 +173,18 @@ def ensure_state(
 
 
 @torch.no_grad()
-def _first_state(optimizer: torch.optim.Optimizer, shards: Sequence[ParameterShard]) -> None:
+def _first_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
     """Let a custom optimizer make its state in a step that changes nothing, then set it to zero.
 
     Raises OwnCodeError for state that checkpoints cannot hold.
     """
-    before = [shard.parameter.clone() for shard in shards]
-    for shard in shards:
-        shard.parameter.grad = torch.zeros_like(shard.parameter)
+    before = [p.clone() for p in parameters]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
     check_step(optimizer)
-    for shard, values in zip(shards, before, strict=True):
-        p = shard.parameter
+    for p, values in zip(parameters, before, strict=True):
         p.copy_(values)
-        p.grad = None
+        p.grad = None if p.numel() else p.grad
         for _name, value in optimizer.state[p].items():
             if isinstance(value, Tensor):
                 value.zero_()

@@ -63,7 +63,8 @@ def _norms_of_pieces(grads: Sequence[Tensor]) -> list[Tensor]:
 def scale_gradients(shards: Sequence[ParameterShard], factor: Tensor) -> None:
     """Multiply every gradient by a 0-d tensor, in one fused pass."""
     grads = [s.parameter.grad for s in shards if s.parameter.grad is not None]
-    torch._foreach_mul_(grads, factor)
+    if grads:  # none in a pipeline stage without adapters
+        torch._foreach_mul_(grads, factor)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

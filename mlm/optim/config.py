@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, Options
+from mlm.config.fields import FRACTION, NOT_NEGATIVE, POSITIVE, Also, ImportPath, Options, exact
 
 OPTIMIZERS = ImportPath("adamw", "muon")
 DECAYS = ImportPath("cosine", "linear", "constant", "inverse_sqrt")
@@ -109,7 +109,7 @@ class ScheduleConfig:
         """Step at which the warm-up of a run of `steps` ends."""
         if self.warmup_steps is not None:
             return self.warmup_steps
-        return int(steps * self.warmup + 1e-6)  # 0.29 * 100 is 28.999…
+        return int(steps * exact(self.warmup))
 
     def decay_end(self, steps: int) -> int:
         """Step at which a run of `steps` reaches min_lr."""
@@ -117,7 +117,7 @@ class ScheduleConfig:
 
     def cooldown_start(self, steps: int) -> int:
         """Step of a run of `steps` after which the rate cools down; `steps` if it does not."""
-        cooldown = int(steps * self.cooldown_share + 1e-6) if self.cooldown is None else self.cooldown
+        cooldown = int(steps * exact(self.cooldown_share)) if self.cooldown is None else self.cooldown
         return max(0, steps - cooldown)
 
 

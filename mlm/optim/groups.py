@@ -68,15 +68,18 @@ def is_matrix(name: str, dims: int, config: OptimizerConfig) -> bool:
     return config.kind == "muon" and dims > 1 and fnmatchcase(name, config.muon.matrices)
 
 
-def rates(name: str, dims: int, config: OptimizerConfig, width: float = 1.0) -> Rates:
+def rates(
+    name: str, dims: int, config: OptimizerConfig, width: float = 1.0, side: str | None = None
+) -> Rates:
     """Return the settings of a parameter. Raises OwnCodeError as `patterns`.
 
     Weight decay is for matrices: biases and norm parameters have none (arXiv:1909.08053, section 4.2).
     `width` is the model's width over that of its base in muP, 1 without it: Adam moves an element of a
     layer's matrix by the learning rate whatever the gradient, and of W times as many an output sums W times
-    as much, so that its rate falls as 1 / W (arXiv:2203.03466, table 8). Muon's update has a spectral norm of
-    its scale: the original one moves outputs alike at each width, the other grows as sqrt(W). Decay is of
-    rate times weight_decay, and stays.
+    as much, so that its rate falls as 1 / W (arXiv:2203.03466, table 8), unless its inputs are the
+    constant `side`, as of LoRA's B (arXiv:2402.12354). Muon's update has a spectral norm of its scale, which
+    should follow sqrt(outputs / inputs) (arXiv:2310.17813): the original one does but for constant outputs,
+    the other grows as sqrt(W). Decay is of rate times weight_decay, and stays.
     """
     by_muon = is_matrix(name, dims, config)
     lr, decay = config.lr, config.weight_decay if dims > 1 else 0.0
@@ -93,7 +96,12 @@ def rates(name: str, dims: int, config: OptimizerConfig, width: float = 1.0) -> 
             decay = given.get("weight_decay", decay)
             break
     if dims > 1 and fnmatchcase(name, HIDDEN):
-        power = 1.0 if not by_muon else 0.5 if config.muon.scale == "match_rms_adamw" else 0.0
+        if not by_muon:
+            power = 0.0 if side == "in" else 1.0
+        elif config.muon.scale == "match_rms_adamw":
+            power = {"in": 0.0, "out": 1.0}.get(side or "", 0.5)
+        else:
+            power = 0.5 if side == "out" else 0.0
         factor = width**-power
         return Rates(by_muon, scale * factor, decay / factor)
     return Rates(by_muon, scale, decay)

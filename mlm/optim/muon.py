@@ -46,7 +46,7 @@ def _plus_square(x: Tensor, b: float, c: float) -> Tensor:
     """Return b x + c x x^T of a symmetric x, or of a wide one with b = 0: [rows, rows].
 
     On a CPU strips of columns from the diagonal down, which are mirrored: seven twelfths of the work at 768
-    rows, and in bfloat16 the same bits.
+    rows, rounded as the CPU's kernels round products of these shapes.
     """
     size = x.shape[0]
     if not x.is_cpu or size < 2 * STRIP:

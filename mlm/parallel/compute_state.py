@@ -5,7 +5,7 @@ micro-batch: 6 bytes of traffic a parameter each time, where reading the cast co
 weight is little traffic, but a kernel of its own at each use.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +63,8 @@ class ComputeState:
 
 class ComputesInHalf(nn.Module):
     """A module with a ComputeState, which reads copies of its parameters where there are any."""
+
+    constant_sides: Mapping[str, str]  # of ParameterShard.constant_side
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

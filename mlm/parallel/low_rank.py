@@ -80,6 +80,7 @@ class LowRankAdapter(nn.Module):
         cp: axis that splits sequences.
     """
 
+    constant_sides: ClassVar[dict[str, str]] = {"a": "out", "b": "in"}
     places: Tensor
 
     def __init__(
@@ -170,6 +171,7 @@ class ExpertAdapter(nn.Module):
     """
 
     tp_dims: ClassVar[dict[str, int]] = {"up_b": 2, "down_a": 2}
+    constant_sides: ClassVar[dict[str, str]] = {"up_a": "out", "up_b": "in", "down_a": "out", "down_b": "in"}
     is_partial = True
 
     def __init__(self, experts: Experts, *, rank: int, scale: float) -> None:

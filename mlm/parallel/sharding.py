@@ -66,6 +66,12 @@ class ParameterShard:
         """False for state that no gradient moves, such as the biases of routers."""
         return self.parameter.requires_grad
 
+    @property
+    def constant_side(self) -> str | None:
+        """Side of the weight, in or out, that a wider model keeps: `constant_sides` of its module."""
+        sides: Mapping[str, str] = getattr(self.module, "constant_sides", {})
+        return sides.get(self.name.rpartition(".")[2])
+
     @cached_property
     def is_owner(self) -> bool:
         """True if this rank counts this part: every element has one owner among the ranks that split it.

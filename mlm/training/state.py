@@ -137,7 +137,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
     if is_start and type(steps) is int and 0 < steps < run_state.MAX_COUNT:
         shards = training_shards(trainer, trainer.shards)
         manifest = load_checkpoint(path, shards, ranks=ranks, config=config, cast=True)
-        ensure_state(trainer.optimizer, trainer.shards, float(steps))
+        ensure_state(trainer.optimizer, float(steps))
         return manifest
     if is_start:
         return load_weights(trainer.shards, path, ctx, config=config)
@@ -149,7 +149,7 @@ def load(trainer: Trainer, path: Path) -> Manifest:
         trainer.consumed_samples = int(state["consumed_samples"])
         trainer.history = read_history(state)
         trainer.scaler.load_state(state["scaler"])
-        ensure_state(trainer.optimizer, trainer.shards, float(state["applied_steps"]))
+        ensure_state(trainer.optimizer, float(state["applied_steps"]))
         trainer.past = read_past(trainer.config, path, manifest) if ctx.is_main else Past()
         if TOKENIZER in state:
             trainer.extra_state.setdefault(TOKENIZER, state[TOKENIZER])

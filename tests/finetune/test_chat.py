@@ -186,6 +186,13 @@ def test_single_file_holds_out_conversations(tmp_path: Path) -> None:
     assert held.note == f"{file}: {len(held)} of 40 conversations are validation"
 
 
+def test_share_held_out_is_that_of_the_decimal_as_typed(tmp_path: Path) -> None:
+    """0.575 * 100 is 57.49999999999999, and 57.5 rounds to even."""
+    rows = [{"messages": [{**TALK[0], "content": str(n)}, TALK[1]]} for n in range(100)]
+    file = str(write_rows(tmp_path / "conversations.jsonl", rows))
+    assert len(read_part(chat_task(held_out=0.575), "validation", path=file)) == 58
+
+
 def test_command_trains_on_one_file_and_evaluates_what_it_held_out(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

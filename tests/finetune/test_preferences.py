@@ -149,6 +149,9 @@ def test_losses_and_gradients_equal_those_of_trl(folder: Path, tmp_path: Path, l
     logged = {key: values[-1] for key, values in trainer._metrics["train"].items()}
     names = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
     assert parts[1:5].tolist() == pytest.approx([logged[name] for name in names], abs=1e-5)
+    # theirs are beta (log p - log p_reference): the mean of both answers
+    kl = -(logged["rewards/chosen"] + logged["rewards/rejected"]) / 2 / 0.3
+    assert parts[5].item() == pytest.approx(kl, abs=1e-5)
     model = read_start(preferring(folder)).model
     mapping = model.family.huggingface
     assert mapping is not None
@@ -176,6 +179,13 @@ def test_reference_free_losses_equal_their_published_formulas(folder: Path) -> N
     lead = 0.3 * ((y - reference)[:, 0] - (y - reference)[:, 1])
     smoothed = -0.9 * F.logsigmoid(lead) - 0.1 * F.logsigmoid(-lead)
     torch.testing.assert_close(loss("dpo", beta=0.3, label_smoothing=0.1), smoothed)
+
+
+def test_kl_is_the_mean_of_log_ratios_over_both_answers() -> None:
+    y, reference = torch.tensor([[-3.0, -8.0], [-6.0, -2.0]]), torch.tensor([[-4.0, -7.0], [-5.0, -2.5]])
+    objective = PairLoss(ParallelContext(), torch.float64, shipped("preferences", loss="dpo", beta=0.3))
+    parts = dict(zip(objective.parts, objective.parts_of(y, torch.ones(2, 2), reference), strict=True))
+    assert parts["kl"].tolist() == [(-1 + 1) / 2, (1 - 0.5) / 2]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,14 +1,23 @@
 """muP against table 8 of arXiv:2203.03466, and against itself at its base width."""
 
 from dataclasses import replace
+from functools import partial
 from math import sqrt
+from typing import Any
 
 import pytest
 import torch
 
-from mlm.models.config import ModelConfig
+from mlm.models.config import LoraConfig, ModelConfig
+from mlm.models.heads import PlainLinear
+from mlm.models.llama.gated import GatedMLP
+from mlm.models.llama.latent_attention import LatentAttention
+from mlm.models.llama.mixture import MixtureOfExperts
 from mlm.optim.config import MuonConfig, OptimizerConfig
 from mlm.optim.groups import rates
+from mlm.optim.muon import shape_scale
+from mlm.parallel.expert.router import Router
+from mlm.parallel.layers import ColumnParallelLinear
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.sharding import parameter_shards
 from mlm.training.checks import check_pretrain
@@ -49,6 +58,67 @@ def shards_of(spec: PretrainConfig) -> list:  # type: ignore[type-arg]
     return list(parameter_shards(model.chunks[0], model.ctx.tp))
 
 
+MIXTURE = {"num_experts": 4, "expert_ffn_size": 16, "balance": "sequence"}
+LATENT = {"kv_lora_rank": 4, "q_lora_rank": 4, "rope_head_dim": 2, "v_head_dim": 4, "head_dim": 6}
+
+
+def special(width: int, base: int | None, options: dict[str, int | str], rank: int = 0) -> PretrainConfig:
+    """A Llama with heads of one width at every width of its own."""
+    spec = spec_of(width, base, "llama")
+    model = replace(spec.model, num_heads=width // 4, options=options)
+    return replace(spec, model=model, lora=LoraConfig(rank=rank, targets=("all-linear", "experts")))
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale"),
+    [
+        ("attention.query.weight", 1),  # from a rank, which no width widens
+        ("attention.kv.weight", 1),
+        ("attention.kv_down.weight", 1 / 4),
+        ("attention.query_down.weight", 1 / 4),
+        ("attention.out.weight", 1 / 4),
+        ("mlp.router.weight", 1 / 4),
+        ("mlp.experts.up", 1 / 4),
+        ("mlp.experts.down", 1 / 4),
+    ],
+)
+def test_adams_rate_is_of_the_inputs_that_widen(weight: str, scale: float) -> None:
+    (shard,) = (s for s in shards_of(special(64, 16, MIXTURE | LATENT)) if s.name == f"layers.0.{weight}")
+    adam = OptimizerConfig(lr=1e-2)
+    found = rates(shard.name, shard.parameter.dim(), adam, 4.0, shard.constant_side)
+    assert found.lr_scale == scale
+
+
+def test_of_adapters_the_rate_of_a_falls_with_width_and_that_of_b_stays() -> None:
+    """LoRA+ (arXiv:2402.12354): A's is Θ(1 / n), B's Θ(1)."""
+    found = {
+        shard.name.rpartition(".")[2]: rates(shard.name, 2, OptimizerConfig(), 4.0, shard.constant_side)
+        for shard in shards_of(special(64, 16, MIXTURE, rank=2))
+        if ".lora." in shard.name
+    }
+    assert {name for name in found if found[name].lr_scale == 1} == {"b", "up_b", "down_b"}
+    assert {name for name in found if found[name].lr_scale == 0.25} == {"a", "up_a", "down_a"}
+
+
+@pytest.mark.parametrize(
+    ("scale", "side", "power"),
+    [
+        ("original", "in", 0),
+        ("original", "out", 0.5),
+        ("match_rms_adamw", "in", 0),
+        ("match_rms_adamw", "out", 1),
+    ],
+)
+def test_muons_update_follows_the_sides_of_a_matrix(scale: Any, side: str, power: float) -> None:
+    """Its norm, shape_scale times the rate, grows as sqrt(outputs / inputs) (arXiv:2310.17813)."""
+    muon = OptimizerConfig(kind="muon", lr=1e-2, muon=MuonConfig(scale=scale))
+    factor = rates("layers.0.x.weight", 2, muon, 4.0, side).lr_scale
+    assert factor == pytest.approx(4.0**-power)
+    shapes = [(256, 8), (1024, 8)] if side == "in" else [(8, 256), (8, 1024)]
+    narrow, wide = (shape_scale(shape, muon.muon) for shape in shapes)
+    assert factor * wide / narrow == pytest.approx(2 if side == "in" else 1 / 2)
+
+
 def test_muon_needs_a_factor_only_for_the_scale_that_matches_adamw() -> None:
     muon = OptimizerConfig(kind="muon", lr=1e-2)
     original = replace(muon, muon=MuonConfig(scale="original"))
@@ -77,6 +147,43 @@ def test_a_step_moves_the_outputs_of_a_wide_model_no_further() -> None:
         growth[mup] = moved[128] / moved[16]
     assert growth[True] < 1.34
     assert growth[False] > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [MIXTURE, LATENT], ids=["experts", "latent"])
+def test_a_step_moves_what_new_modules_give_no_further_in_a_wide_model(options: dict[str, Any]) -> None:
+    """The coordinate check, of each module in a layer at eight times the width: changes grow by a half."""
+    narrow, wide = (moved_by_module(special(width, 64, options)) for width in (64, 512))
+    assert len(narrow) >= 3
+    assert {name: wide[name] / x for name, x in narrow.items() if wide[name] > 1.5 * x} == {}
+
+
+def moved_by_module(spec: PretrainConfig) -> dict[str, float]:
+    """Root mean square of the change, in four steps, of what each module of the last layer gives."""
+    schedule = replace(spec.schedule, decay="constant", warmup_steps=0)
+    trainer: Trainer = Trainer(replace(spec, schedule=schedule), shape_context())
+    (model,) = trainer.model.chunks
+    outputs: dict[str, list[torch.Tensor]] = {}
+
+    def keep(name: str, module: torch.nn.Module, inputs: Any, y: Any) -> None:
+        y = (
+            inputs[0] @ module.weight.t() if isinstance(module, Router) else y
+        )  # its scores before the softmax
+        outputs.setdefault(name, []).append(y.detach().clone())
+
+    def record() -> None:
+        layer = list(model.layers.values())[-1]
+        chosen = (Router, GatedMLP, MixtureOfExperts, ColumnParallelLinear, PlainLinear, LatentAttention)
+        modules = [(name, m) for name, m in layer.named_modules() if isinstance(m, chosen)]
+        hooks = [m.register_forward_hook(partial(keep, name)) for name, m in modules]
+        outputs.setdefault("logits", []).append(model.logits(torch.arange(16).view(1, 16)).detach())
+        for hook in hooks:
+            hook.remove()
+
+    record()
+    steps_of(trainer, 4)
+    record()
+    return {name: float((y - x).square().mean().sqrt()) for name, (x, y) in outputs.items()}
 
 
 def change_of(spec: PretrainConfig) -> float:

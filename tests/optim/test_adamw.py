@@ -76,7 +76,7 @@ def test_ensure_state_changes_no_weight_and_sets_the_step_count() -> None:
     before = [p.detach().clone() for p in model.parameters()]
     shards = list(parameter_shards(model, Axis("tp")))
     optimizer = build_optimizer(shards, CONFIG)
-    ensure_state(optimizer, shards, 5.0)
+    ensure_state(optimizer, 5.0)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert applied_steps(optimizer) == 5.0
     assert moment(optimizer, shards[0], "exp_avg").abs().max() == 0
@@ -88,7 +88,7 @@ def test_ensure_state_keeps_moments_that_exist() -> None:
     optimizer = build_optimizer(shards, CONFIG)
     optimizer.step()
     kept = moment(optimizer, shards[0], "exp_avg").clone()
-    ensure_state(optimizer, shards, 9.0)
+    ensure_state(optimizer, 9.0)
     assert torch.equal(moment(optimizer, shards[0], "exp_avg"), kept)
 
 

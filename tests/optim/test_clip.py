@@ -72,7 +72,7 @@ def test_the_fused_step_scales_as_a_pass_over_the_gradients_does() -> None:
         model.weight.grad = gradient.clone()
     shards, config = list(parameter_shards(ours, Axis("tp"))), OptimizerConfig(lr=0.1)
     optimizer, zero = build_optimizer(shards, config), torch.zeros(())
-    ensure_state(optimizer, shards)
+    ensure_state(optimizer)
     apply(optimizer, shards, torch.tensor(0.3), torch.ones(()))
     assert torch.equal(ours.weight, weights)
     plain = torch.optim.AdamW(

@@ -42,9 +42,9 @@ def counting(count: Callable[[], Any] = int) -> tuple[Counting, list[ParameterSh
 
 @pytest.mark.parametrize("count", [int, lambda: torch.zeros(())], ids=["an int", "a tensor"])
 def test_state_is_made_without_a_trace_and_counts_from_where_it_should(count: Callable[[], Any]) -> None:
-    optimizer, shards, weight = counting(count)
+    optimizer, _, weight = counting(count)
     before = weight.detach().clone()
-    ensure_state(optimizer, shards, 5.0)
+    ensure_state(optimizer, 5.0)
     assert torch.equal(weight, before)
     assert weight.grad is None
     assert not optimizer.state[weight]["sum"].any()
@@ -55,7 +55,7 @@ def test_state_is_made_without_a_trace_and_counts_from_where_it_should(count: Ca
 @pytest.mark.parametrize("overflow", [False, True])
 def test_an_overflow_leaves_out_the_step_of_an_unfused_optimizer(overflow: bool) -> None:
     optimizer, shards, weight = counting()
-    ensure_state(optimizer, shards)
+    ensure_state(optimizer)
     before = weight.detach().clone()
     weight.grad = torch.ones_like(weight)
     apply(optimizer, shards, torch.tensor(0.25), torch.tensor(float(overflow)))

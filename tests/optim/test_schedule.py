@@ -58,7 +58,9 @@ def test_default_schedule_is_that_of_v1_in_proportion_to_the_run(steps: int) -> 
             assert learning_rate(round(share * steps), ADAM, default, steps) == pytest.approx(of_v1)
 
 
-@pytest.mark.parametrize(("share", "steps", "end"), [(0.01, 700, 7), (0.29, 100, 29), (0.0667, 900, 60)])
+@pytest.mark.parametrize(
+    ("share", "steps", "end"), [(0.01, 700, 7), (0.29, 100, 29), (0.0667, 900, 60), (0.0099999999, 100, 0)]
+)
 def test_share_of_warm_up_is_rounded_down_to_steps(share: float, steps: int, end: int) -> None:
     assert ScheduleConfig(warmup=share).warmup_end(steps) == end
 

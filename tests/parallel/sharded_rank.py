@@ -62,7 +62,7 @@ class Rank:
         )
         self.shards = tuple(parameter_shards(self.model, ctx.tp))
         self.optimizer = build_optimizer(self.shards, OptimizerConfig(lr=1e-2))
-        ensure_state(self.optimizer, self.shards)
+        ensure_state(self.optimizer)
 
     def loss(self, sample: Tensor) -> Tensor:
         out: Tensor = self.model(sample[:, :-1], sample[:, 1:], SCALE)

@@ -121,7 +121,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def save_known(ctx: ParallelContext, out: Path, spec: PretrainConfig) -> Path:
     trainer = Trainer(spec, ctx)
-    ensure_state(trainer.optimizer, trainer.shards, COUNTERS["applied"])
+    ensure_state(trainer.optimizer, COUNTERS["applied"])
     for name, shard, x in held(trainer):
         x.copy_(part_of(name, shard, ctx, padding=float("nan")))  # padding must not be stored
     trainer.step, trainer.consumed_samples = int(COUNTERS["step"]), int(COUNTERS["consumed"])
@@ -153,7 +153,7 @@ def loaded(trainer: Trainer, path: Path, expected: list[Tensor]) -> list[str]:
     for _, _, x in held(trainer):
         x.fill_(LEFT)
     trainer.step = trainer.consumed_samples = 0
-    ensure_state(trainer.optimizer, trainer.shards, 0.0)
+    ensure_state(trainer.optimizer, 0.0)
     load(trainer, path)
     scaler = trainer.scaler.state()
     problems = [

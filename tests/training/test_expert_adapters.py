@@ -1,6 +1,7 @@
 """Adapters of routed experts: the formula of merged weights, and every layout as one process."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from mlm.models.lora import add_adapters, merged_changes
 from mlm.parallel.mesh import ParallelContext, shape_context
 from mlm.parallel.random import init_parameters, init_shard
 from mlm.training.config import PretrainConfig
+from mlm.training.state import load
 from mlm.training.trainer import Trainer
 from mlm.util.errors import ConfigError
 from tests.ranks import run_on_ranks
 from tests.slow import slow_but
+from tests.training.saving import save
 from tests.training.test_trainer import steps_of
 from tests.verify.parity_layouts import Layout, parse_layouts
 
@@ -24,6 +27,14 @@ LAYOUTS = parse_layouts(
     "tp=2 sequence_parallel expert_tp=1 ep=2 micro_batches=4 moe=sigmoid",
     "dp=4 ep=2 zero=3 micro_batches=1 moe=sigmoid",
 )
+STAGES = parse_layouts(
+    "pp=2 micro_batches=4",
+    "pp=2 dp=2 zero=3 micro_batches=2",
+    "pp=2 vp=2 micro_batches=4",
+    "pp=2 pipeline=zb_h1 micro_batches=4",
+    "pp=2 tp=2 sequence_parallel dp=2 zero=1 recompute=full micro_batches=2",
+)
+"""Of each one stage has no adapter where one layer has."""
 
 
 def adapting(layout: Layout) -> PretrainConfig:
@@ -31,13 +42,17 @@ def adapting(layout: Layout) -> PretrainConfig:
     return replace(spec, lora=LORA, optimizer=replace(spec.optimizer, lr=0.05))
 
 
-def train(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
+def started(ctx: ParallelContext, spec: PretrainConfig) -> Trainer:
     trainer = Trainer(spec, ctx)
     for shard in trainer.shards:
         if not shard.is_trained:  # a base to load; its initial values are equal at every layout
             init_shard(replace(shard, parameter=shard.parameter.requires_grad_()), spec.seed)
             shard.parameter.requires_grad_(False)
-    return steps_of(trainer, 4)
+    return trainer
+
+
+def train(ctx: ParallelContext, spec: PretrainConfig) -> list[float]:
+    return steps_of(started(ctx, spec), 4)
 
 
 @pytest.mark.parametrize("layout", slow_but({1, 2}, LAYOUTS), ids=str)
@@ -54,6 +69,26 @@ def test_adapters_of_experts_alone_train_over_ep() -> None:
     alone = train(shape_context(), replace(adapting(Layout(moe="sigmoid", micro_batches=4)), lora=lora))
     split = run_on_ranks(train, replace(adapting(LAYOUTS[0]), lora=lora), **LAYOUTS[0].sizes)[0]
     assert split == pytest.approx(alone, abs=1e-10)
+
+
+def resumed(ctx: ParallelContext, spec: PretrainConfig, out: Path) -> list[float]:
+    """Losses of two steps, and of two more after a checkpoint."""
+    first, second = started(ctx, spec), started(ctx, spec)
+    losses = steps_of(first, 2)
+    load(second, save(first, out))
+    return losses + steps_of(second, 2)
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("layout", slow_but({0, 1}, STAGES), ids=str)
+def test_a_stage_without_adapters_trains_and_resumes_as_one_process(
+    layout: Layout, layer: int, tmp_path: Path
+) -> None:
+    lora = replace(LORA, targets=(f"layers.{layer}.attention.out",))
+    alone = train(shape_context(), replace(adapting(Layout(micro_batches=4)), lora=lora))
+    assert len({round(loss, 6) for loss in alone}) == 4  # they learn
+    spec = replace(adapting(layout), lora=lora)
+    assert run_on_ranks(resumed, spec, tmp_path, **layout.sizes)[0] == pytest.approx(alone, abs=1e-10)
 
 
 def mixture() -> ModelConfig:

@@ -39,30 +39,38 @@ class LatentAttention(GroupedQueryAttention):
     """
 
     def _add_projections(self, config: ModelConfig, sequence_parallel: bool) -> None:
-        settings, h, std = LlamaSettings.of(config), config.hidden_size, config.init_std
+        settings, h = LlamaSettings.of(config), config.hidden_size
         self.sequence_parallel = sequence_parallel and self.tp.size > 1
         self.rope_dim, self.plain_dim = settings.rope_head_dim, self.head_dim - settings.rope_head_dim
         self.value_dim, self.latent_dim = settings.v_head_dim, settings.kv_lora_rank
         self.kv_heads = config.num_heads // self.tp.size
         self.score_factor = settings.score_factor
 
-        def up(source: int, head: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                source,
+        def up(rank: int, head: int) -> ColumnParallelLinear:
+            projection = ColumnParallelLinear(
+                rank or h,
                 config.num_heads * head,
                 tp=self.tp,
                 sequence_parallel=sequence_parallel,
-                init_std=std,
+                init_std=config.init_std if rank else config.hidden_std,
                 init_seed=None,
                 bias=False,
             )
+            if rank:
+                projection.constant_sides = {"weight": "in"}
+            return projection
+
+        def down(rank: int) -> PlainLinear:
+            projection = PlainLinear(h, rank, init_std=config.hidden_std, bias=False)
+            projection.constant_sides = {"weight": "out"}
+            return projection
 
         rank = settings.q_lora_rank
         if rank:
-            self.query_down = PlainLinear(h, rank, init_std=std, bias=False)
+            self.query_down = down(rank)
             self.query_down_norm = RMSNorm(rank, eps=LATENT_EPS)
-        self.query = up(rank or h, self.head_dim)
-        self.kv_down = PlainLinear(h, self.latent_dim + self.rope_dim, init_std=std, bias=False)
+        self.query = up(rank, self.head_dim)
+        self.kv_down = down(self.latent_dim + self.rope_dim)
         self.kv_down_norm = RMSNorm(self.latent_dim, eps=LATENT_EPS)
         self.kv = up(self.latent_dim, self.plain_dim + self.value_dim)
 

@@ -47,7 +47,7 @@ class MixtureOfExperts(nn.Module):
             h,
             settings,
             axes=(cp or Axis("cp"), tp if sequence_parallel else Axis("tp")),
-            init_std=config.init_std,
+            init_std=config.init_std / config.width_factor,  # of an output layer in muP
         )
         self.experts = Experts(
             settings.num_experts,
@@ -55,7 +55,7 @@ class MixtureOfExperts(nn.Module):
             width,
             inner=partial(gate, activation=config.activation),
             axes=axes,
-            init_stds=(config.init_std, config.init_std / math.sqrt(2 * config.num_layers)),
+            init_stds=(config.hidden_std, config.hidden_std / math.sqrt(2 * config.num_layers)),
         )
         self.shared: GatedMLP | None = None
         if settings.shared_experts:

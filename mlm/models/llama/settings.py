@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, fields, replace
 
+from mlm.config.fields import exact
 from mlm.models.config import ModelConfig
 from mlm.models.family import Architecture
 from mlm.models.gpt2.family import decoder_problem
@@ -95,7 +96,7 @@ class LlamaSettings(RouterSettings):
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are turned, R."""
-        return self.rope_head_dim if self.kv_lora_rank else int(self.head_dim * self.rotary_fraction)
+        return self.rope_head_dim if self.kv_lora_rank else int(self.head_dim * exact(self.rotary_fraction))
 
     @property
     def score_factor(self) -> float:

@@ -20,7 +20,7 @@ Shapes: S sequence (this rank's rows of it), B micro-batch, H hidden, E experts,
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,7 @@ class Router(nn.Module):
         init_std: standard deviation of the initial weights.
     """
 
+    constant_sides: ClassVar[dict[str, str]] = {"weight": "out"}
     bias: nn.Parameter | None
     load: nn.Parameter | None
 

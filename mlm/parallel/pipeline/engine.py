@@ -92,7 +92,7 @@ class _SavedForBackward:
     """State that a forward pass keeps for its backward: of its output only the node in the graph."""
 
     x: Tensor | None
-    edge: GradientEdge
+    edge: GradientEdge | None
     """Of a result, which no stage sends a gradient of: of the sum of its parts."""
     is_result: bool
 
@@ -176,7 +176,7 @@ class _Run(Generic[T]):
         is_result = stage == self.stages.num_stages - 1
         if self.trains:
             # a scalar needs no gradient from here, which torch would check by sympy: half a second of imports
-            edge = get_gradient_edge(y.sum() if is_result else y)
+            edge = get_gradient_edge(y.sum() if is_result else y) if y.requires_grad else None
             self.kept[place] = _SavedForBackward(x, edge, is_result)
         if is_result:
             self.results.append(y.detach())
@@ -193,7 +193,8 @@ class _Run(Generic[T]):
         gradients.before_backward(is_last=action == self.last_backward[action.chunk])
         deferred = gradients.deferred
         deferred.open = self.defers_weight_grads
-        torch.autograd.backward(kept.edge, dy)
+        if kept.edge is not None:  # in a first stage without adapters nothing needs a gradient
+            torch.autograd.backward(kept.edge, dy)
         if self.defers_weight_grads:
             deferred.open = False
             self.weight_jobs[action.chunk, action.micro_batch] = deferred.take()

@@ -1,0 +1,140 @@
+"""Every setting of a model reaches every module that it concerns, of each family and each of its options.
+
+Layouts agree with one process also where a module does not read a setting, so that only this can tell.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mlm.models.config import ModelConfig
+from mlm.models.transformer import MLP
+from mlm.parallel.expert.experts import Experts
+from mlm.parallel.mesh import Axis
+from tests.verify.parity_layouts import LLAMAS, MIXTURES, Layout
+
+CASES = {
+    "gpt2": Layout(),
+    **{f"bert {norm}": Layout(bert=norm) for norm in ("pre", "post")},
+    **{name: Layout(llama=name) for name in LLAMAS},
+    **{name: Layout(moe=name) for name in MIXTURES},
+}
+NORMS = nn.LayerNorm | nn.RMSNorm
+LATENT_NORMS = ("query_down_norm", "kv_down_norm")
+"""Their epsilon is DeepSeek's own."""
+RESIDUAL = ("out.weight", "mlp.down.weight", "shared.down.weight", "experts.down")
+"""Weights that write into the residual stream."""
+
+
+def modules(model: ModelConfig) -> dict[str, nn.Module]:
+    with torch.device("meta"):
+        return dict(model.family.model(model, tp=Axis("tp")).named_modules())
+
+
+def stds(model: ModelConfig) -> dict[str, float]:
+    """Standard deviations of initial weights, of all but biases, norms and states of routers."""
+    found = {}
+    for name, module in modules(model).items():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if leaf != "bias" and parameter.requires_grad and not isinstance(module, NORMS):
+                known: Any = getattr(module, "init_stds", None) or {leaf: module.init_std}
+                found[f"{name}.{leaf}"] = known[leaf]
+    return found
+
+
+def ratios(case: str, **change: Any) -> dict[str, float]:
+    model = CASES[case].config().model
+    before, after = stds(model), stds(replace(model, **change))
+    assert before.keys() <= after.keys()
+    return {name: after[name] / std for name, std in before.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_init_std_scales_every_weight(case: str) -> None:
+    assert set(ratios(case, init_std=0.04).values()) == {2.0}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_depth_scales_every_weight_that_writes_into_the_residual_stream(case: str) -> None:
+    for name, ratio in ratios(case, num_layers=16).items():
+        assert ratio == pytest.approx(0.5 if name.endswith(RESIDUAL) else 1.0), name
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bert" not in case])
+def test_width_over_mups_base_scales_every_weight_by_its_sides(case: str) -> None:
+    """Of hidden weights by 1 / sqrt(4), of routers, as of output layers, by 1 / 4, of inputs not at all."""
+    for name, ratio in ratios(case, mup_base_width=4).items():
+        from_rank = case == "latent" and name.endswith((".query.weight", ".kv.weight"))
+        expected = 0.5 if name.startswith("layers.") and not from_rank else 1.0
+        assert ratio == pytest.approx(0.25 if name.endswith("router.weight") else expected), name
+
+
+def read(setting: str) -> Callable[[str, nn.Module], Any]:
+    """Return what reads a setting from a module: None if the setting does not concern it."""
+
+    def value(name: str, module: nn.Module) -> Any:
+        leaf = name.rpartition(".")[2]
+        match setting:
+            case "layer_norm_eps":
+                return module.eps if isinstance(module, NORMS) and leaf not in LATENT_NORMS else None
+            case "hidden_dropout":
+                return getattr(module, "dropout", None) if leaf.isdecimal() else None
+            case "attention_dropout":
+                return getattr(module, "dropout", None) if leaf == "attention" else None
+        if isinstance(module, Experts):
+            return module.inner.keywords["activation"]  # type: ignore[attr-defined]
+        return module.activation if isinstance(module, MLP) or leaf == "masked_head" else None
+
+    return value
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("setting", "value", "of_each_layer"),
+    [
+        ("layer_norm_eps", 0.25, 2),
+        ("hidden_dropout", 0.25, 1),
+        ("attention_dropout", 0.25, 1),
+        ("activation", "gelu", 1),
+    ],
+)
+def test_a_setting_reaches_every_module_that_it_concerns(
+    case: str, setting: str, value: object, of_each_layer: int
+) -> None:
+    model = replace(CASES[case].config().model, **{setting: value})
+    reader = read(setting)
+    found = {name: x for name, module in modules(model).items() if (x := reader(name, module)) is not None}
+    assert set(found.values()) == {value}
+    assert len(found) >= of_each_layer * model.num_layers
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_biases_are_where_the_family_has_them(case: str) -> None:
+    model = CASES[case].config().model
+    parts = model.architecture
+    for name, module in modules(model).items():
+        leaf = name.rpartition(".")[2]
+        if not name.startswith("layers.") or not hasattr(module, "bias") or leaf == "router":
+            continue
+        if isinstance(module, NORMS):
+            expected = parts.norm_bias
+        else:
+            expected = parts.qkv_bias if leaf in ("qkv", "query", "kv") else parts.bias
+        assert (module.bias is not None) == expected, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_width_of_feed_forward_layers_is_the_setting(case: str) -> None:
+    model = replace(CASES[case].config().model, ffn_hidden_size=48)
+    gates = 2 if model.architecture.gated else 1
+    sizes = {
+        name: module.up.weight.shape[0] / gates
+        for name, module in modules(model).items()
+        if isinstance(module, MLP) and not name.endswith("shared")
+    }
+    assert set(sizes.values()) <= {48}
+    assert len(sizes) == (model.architecture.dense_layers if model.architecture.experts else model.num_layers)
