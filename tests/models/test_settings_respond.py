@@ -4,7 +4,7 @@ Layouts agree with one process also where a module does not read a setting, so t
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -66,11 +66,11 @@ def test_depth_scales_every_weight_that_writes_into_the_residual_stream(case: st
 
 @pytest.mark.parametrize("case", [case for case in CASES if "bert" not in case])
 def test_width_over_mups_base_scales_every_weight_by_its_sides(case: str) -> None:
-    """Of hidden weights by 1 / sqrt(4), of routers, as of output layers, by 1 / 4, of inputs not at all."""
+    """Of hidden weights by 1 / sqrt(4), of inputs and products up from a rank not at all."""
     for name, ratio in ratios(case, mup_base_width=4).items():
         from_rank = case == "latent" and name.endswith((".query.weight", ".kv.weight"))
         expected = 0.5 if name.startswith("layers.") and not from_rank else 1.0
-        assert ratio == pytest.approx(0.25 if name.endswith("router.weight") else expected), name
+        assert ratio == pytest.approx(expected), name
 
 
 def read(setting: str) -> Callable[[str, nn.Module], Any]:
@@ -138,3 +138,19 @@ def test_width_of_feed_forward_layers_is_the_setting(case: str) -> None:
     }
     assert set(sizes.values()) <= {48}
     assert len(sizes) == (model.architecture.dense_layers if model.architecture.experts else model.num_layers)
+
+
+TRIED = {
+    *("init_std", "num_layers", "mup_base_width", "ffn_hidden_size"),
+    *("layer_norm_eps", "hidden_dropout", "attention_dropout", "activation"),
+}
+"""Settings of the tests above."""
+SHAPES = {
+    *("kind", "head", "norm", "hidden_size", "num_heads", "max_positions", "vocab_size", "vocab_multiple"),
+    *("token_types", "num_labels", "options"),
+}
+"""Settings that give parameters other names or shapes, so that weights of transformers would not load."""
+
+
+def test_every_setting_of_a_model_is_tried() -> None:
+    assert {field.name for field in fields(ModelConfig)} == TRIED | SHAPES

@@ -47,7 +47,7 @@ class MixtureOfExperts(nn.Module):
             h,
             settings,
             axes=(cp or Axis("cp"), tp if sequence_parallel else Axis("tp")),
-            init_std=config.init_std / config.width_factor,  # of an output layer in muP
+            init_std=config.hidden_std,
         )
         self.experts = Experts(
             settings.num_experts,
