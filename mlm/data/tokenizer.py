@@ -141,6 +141,11 @@ class Tokenizer:
         named = {*EOD_NAMES, *BOS_NAMES, *BERT_SPECIAL} & self._vocabulary.keys()
         return (marked | named) - {UNK, content["model"].get("unk_token")}
 
+    @cached_property
+    def adds_bos(self) -> bool:
+        """True if the tokenizer itself puts `bos_id` before a text, as `transformers` does then."""
+        return self._backend.encode("a", add_special_tokens=True).ids[:1] == [self.bos_id]
+
     def __contains__(self, name: str) -> bool:
         return name in self._vocabulary
 

@@ -116,6 +116,8 @@ class ExportGGUFConfig:
     """File to write, such as model.gguf, with the tokenizer in it."""
     type: Literal["f32", "f16", "bf16", "q8_0"] = "f16"
     """Numbers of matrices: q8_0 is 8 bits and a scale for 32 of them. Vectors are float32."""
+    verify: bool = True
+    """Compare tokens and logits in llama.cpp before the file is named, where mlm[gguf-check] is installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,16 @@
-"""`mlm export gguf`: a Llama, Mistral or Qwen as one file for llama.cpp and what is built on it.
+"""`mlm export gguf`: a Llama, Mistral, Qwen or mixture as one file for llama.cpp and what is built on it.
 
 Keys and names of tensors are those of the `gguf` package, what they hold is what llama.cpp's converter
-writes. Matrices are of the chosen type, norms and biases float32.
+writes. Matrices are of the chosen type, norms, biases and routers float32. Before the file is named, the
+tokenizer is tried on texts, and, where llama.cpp is installed, the whole file in it.
 """
 
-import json
+import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -17,42 +20,38 @@ from torch import Tensor
 
 from mlm.checkpoint.commands.config import ExportGGUFConfig
 from mlm.checkpoint.commands.conversion_sources import Source, native_source
+from mlm.checkpoint.commands.gguf_vocabulary import compare_tokens, composes, vocabulary
 from mlm.checkpoint.commands.huggingface_target import hf_mapping, token_ids
+from mlm.checkpoint.commands.llama_cpp import LlamaCpp, is_installed
 from mlm.checkpoint.commands.result import show_table
-from mlm.data.tokenizer import Tokenizer, merges_of
+from mlm.data.tokenizer import Tokenizer
+from mlm.inference.api import load
+from mlm.models.config import ModelConfig
 from mlm.models.llama.huggingface import model_type
 from mlm.models.llama.rope import frequencies
 from mlm.models.llama.settings import LlamaSettings
 from mlm.training.run_folder import GB
 from mlm.util.errors import UserError
 from mlm.util.extras import load_extra
-from mlm.util.results import CREATOR, result_problems, target_name, write_result
+from mlm.util.results import CREATOR, is_stream, result_problems, target_name, write_result
 
 EXTRA = "gguf"
-ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+ARCHITECTURES = {
+    **{"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"},
+    **{"mixtral": "LLAMA", "qwen3_moe": "QWEN3MOE", "olmoe": "OLMOE"},
+}
+PAIRED = ("LLAMA",)
+"""Architectures of which llama.cpp turns neighbouring rows of a head."""
 FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 BLOCK = 32
 """Columns of a block of Q8_0, which share a scale."""
-PRE_TOKENIZERS = {
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
-}
-"""Pattern that a tokenizer splits text by -> llama.cpp's name for it."""
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""llama.cpp's types of tokens."""
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A byte-level tokenizer as GGUF holds it."""
-
-    pre: str
-    tokens: list[str]
-    types: list[int]
-    merges: list[str]
+LOGIT_ERRORS = {"f32": 1e-3, "f16": 0.05, "bf16": 0.2, "q8_0": 0.25}
+"""Type -> root mean square by which logits may differ in llama.cpp, in standard deviations of all."""
+PROBED_TOKENS = 32
+PRIME = 7919
+LLAMA_CPP_YARN = {"rope_beta_fast": 32.0, "rope_beta_slow": 1.0, "rope_truncate": True, "rope_mscale": 0.0}
+"""Settings of yarn that a file cannot hold, and their values in llama.cpp."""
+EXPERT = re.compile(r"(?<=\.experts)\.\d+")
 
 
 def preflight(config: ExportGGUFConfig) -> list[str]:
@@ -73,30 +72,56 @@ def preflight(config: ExportGGUFConfig) -> list[str]:
 def model_problem(source: Source) -> str | None:
     """Return why llama.cpp has no such model."""
     model = source.model
-    if model.kind != "llama" or model.head != "language_model" or model.architecture.experts:
-        return f"model.kind={model.kind} head={model.head}: supported are dense Llama, Mistral and Qwen"
-    if LlamaSettings.of(model).rope_scaling not in ("default", "llama3"):
-        return "its model.options.rope_scaling is not supported; supported: default, llama3"
+    settings = LlamaSettings.of(model) if model.kind == "llama" else None
+    if settings is None or model.head != "language_model" or model_type(model) not in ARCHITECTURES:
+        known = "supported are Llama, Mistral, Qwen, Mixtral and OLMoE"
+        return f"model.kind={model.kind} head={model.head}: {known}"
+    architecture = ARCHITECTURES[model_type(model)]
     if model.activation != "silu":
         return f"model.activation={model.activation} is not supported; supported: silu"
+    if settings.rope_scaling == "llama3" and architecture != "LLAMA":
+        return f"llama.cpp has no {model_type(model)} with model.options.rope_scaling=llama3"
+    if settings.rope_scaling == "yarn":
+        for name, value in LLAMA_CPP_YARN.items():
+            if (given := getattr(settings, name)) != value:
+                return f"model.options.{name}={given} is not supported; llama.cpp computes {value}"
+    if settings.num_experts and settings.router_normalise is (architecture == "OLMOE"):
+        return (
+            f"llama.cpp has no {model_type(model)} with model.options.router_normalise="
+            f"{str(settings.router_normalise).lower()}"
+        )
     return None
 
 
 def run(config: ExportGGUFConfig) -> None:
-    """Write the file, read it back and print a table. Raises UserError."""
+    """Write the file, try it in llama.cpp and print a table. Raises UserError."""
     gguf: Any = load_extra("gguf", "mlm export gguf", EXTRA)
     source = native_source(config.ckpt)
     source.digests()
     writer = prepare(gguf, source, config.type)
-    write_result(config.out, partial(write, gguf, writer))
+    notes = notes_of(source, config)
+    write_result(config.out, partial(write, gguf, writer, partial(check_in_llama_cpp, source, config)))
     size = sum(tensor.nbytes for tensors in writer.tensors for tensor in tensors.values())
     columns: dict[str, object] = {
         "architecture#": writer.arch,
         "type#": config.type,
         "GB#": f"{size / GB:.3g}",
     }
-    notes = [] if source.tokenizer else [f"no tokenizer: {source.path} has none"]
     show_table(f"export gguf · {source.path}", columns, notes, f"written to {target_name(config.out)}")
+
+
+def notes_of(source: Source, config: ExportGGUFConfig) -> list[str]:
+    """Return what is missing, changed or not tried."""
+    notes, window = [], LlamaSettings.of(source.model).window
+    if source.tokenizer is None:
+        notes.append(f"no tokenizer: {source.path} has none, so that llama.cpp reads token ids alone")
+    elif composes(source.tokenizer):
+        notes.append("llama.cpp composes no accents: text that is not in NFC is read as other tokens")
+    if window:
+        notes.append(f"context of {window} tokens: llama.cpp has no window in this architecture")
+    if not is_installed() or is_stream(config.out) or not config.verify:
+        notes.append("not tried in llama.cpp: that takes a regular file, verify=true and mlm[gguf-check]")
+    return notes
 
 
 def prepare(gguf: Any, source: Source, kind: str) -> Any:
@@ -105,32 +130,64 @@ def prepare(gguf: Any, source: Source, kind: str) -> Any:
     writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
     writer.add_quantized_by(CREATOR)  # by which a later export knows the file
     add_settings(gguf, writer, source, kind)
-    if source.tokenizer is not None:
-        add_tokenizer(gguf, writer, source, source.tokenizer)
-    mapping = hf_mapping(source)
+    if source.tokenizer is None:
+        writer.add_tokenizer_model("none")
+    else:
+        add_tokenizer(writer, source, source.tokenizer)
+    mapping, settings = hf_mapping(source), LlamaSettings.of(source.model)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], source.model.num_layers)
-    settings = LlamaSettings.of(source.model)
     if settings.rope_scaling == "llama3":
         writer.add_tensor(names.get_name("rope_freqs") + ".weight", rope_factors(source))
+    heads = {"q_proj": source.model.num_heads, "k_proj": settings.num_kv_heads}
     for ours, location in mapping.locations(source.model):
+        # Tensors of single experts are one of all of them.
+        tensors = dict[str, list[Tensor]]()
         for theirs, value in zip(location.names, location.to_theirs(source.whole(ours)), strict=True):
-            stored = mapping.stored_name(theirs, source.model.head)
-            name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
-            heads = {"q_proj": source.model.num_heads, "k_proj": settings.num_kv_heads}
             module = theirs.split(".")[-2]
-            if architecture == "LLAMA" and module in heads:
+            if architecture in PAIRED and module in heads:
                 value = interleave(value, heads[module])
-            data, dtype = encoded(gguf, value, kind)
+            stored = mapping.stored_name(theirs, source.model.head)
+            tensors.setdefault(EXPERT.sub("", stored), []).append(value)
+        for stored, values in tensors.items():
+            name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
+            value = torch.stack(values) if ".experts." in stored else values[0]
+            data, dtype = encoded(gguf, value, "f32" if "_inp." in name else kind)
             writer.add_tensor(name, data, raw_dtype=dtype)
     return writer
 
 
-def write(gguf: Any, writer: Any, file: BinaryIO) -> None:
-    """Write a prepared file to one that is open. Raises OSError; a pipe has no position to align tensors."""
+def write(gguf: Any, writer: Any, check: Callable[[BinaryIO], None], file: BinaryIO) -> None:
+    """Write a prepared file to one that is open, and check it.
+
+    Raises OSError; a pipe has no position to align tensors.
+    """
     writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
+    file.flush()
+    check(file)
+
+
+def check_in_llama_cpp(source: Source, config: ExportGGUFConfig, file: BinaryIO) -> None:
+    """Compare tokens and logits in llama.cpp, if it is installed. Raises UserError if they differ."""
+    if not is_installed() or is_stream(config.out) or not config.verify:
+        return
+    llama = LlamaCpp(Path(file.name))
+    if source.tokenizer is not None:
+        compare_tokens(source.tokenizer, llama.tokens)
+    ids = (
+        torch.arange(min(PROBED_TOKENS, context_length(source.model)))
+        .mul(PRIME)
+        .remainder(source.model.vocab_size)
+    )
+    want = load(config.ckpt).logits(ids[None])[0].float()
+    error = ((llama.logits(ids.tolist()) - want).square().mean().sqrt() / want.std()).item()
+    if not error <= LOGIT_ERRORS[config.type]:
+        raise UserError(
+            f"out={config.out}: llama.cpp computes other logits than mlm, by {error:.3g} standard deviations "
+            f"({LOGIT_ERRORS[config.type]:g} is what type={config.type} rounds); nothing is written"
+        )
 
 
 def interleave(value: Tensor, heads: int) -> Tensor:
@@ -157,10 +214,15 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_vocab_size(model.vocab_size)
-    writer.add_context_length(model.max_positions)
+    writer.add_context_length(context_length(model))
     writer.add_embedding_length(model.hidden_size)
     writer.add_block_count(model.num_layers)
-    writer.add_feed_forward_length(model.ffn_size)
+    is_all_experts = model_type(model) in ("mixtral", "olmoe")
+    writer.add_feed_forward_length(settings.expert_ffn_size if is_all_experts else model.ffn_size)
+    if settings.num_experts:
+        writer.add_expert_count(settings.num_experts)
+        writer.add_expert_used_count(settings.experts_per_token)
+        writer.add_expert_feed_forward_length(settings.expert_ffn_size)
     writer.add_head_count(model.num_heads)
     writer.add_head_count_kv(settings.num_kv_heads)
     writer.add_layer_norm_rms_eps(model.layer_norm_eps)
@@ -168,8 +230,18 @@ def add_settings(gguf: Any, writer: Any, source: Source, kind: str) -> None:
     writer.add_value_length(settings.head_dim)
     writer.add_rope_dimension_count(settings.head_dim)
     writer.add_rope_freq_base(settings.rope_theta)
-    if settings.window:
-        writer.add_sliding_window(settings.window)
+    if settings.rope_scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType[settings.rope_scaling.upper()])
+        writer.add_rope_scaling_factor(settings.rope_factor)
+    if settings.rope_scaling == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(settings.rope_original_positions)
+        usual = 0.1 * math.log(settings.rope_factor) + 1.0
+        writer.add_rope_scaling_attn_factors((settings.rope_attention_factor or usual) / usual)
+
+
+def context_length(model: ModelConfig) -> int:
+    """Return the tokens that llama.cpp may read: it attends to all before, which is right in a window."""
+    return min(LlamaSettings.of(model).window or model.max_positions, model.max_positions)
 
 
 def rope_factors(source: Source) -> NDArray[np.float32]:
@@ -181,14 +253,19 @@ def rope_factors(source: Source) -> NDArray[np.float32]:
     return found
 
 
-def add_tokenizer(gguf: Any, writer: Any, source: Source, tokenizer: Tokenizer) -> None:
-    """Add tokens, their types, merges, special tokens and the chat template."""
+def add_tokenizer(writer: Any, source: Source, tokenizer: Tokenizer) -> None:
+    """Add tokens, their types, merges or scores, special tokens and the chat template."""
     found, ids = vocabulary(tokenizer, source.model.vocab_size), token_ids(source)
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(found.model)
     writer.add_tokenizer_pre(found.pre)
     writer.add_token_list(found.tokens)
     writer.add_token_types(found.types)
-    writer.add_token_merges(found.merges)
+    if found.scores is None:
+        pairs = [[part.replace(" ", "\u0120") for part in pair] for pair in found.merges]
+        writer.add_token_merges([" ".join(pair) for pair in pairs])
+    else:
+        writer.add_token_scores(found.scores)
+        writer.add_add_space_prefix(found.adds_space)
     for add, id in (
         (writer.add_bos_token_id, ids.bos),
         (writer.add_eos_token_id, ids.eod),
@@ -196,42 +273,6 @@ def add_tokenizer(gguf: Any, writer: Any, source: Source, tokenizer: Tokenizer) 
     ):
         if id is not None:
             add(id)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(tokenizer.adds_bos)
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template.source)
-
-
-def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
-    """Return a tokenizer's tokens, padded to the model's vocabulary.
-
-    Raises UserError if it is not byte-level.
-    """
-    content = json.loads(tokenizer.content)
-    model = content["model"]
-    if model.get("type", "BPE") != "BPE" or model.get("byte_fallback") or "merges" not in model:
-        raise UserError("tokenizer: only byte-level BPE tokenizers are exported to GGUF")
-    pre = pre_tokenizer(content.get("pre_tokenizer"))
-    if pre is None:
-        raise UserError("tokenizer: llama.cpp has no name for how this tokenizer splits text")
-    tokens = [f"[PAD{id}]" for id in range(size)]
-    types = [UNUSED] * size
-    for token, id in model["vocab"].items():
-        tokens[id], types[id] = token, NORMAL
-    for added in content.get("added_tokens") or ():
-        tokens[added["id"]] = added["content"]
-        types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
-    merges = [" ".join(re.sub(" ", "\u0120", part) for part in pair) for pair in merges_of(model)]
-    return Vocabulary(pre, tokens, types, merges)
-
-
-def pre_tokenizer(content: Any) -> str | None:
-    """Return llama.cpp's name for a pre-tokenizer of `tokenizers`; None if it has none."""
-    steps = content.get("pretokenizers", [content]) if isinstance(content, dict) else []
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
-        return "gpt-2"
-    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
-        return "smollm" if steps[1].get("use_regex", True) else None
-    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
-        return PRE_TOKENIZERS.get(str(steps[0].get("pattern", {}).get("Regex")))
-    return None

@@ -95,7 +95,7 @@ def test_a_model_that_llama_cpp_has_not_is_one_line(tmp_path: Path) -> None:
     write_model(tmp_path / "run")
     (problem,) = export_gguf.preflight(ExportGGUFConfig(ckpt=str(tmp_path / "run"), out=str(tmp_path / "x")))
     assert problem.endswith(
-        "model.kind=bert head=language_model: supported are dense Llama, Mistral and Qwen"
+        "model.kind=bert head=language_model: supported are Llama, Mistral, Qwen, Mixtral and OLMoE"
     )
 
 
