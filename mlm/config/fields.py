@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from mlm.util.errors import Problem, show
 from mlm.util.object_store import url_problem
-from mlm.util.ownership import read_obstacle
+from mlm.util.ownership import file_type_name, read_obstacle
 
 M = TypeVar("M")
 
@@ -171,7 +171,19 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
         return Problem.at(key, value, "not read from or written to a remote store", fix)
     if "\0" in path:
         return Problem((key,), f"{key}={value!r}: holds a null byte", "correct the path")
-    return length_problem(key, path) or (permission_problem(key, path) if role in READ else None)
+    return length_problem(key, path) or reach_problem(key, path, role)
+
+
+def reach_problem(key: str, path: str, role: Role) -> Problem | None:
+    """The problem of links that lead in a circle; of a path to read also what it is and who may read it."""
+    kind = file_type_name(Path(path))
+    if kind == "a loop of links":
+        return Problem.at(key, path, f"leads through {kind}", "correct the links, or name another path")
+    if role not in READ:
+        return None
+    if kind in ("a FIFO", "a socket", "a device"):
+        return Problem.at(key, path, f"is {kind}", "name a file or a folder")
+    return permission_problem(key, path)
 
 
 def permission_problem(key: str, path: str) -> Problem | None:
