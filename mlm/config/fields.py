@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from mlm.util.errors import Problem, show
+from mlm.util.errors import ConfigError, Problem, show, type_of
 from mlm.util.object_store import url_problem
 from mlm.util.ownership import file_type_name, read_obstacle
 
@@ -172,6 +172,17 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
     if "\0" in path:
         return Problem((key,), f"{key}={value!r}: holds a null byte", "correct the path")
     return length_problem(key, path) or reach_problem(key, path, role)
+
+
+def path_argument(key: str, value: object) -> str:
+    """An argument of the public API as a path to read, `~` expanded. Raises TypeError, ConfigError."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise TypeError(f"{key}: {type_of(path)}, not a path; pass a str or a Path")
+    path = expand_home(path)
+    if problem := path_problem(key, path, Role.INPUT):
+        raise ConfigError([problem])
+    return path
 
 
 def reach_problem(key: str, path: str, role: Role) -> Problem | None:

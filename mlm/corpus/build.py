@@ -29,7 +29,7 @@ from mlm.corpus.stages.run import run_stages
 from mlm.data.corpus_files import MARKER, parse_split
 from mlm.data.receipt import INPUTS, RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, write_reason
 from mlm.util.files import digest_bytes, write_atomic
 from mlm.util.lock import Lock
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
@@ -216,5 +216,5 @@ def explain_disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         place = error.filename or folder
         raise UserError(
-            f"out={folder}: {place}: {error.strerror}: free space there or set another out="
+            f"out={folder}: {place}: {write_reason(error)}: free space there or set another out="
         ) from error

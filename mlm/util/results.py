@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 import mlm
-from mlm.util.errors import Problem, UserError, writing_to
+from mlm.util.errors import Problem, UserError, write_reason, writing_to
 from mlm.util.files import dump_json, read_regular, write_atomic
 from mlm.util.ownership import KINDS, STDOUT, file_type_name, kind_of_folder, matches_any, place_of, real_path
 
@@ -79,7 +79,7 @@ def write_result(
         else:
             write_atomic(real_path(path), content)
     except OSError as error:
-        raise UserError(f"{key}={path}: {error.strerror}: choose a file that can be written") from error
+        raise UserError(f"{key}={path}: {write_reason(error)}: choose a file that can be written") from error
 
 
 def save_result(out: str | None, content: Content | Mapping[str, Any], say: Callable[[str], object]) -> None:
