@@ -8,7 +8,7 @@ the end: paths that no command may write.
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, is_dataclass
 from functools import cache
@@ -66,12 +66,6 @@ def build(cls: type[T], composed: dict[str, Any], check: Check[T] | None = None)
     if problems:
         raise ConfigError(problems)
     return config
-
-
-def build_from_arguments(cls: type[T], given: Mapping[str, object]) -> T:
-    """The run spec of a command that a function of the public API calls. Raises ConfigError."""
-    plain = {key: os.fspath(v) if isinstance(v, os.PathLike) else v for key, v in given.items()}
-    return build(cls, plain)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -174,13 +174,13 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
     return length_problem(key, path) or reach_problem(key, path, role)
 
 
-def path_argument(key: str, value: object) -> str:
-    """An argument of the public API as a path to read, `~` expanded. Raises TypeError, ConfigError."""
+def path_argument(key: str, value: object, role: Role = Role.INPUT) -> str:
+    """An argument of the public API as a path, `~` expanded. Raises TypeError, ConfigError."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise TypeError(f"{key}: {type_of(path)}, not a path; pass a str or a Path")
     path = expand_home(path)
-    if problem := path_problem(key, path, Role.INPUT):
+    if problem := path_problem(key, path, role):
         raise ConfigError([problem])
     return path
 
@@ -194,11 +194,6 @@ def reach_problem(key: str, path: str, role: Role) -> Problem | None:
         return None
     if kind in ("a FIFO", "a socket", "a device"):
         return Problem.at(key, path, f"is {kind}", "name a file or a folder")
-    return permission_problem(key, path)
-
-
-def permission_problem(key: str, path: str) -> Problem | None:
-    """The problem of a path that is there and that this user may not read."""
     reason = read_obstacle(path)
     return Problem.at(key, path, reason, "ask for the right to read it, or name another") if reason else None
 

@@ -114,11 +114,9 @@ def open_parquet(file: str | Path) -> Any:
     times, and only one copy is made.
     """
     parquet = load_extra("pyarrow.parquet", str(file))
-    source: Any = file
-    if is_stored(str(file)):
-        source = open_binary(str(file))
-    else:
-        open_input(file).close()  # names what is there; pyarrow would wait for a FIFO
+    if not is_stored(str(file)):
+        open_input(file).close()  # pyarrow would wait for a FIFO
+    source = open_binary(str(file)) if is_stored(str(file)) else file
     metadata = parquet.read_metadata(source)
     texts = [metadata.schema.column(i).path for i in range(len(metadata.schema))]
     return parquet.ParquetFile(

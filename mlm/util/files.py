@@ -73,20 +73,14 @@ def _mode_to_keep(path: Path) -> int | None:
 
 def file_type(mode: int) -> str:
     """Describe a file by its mode: "a FIFO"."""
-    kinds = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a FIFO",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
-    return kinds.get(stat.S_IFMT(mode), "a file")
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+    return f"a {kinds.get(stat.S_IFMT(mode), 'device')}"
 
 
 def no_regular_file(path: str | Path, mode: int) -> OSError:
     """Return the error for a device, FIFO, socket or folder in place of a regular file."""
     number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST
-    return OSError(number, f"is {file_type(mode)}, not a regular file", str(path))
+    return OSError(number, f"is {file_type(mode)}, no regular file", str(path))
 
 
 def read_regular(path: Path, limit: int = -1) -> bytes:
@@ -251,9 +245,8 @@ def open_bounded(path: Path, most: int, remedy: str) -> BinaryIO:
     if stat.S_ISREG(status.st_mode) and status.st_size <= most:
         return f
     f.close()
-    problem = f"{status.st_size} bytes, {most} is the limit"
-    if not stat.S_ISREG(status.st_mode):
-        problem = f"is {file_type(status.st_mode)}, not a regular file"
+    is_large = stat.S_ISREG(status.st_mode)
+    problem = f"{status.st_size} bytes, {most} is the limit" if is_large else "not a regular file"
     raise CorruptFileError(f"{path}: {problem}; {remedy}")
 
 
