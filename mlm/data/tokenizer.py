@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from mlm.util.errors import CorruptFileError, UserError, reading_from
 from mlm.util.files import READABLE, digest_bytes, open_input, parse_json, read_input_text, write_atomic
+from mlm.util.ownership import file_type_name
 
 if TYPE_CHECKING:
     from mlm.data.chat_template import ChatTemplate

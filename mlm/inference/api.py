@@ -309,8 +309,7 @@ class Model:
         try:
             tokens = torch.as_tensor(tokens)
         except (RuntimeError, TypeError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise TypeError(f"tokens: not int64 [B, S] ({reason}); use torch.tensor([ids])") from error
+            raise TypeError(f"tokens: not int64 [B, S] ({error}); use torch.tensor([ids])") from error
         given = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
         if not tokens.numel():
             raise UserError(f"tokens: an empty batch, {given}; give a sequence of one token or more")

@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -159,3 +160,12 @@ def test_pages_and_models_of_other_programs_are_no_results(
     path = tmp_path / "out"
     path.write_bytes(content)
     assert is_result(path) is expected
+
+
+def test_a_write_that_numpy_cut_short_names_the_disk(tmp_path: Path) -> None:
+    def write(file: BinaryIO) -> None:
+        raise OSError("32768 requested and 22080 written")  # numpy.ndarray.tofile, without a number
+
+    with pytest.raises(UserError, match=r"out=.*/x: the disk took a part alone \(32768 requested"):
+        write_result(tmp_path / "x", write)
+    assert os.listdir(tmp_path) == []

@@ -77,10 +77,7 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
 
 
 def check_whole(directory: Path, progress: Callable[[int], None] = lambda count: None) -> None:
-    """Raise CorruptFileError for a file whose bytes are not those that were saved; strays do not matter.
-
-    CheckpointError for one that cannot be read.
-    """
+    """Raise CorruptFileError for a file whose bytes differ, CheckpointError for one that is unreadable."""
     verified = verify_checkpoint(directory, progress)
     if not verified.loads:
         problem = verified.problems[0]
