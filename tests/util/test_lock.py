@@ -69,7 +69,6 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL])
 def test_a_folder_that_its_last_writer_deleted_is_not_called_write_protected(tmp_path: Path) -> None:
     """Two exports to one folder: the second waits, and the first deletes what it worked in."""
     gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "gone")
@@ -81,6 +80,7 @@ def test_a_folder_that_its_last_writer_deleted_is_not_called_write_protected(tmp
         pass
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL])
 def test_a_file_system_without_locks_warns_and_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
