@@ -434,6 +434,31 @@ class TestErrors:
             mlm.load("hub:nobody/nothing")  # the tests have no Hub
         assert str(caught.value).startswith("nobody/nothing: no such folder")
 
+    @pytest.mark.parametrize(
+        ("call", "begins"),
+        [
+            (lambda model: mlm.load(model.path, ctx=7), "ctx: an integer"),
+            (lambda model: mlm.load(None), "ckpt: null"),
+            (lambda model: mlm.load("s3://bucket/run"), "ckpt=s3://bucket/run: "),
+            (lambda model: mlm.load(model.path, tokenizer=7), "tokenizer: an integer"),
+            (lambda model: mlm.export_hf(model.path, None), "out: null"),
+            (lambda model: mlm.import_hf(None, "out"), "source: null"),
+            (lambda model: model.logits(None), "tokens: "),
+            (lambda model: model.logits([[1], [1, 2]]), "tokens: "),
+            (lambda model: model.score("To be", batch_size="8"), "batch_size='8': "),
+            (lambda model: model.generate("To be", special_tokens="yes"), "special_tokens: a text"),
+            (lambda model: mlm.ColumnParallelLinear(4, 8, tp=None), "tp: null, not an Axis"),
+            (lambda model: mlm.RowParallelLinear(4, 8, tp=2), "tp: an integer, not an Axis"),
+        ],
+    )
+    def test_a_wrong_argument_is_named_in_one_line(
+        self, model: mlm.Model, call: Callable[[mlm.Model], object], begins: str
+    ) -> None:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call(model)
+        assert str(caught.value).startswith(begins)
+        assert "\n" not in str(caught.value)
+
     def test_an_object_in_place_of_a_path_is_a_type_error(self, folder: Path, tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="GPT2LMHeadModel"):
             mlm.load(make_model(tmp_path))

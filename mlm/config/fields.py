@@ -14,9 +14,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from mlm.util.errors import Problem, show
+from mlm.util.errors import ConfigError, Problem, show, type_of
 from mlm.util.object_store import url_problem
-from mlm.util.ownership import read_obstacle
+from mlm.util.ownership import file_type_name, read_obstacle
 
 M = TypeVar("M")
 
@@ -177,11 +177,29 @@ def path_problem(key: str, value: Any, role: Role) -> Problem | None:
         return Problem.at(key, value, "not read from or written to a remote store", fix)
     if "\0" in path:
         return Problem((key,), f"{key}={value!r}: holds a null byte", "correct the path")
-    return length_problem(key, path) or (permission_problem(key, path) if role in READ else None)
+    return length_problem(key, path) or reach_problem(key, path, role)
 
 
-def permission_problem(key: str, path: str) -> Problem | None:
-    """The problem of a path that is there and that this user may not read."""
+def path_argument(key: str, value: object, role: Role = Role.INPUT) -> str:
+    """An argument of the public API as a path, `~` expanded. Raises TypeError, ConfigError."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise TypeError(f"{key}: {type_of(path)}, not a path; pass a str or a Path")
+    path = expand_home(path)
+    if problem := path_problem(key, path, role):
+        raise ConfigError([problem])
+    return path
+
+
+def reach_problem(key: str, path: str, role: Role) -> Problem | None:
+    """The problem of links that lead in a circle; of a path to read also what it is and who may read it."""
+    kind = file_type_name(Path(path))
+    if kind == "a loop of links":
+        return Problem.at(key, path, f"leads through {kind}", "correct the links, or name another path")
+    if role not in READ:
+        return None
+    if kind in ("a FIFO", "a socket", "a device"):
+        return Problem.at(key, path, f"is {kind}", "name a file or a folder")
     reason = read_obstacle(path)
     return Problem.at(key, path, reason, "ask for the right to read it, or name another") if reason else None
 

@@ -11,8 +11,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from mlm.config.tree import MISSING_VALUE
-from mlm.util.errors import UserError, escape_controls, has_controls
-from mlm.util.files import open_regular
+from mlm.util.errors import UserError, escape_controls, has_controls, reading_from
+from mlm.util.files import decode_text, open_regular
 
 MAX_BYTES = 1 << 18  # 256 KiB: a run's config is 3 kB
 MAX_DEPTH = 12
@@ -37,21 +37,13 @@ PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123
 
 def read_text(path: Path) -> str:
     """The text of a regular file of bounded size, no link. Raises UserError."""
-    try:
-        # a link may lead to a file that is not the run's
-        with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
-            content = f.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise UserError(f"{path}: more than {MAX_BYTES} bytes; shorten it")
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 ({error.reason}); restore it from a copy") from error
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; name one that is there") from error
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}); make it a readable plain file"
-        ) from error
+    # a link may lead to a file that is not the run's
+    flags = os.O_RDONLY | os.O_NOFOLLOW
+    with reading_from(path, "Name a plain file that can be read"), open(open_regular(path, flags), "rb") as f:
+        content = f.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{path}: more than {MAX_BYTES} bytes; shorten it")
+    return decode_text(content, str(path))
 
 
 def parse(text: str, path: Path | str) -> dict[str, Any]:

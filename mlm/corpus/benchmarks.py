@@ -16,6 +16,7 @@ from typing import Any
 
 from mlm.data.records import SUFFIXES, hub_records, read_records
 from mlm.util.errors import UserError
+from mlm.util.files import read_input_text
 
 TEXT_KEY = "text"
 PLAIN = (".txt", ".tokens")
@@ -100,12 +101,8 @@ def strings(record: Any) -> Iterator[str]:
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (place, text) of a plain file: its articles, or its lines. Raises UserError."""
-    try:
-        content = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{KEY}={path} is not UTF-8 ({error.reason}): convert it") from error
     # not splitlines(), which would also split at U+2028 and its like inside a text
-    return articles(content.split("\n"))
+    return articles(read_input_text(path).split("\n"))
 
 
 def articles(lines: Iterable[str]) -> Iterator[tuple[str, str]]:

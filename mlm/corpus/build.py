@@ -29,7 +29,7 @@ from mlm.corpus.stages.run import run_stages
 from mlm.data.corpus_files import MARKER, parse_split
 from mlm.data.receipt import INPUTS, RECEIPT, Receipt, check_corpus, damaged_file, read_receipt, write_receipt
 from mlm.data.tokenizer import Tokenizer
-from mlm.util.errors import UserError
+from mlm.util.errors import UserError, writing_to
 from mlm.util.files import digest_bytes, write_atomic
 from mlm.util.lock import Lock
 from mlm.util.ownership import claim_folder, claim_problems, delete_owned
@@ -57,7 +57,7 @@ def run_build(config: DataBuildConfig, console: Console | None = None) -> Receip
     listing, out, work = find_inputs(config), Path(config.out), work_folder(config)
     if (warning := listing.warning()) is not None:
         console.print(warning, soft_wrap=True, markup=False)
-    with explain_disk_errors(out), ExitStack() as stack:
+    with writing_to(str(out)), ExitStack() as stack:
         (_, claim), (_, claim_of_work) = claims(config, tokenizer)
         claim_folder(out, **claim)
         stack.enter_context(sole_build(out))
@@ -206,15 +206,3 @@ def sole_build(out: Path) -> Iterator[None]:
         yield
     finally:
         held.release(delete=True)
-
-
-@contextmanager
-def explain_disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full or read-only disk into a UserError. Incomplete files have no final name."""
-    try:
-        yield
-    except OSError as error:
-        place = error.filename or folder
-        raise UserError(
-            f"out={folder}: {place}: {error.strerror}: free space there or set another out="
-        ) from error

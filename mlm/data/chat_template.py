@@ -16,8 +16,8 @@ import jinja2
 from mlm.data.chat_builtin import BUILT_IN, IM_END, IM_START
 from mlm.data.chat_sandbox import BEGIN, END, RenderError, environment, render
 from mlm.data.tokenizer import Tokenizer, read_config
-from mlm.util.errors import CorruptFileError, UserError, lone_surrogate
-from mlm.util.files import digest_bytes, write_atomic
+from mlm.util.errors import UserError, lone_surrogate, reading_from
+from mlm.util.files import READABLE, decode_text, digest_bytes, read_bounded, write_atomic
 
 FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 MAX_BYTES = 1 << 20
@@ -190,11 +190,5 @@ def default_template(value: Any) -> str | None:
 
 def read_template(path: Path) -> str:
     """Read a template. Raises UserError, CorruptFileError."""
-    try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise CorruptFileError(f"{path}: {size} bytes, {MAX_BYTES} is the limit: replace it")
-        return path.read_text("utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}: give a chat template that can be read") from error
-    except UnicodeDecodeError as error:
-        raise CorruptFileError(f"{path} is not UTF-8 ({error.reason}): replace it") from error
+    with reading_from(path, READABLE):
+        return decode_text(read_bounded(path, MAX_BYTES, "replace it"), str(path))

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from mlm.util.errors import CorruptFileError, UserError, decode_problem
+from mlm.util.errors import CorruptFileError, UserError, decode_problem, reading_from
 from mlm.util.extras import load_extra
+from mlm.util.files import READABLE, open_input
 from mlm.util.object_store import explain_store_errors, is_stored, open_object
 
 Record = dict[str, Any]
@@ -34,21 +36,21 @@ def read_records(file: Path) -> Iterator[Located]:
 @contextmanager
 def readable(file: str | Path) -> Iterator[None]:
     """Name a file that cannot be read. Raises UserError."""
-    try:
-        with explain_store_errors(str(file)) if is_stored(str(file)) else nullcontext():
-            yield
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}: give a file that can be read") from error
+    with (
+        reading_from(Path(file), READABLE),
+        explain_store_errors(str(file)) if is_stored(str(file)) else nullcontext(),
+    ):
+        yield
 
 
 def open_binary(path: str) -> Any:
     """Open a file, or an object of a store, to read within `readable`."""
-    return open_object(path) if is_stored(path) else open(path, "rb", buffering=0)
+    return open_object(path) if is_stored(path) else open_input(path, 0)
 
 
 def _jsonl_records(file: Path) -> Iterator[Located]:
     """Yield one object per line; blank lines are skipped."""
-    with open(file, "rb") as f:
+    with open_input(file) as f:
         for number, line in enumerate(f, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if not line.strip():
@@ -78,7 +80,7 @@ def _table_records(file: Path) -> Iterator[Located]:
     form: dict[str, Any] = (
         {"dialect": "excel-tab", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {"dialect": "excel"}
     )
-    with open(file, encoding="utf-8-sig", newline="") as f:
+    with TextIOWrapper(open_input(file), encoding="utf-8-sig", newline="") as f:
         reader = csv.DictReader(f, **form)
         try:
             for row in reader:
@@ -87,7 +89,7 @@ def _table_records(file: Path) -> Iterator[Located]:
             raise UserError(f"{file}:{reader.line_num}: {error}: fix it, or make a .jsonl of it") from error
         except UnicodeDecodeError as error:
             place = f"{file}:{reader.line_num + 1}"
-            raise UserError(f"{place}: is not UTF-8 ({error.reason}): convert it") from error
+            raise UserError(f"{place}: is {decode_problem(error)}; save it as UTF-8") from error
 
 
 def _parquet_records(file: Path) -> Iterator[Located]:
@@ -112,6 +114,8 @@ def open_parquet(file: str | Path) -> Any:
     times, and only one copy is made.
     """
     parquet = load_extra("pyarrow.parquet", str(file))
+    if not is_stored(str(file)):
+        open_input(file).close()  # pyarrow would wait for a FIFO
     source = open_binary(str(file)) if is_stored(str(file)) else file
     metadata = parquet.read_metadata(source)
     texts = [metadata.schema.column(i).path for i in range(len(metadata.schema))]

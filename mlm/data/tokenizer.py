@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from mlm.util.errors import CorruptFileError, UserError
-from mlm.util.files import digest_bytes, parse_json, write_atomic
+from mlm.util.errors import CorruptFileError, UserError, reading_from
+from mlm.util.files import READABLE, digest_bytes, open_input, parse_json, read_input_text, write_atomic
 from mlm.util.ownership import file_type_name
 
 if TYPE_CHECKING:
@@ -213,10 +213,7 @@ class Tokenizer:
                 f"no tokenizer at {file}: set tokenizer to a tokenizer.json; `mlm data tokenizer` trains one"
             )
         check_size(file)
-        try:
-            content = file.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise CorruptFileError(f"{file} is not UTF-8 ({error.reason}): replace it") from error
+        content = read_input_text(file)
         return cls(content, str(file), eod_of_model(file.parent, content) if eod is None else eod)
 
     def save(self, path: str | Path) -> None:
@@ -485,8 +482,10 @@ def parse(content: str, source: str) -> Backend:
 
 
 def check_size(file: Path) -> None:
-    """Reject a file too large for a tokenizer before it is read. Raises CorruptFileError."""
-    if (size := file.stat().st_size) > MAX_BYTES:
+    """Reject a file too large for a tokenizer before it is read, or unreadable. Raises UserError."""
+    with reading_from(file, READABLE), open_input(file) as f:
+        size = os.fstat(f.fileno()).st_size
+    if size > MAX_BYTES:
         raise CorruptFileError(f"{file}: {size} bytes, {MAX_BYTES} is the limit: replace it, or train one")
 
 

@@ -35,9 +35,10 @@ def predict(
     """
     model = trained.config.model
     if model.head not in ("classification", "span"):
-        raise UserError(
-            f"{trained.path}: was not finetuned on a task; finetune it first, or use logits(tokens)"
-        )
+        was, use = "was not finetuned on a task", "finetune it first, or use logits(tokens)"
+        if FINETUNING in trained.manifest.state:
+            was, use = "was finetuned to answer messages", "use chat(messages)"
+        raise UserError(f"{trained.path}: {was}; {use}")
     if not rows:
         return []
     task = task_of(trained, is_pair=any(isinstance(row, tuple) and len(row) == 2 for row in rows))

@@ -10,14 +10,14 @@ from typing import Any
 import xxhash
 
 from mlm.config.fields import exact
-from mlm.data.records import SUFFIXES, Located, Record, hub_records, read_records, readable
+from mlm.data.records import SUFFIXES, Located, Record, hub_records, read_records
 from mlm.data.tokenizer import Tokenizer
 from mlm.finetune.config import TaskConfig
 from mlm.finetune.examples import Example, frame
 from mlm.finetune.rows import ExampleError, MissingColumnError, RowError, TaskRow, row_name
 from mlm.finetune.task_type import task_type
 from mlm.util.errors import ConfigError, UserError
-from mlm.util.files import digest_name
+from mlm.util.files import digest_name, read_input_text
 
 KEY = "data.path"
 MAX_PROBLEMS = 10
@@ -270,9 +270,9 @@ def read_file(file: Path) -> Iterator[Located]:
     """Yield the records of a file. Raises UserError, CorruptFileError."""
     if file.suffix not in (".json", ".txt"):
         return read_records(file)
+    text = read_input_text(file)
     try:
-        with readable(file):
-            content = json.loads(file.read_bytes())
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: is not JSON: give another file") from error
     return (squad_records if file.suffix == ".json" else race_records)(str(file), content)

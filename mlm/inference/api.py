@@ -5,7 +5,6 @@ Shapes: B sequences, S tokens, V vocabulary.
 
 import logging
 import math
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeVar, cast, overload
 import torch
 from torch import Tensor, nn
 
+from mlm.config.fields import path_argument
 from mlm.data.chat_template import ChatError
 from mlm.data.conversation import check_messages, encode_prompt
 from mlm.data.sampler import Batch
@@ -83,9 +83,12 @@ def load(
     Raises:
         UserError: There is no such checkpoint, it is damaged, or it cannot be split so.
     """
-    name, dtype = os.fspath(ckpt), _precision(precision)
+    name, dtype = path_argument("ckpt", ckpt), _precision(precision)
+    named_tokenizer = None if tokenizer is None else path_argument("tokenizer", tokenizer)
     if ctx is None:
         ctx = build_mesh(tp=tp, pp=pp, device=device)
+    if not isinstance(ctx, ParallelContext):
+        raise TypeError(f"ctx: {type_of(ctx)}, not a ParallelContext; pass what build_mesh returns")
     if ctx.cp.size > 1:
         raise UserError(f"ctx: cp={ctx.cp.size}: loaded models read whole sequences; build a mesh with cp=1")
     layout = ParallelConfig(tp=ctx.tp.size, pp=ctx.pp.size)
@@ -95,7 +98,7 @@ def load(
     for chunk in trained.model.chunks:
         chunk.to(trained.model.dtype)  # half precision: no float32 copy, no cast at each use
         chunk.eval()
-    model = Model(trained, ctx, None if tokenizer is None else os.fspath(tokenizer))
+    model = Model(trained, ctx, named_tokenizer)
     if tokenizer is not None:
         assert model.tokenizer, "read now, so that its problems show here"
     return model
@@ -108,6 +111,12 @@ def _precision(value: object) -> str:
     except (KeyError, TypeError):
         known = f"use {', '.join(FORMATS)}"
         raise UserError(f"precision={value}: no such number format", keys=("precision",), fix=known) from None
+
+
+def _check_batch_size(value: object) -> None:
+    if type(value) is not int or value < 1:
+        problem = f"batch_size={value!r}: must be an integer, at least 1"
+        raise UserError(problem, keys=("batch_size",), fix="pass 8")
 
 
 def _stops(options: Sampling, stop: str | Sequence[str]) -> list[str]:
@@ -205,6 +214,8 @@ class Model:
             batch_size: Prompts continued at a time.
         """
         prompts = _listed("prompt", prompt)
+        if not isinstance(special_tokens, bool):
+            raise TypeError(f"special_tokens: {type_of(special_tokens)}; pass True or False")
         self._check_predicts_tokens(causal=True)
         options = Sampling(
             max_new_tokens=max_new_tokens,
@@ -245,7 +256,8 @@ class Model:
         """
         self._check_predicts_tokens(causal=True)
         sampling, tokenizer = Sampling(**options), self.tokenizer
-        stops, file = _stops(sampling, stop), None if chat_template is None else os.fspath(chat_template)
+        stops = _stops(sampling, stop)
+        file = None if chat_template is None else path_argument("chat_template", chat_template)
         template = load_chat_template(file, self._named_tokenizer, self.path, tokenizer, key="chat_template")
         several = isinstance(messages, list) and bool(messages) and not isinstance(messages[0], Mapping)
         said = messages if several else [messages]
@@ -294,7 +306,10 @@ class Model:
     def _batch(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Return tokens [B, S] on the model's device. Raises UserError unless the model can read them."""
         longest, size = self.config.max_positions, self.config.vocab_size
-        tokens = torch.as_tensor(tokens)
+        try:
+            tokens = torch.as_tensor(tokens)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise TypeError(f"tokens: not int64 [B, S] ({error}); use torch.tensor([ids])") from error
         given = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
         if not tokens.numel():
             raise UserError(f"tokens: an empty batch, {given}; give a sequence of one token or more")
@@ -329,8 +344,7 @@ class Model:
         """
         documents = _listed("texts", texts)
         self._check_predicts_tokens(causal=True)
-        if batch_size < 1:
-            raise ConfigError([Problem.at("batch_size", batch_size, "must be at least 1")])
+        _check_batch_size(batch_size)
         tokenizer, longest = self.tokenizer, self.config.max_positions
         windows = [
             list(rolling_windows(tokenizer.encode(d), tokenizer.prefix_id, longest)) for d in documents
@@ -358,8 +372,7 @@ class Model:
             texts: Text, or a list of them.
             batch_size: Texts of task.max_length tokens per micro-batch; no answer depends on it.
         """
-        if batch_size < 1:
-            raise ConfigError([Problem.at("batch_size", batch_size, "must be at least 1")])
+        _check_batch_size(batch_size)
         rows = texts if isinstance(texts, list) else [texts]
         answers = predict(self.trained, self.tokenizer, rows, batch_size=batch_size, ctx=self.ctx)
         return answers if isinstance(texts, list) else answers[0]

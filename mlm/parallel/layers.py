@@ -21,6 +21,7 @@ from mlm.parallel.compute_state import ComputesInHalf, copy_of_dtype
 from mlm.parallel.linear import column_parallel_linear, linear, row_parallel_linear
 from mlm.parallel.mesh import Axis
 from mlm.parallel.random import init_parameters
+from mlm.util.errors import type_of
 
 
 def split(size: int, name: str, tp: Axis) -> int:
@@ -58,6 +59,8 @@ class TensorParallelLayer(ComputesInHalf):
 
     def __init__(self, *, tp: Axis, sequence_parallel: bool, init_std: float) -> None:
         super().__init__()
+        if not isinstance(tp, Axis):
+            raise TypeError(f"tp: {type_of(tp)}, not an Axis; pass mlm.build_mesh(tp=…).tp")
         self.tp, self.sequence_parallel, self.init_std = tp, sequence_parallel and tp.size > 1, init_std
         self.lora: nn.Module | None = None
 

@@ -34,7 +34,7 @@ from mlm.training.state import CHECKPOINTS
 from mlm.util.errors import UserError, writing_to
 from mlm.util.files import fsync_directory, read_regular, write_atomic
 from mlm.util.lock import LOCK, single_writer
-from mlm.util.ownership import claim_folder, delete_owned
+from mlm.util.ownership import claim_folder, delete_owned, real_path
 
 GB = 1e9
 UNFINISHED = "unfinished"
@@ -138,7 +138,7 @@ def new_folder(out: Path, count: int, kind: str = "run", *, journal: bytes | Non
     Raises UserError if `out` is not free, if the disk is too small or not writable, and in place of an
     OSError within.
     """
-    final = out.resolve()
+    final = real_path(out)
     work = final.with_name(f".{final.name}.partial")
     with writing_to(str(out)):
         final.parent.mkdir(parents=True, exist_ok=True)

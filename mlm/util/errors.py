@@ -189,7 +189,13 @@ def reading_from(path: Path, fix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{error.filename or path}: cannot be read: {error.strerror}. {fix}") from error
+        reason = error.strerror or error  # of pyarrow: without a number
+        raise UserError(f"{error.filename or path}: cannot be read: {reason}. {fix}") from error
+
+
+def write_reason(error: OSError) -> str:
+    """The reason of a failed write. NumPy says how much was written, and not why it was not all."""
+    return error.strerror or f"the disk took a part alone ({error}); is it full?"
 
 
 @contextmanager
@@ -201,7 +207,7 @@ def writing_to(out: str) -> Iterator[None]:
         # A write that the disk rejects names no file.
         place = "" if error.filename is None else f" ({error.filename})"
         raise UserError(
-            f"out={out}: {error.strerror}{place}",
+            f"out={out}: {write_reason(error)}{place}",
             keys=("out",),
             fix="choose a folder that can be written to",
         ) from error

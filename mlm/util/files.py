@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import xxhash
 
-from mlm.util.errors import CorruptFileError
+from mlm.util.errors import CorruptFileError, UserError, decode_problem, reading_from
 
 CHUNK = 1 << 22  # bytes read at a time when digesting: 4 MiB
 LONGEST_NAME = 255  # bytes
@@ -21,6 +21,7 @@ WHOLE = 1 << 26
 SAMPLES, SAMPLE = 64, 1 << 18
 """Blocks of 256 KiB of larger files: 16 MiB in all."""
 LARGEST = 1 << 64  # none of our numbers is larger; Python would compute with it for ever
+READABLE = "Name a file that can be read"
 MOST_DIGITS = 300
 """Digits of a whole number of another program: transformers writes 1e30 for a length without a limit."""
 
@@ -70,10 +71,16 @@ def _mode_to_keep(path: Path) -> int | None:
     return stat.S_IMODE(mode)
 
 
-def no_regular_file(path: Path, mode: int) -> OSError:
+def file_type(mode: int) -> str:
+    """Describe a file by its mode: "a FIFO"."""
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+    return f"a {kinds.get(stat.S_IFMT(mode), 'device')}"
+
+
+def no_regular_file(path: str | Path, mode: int) -> OSError:
     """Return the error for a device, FIFO, socket or folder in place of a regular file."""
     number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EEXIST
-    return OSError(number, "Is a directory" if stat.S_ISDIR(mode) else "Is not a regular file", str(path))
+    return OSError(number, f"is {file_type(mode)}, no regular file", str(path))
 
 
 def read_regular(path: Path, limit: int = -1) -> bytes:
@@ -81,21 +88,46 @@ def read_regular(path: Path, limit: int = -1) -> bytes:
 
     Raises OSError, also for a device or FIFO: nothing blocks.
     """
-    with open(open_regular(path, os.O_RDONLY), "rb") as f:
+    with open_input(path) as f:
         return f.read(limit)
 
 
-def open_regular(path: Path, flags: int) -> int:
+def open_regular(path: str | Path, flags: int) -> int:
     """Open a regular file (links are followed unless `flags` has O_NOFOLLOW); return its descriptor.
 
     Raises OSError, also for a device, FIFO or socket: nothing blocks and nothing is written.
     """
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise no_regular_file(path, os.stat(path).st_mode) from error
+        raise
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
     raise no_regular_file(path, mode)
+
+
+def open_input(path: str | Path, buffering: int = -1) -> BinaryIO:
+    """Open a regular file that a user names. Raises OSError, also for a device, FIFO or folder."""
+    return open(open_regular(path, os.O_RDONLY), "rb", buffering)
+
+
+def read_input_text(path: str | Path) -> str:
+    """Read a text that a user names, newlines as they are. Raises UserError."""
+    with reading_from(Path(path), READABLE):
+        return decode_text(read_regular(Path(path)), str(path))
+
+
+def decode_text(content: bytes, name: str) -> str:
+    """Decode UTF-8 of a file or stream. Raises UserError, with the line."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{name}:{line}: is {decode_problem(error)}; save it as UTF-8") from error
 
 
 def sync(f: BinaryIO) -> None:

@@ -165,6 +165,9 @@ def single_writer(folder: Path, *, wait_s: float = WAIT_S, setting: str = "out")
                 "folder on another"
             ) from error
         log.warning("%s cannot be locked here: let no two runs write to it at once", folder)
+    except FileNotFoundError as error:  # a temporary folder, which its last writer has deleted
+        problem = f"{folder}: another process has ended here and deleted it"
+        raise UserError(f"{problem}; set {setting}=… to another folder, or run this again") from error
     except OSError as error:
         raise UserError(
             f"{error.filename}: {error.strerror}: make it writable, or set {setting}=… to a folder that is"

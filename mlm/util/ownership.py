@@ -8,6 +8,7 @@ only if mlm wrote it (mlm/util/results.py).
 No input, no ancestor of one, and neither the working directory, home nor the root is ever claimed or deleted.
 """
 
+import errno
 import glob
 import json
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mlm.util.errors import UserError
-from mlm.util.files import read_regular, write_atomic
+from mlm.util.files import file_type, read_regular, write_atomic
 
 MARKER = ".mlm.json"
 FORMAT = "mlm-folder-1"
@@ -273,7 +274,7 @@ def rejected_place(
     what: str, folder: Path, inputs: Iterable[str | Path | None], *, deletes: bool = False
 ) -> list[str]:
     """Return the reason never to claim or delete a folder, whatever its content. Raises OSError."""
-    place, cwd, home = folder.resolve(), Path.cwd(), Path.home().resolve()
+    place, cwd, home = real_path(folder), Path.cwd(), real_path(Path.home())
     reason = None
     if place == cwd or (deletes and place in cwd.parents):
         reason = "is the working directory" if place == cwd else "holds the working directory"
@@ -298,27 +299,26 @@ def place_of(given: str | Path | None) -> Path | None:
         return None
     for name in (text, f"{text}.bin"):
         if os.path.lexists(name):
-            return Path(name).resolve()
+            return real_path(name)
     if not glob.has_magic(text):
         return None
     parts = Path(text).parts
-    return Path(*parts[: next(n for n, part in enumerate(parts) if glob.has_magic(part))]).resolve()
+    return real_path(Path(*parts[: next(n for n, part in enumerate(parts) if glob.has_magic(part))]))
+
+
+def real_path(path: str | Path) -> Path:
+    """The path without links. A loop of links, at which Path.resolve raises, stays as it is."""
+    return Path(os.path.realpath(path))
 
 
 def file_type_name(path: Path) -> str:
     """Describe the file at a path: "a FIFO"."""
     try:
-        mode = path.stat().st_mode
-    except OSError:
-        return "a broken link" if path.is_symlink() else "nothing"
-    kinds = (
-        (stat.S_ISDIR, "a folder"),
-        (stat.S_ISFIFO, "a FIFO"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISCHR, "a device"),
-        (stat.S_ISBLK, "a device"),
-    )
-    return next((word for test, word in kinds if test(mode)), "a file")
+        return file_type(path.stat().st_mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return "a loop of links"
+        return "a broken link" if os.path.islink(path) else "nothing"
 
 
 # ---- users and rights

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 import mlm
-from mlm.util.errors import Problem, UserError, writing_to
+from mlm.util.errors import Problem, UserError, write_reason, writing_to
 from mlm.util.files import dump_json, read_regular, write_atomic
-from mlm.util.ownership import KINDS, STDOUT, file_type_name, kind_of_folder, matches_any, place_of
+from mlm.util.ownership import KINDS, STDOUT, file_type_name, kind_of_folder, matches_any, place_of, real_path
 
 Content = bytes | Callable[[BinaryIO], None]
 """Bytes, or a function that writes them to an open file."""
@@ -77,9 +77,9 @@ def write_result(
         elif (stream := _stream(Path(path))) is not None:
             _write_directly(stream, content)
         else:
-            write_atomic(Path(path).resolve(), content)
+            write_atomic(real_path(path), content)
     except OSError as error:
-        raise UserError(f"{key}={path}: {error.strerror}: choose a file that can be written") from error
+        raise UserError(f"{key}={path}: {write_reason(error)}: choose a file that can be written") from error
 
 
 def save_result(out: str | None, content: Content | Mapping[str, Any], say: Callable[[str], object]) -> None:
@@ -178,7 +178,7 @@ def short_digest(digest: str) -> str:
 
 def _part_of_folder(file: Path) -> str | None:
     """Return the reason why a file belongs to a folder of mlm and is not a result; None for others."""
-    place = file.resolve()
+    place = real_path(file)
     manifest = place.parent / MANIFEST  # a common name: other programs have manifests too
     if manifest.is_file() and b'"digest":"xxh3:' in read_regular(manifest, HEAD):
         return "is in a checkpoint"

@@ -10,10 +10,11 @@ import pytest
 from mlm.config.build import build
 from mlm.config.cli.commands import SPECS
 from mlm.config.command import no_problems
-from mlm.config.fields import FRACTION, POSITIVE, Also, InputPath, Role, path_problem
+from mlm.config.fields import FRACTION, POSITIVE, READ, Also, InputPath, Role, path_argument, path_problem
 from mlm.config.suggest import nearest_key
 from mlm.config.tree import Leaf, choices, defaults, leaves
 from mlm.util.errors import ConfigError
+from tests.util.special_files import put
 
 A_PATH = re.compile(r"(?i)(\w+ )?(file|folder|path|run directory|prefix|tokenizer|checkpoint|corpus)\b")
 """Beginning of the docstring of a key that is a path."""
@@ -85,6 +86,29 @@ def test_tilde_expands_and_the_empty_path_is_an_error(
         with pytest.raises(ConfigError) as raised:
             build(SPECS[name], values_with(name, leaf, ""))
         assert raised.value.problems == (f"{leaf.key}= is empty; name a path, or omit the key",)
+
+
+@pytest.mark.parametrize(("name", "leaf"), PATHS, ids=IDS)
+def test_a_path_through_a_loop_of_links_is_an_error_of_its_key(name: str, leaf: Leaf, tmp_path: Path) -> None:
+    if leaf.role is Role.STORE:
+        pytest.skip("no path of this machine")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=f"{leaf.key}=.*leads through a loop of links"):
+        build(SPECS[name], values_with(name, leaf, f"{tmp_path}/loop/x"))
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "device"])
+@pytest.mark.parametrize("role", READ)
+def test_what_is_no_file_or_folder_is_not_read(tmp_path: Path, kind: str, role: Role) -> None:
+    path = put(kind, tmp_path / "x")
+    problem = path_problem("data.path", str(path), role)
+    assert problem == f"data.path={path}: is a {kind}; name a file or a folder"
+
+
+@pytest.mark.parametrize("value", [None, 7, b"run", "s3://bucket/run", "a\0b", ""], ids=repr)
+def test_an_argument_that_is_no_path_is_named(value: object) -> None:
+    with pytest.raises((TypeError, ConfigError), match=r"^ckpt(: |=)"):
+        path_argument("ckpt", value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,7 @@ def test_malformed_file_is_named(tmp_path: Path, name: str, content: bytes) -> N
     if name == "tokenizer_config.json":
         write_vocabulary(tmp_path, PIECES)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CorruptFileError, match=name):
+    with pytest.raises(UserError, match=name):
         Tokenizer.load(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 import mlm
 from mlm.config.cli.entry import main
+from mlm.finetune import predict as module
 from mlm.inference.trained import resolve_checkpoint
 from mlm.parallel.mesh import ParallelContext
+from mlm.training.state import FINETUNING
 from tests.checkpoint.commands.hf_berts import make_bert
 from tests.finetune.material import bert
 from tests.finetune.runs import (
@@ -218,3 +221,12 @@ class TestBest:
         if command == "export hf":
             found, want = (mlm.load(path, device="cpu").predict(PAIRS) for path in (tmp_path / run.name, run))
             assert found[0]["probabilities"] == pytest.approx(want[0]["probabilities"], rel=1e-5)
+
+
+def test_a_run_that_answers_messages_is_asked_by_chat() -> None:
+    config = SimpleNamespace(model=SimpleNamespace(head="language_model"))
+    manifest = SimpleNamespace(state={FINETUNING: {}})
+    trained: Any = SimpleNamespace(config=config, manifest=manifest, path=Path("run"))
+    none: Any = None
+    with pytest.raises(ValueError, match=r"run: was finetuned to answer messages; use chat\(messages\)"):
+        module.predict(trained, none, ["x"], batch_size=1, ctx=none)

@@ -69,6 +69,17 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_that_its_last_writer_deleted_is_not_called_write_protected(tmp_path: Path) -> None:
+    """Two exports to one folder: the second waits, and the first deletes what it worked in."""
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "gone")
+    with (
+        mock.patch("mlm.util.lock.Lock.take", side_effect=gone),
+        pytest.raises(UserError, match="another process has ended here and deleted it; set out="),
+        single_writer(tmp_path),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINVAL])
 def test_a_file_system_without_locks_warns_and_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int

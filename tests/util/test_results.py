@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_atomic_writing_replaces_no_device_fifo_socket_or_folder(tmp_path: Path)
         server.bind(str(tmp_path / "socket"))
         before = sorted(os.listdir(tmp_path))
         for name in before:
-            with pytest.raises(OSError, match=r"Is not a regular file|Is a directory"):
+            with pytest.raises(OSError, match=r"is a (FIFO|socket|folder), no regular file"):
                 write_atomic(tmp_path / name, b"x")
     assert sorted(os.listdir(tmp_path)) == before
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
@@ -159,3 +160,12 @@ def test_pages_and_models_of_other_programs_are_no_results(
     path = tmp_path / "out"
     path.write_bytes(content)
     assert is_result(path) is expected
+
+
+def test_a_write_that_numpy_cut_short_names_the_disk(tmp_path: Path) -> None:
+    def write(file: BinaryIO) -> None:
+        raise OSError("32768 requested and 22080 written")  # numpy.ndarray.tofile, without a number
+
+    with pytest.raises(UserError, match=r"out=.*/x: the disk took a part alone \(32768 requested"):
+        write_result(tmp_path / "x", write)
+    assert os.listdir(tmp_path) == []

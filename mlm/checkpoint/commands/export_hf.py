@@ -25,6 +25,7 @@ from mlm.checkpoint.huggingface import peft
 from mlm.checkpoint.native.folders import best_note
 from mlm.checkpoint.native.shard_file import Form, write_stream
 from mlm.checkpoint.native.slices import Region
+from mlm.config.fields import Role, path_argument
 from mlm.inference.base import Base
 from mlm.inference.trained import is_model_folder, run_directory, trained_config
 from mlm.training.run_folder import GB, new_folder, out_problems
@@ -62,7 +63,8 @@ def export_hf(
     Raises:
         UserError: The model is not supported, `out` is not free, or the logits differ.
     """
-    config = ExportHFConfig(ckpt=str(ckpt), out=str(out), max_file_gb=max_file_gb, verify=verify, merge=merge)
+    ckpt, out = path_argument("ckpt", ckpt), path_argument("out", out, Role.FOLDER)
+    config = ExportHFConfig(ckpt=ckpt, out=out, max_file_gb=max_file_gb, verify=verify, merge=merge)
     if problems := preflight(config):
         raise ConfigError(problems)
     export(config)

@@ -16,6 +16,7 @@ from mlm.checkpoint.commands.hf_verify import NOT_COMPARED, compare_logits, extr
 from mlm.checkpoint.commands.result import model_columns, show_table
 from mlm.checkpoint.huggingface.folder import HFModel, read_model
 from mlm.checkpoint.huggingface.tensors import HFTensors
+from mlm.config.fields import Role, path_argument
 from mlm.data.files_present import HUB_NAME
 from mlm.inference.hf_source import commit_of, describe_source, fetch
 from mlm.training.run_folder import new_folder, out_problems
@@ -61,7 +62,8 @@ def import_hf(
     Raises:
         UserError: The model is not supported, `out` is not free, or the logits differ.
     """
-    config = ImportHFConfig(source=str(source), out=str(out), revision=revision, verify=verify)
+    source, out = path_argument("source", source), path_argument("out", out, Role.FOLDER)
+    config = ImportHFConfig(source=source, out=out, revision=revision, verify=verify)
     if problems := preflight(config):
         raise ConfigError(problems)
     convert(config)

@@ -16,9 +16,11 @@ from mlm.checkpoint.native.folders import (
     locate,
     read_pointer,
 )
+from mlm.checkpoint.native.format import CheckpointError
 from mlm.checkpoint.native.verify import (
     FileProblem,
     NotFinite,
+    Unreadable,
     Verified,
     check_whole,
     shard_bytes,
@@ -29,7 +31,7 @@ from mlm.util.terminal import add_row, console, format_bytes, one_line, progress
 
 
 def run(config: CkptVerifyConfig) -> None:
-    """Verify, print a table, write out. Raises CorruptFileError for one damaged or not finite."""
+    """Verify, print a table, write out. Raises CorruptFileError for one damaged or not finite, UserError."""
     place, alone = locate(config.ckpt)
     paths = [place] if alone else [*checkpoints(place).values(), *best_of(place)]
     with progress_bar("verifying", sum(map(shard_bytes, paths)), in_bytes=True) as advance:
@@ -44,7 +46,10 @@ def run(config: CkptVerifyConfig) -> None:
         remedy = "Restore it from a copy, or delete it"
         if isinstance(first, NotFinite):
             remedy = "Go back to one that is whole with mlm ckpt rollback, or delete it"
-        raise CorruptFileError(
+        if isinstance(first, Unreadable):
+            remedy = "Ask its owner or the disk's for the right to read it"
+        kind = CheckpointError if isinstance(first, Unreadable) else CorruptFileError
+        raise kind(
             f"{len(bad)} of {len(results)} checkpoints {verb} {word_of(first)}: "
             f"{bad[0].path / one_line(first.file)}: {one_line(first.why)}. {remedy}"
         )
@@ -55,6 +60,8 @@ def run(config: CkptVerifyConfig) -> None:
 
 def word_of(problem: FileProblem) -> str:
     """Return what a checkpoint with a problem is."""
+    if isinstance(problem, Unreadable):
+        return "not readable"
     return "not usable" if isinstance(problem, NotFinite) else "damaged"
 
 

@@ -215,8 +215,10 @@ def checkpoint_problem(directory: Path) -> str | None:
         for name, entry in manifest.files.items():
             if (size := regular_size(directory / name)) != entry.bytes:
                 return f"{directory / name}: {size} bytes, the manifest says {entry.bytes}"
-    except (UserError, OSError) as e:
+    except UserError as e:
         return str(e)
+    except OSError as e:
+        return f"{e.filename}: cannot be read: {e.strerror}"
     return None
 
 

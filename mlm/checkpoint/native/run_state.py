@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlm.util.errors import CorruptFileError
-from mlm.util.files import DIGEST, digest_file
+from mlm.util.errors import CorruptFileError, reading_from
+from mlm.util.files import DIGEST, READABLE, digest_file
 from mlm.util.ownership import file_type_name
 
 if TYPE_CHECKING:  # which needs torch
@@ -157,7 +157,9 @@ def check_run_tokenizer(directory: Path, state: Mapping[str, Any]) -> None:
         raise CorruptFileError(f"{path}: is {file_type_name(path)}, no regular file. {RESTORE}")
     if known is None or not path.is_file():
         return
-    if (digest := digest_file(path)) != known.digest:
+    with reading_from(path, READABLE):
+        digest = digest_file(path)
+    if digest != known.digest:
         raise CorruptFileError(
             f"{path}: damaged or replaced, digest {digest}, {directory.name} was trained with "
             f"{known.digest}. {RESTORE}"

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlm.checkpoint.native.format import MANIFEST, RESTORE, Manifest, read_manifest
+from mlm.checkpoint.native.format import MANIFEST, RESTORE, CheckpointError, Manifest, read_manifest
 from mlm.checkpoint.native.norms import not_finite_problem
 from mlm.checkpoint.native.reader import CheckedFile, read_header
 from mlm.checkpoint.native.run_state import TOKENIZER_FILE, check_run_tokenizer, tokenizer_path
 from mlm.checkpoint.native.shard_file import Form
 from mlm.util.errors import CorruptFileError, UserError
+from mlm.util.files import READABLE
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class FileProblem:
 
 class NotFinite(FileProblem):
     """A manifest whose norms say that a tensor, as it was saved, holds NaN or infinity."""
+
+
+class Unreadable(FileProblem):
+    """A file that this user or this disk cannot read: nothing is known of its content."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,12 @@ def verify_checkpoint(directory: Path, progress: Callable[[int], None] = lambda 
 
 
 def check_whole(directory: Path, progress: Callable[[int], None] = lambda count: None) -> None:
-    """Raise CorruptFileError for a file whose bytes are not those that were saved; strays do not matter."""
+    """Raise CorruptFileError for a file whose bytes differ, CheckpointError for one that is unreadable."""
     verified = verify_checkpoint(directory, progress)
     if not verified.loads:
         problem = verified.problems[0]
+        if isinstance(problem, Unreadable):
+            raise CheckpointError(f"{directory / problem.file}: {problem.why}. {READABLE}")
         raise CorruptFileError(f"{directory / problem.file}: {problem.why}. {RESTORE}")
 
 
@@ -112,6 +119,6 @@ def _file_problems(
 def _problem(path: Path, error: UserError | OSError) -> FileProblem:
     """Return an error about `path` without its path and remedy, which are reported once for all."""
     if isinstance(error, OSError):
-        return FileProblem(path.name, f"cannot be read: {error.strerror}")
+        return Unreadable(path.name, f"cannot be read: {error.strerror}")
     why = str(error).removeprefix(f"{path}: ").removesuffix(f". {RESTORE}")
     return FileProblem(path.name, why)

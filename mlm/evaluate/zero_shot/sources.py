@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mlm.corpus.benchmarks import is_title
-from mlm.data.records import hub_records, read_records, readable
+from mlm.data.records import hub_records, read_records
 from mlm.util.errors import UserError, lone_surrogate
-from mlm.util.files import digest_bytes, digest_file
+from mlm.util.files import digest_bytes, digest_file, read_input_text
 
 BLANK_LINE = " \n"
 """A blank line in WikiText's files. The Hub's loading script made it an empty row."""
@@ -60,7 +60,7 @@ def wikitext(path: str | None, *, raw: bool) -> EvalTexts:
         texts, keys = [text for _, _, text in rows_of_file], {key for _, key, _ in rows_of_file}
         text = "\n".join(texts) if keys == {"page"} else text_of_lines(texts)
     else:
-        text = read_text(path)
+        text = read_input_text(path)
     if len(text.split()) < 2:
         raise UserError(f"{key}={path}: holds no text: give wiki.test.tokens, or a file of its form")
     return make_wikitext(path, text, digest_file(Path(path)))
@@ -122,7 +122,7 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
             rows = read_column(path, ("text",))
             places, texts = [place for place, _, _ in rows], [text for _, _, text in rows]
         else:
-            texts = read_text(path).removesuffix("\n").split("\n")
+            texts = read_input_text(path).removesuffix("\n").split("\n")
             places = [f"{path}:{n}" for n in range(1, len(texts) + 1)]
         file_digest = digest_file(Path(path))
     if not any(texts):
@@ -141,17 +141,6 @@ def lambada(path: str | None, *, standard: bool) -> EvalTexts:
 
 
 # ----- files
-
-
-def read_text(path: str) -> str:
-    """The text of a file, newlines as they are. Raises UserError."""
-    with readable(Path(path)):
-        content = Path(path).read_bytes()
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}:{line}: is not UTF-8 ({error.reason}): convert it") from error
 
 
 def read_column(path: str, keys: Sequence[str]) -> list[tuple[str, str, str]]:

@@ -10,11 +10,12 @@ from mlm.checkpoint.native.exchange import Ranks
 from mlm.checkpoint.native.format import CheckpointError
 from mlm.data.chat_template import ChatError
 from mlm.data.conversation import SHARE_GPT, check_messages, encode_prompt
-from mlm.data.records import Located, read_records, readable
+from mlm.data.records import Located, read_records
 from mlm.data.tokenizer import Tokenizer
 from mlm.inference.generate.config import STDIN, GenerateConfig
 from mlm.parallel.mesh import ParallelContext
 from mlm.util.errors import UserError, lone_surrogate
+from mlm.util.files import decode_text, read_input_text
 
 MESSAGES = ("messages", SHARE_GPT)
 KEYS = ("prompt", "text")
@@ -57,15 +58,14 @@ def _records(config: GenerateConfig) -> list[Located]:
         return [("prompt", {"prompt": config.prompt})]
     if config.prompts is None:
         content = b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: closed (<&-)
-        if not (text := _decode(content, "standard input").removesuffix("\n")):  # a shell's last
+        if not (text := decode_text(content, "standard input").removesuffix("\n")):  # a shell's last
             raise UserError('standard input is empty: give prompt="some text" or prompts=FILE')
         return [("standard input", {"prompt": text})]
     path = Path(config.prompts)
     if path.suffix == ".jsonl":
         records = list(read_records(path))
     else:
-        with readable(path):
-            lines = _decode(path.read_bytes(), f"prompts={path}").split("\n")
+        lines = read_input_text(path).split("\n")
         numbered = enumerate((line.removesuffix("\r") for line in lines), 1)
         records = [(f"{path}:{number}", {"prompt": line}) for number, line in numbered if line.strip()]
     if not records:
@@ -97,10 +97,3 @@ def _prompt(config: GenerateConfig, tokenizer: Tokenizer, place: str, record: di
     except ChatError as error:
         raise UserError(f"{place}: {error}") from error
     return Prompt(place, str(messages[-1]["content"]), tuple(ids), is_message=True)
-
-
-def _decode(content: bytes, place: str) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{place}: is not UTF-8 ({error.reason} at byte {error.start}): convert it") from None

@@ -1,5 +1,6 @@
 """`mlm ckpt verify`: one checkpoint or all of a run, and from which a run would continue."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.checkpoints_on_disk import (
     tensors,
     write_run,
 )
+from tests.util.as_nobody import as_nobody, open_folder
 
 Output = pytest.CaptureFixture[str]
 
@@ -98,3 +100,13 @@ def test_stale_shard_is_damage_but_a_run_continues(tmp_path: Path) -> None:
     (checkpoint(run, 3) / "rank-00001.safetensors").touch()
     assert mlm("ckpt", "verify", run, f"out={tmp_path}/x.json") == 1
     assert read(tmp_path / "x.json")["continues_from"] == str(checkpoint(run, 3))
+
+
+def test_a_shard_of_another_user_is_not_damaged(capfd: Output) -> None:
+    with open_folder() as folder:
+        run = write_run(folder / "run")
+        (checkpoint(run, 2) / "rank-00000.safetensors").chmod(0o600 if os.geteuid() == 0 else 0)
+        assert as_nobody(lambda: mlm("ckpt", "verify", run)) == 2
+    err = capfd.readouterr().err
+    shard = f"{checkpoint(run, 2)}/rank-00000.safetensors"
+    assert f"1 of 3 checkpoints is not readable: {shard}: cannot be read: Permission denied. Ask" in err
