@@ -16,7 +16,7 @@ from mlm.launch.checks import (
     problems_of,
 )
 from mlm.parallel.layout_checks import FINETUNE_LAYOUT_RULES, READER_RULES, Launch
-from mlm.training.checks import adapters_have_a_rank, optimizer_fits_layout, optimizer_works
+from mlm.training.checks import optimizer_fits_layout, optimizer_works
 from mlm.util.errors import Absent, Problem, UserError, show
 
 if TYPE_CHECKING:
@@ -149,7 +149,6 @@ FINETUNE_RULES = (
     optimizer_fits_layout,
     _tests_are_named,
     _incidents_are_followed,
-    adapters_have_a_rank,
     lr_falls,
     *EVAL_TASK_RULES,
 )

@@ -1,7 +1,6 @@
 """Checks of the settings of a training run."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +17,7 @@ from mlm.launch.checks import (
     lr_falls,
     problems_of,
 )
-from mlm.models.config import NO_ADAPTERS, ModelConfig
+from mlm.models.config import ModelConfig
 from mlm.models.family import (
     SHIPPED,
     data_problem,
@@ -270,13 +269,6 @@ def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | 
     return None
 
 
-def _mirror_is_named(config: PretrainConfig, _: Launch) -> Problem | None:
-    if config.checkpoint.mirror or not config.checkpoint.from_mirror:
-        return None
-    key = "checkpoint.from_mirror"
-    return Problem((key,), f"{key}=true: no store is named", "add checkpoint.mirror=s3://BUCKET/PREFIX")
-
-
 def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | None:
     prompts, key, every = config.train.sample_prompts, "train.sample_prompts", "train.validate_every"
     if not prompts:
@@ -303,16 +295,6 @@ def _adapters_have_a_base(config: PretrainConfig, _: Launch) -> Problem | None:
     return Problem(("lora.rank", "ckpt"), problem, "set ckpt=… to one, or lora.rank=0")
 
 
-def adapters_have_a_rank(config: Any, _: Launch) -> Problem | None:
-    """The problem of settings of adapters without any."""
-    settings, plain = asdict(config.lora), asdict(NO_ADAPTERS)
-    for name in settings if not config.lora.rank else ():
-        if settings[name] != plain[name]:
-            problem = f"lora.{name}={show(settings[name])}: lora.rank=0 adds no adapters"
-            return Problem((f"lora.{name}", "lora.rank"), problem, "set lora.rank=16, or leave it out")
-    return None
-
-
 OWN_CODE_RULES = (
     optimizer_works,
     lambda config, _: _own_code_problem(_check_patterns, config.optimizer, config.model),
@@ -336,14 +318,12 @@ SETTINGS_RULES = (
     graphs_replay,
     lambda config, _: context_problem(config.parallel.cp, config.model, config.data),
     _prompts_can_be_continued,
-    adapters_have_a_rank,
 )
 """Conditions of the settings alone."""
 PRETRAIN_RULES = (
     devices_exist,
     *SETTINGS_RULES,
     _observers_exist,
-    _mirror_is_named,
     lambda config, _: present.corpus(config.data),
     lambda config, _: present.corpus_extras(config.data),
     lambda config, _: present.checkpoint(config.ckpt),

@@ -33,11 +33,7 @@ def _least_below_most(config: GenerateConfig, _: Launch) -> Problem | None:
 
 
 def _chat_settings_serve(config: GenerateConfig, _: Launch) -> Problem | None:
-    chat = {"chat_template": config.chat_template, "system": config.system}
     if not config.chat:
-        for key, value in chat.items():
-            if value is not None:
-                return Problem((key, "chat"), f"{key}={value} is of chat=true", "set chat=true")
         return None
     if config.special_tokens:
         problem = "special_tokens=true: in a message names of special tokens are text"

@@ -6,7 +6,14 @@ from mlm.data.sampler import Batch
 from mlm.models.family import ModelFamily
 from mlm.models.gpt2.family import Windows, head_products
 from mlm.models.llama import megatron
-from mlm.models.llama.settings import DEFAULTS, architecture, dense_twin, model_problem, warning
+from mlm.models.llama.settings import (
+    DEFAULTS,
+    LlamaSettings,
+    architecture,
+    dense_twin,
+    model_problem,
+    warning,
+)
 
 if TYPE_CHECKING:  # checks of settings need no torch
     from mlm.models.llama.model import Llama
@@ -19,6 +26,7 @@ FAMILY: "ModelFamily[Llama, Batch]" = ModelFamily(
     samples=Windows(),
     splits_sequences=True,
     options=DEFAULTS,
+    settings=LlamaSettings,
     architecture=architecture,
     head_products=head_products,
     protocol="consecutive windows, every token but the first scored once",
