@@ -109,23 +109,15 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and settings named OPTIONS stay whole."""
+def flatten(tree: dict[str, Any], prefix: str = "", *, whole: str = OPTIONS) -> dict[str, Any]:
+    """{"model": {"num_layers": 2}} as {"model.num_layers": 2}; {} and settings named `whole` stay whole."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict) and value and name != OPTIONS:
-            flat |= flatten(value, f"{prefix}{name}.")
+        if isinstance(value, dict) and value and name != whole:
+            flat |= flatten(value, f"{prefix}{name}.", whole=whole)
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def key_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Every key of nested values, in full, settings named OPTIONS too."""
-    for name, value in tree.items():
-        yield f"{prefix}{name}"
-        if isinstance(value, dict):
-            yield from key_paths(value, f"{prefix}{name}.")
 
 
 @cache

@@ -46,16 +46,6 @@ def check_eval_task(
     return [*problems_of(config, launch, READER_RULES, EVAL_TASK_RULES), *check_task(config.task)]
 
 
-def _tests_are_named(config: FinetuneConfig, _: Launch) -> Problem | None:
-    if not config.data.predict_tests or config.task.tests:
-        return None
-    return Problem(
-        ("data.predict_tests", "task.tests"),
-        f"data.predict_tests=true: task {config.task.name} has no task.tests",
-        "use data.predict_tests=false",
-    )
-
-
 def _rows_exist(config: Any, _: Launch) -> Problem | None:
     if isinstance(config, FinetuneConfig) and config.data.path is None and config.task.hub is None:
         why = f"task {config.task.name} has no data set on the Hub"
@@ -147,7 +137,6 @@ EVAL_TASK_RULES = (
 FINETUNE_RULES = (
     optimizer_works,
     optimizer_fits_layout,
-    _tests_are_named,
     _incidents_are_followed,
     lr_falls,
     *EVAL_TASK_RULES,

@@ -160,7 +160,7 @@ class FinetuneDataConfig(TaskDataConfig):
     """Rows of the training split to train on, drawn at random with data.seed; null takes all."""
     seed: Annotated[int, SEED, OnlyIf("train_rows")] = 1234
     """Seed of that choice, independent of `seed`, so that runs of several seeds train on the same rows."""
-    predict_tests: bool = False
+    predict_tests: Annotated[bool, OnlyIf("task.tests")] = False
     """Write predictions of the task's test splits with the best checkpoint."""
 
 

@@ -12,11 +12,9 @@ if TYPE_CHECKING:
     from mlm.models.backbone import Transformer
 
 
+ADAPTED = OnlyIf("rank")
 ALL_LINEAR = "all-linear"
 """Target of adapters: every linear layer of the transformer layers."""
-
-
-ADAPTED = OnlyIf("rank")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

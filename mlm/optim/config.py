@@ -13,6 +13,7 @@ STABLE = OnlyIf("decay", *STABLE_DECAYS)
 DECAY_NAMES = Also("lr_decay_style", "lr_scheduler_type", "scheduler")
 MinLearningRate = Annotated[float, NOT_NEGATIVE, Also("min_learning_rate", "lr_min")]
 WARMUP_NAMES = Also("warmup_iters", "num_warmup_steps", "lr_warmup_iters")
+WARMUP_SHARE_NAMES = Also("warmup_ratio", "warmup_fraction", "lr_warmup_fraction")
 HALF = OnlyIf("dtype", "bf16", "fp16", "fp8")
 FP16 = OnlyIf("dtype", "fp16")
 
@@ -89,12 +90,7 @@ class ScheduleConfig:
     the way from min_lr up to optimizer.lr: 0 to 1."""
     warmup_steps: Annotated[int | None, NOT_NEGATIVE, WARMUP_NAMES] = None
     """Steps of linear warm-up from 0; null means the share schedule.warmup of train.steps."""
-    warmup: Annotated[
-        float,
-        FRACTION,
-        OnlyIf("warmup_steps", None),
-        Also("warmup_ratio", "warmup_fraction", "lr_warmup_fraction"),
-    ] = 0.01
+    warmup: Annotated[float, FRACTION, OnlyIf("warmup_steps", None), WARMUP_SHARE_NAMES] = 0.01
     """Share of train.steps that warms up where warmup_steps is null; a hundredth as in arXiv:1909.08053."""
     decay_steps: Annotated[
         int | None, POSITIVE, OnlyIf("decay", "cosine", "linear"), Also("lr_decay_iters", "decay_iters")

@@ -148,19 +148,6 @@ def _cooldown_problem(config: PretrainConfig) -> Problem | None:
     )
 
 
-def _decay_cools(config: PretrainConfig, _: Launch) -> Problem | None:
-    schedule = config.schedule
-    if schedule.decay in STABLE_DECAYS or schedule.cooldown_start(config.train.steps) >= config.train.steps:
-        return None
-    key = "schedule.cooldown" if schedule.cooldown else "schedule.cooldown_share"
-    value = schedule.cooldown or schedule.cooldown_share
-    return Problem(
-        (key, "schedule.decay"),
-        f"{key}={value:g}: schedule.decay={schedule.decay} falls to the end of the run by itself",
-        f"use {key}=0, or schedule.decay={' or '.join(STABLE_DECAYS)} from the start",
-    )
-
-
 def _ramp_divides(config: PretrainConfig, launch: Launch) -> Problem | None:
     train = config.train
     if train.ramp_batch is None:
@@ -270,15 +257,12 @@ def context_problem(cp: int, model: ModelConfig, data: DataConfig) -> Problem | 
 
 
 def _prompts_can_be_continued(config: PretrainConfig, _: Launch) -> Problem | None:
-    prompts, key, every = config.train.sample_prompts, "train.sample_prompts", "train.validate_every"
+    prompts, key = config.train.sample_prompts, "train.sample_prompts"
     if not prompts:
         return None
     if not config.model.family.causal:
         why = f"model.kind={config.model.kind} does not read from left to right"
         return Problem((key, "model.kind"), f"{key}: {why}", f"remove {key}")
-    if not config.train.validate_every:
-        why = f"{every}=0 validates never, and samples are drawn at validations"
-        return Problem((key, every), f"{key}: {why}", f"set {every}=1000, or remove {key}")
     if len(prompts) > MOST_PROMPTS:
         return Problem((key,), f"{key}: {len(prompts)} prompts; {MOST_PROMPTS} is the limit", "choose some")
     for number, prompt in enumerate(prompts, start=1):
@@ -305,7 +289,6 @@ OWN_CODE_RULES = (
 """Conditions of the user's own code beside the model's family."""
 SETTINGS_RULES = (
     _warmup_ends,
-    _decay_cools,
     _ramp_divides,
     lr_falls,
     loss_scale_can_fall,

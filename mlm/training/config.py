@@ -57,7 +57,7 @@ class TrainConfig:
     """Steps between validations; 0 turns them off. The last step is validated too."""
     validate_batches: Annotated[int, POSITIVE, OnlyIf("validate_every"), Also("eval_iters")] = 10
     """Global batches of validation samples per validation."""
-    sample_prompts: tuple[str, ...] = ()
+    sample_prompts: Annotated[tuple[str, ...], OnlyIf("validate_every")] = ()
     """Texts that the model continues at each validation, at most 64: sample_prompts=["The","ROMEO:"]. What it
     writes is in metrics.jsonl and in `mlm report`. Of models that read from left to right."""
     sample_tokens: Annotated[int, SAMPLE_TOKENS, OnlyIf("sample_prompts")] = 40

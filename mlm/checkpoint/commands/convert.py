@@ -34,12 +34,6 @@ from mlm.util.errors import ConfigError, Problem, UserError, attempt
 from mlm.util.terminal import Advance, progress_bar
 
 MEGATRON = ("torch_dist", "torch", "megatron_dcp")
-READ_BY = {
-    "config": ("torchtitan", "torch_dist", "megatron_dcp"),
-    "vocab_size": MEGATRON,
-    "num_heads": MEGATRON,
-}
-"""Formats of sources of which a setting is read: others record what it tells."""
 NOT_COMPARED = "not compared with the source (verify=false)"
 WEIGHTS_ONLY = "weights only: the optimizer's state is left out, a run that starts from it begins at step 0"
 WEIGHTS_AND_MOMENTS = (
@@ -91,7 +85,8 @@ def open_(config: ConvertConfig, tokenizer: Tokenizer | None = None) -> Source:
     """Open the source. Raises UserError."""
     settings = SourceSettings(config.config, config.vocab_size, config.num_heads, tokenizer)
     source = open_source(config.source, settings)
-    for key, formats in READ_BY.items():
+    without_model = ("torchtitan", "torch_dist", "megatron_dcp")
+    for key, formats in (("config", without_model), ("vocab_size", MEGATRON), ("num_heads", MEGATRON)):
         if getattr(config, key) is not None and source.format not in formats:
             why = f"has no effect with source={config.source}, of the format {source.format}"
             raise UserError(Problem.at(key, getattr(config, key), why, "remove it"))

@@ -155,7 +155,9 @@ def parse(command: Command, words: Sequence[str]) -> Arguments:
             key, _, value = text.partition("=")
             others = [each for each in parsed.overrides if each.startswith(f"{key}=")]
             if len(others) > 1:
-                raise UserError(Problem((key,), f"{' '.join(others)}: one {key} is taken", "remove the other"))
+                raise UserError(
+                    Problem((key,), f"{' '.join(others)}: one {key} is taken", "remove the other")
+                )
     return parsed
 
 

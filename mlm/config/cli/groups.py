@@ -11,13 +11,12 @@ import yaml  # type: ignore[import-untyped]
 
 from mlm.config.command import Command
 from mlm.config.paths import CONFIG_DIR, groups
-from mlm.config.tree import flatten, key_paths
+from mlm.config.tree import flatten
 from mlm.util.errors import show
 
 TASK = "task"
 OWN_TASK = "a task of your own needs --config-dir DIR, which holds task/NAME.yaml"
-PACKAGE = "@package "
-GLOBAL = f"{PACKAGE}_global_"
+GLOBAL = "@package _global_"
 """First line of a YAML whose keys are those of the whole config, as those of experiments are."""
 LONGEST_LINE = 200  # characters of a YAML's comment that help shows
 MOST_LINES = 10  # of a comment that are read
@@ -121,17 +120,14 @@ def _values(path: Path) -> dict[str, Any]:
 
 
 def own_keys(choices: Mapping[str, Any], config_dir: str | None) -> set[str]:
-    """Keys that the user's own YAML of some choices sets, that of other choices below it left out."""
+    """Keys that the user's own YAML of some choices sets."""
     keys = set[str]()
     for group, name in choices.items():
         path = choice_file(group, str(name), config_dir)
         if path is None or path.is_relative_to(CONFIG_DIR):
             continue
-        packages = (line.removeprefix(PACKAGE) for line in comment_of(path) if line.startswith(PACKAGE))
-        package = next(packages, group)
         values = yaml.safe_load(path.read_text("utf-8")) or {}
-        values.pop("defaults", None)
-        keys |= set(key_paths(values if package == "_global_" else {package: values}))
+        keys |= flatten(values, "" if GLOBAL in comment_of(path) else f"{group}.", whole="").keys()
     return keys
 
 

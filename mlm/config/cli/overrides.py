@@ -28,7 +28,7 @@ from mlm.config.imports import is_path
 from mlm.config.paths import CONFIG_DIR
 from mlm.config.plain_yaml import parse, problem_of, read_text
 from mlm.config.suggest import foreign_option, foreign_options, nearest, nearest_key, unknown_key
-from mlm.config.tree import MISSING_VALUE, describe_values, flatten, key_paths, leaves, other_names, sections
+from mlm.config.tree import MISSING_VALUE, describe_values, flatten, leaves, other_names, sections
 from mlm.training.config import PretrainConfig
 from mlm.util.errors import Problem, UserError, escape_controls, show
 
@@ -265,7 +265,7 @@ def keys_of(text: str) -> list[str]:
     """The keys that an override sets: of `lora={alpha:8}` those in the section too."""
     key, _, value = text.partition("=")
     parsed = _parsed(text) if value.startswith("{") else None
-    return list(key_paths({key: parsed.value() if parsed else None}))
+    return list(flatten({key: parsed.value() if parsed else None}, whole=""))
 
 
 def _with_files(command: Command, typed: Sequence[str], overrides: Overrides) -> list[str]:

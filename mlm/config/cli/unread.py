@@ -21,7 +21,7 @@ def unread_problems(config: Any, typed: Set[str], written: Set[str]) -> Iterator
         is_whole = other in written and values[key] == known[key].default
         if key not in typed and (not is_here or other in typed or is_whole):
             continue
-        why = f"with {other}={show(values[other])}" if is_here else f"here, as there is no {other}"
+        why = f"with {other}={show(values[other])}" if is_here else f"without {other}"
         values_read = condition.values or ((True,) if values.get(other) is False else ())
         wanted = " or ".join(f"{other}={show(value)}" for value in values_read) or other
         fix = "remove it" + f", or set {wanted}" * is_here

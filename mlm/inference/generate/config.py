@@ -33,7 +33,7 @@ class GenerateConfig:
 
     ckpt: CheckpointPath
     """Checkpoint (step-…), run directory (its latest checkpoint), or Hugging Face folder or id (GPT-2)."""
-    prompt: Annotated[str, Also("start", "text")] = ""
+    prompt: Annotated[str, OnlyIf("prompts", None), Also("start", "text")] = ""
     """Text to continue; - reads it from standard input. Empty begins a document: after an end-of-document
     token."""
     prompts: InputPath | None = None
