@@ -40,7 +40,7 @@ from mlm.launch.environment import read_rank_place
 from mlm.launch.typed import record_job
 from mlm.optim.auto_precision import settle_precision
 from mlm.parallel.layout_checks import RANKS_PER_NODE
-from mlm.util.errors import ConfigError, Problem, UserError
+from mlm.util.errors import ConfigError, Problem, UserError, attempt
 from mlm.util.ownership import STDOUT
 
 LAUNCH = "mlm.launch.start"
@@ -318,10 +318,10 @@ def _build(job: Execution, values: dict[str, Any], typed: set[str], written: set
         return command.check(config, world_size=facts.world_size, local_devices=facts.local_devices)
 
     def check(config: Any) -> Sequence[str]:
-        problems = (check_on_ranks if command.check else command.local_check)(config)
+        problems = list((check_on_ranks if command.check else command.local_check)(config))
         named = {key for problem in problems for key in Problem.of(problem).keys}
-        unread = unread_problems(config, typed, written)
-        return [*problems, *(problem for problem in unread if problem.keys[0] not in named)]
+        unread = attempt(problems, lambda: [*unread_problems(config, typed - named, written - named)])
+        return [*problems, *(unread or ())]
 
     try:
         config = build(command.spec, values, check)

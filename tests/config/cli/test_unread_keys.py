@@ -186,6 +186,10 @@ MOE = "pretrain model=moe_tiny model.options.num_experts=0"
             "pretrain model=llama_tiny model.options.rope_factor=2.0",
             "has no effect with model.options.rope_scaling=default",
         ),
+        (
+            "pretrain model=llama_tiny model.options.q_lora_rank=11",
+            "q_lora_rank=11: has no effect with model.options.kv_lora_rank=0",
+        ),
         ("generate ckpt=x temperature=0 top_k=5", "top_k=5: has no effect with temperature=0.0; remove it"),
         (
             "generate ckpt=x system=hi",
