@@ -86,7 +86,7 @@ class TaskType(ABC):
     columns: tuple[Sequence[int], str] | None = None
     """Allowed numbers of task.columns, and their description; None allows any."""
     names_labels: bool = False
-    """True if task.labels must name two labels or more."""
+    """True if task.labels must name two labels or more; they must be empty otherwise."""
     gives_probabilities: bool = False
     """True if the softmax of a prediction's scores is the probability of each of task.labels."""
 
@@ -137,6 +137,9 @@ class TaskType(ABC):
         if self.names_labels and (len(task.labels) < 2 or len(set(task.labels)) < len(task.labels)):
             problem = "must be two or more names, all different, by number"
             problems.append(Problem(("task.labels",), f"task.labels={show(list(task.labels))} {problem}"))
+        elif task.labels and not self.names_labels:
+            problem = f"kind {task.kind} has none"
+            problems.append(Problem.at("task.labels", list(task.labels), problem, "leave it out"))
         return problems
 
     def metric_problem(self, task: TaskConfig, name: str) -> Problem | None:
